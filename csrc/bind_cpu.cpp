@@ -1,0 +1,219 @@
+// The module fused_attn._cpu: fields of params.h by name, pointers and strides as integers.
+//
+// Python checks shapes and types (backends/cpp.py); here a missing field is absent (null, 0) and a
+// field that does not exist is an error.
+#include <pybind11/pybind11.h>
+
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/dispatch.h"
+#include "params.h"
+
+namespace py = pybind11;
+
+namespace fused_attn {
+namespace {
+
+// Reads a dict of fields; finish() throws if one was never asked for.
+class Fields {
+ public:
+  explicit Fields(const py::kwargs& fields) : fields_(fields) {}
+
+  template <class T>
+  void number(const char* name, T* out) {
+    if (PyObject* value = find(name)) *out = py::cast<T>(py::handle(value));
+  }
+
+  // Negative Python integers are two's complement: a seed may be any int64.
+  void bits(const char* name, uint64_t* out) {
+    if (PyObject* value = find(name)) {
+      *out = PyLong_AsUnsignedLongLongMask(value);
+      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    }
+  }
+
+  void dtype(const char* name, DType* out) {
+    int64_t value = 0;
+    number(name, &value);
+    *out = static_cast<DType>(value);
+  }
+
+  template <class T>
+  void pointer(const char* name, T** out) {
+    uintptr_t address = 0;
+    number(name, &address);
+    *out = reinterpret_cast<T*>(address);
+  }
+
+  template <int kSize>
+  void integers(const std::string& name, int64_t (&out)[kSize]) {
+    PyObject* value = find(name.c_str());
+    if (value == nullptr) return;
+    const auto tuple = py::reinterpret_borrow<py::tuple>(value);
+    // Strides of a tensor come whole: the last, which is 1, is not read where it has no place.
+    if (tuple.size() != kSize && tuple.size() != kSize + 1) {
+      throw std::invalid_argument(name + " has " + std::to_string(tuple.size()) + " integers");
+    }
+    for (int i = 0; i < kSize; ++i) out[i] = py::cast<int64_t>(tuple[i]);
+  }
+
+  // A tensor and its strides.
+  template <class T>
+  void tensor(const char* name, T** data, int64_t (&strides)[3]) {
+    pointer(name, data);
+    integers(std::string(name) + "_strides", strides);
+  }
+
+  void dense(const std::string& name, DenseTensor* out) {
+    pointer(name.c_str(), &out->data);
+    if (out->data == nullptr) return;
+    integers(name + "_strides", out->strides);
+    pointer((name + "_summary").c_str(), &out->summary);
+    integers(name + "_summary_strides", out->summary_strides);
+  }
+
+  void finish() const {
+    if (used_ == fields_.size()) return;
+    throw std::invalid_argument("there are " + std::to_string(fields_.size()) +
+                                " fields, of which the kernel knows " + std::to_string(used_));
+  }
+
+ private:
+  PyObject* find(const char* name) {
+    PyObject* value = PyDict_GetItemString(fields_.ptr(), name);
+    used_ += value != nullptr;
+    return value;
+  }
+
+  const py::kwargs& fields_;
+  size_t used_ = 0;
+};
+
+void read(Fields& f, MaskParams* mask) {
+  f.dense("bias", &mask->bias);
+  f.dtype("bias_dtype", &mask->bias_dtype);
+  f.dense("dense", &mask->dense);
+  f.dense("key_mask", &mask->key_mask);
+  f.pointer("bounds", &mask->bounds);
+  f.number("band_lo", &mask->band_lo);
+  f.number("band_hi", &mask->band_hi);
+  f.number("alibi_offset", &mask->alibi_offset);
+  f.pointer("query_documents", &mask->query_documents);
+  f.number("query_documents_stride", &mask->query_documents_stride);
+  f.pointer("key_documents", &mask->key_documents);
+  f.number("key_documents_stride", &mask->key_documents_stride);
+  f.pointer("slopes", &mask->slopes);
+  f.integers("slopes_strides", mask->slopes_strides);
+}
+
+void read(Fields& f, AttentionParams* p) {
+  f.dtype("dtype", &p->dtype);
+  f.number("batch", &p->batch);
+  f.number("num_heads", &p->num_heads);
+  f.number("num_heads_kv", &p->num_heads_kv);
+  f.number("seqlen_q", &p->seqlen_q);
+  f.number("seqlen_k", &p->seqlen_k);
+  f.number("head_dim", &p->head_dim);
+  f.number("head_dim_v", &p->head_dim_v);
+  f.tensor("query", &p->query, p->query_strides);
+  f.tensor("key", &p->key, p->key_strides);
+  f.tensor("value", &p->value, p->value_strides);
+  f.tensor("out", &p->out, p->out_strides);
+  f.pointer("lse", &p->lse);
+  f.pointer("lse_low", &p->lse_low);
+  f.number("softmax_scale", &p->softmax_scale);
+  f.number("softcap", &p->softcap);
+  f.number("dropout_p", &p->dropout_p);
+  f.bits("seed", &p->seed);
+  read(f, &p->mask);
+  f.number("num_threads", &p->num_threads);
+}
+
+void read(Fields& f, AttentionBwdParams* p) {
+  read(f, &p->fwd);
+  f.tensor("grad_out", &p->grad_out, p->grad_out_strides);
+  f.pointer("grad_lse", &p->grad_lse);
+  f.tensor("grad_query", &p->grad_query, p->grad_query_strides);
+  f.tensor("grad_key", &p->grad_key, p->grad_key_strides);
+  f.tensor("grad_value", &p->grad_value, p->grad_value_strides);
+  f.pointer("grad_bias", &p->grad_bias);
+}
+
+void read(Fields& f, NormParams* p) {
+  f.dtype("dtype", &p->dtype);
+  f.number("rows", &p->rows);
+  f.number("columns", &p->columns);
+  f.number("rms", &p->rms);
+  f.number("eps", &p->eps);
+  f.number("dropout_p", &p->dropout_p);
+  f.bits("seed", &p->seed);
+  f.pointer("input", &p->input);
+  f.pointer("residual", &p->residual);
+  f.pointer("weight", &p->weight);
+  f.pointer("bias", &p->bias);
+  f.pointer("out", &p->out);
+  f.pointer("total", &p->total);
+  f.pointer("mean", &p->mean);
+  f.pointer("rstd", &p->rstd);
+  f.number("num_threads", &p->num_threads);
+}
+
+void read(Fields& f, NormBwdParams* p) {
+  read(f, &p->fwd);
+  f.pointer("grad_out", &p->grad_out);
+  f.pointer("grad_total", &p->grad_total);
+  f.pointer("grad_input", &p->grad_input);
+  f.pointer("grad_residual", &p->grad_residual);
+  f.pointer("grad_weight", &p->grad_weight);
+  f.pointer("grad_bias", &p->grad_bias);
+}
+
+void read(Fields& f, SummaryParams* p) {
+  f.pointer("data", &p->data);
+  f.number("is_bool", &p->is_bool);
+  f.dtype("dtype", &p->dtype);
+  f.integers("sizes", p->sizes);
+  f.integers("strides", p->strides);
+  f.pointer("summary", &p->summary);
+  f.number("num_threads", &p->num_threads);
+}
+
+template <class Params>
+Params params_of(const py::kwargs& kwargs) {
+  Params params{};
+  Fields fields(kwargs);
+  read(fields, &params);
+  fields.finish();
+  return params;
+}
+
+// Runs an entry of the table with the fields of Params, without the GIL.
+template <class Params>
+void run(bool (*KernelTable::*entry)(const Params&), const py::kwargs& kwargs) {
+  const Params params = params_of<Params>(kwargs);
+  const KernelTable& table = kernels();
+  py::gil_scoped_release release;
+  if (!(table.*entry)(params)) throw std::bad_alloc();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "CPU kernels of fused_attn; call them through fused_attn.backends.cpp.";
+  m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
+  m.def("attention_fwd", [](const py::kwargs& f) { run(&KernelTable::attention_fwd, f); });
+  m.def("attention_bwd", [](const py::kwargs& f) { run(&KernelTable::attention_bwd, f); });
+  m.def("norm_fwd", [](const py::kwargs& f) { run(&KernelTable::norm_fwd, f); });
+  m.def("norm_bwd", [](const py::kwargs& f) { run(&KernelTable::norm_bwd, f); });
+  m.def("tile_summary", [](const py::kwargs& f) {
+    const SummaryParams params = params_of<SummaryParams>(f);
+    py::gil_scoped_release release;
+    kernels().tile_summary(params);
+  });
+  m.def("isa", [] { return kernels().isa; });
+  m.def("set_isa", &set_isa, py::arg("isa"));
+}
+
+}  // namespace fused_attn

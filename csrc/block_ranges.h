@@ -1,0 +1,83 @@
+// Which tiles a mask makes visible: one definition for CPU and CUDA, forward and backward.
+//
+// The structural conditions (band, key range, prefix) leave of each row i one interval of keys
+// [lo(i), hi(i)), and both ends never fall as i grows. So a tile is classified by its first and
+// last row alone.
+#pragma once
+
+#include "params.h"
+#include "philox.h"
+
+namespace fused_attn {
+namespace {
+
+enum class Tile { kSkip, kPartial, kFull };
+
+struct Interval {
+  int64_t lo, hi;
+};
+
+FUSED_ATTN_HOST_DEVICE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+FUSED_ATTN_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+FUSED_ATTN_HOST_DEVICE SequenceBounds sequence_bounds(const MaskParams& mask, int64_t b,
+                                                      int64_t seqlen_q, int64_t seqlen_k) {
+  if (mask.bounds != nullptr) return mask.bounds[b];
+  return {0, seqlen_k, 0, seqlen_q, mask.band_lo, mask.band_hi, 0, mask.alibi_offset};
+}
+
+// Keys that row i may see by structure; empty where lo >= hi. The query range is not looked at.
+FUSED_ATTN_HOST_DEVICE Interval visible_keys(const SequenceBounds& s, int64_t i) {
+  int64_t hi = min64(s.key_end, i + s.band_hi + 1);
+  if (s.prefix_end > 0) hi = min64(hi, max64(s.prefix_end, i + 1));
+  return {max64(s.key_begin, i + s.band_lo), hi};
+}
+
+// Rows [i_begin, i_end) against keys [j_begin, j_end), none of them empty.
+FUSED_ATTN_HOST_DEVICE Tile classify_bounds(const SequenceBounds& s, int64_t i_begin, int64_t i_end,
+                                            int64_t j_begin, int64_t j_end) {
+  const int64_t first = max64(i_begin, s.query_begin), last = min64(i_end, s.query_end) - 1;
+  if (first > last) return Tile::kSkip;
+  const Interval top = visible_keys(s, first), bottom = visible_keys(s, last);
+  if (j_begin >= bottom.hi || j_end <= top.lo) return Tile::kSkip;
+  const bool rows_inside = i_begin >= s.query_begin && i_end <= s.query_end;
+  return rows_inside && j_begin >= bottom.lo && j_end <= top.hi ? Tile::kFull : Tile::kPartial;
+}
+
+// Smallest and largest document id of a run of positions.
+struct IdRange {
+  int64_t min, max;
+};
+
+FUSED_ATTN_HOST_DEVICE Tile classify_documents(const IdRange& query, const IdRange& key) {
+  if (query.max < key.min || key.max < query.min) return Tile::kSkip;
+  const bool one = query.min == query.max && key.min == key.max;
+  return one ? Tile::kFull : Tile::kPartial;
+}
+
+// By the summary of a dense tensor; partial where it has none.
+FUSED_ATTN_HOST_DEVICE Tile classify_dense(const DenseTensor& t, int64_t b, int64_t h,
+                                           int64_t i_begin, int64_t i_end, int64_t j_begin,
+                                           int64_t j_end) {
+  if (t.data == nullptr) return Tile::kFull;
+  if (t.summary == nullptr) return Tile::kPartial;
+  const uint8_t* base = t.summary + b * t.summary_strides[0] + h * t.summary_strides[1];
+  bool none = true, all = true;
+  for (int64_t i = i_begin / kSummaryTileM; i * kSummaryTileM < i_end; ++i) {
+    for (int64_t j = j_begin / kSummaryTileN; j * kSummaryTileN < j_end; ++j) {
+      const uint8_t value = base[i * t.summary_strides[2] + j * t.summary_strides[3]];
+      none = none && value == kNoneVisible;
+      all = all && value == kAllVisible;
+    }
+    if (t.summary_strides[2] == 0) break;  // every row of tiles is the same
+  }
+  return none ? Tile::kSkip : all ? Tile::kFull : Tile::kPartial;
+}
+
+FUSED_ATTN_HOST_DEVICE Tile combine(Tile a, Tile b) {
+  if (a == Tile::kSkip || b == Tile::kSkip) return Tile::kSkip;
+  return a == Tile::kFull && b == Tile::kFull ? Tile::kFull : Tile::kPartial;
+}
+
+}  // namespace
+}  // namespace fused_attn

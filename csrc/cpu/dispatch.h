@@ -1,0 +1,26 @@
+// The kernels of one instruction set, and the choice among them.
+#pragma once
+
+#include "params.h"
+
+namespace fused_attn {
+
+// Every entry runs a whole operation and throws nothing; false: out of memory for workspace.
+struct KernelTable {
+  const char* isa;
+  bool (*attention_fwd)(const AttentionParams&);
+  bool (*attention_bwd)(const AttentionBwdParams&);
+  bool (*norm_fwd)(const NormParams&);
+  bool (*norm_bwd)(const NormBwdParams&);
+  void (*tile_summary)(const SummaryParams&);
+};
+
+// The best of what was built and this CPU has; FUSED_ATTN_CPU_ISA (an entry of isas.inc) lowers it.
+// Throws std::invalid_argument where the variable names none that can run here.
+const KernelTable& kernels();
+
+// Makes kernels() the table of that entry of isas.inc, "" for the automatic choice; for tests, not
+// while kernels run. Throws std::invalid_argument where there is none that can run here.
+void set_isa(const char* isa);
+
+}  // namespace fused_attn

@@ -1,0 +1,71 @@
+// The kernels of one instruction set; compiled once for each line of isas.inc.
+#include "cpu/attention_bwd_bias.h"
+#include "cpu/attention_fwd.h"
+#include "cpu/dispatch.h"
+#include "cpu/norm.h"
+#include "cpu/tile_summary.h"
+
+#define FUSED_ATTN_PASTE_(a, b) a##b
+#define FUSED_ATTN_PASTE(a, b) FUSED_ATTN_PASTE_(a, b)
+#define FUSED_ATTN_STRING_(a) #a
+#define FUSED_ATTN_STRING(a) FUSED_ATTN_STRING_(a)
+
+namespace fused_attn {
+namespace {
+
+// Runs Op<T> for the type that a tensor is stored in.
+template <template <class> class Op, class Params>
+bool run_as(DType dtype, const Params& params) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return Op<float>::run(params);
+    case DType::kFloat64:
+      return Op<double>::run(params);
+    case DType::kFloat16:
+      return Op<Half>::run(params);
+    case DType::kBFloat16:
+      return Op<BFloat16>::run(params);
+  }
+  return false;
+}
+
+bool run_attention_fwd(const AttentionParams& p) { return run_as<AttentionFwd>(p.dtype, p); }
+
+bool run_attention_bwd(const AttentionBwdParams& p) {
+  if (!run_as<AttentionBwd>(p.fwd.dtype, p)) return false;
+  return p.grad_bias == nullptr || run_as<AttentionBwdBias>(p.fwd.dtype, p);
+}
+
+bool run_norm_fwd(const NormParams& p) { return run_as<NormFwd>(p.dtype, p); }
+
+bool run_norm_bwd(const NormBwdParams& p) { return run_as<NormBwd>(p.fwd.dtype, p); }
+
+template <class B>
+struct TileSummary {
+  static bool run(const SummaryParams& p) {
+    tile_summary<B>(p);
+    return true;
+  }
+};
+
+void run_tile_summary(const SummaryParams& p) {
+  if (p.is_bool) {
+    tile_summary<Flag>(p);
+  } else {
+    run_as<TileSummary>(p.dtype, p);
+  }
+}
+
+}  // namespace
+
+namespace FUSED_ATTN_PASTE(isa_, FUSED_ATTN_ISA) {
+extern const KernelTable kKernels;
+const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
+                              run_attention_fwd,
+                              run_attention_bwd,
+                              run_norm_fwd,
+                              run_norm_bwd,
+                              run_tile_summary};
+}  // namespace FUSED_ATTN_PASTE(isa_,FUSED_ATTN_ISA)
+
+}  // namespace fused_attn

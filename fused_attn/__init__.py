@@ -1,0 +1,25 @@
+"""Fused masked attention and norms for PyTorch: forward and backward, drop-in."""
+
+from fused_attn import masks, nn
+from fused_attn.backends import available_backends, use_backend
+from fused_attn.compare import ComparisonReport, compare
+from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
+from fused_attn.masks import Mask
+from fused_attn.swap import SwapReport, swap_modules
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ComparisonReport",
+    "Mask",
+    "SwapReport",
+    "available_backends",
+    "compare",
+    "layer_norm",
+    "masks",
+    "nn",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "swap_modules",
+    "use_backend",
+]

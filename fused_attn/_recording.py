@@ -1,0 +1,161 @@
+"""One recorded run of a model for `compare`: outputs, layer outputs, gradients.
+
+The forwards are wrapped, not hooked: with hooks on its norms, a layer would not use the fused
+residual addition that is to be measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+
+# (name, kind) -> tensor, in the order in which they came up.
+Tensors = dict[tuple[str, str], Tensor]
+
+
+class Recorder:
+    """Runs models on the same inputs and keeps what `compare` compares.
+
+    The first run decides on which side of 0 the input of each ReLU is, in all runs. The derivative
+    jumps there: where a rounding takes a value to the other side, gradients are off by as much as
+    they are large, whatever the attention does.
+
+    Args:
+        watched: names of modules whose outputs and input gradients are kept; "" is the model.
+        backward: run backward too, from a random projection of all float outputs.
+        dtype: type in which that projection has to be exact.
+    """
+
+    def __init__(self, watched: set[str], backward: bool, dtype: torch.dtype) -> None:
+        self.watched = watched
+        self.backward = backward
+        self.dtype = dtype
+        self._relu_sides: list[Tensor] = []
+        self._relu_calls: int | None = None
+
+    def run(self, model: Module, args: Any, kwargs: Any) -> Tensors:
+        """Run `model`, which is changed, in evaluation mode."""
+        kept: Tensors = {}
+        model.eval()
+        for name in self.watched - {""}:  # what the model itself returns is an "output"
+            self._watch(model.get_submodule(name), name, kept)
+        if self.backward:
+            self._pin_relus(model)
+        device = device_of(model)
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.set_grad_enabled(self.backward):
+            torch.manual_seed(0)
+            outputs = dict(float_tensors(model(*args, **kwargs), "output"))
+            for name, output in outputs.items():
+                kept[name, "output"] = output.detach().clone()
+            if self.backward:
+                self._run_backward(outputs)
+        self._relu_calls = 0
+        for name, tensor in (*float_tensors(args, "input"), *float_tensors(kwargs, "input")):
+            if tensor.grad is not None:
+                kept[name, "input grad"] = tensor.grad
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and any(_within(name, w) for w in self.watched):
+                kept[name, "param grad"] = parameter.grad
+        return kept
+
+    def _watch(self, module: Module, name: str, kept: Tensors) -> None:
+        """Record what `module` returns and the gradient of what it is given."""
+        forward = module.forward
+        calls = 0
+
+        def recording_forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            label = name if calls == 1 else f"{name} (call {calls})"
+            # Only the first float tensor: attention also returns weights, a fused norm the sum.
+            for _, tensor in itertools.islice(float_tensors((args, kwargs), ""), 1):
+                if self.backward and tensor.requires_grad:
+                    tensor.register_hook(
+                        lambda grad: kept.__setitem__((label, "input grad"), grad.detach().clone())
+                    )
+            result = forward(*args, **kwargs)
+            for _, tensor in itertools.islice(float_tensors(result, ""), 1):
+                kept[label, "layer output"] = tensor.detach().clone()
+            return result
+
+        module.forward = recording_forward
+
+    def _run_backward(self, outputs: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        roots, grads = [], []
+        for output in outputs.values():
+            projection = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+            if output.requires_grad:
+                roots.append(output)
+                grads.append(projection.to(self.dtype).to(output.device, output.dtype))
+        if roots:
+            torch.autograd.backward(roots, grads)
+
+    def _pin_relus(self, model: Module) -> None:
+        module: Any
+        for module in model.modules():
+            if type(module) is torch.nn.ReLU:
+                module.__dict__["forward"] = self._relu
+            elif module.__dict__.get("activation") in (F.relu, torch.relu):
+                module.activation = self._relu  # of torch.nn's Transformer layers
+
+    def _relu(self, x: Tensor) -> Tensor:
+        if self._relu_calls is None:
+            self._relu_sides.append(x > 0)
+            return F.relu(x)
+        positive = self._relu_sides[self._relu_calls]
+        self._relu_calls += 1
+        return torch.where(positive, x, torch.zeros_like(x))
+
+
+def device_of(model: Module) -> torch.device:
+    """The device of the first parameter."""
+    return next(model.parameters()).device
+
+
+def float_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The float tensors in `value`, with names."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from float_tensors(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from float_tensors(item, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from float_tensors(getattr(value, entry.name), f"{name}.{entry.name}")
+
+
+def copied(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Inputs for one run: fresh leaves, float tensors in `dtype`; one object stays one object."""
+    return _copy(value, dtype, {})
+
+
+def _copy(value: Any, dtype: torch.dtype | None, copies: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in copies:
+            to = dtype if value.is_floating_point() else None
+            copy_ = value.detach().clone().to(to or value.dtype)
+            copies[id(value)] = copy_.requires_grad_(value.requires_grad)
+        return copies[id(value)]
+    if isinstance(value, Mapping):
+        return {key: _copy(item, dtype, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_copy(item, dtype, copies) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _within(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")

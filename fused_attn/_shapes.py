@@ -1,0 +1,103 @@
+"""Shapes that attention takes, brought to the one that kernels see."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Canonical(NamedTuple):
+    """(batch, num_heads, seqlen, head_dim) tensors, and what the caller's shapes were."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    leading: tuple[int, ...]  # out is (*leading, head_dim_v), lse is leading
+
+
+def canonical(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> Canonical:
+    """Views of the tensors as 4-D ones with one batch and heads that fit; copies nothing in 4-D.
+
+    Without a head dimension (2-D, 3-D) one is added; several batch dimensions become one. key and
+    value keep their number of heads where query's is a multiple of it.
+
+    Raises:
+        ValueError: batch or heads do not fit.
+    """
+    ndim = max(query.dim(), key.dim(), value.dim())
+    has_heads = ndim > 3
+    tensors = []
+    for tensor in (query, key, value):
+        tensor = tensor[(None,) * (ndim - tensor.dim())] if tensor.dim() < ndim else tensor
+        tensors.append(tensor if has_heads else tensor.unsqueeze(-3))
+    batch = _batch(tensors)
+    query, key, value = (_one_batch(t, batch) for t in tensors)
+    query, key, value = _fit_heads(query, key, value, enable_gqa)
+    if mask is not None and ndim != 4:
+        mask = _mask(mask, batch, has_heads)
+    leading = (*batch, query.shape[1], query.shape[2]) if has_heads else (*batch, query.shape[2])
+    return Canonical(query, key, value, mask, leading)
+
+
+def _batch(tensors: list[Tensor]) -> tuple[int, ...]:
+    shapes = [t.shape[:-3] for t in tensors]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return tuple(shapes[0])
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        got = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(
+            f"query, key and value must have batch dimensions that broadcast, got {got}"
+        ) from None
+
+
+def _one_batch(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
+    if tensor.shape[:-3] != batch:
+        tensor = tensor.expand(*batch, *tensor.shape[-3:])
+    return tensor if len(batch) == 1 else tensor.reshape(math.prod(batch), *tensor.shape[-3:])
+
+
+def _fit_heads(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, heads_k, heads_v = query.shape[1], key.shape[1], value.shape[1]
+    if heads == heads_k == heads_v:
+        return query, key, value
+    if enable_gqa:
+        if heads_k != heads_v:
+            raise ValueError(f"value must have num_heads_kv {heads_k} (as key), got {heads_v}")
+        if heads_k == 0 or heads % heads_k:
+            raise ValueError(
+                f"key must have num_heads_kv that divides num_heads {heads} (of query), "
+                f"got {heads_k}"
+            )
+        return query, key, value
+    total = max(heads, heads_k, heads_v) if min(heads, heads_k, heads_v) else 0
+    for name, have in (("query", heads), ("key", heads_k), ("value", heads_v)):
+        if have not in (1, total):
+            hint = "; pass enable_gqa=True to share keys and values among heads"
+            raise ValueError(f"{name} must have num_heads {total} or 1, got {have}{hint}")
+    query = query.expand(-1, total, -1, -1)
+    if heads_k != heads_v:
+        key, value = key.expand(-1, total, -1, -1), value.expand(-1, total, -1, -1)
+    return query, key, value
+
+
+def _mask(mask: Tensor, batch: tuple[int, ...], has_heads: bool) -> Tensor:
+    """The mask tensor of a problem that is not 4-D, as one that is."""
+    limit = len(batch) + (3 if has_heads else 2)
+    if mask.dim() > limit:
+        raise ValueError(f"attn_mask must have at most {limit} dimensions, got {mask.dim()}")
+    if not has_heads:
+        return mask.unsqueeze(-3) if mask.dim() > 2 else mask
+    own = mask.shape[:-3]
+    if mask.dim() <= 3 or math.prod(own) == 1:
+        return mask.reshape(mask.shape[-3:])
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(math.prod(batch), *mask.shape[-3:])

@@ -1,0 +1,326 @@
+"""The CPU kernels (csrc/cpu): tensors to the fields of csrc/params.h."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn._layout import new_gradient, new_out
+from fused_attn._modes import statistics_dtype
+from fused_attn.backends.problem import AttentionProblem, Problem
+from fused_attn.mask_spec import MaskSpec
+
+try:
+    from fused_attn import _cpu
+except ImportError as error:  # pragma: no cover - a broken installation
+    _cpu, _import_error = None, str(error)  # type: ignore[assignment]
+
+# enum DType of csrc/params.h.
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+MAX_HEAD_DIM = 256
+
+
+def unavailable() -> list[str]:
+    """Why this backend cannot run on this machine."""
+    return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Why this backend does not take a problem; empty if it does."""
+    reasons = unavailable()
+    if problem.device.type != "cpu":
+        reasons.append(f"runs on cpu, not on {problem.device.type}")
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"has no {problem.dtype}")
+    if isinstance(problem, AttentionProblem):
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(problem, name) > MAX_HEAD_DIM:
+                reasons.append(f"takes {name} up to {MAX_HEAD_DIM}, not {getattr(problem, name)}")
+        if problem.bias_dtype is not None and problem.bias_dtype not in _DTYPES:
+            reasons.append(f"has no float mask of {problem.bias_dtype}")
+    return reasons
+
+
+def isa() -> str:
+    """The instruction set whose kernels run: an entry of csrc/cpu/isas.inc."""
+    return _cpu.isa()
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Within the block the kernels of a lower instruction set run; for tests, process-wide."""
+    _cpu.set_isa(name)
+    try:
+        yield
+    finally:
+        _cpu.set_isa("")
+
+
+def attention_fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and what rounding took from it; shapes as in `reference.attention`."""
+    out = new_out(query, value)
+    lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
+    lse_low = torch.empty_like(lse)
+    fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
+    _cpu.attention_fwd(**fields, lse=lse.data_ptr(), lse_low=lse_low.data_ptr())
+    return out, lse, lse_low
+
+
+def attention_bwd(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and of the float mask (empty if not needed)."""
+    grad_out = _last_contiguous(grad_out)
+    grads = new_gradient(query), new_gradient(key), new_gradient(value)
+    fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
+    fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
+    _add(fields, "grad_out", grad_out)
+    for name, grad in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
+        _add(fields, name, grad)
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(lse.dtype).contiguous()
+        fields["grad_lse"] = grad_lse.data_ptr()
+    grad_bias = query.new_empty(0)
+    if needs_bias:
+        assert spec.bias is not None
+        grad_bias = lse.new_empty(spec.bias.shape)
+        fields["grad_bias"] = grad_bias.data_ptr()
+        grad_bias.zero_()
+    _cpu.attention_bwd(**fields)
+    if spec.bias is not None:
+        grad_bias = grad_bias.to(spec.bias.dtype)
+    return (*grads, grad_bias)
+
+
+def norm_fwd(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, residual + dropout(input) (empty if it is input), mean (empty for rms), rstd."""
+    statistics = statistics_dtype(input.dtype)
+    input = input.contiguous()
+    has_total = residual is not None or dropout_p > 0.0
+    out = torch.empty_like(input)
+    total = torch.empty_like(input) if has_total else input.new_empty(0)
+    mean = input.new_empty(0 if rms else input.shape[0], dtype=statistics)
+    rstd = input.new_empty(input.shape[0], dtype=statistics)
+    residual = None if residual is None else residual.contiguous()
+    weight, bias = _as(weight, statistics), _as(bias, statistics)
+    _cpu.norm_fwd(
+        **_norm_fields(input, rms, dropout_p, seed),
+        eps=eps,
+        input=input.data_ptr(),
+        residual=_pointer(residual),
+        weight=_pointer(weight),
+        bias=_pointer(bias),
+        out=out.data_ptr(),
+        total=total.data_ptr(),
+        mean=mean.data_ptr(),
+        rstd=rstd.data_ptr(),
+    )
+    return out, total, mean, rstd
+
+
+def norm_bwd(
+    grad_out: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    rms: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of input (empty where it is residual's), residual, weight and bias."""
+    total, grad_out = total.contiguous(), grad_out.contiguous()
+    grad_total = None if grad_total is None else grad_total.contiguous()
+    weight = _as(weight, mean.dtype)
+    grad_residual = torch.empty_like(total)
+    grad_input = torch.empty_like(total) if dropout_p > 0.0 else total.new_empty(0)
+    grad_weight = mean.new_empty(total.shape[1] if needs_weight else 0)
+    grad_bias = mean.new_empty(total.shape[1] if needs_bias else 0)
+    _cpu.norm_bwd(
+        **_norm_fields(total, rms, dropout_p, seed),
+        total=total.data_ptr(),
+        weight=_pointer(weight),
+        mean=mean.data_ptr(),
+        rstd=rstd.data_ptr(),
+        grad_out=grad_out.data_ptr(),
+        grad_total=_pointer(grad_total),
+        grad_input=grad_input.data_ptr(),
+        grad_residual=grad_residual.data_ptr(),
+        grad_weight=grad_weight.data_ptr(),
+        grad_bias=grad_bias.data_ptr(),
+    )
+    return grad_input, grad_residual, grad_weight, grad_bias
+
+
+def tile_summary(tensor: Tensor) -> Tensor:
+    """What each 32 x 64 tile of a dense mask or bias shows: uint8, enum SummaryValue."""
+    rows, columns = _cpu.SUMMARY_TILE
+    batch, num_heads, seqlen_q, seqlen_k = tensor.shape
+    summary = torch.empty(
+        batch, num_heads, -(-seqlen_q // rows), -(-seqlen_k // columns), dtype=torch.uint8
+    )
+    is_bool = tensor.dtype == torch.bool
+    _cpu.tile_summary(
+        data=tensor.data_ptr(),
+        is_bool=is_bool,
+        dtype=0 if is_bool else _DTYPES[tensor.dtype],
+        sizes=tuple(tensor.shape),
+        strides=tensor.stride(),
+        summary=summary.data_ptr(),
+        num_threads=torch.get_num_threads(),
+    )
+    return summary
+
+
+# ---- fields -------------------------------------------------------------------------------------
+
+
+def _fields(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """The fields of AttentionParams, and tensors that must outlive the call."""
+    batch, num_heads, seqlen_q, head_dim = query.shape
+    query, key, value = (_last_contiguous(t) for t in (query, key, value))
+    kept = [query, key, value]
+    fields: dict[str, Any] = {
+        "dtype": _DTYPES[query.dtype],
+        "batch": batch,
+        "num_heads": num_heads,
+        "num_heads_kv": key.shape[1],
+        "seqlen_q": seqlen_q,
+        "seqlen_k": key.shape[2],
+        "head_dim": head_dim,
+        "head_dim_v": value.shape[3],
+        "softmax_scale": scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "num_threads": torch.get_num_threads(),
+        "band_lo": spec.band_lo,
+        "band_hi": spec.band_hi,
+        "alibi_offset": spec.alibi_offset,
+    }
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
+        _add(fields, name, tensor)
+    if dropout_p > 0.0:
+        assert seed is not None
+        fields["seed"] = int(seed.item())
+    if spec.bounds is not None:
+        kept.append(spec.bounds.contiguous())
+        fields["bounds"] = kept[-1].data_ptr()
+    if spec.query_documents is not None and spec.key_documents is not None:
+        for name, ids in (
+            ("query_documents", spec.query_documents),
+            ("key_documents", spec.key_documents),
+        ):
+            kept.append(_last_contiguous(ids))
+            fields[name] = kept[-1].data_ptr()
+            fields[f"{name}_stride"] = 0 if ids.shape[0] == 1 else kept[-1].stride(0)
+    if spec.slopes is not None:
+        fields["slopes"] = spec.slopes.data_ptr()
+        fields["slopes_strides"] = _broadcast_strides(spec.slopes)
+    if spec.key_mask is not None:
+        fields["key_mask"] = spec.key_mask.data_ptr()
+        fields["key_mask_strides"] = _broadcast_strides(spec.key_mask)
+    for name, mask, known in (
+        ("dense", spec.dense, spec.dense_summary),
+        ("bias", spec.bias, spec.bias_summary),
+    ):
+        if mask is None:
+            continue
+        summary = tile_summary(mask) if known is None else known
+        kept.append(summary)
+        fields[name] = mask.data_ptr()
+        fields[f"{name}_strides"] = _broadcast_strides(mask)
+        fields[f"{name}_summary"] = summary.data_ptr()
+        fields[f"{name}_summary_strides"] = tuple(
+            0 if size == 1 else stride
+            for size, stride in zip(mask.shape, summary.stride(), strict=True)
+        )
+    if spec.bias is not None:
+        fields["bias_dtype"] = _DTYPES[spec.bias.dtype]
+    return fields, kept
+
+
+def _norm_fields(
+    matrix: Tensor, rms: bool, dropout_p: float, seed: Tensor | None
+) -> dict[str, Any]:
+    return {
+        "dtype": _DTYPES[matrix.dtype],
+        "rows": matrix.shape[0],
+        "columns": matrix.shape[1],
+        "rms": rms,
+        "dropout_p": dropout_p,
+        "seed": int(seed.item()) if seed is not None else 0,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _add(fields: dict[str, Any], name: str, tensor: Tensor) -> None:
+    fields[name] = tensor.data_ptr()
+    fields[f"{name}_strides"] = tensor.stride()
+
+
+def _broadcast_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides with 0 for every dimension of size 1."""
+    return tuple(
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _last_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype).contiguous()

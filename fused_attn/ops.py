@@ -1,0 +1,243 @@
+"""The registered ops (torch.library): schemas, fakes, autocast, FLOP formulas.
+
+Plain eager calls go straight to the backend; everything that watches calls (torch.compile,
+export, FakeTensor, selective checkpointing, DTensor) sees the ops.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fused_attn._layout import new_gradient, new_out
+from fused_attn._modes import plain_eager, statistics_dtype
+from fused_attn.backends import get_backend
+from fused_attn.mask_spec import NUM_SPEC_FIELDS, MaskSpec
+
+# The fields of MaskSpec in their order.
+_MASK = (
+    "Tensor? bias, Tensor? bias_summary, Tensor? dense, Tensor? dense_summary, Tensor? key_mask, "
+    "Tensor? bounds, Tensor? query_documents, Tensor? key_documents, Tensor? slopes, "
+    "SymInt band_lo, SymInt band_hi, SymInt alibi_offset"
+)
+_ATTENTION = f"{_MASK}, float scale, float softcap, float dropout_p, Tensor? seed"
+_QKV = "Tensor query, Tensor key, Tensor value"
+
+SCHEMAS = {
+    "attention_fwd": (
+        f"({_QKV}, {_ATTENTION}, str backend) -> (Tensor out, Tensor lse, Tensor lse_low)"
+    ),
+    "attention_bwd": (
+        f"(Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse, Tensor lse_low, "
+        f"{_ATTENTION}, bool needs_bias, str backend) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)"
+    ),
+    "norm_fwd": (
+        "(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, "
+        "float dropout_p, Tensor? seed, str backend) "
+        "-> (Tensor out, Tensor total, Tensor mean, Tensor rstd)"
+    ),
+    "norm_bwd": (
+        "(Tensor grad_out, Tensor? grad_total, Tensor total, Tensor? weight, Tensor mean, "
+        "Tensor rstd, bool rms, float dropout_p, Tensor? seed, bool needs_weight, bool needs_bias, "
+        "str backend) "
+        "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)"
+    ),
+}
+
+
+# ---- what the ops do ----------------------------------------------------------------------------
+
+
+def _attention_fwd_impl(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    *options, backend = rest
+    spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
+    return get_backend(backend).attention_fwd(query, key, value, spec, *options[NUM_SPEC_FIELDS:])
+
+
+def _attention_bwd_impl(*args: Any) -> Any:
+    tensors, options, (needs_bias, backend) = args[:8], args[8:-2], args[-2:]
+    spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
+    return get_backend(backend).attention_bwd(
+        *tensors, spec, *options[NUM_SPEC_FIELDS:], needs_bias
+    )
+
+
+def _norm_fwd_impl(*args: Any) -> Any:
+    return get_backend(args[-1]).norm_fwd(*args[:-1])
+
+
+def _norm_bwd_impl(*args: Any) -> Any:
+    return get_backend(args[-1]).norm_bwd(*args[:-1])
+
+
+# ---- the way in ---------------------------------------------------------------------------------
+
+
+def attention_fwd(*args: Any) -> Any:
+    """out, lse, and what rounding took from lse; arguments as in the schema."""
+    if plain_eager(*args[:4]):
+        return _attention_fwd_impl(*args)
+    return torch.ops.fused_attn.attention_fwd(*args)
+
+
+def attention_bwd(*args: Any) -> Any:
+    """Gradients of query, key, value and bias (empty if not needed); arguments as in the schema."""
+    if plain_eager(args[0], *args[2:5]):
+        return _attention_bwd_impl(*args)
+    return torch.ops.fused_attn.attention_bwd(*args)
+
+
+def norm_fwd(*args: Any) -> Any:
+    """out, total (empty if it is input), mean (empty for rms), rstd; arguments as in the schema."""
+    if plain_eager(*args[:3]):
+        return _norm_fwd_impl(*args)
+    return torch.ops.fused_attn.norm_fwd(*args)
+
+
+def norm_bwd(*args: Any) -> Any:
+    """Gradients of input (empty if it is residual's), residual, weight, bias."""
+    if plain_eager(*args[:4]):
+        return _norm_bwd_impl(*args)
+    return torch.ops.fused_attn.norm_bwd(*args)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, float32 and 16-bit tensors in its type, as torch does for attention."""
+    device_type = tensors[0].device.type
+    if not _autocasts(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Under autocast, the types that torch gives its norms: float32 on CUDA, any on the CPU."""
+    device_type = input.device.type
+    if device_type != "cuda" or not _autocasts(device_type) or input.dtype == torch.float64:
+        return input, residual
+    return input.float(), None if residual is None else residual.float()
+
+
+def _autocasts(device_type: str) -> bool:
+    available = torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
+
+
+# ---- fakes --------------------------------------------------------------------------------------
+
+
+def _attention_fwd_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    batch, num_heads, seqlen_q, _ = query.shape
+    out = new_out(query, value)
+    lse = query.new_empty(batch, num_heads, seqlen_q, dtype=statistics_dtype(query.dtype))
+    return out, lse, torch.empty_like(lse)
+
+
+def _attention_bwd_fake(*args: Any) -> Any:
+    _, _, query, key, value, _, _, _, bias, *rest = args
+    needs_bias = rest[-2]
+    return (
+        new_gradient(query),
+        new_gradient(key),
+        new_gradient(value),
+        torch.empty_like(bias, memory_format=torch.contiguous_format)
+        if needs_bias
+        else query.new_empty(0),
+    )
+
+
+def _norm_fwd_fake(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dropout_p: float,
+    *rest: Any,
+) -> Any:
+    statistics = statistics_dtype(input.dtype)
+    has_total = residual is not None or dropout_p > 0.0
+    return (
+        torch.empty_like(input, memory_format=torch.contiguous_format),
+        torch.empty_like(input, memory_format=torch.contiguous_format)
+        if has_total
+        else input.new_empty(0),
+        input.new_empty(0 if rms else input.shape[0], dtype=statistics),
+        input.new_empty(input.shape[0], dtype=statistics),
+    )
+
+
+def _norm_bwd_fake(
+    grad_out: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    rms: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    needs_weight: bool,
+    needs_bias: bool,
+    backend: str,
+) -> Any:
+    contiguous = torch.contiguous_format
+    columns = total.shape[1]
+    return (
+        torch.empty_like(total, memory_format=contiguous)
+        if dropout_p > 0.0
+        else total.new_empty(0),
+        torch.empty_like(total, memory_format=contiguous),
+        mean.new_empty(columns if needs_weight else 0),
+        mean.new_empty(columns if needs_bias else 0),
+    )
+
+
+# ---- registration -------------------------------------------------------------------------------
+
+_library = torch.library.Library("fused_attn", "DEF")
+
+
+def _register() -> None:
+    for name, schema in SCHEMAS.items():
+        _library.define(name + schema)
+        _library.impl(name, globals()[f"_{name}_impl"], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fused_attn::{name}", globals()[f"_{name}_fake"], lib=_library)
+
+
+_register()
+
+
+def _visible_flops(query_shape: Any, value_shape: Any, seqlen_k: int) -> tuple[int, int]:
+    """Multiply-adds times two of one query @ key^T and one weights @ value."""
+    *leading, head_dim = query_shape
+    rows = math.prod(leading)
+    return 2 * rows * seqlen_k * head_dim, 2 * rows * seqlen_k * value_shape[-1]
+
+
+@register_flop_formula(torch.ops.fused_attn.attention_fwd)
+def _attention_fwd_flops(
+    query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    """The count of the unmasked problem, as torch's formulas for attention have it."""
+    return sum(_visible_flops(query_shape, value_shape, key_shape[-2]))
+
+
+@register_flop_formula(torch.ops.fused_attn.attention_bwd)
+def _attention_bwd_flops(
+    grad_shape: Any,
+    grad_lse_shape: Any,
+    query_shape: Any,
+    key_shape: Any,
+    value_shape: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    scores, output = _visible_flops(query_shape, value_shape, key_shape[-2])
+    return 3 * scores + 2 * output

@@ -1,0 +1,183 @@
+"""Put the fused modules into an existing model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+
+from fused_attn import nn
+from fused_attn.nn._from_torch import REPLACEMENTS, patched, qualified_name
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A module that was swapped: its name in the model, and what it was and is."""
+
+    name: str
+    from_type: str
+    to_type: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A module that was left as it is, and why."""
+
+    name: str
+    type: str
+    reason: str
+
+
+@dataclass
+class SwapReport:
+    """What `swap_modules` did to a model.
+
+    Attributes:
+        swapped: the modules (and Hugging Face models) that are fused now. A module that stands in
+            several places is listed under each of its names.
+        skipped: the modules of a kind that is swapped that were left alone, with the reason.
+    """
+
+    swapped: list[Swapped] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def restore(self) -> None:
+        """Undo the swap. What was done to parameters, hooks and flags since then stays."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        rows = [(s.name, s.from_type, f"-> {s.to_type}") for s in self.swapped]
+        rows += [(s.name, s.type, f"left alone: {s.reason}") for s in self.skipped]
+        if not rows:
+            return "nothing to swap"
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{len(self.swapped)} swapped, {len(self.skipped)} left alone"]
+        lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {what}" for name, kind, what in rows]
+        return "\n".join(lines)
+
+
+def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) -> SwapReport:
+    """Replace the attention, Transformer and norm modules of a model by the fused ones, in place.
+
+    A module keeps its identity: it gets the class of its fused counterpart. So parameters,
+    optimizers, hooks, tied modules and every reference to a module stay valid, and the model
+    itself may be one of the modules that are swapped. Swap before torch.compile.
+
+    Args:
+        model: any torch.nn.Module. Modules of exactly these classes are swapped, wherever they
+            are: torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm, RMSNorm.
+            Subclasses may compute something else; they are left alone. Hugging Face transformers
+            models get attn_implementation "fused_attn".
+        attention: swap attention, and the Transformer containers, whose inference path in torch
+            would bypass it.
+        norm: swap LayerNorm and RMSNorm.
+
+    Returns:
+        What was swapped and what was not, with reasons; `restore()` undoes it.
+
+    Example:
+        >>> report = fused_attn.swap_modules(model)
+        >>> logging.info("%s", report)
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    report = SwapReport()
+    reasons: dict[int, str] = {}
+    done: dict[int, Swapped] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        target = _target(module, attention, norm)
+        if id(module) in done:
+            first = done[id(module)]
+            report.swapped.append(Swapped(shown_name(name), first.from_type, first.to_type))
+        elif target is not None:
+            reason = reasons.get(id(module)) or _obstacle(module, target)
+            if reason is None:
+                entry = _swap(module, target, shown_name(name), report)
+                done[id(module)] = entry
+                report.swapped.append(entry)
+            else:
+                reasons[id(module)] = reason
+                kind = qualified_name(type(module))
+                report.skipped.append(Skipped(shown_name(name), kind, reason))
+    if attention:
+        for name, hf_model in transformers_models(model):
+            _swap_transformers_model(hf_model, shown_name(name), report)
+    return report
+
+
+def contains_fused_modules(model: Module) -> bool:
+    """Whether a module of `fused_attn.nn`, or a model on "fused_attn" attention, is in `model`."""
+    if any(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules()):
+        return True
+    return any(
+        hf_model.config._attn_implementation == "fused_attn"
+        for _, hf_model in transformers_models(model)
+    )
+
+
+def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:
+    """The fused class for `module` or the torch.nn class that it extends; None if not asked."""
+    if isinstance(module, tuple(REPLACEMENTS.values())):
+        return None
+    for source, target in REPLACEMENTS.items():
+        if isinstance(module, source):
+            return target if (norm if target in _NORMS else attention) else None
+    return None
+
+
+def _obstacle(module: Module, target: type[Module]) -> str | None:
+    """Why a module that `target` is meant for stays as it is; None if it can be swapped."""
+    if REPLACEMENTS.get(type(module)) is not target:
+        base = next(c for c in type(module).__mro__ if REPLACEMENTS.get(c) is target)
+        return f"subclass of {qualified_name(base)} that may compute something else"
+    return patched(module)
+
+
+def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -> Swapped:
+    source = type(module)
+    # The fused classes add methods, no state, so an object of the torch class is one of theirs.
+    module.__class__ = target
+
+    def undo() -> None:
+        module.__class__ = source
+
+    report._undo.append(undo)
+    return Swapped(name, qualified_name(source), qualified_name(target))
+
+
+def transformers_models(model: Module) -> Iterator[tuple[str, Any]]:
+    """The Hugging Face models in `model`, outer ones first; without importing transformers."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, library.PreTrainedModel):
+            yield name, module
+
+
+def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
+    from fused_attn.integrations import transformers as integration
+
+    kind = type(model).__name__
+    if model.config._attn_implementation == integration.NAME:
+        return
+    restore, detail = integration.use_fused_attention(model)
+    if restore is None:
+        report.skipped.append(Skipped(name, kind, detail))
+        return
+    report.swapped.append(
+        Swapped(name, f"{kind}, {detail} attention", f"{integration.NAME} attention")
+    )
+    report._undo.append(restore)
+
+
+def shown_name(name: str) -> str:
+    """How reports call a module: by its name, which is empty for the model itself."""
+    return name or "(the model)"

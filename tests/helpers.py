@@ -1,0 +1,198 @@
+"""The numerics contract, in one place, and what the tests need to apply it.
+
+Against the reference in float64, the largest error of an output is at most 2 times, of a gradient
+at most 3 times that of eager attention in the same type, plus one rounding of the largest value.
+No test has another tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fused_attn
+from fused_attn import functional as F
+
+BACKENDS = [name for name in fused_attn.available_backends() if name != "eager"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+
+
+def short(dtype: torch.dtype) -> str:
+    return {
+        torch.float32: "f32",
+        torch.float64: "f64",
+        torch.bfloat16: "bf16",
+        torch.float16: "f16",
+    }[dtype]
+
+
+def assert_contract(
+    name: str, got: Tensor, truth: Tensor, eager: Tensor, factor: float, eager_scale: float = 1.0
+) -> None:
+    """got is within the contract; both are compared with truth (float64).
+
+    Args:
+        eager: the same in eager attention.
+        eager_scale: what eager's error is multiplied by: where got is float64 there is no truth of
+            a higher precision, so eager ran in float32 and its error is scaled. Truth then has a
+            rounding of its own.
+    """
+    assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(truth.shape)}"
+    finite = torch.isfinite(truth)
+    assert torch.equal(got.double()[~finite], truth[~finite]), f"{name}: infinities differ"
+    if not finite.any():
+        return
+    error = (got.double() - truth).masked_fill(~finite, 0.0).abs()
+    allowed = eager_scale * (eager.double() - truth).masked_fill(~finite, 0.0).abs().max().item()
+    roundings = 2 if got.dtype == torch.float64 else 1
+    largest = truth.masked_fill(~finite, 0.0).abs().max().item()
+    rounding = roundings * largest * torch.finfo(got.dtype).eps
+    limit = factor * allowed + rounding
+    worst = error.max().item()
+    if not worst <= limit:  # also where it is NaN
+        index = torch.unravel_index(error.nan_to_num(float("inf")).argmax(), error.shape)
+        at = tuple(int(i) for i in index)
+        raise AssertionError(
+            f"{name}: error {worst:.3e} at {at} (got {got[at].item():.8g}, truth "
+            f"{truth[at].item():.8g}); allowed {limit:.3e} = {factor} x {allowed:.3e} (eager) + "
+            f"{rounding:.3e}"
+        )
+
+
+def run_with_gradients(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    seed: int = 7,
+) -> dict[str, Tensor]:
+    """Outputs ("out0", ...) and gradients ("grad_query", ...) of function(**tensors) in a type.
+
+    Tensors that are float32 while others are not (a mask) keep their type, except in float64. The
+    gradients of the outputs are the same for every type and function.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    leaves = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        keep = half and tensor.dtype == torch.float32 and name in ("bias", "weight", "norm_bias")
+        leaves[name] = tensor.detach().to(tensor.dtype if keep else dtype, copy=True)
+        as_strided_like(leaves, name, tensor)
+        leaves[name].requires_grad_()
+    torch.manual_seed(seed)  # the dropout seed
+    outputs = function(**leaves)
+    generator = torch.Generator().manual_seed(seed)
+    loss = outputs[0].new_zeros((), dtype=torch.float64)
+    for output in outputs:
+        weights = torch.randn(output.shape, generator=generator)
+        finite = torch.isfinite(output)
+        product = output.masked_fill(~finite, 0.0).double() * round_to(weights, dtype)
+        loss = loss + product.sum()
+    loss.backward()
+    result = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
+    for name, leaf in leaves.items():
+        result[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return result
+
+
+def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    """Gives the copy of a tensor its strides, where it is a permutation of a dense one."""
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        return
+    copy = torch.empty_like(tensor, dtype=leaves[name].dtype)  # keeps the strides
+    leaves[name] = copy.copy_(leaves[name])
+
+
+def round_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 with values that float16 and bfloat16 hold exactly, so that every type sees the same
+    gradient."""
+    return tensor.to(torch.bfloat16).to(torch.float64)
+
+
+def assert_like_eager(
+    function: Callable[..., Callable[..., tuple[Tensor, ...]]],
+    tensors: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    backend: str,
+) -> dict[str, Tensor]:
+    """function(backend)(**tensors) is within the contract, outputs and every gradient.
+
+    Returns:
+        What the backend computed.
+    """
+    exact = {name: None if t is None else round_inputs(t, dtype) for name, t in tensors.items()}
+    eager_dtype = torch.float32 if dtype == torch.float64 else dtype
+    scale = 1.0
+    if dtype == torch.float64:
+        exact = {n: None if t is None else round_inputs(t, torch.float32) for n, t in exact.items()}
+        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    truth = run_with_gradients(function("eager"), exact, torch.float64)
+    eager = run_with_gradients(function("eager"), exact, eager_dtype)
+    got = run_with_gradients(function(backend), exact, dtype)
+    assert got.keys() == truth.keys()
+    for name in truth:
+        factor = GRADIENT_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
+        assert_contract(name, got[name], truth[name].double(), eager[name], factor, scale)
+    return got
+
+
+def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inputs that the type holds exactly: the contract is about the computation."""
+    if tensor.dtype != torch.float32 or dtype in (torch.float32, torch.float64):
+        return tensor
+    rounded = torch.empty_like(tensor)
+    return rounded.copy_(tensor.to(dtype))
+
+
+def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., tuple]]:
+    """function(backend)(query, key, value, bias=None) for `assert_like_eager`.
+
+    Args:
+        mask: a Mask; a float mask goes in as the tensor `bias`, which is differentiated.
+        options: of scaled_dot_product_attention.
+    """
+
+    def of(backend: str) -> Callable[..., tuple[Tensor, ...]]:
+        def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> tuple:
+            whole = mask
+            if bias is not None:
+                own = fused_attn.masks.bias(bias)
+                whole = own if mask is None else mask & own
+            return F.scaled_dot_product_attention(
+                query, key, value, whole, return_lse=True, backend=backend, **options
+            )
+
+        return call
+
+    return of
+
+
+def random_qkv(
+    batch: int,
+    num_heads: int,
+    num_heads_kv: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    seed: int = 0,
+    transposed: bool = False,
+) -> dict[str, Tensor | None]:
+    """query, key and value, float32; transposed: laid out as (batch, seqlen, heads, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+
+    def make(heads: int, seqlen: int, dim: int) -> Tensor:
+        if transposed:
+            return torch.randn(batch, seqlen, heads, dim, generator=generator).transpose(1, 2)
+        return torch.randn(batch, heads, seqlen, dim, generator=generator)
+
+    return {
+        "query": make(num_heads, seqlen_q, head_dim),
+        "key": make(num_heads_kv, seqlen_k, head_dim),
+        "value": make(num_heads_kv, seqlen_k, head_dim_v),
+    }

@@ -1,0 +1,70 @@
+"""One mask of every kind, for shapes with at least two sequences of at least 4 positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fused_attn import masks
+from fused_attn.masks import Mask
+
+
+def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
+    """Random lengths, the first of them 0 and the last full."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, seqlen + 1, (batch,), generator=generator)
+    lengths[0] = 0
+    lengths[-1] = seqlen
+    return lengths
+
+
+def _dense(*shape: int, seed: int, visible: float = 0.5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(*shape, generator=generator) < visible
+    mask[..., : shape[-1] // 3] &= torch.rand(shape[-2], 1, generator=generator) < 0.7
+    return mask
+
+
+def _blocks(seqlen_q: int, seqlen_k: int, block: int) -> torch.Tensor:
+    """Block-diagonal: whole tiles with nothing and with everything visible."""
+    return torch.arange(seqlen_q)[:, None] // block == torch.arange(seqlen_k) // block
+
+
+# name -> mask of (batch, num_heads, seqlen_q, seqlen_k)
+MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
+    "causal": lambda b, h, m, n: masks.causal(),
+    "causal_bottom_right": lambda b, h, m, n: masks.causal("bottom_right"),
+    "window": lambda b, h, m, n: masks.sliding_window(n // 5, n // 9),
+    "window_right_only": lambda b, h, m, n: masks.sliding_window(-1, 3, align="bottom_right"),
+    "padding": lambda b, h, m, n: masks.padding(_lengths(b, n, 1)),
+    "padding_left": lambda b, h, m, n: masks.padding(_lengths(b, n, 2), side="left"),
+    "ragged": lambda b, h, m, n: masks.padding(_lengths(b, n, 3).flip(0), _lengths(b, m, 4)),
+    "ragged_left": lambda b, h, m, n: masks.padding(
+        _lengths(b, n, 5), _lengths(b, m, 6).flip(0), side="left"
+    ),
+    "prefix": lambda b, h, m, n: masks.prefix_lm(_lengths(b, n, 7)),
+    "documents": lambda b, h, m, n: masks.documents(
+        torch.arange(m).expand(b, -1) * 4 // m, torch.arange(n).expand(b, -1) * 4 // n
+    ),
+    "documents_shuffled": lambda b, h, m, n: masks.documents(
+        (torch.arange(m) * 7) % 5, (torch.arange(n) * 3) % 5
+    ),
+    "alibi": lambda b, h, m, n: masks.alibi(2.0 ** -torch.arange(1.0, h + 1)),
+    "alibi_batch": lambda b, h, m, n: masks.alibi(
+        torch.rand(b, h, generator=torch.Generator().manual_seed(8)), align="bottom_right"
+    ),
+    "dense": lambda b, h, m, n: masks.dense(_dense(m, n, seed=9)),
+    "dense_full": lambda b, h, m, n: masks.dense(_dense(b, h, m, n, seed=10)),
+    "dense_blocks": lambda b, h, m, n: masks.dense(_blocks(m, n, 64)),
+    "dense_transposed": lambda b, h, m, n: masks.dense(_dense(b, 1, n, m, seed=11).mT),
+    "dense_per_query": lambda b, h, m, n: masks.dense(_dense(b, 1, m, 1, seed=12)),
+    "key_mask": lambda b, h, m, n: masks.dense(_dense(b, 1, 1, n, seed=13)),
+    "key_mask_head": lambda b, h, m, n: masks.dense(_dense(h, 1, n, seed=14)),
+    "bias_with_inf": lambda b, h, m, n: masks.bias(
+        torch.where(_dense(m, n, seed=15), 0.3, float("-inf"))
+    ),
+    "bias_causal": lambda b, h, m, n: masks.bias(
+        torch.full((m, n), float("-inf")).triu(1)  # tiles of zeros need not be read
+    ),
+}

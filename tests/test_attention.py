@@ -1,0 +1,337 @@
+"""scaled_dot_product_attention on every backend: outputs, lse and all gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import BACKENDS, DTYPES, assert_like_eager, attention, random_qkv, short
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mask_cases import MASKS
+
+from fused_attn import functional as F
+from fused_attn import masks
+
+# batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v. Between them: one position,
+# odd lengths on both sides of a panel (8, 16, 32) and a block (128), GQA and MQA, seqlen_q below
+# and above seqlen_k, head_dim that is no multiple of a vector, both sizes of head_dim_v.
+SHAPES = [
+    (1, 1, 1, 1, 1, 8, 8),
+    (2, 4, 4, 63, 111, 64, 64),
+    (2, 4, 2, 129, 40, 40, 24),
+    (1, 6, 1, 33, 300, 80, 96),
+    (1, 2, 2, 160, 160, 256, 256),
+    (3, 2, 1, 5, 257, 1, 3),
+]
+
+
+def shape_id(shape: tuple[int, ...]) -> str:
+    return "B{}-H{}-Hk{}-Sq{}-Sk{}-D{}-Dv{}".format(*shape)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_shapes(shape, dtype, backend, causal):
+    options = {"is_causal": causal, "enable_gqa": True}
+    assert_like_eager(attention(**options), random_qkv(*shape), dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, dtype, backend):
+    shape = (3, 4, 2, 101, 149)
+    mask = MASKS[name](shape[0], shape[1], *shape[3:])
+    got = assert_like_eager(
+        attention(mask, enable_gqa=True), random_qkv(*shape, 32, 16), dtype, backend
+    )
+    empty = got["out1"] == float("-inf")
+    assert got["out0"][empty].eq(0).all()
+    assert got["grad_query"][empty].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pair", list(itertools.combinations(MASKS, 2)), ids="-".join)
+def test_pairs_of_masks(pair, backend):
+    if pair == ("alibi", "alibi_batch"):
+        pytest.skip("reason: alibi masks of different alignment do not combine, see test_errors")
+    shape = (2, 2, 1, 70, 139)
+    parts = [MASKS[name](shape[0], shape[1], *shape[3:]) for name in pair]
+    assert_like_eager(
+        attention(parts[0] & parts[1], enable_gqa=True),
+        random_qkv(*shape, 16),
+        torch.float32,
+        backend,
+    )
+
+
+BIAS_SHAPES = [
+    (2, 4, 45, 150),
+    (4, 45, 150),
+    (2, 1, 45, 150),
+    (45, 150),
+    (2, 1, 1, 150),
+    (1, 4, 45, 1),
+    (1, 1, 1, 1),
+    (4, 1, 150),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("own_dtype", [False, True], ids=["bias_f32", "bias_same"])
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+def test_bias_gradient(shape, own_dtype, dtype, backend):
+    tensors = random_qkv(2, 4, 2, 45, 150, 32)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    half = dtype in (torch.float16, torch.bfloat16)
+    tensors["bias"] = bias.to(dtype) if own_dtype and half else bias
+    assert_like_eager(attention(masks.causal(), enable_gqa=True), tensors, dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_bias_gradient_reaches_an_expanded_mask(dtype, backend):
+    """The mask is an expand of a small tensor: its gradient is the sum over the expansion."""
+    tensors = random_qkv(2, 4, 4, 20, 30, 16)
+    tensors["bias"] = torch.randn(20, 30)
+
+    def expanded(backend):
+        def call(query, key, value, bias):
+            mask = bias.expand(2, 4, 20, 30)
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, return_lse=True, backend=backend
+            )
+
+        return call
+
+    assert_like_eager(expanded, tensors, dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("mask", [None, "causal", "padding", "bias_with_inf"])
+def test_softcap_and_dropout(mask, dtype, backend):
+    mask = None if mask is None else MASKS[mask](2, 4, 50, 140)
+    for softcap, dropout_p in ((2.0, 0.0), (None, 0.3), (5.0, 0.5)):
+        options = {"softcap": softcap, "dropout_p": dropout_p, "enable_gqa": True}
+        assert_like_eager(
+            attention(mask, **options), random_qkv(2, 4, 2, 50, 140, 32), dtype, backend
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_scale_and_strides(dtype, backend):
+    """Transposed tensors and ones cut out of a larger tensor are read in place."""
+    tensors = random_qkv(2, 4, 2, 37, 90, 48, transposed=True)
+    assert_like_eager(attention(scale=0.3, enable_gqa=True), tensors, dtype, backend)
+    packed = torch.randn(2, 90, 3, 4, 48).to(dtype)
+    query, key, value = packed.permute(2, 0, 3, 1, 4)
+    assert not query.is_contiguous()
+    got = F.scaled_dot_product_attention(query, key, value, backend=backend)
+    want = F.scaled_dot_product_attention(
+        query.contiguous(), key.contiguous(), value.contiguous(), backend=backend
+    )
+    assert torch.equal(got, want)
+    spread = torch.randn(2, 4, 90, 96).to(dtype)[..., ::2]  # the last dimension has stride 2
+    got = F.scaled_dot_product_attention(spread, key, value, backend=backend)
+    assert torch.equal(
+        got, F.scaled_dot_product_attention(spread.contiguous(), key, value, backend=backend)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_large_scores(dtype, backend):
+    """Scores of hundreds, far beyond where exp under- and overflows."""
+    tensors = random_qkv(1, 2, 2, 40, 150, 64)
+    tensors["query"] *= 20.0
+    assert_like_eager(attention(masks.causal()), tensors, dtype, backend)
+    low = masks.bias(torch.full((40, 150), -1.0e4 if dtype == torch.float16 else -1.0e30))
+    out, lse = F.scaled_dot_product_attention(
+        *(tensors[n].to(dtype) for n in ("query", "key", "value")),
+        low, return_lse=True, backend=backend,
+    )  # fmt: skip
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()  # finfo.min does not mask
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_empty_tensors(dtype, backend):
+    for batch, heads, seqlen_q, seqlen_k in (
+        (0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (1, 1, 0, 0),
+    ):  # fmt: skip
+        tensors = [
+            torch.randn(batch, heads, n, 8).to(dtype).requires_grad_()
+            for n in (seqlen_q, seqlen_k, seqlen_k)
+        ]
+        out, lse = F.scaled_dot_product_attention(
+            *tensors, is_causal=True, return_lse=True, backend=backend
+        )
+        assert out.shape == (batch, heads, seqlen_q, 8)
+        assert out.eq(0).all() and lse.eq(float("-inf")).all()
+        if out.requires_grad:
+            out.sum().backward()
+        assert all(t.grad is None or t.grad.eq(0).all() for t in tensors)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize(
+    "kind",
+    ["padding", "padding_left", "ragged", "key_mask", "key_bias", "dense", "window", "documents"],
+)
+def test_invisible_keys_do_not_matter(kind, poison, dtype, backend):
+    """NaN and Inf in keys and values that no query may see: bit for bit as if they were 0."""
+    batch, seqlen_q, seqlen_k = 2, 75, 210
+    length = 133
+    seen = torch.zeros(batch, seqlen_k, dtype=torch.bool)
+    seen[0, :length] = True
+    seen[1, :40] = True
+    if kind == "padding":
+        mask = masks.padding([length, 40])
+    elif kind == "padding_left":
+        mask = masks.padding([length, 40], side="left")
+        seen = seen.flip(1)
+    elif kind == "ragged":
+        mask = masks.padding([length, 40], [0, 50])
+        seen[0] = False  # nobody looks
+    elif kind == "key_mask":
+        seen[:, 3] = False
+        mask = masks.dense(seen[:, None, None])
+    elif kind == "key_bias":
+        zeros = torch.zeros(batch, 1, 1, seqlen_k)
+        mask = masks.bias(zeros.masked_fill(~seen[:, None, None], float("-inf")))
+    elif kind == "dense":
+        mask = masks.dense((seen[:, None, None] & (torch.rand(75, 210) < 0.8)).clone())
+        seen = mask.dense_masks[0].any(2)[:, 0]
+    elif kind == "window":
+        mask = masks.sliding_window(10, 5)
+        seen[:] = torch.arange(seqlen_k) < seqlen_q + 5
+    else:
+        ids = torch.where(seen, 1, 9)
+        mask = masks.documents(torch.ones(batch, seqlen_q, dtype=torch.int64), ids)
+    results = []
+    for value_there in (0.0, poison):
+        tensors = random_qkv(batch, 2, 1, seqlen_q, seqlen_k, 24)
+        for name in ("key", "value"):
+            tensors[name][~seen[:, None].expand(-1, 1, -1)] = value_there
+        leaves = [tensors[n].to(dtype).requires_grad_() for n in ("query", "key", "value")]
+        out, lse = F.scaled_dot_product_attention(
+            *leaves, mask, enable_gqa=True, return_lse=True, backend=backend, softcap=3.0
+        )
+        (out.sum() + lse.masked_fill(lse.isinf(), 0.0).sum()).backward()
+        results.append([out, lse, *(leaf.grad for leaf in leaves)])
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
+        assert not torch.isnan(poisoned).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_padded_queries_do_not_matter(dtype, backend):
+    """NaN in queries that see nothing, and in the gradient of their rows."""
+    tensors = random_qkv(1, 2, 2, 70, 90, 16)
+    tensors["query"][:, :, 50:] = float("nan")
+    leaves = [tensors[n].to(dtype).requires_grad_() for n in ("query", "key", "value")]
+    out = F.scaled_dot_product_attention(*leaves, masks.padding([90], [50]), backend=backend)
+    grad = torch.ones_like(out)
+    grad[:, :, 50:] = float("nan")
+    out.backward(grad)
+    assert out[:, :, 50:].eq(0).all() and leaves[0].grad[:, :, 50:].eq(0).all()
+    assert all(torch.isfinite(t).all() for t in (out, *(leaf.grad for leaf in leaves)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_visible_nan_is_not_hidden(backend):
+    query, key, value = random_qkv(1, 1, 1, 40, 200, 16).values()
+    key[0, 0, 7, 3] = float("nan")
+    assert torch.isnan(F.scaled_dot_product_attention(query, key, value, backend=backend)).all()
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, backend=backend)
+    assert torch.isfinite(out[:, :, :7]).all() and torch.isnan(out[:, :, 7:]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_do_not_depend_on_threads(backend):
+    tensors = random_qkv(1, 2, 1, 300, 400, 32)
+    tensors["bias"] = torch.randn(300, 400)
+    runs = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            leaves = [t.clone().requires_grad_() for t in tensors.values()]
+            torch.manual_seed(3)
+            out, lse = F.scaled_dot_product_attention(
+                *leaves[:3], leaves[3], 0.2, enable_gqa=True, return_lse=True, backend=backend
+            )
+            (out.sum() + lse.sum()).backward()
+            runs.append([out, lse, *(leaf.grad for leaf in leaves)])
+        finally:
+            torch.set_num_threads(before)
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_are_written_whole(backend, monkeypatch):
+    """Memory that the kernels get is full of NaN; none of it comes out."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self, *args, **kwargs):
+        tensor = empty(self, *args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    mask = MASKS["ragged"](2, 2, 45, 150) & MASKS["documents"](2, 2, 45, 150)
+    tensors = random_qkv(2, 2, 1, 45, 150, 40)
+    tensors["bias"] = torch.randn(2, 1, 45, 150)
+    assert_like_eager(attention(mask, enable_gqa=True), tensors, torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+# The same examples every time; raise max_examples and drop derandomize to search further.
+@settings(max_examples=80, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_anything(backend, data):
+    """Random shapes, types, strides, GQA, dropout, softcap, and up to three masks.
+
+    Not the tiniest shapes, and 8 sequences: the contract compares with the largest error of eager
+    attention, which among a handful of rows is luck.
+    """
+    heads_kv = data.draw(st.integers(2, 3))
+    shape = (
+        8,
+        heads_kv * data.draw(st.integers(1, 3)),
+        heads_kv,
+        data.draw(st.integers(16, 100)),
+        data.draw(st.integers(16, 200)),
+        data.draw(st.integers(8, 72)),
+        data.draw(st.integers(8, 72)),
+    )
+    seed = data.draw(st.integers(0, 1000))
+    tensors = random_qkv(*shape, seed=seed, transposed=data.draw(st.booleans()))
+    mask = None
+    for name in data.draw(st.lists(st.sampled_from(list(MASKS)), max_size=3, unique=True)):
+        if name == "alibi_batch":
+            continue
+        own = MASKS[name](shape[0], shape[1], shape[3], shape[4])
+        mask = own if mask is None else mask & own
+    # Without masks.bias among the masks: the two would become one float mask.
+    if data.draw(st.booleans()) and (mask is None or not mask.biases):
+        sizes = [data.draw(st.sampled_from([1, n])) for n in (shape[0], shape[1], *shape[3:5])]
+        tensors["bias"] = torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+    options = {
+        "dropout_p": data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.7])),
+        "softcap": data.draw(st.sampled_from([None, None, 4.0])),
+        "is_causal": data.draw(st.booleans()),
+        "enable_gqa": True,
+    }
+    dtype = data.draw(st.sampled_from(DTYPES))
+    assert_like_eager(attention(mask, **options), tensors, dtype, backend)

@@ -1,0 +1,234 @@
+"""Bad input, one by one: the type of the error and a message with argument, expected and got."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fused_attn
+from fused_attn import functional as F
+from fused_attn import masks
+
+Q = torch.randn(2, 4, 5, 8)
+K = torch.randn(2, 4, 7, 8)
+
+
+def sdpa(query=Q, key=K, value=K, *args, **kwargs):
+    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+CASES = {
+    "head_dim": (
+        lambda: sdpa(key=torch.randn(2, 4, 7, 9), value=torch.randn(2, 4, 7, 9)),
+        ValueError, "key must have head_dim 8 (as query), got 9",
+    ),
+    "seqlen_k": (
+        lambda: sdpa(value=torch.randn(2, 4, 6, 8)),
+        ValueError, "value must have seqlen_k 7 (as key), got 6",
+    ),
+    "batch": (
+        lambda: sdpa(query=torch.randn(3, 4, 5, 8)),
+        ValueError, "query, key and value must have batch dimensions that broadcast",
+    ),
+    "heads": (
+        lambda: sdpa(query=torch.randn(2, 8, 5, 8)),
+        ValueError, "key must have num_heads 8 or 1, got 4; pass enable_gqa=True",
+    ),
+    "gqa_heads": (
+        lambda: sdpa(query=torch.randn(2, 6, 5, 8), enable_gqa=True),
+        ValueError, "key must have num_heads_kv that divides num_heads 6 (of query), got 4",
+    ),
+    "gqa_value_heads": (
+        lambda: sdpa(value=torch.randn(2, 2, 7, 8), enable_gqa=True),
+        ValueError, "value must have num_heads_kv 4 (as key), got 2",
+    ),
+    "dimensions": (
+        lambda: sdpa(query=torch.randn(8)),
+        ValueError, "query must have at least 2 dimensions, got (8,)",
+    ),
+    "no_tensor": (lambda: sdpa(query=[1.0]), TypeError, "query must be a tensor, got list"),
+    "dtype": (
+        lambda: sdpa(query=Q.int()),
+        TypeError, "query must be float32, float16, bfloat16 or float64, got torch.int32",
+    ),
+    "dtypes_differ": (
+        lambda: sdpa(key=K.double()),
+        ValueError, "key must have dtype torch.float32 (as query), got torch.float64",
+    ),
+    "devices_differ": (
+        lambda: sdpa(key=K.to("meta"), value=K.to("meta")),
+        ValueError, "key must have device cpu (as query), got meta",
+    ),
+    "dropout_p": (
+        lambda: sdpa(dropout_p=1.5), ValueError, "dropout_p must be in [0, 1], got 1.5",
+    ),
+    "dropout_nan": (
+        lambda: sdpa(dropout_p=float("nan")), ValueError, "dropout_p must be in [0, 1], got nan",
+    ),
+    "dropout_type": (
+        lambda: sdpa(dropout_p="0.1"), TypeError, "dropout_p must be a float, got str",
+    ),
+    "softcap": (
+        lambda: sdpa(softcap=-1.0),
+        ValueError, "softcap must be positive and finite, or None, got -1.0",
+    ),
+    "mask_shape": (
+        lambda: sdpa(attn_mask=torch.ones(5, 6, dtype=torch.bool)),
+        ValueError, "attn_mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = "
+        "(2, 4, 5, 7), got (5, 6)",
+    ),
+    "mask_dimensions": (
+        lambda: sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)),
+        ValueError, "attn_mask must have at most 4 dimensions, got (1, 1, 1, 5, 7)",
+    ),
+    "mask_dtype": (
+        lambda: sdpa(attn_mask=torch.ones(5, 7, dtype=torch.int64)),
+        TypeError, "attn_mask must be bool or float, got torch.int64",
+    ),
+    "mask_type": (
+        lambda: sdpa(attn_mask="causal"),
+        TypeError, "attn_mask must be a bool tensor, a float tensor or a Mask, got str",
+    ),
+    "mask_device": (
+        lambda: sdpa(attn_mask=torch.ones(5, 7, device="meta")),
+        ValueError, "attn_mask must be on cpu (as query), got meta",
+    ),
+    "bool_mask_with_gradient": (
+        lambda: masks.dense(torch.ones(5, 7, requires_grad=True)),
+        TypeError, "mask must be a bool tensor (True = attend), got torch.float32 tensor",
+    ),
+    "float_mask_expected": (
+        lambda: masks.bias(torch.ones(5, 7, dtype=torch.bool)),
+        TypeError, "mask must be a float tensor, got torch.bool tensor",
+    ),
+    "negative_length": (
+        lambda: masks.padding([3, -1]), ValueError, "key_lengths must be >= 0, got -1",
+    ),
+    "length_too_large": (
+        lambda: sdpa(attn_mask=masks.padding([3, 8])),
+        ValueError, "key_lengths must be <= 7, got 8",
+    ),
+    "query_length_too_large": (
+        lambda: sdpa(attn_mask=masks.padding([3, 7], [5, 6])),
+        ValueError, "query_lengths must be <= 5, got 6",
+    ),
+    "number_of_lengths": (
+        lambda: sdpa(attn_mask=masks.padding([3, 7, 7])),
+        ValueError, "key_lengths must have shape (2,), got (3,)",
+    ),
+    "lengths_type": (
+        lambda: masks.padding([3.5, 7.0]),
+        TypeError, "key_lengths must be integers, got torch.float32",
+    ),
+    "lengths_shape": (
+        lambda: masks.padding(torch.ones(2, 2, dtype=torch.int64)),
+        ValueError, "key_lengths must have shape (batch,), got (2, 2)",
+    ),
+    "lengths_differ": (
+        lambda: masks.padding([3, 7], [5]),
+        ValueError, "query_lengths must have shape (2,) (as key_lengths), got (1,)",
+    ),
+    "padding_side": (
+        lambda: masks.padding([3, 7], side="top"),
+        ValueError, "side must be \"right\" or \"left\", got 'top'",
+    ),
+    "prefix": (
+        lambda: sdpa(attn_mask=masks.prefix_lm([8, 1])),
+        ValueError, "prefix_lengths must be <= 7, got 8",
+    ),
+    "align": (
+        lambda: masks.causal("left"),
+        ValueError, "align must be one of ('top_left', 'bottom_right'), got 'left'",
+    ),
+    "window": (
+        lambda: masks.sliding_window(-2),
+        ValueError, "left must be >= 0, or -1 for unlimited, got -2",
+    ),
+    "window_type": (
+        lambda: masks.sliding_window(1.5), TypeError, "left must be an int, got float",
+    ),
+    "documents_shape": (
+        lambda: sdpa(attn_mask=masks.documents(torch.zeros(2, 4, dtype=torch.int64))),
+        ValueError, "query_ids must have shape (2, 5) or (5,), got (2, 4)",
+    ),
+    "documents_type": (
+        lambda: masks.documents(torch.zeros(5)),
+        TypeError, "query_ids must be an integer tensor, got torch.float32 tensor",
+    ),
+    "slopes_shape": (
+        lambda: sdpa(attn_mask=masks.alibi(torch.ones(3))),
+        ValueError, "slopes must have shape (4,) or (2, 4), got (3,)",
+    ),
+    "slopes_gradient": (
+        lambda: masks.alibi(torch.ones(4, requires_grad=True)),
+        ValueError, "slopes must not require grad",
+    ),
+    "slopes_alignments": (
+        lambda: sdpa(
+            attn_mask=masks.alibi(torch.ones(4)) & masks.alibi(torch.ones(4), "bottom_right")
+        ),
+        ValueError, "alibi masks that are combined must have the same align",
+    ),
+    "backend": (
+        lambda: sdpa(backend="fast"), ValueError, "backend must be one of cpp, eager, got 'fast'",
+    ),
+    "backend_context": (
+        lambda: fused_attn.use_backend("fast").__enter__(), ValueError, "backend must be one of",
+    ),
+    "unsupported": (
+        lambda: F.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 300)] * 3, backend="cpp"),
+        NotImplementedError, "cpp: takes head_dim up to 256, not 300",
+    ),
+    "normalized_shape": (
+        lambda: F.layer_norm(Q, 9),
+        ValueError, "input must end in normalized_shape (9,), got (2, 4, 5, 8)",
+    ),
+    "weight_shape": (
+        lambda: F.layer_norm(Q, 8, torch.ones(7)),
+        ValueError, "weight must have shape (8,) (normalized_shape), got (7,)",
+    ),
+    "residual_shape": (
+        lambda: F.rms_norm(Q, 8, residual=K),
+        ValueError, "residual must have shape (2, 4, 5, 8) (as input), got (2, 4, 7, 8)",
+    ),
+    "residual_dtype": (
+        lambda: F.rms_norm(Q, 8, residual=Q.double()),
+        ValueError, "residual must have dtype torch.float32 (as input), got torch.float64",
+    ),
+    "norm_dtype": (
+        lambda: F.rms_norm(Q.int(), 8),
+        TypeError, "input must be float32, float16, bfloat16 or float64, got torch.int32",
+    ),
+    "norm_dropout": (
+        lambda: F.layer_norm(Q, 8, dropout_p=-0.1),
+        ValueError, "dropout_p must be in [0, 1], got -0.1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error(name):
+    call, kind, message = CASES[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_torch_itself_refuses_gradients_of_a_bool_mask():
+    with pytest.raises(RuntimeError, match="floating point"):
+        torch.ones(5, 7, dtype=torch.bool).requires_grad_()
+
+
+def test_unsupported_shape_falls_to_eager():
+    x = torch.randn(1, 1, 4, 300)
+    got = F.scaled_dot_product_attention(x, x, x)
+    assert torch.equal(got, F.scaled_dot_product_attention(x, x, x, backend="eager"))
+
+
+def test_unknown_field_is_an_error():
+    """The boundary to C++ takes no field that it does not know."""
+    from fused_attn import _cpu
+
+    with pytest.raises(ValueError, match="of which the kernel knows 0"):
+        _cpu.attention_fwd(no_such_field=1)

@@ -1,0 +1,110 @@
+"""layer_norm and rms_norm on every backend: outputs, the sum, and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKENDS, DTYPES, assert_like_eager, short
+
+from fused_attn import functional as F
+
+# rows, columns: one element, odd sizes around a vector, more rows than parts of the weight sum,
+# a row of 64 Ki elements.
+SHAPES = [(1, 1), (3, 16), (5, 37), (130, 96), (1100, 33), (2, 65536)]
+
+
+def norm(kind: str, **options):
+    """function(backend)(input, residual, weight, norm_bias) for `assert_like_eager`."""
+
+    def of(backend):
+        def call(input, residual=None, weight=None, norm_bias=None):
+            columns = input.shape[-1]
+            common = {"residual": residual, "return_residual": True, "backend": backend, **options}
+            if kind == "layer_norm":
+                return F.layer_norm(input, columns, weight, norm_bias, 1e-5, **common)
+            return F.rms_norm(input, columns, weight, 1e-6, **common)
+
+        return call
+
+    return of
+
+
+def tensors_of(kind, shape, residual, affine):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"input": torch.randn(shape, generator=generator) * 2 + 1}
+    if residual:
+        tensors["residual"] = torch.randn(shape, generator=generator)
+    if affine:
+        tensors["weight"] = torch.rand(shape[1], generator=generator) + 0.5
+        if kind == "layer_norm":
+            tensors["norm_bias"] = torch.randn(shape[1], generator=generator)
+    return tensors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("extras", ["none", "residual", "dropout", "both"])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_norm(kind, extras, affine, shape, dtype, backend):
+    if shape == (1, 1) and kind == "layer_norm":
+        pytest.skip("reason: one element minus its mean is 0 / 0 up to eps, and so are gradients")
+    residual = extras in ("residual", "both")
+    options = {"dropout_p": 0.25} if extras in ("dropout", "both") else {}
+    assert_like_eager(
+        norm(kind, **options), tensors_of(kind, shape, residual, affine), dtype, backend
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_weight_of_the_same_type(dtype, backend):
+    """Weights in the type of the input; float32 ones are in test_norm."""
+    tensors = tensors_of("layer_norm", (40, 64), True, True)
+    leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items()}
+    out = norm("layer_norm")(backend)(**leaves)[0]
+    assert out.dtype == dtype
+    out.sum().backward()
+    assert all(leaf.grad.dtype == dtype for leaf in leaves.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_and_strides(backend):
+    x = torch.randn(3, 4, 5, 6)
+    weight = torch.randn(5, 6)
+    got = F.layer_norm(x, (5, 6), weight, backend=backend)
+    torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (5, 6), weight))
+    turned = x.transpose(0, 2)
+    got = F.rms_norm(turned, 6, backend=backend)
+    torch.testing.assert_close(got, torch.nn.functional.rms_norm(turned, (6,)))
+    for empty in (torch.randn(0, 6), torch.randn(2, 0, 6)):
+        leaf = empty.clone().requires_grad_()
+        out = F.layer_norm(leaf, 6, torch.ones(6, requires_grad=True), backend=backend)
+        assert out.shape == empty.shape
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cancellation(backend):
+    """A large mean: the difference of two large sums would lose the variance."""
+    tensors = {"input": torch.randn(8, 512, generator=torch.Generator().manual_seed(1)) + 1.0e4}
+    assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_do_not_depend_on_threads(backend):
+    tensors = tensors_of("layer_norm", (300, 64), True, True)
+    runs, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+            torch.manual_seed(3)
+            out, total = norm("layer_norm", dropout_p=0.3)(backend)(**leaves)
+            (out.square().sum() + total.sum()).backward()
+            runs.append([out, total, *(leaf.grad for leaf in leaves.values())])
+        finally:
+            torch.set_num_threads(before)
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))

@@ -1,0 +1,25 @@
+"""Drop-in Transformer modules: the names, constructors and state_dict keys of torch.nn."""
+
+from fused_attn.nn.attention import MultiheadAttention
+from fused_attn.nn.norm import LayerNorm, RMSNorm
+from fused_attn.nn.positional import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
+from fused_attn.nn.transformer import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+__all__ = [
+    "LayerNorm",
+    "LearnedPositionalEmbedding",
+    "MultiheadAttention",
+    "RMSNorm",
+    "SinusoidalPositionalEmbedding",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+]

@@ -1,0 +1,115 @@
+"""What every module of `fused_attn.nn` has in common: it is a torch.nn class with another forward.
+
+Constructors, initialisation, state_dict keys and unpickling are inherited, so all that differs
+from the torch class is what `forward` calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module, ModuleList
+
+ModuleT = TypeVar("ModuleT", bound="FromTorch")
+ClassT = TypeVar("ClassT", bound=type)
+
+# torch.nn class -> the class here that takes its place; filled by `replaces`.
+REPLACEMENTS: dict[type[Module], type[FromTorch]] = {}
+
+
+def replaces(torch_class: type[Module]) -> Callable[[ClassT], ClassT]:
+    """Class decorator: the decorated class takes the place of `torch_class`."""
+
+    def register(cls: ClassT) -> ClassT:
+        REPLACEMENTS[torch_class] = cls
+        # The constructor below takes anything; help() and inspect show what is meant.
+        cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
+        return cls
+
+    return register
+
+
+class FromTorch(Module):
+    """Base of the drop-in modules; stands before the torch.nn class among the bases."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _convert_children(self)
+
+    @classmethod
+    def from_torch(cls: type[ModuleT], module: Module) -> ModuleT:
+        """A fused module with the parameters of `module`; nothing is initialised or copied.
+
+        Children of torch.nn classes that have a fused counterpart are converted with it.
+
+        Args:
+            module: an object of exactly the torch.nn class that this class replaces.
+
+        Returns:
+            A new module that shares parameters and buffers with `module` and starts with its
+            hooks and training flag.
+
+        Raises:
+            TypeError: `module` is of another class; a subclass may compute something else.
+            ValueError: `forward` of `module` was replaced or compiled in place.
+
+        Example:
+            >>> attention = fused_attn.nn.MultiheadAttention.from_torch(torch_attention)
+        """
+        if REPLACEMENTS.get(type(module)) is not cls:
+            raise TypeError(
+                f"module must be a {expected_name(cls)}, got {qualified_name(type(module))}"
+            )
+        if reason := patched(module):
+            raise ValueError(f"module must not be patched: {reason}")
+        new = cls.__new__(cls)
+        for name, value in module.__dict__.items():
+            # Parameters, children and hooks live in dicts and sets that each module owns.
+            new.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
+        _convert_children(new)
+        return new
+
+
+def convert(module: Module) -> Module:
+    """`module`, or a fused module in its place if its class has one; lists are converted."""
+    replacement = REPLACEMENTS.get(type(module))
+    if replacement is not None:
+        return replacement.from_torch(module)
+    if type(module) is ModuleList and any(type(child) in REPLACEMENTS for child in module):
+        return ModuleList(convert(child) for child in module)
+    return module
+
+
+def patched(module: Module) -> str | None:
+    """Why calls of `module` do not reach the forward of its class; None if they do."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return "it was compiled in place; convert first, then call compile()"
+    return None
+
+
+def qualified_name(cls: type) -> str:
+    """The name under which a user knows a class: torch.nn.LayerNorm, transformers.BertModel."""
+    if getattr(torch.nn, cls.__name__, None) is cls:
+        return f"torch.nn.{cls.__name__}"
+    if cls.__module__.startswith("fused_attn.nn."):
+        return f"fused_attn.nn.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def expected_name(cls: type) -> str:
+    """The torch.nn class that `cls` replaces."""
+    return next(
+        (qualified_name(source) for source, target in REPLACEMENTS.items() if target is cls),
+        "module that this class replaces",
+    )
+
+
+def _convert_children(module: Module) -> None:
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = convert(child)

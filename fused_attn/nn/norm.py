@@ -1,0 +1,109 @@
+"""LayerNorm and RMSNorm on the fused kernels, with the residual addition and dropout in front."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Dropout, Module
+
+from fused_attn import functional
+from fused_attn.nn._from_torch import FromTorch, replaces
+
+
+@replaces(torch.nn.LayerNorm)
+class LayerNorm(FromTorch, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm`, optionally of ``residual + dropout(input)``, in one pass.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.LayerNorm.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        dropout_p: float = 0.0,
+        return_residual: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise input, or residual + dropout(input).
+
+        Args:
+            input: (*, *normalized_shape).
+            residual: like input; added before the norm.
+            dropout_p: probability of dropping an element of input before the sum. It always
+                applies: pass 0.0 in evaluation.
+            return_residual: also return residual + dropout(input).
+
+        Returns:
+            Like input; with return_residual also the sum.
+        """
+        return functional.layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            residual=residual,
+            dropout_p=dropout_p,
+            return_residual=return_residual,
+        )
+
+
+@replaces(torch.nn.RMSNorm)
+class RMSNorm(FromTorch, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`, optionally of ``residual + dropout(x)``, in one pass.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.RMSNorm.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        dropout_p: float = 0.0,
+        return_residual: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x, or residual + dropout(x); arguments as in `LayerNorm.forward`."""
+        return functional.rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            residual=residual,
+            dropout_p=dropout_p,
+            return_residual=return_residual,
+        )
+
+
+def residual_norm(norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor) -> Tensor:
+    """norm(residual + dropout(sublayer)), in one kernel where that changes nothing.
+
+    It would change something if `norm` or `dropout` is a module of the user, has hooks (they see
+    the sum, or the dropped sublayer), or if the sum promotes types (autocast).
+    """
+    if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
+        return norm(sublayer, residual=residual, dropout_p=_probability(dropout))
+    return norm(residual + dropout(sublayer))
+
+
+def residual_norm_and_sum(
+    norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `residual_norm`, and the sum itself: the residual of the next sublayer of a pre-norm."""
+    if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
+        dropout_p = _probability(dropout)
+        return norm(sublayer, residual=residual, dropout_p=dropout_p, return_residual=True)
+    total = residual + dropout(sublayer)
+    return norm(total), total
+
+
+def _fusable(norm: Module, dropout: Module) -> bool:
+    if type(norm) not in (LayerNorm, RMSNorm) or type(dropout) is not Dropout:
+        return False
+    return not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in (norm, dropout)
+    )
+
+
+def _probability(dropout: Module) -> float:
+    return dropout.p if dropout.training else 0.0  # type: ignore[return-value]

@@ -1,0 +1,348 @@
+"""The Transformer of torch.nn on the fused kernels.
+
+Each sublayer is attention or feed-forward, then dropout, the residual addition and a norm; the
+last three are one kernel. torch's own inference path, which would bypass all of it, is not used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from fused_attn import masks
+from fused_attn._modes import readable
+from fused_attn.masks import Mask
+from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
+from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
+
+
+class _Layer(FromTorch):
+    """What the encoder and the decoder layer share."""
+
+    self_attn: Any  # MultiheadAttention, or what the user put in its place
+    linear1: torch.nn.Linear
+    linear2: torch.nn.Linear
+    dropout: torch.nn.Dropout
+    activation: Callable[[Tensor], Tensor]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("_sa_block", "_mha_block", "_ff_block"):
+            if name in cls.__dict__:
+                raise TypeError(
+                    f"{cls.__name__} must not override {name}, which is not called here: dropout "
+                    "and residual are part of the norm; override _self_attend, _cross_attend or "
+                    "_feed_forward, which return the sublayer before dropout"
+                )
+
+    def _self_attend(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | Mask | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        return self.self_attn(
+            x,
+            x,
+            x,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+        )[0]
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+
+
+@replaces(torch.nn.TransformerEncoderLayer)
+class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer`: self-attention and feed-forward, each with its norm.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoderLayer.
+
+    Source: Vaswani et al. 2017, section 3.1; norm_first: Xiong et al. 2020, figure 1.
+    """
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Mask | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Pass src through the layer.
+
+        Args:
+            src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
+            src_mask, src_key_padding_mask, is_causal: see `MultiheadAttention.forward`.
+        """
+        if src.is_nested:
+            return self._forward_nested(src, src_mask, src_key_padding_mask, is_causal)
+        attend_args = (src_mask, src_key_padding_mask, is_causal)
+        if self.norm_first:
+            attended = self._self_attend(self.norm1(src), *attend_args)
+            normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, src)
+            return x + self.dropout2(self._feed_forward(normed))
+        attended = self._self_attend(src, *attend_args)
+        x = residual_norm(self.norm1, self.dropout1, attended, src)
+        return residual_norm(self.norm2, self.dropout2, self._feed_forward(x), x)
+
+    def _forward_nested(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Mask | None,
+        src_key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """torch.nn.TransformerEncoder hands nested tensors to its layers in inference."""
+        if src_key_padding_mask is not None:
+            raise ValueError("src_key_padding_mask must be None where src is a nested tensor")
+        lengths = [sequence.shape[0] for sequence in src.unbind()]
+        padded = src.to_padded_tensor(0.0)
+        positions = torch.arange(padded.shape[1], device=padded.device)
+        ignored = positions >= torch.tensor(lengths, device=padded.device)[:, None]
+        out = self.forward(padded, src_mask, ignored, is_causal)
+        rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=src.layout)
+
+
+@replaces(torch.nn.TransformerDecoderLayer)
+class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer`: self-attention, cross-attention and feed-forward.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.TransformerDecoderLayer.
+
+    Source: Vaswani et al. 2017, section 3.1; norm_first: Xiong et al. 2020, figure 1.
+    """
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | None = None,
+        memory_mask: Tensor | Mask | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Pass tgt through the layer.
+
+        Args:
+            tgt: (T, N, d_model), (N, T, d_model) with batch_first, or (T, d_model).
+            memory: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
+            tgt_mask, tgt_key_padding_mask, tgt_is_causal: of the self-attention, see
+                `MultiheadAttention.forward`.
+            memory_mask, memory_key_padding_mask, memory_is_causal: of the cross-attention.
+        """
+        self_args = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        cross_args = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        if self.norm_first:
+            attended = self._self_attend(self.norm1(tgt), *self_args)
+            normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, tgt)
+            attended = self._cross_attend(normed, *cross_args)
+            normed, x = residual_norm_and_sum(self.norm3, self.dropout2, attended, x)
+            return x + self.dropout3(self._feed_forward(normed))
+        x = residual_norm(self.norm1, self.dropout1, self._self_attend(tgt, *self_args), tgt)
+        x = residual_norm(self.norm2, self.dropout2, self._cross_attend(x, *cross_args), x)
+        return residual_norm(self.norm3, self.dropout3, self._feed_forward(x), x)
+
+    def _cross_attend(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        attn_mask: Tensor | Mask | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        return self.multihead_attn(
+            x,
+            memory,
+            memory,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+        )[0]
+
+
+class _Quiet(FromTorch):
+    """Constructs without torch's warning that it will not use nested tensors: nor do we."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "enable_nested_tensor is True", UserWarning)
+            super().__init__(*args, **kwargs)
+
+
+@replaces(torch.nn.TransformerEncoder)
+class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder`: a stack of encoder layers that share one mask.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoder.
+    enable_nested_tensor and mask_check are accepted and have no effect: padding costs no time in
+    the attention here.
+    """
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | Mask | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Pass src through the layers in turn.
+
+        Args:
+            src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
+            mask, src_key_padding_mask: see `MultiheadAttention.forward`.
+            is_causal: as there; None finds out whether mask is the causal one, where that takes
+                no device synchronisation.
+        """
+        causal = is_causal_mask(mask, is_causal)
+        mask, src_key_padding_mask, causal = _share_masks(
+            self.layers, "self_attn", mask, src_key_padding_mask, causal, src, src
+        )
+        output = src
+        for layer in self.layers:
+            output = layer(
+                output,
+                src_mask=mask,
+                is_causal=causal,
+                src_key_padding_mask=src_key_padding_mask,
+            )
+        return output if self.norm is None else self.norm(output)
+
+
+@replaces(torch.nn.TransformerDecoder)
+class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
+    """`torch.nn.TransformerDecoder`: a stack of decoder layers that share their masks.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.TransformerDecoder.
+    """
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | None = None,
+        memory_mask: Tensor | Mask | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Pass tgt through the layers in turn.
+
+        Args:
+            tgt: (T, N, d_model), (N, T, d_model) with batch_first, or (T, d_model).
+            memory: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
+            tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: see
+                `TransformerDecoderLayer.forward`.
+            tgt_is_causal: None finds out whether tgt_mask is the causal one, where that takes no
+                device synchronisation.
+            memory_is_causal: memory_mask is the causal one.
+        """
+        tgt_causal = is_causal_mask(tgt_mask, tgt_is_causal)
+        tgt_mask, tgt_key_padding_mask, tgt_causal = _share_masks(
+            self.layers, "self_attn", tgt_mask, tgt_key_padding_mask, tgt_causal, tgt, tgt
+        )
+        memory_mask, memory_key_padding_mask, memory_is_causal = _share_masks(
+            self.layers,
+            "multihead_attn",
+            memory_mask,
+            memory_key_padding_mask,
+            memory_is_causal,
+            tgt,
+            memory,
+        )
+        output = tgt
+        for layer in self.layers:
+            output = layer(
+                output,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_causal,
+                memory_is_causal=memory_is_causal,
+            )
+        return output if self.norm is None else self.norm(output)
+
+
+@replaces(torch.nn.Transformer)
+class Transformer(_Quiet, torch.nn.Transformer):
+    """`torch.nn.Transformer` (Vaswani et al. 2017): encoder and decoder on the fused kernels.
+
+    Arguments, parameters, state_dict keys and `forward` are those of torch.nn.Transformer, which
+    does no more than call `encoder` and `decoder`.
+    """
+
+
+def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
+    """The hint, or whether `mask` is the causal (L, L) mask of torch.nn where that can be seen.
+
+    It is not looked at on a device (synchronisation) or under torch.compile (graph break), nor if
+    it is learned.
+    """
+    if hint is not None:
+        return hint
+    if not isinstance(mask, Tensor) or mask.requires_grad or mask.dim() != 2:
+        return False
+    if mask.shape[0] != mask.shape[1] or not readable(mask):
+        return False
+    ignored = torch.ones(mask.shape, dtype=torch.bool).triu(1)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, ignored)
+    causal = torch.zeros(mask.shape, dtype=mask.dtype).masked_fill_(ignored, float("-inf"))
+    return torch.equal(mask, causal)
+
+
+def _share_masks(
+    layers: ModuleList,
+    attention: str,
+    mask: Tensor | Mask | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    query: Tensor,
+    key: Tensor,
+) -> tuple[Tensor | Mask | None, Tensor | None, bool]:
+    """One Mask for all layers, which keeps what the kernels derive from it.
+
+    The arguments are returned as they are for layers of another kind, which do not know Masks,
+    and under torch.compile, which finds what is common by itself.
+    """
+    if mask is None and key_padding_mask is None:
+        return mask, key_padding_mask, is_causal
+    if torch.compiler.is_compiling() or not all(_takes_masks(m, attention) for m in layers):
+        return mask, key_padding_mask, is_causal
+    module = getattr(layers[0], attention)
+    batch_dim, length_dim = (0, 1) if module.batch_first else (1, 0)
+    batch = query.shape[batch_dim] if query.dim() == 3 else 1
+    seqlens = (t.shape[length_dim] if t.dim() == 3 else t.shape[0] for t in (query, key))
+    terms, is_causal = mask_terms(
+        mask, key_padding_mask, is_causal, batch, module.num_heads, *seqlens
+    )
+    if is_causal:
+        terms.append(masks.causal())
+    combined = combine(terms)
+    return None if combined is None else as_mask(combined), None, False
+
+
+def _takes_masks(layer: Module, attention: str) -> bool:
+    module = getattr(layer, attention, None)
+    return (
+        type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
+        and type(module) is MultiheadAttention
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )

@@ -1,0 +1,176 @@
+"""Modules against their torch.nn counterparts: outputs and all gradients, and inputs for that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from helpers import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_contract
+from torch import Tensor
+from torch.nn import Module
+
+DRAWS = 4
+EMBED, HEADS, BATCH, LEN_Q, LEN_K = 24, 3, 2, 5, 7
+
+
+def assert_within_contract(
+    actual: Mapping[str, Tensor], eager: Mapping[str, Tensor], truth: Mapping[str, Tensor]
+) -> None:
+    """Max error of `actual` against `truth` <= 2x (gradients 3x) that of `eager` + one rounding."""
+    assert actual.keys() == eager.keys() == truth.keys()
+    for name, reference in truth.items():
+        assert actual[name].dtype == eager[name].dtype, name
+        factor = GRADIENT_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
+        assert_contract(name, actual[name], reference, eager[name], factor)
+
+
+def assert_equal_in_float64(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same numbers but for the order of summation."""
+    assert actual.keys() == expected.keys()
+    for name, reference in expected.items():
+        scale = reference.abs().max().item() if reference.numel() else 0.0
+        torch.testing.assert_close(
+            actual[name],
+            reference,
+            rtol=1e-10,
+            atol=1e-12 * max(scale, 1.0),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def run(
+    module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Outputs of a module and the gradients of parameters and of inputs that require grad.
+
+    One object among the inputs stays one object, so self-attention stays self-attention.
+    """
+    copies: dict[int, Any] = {}
+    args = tuple(_leaf(a, copies) for a in args)
+    kwargs = {k: _leaf(v, copies) for k, v in (kwargs or {}).items()}
+    module.zero_grad(set_to_none=True)
+    outputs = module(*args, **kwargs)
+    if isinstance(outputs, Tensor):
+        outputs = (outputs,)
+    results = {f"out{i}": o for i, o in enumerate(outputs) if o is not None}
+    generator = torch.Generator().manual_seed(1)
+    loss = sum(
+        (o * torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)).sum()
+        for o in results.values()
+    )
+    loss.backward()
+    results = {name: o.detach() for name, o in results.items()}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            results[f"grad {name}"] = parameter.grad
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, Tensor) and value.grad is not None:
+            results[f"grad input {name}"] = value.grad
+    return results
+
+
+def check_against_torch(
+    torch_module: Module,
+    fused_class: type,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    truth_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """A float64 torch module against its fused counterpart, in float64 and in float32.
+
+    Args:
+        truth_kwargs: what the torch module is called with, if that differs.
+    """
+    kwargs = kwargs or {}
+    truth_kwargs = kwargs if truth_kwargs is None else truth_kwargs
+    assert next(torch_module.parameters()).dtype == torch.float64
+    fused = fused_class.from_torch(copy.deepcopy(torch_module))
+    assert_equal_in_float64(run(fused, args, kwargs), run(torch_module, args, truth_kwargs))
+
+    single = copy.deepcopy(torch_module).float()
+    fused = fused_class.from_torch(copy.deepcopy(single))
+    torch_module.load_state_dict(single.state_dict())  # the truth of the rounded parameters
+    kwargs, truth_kwargs = cast(kwargs, torch.float32), cast(truth_kwargs, torch.float32)
+    results: dict[str, list[dict[str, Tensor]]] = {"truth": [], "eager": [], "fused": []}
+    # Of a tensor of few elements the largest error is a matter of luck: it is taken over draws.
+    for _ in range(DRAWS):
+        args = cast(redrawn(args), torch.float32)
+        double = cast(args, torch.float64), cast(truth_kwargs, torch.float64)
+        results["truth"].append(run(torch_module, *double))
+        results["eager"].append(run(single, args, truth_kwargs))
+        results["fused"].append(run(fused, args, kwargs))
+    assert_within_contract(*(pooled(results[key]) for key in ("fused", "eager", "truth")))
+
+
+def redrawn(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Other random numbers in float inputs; one object stays one object."""
+    drawn = {id(a): torch.randn_like(a).requires_grad_(a.requires_grad) for a in args}
+    return tuple(drawn[id(a)] for a in args)
+
+
+def pooled(runs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of several runs as one."""
+    return {name: torch.stack([results[name] for results in runs]) for name in runs[0]}
+
+
+def cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """Float tensors of a tuple or dict in another type; one object stays one object."""
+    copies: dict[int, Tensor] = {}
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if id(value) not in copies:
+            converted = value.detach().to(dtype)
+            copies[id(value)] = converted.requires_grad_(value.requires_grad)
+        return copies[id(value)]
+
+    if isinstance(inputs, Mapping):
+        return {k: convert(v) for k, v in inputs.items()}
+    return tuple(convert(v) for v in inputs)
+
+
+def _leaf(value: Any, copies: dict[int, Any]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) not in copies:
+        leaf = value.detach().clone()
+        copies[id(value)] = leaf.requires_grad_(value.requires_grad)
+    return copies[id(value)]
+
+
+def randn(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random numbers of a type that the truth can be computed in."""
+    return torch.randn(shape, dtype=dtype, requires_grad=grad)
+
+
+def perturb(module: Module) -> Module:
+    """Parameters that are not ones and zeros, so that a forgotten one shows."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module
+
+
+def random_mask(kind: str, *shape: int) -> Tensor:
+    """torch.nn's convention: True = ignore. Key 0 stays visible, else torch gives NaN."""
+    ignored = torch.rand(shape) < 0.4
+    ignored[..., 0] = False
+    if kind == "bool":
+        return ignored
+    bias = torch.randn(shape, dtype=torch.float64).masked_fill_(ignored, float("-inf"))
+    return bias.requires_grad_(kind == "learned")
+
+
+def causal_bias(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """torch.nn's causal mask."""
+    return torch.nn.Transformer.generate_square_subsequent_mask(size, dtype=dtype)
+
+
+def sequence(module_kwargs: Mapping[str, Any], length: int) -> Tensor:
+    """A batch of sequences in the layout that the module was constructed for."""
+    if module_kwargs.get("batch_first"):
+        return randn(BATCH, length, EMBED)
+    return randn(length, BATCH, EMBED)

@@ -1,0 +1,305 @@
+"""MultiheadAttention against torch.nn: every constructor, mask and layout."""
+
+import copy
+
+import pytest
+import torch
+from nn_helpers import (
+    BATCH,
+    EMBED,
+    HEADS,
+    LEN_K,
+    LEN_Q,
+    assert_within_contract,
+    cast,
+    causal_bias,
+    check_against_torch,
+    perturb,
+    randn,
+    random_mask,
+    run,
+)
+
+import fused_attn.nn as fnn
+from fused_attn import masks
+from fused_attn.nn.attention import attention_weights
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+ATTENTIONS = {
+    "plain": {},
+    "batch_first": {"batch_first": True},
+    "no_bias": {"bias": False, "batch_first": True},
+    "kdim_vdim": {"kdim": 10, "vdim": 11},
+    "bias_kv": {"add_bias_kv": True, "batch_first": True},
+    "zero_attn": {"add_zero_attn": True},
+    "bias_kv_zero_attn_kdim": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 10},
+}
+MASKS = {
+    "none": dict,
+    "bool": lambda: {"attn_mask": random_mask("bool", LEN_Q, LEN_K)},
+    "float": lambda: {"attn_mask": random_mask("float", LEN_Q, LEN_K)},
+    "learned": lambda: {"attn_mask": random_mask("learned", LEN_Q, LEN_K)},
+    "bool3d": lambda: {"attn_mask": random_mask("bool", BATCH * HEADS, LEN_Q, LEN_K)},
+    "learned3d": lambda: {"attn_mask": random_mask("learned", BATCH * HEADS, LEN_Q, LEN_K)},
+    "padding": lambda: {"key_padding_mask": random_mask("bool", BATCH, LEN_K)},
+    "float_padding": lambda: {"key_padding_mask": random_mask("learned", BATCH, LEN_K)},
+    "bool+padding": lambda: {
+        "attn_mask": random_mask("bool", LEN_Q, LEN_K),
+        "key_padding_mask": random_mask("bool", BATCH, LEN_K),
+    },
+    "learned3d+float_padding": lambda: {
+        "attn_mask": random_mask("learned", BATCH * HEADS, LEN_Q, LEN_K),
+        "key_padding_mask": random_mask("learned", BATCH, LEN_K),
+    },
+}
+
+
+def attention_inputs(module, batched=True):
+    widths = (module.embed_dim, module.kdim, module.vdim)
+    lengths = (LEN_Q, LEN_K, LEN_K)
+    shapes = zip(lengths, widths, strict=True)
+    if not batched:
+        return tuple(randn(length, width) for length, width in shapes)
+    if module.batch_first:
+        return tuple(randn(BATCH, length, width) for length, width in shapes)
+    return tuple(randn(length, BATCH, width) for length, width in shapes)
+
+
+@pytest.mark.parametrize("need_weights", [False, True], ids=["out", "weights"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("constructor", ATTENTIONS)
+def test_attention(constructor, mask, need_weights):
+    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, **ATTENTIONS[constructor])
+    theirs = perturb(theirs.double())
+    kwargs = {**MASKS[mask](), "need_weights": need_weights}
+    check_against_torch(theirs, fnn.MultiheadAttention, attention_inputs(theirs), kwargs)
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("constructor", ["plain", "batch_first", "bias_kv"])
+def test_attention_unbatched(constructor, average):
+    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, **ATTENTIONS[constructor])
+    theirs = perturb(theirs.double())
+    kwargs = {
+        "attn_mask": random_mask("learned", HEADS, LEN_Q, LEN_K),
+        "key_padding_mask": random_mask("float", LEN_K),
+        "average_attn_weights": average,
+    }
+    args = attention_inputs(theirs, batched=False)
+    check_against_torch(theirs, fnn.MultiheadAttention, args, kwargs)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_attention_weights_per_head(average):
+    theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True).double())
+    kwargs = {**MASKS["bool+padding"](), "average_attn_weights": average}
+    check_against_torch(theirs, fnn.MultiheadAttention, attention_inputs(theirs), kwargs)
+
+
+@pytest.mark.parametrize("shared", ["self", "cross"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_of_shared_inputs(shared, bias, batch_first):
+    """Self-attention and encoder-decoder attention project packed weights at once."""
+    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=batch_first)
+    theirs = perturb(theirs.double())
+    query, key, _ = attention_inputs(theirs)
+    args = (query, query, query) if shared == "self" else (query, key, key)
+    check_against_torch(theirs, fnn.MultiheadAttention, args, {"need_weights": False})
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("constructor", ["plain", "bias_kv", "zero_attn"])
+def test_attention_is_causal(constructor, padding, need_weights):
+    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, **ATTENTIONS[constructor])
+    theirs = perturb(theirs.double())
+    query, _, _ = attention_inputs(theirs)
+    kwargs = {"attn_mask": causal_bias(LEN_Q), "need_weights": need_weights}
+    if padding:
+        kwargs["key_padding_mask"] = random_mask("float", BATCH, LEN_Q)
+    check_against_torch(
+        theirs,
+        fnn.MultiheadAttention,
+        (query, query, query),
+        {**kwargs, "is_causal": True},
+        truth_kwargs=kwargs,  # with appended keys, torch's own hint would mask them
+    )
+
+
+def test_attention_is_causal_without_a_mask():
+    ours = perturb(fnn.MultiheadAttention(EMBED, HEADS).double())
+    x = randn(LEN_Q, BATCH, EMBED)
+    expected = ours(x, x, x, attn_mask=causal_bias(LEN_Q))
+    actual = ours(x, x, x, is_causal=True)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_attention_does_not_read_the_mask_that_is_hinted_causal():
+    ours = fnn.MultiheadAttention(EMBED, HEADS).double()
+    x = randn(LEN_Q, BATCH, EMBED)
+    hinted = torch.full((LEN_Q, LEN_Q), float("nan"), dtype=torch.float64)
+    out, _ = ours(x, x, x, attn_mask=hinted, is_causal=True, need_weights=False)
+    expected, _ = ours(x, x, x, attn_mask=causal_bias(LEN_Q), need_weights=False)
+    torch.testing.assert_close(out, expected)
+    # A mask that is learned is not the causal one, whatever the hint says.
+    learned = randn(LEN_Q, LEN_Q)
+    out, _ = ours(x, x, x, attn_mask=learned, is_causal=True, need_weights=False)
+    out.sum().backward()
+    assert learned.grad.abs().sum() > 0
+
+
+def test_attention_takes_a_fused_attn_mask():
+    ours = perturb(fnn.MultiheadAttention(EMBED, HEADS, batch_first=True).double())
+    x = randn(BATCH, LEN_Q, EMBED)
+    padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    expected = ours(x, x, x, attn_mask=causal_bias(LEN_Q), key_padding_mask=padded)
+    mask = masks.causal() & masks.padding(torch.tensor([5, 3]))
+    torch.testing.assert_close(ours(x, x, x, attn_mask=mask), expected)
+    actual = ours(x, x, x, attn_mask=masks.causal(), key_padding_mask=padded)
+    torch.testing.assert_close(actual, expected)
+    actual = ours(x, x, x, attn_mask=masks.padding(torch.tensor([5, 3])), is_causal=True)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_attention_fully_masked(dtype, need_weights):
+    """A sequence of padding alone, and a query that sees nothing: 0, never NaN."""
+    ours = perturb(fnn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(dtype)
+    x = randn(BATCH, LEN_Q, EMBED, dtype=dtype)
+    padding = torch.tensor([[False] * LEN_Q, [True] * LEN_Q])
+    attn_mask = torch.zeros(LEN_Q, LEN_Q, dtype=torch.bool)
+    attn_mask[2] = True
+    out, weights = ours(
+        x, x, x, padding, attn_mask=attn_mask, need_weights=need_weights, average_attn_weights=False
+    )
+    expected = ours.out_proj.bias.detach().expand(LEN_Q, EMBED)
+    assert torch.equal(out[1].detach(), expected)
+    assert torch.equal(out[0, 2].detach(), expected[2])
+    assert not torch.equal(out[0, 1].detach(), expected[1])
+    if need_weights:
+        assert torch.equal(weights[1], torch.zeros_like(weights[1]))
+        assert torch.equal(weights[0, :, 2], torch.zeros_like(weights[0, :, 2]))
+        assert torch.allclose(weights[0, :, 1].sum(-1), torch.ones(HEADS, dtype=dtype), atol=2e-2)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        loss = out.sum() if weights is None else out.sum() + weights.square().sum()
+        loss.backward()
+    assert torch.equal(x.grad[1], torch.zeros_like(x.grad[1]))
+    for parameter in ours.parameters():
+        assert parameter.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_attention_does_not_see_nan_in_padding(need_weights):
+    ours = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True).double()
+    query, memory = randn(BATCH, LEN_Q, EMBED), randn(BATCH, LEN_K, EMBED, grad=False)
+    padding = torch.tensor([[False] * 7, [False] * 3 + [True] * 4])
+    expected = ours(query, memory, memory, padding)
+    memory[padding] = float("nan")
+    out, weights = ours(query, memory, memory, padding, need_weights=need_weights)
+    torch.testing.assert_close(out, expected[0])
+    if need_weights:
+        torch.testing.assert_close(weights, expected[1])
+        out = out.sum() + weights.square().sum()
+    out.sum().backward()
+    assert query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_weights_are_rounded_once(dtype, autocast):
+    query, key = (randn(BATCH, HEADS, 9, 8, grad=False, dtype=dtype) * 4 for _ in range(2))
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        weights = attention_weights(query, key, None, True)
+    truth = attention_weights(query.double(), key.double(), None, True)
+    assert weights.dtype == dtype
+    error = ((weights.double() - truth).abs() - 1e-6).clamp(min=0) / truth.clamp(min=1e-30)
+    assert error.max() <= 0.51 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_attention_float32_mask_with_half_query(dtype, need_weights):
+    theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(dtype)
+    args = cast(attention_inputs(theirs), dtype)
+    mask = random_mask("float", LEN_Q, LEN_K).float()
+    kwargs = {"attn_mask": mask, "need_weights": need_weights}
+    double = copy.deepcopy(theirs).double()
+    truth = run(double, cast(args, torch.float64), cast(kwargs, torch.float64))
+    eager = run(theirs, args, cast(kwargs, dtype))
+    ours = fnn.MultiheadAttention.from_torch(theirs)
+    assert_within_contract(run(ours, args, kwargs), eager, truth)
+
+
+def test_attention_dropout():
+    ours = fnn.MultiheadAttention(EMBED, HEADS, dropout=0.5).double()
+    x = randn(64, BATCH, EMBED)
+
+    def outputs(seed):
+        torch.manual_seed(seed)
+        return ours(x, x, x, need_weights=False)[0]
+
+    assert torch.equal(outputs(1), outputs(1))
+    assert not torch.equal(outputs(1), outputs(2))
+    ours.eval()
+    assert torch.equal(outputs(1), outputs(2))
+    ours.train()
+    ours.dropout = 1.0
+    assert torch.equal(outputs(1), ours.out_proj.bias.expand(64, BATCH, EMBED))
+
+
+def test_attention_under_autocast():
+    theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, add_bias_kv=True))
+    args = cast(attention_inputs(theirs), torch.float32)
+    kwargs = {
+        "key_padding_mask": random_mask("float", BATCH, LEN_K).float(),
+        "need_weights": False,
+    }
+    double = copy.deepcopy(theirs).double()
+    truth = run(double, cast(args, torch.float64), cast(kwargs, torch.float64))
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = run(theirs, args, kwargs)
+        actual = run(fnn.MultiheadAttention.from_torch(theirs), args, kwargs)
+    assert_within_contract(actual, eager, truth)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: m(x[0, 0], x, x), "query must have 3 dimensions"),
+        (lambda m, x: m(x, x[0], x[0]), "key must have 3 dimensions"),
+        (lambda m, x: m(x, x[..., :3], x), f"key must have {EMBED} features, got"),
+        (lambda m, x: m(x, x, x[:, :3]), "value must have batch and length of key"),
+        (lambda m, x: m(x, x[:1], x[:1]), "key must have batch size 2"),
+        (
+            lambda m, x: m(x, x, x, attn_mask=torch.zeros(3, 3)),
+            r"attn_mask must have shape .*\(5, 5\).*, got \(3, 3\)",
+        ),
+        (
+            lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(5, 2, dtype=torch.bool)),
+            r"key_padding_mask must have shape .*\(2, 5\), got \(5, 2\)",
+        ),
+    ],
+)
+def test_attention_errors(call, message):
+    module = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    with pytest.raises(ValueError, match=message):
+        call(module, torch.randn(BATCH, LEN_Q, EMBED))
+
+
+def test_attention_type_errors():
+    module = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    x = torch.randn(BATCH, LEN_Q, EMBED)
+    with pytest.raises(TypeError, match="key_padding_mask must be a bool or float tensor"):
+        module(x, x, x, key_padding_mask=torch.zeros(BATCH, LEN_Q, dtype=torch.long))
+    with pytest.raises(TypeError, match="attn_mask must be a bool or float tensor"):
+        module(x, x, x, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.uint8))
+    module = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True, add_zero_attn=True)
+    with pytest.raises(ValueError, match="attn_mask must be a tensor"):
+        module(x, x, x, attn_mask=masks.causal())

@@ -1,0 +1,109 @@
+"""fused_attn.nn under torch.compile (whole graphs, with gradients) and torch.export."""
+
+import pytest
+import torch
+from nn_helpers import (
+    BATCH,
+    EMBED,
+    HEADS,
+    LEN_K,
+    LEN_Q,
+    assert_equal_in_float64,
+    causal_bias,
+    perturb,
+    randn,
+    run,
+)
+
+import fused_attn.nn as fnn
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def graph_cases():
+    padding = torch.tensor([[False] * LEN_Q, [False] * 3 + [True] * 2])
+    x, memory = randn(BATCH, LEN_Q, EMBED), randn(BATCH, LEN_K, EMBED)
+    causal = causal_bias(LEN_Q)
+    layer = {"batch_first": True, "dropout": 0.0}
+    return {
+        "attention": (
+            fnn.MultiheadAttention(EMBED, HEADS, batch_first=True),
+            (x, memory, memory),
+            {},
+        ),
+        "attention-masks": (
+            fnn.MultiheadAttention(EMBED, HEADS, batch_first=True, add_bias_kv=True),
+            (x, x, x),
+            {"attn_mask": causal, "key_padding_mask": padding, "need_weights": False},
+        ),
+        "encoder_layer-causal": (
+            fnn.TransformerEncoderLayer(EMBED, HEADS, 16, **layer),
+            (x,),
+            {"src_mask": causal, "is_causal": True, "src_key_padding_mask": padding},
+        ),
+        "encoder": (
+            fnn.TransformerEncoder(
+                fnn.TransformerEncoderLayer(EMBED, HEADS, 16, norm_first=True, **layer), 2
+            ),
+            (x,),
+            {"mask": causal, "src_key_padding_mask": padding},
+        ),
+        "transformer": (
+            fnn.Transformer(EMBED, HEADS, 1, 1, 16, **layer),
+            (memory, x),
+            {"tgt_mask": causal, "tgt_key_padding_mask": padding},
+        ),
+        "layer_norm": (fnn.LayerNorm(EMBED), (x,), {}),
+        "rms_norm": (fnn.RMSNorm(EMBED), (x,), {}),
+        "positional": (fnn.LearnedPositionalEmbedding(EMBED, 9), (x,), {}),
+    }
+
+
+CASES = sorted(graph_cases())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compile(case):
+    module, args, kwargs = graph_cases()[case]
+    module = perturb(module.double())
+    expected = run(module, args, kwargs)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    actual = {k.replace("_orig_mod.", ""): v for k, v in run(compiled, args, kwargs).items()}
+    assert_equal_in_float64(actual, expected)
+
+
+@pytest.mark.slow
+def test_compile_inductor():
+    module, args, kwargs = graph_cases()["encoder"]
+    module = perturb(module.double())
+    expected = run(module, args, kwargs)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True)
+    actual = {k.replace("_orig_mod.", ""): v for k, v in run(compiled, args, kwargs).items()}
+    assert_equal_in_float64(actual, expected)
+
+
+def test_compile_with_dropout():
+    module = fnn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(BATCH, LEN_Q, EMBED)
+    first, second = compiled(x), compiled(x)
+    assert not torch.equal(first, second), "the graph replays one dropout mask"
+    first.sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export(case):
+    module, args, kwargs = graph_cases()[case]
+    module = perturb(module.double()).eval()
+    detach = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    args = tuple(a.detach() for a in args)
+    exported = torch.export.export(module, args, detach)
+    with torch.no_grad():
+        torch.testing.assert_close(exported.module()(*args, **detach), module(*args, **detach))

@@ -1,0 +1,236 @@
+"""swap_modules: what is swapped, what is left alone, and that everything else stays as it was."""
+
+import copy
+
+import pytest
+import torch
+from nn_helpers import assert_equal_in_float64, run
+
+import fused_attn.nn as fnn
+from fused_attn.swap import SwapReport, contains_fused_modules, swap_modules
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Block(torch.nn.Module):
+    """Attention deep inside, and a norm that stands in two places."""
+
+    def __init__(self, embed_dim=12):
+        super().__init__()
+        self.inner = torch.nn.ModuleDict(
+            {"attend": torch.nn.MultiheadAttention(embed_dim, 3, batch_first=True)}
+        )
+        self.norm = torch.nn.LayerNorm(embed_dim)
+        self.tied = self.norm
+        self.rms = torch.nn.Sequential(torch.nn.Linear(embed_dim, embed_dim), torch.nn.RMSNorm(12))
+
+    def forward(self, x, padding=None):
+        attended, _ = self.inner["attend"](x, x, x, key_padding_mask=padding)
+        return self.rms(self.tied(x + self.norm(attended)))
+
+
+def kinds(model):
+    return {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
+
+
+def test_nested_and_shared_modules():
+    model = Block().double()
+    original = copy.deepcopy(model)
+    modules = {name: id(m) for name, m in model.named_modules(remove_duplicate=False)}
+    report = swap_modules(model)
+    assert type(model.inner["attend"]) is fnn.MultiheadAttention
+    assert type(model.norm) is fnn.LayerNorm
+    assert model.tied is model.norm
+    assert type(model.rms[1]) is fnn.RMSNorm
+    assert {name: id(m) for name, m in model.named_modules(remove_duplicate=False)} == modules
+    assert [(s.name, s.to_type) for s in report.swapped] == [
+        ("inner.attend", "fused_attn.nn.MultiheadAttention"),
+        ("norm", "fused_attn.nn.LayerNorm"),
+        ("tied", "fused_attn.nn.LayerNorm"),
+        ("rms.1", "fused_attn.nn.RMSNorm"),
+    ]
+    assert not report.skipped
+    x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    assert_equal_in_float64(run(model, (x, padding)), run(original, (x, padding)))
+
+
+def test_parameters_and_optimizers_stay():
+    model = Block()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    keys = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    swap_modules(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == keys
+    weight = model.norm.weight.detach().clone()
+    model(torch.randn(2, 5, 12)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.norm.weight, weight)
+
+
+def test_restore():
+    model = Block().double()
+    before = kinds(model)
+    report = swap_modules(model)
+    assert kinds(model) != before
+    model.eval()
+    model.norm.weight.data.fill_(2.0)
+    report.restore()
+    assert kinds(model) == before
+    assert not model.norm.training
+    assert model.norm.weight.eq(2.0).all(), "what happened since the swap must stay"
+    report.restore()  # again changes nothing
+    assert kinds(model) == before
+    assert len(swap_modules(model).swapped) == 4
+
+
+@pytest.mark.parametrize(("attention", "norm"), [(True, False), (False, True), (False, False)])
+def test_attention_and_norm_flags(attention, norm):
+    model = torch.nn.ModuleList(
+        [Block(), torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(12, 3, 8), 1)]
+    )
+    swap_modules(model, attention=attention, norm=norm)
+    fused = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("fused")}
+    expected = set()
+    if attention:
+        expected |= {"MultiheadAttention", "TransformerDecoder", "TransformerDecoderLayer"}
+    if norm:
+        expected |= {"LayerNorm", "RMSNorm"}
+    assert fused == expected
+
+
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("norm", [True, False])
+def test_transformer_layers_with_part_of_them_swapped(attention, norm):
+    model = torch.nn.Transformer(12, 3, 1, 1, 8, dropout=0.0, batch_first=True).double()
+    original = copy.deepcopy(model)
+    swap_modules(model, attention=attention, norm=norm)
+    args = tuple(torch.randn(2, n, 12, dtype=torch.float64) for n in (5, 4))
+    assert_equal_in_float64(run(model, args), run(original, args))
+
+
+def test_the_model_itself_is_swapped():
+    model = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(12, 2, 8, batch_first=True), 2
+    ).eval()
+    x = torch.randn(2, 5, 12)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    expected = model(x, src_key_padding_mask=padding)
+    report = swap_modules(model)
+    assert type(model) is fnn.TransformerEncoder
+    assert report.swapped[0].name == "(the model)"
+    with torch.no_grad():  # torch's inference path would be taken here
+        actual = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(actual[~padding], expected[~padding])
+    report.restore()
+    assert type(model) is torch.nn.TransformerEncoder
+
+
+def test_subclasses_are_left_alone_and_listed():
+    class Shifted(torch.nn.LayerNorm):
+        def forward(self, input):
+            return super().forward(input) + 1.0
+
+    class MyAttention(torch.nn.MultiheadAttention):
+        pass
+
+    model = torch.nn.ModuleDict(
+        {"norm": Shifted(4), "attend": MyAttention(4, 2), "plain": torch.nn.LayerNorm(4)}
+    )
+    report = swap_modules(model)
+    assert type(model["norm"]) is Shifted
+    assert type(model["attend"]) is MyAttention
+    assert [s.name for s in report.swapped] == ["plain"]
+    skipped = {s.name: s.reason for s in report.skipped}
+    assert skipped.keys() == {"norm", "attend"}
+    assert "subclass of torch.nn.LayerNorm" in skipped["norm"]
+    assert "subclass of torch.nn.MultiheadAttention" in skipped["attend"]
+    assert [s.name for s in swap_modules(model, attention=False).skipped] == ["norm"]
+
+
+def test_patched_and_parametrized_modules_are_left_alone():
+    model = torch.nn.ModuleList([torch.nn.LayerNorm(4) for _ in range(3)])
+    model[0].forward = lambda input: input
+    model[1].compile()
+    torch.nn.utils.parametrize.register_parametrization(model[2], "weight", torch.nn.Identity())
+    report = swap_modules(model)
+    assert not report.swapped
+    reasons = [s.reason for s in report.skipped]
+    assert "forward was replaced" in reasons[0]
+    assert "compiled in place" in reasons[1]
+    assert "subclass of torch.nn.LayerNorm" in reasons[2]
+
+
+def test_hooks_are_called_and_handles_work():
+    model = Block()
+    calls = []
+    handles = [
+        model.norm.register_forward_hook(lambda *_: calls.append("forward")),
+        model.norm.register_forward_pre_hook(lambda *_: calls.append("pre")),
+        model.inner["attend"].register_full_backward_hook(lambda *_: calls.append("backward")),
+    ]
+    report = swap_modules(model)
+    x = torch.randn(2, 5, 12, requires_grad=True)
+    model(x).sum().backward()
+    assert sorted(set(calls)) == ["backward", "forward", "pre"]
+    for handle in handles:
+        handle.remove()
+    calls.clear()
+    model(x).sum().backward()
+    assert not calls
+    report.restore()
+
+
+def test_references_outside_the_model_are_swapped_too():
+    model = Block()
+    kept = [model.norm]
+    swap_modules(model)
+    assert type(kept[0]) is fnn.LayerNorm
+
+
+def test_swapping_twice_changes_nothing():
+    model = Block()
+    swap_modules(model)
+    report = swap_modules(model)
+    assert not report.swapped
+    assert not report.skipped
+    assert str(report) == "nothing to swap"
+
+
+def test_report_is_readable():
+    class Shifted(torch.nn.LayerNorm):
+        pass
+
+    report = swap_modules(torch.nn.ModuleDict({"a": torch.nn.LayerNorm(4), "b": Shifted(4)}))
+    lines = str(report).splitlines()
+    assert lines[0] == "1 swapped, 1 left alone"
+    assert lines[1].split() == ["a", "torch.nn.LayerNorm", "->", "fused_attn.nn.LayerNorm"]
+    assert "left alone: subclass" in lines[2]
+
+
+def test_contains_fused_modules():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4))
+    assert not contains_fused_modules(model)
+    swap_modules(model)
+    assert contains_fused_modules(model)
+
+
+def test_model_must_be_a_module():
+    with pytest.raises(TypeError, match=r"model must be a .*Module, got list"):
+        swap_modules([torch.nn.LayerNorm(4)])
+
+
+def test_compiled_before_the_swap_uses_what_was_swapped():
+    model = Block()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x = torch.randn(2, 5, 12)
+    expected = compiled(x)
+    report = swap_modules(compiled)
+    assert isinstance(report, SwapReport)
+    assert type(model.norm) is fnn.LayerNorm
+    torch.testing.assert_close(compiled(x), expected)

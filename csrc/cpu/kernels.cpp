@@ -7,6 +7,7 @@
 
 #define FUSED_ATTN_PASTE_(a, b) a##b
 #define FUSED_ATTN_PASTE(a, b) FUSED_ATTN_PASTE_(a, b)
+#define FUSED_ATTN_ISA_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_ISA)
 #define FUSED_ATTN_STRING_(a) #a
 #define FUSED_ATTN_STRING(a) FUSED_ATTN_STRING_(a)
 
@@ -58,7 +59,7 @@ void run_tile_summary(const SummaryParams& p) {
 
 }  // namespace
 
-namespace FUSED_ATTN_PASTE(isa_, FUSED_ATTN_ISA) {
+namespace FUSED_ATTN_ISA_NAMESPACE {
 extern const KernelTable kKernels;
 const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                               run_attention_fwd,
@@ -66,6 +67,6 @@ const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                               run_norm_fwd,
                               run_norm_bwd,
                               run_tile_summary};
-}  // namespace FUSED_ATTN_PASTE(isa_,FUSED_ATTN_ISA)
+}  // namespace FUSED_ATTN_ISA_NAMESPACE
 
 }  // namespace fused_attn

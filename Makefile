@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build demo test lint format sdist-check gpu-build gpu-test gpu-bench clean
+.PHONY: help env build demo test test-isas lint format sdist-check gpu-build gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -43,6 +43,11 @@ demo: env ## embed sentences with a real model, before and after the swap
 
 test: env ## run the tests
 	$(BIN)/python -m pytest
+
+# tests/test_isas.py has the most important of this for `test`.
+test-isas: env ## run the numerics tests on the lower CPU instruction sets
+	for isa in avx2 generic; do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
+		tests/test_attention.py tests/test_norm.py tests/test_gradcheck.py || exit 1; done
 
 lint: $(VENV)/installed ## check style, spelling and types
 	$(BIN)/ruff check

@@ -141,6 +141,11 @@ void read(Fields& f, AttentionBwdParams* p) {
   f.pointer("grad_bias", &p->grad_bias);
 }
 
+void read(Fields& f, TileKindsParams* p) {
+  read(f, &p->problem);
+  f.pointer("kinds", &p->kinds);
+}
+
 void read(Fields& f, NormParams* p) {
   f.dtype("dtype", &p->dtype);
   f.number("rows", &p->rows);
@@ -211,6 +216,10 @@ PYBIND11_MODULE(_cpu, m) {
     const SummaryParams params = params_of<SummaryParams>(f);
     py::gil_scoped_release release;
     kernels().tile_summary(params);
+  });
+  m.def("tile_kinds", [](const py::kwargs& f) { run(&KernelTable::tile_kinds, f); });
+  m.def("tile_size", [](int64_t dtype) {
+    return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
   });
   m.def("isa", [] { return kernels().isa; });
   m.def("set_isa", &set_isa, py::arg("isa"));

@@ -11,7 +11,7 @@
 namespace fused_attn {
 namespace {
 
-enum class Tile { kSkip, kPartial, kFull };
+enum class Tile { kSkip = 0, kPartial = 1, kFull = 2 };
 
 struct Interval {
   int64_t lo, hi;

@@ -15,10 +15,11 @@ from torch import Tensor
 
 import fused_attn
 from fused_attn import functional as F
+from fused_attn.backends import cpp
+from fused_attn.compare import GRAD_FACTOR, OUTPUT_FACTOR
 
 BACKENDS = [name for name in fused_attn.available_backends() if name != "eager"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 
 
 def short(dtype: torch.dtype) -> str:
@@ -135,7 +136,7 @@ def assert_like_eager(
     got = run_with_gradients(function(backend), exact, dtype)
     assert got.keys() == truth.keys()
     for name in truth:
-        factor = GRADIENT_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
+        factor = GRAD_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
         assert_contract(name, got[name], truth[name].double(), eager[name], factor, scale)
     return got
 
@@ -196,3 +197,12 @@ def random_qkv(
         "key": make(num_heads_kv, seqlen_k, head_dim),
         "value": make(num_heads_kv, seqlen_k, head_dim_v),
     }
+
+
+def runnable(isa: str) -> bool:
+    """Whether the kernels of an instruction set can run here."""
+    try:
+        with cpp.use_isa(isa):
+            return True
+    except ValueError:
+        return False

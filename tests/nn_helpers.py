@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from helpers import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_contract
+from helpers import GRAD_FACTOR, OUTPUT_FACTOR, assert_contract
 from torch import Tensor
 from torch.nn import Module
 
@@ -22,7 +22,7 @@ def assert_within_contract(
     assert actual.keys() == eager.keys() == truth.keys()
     for name, reference in truth.items():
         assert actual[name].dtype == eager[name].dtype, name
-        factor = GRADIENT_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
+        factor = GRAD_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
         assert_contract(name, actual[name], reference, eager[name], factor)
 
 

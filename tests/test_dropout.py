@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKENDS
+from helpers import BACKENDS, runnable
 
 from fused_attn import functional as F
 from fused_attn import masks, philox
@@ -12,14 +12,6 @@ from fused_attn.backends import cpp
 
 ISAS = ["avx512", "avx2", "generic"]
 SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
-
-
-def runnable(isa: str) -> bool:
-    try:
-        with cpp.use_isa(isa):
-            return True
-    except ValueError:
-        return False
 
 
 def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None):

@@ -12,7 +12,10 @@ struct KernelTable {
   bool (*attention_bwd)(const AttentionBwdParams&);
   bool (*norm_fwd)(const NormParams&);
   bool (*norm_bwd)(const NormBwdParams&);
+  bool (*tile_kinds)(const TileKindsParams&);
   void (*tile_summary)(const SummaryParams&);
+  int64_t (*panel)(DType);  // queries of a tile
+  int64_t block;            // keys of a tile
 };
 
 // The best of what was built and this CPU has; FUSED_ATTN_CPU_ISA (an entry of isas.inc) lowers it.

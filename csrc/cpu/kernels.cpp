@@ -41,6 +41,31 @@ bool run_norm_fwd(const NormParams& p) { return run_as<NormFwd>(p.dtype, p); }
 
 bool run_norm_bwd(const NormBwdParams& p) { return run_as<NormBwd>(p.fwd.dtype, p); }
 
+template <class T>
+struct TileKinds {
+  using A = Acc<T>;
+
+  static bool run(const TileKindsParams& params) {
+    const AttentionParams& p = params.problem;
+    MaskView<A> mask;
+    if (!mask.init(p)) return false;
+    uint8_t* out = params.kinds;
+    for (int64_t head = 0; head < p.batch * p.num_heads; ++head) {
+      for (int64_t i = 0; i < p.seqlen_q; i += kPanel<A>) {
+        for (int64_t j = 0; j < p.seqlen_k; j += kBlockN) {
+          *out++ = static_cast<uint8_t>(mask.classify(head / p.num_heads, head % p.num_heads, i, j,
+                                                      min64(j + kBlockN, p.seqlen_k)));
+        }
+      }
+    }
+    return true;
+  }
+};
+
+bool run_tile_kinds(const TileKindsParams& p) { return run_as<TileKinds>(p.problem.dtype, p); }
+
+int64_t panel_of(DType dtype) { return dtype == DType::kFloat64 ? kPanel<double> : kPanel<float>; }
+
 template <class B>
 struct TileSummary {
   static bool run(const SummaryParams& p) {
@@ -66,7 +91,10 @@ const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                               run_attention_bwd,
                               run_norm_fwd,
                               run_norm_bwd,
-                              run_tile_summary};
+                              run_tile_kinds,
+                              run_tile_summary,
+                              panel_of,
+                              kBlockN};
 }  // namespace FUSED_ATTN_ISA_NAMESPACE
 
 }  // namespace fused_attn

@@ -210,6 +210,25 @@ def tile_summary(tensor: Tensor) -> Tensor:
     return summary
 
 
+def tile_kinds(
+    spec: MaskSpec, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
+) -> tuple[Tensor, tuple[int, int]]:
+    """How the kernels classify the tiles of a problem; for tests and tools.
+
+    Returns:
+        (batch, num_heads, panels, blocks) uint8, 0 for tiles that are skipped, 1 for partial and
+        2 for full ones; and the tile's size, in queries and keys.
+    """
+    panel, block = _cpu.tile_size(_DTYPES[dtype])
+    shape = (batch, num_heads, -(-seqlen_q // panel), -(-seqlen_k // block))
+    kinds = torch.empty(shape, dtype=torch.uint8)
+    empty = torch.empty(batch, num_heads, seqlen_q, 0, dtype=dtype)
+    keys = torch.empty(batch, num_heads, seqlen_k, 0, dtype=dtype)
+    fields, _kept = _fields(empty, keys, keys, empty, spec, 1.0, 0.0, 0.0, None)
+    _cpu.tile_kinds(**fields, kinds=kinds.data_ptr())
+    return kinds, (panel, block)
+
+
 # ---- fields -------------------------------------------------------------------------------------
 
 

@@ -54,10 +54,8 @@ def attention(
     seqlen_k, group = key.shape[2], num_heads // max(key.shape[1], 1)
     scores, value = _scores(query, key, value, spec, scale, softcap, group)
     statistics = statistics_dtype(scores.dtype)
-    if seqlen_k == 0:
-        out = value.new_zeros(batch, num_heads, seqlen_q, value.shape[-1])
-        return out, scores.new_full(scores.shape[:3], float("-inf"), dtype=statistics)
-    maximum = scores.detach().amax(-1, keepdim=True)
+    lowest = scores.new_full((*scores.shape[:3], 1), float("-inf"))  # amax needs an element
+    maximum = scores.detach().amax(-1, keepdim=True) if seqlen_k else lowest
     maximum = maximum.masked_fill(maximum == float("-inf"), 0.0)
     weights = torch.exp(scores - maximum)
     total = weights.sum(-1, keepdim=True, dtype=statistics)
@@ -70,19 +68,6 @@ def attention(
         keep = philox.attention_keep(seed, dropout_p, batch, num_heads, seqlen_q, seqlen_k)
         weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(dropout_p))
     return weights.to(value.dtype) @ value, lse
-
-
-def attention_weights(
-    query: Tensor, key: Tensor, lse: Tensor, spec: MaskSpec, scale: float, softcap: float = 0.0
-) -> Tensor:
-    """The weights softmax(scores), (batch, num_heads, seqlen_q, seqlen_k), from a known lse.
-
-    Rows with no visible key are 0.
-    """
-    group = query.shape[1] // max(key.shape[1], 1)
-    scores, _ = _scores(query, key, key, spec, scale, softcap, group)
-    lse = lse.masked_fill(lse == float("-inf"), 0.0)
-    return torch.exp(scores - lse.to(scores.dtype)[..., None]).to(query.dtype)
 
 
 def _scores(

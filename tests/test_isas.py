@@ -1,0 +1,63 @@
+"""The kernels of the lower instruction sets; `make test-isas` runs everything on each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import DTYPES, assert_like_eager, attention, random_qkv, runnable, short
+from mask_cases import MASKS
+from test_norm import norm, tensors_of
+
+from fused_attn import masks
+from fused_attn.backends import cpp
+
+
+@pytest.fixture(params=["avx2", "generic"])
+def isa(request):
+    if not runnable(request.param):
+        pytest.skip(f"reason: this CPU has no {request.param}")
+    with cpp.use_isa(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_attention(name, dtype, isa):
+    mask = MASKS[name](3, 4, 45, 149)
+    tensors = random_qkv(3, 4, 2, 45, 149, 36, 20)
+    assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_bias_softcap_dropout(dtype, isa):
+    tensors = random_qkv(2, 4, 2, 45, 149, 36, 20)
+    tensors["bias"] = torch.randn(4, 45, 149, generator=torch.Generator().manual_seed(1))
+    options = {"softcap": 4.0, "dropout_p": 0.3, "enable_gqa": True}
+    assert_like_eager(attention(masks.causal(), **options), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_norm(kind, dtype, isa):
+    tensors = tensors_of(kind, (70, 93), True, True)
+    assert_like_eager(norm(kind, dropout_p=0.2), tensors, dtype, "cpp")
+
+
+def test_float16_conversions_are_those_of_the_processor(isa):
+    """Every float16, subnormals, infinities and NaN included, goes through a norm unharmed."""
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x = every[torch.isfinite(every)].reshape(-1, 1)
+    zero = torch.zeros_like(x)
+    kept = cpp.norm_fwd(x, zero, None, None, 1.0, True, 0.0, None)[1]
+    assert torch.equal(kept, x + zero)
+    for dtype in (torch.float16, torch.bfloat16):
+        odd = torch.tensor([[float("inf")], [float("-inf")], [float("nan")]], dtype=dtype)
+        total = cpp.norm_fwd(odd, torch.zeros_like(odd), None, None, 1.0, True, 0.0, None)[1]
+        assert torch.equal(total[:2], odd[:2]) and total[2].isnan().all()
+    # Sums that have to be rounded: to even, over the largest, under the smallest.
+    big = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)) * 3e4
+    for dtype in (torch.float16, torch.bfloat16):
+        a, b = big.to(dtype), big.flip(0).to(dtype) * 2**-7
+        total = cpp.norm_fwd(a, b, None, None, 1.0, True, 0.0, None)[1]
+        want = (a.float() + b.float()).to(dtype)
+        torch.testing.assert_close(total, want, rtol=0.0, atol=0.0, equal_nan=True)

@@ -104,7 +104,7 @@ def normalize(
         kept = (versions, _normalize(mask, shape, query.device))
         mask.specs[key] = kept
         while len(mask.specs) > 16:  # decoding changes seqlen_k every step: keep it bounded
-            mask.specs.pop(next(iter(mask.specs)))
+            mask.specs.pop(next(iter(mask.specs)), None)
     return kept[1]
 
 

@@ -334,3 +334,24 @@ def test_anything(backend, data):
     }
     dtype = data.draw(st.sampled_from(DTYPES))
     assert_like_eager(attention(mask, **options), tensors, dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_of_the_backward_are_not_scaled_by_the_rounding_of_lse(backend):
+    """All scores 0: lse is log(seqlen_k), above 8 with a rounding of up to 4.8e-7, which would go
+    into every weight that the backward computes anew."""
+    for seqlen_k in (3100, 4753, 4935):
+        tensors = random_qkv(1, 1, 1, 1, seqlen_k, 4)
+        tensors["query"].zero_()
+        assert_like_eager(attention(), tensors, torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_gradients_of_a_float_mask_add_up_over_the_keys(dtype, backend):
+    """To the gradient of lse: a part of the mask that is the same for all keys shifts a row. The
+    rounding of out to 16 bits must not show there."""
+    base = masks.bias(torch.randn(60, 150, generator=torch.Generator().manual_seed(2)))
+    tensors = random_qkv(2, 2, 2, 60, 150, 32)
+    tensors["bias"] = torch.randn(60, 1, generator=torch.Generator().manual_seed(3))
+    assert_like_eager(attention(base), tensors, dtype, backend)

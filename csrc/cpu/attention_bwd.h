@@ -118,7 +118,9 @@ class BwdTile {
       const Vec<A> delta = load(panels_.delta + slot * kRows + v * kLanes<A>);
       const Vec<A> grad_lse = load(panels_.grad_lse + slot * kRows + v * kLanes<A>);
       for (int64_t e = v * kLanes<A>; e < at.n * kRows; e += kRows) {
-        const Vec<A> weight = exp_nonpositive<A>((load(scores_ + e) - lse) - low);
+        // exp(-low) is 1 - low; taken from the exponent, low would be lost in its rounding.
+        const Vec<A> rounded = exp_nonpositive<A>(load(scores_ + e) - lse);
+        const Vec<A> weight = rounded - rounded * low;
         Vec<A> kept = weight, grad = load(grad_scores_ + e);
         if (dropout) {
           const Vec<A> keep = load(stage_ + e);

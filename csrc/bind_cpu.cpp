@@ -67,8 +67,7 @@ class Fields {
   }
 
   void dense(const std::string& name, DenseTensor* out) {
-    pointer(name.c_str(), &out->data);
-    if (out->data == nullptr) return;
+    pointer(name.c_str(), &out->data);  // null also where the tensor has no element
     integers(name + "_strides", out->strides);
     pointer((name + "_summary").c_str(), &out->summary);
     integers(name + "_summary_strides", out->summary_strides);
@@ -222,7 +221,7 @@ PYBIND11_MODULE(_cpu, m) {
     return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
   });
   m.def("isa", [] { return kernels().isa; });
-  m.def("set_isa", &set_isa, py::arg("isa"));
+  m.def("set_isa", &set_isa, py::arg("isa").none(false));
 }
 
 }  // namespace fused_attn

@@ -9,10 +9,17 @@ def new_out(query: Tensor, value: Tensor) -> Tensor:
     """An output laid out as (batch, seqlen_q, num_heads, head_dim_v), which the projection that
     follows reads without a copy."""
     batch, num_heads, seqlen_q, _ = query.shape
-    return query.new_empty(batch, seqlen_q, num_heads, value.shape[-1]).transpose(1, 2)
+    return _heads_inside(query, batch, num_heads, seqlen_q, value.shape[-1])
 
 
 def new_gradient(tensor: Tensor) -> Tensor:
     """A gradient laid out as (batch, seqlen, num_heads, head_dim), as projections want it."""
     batch, num_heads, seqlen, head_dim = tensor.shape
-    return tensor.new_empty(batch, seqlen, num_heads, head_dim).transpose(1, 2)
+    return _heads_inside(tensor, batch, num_heads, seqlen, head_dim)
+
+
+def _heads_inside(like: Tensor, batch: int, num_heads: int, seqlen: int, dim: int) -> Tensor:
+    """Not the transpose of a fresh tensor: that would be a view to autograd, which restricts
+    in-place operations on it."""
+    strides = (seqlen * num_heads * dim, dim, num_heads * dim, 1)
+    return like.new_empty_strided((batch, num_heads, seqlen, dim), strides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 _PLAIN_TYPES = (Tensor, Parameter)
@@ -23,6 +24,15 @@ def plain_eager(*tensors: Tensor | None) -> bool:
     ):
         return False
     return all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
+
+
+def transformed() -> bool:
+    """Under a torch.func transform or with forward-mode tangents, which no kernel can follow."""
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def readable(tensor: Tensor) -> bool:

@@ -86,6 +86,7 @@ class Recorder:
                 kept[label, "layer output"] = tensor.detach().clone()
             return result
 
+        recording_forward.takes_residual = True  # type: ignore[attr-defined]
         module.forward = recording_forward
 
     def _run_backward(self, outputs: dict[str, Tensor]) -> None:

@@ -63,13 +63,14 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _readable_in_place(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Kernels read any strides whose last one is 1; others are copied."""
-    return tuple(t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in tensors)
+    """Kernels read any strides whose last one is 1, and no lazy negation; others are copied."""
+    return tuple(
+        (t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()).resolve_neg()
+        for t in tensors
+    )
 
 
 class _Attention(Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         return ops.attention_fwd(*args)
@@ -102,8 +103,6 @@ class _Attention(Function):
 
 
 class _AttentionBackward(Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*args: Any) -> Any:
         return ops.attention_bwd(*args)
@@ -136,8 +135,6 @@ class _AttentionBackward(Function):
 
 
 class _Norm(Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*args: Any) -> Any:
         return ops.norm_fwd(*args)
@@ -184,8 +181,6 @@ class _Norm(Function):
 
 
 class _NormBackward(Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*args: Any) -> Any:
         return ops.norm_bwd(*args[:12])

@@ -78,8 +78,9 @@ class ComparisonReport:
 
     @property
     def ok(self) -> bool:
-        """The outputs of the model and all gradients are within the contract."""
-        return all(row.ok for row in self.rows if row.binding)
+        """The outputs of the model and all gradients (at least one) are within the contract."""
+        binding = [row for row in self.rows if row.binding]
+        return bool(binding) and all(row.ok for row in binding)
 
     def table(self) -> str:
         """The rows as an aligned text table."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_attn import autograd, masks, ops, philox
-from fused_attn._modes import statistics_dtype
+from fused_attn._modes import statistics_dtype, transformed
 from fused_attn._shapes import canonical
 from fused_attn.backends import AttentionProblem, NormProblem, reference, select
 from fused_attn.mask_spec import normalize
@@ -69,24 +69,33 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_float(name, tensor)
+    query, key, value = ops.autocast(query, key, value)
     _check_qkv(query, key, value)
     dropout_p = _checked_probability(dropout_p)
     softcap = _checked_softcap(softcap)
-    query, key, value = ops.autocast(query, key, value)
     mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
     q, k, v, mask_tensor, leading = canonical(query, key, value, mask_tensor, enable_gqa)
     attn_mask = attn_mask if mask_tensor is None else mask_tensor
     batch, num_heads, seqlen_q, head_dim = q.shape
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    elif isinstance(scale, (Tensor, str)):
+        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
+    if max(seqlen_q, k.shape[2]) >= masks.UNLIMITED:
+        raise ValueError(f"query and key must be shorter than {masks.UNLIMITED}")
     mask = masks.as_mask(attn_mask, is_causal)
     spec = normalize(mask, batch, num_heads, seqlen_q, k.shape[2], q)
+    if spec.bias is not None and spec.bias.dtype == torch.float64 != q.dtype:
+        raise ValueError(f"attn_mask must be bool, float32 or {q.dtype} (as query), got float64")
     problem = AttentionProblem(
         q.device,
         q.dtype,
         head_dim,
         v.shape[3],
         None if spec.bias is None else spec.bias.dtype,
+        transformed(),
     )
     name = select(problem, backend)
     seed = philox.new_seed(q.device) if dropout_p > 0.0 else None
@@ -127,7 +136,7 @@ def layer_norm(
         backend: "cpp" or "eager" instead of the automatic choice.
 
     Returns:
-        out, like input; with return_residual also the sum.
+        out, like input; with return_residual also the sum (input itself where nothing is added).
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.
@@ -222,11 +231,12 @@ def _norm(
     if eps is None:
         eps = torch.finfo(statistics_dtype(input.dtype)).eps
     num_columns = math.prod(shape)
-    rows = input.reshape(-1, num_columns) if num_columns else input.reshape(0, 0)
-    residual_rows = None if residual is None else residual.reshape(rows.shape)
-    flat_weight = None if weight is None else weight.reshape(num_columns)
-    flat_bias = None if bias is None else bias.reshape(num_columns)
-    name = select(NormProblem(input.device, input.dtype, num_columns), backend)
+    num_rows = input.numel() // num_columns if num_columns else 0
+    rows = input.resolve_neg().reshape(num_rows, num_columns)
+    residual_rows = None if residual is None else residual.resolve_neg().reshape(rows.shape)
+    flat_weight = None if weight is None else weight.resolve_neg().reshape(num_columns)
+    flat_bias = None if bias is None else bias.resolve_neg().reshape(num_columns)
+    name = select(NormProblem(input.device, input.dtype, num_columns, transformed()), backend)
     seed = philox.new_seed(input.device) if dropout_p > 0.0 else None
     run = reference.norm if name == "eager" else autograd.norm
     tail = () if name == "eager" else (name,)
@@ -243,6 +253,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def _check_float(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, not nested or sparse: pad it")
     if tensor.dtype not in _FLOATS:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
 
@@ -254,7 +266,6 @@ def _check_same(name: str, what: str, got: object, expected: object, of: str) ->
 
 def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_float(name, tensor)
         if tensor.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got {tuple(tensor.shape)}")
         if tensor is not query:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._modes import plain_eager, readable
+from fused_attn._modes import plain_eager, readable, statistics_dtype
 from fused_attn.masks import UNLIMITED, Mask
 
 # Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
@@ -97,7 +97,7 @@ def normalize(
         return _normalize(mask, shape, query.device)  # a spec with a graph must not be kept
     if any(t.is_inference() for t in tensors):  # they keep no version
         return _normalize(mask, shape, query.device)
-    versions = tuple(t._version for t in tensors)
+    versions = tuple((t.data_ptr(), t._version) for t in tensors)
     key = (shape, query.device, torch.is_inference_mode_enabled())
     kept = mask.specs.get(key)
     if kept is None or kept[0] != versions:
@@ -120,6 +120,8 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
         tensor = _as_4d("attn_mask", tensor, shape)
         (key_masks if tensor.shape[2] == 1 else dense_masks).append(tensor)
     biases = [_as_4d("attn_mask", tensor, shape) for tensor in mask.biases]
+    if len(biases) > 1:  # the sum of 16-bit ones would be rounded before it is added
+        biases = [b.to(statistics_dtype(b.dtype)) for b in biases]
     spec = MaskSpec(
         bias=_reduce(biases, torch.add),
         dense=_reduce(dense_masks, torch.logical_and),
@@ -143,7 +145,6 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         "prefix_end": 0,
         "alibi_offset": 0,
     }
-    bottom_right: Any = seqlen_k - seqlen_q
     for pad in mask.paddings:
         keys = _sequence_lengths("key_lengths", pad.key_lengths, batch, seqlen_k, device)
         queries: Any = seqlen_q
@@ -152,10 +153,10 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         if pad.side == "right":
             columns["key_end"] = _minimum(columns["key_end"], keys)
             columns["query_end"] = _minimum(columns["query_end"], queries)
-            bottom_right = keys - queries
         else:
             columns["key_begin"] = _maximum(columns["key_begin"], seqlen_k - keys)
             columns["query_begin"] = _maximum(columns["query_begin"], seqlen_q - queries)
+    bottom_right = columns["key_end"] - columns["query_end"]
     for band in mask.bands:
         offset = bottom_right if band.align == "bottom_right" else 0
         if band.left < UNLIMITED:
@@ -224,7 +225,7 @@ def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Ten
                 f"slopes must have shape ({num_heads},) or ({batch}, {num_heads}), "
                 f"got {tuple(alibi_.slopes.shape)}"
             )
-        slopes = slopes.to(device=device, dtype=torch.float32)
+        slopes = slopes.detach().to(device=device, dtype=torch.float32)
         total = slopes if total is None else total + slopes
     return total
 
@@ -241,8 +242,9 @@ def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tenso
                 f"{shape}, got {tuple(tensor.shape)}"
             )
         if have > 1 and view.stride(dim) == 0:
-            view = view.narrow(dim, 0, 1)
-    return view
+            # The gradient of an expanded tensor has its whole shape, so that one is copied.
+            view = view.contiguous() if view.requires_grad else view.narrow(dim, 0, 1)
+    return view.resolve_neg()
 
 
 def _sequence_lengths(

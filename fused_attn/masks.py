@@ -56,7 +56,7 @@ class Mask:
 
     Make one with the functions of this module. A Mask is immutable and keeps what kernels derive
     from it (tile summaries), so pass the same object to every layer that shares it. In-place
-    changes of its tensors are noticed.
+    changes of its tensors by torch operations are noticed; through numpy or `.data` they are not.
     """
 
     bands: tuple[_Band, ...] = ()
@@ -80,6 +80,11 @@ class Mask:
             self.biases + other.biases,
             self.slopes + other.slopes,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles leave out what is kept: versions of other tensors mean nothing."""
+        conditions = (self.bands, self.paddings, self.prefixes, self.document_pairs)
+        return Mask, (*conditions, self.dense_masks, self.biases, self.slopes)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the conditions."""
@@ -247,7 +252,7 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
 
 def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
     if not isinstance(lengths, Tensor):
-        lengths = torch.as_tensor(lengths)
+        lengths = torch.as_tensor(lengths, device="cpu")
         if lengths.numel() == 0:
             lengths = lengths.long()
     if lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fused_attn._layout import new_gradient, new_out
 from fused_attn._modes import plain_eager, statistics_dtype
 from fused_attn.backends import get_backend
-from fused_attn.mask_spec import NUM_SPEC_FIELDS, MaskSpec
+from fused_attn.mask_spec import BOUNDS, NUM_SPEC_FIELDS, MaskSpec
 
 # The fields of MaskSpec in their order.
 _MASK = (
@@ -53,6 +53,57 @@ SCHEMAS = {
 # ---- what the ops do ----------------------------------------------------------------------------
 
 
+def _check_operands(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> None:
+    """What `functional` makes sure of, for those who call torch.ops.fused_attn directly."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError("query, key and value must have 4 dimensions")
+    batch, num_heads, seqlen_q, head_dim = query.shape
+    num_heads_kv, seqlen_k = key.shape[1:3]
+    if key.shape[0] != batch or key.shape[3] != head_dim or value.shape[:3] != key.shape[:3]:
+        got = [tuple(t.shape) for t in (query, key, value)]
+        raise ValueError(f"query, key and value must fit together, got {got}")
+    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
+        raise ValueError(f"key must have num_heads_kv that divides {num_heads}, got {num_heads_kv}")
+    full = (batch, num_heads, seqlen_q, seqlen_k)
+    for name, shape, broadcast in (  # the first so many dimensions may be 1
+        ("bias", full, 4),
+        ("dense", full, 4),
+        ("key_mask", (batch, num_heads, 1, seqlen_k), 4),
+        ("bounds", (batch, len(BOUNDS)), 0),
+        ("query_documents", (batch, seqlen_q), 1),
+        ("key_documents", (batch, seqlen_k), 1),
+        ("slopes", (batch, num_heads), 1),
+    ):
+        tensor = getattr(spec, name)
+        if tensor is not None and (
+            tensor.dim() != len(shape)
+            or tuple(tensor.shape[broadcast:]) != shape[broadcast:]
+            or any(tensor.shape[i] not in (1, shape[i]) for i in range(broadcast))
+        ):
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+
+
+def _attention_fwd_op(*args: Any) -> Any:
+    query, key, value = args[:3]
+    _check_operands(query, key, value, MaskSpec(*args[3 : 3 + NUM_SPEC_FIELDS]))
+    if args[-3] > 0.0 and args[-2] is None:
+        raise ValueError("seed must be given with dropout_p > 0")
+    return _attention_fwd_impl(*args)
+
+
+def _attention_bwd_op(*args: Any) -> Any:
+    grad_out, grad_lse, query, key, value, out, lse, lse_low = args[:8]
+    _check_operands(query, key, value, MaskSpec(*args[8 : 8 + NUM_SPEC_FIELDS]))
+    shape = (*query.shape[:3], value.shape[3])
+    if grad_out.shape != shape or out.shape != shape:
+        raise ValueError(f"out and grad_out must have shape {shape}")
+    if any(t is not None and t.shape != query.shape[:3] for t in (grad_lse, lse, lse_low)):
+        raise ValueError(f"lse and its gradient must have shape {tuple(query.shape[:3])}")
+    if args[-4] > 0.0 and args[-3] is None:
+        raise ValueError("seed must be given with dropout_p > 0")
+    return _attention_bwd_impl(*args)
+
+
 def _attention_fwd_impl(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     *options, backend = rest
     spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
@@ -73,6 +124,29 @@ def _norm_fwd_impl(*args: Any) -> Any:
 
 def _norm_bwd_impl(*args: Any) -> Any:
     return get_backend(args[-1]).norm_bwd(*args[:-1])
+
+
+def _norm_fwd_op(*args: Any) -> Any:
+    input, residual, weight, bias = args[:4]
+    if input.dim() != 2 or (residual is not None and residual.shape != input.shape):
+        raise ValueError("input and residual must have shape (rows, columns)")
+    if any(t is not None and t.shape != input.shape[1:] for t in (weight, bias)):
+        raise ValueError("weight and bias must have shape (columns,)")
+    return _norm_fwd_impl(*args)
+
+
+def _norm_bwd_op(*args: Any) -> Any:
+    grad_out, grad_total, total, weight, mean, rstd, rms = args[:7]
+    if total.dim() != 2 or any(
+        t is not None and t.shape != total.shape for t in (grad_out, grad_total)
+    ):
+        raise ValueError("total and the gradients must have shape (rows, columns)")
+    statistics = (rstd,) if rms else (mean, rstd)
+    if any(t.shape != total.shape[:1] for t in statistics) or (
+        weight is not None and weight.shape != total.shape[1:]
+    ):
+        raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
+    return _norm_bwd_impl(*args)
 
 
 # ---- the way in ---------------------------------------------------------------------------------
@@ -207,7 +281,7 @@ _library = torch.library.Library("fused_attn", "DEF")
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema)
-        _library.impl(name, globals()[f"_{name}_impl"], "CompositeExplicitAutograd")
+        _library.impl(name, globals()[f"_{name}_op"], "CompositeExplicitAutograd")
         torch.library.register_fake(f"fused_attn::{name}", globals()[f"_{name}_fake"], lib=_library)
 
 

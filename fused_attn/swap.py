@@ -146,6 +146,11 @@ def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -
     module.__class__ = target
 
     def undo() -> None:
+        if type(module) is not target:
+            raise RuntimeError(
+                f"{name} was a {qualified_name(target)} after the swap and is a "
+                f"{qualified_name(type(module))} now (a parametrization?): undo that first"
+            )
         module.__class__ = source
 
     report._undo.append(undo)

@@ -182,7 +182,7 @@ class AttentionBwd : BwdTile<T> {
   using Base::panels_;
   using typename Base::A;
 
-  static constexpr int64_t kMinTasks = 16;  // splits stop here; dQ parts cost memory
+  static constexpr int64_t kMinTasks = 8;  // splits stop here: each costs a dQ in float
 
  public:
   static bool run(const AttentionBwdParams& bwd) {

@@ -20,7 +20,8 @@ struct ExpConstants<float> {
   static constexpr float kRound = 12582912.0f;     // 1.5 * 2^23: x + kRound rounds x to an integer
   static constexpr float kUnderflow = -87.33654f;  // below it the result would be subnormal: 0
   static constexpr int kMantissaBits = 23;
-  static constexpr int32_t kOne = 0x3F800000;
+  using Bits = uint32_t;
+  static constexpr Bits kOne = 0x3F800000;
 };
 
 template <>
@@ -42,7 +43,8 @@ struct ExpConstants<double> {
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kUnderflow = -708.39641853226408;
   static constexpr int kMantissaBits = 52;
-  static constexpr int64_t kOne = 0x3FF0000000000000;
+  using Bits = uint64_t;
+  static constexpr Bits kOne = 0x3FF0000000000000;
 };
 
 template <class T>
@@ -54,7 +56,7 @@ struct ReducedExp {
 template <class T>
 inline ReducedExp<T> reduced_exp(Vec<T> x) {
   using C = ExpConstants<T>;
-  using VecI = Vec<Int<T>>;
+  using VecU = Vec<typename ExpConstants<T>::Bits>;
   const Vec<T> shifted = x * C::kLog2E + C::kRound;
   const Vec<T> n = shifted - C::kRound;
   Vec<T> r = x - n * C::kLn2Hi;
@@ -62,7 +64,7 @@ inline ReducedExp<T> reduced_exp(Vec<T> x) {
   constexpr int kDegree = sizeof(C::kPoly) / sizeof(C::kPoly[0]) - 1;
   Vec<T> p = broadcast<T>(C::kPoly[kDegree]);
   for (int i = kDegree - 1; i >= 0; --i) p = p * r + C::kPoly[i];
-  const VecI power = ((VecI)shifted << C::kMantissaBits) + C::kOne;
+  const VecU power = ((VecU)shifted << C::kMantissaBits) + C::kOne;
   return {(Vec<T>)power, (r * r) * p + r};
 }
 

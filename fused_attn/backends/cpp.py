@@ -36,6 +36,8 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"runs on cpu, not on {problem.device.type}")
     if problem.dtype not in _DTYPES:
         reasons.append(f"has no {problem.dtype}")
+    if problem.transformed:
+        reasons.append("has no derivatives under torch.func and in forward mode")
     if isinstance(problem, AttentionProblem):
         for name in ("head_dim", "head_dim_v"):
             if getattr(problem, name) > MAX_HEAD_DIM:
@@ -109,11 +111,11 @@ def attention_bwd(
     grad_bias = query.new_empty(0)
     if needs_bias:
         assert spec.bias is not None
-        grad_bias = lse.new_empty(spec.bias.shape)
+        grad_bias = lse.new_zeros(spec.bias.shape)
         fields["grad_bias"] = grad_bias.data_ptr()
-        grad_bias.zero_()
     _cpu.attention_bwd(**fields)
-    if spec.bias is not None:
+    if needs_bias:
+        assert spec.bias is not None
         grad_bias = grad_bias.to(spec.bias.dtype)
     return (*grads, grad_bias)
 

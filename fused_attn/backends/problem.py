@@ -16,6 +16,7 @@ class AttentionProblem:
     head_dim: int
     head_dim_v: int
     bias_dtype: torch.dtype | None = None
+    transformed: bool = False  # under a torch.func transform, or with forward-mode tangents
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class NormProblem:
     device: torch.device
     dtype: torch.dtype
     num_columns: int
+    transformed: bool = False
 
 
 Problem = AttentionProblem | NormProblem

@@ -67,7 +67,8 @@ def attention(
         assert seed is not None
         keep = philox.attention_keep(seed, dropout_p, batch, num_heads, seqlen_q, seqlen_k)
         weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(dropout_p))
-    return weights.to(value.dtype) @ value, lse
+    # Where a row sees nothing, its gradient does not matter either, NaN included.
+    return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
 
 
 def _scores(
@@ -87,9 +88,10 @@ def _scores(
     )
     key, value = (t.repeat_interleave(group, 1) if group > 1 else t for t in (key, value))
     if visible is not None:
-        # 0 * NaN is NaN: keys and values that no query may see are taken out.
+        # 0 * NaN is NaN: keys, values and queries without a partner are taken out.
         unseen = ~visible.any(2)[..., None]
         key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
+        query = query.masked_fill(~visible.any(-1, keepdim=True), 0.0)
     scores = (query * scale) @ key.transpose(-2, -1)
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)

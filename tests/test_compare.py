@@ -260,3 +260,15 @@ def test_errors():
         compare(torch.nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(ValueError, match="must have float parameters"):
         compare(torch.nn.Identity(), torch.randn(2, 4))
+
+
+def test_nothing_compared_is_not_ok():
+    class Argmax(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(4)
+
+        def forward(self, x):
+            return self.norm(x).argmax(-1)
+
+    assert not compare(Argmax(), torch.randn(3, 4)).ok

@@ -123,12 +123,23 @@ def test_layer_dropout_rate(norm_first):
         sums.append((args[0], kwargs["residual"], total))
         return (out, total) if kwargs.get("return_residual") else out
 
+    record.takes_residual = True  # else the layer composes dropout, sum and norm itself
     norm.forward = record
     layer(randn(500, BATCH, EMBED))
     ((sublayer, residual, total),) = sums
     kept = (total - residual).abs() > 1e-12
     assert abs(kept.double().mean() - 0.75) < 0.01
     torch.testing.assert_close((total - residual)[kept], (sublayer / 0.75)[kept])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_patched_forwards_are_called(norm_first):
+    layer = fnn.TransformerEncoderLayer(EMBED, HEADS, 16, norm_first=norm_first)
+    calls = []
+    for name in ("norm1", "norm2", "dropout1", "dropout2"):
+        layer.get_submodule(name).forward = lambda x, name=name: calls.append(name) or x
+    layer(randn(LEN_Q, BATCH, EMBED).float())
+    assert sorted(calls) == ["dropout1", "dropout2", "norm1", "norm2"]
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

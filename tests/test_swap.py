@@ -234,3 +234,11 @@ def test_compiled_before_the_swap_uses_what_was_swapped():
     assert isinstance(report, SwapReport)
     assert type(model.norm) is fnn.LayerNorm
     torch.testing.assert_close(compiled(x), expected)
+
+
+def test_restore_refuses_modules_that_changed_class():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4))
+    report = swap_modules(model)
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", torch.nn.Identity())
+    with pytest.raises(RuntimeError, match="undo that first"):
+        report.restore()

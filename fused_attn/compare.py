@@ -233,6 +233,12 @@ def _report(
         report.rows.append(ComparisonRow(name, kind, *errors, limit, ok, kind != "layer output"))
         if kind == "output":
             undefined += int((~reference.isfinite()).sum())
+    if any(row.kind == "output" and not row.ok for row in report.rows):
+        report.notes.append(
+            "the errors of an output gathered over all layers, and its largest may be a single "
+            "value, at a padded position too: see whether the rms errors agree, or compare what "
+            "is made of the output"
+        )
     if undefined:
         report.notes.append(
             f"{undefined} values of the output are not finite with eager attention in float64 "

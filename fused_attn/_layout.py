@@ -1,4 +1,4 @@
-"""How outputs and gradients of attention lie in memory."""
+"""How the tensors of attention lie in memory."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def _heads_inside(like: Tensor, batch: int, num_heads: int, seqlen: int, dim: in
     in-place operations on it."""
     strides = (seqlen * num_heads * dim, dim, num_heads * dim, 1)
     return like.new_empty_strided((batch, num_heads, seqlen, dim), strides)
+
+
+def readable_in_place(tensor: Tensor) -> Tensor:
+    """Kernels read any strides whose last one is 1, and no lazy negation; others are copied."""
+    dense = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+    return (tensor if dense else tensor.contiguous()).resolve_neg()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn import ops
+from fused_attn._layout import readable_in_place
 from fused_attn.backends import get_backend, reference
 from fused_attn.mask_spec import NUM_SPEC_FIELDS, MaskSpec, with_summaries
 
@@ -29,7 +30,7 @@ def attention(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """out, lse by the kernels of a backend; see `reference.attention`."""
-    query, key, value = _readable_in_place(query, key, value)
+    query, key, value = (readable_in_place(t) for t in (query, key, value))
     spec = with_summaries(spec, get_backend(backend).tile_summary)
     args = (query, key, value, *spec.flat(), scale, softcap, dropout_p, seed, backend)
     if not _needs_grad(query, key, value, spec.bias):
@@ -62,14 +63,6 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _readable_in_place(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Kernels read any strides whose last one is 1, and no lazy negation; others are copied."""
-    return tuple(
-        (t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()).resolve_neg()
-        for t in tensors
-    )
-
-
 class _Attention(Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +85,6 @@ class _Attention(Function):
             return (None, None, None, None, *nothing)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        (grad_out,) = _readable_in_place(grad_out)
         needs_bias = ctx.needs_input_grad[3]
         args = (
             grad_out, grad_lse, query, key, value, out, lse, lse_low, *tensors, *ctx.scalars, seed,

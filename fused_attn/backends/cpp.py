@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._layout import new_gradient, new_out
+from fused_attn._layout import new_gradient, new_out, readable_in_place
 from fused_attn._modes import statistics_dtype
 from fused_attn.backends.problem import AttentionProblem, Problem
 from fused_attn.mask_spec import MaskSpec
@@ -98,7 +98,7 @@ def attention_bwd(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and of the float mask (empty if not needed)."""
-    grad_out = _last_contiguous(grad_out)
+    grad_out = readable_in_place(grad_out)
     grads = new_gradient(query), new_gradient(key), new_gradient(value)
     fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
     fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
@@ -106,7 +106,7 @@ def attention_bwd(
     for name, grad in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
         _add(fields, name, grad)
     if grad_lse is not None:
-        grad_lse = grad_lse.to(lse.dtype).contiguous()
+        grad_lse = grad_lse.to(lse.dtype).contiguous().resolve_neg()
         fields["grad_lse"] = grad_lse.data_ptr()
     grad_bias = query.new_empty(0)
     if needs_bias:
@@ -247,7 +247,7 @@ def _fields(
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The fields of AttentionParams, and tensors that must outlive the call."""
     batch, num_heads, seqlen_q, head_dim = query.shape
-    query, key, value = (_last_contiguous(t) for t in (query, key, value))
+    query, key, value = (readable_in_place(t) for t in (query, key, value))
     kept = [query, key, value]
     fields: dict[str, Any] = {
         "dtype": _DTYPES[query.dtype],
@@ -279,7 +279,7 @@ def _fields(
             ("query_documents", spec.query_documents),
             ("key_documents", spec.key_documents),
         ):
-            kept.append(_last_contiguous(ids))
+            kept.append(readable_in_place(ids))
             fields[name] = kept[-1].data_ptr()
             fields[f"{name}_stride"] = 0 if ids.shape[0] == 1 else kept[-1].stride(0)
     if spec.slopes is not None:
@@ -333,10 +333,6 @@ def _broadcast_strides(tensor: Tensor) -> tuple[int, ...]:
         0 if size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def _last_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
 def _pointer(tensor: Tensor | None) -> int:

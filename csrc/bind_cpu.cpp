@@ -193,14 +193,57 @@ Params params_of(const py::kwargs& kwargs) {
   return params;
 }
 
-// Runs an entry of the table with the fields of Params, without the GIL.
+// Runs an entry of the table without the GIL.
 template <class Params>
-void run(bool (*KernelTable::*entry)(const Params&), const py::kwargs& kwargs) {
-  const Params params = params_of<Params>(kwargs);
+void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params) {
   const KernelTable& table = kernels();
   py::gil_scoped_release release;
   if (!(table.*entry)(params)) throw std::bad_alloc();
 }
+
+template <class Params>
+void run(bool (*KernelTable::*entry)(const Params&), const py::kwargs& kwargs) {
+  run_entry(entry, params_of<Params>(kwargs));
+}
+
+// A forward whose fields are read once, for calls that differ in their tensors' addresses alone.
+class AttentionCall {
+ public:
+  explicit AttentionCall(const py::kwargs& fields) : params_(params_of<AttentionParams>(fields)) {}
+
+  void run(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out, int64_t threads) const {
+    AttentionParams params = params_;
+    params.query = reinterpret_cast<const void*>(query);
+    params.key = reinterpret_cast<const void*>(key);
+    params.value = reinterpret_cast<const void*>(value);
+    params.out = reinterpret_cast<void*>(out);
+    params.num_threads = threads;
+    run_entry(&KernelTable::attention_fwd, params);
+  }
+
+ private:
+  AttentionParams params_;
+};
+
+// The same for a norm's forward; mean and rstd are not kept.
+class NormCall {
+ public:
+  explicit NormCall(const py::kwargs& fields) : params_(params_of<NormParams>(fields)) {}
+
+  void run(uintptr_t input, uintptr_t weight, uintptr_t bias, uintptr_t out,
+           int64_t threads) const {
+    NormParams params = params_;
+    params.input = reinterpret_cast<const void*>(input);
+    params.weight = reinterpret_cast<const void*>(weight);
+    params.bias = reinterpret_cast<const void*>(bias);
+    params.out = reinterpret_cast<void*>(out);
+    params.num_threads = threads;
+    run_entry(&KernelTable::norm_fwd, params);
+  }
+
+ private:
+  NormParams params_;
+};
 
 }  // namespace
 
@@ -220,6 +263,12 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("tile_size", [](int64_t dtype) {
     return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
   });
+  py::class_<AttentionCall>(m, "AttentionCall")
+      .def(py::init<const py::kwargs&>())
+      .def("run", &AttentionCall::run);
+  py::class_<NormCall>(m, "NormCall")
+      .def(py::init<const py::kwargs&>())
+      .def("run", &NormCall::run);
   m.def("isa", [] { return kernels().isa; });
   m.def("set_isa", &set_isa, py::arg("isa").none(false));
 }

@@ -65,7 +65,7 @@ struct AttentionParams {
   void* out;          // (batch, num_heads, seqlen_q, head_dim_v)
   // (batch, num_heads, seqlen_q), float or double, contiguous. lse + lse_low is the log-sum-exp to
   // twice the precision: rounding lse alone would scale all weights that the backward computes
-  // anew.
+  // anew. Null: not wanted; without lse_low, no backward follows.
   void* lse;
   void* lse_low;
   // Strides of (batch, head, row).
@@ -111,8 +111,8 @@ struct NormParams {
   const void* bias;      // (columns), float or double; null: 0
   void* out;
   void* total;  // residual + dropout(input); null: not wanted
-  void* mean;   // (rows), float or double; null for rms
-  void* rstd;   // (rows), float or double
+  void* mean;   // (rows), float or double; null for rms, or where it is not wanted
+  void* rstd;   // (rows), float or double; null: not wanted
   int64_t num_threads;
 };
 

@@ -34,7 +34,7 @@ def attention(
     spec = with_summaries(spec, get_backend(backend).tile_summary)
     args = (query, key, value, *spec.flat(), scale, softcap, dropout_p, seed, backend)
     if not _needs_grad(query, key, value, spec.bias):
-        return ops.attention_fwd(*args)[:2]
+        return ops.attention_inference(*args)[:2]
     return _Attention.apply(*args)[:2]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_attn import autograd, masks, ops, philox
+from fused_attn import _calls, autograd, masks, ops, philox
 from fused_attn._modes import statistics_dtype, transformed
 from fused_attn._shapes import canonical
 from fused_attn.backends import AttentionProblem, NormProblem, reference, select
@@ -69,6 +69,15 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
+    signature = None
+    if attn_mask is None and dropout_p == 0.0 and not return_lse and backend is None:
+        signature = _calls.signature(
+            (query, key, value), "attention", is_causal, scale, enable_gqa, softcap
+        )
+        plan = _calls.find(signature)
+        if plan is not None:
+            return plan(query, key, value)
+    given = (query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check_float(name, tensor)
     query, key, value = ops.autocast(query, key, value)
@@ -103,6 +112,8 @@ def scaled_dot_product_attention(
         out, lse = reference.attention(q, k, v, spec, scale, softcap, dropout_p, seed)
     else:
         out, lse = autograd.attention(q, k, v, spec, scale, softcap, dropout_p, seed, name)
+    if name == "cpp" and all(a is b for a, b in zip(given, (q, k, v), strict=True)):
+        _calls.keep(signature, _calls.attention_plan, q, k, v, spec, scale, softcap)
     if len(leading) != 3:
         out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)
     return (out, lse) if return_lse else out
@@ -205,6 +216,12 @@ def _norm(
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     shape = tuple(normalized_shape)
+    signature = None
+    if residual is None and dropout_p == 0.0 and not return_residual and backend is None:
+        signature = _calls.signature((input, weight, bias), "norm", shape, eps, rms)
+        plan = _calls.find(signature)
+        if plan is not None:
+            return plan(input, weight, bias)
     _check_float("input", input)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"input must end in normalized_shape {shape}, got {tuple(input.shape)}")
@@ -242,6 +259,8 @@ def _norm(
     tail = () if name == "eager" else (name,)
     out, total = run(rows, residual_rows, flat_weight, flat_bias, eps, rms, dropout_p, seed, *tail)
     out = out.reshape(input.shape)
+    if name == "cpp" and rows.numel() > 0:
+        _calls.keep(signature, _calls.norm_plan, input, weight, bias, eps, rms)
     return (out, total.reshape(input.shape)) if return_residual else out
 
 

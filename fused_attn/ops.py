@@ -104,10 +104,14 @@ def _attention_bwd_op(*args: Any) -> Any:
     return _attention_bwd_impl(*args)
 
 
-def _attention_fwd_impl(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+def _attention_fwd_impl(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, for_backward: bool = True
+) -> Any:
     *options, backend = rest
     spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
-    return get_backend(backend).attention_fwd(query, key, value, spec, *options[NUM_SPEC_FIELDS:])
+    return get_backend(backend).attention_fwd(
+        query, key, value, spec, *options[NUM_SPEC_FIELDS:], for_backward
+    )
 
 
 def _attention_bwd_impl(*args: Any) -> Any:
@@ -156,6 +160,13 @@ def attention_fwd(*args: Any) -> Any:
     """out, lse, and what rounding took from lse; arguments as in the schema."""
     if plain_eager(*args[:4]):
         return _attention_fwd_impl(*args)
+    return torch.ops.fused_attn.attention_fwd(*args)
+
+
+def attention_inference(*args: Any) -> Any:
+    """As attention_fwd, where no backward follows; what rounding took from lse is not told."""
+    if plain_eager(*args[:4]):
+        return _attention_fwd_impl(*args, for_backward=False)
     return torch.ops.fused_attn.attention_fwd(*args)
 
 

@@ -12,159 +12,192 @@
 namespace fused_attn {
 namespace {
 
-// What the backward needs of one head's queries, in both layouts; padded columns are 0.
-template <class A>
-struct BwdPanels {
-  A* query;          // (panels, head_dim, panel), times softmax_scale
-  A* query_rows;     // (panels, panel, padded head_dim), times softmax_scale
-  A* grad_out;       // (panels, head_dim_v, panel)
-  A* grad_out_rows;  // (panels, panel, padded head_dim_v)
-  A* lse;            // (panels, panel); +inf where a row sees nothing, so that P is 0
-  A* lse_low;        // (panels, panel); what rounding took from lse
-  // (panels, panel); rounded as an element of dO V^T: where one key has all the weight the two then
-  // cancel, though each is large. So dlse is not folded in, and c is left out of both.
-  A* delta;
-  A* grad_lse;  // (panels, panel)
-};
-
 template <class T>
 class BwdTile {
  protected:
   using A = Acc<T>;
+  using P = Product<T>;
+  using LeftElement = typename P::LeftElement;
+  using RightElement = typename P::RightElement;
+  using Weight = typename P::Weight;
   static constexpr int64_t kRows = kPanel<A>;
+  static constexpr int kLane = kLanes<A>;
 
   BwdTile(const AttentionBwdParams& p, const MaskView<A>& mask)
       : bwd_(p),
         p_(p.fwd),
         mask_(mask),
-        padded_(div_up(p_.head_dim, kRows) * kRows),
-        padded_v_(div_up(p_.head_dim_v, kRows) * kRows) {}
+        units_(p_),
+        unit_(units_.natural),
+        wide_(P::pad_dim(p_.head_dim)),
+        wide_v_(P::pad_dim(p_.head_dim_v)) {}
 
-  void place_tile(int64_t panels) {
-    panels_.query = arena_.template take<A>(panels * p_.head_dim * kRows);
-    panels_.query_rows = arena_.template take<A>(panels * kRows * padded_);
-    panels_.grad_out = arena_.template take<A>(panels * p_.head_dim_v * kRows);
-    panels_.grad_out_rows = arena_.template take<A>(panels * kRows * padded_v_);
-    panels_.lse = arena_.template take<A>(panels * kRows);
-    panels_.lse_low = arena_.template take<A>(panels * kRows);
-    panels_.delta = arena_.template take<A>(panels * kRows);
-    panels_.grad_lse = arena_.template take<A>(panels * kRows);
+  // rows: the operands of dK and dV are wanted too.
+  void place_tile(int64_t panels, bool rows) {
+    panels_ = panels;
+    query_ = arena_.template take<RightElement>(panels * P::right_size(wide_, kRows));
+    grad_out_ = arena_.template take<RightElement>(panels * P::right_size(wide_v_, kRows));
+    query_rows_ =
+        arena_.template take<RightElement>(rows ? P::right_size(panels * kRows, wide_) : 0);
+    grad_out_rows_ =
+        arena_.template take<RightElement>(rows ? P::right_size(panels * kRows, wide_v_) : 0);
+    lse_ = arena_.template take<A>(panels * kRows);
+    lse_low_ = arena_.template take<A>(panels * kRows);
+    delta_ = arena_.template take<A>(panels * kRows);
+    grad_lse_ = arena_.template take<A>(panels * kRows);
     scores_ = arena_.template take<A>(kBlockN * kRows);
     grad_scores_ = arena_.template take<A>(kBlockN * kRows);
-    stage_ = arena_.template take<A>(kBlockN * kRows);
+    bias_ = arena_.template take<A>(kBlockN * kRows);
     cap_slope_ = arena_.template take<A>(kBlockN * kRows);
-    row_ = arena_.template take<A>(max64(p_.head_dim, p_.head_dim_v));
-    out_row_ = arena_.template take<A>(p_.head_dim_v);
-    if (sizeof(T) != sizeof(A)) {
-      key_ = arena_.template take<A>(kBlockN * p_.head_dim);
-      value_ = arena_.template take<A>(kBlockN * p_.head_dim_v);
-    }
+    const int64_t widest = max64(wide_, wide_v_);
+    stage_ = arena_.template take<T>(max64(kBlockN, kRows) * widest);
+    scratch_ = arena_.template take<RightElement>(P::scratch_size(widest));
+    out_ = arena_.template take<LeftElement>(P::left_size(kRows, wide_v_));
+    key_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_));
+    value_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_v_));
   }
 
   // Panel `panel` of head (b, h) into slot `slot`.
-  void pack_panel(int64_t b, int64_t h, int64_t panel, int64_t slot) {
-    const T* const query = at_head<T>(p_.query, p_.query_strides, b, h);
-    const T* const out = at_head<T>(p_.out, p_.out_strides, b, h);
-    const T* const grad_out = at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, b, h);
-    const int64_t head = (b * p_.num_heads + h) * p_.seqlen_q;
-    A* const q = panels_.query + slot * p_.head_dim * kRows;
-    A* const q_rows = panels_.query_rows + slot * kRows * padded_;
-    A* const g = panels_.grad_out + slot * p_.head_dim_v * kRows;
-    A* const g_rows = panels_.grad_out_rows + slot * kRows * padded_v_;
+  void pack_panel(int64_t b, int64_t h, int64_t panel, int64_t slot, bool rows) {
+    const int64_t first = panel * kRows, count = min64(kRows, p_.seqlen_q - first);
+    const int64_t head = (b * p_.num_heads + h) * p_.seqlen_q + first, at = slot * kRows;
     for (int64_t l = 0; l < kRows; ++l) {
-      const int64_t i = panel * kRows + l;
       const A infinity = static_cast<A>(__builtin_inf());
-      const A lse = i < p_.seqlen_q ? static_cast<const A*>(p_.lse)[head + i] : -infinity;
-      // What stands in rows that see nothing must not matter, NaN included: they are 0.
-      const bool alive = lse != -infinity;
-      zero(row_, p_.head_dim);
-      if (alive) load_row(query + i * p_.query_strides[2], p_.head_dim, row_);
-      put_row(row_, p_.head_dim, padded_, static_cast<A>(p_.softmax_scale), l, q, q_rows);
-      zero(row_, p_.head_dim_v);
-      A delta = 0;
-      if (alive) {
-        load_row(grad_out + i * bwd_.grad_out_strides[2], p_.head_dim_v, row_);
-        load_row(out + i * p_.out_strides[2], p_.head_dim_v, out_row_);
-        if (p_.dropout_p > 0) divide(out_row_, p_.head_dim_v, dropout_scale(p_.dropout_p));
-        delta = dot_as_gemm<kShortSumSteps>(p_.head_dim_v, out_row_, row_);
+      const A lse = l < count ? static_cast<const A*>(p_.lse)[head + l] : -infinity;
+      alive_[l] = lse != -infinity;
+      lse_[at + l] = infinity;  // P is 0
+      lse_low_[at + l] = grad_lse_[at + l] = 0;
+      if (!alive_[l]) continue;
+      in_units(lse, static_cast<const A*>(p_.lse_low)[head + l], units_.natural, &lse_[at + l],
+               &lse_low_[at + l]);
+      if (bwd_.grad_lse != nullptr) {
+        grad_lse_[at + l] = static_cast<const A*>(bwd_.grad_lse)[head + l];
       }
-      put_row(row_, p_.head_dim_v, padded_v_, A(1), l, g, g_rows);
-      panels_.lse[slot * kRows + l] = alive ? lse : infinity;
-      panels_.lse_low[slot * kRows + l] =
-          alive ? static_cast<const A*>(p_.lse_low)[head + i] : A(0);
-      panels_.delta[slot * kRows + l] = delta;
-      const bool has_grad_lse = alive && bwd_.grad_lse != nullptr;
-      panels_.grad_lse[slot * kRows + l] =
-          has_grad_lse ? static_cast<const A*>(bwd_.grad_lse)[head + i] : A(0);
+    }
+    stage(at_head<T>(p_.query, p_.query_strides, b, h), p_.query_strides[2], first, p_.head_dim);
+    P::right_columns(stage_, p_.head_dim, scratch_, query_at(slot));
+    if (rows) P::right_rows(stage_, p_.head_dim, query_rows_at(slot), panels_);
+    stage(at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, b, h), bwd_.grad_out_strides[2], first,
+          p_.head_dim_v);
+    const typename P::Right grad_out =
+        P::right_columns(stage_, p_.head_dim_v, scratch_, grad_out_at(slot));
+    if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), panels_);
+    // delta is rounded as an element of dO V^T, being the diagonal of such a product: where one key
+    // has all the weight the two then cancel, though each is large. So dlse is not folded in.
+    stage(at_head<T>(p_.out, p_.out_strides, b, h), p_.out_strides[2], first, p_.head_dim_v);
+    const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
+    P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
+        kRows, p_.head_dim_v, out, grad_out, scores_, kRows);
+    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    for (int64_t l = 0; l < kRows; ++l) {
+      delta_[at + l] = kept == 0 ? A(0) : scores_[l * kRows + l] / kept;
     }
   }
 
-  // Weights after dropout into scores_ and the gradient of the scores, before the derivative of
-  // softcap, into grad_scores_; both (n, panel). cap_slope_ has that derivative. Where weights is
-  // not null it gets P.
-  void tile_gradients(Tile kind, const TileAt& at, int64_t slot, const Rows<A>& key,
-                      const Rows<A>& value, A* weights = nullptr) {
-    score_tile<A>(p_, mask_, kind, at, panels_.query + slot * p_.head_dim * kRows, key, scores_,
-                  cap_slope_, stage_);
-    gemm<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
-        at.n, p_.head_dim_v, value.data, value.stride,
-        panels_.grad_out + slot * p_.head_dim_v * kRows, kRows, grad_scores_, kRows);
-    const bool dropout = p_.dropout_p > 0;
-    if (dropout) dropout_tile(p_, at, stage_);
+  RightElement* query_at(int64_t slot) { return query_ + slot * P::right_size(wide_, kRows); }
+  RightElement* grad_out_at(int64_t slot) {
+    return grad_out_ + slot * P::right_size(wide_v_, kRows);
+  }
+  RightElement* query_rows_at(int64_t slot) {
+    return query_rows_ + slot * P::right_size(kRows, wide_) / P::kParts;
+  }
+  RightElement* grad_out_rows_at(int64_t slot) {
+    return grad_out_rows_ + slot * P::right_size(kRows, wide_v_) / P::kParts;
+  }
+
+  // Weights P and gradients of the scores, before the derivative of softcap, of two keys:
+  // use(t, weight, kept, grad) gets [key][vector] each, kept being the weight after dropout.
+  // Afterwards cap_slope_ has that derivative.
+  template <class Use>
+  void tile_gradients(Tile kind, const TileAt& at, int64_t slot, const typename P::Left& key,
+                      const typename P::Left& value, const Use& use) {
+    P::template multiply<Layout::kRowMajor, Into::kStore>(
+        at.n, p_.head_dim, key, P::columns_view(query_at(slot), p_.head_dim), scores_, kRows);
+    finish_scores<T>(p_, mask_, units_, kind, at, scores_, cap_slope_, bias_);
+    P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
+        at.n, p_.head_dim_v, value, P::columns_view(grad_out_at(slot), p_.head_dim_v),
+        grad_scores_, kRows);
+    const bool dropout = p_.dropout_p > 0, plain = !dropout && bwd_.grad_lse == nullptr;
+    uint32_t keep[kBlockN + 4] = {};
+    if (dropout) dropout_words<A>(p_, at, keep);
     const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
+    const int64_t steps = P::pad_steps(at.n);
+    const bool guard = kind == Tile::kPartial || steps != at.n;
+    Vec<A> lse[2], low[2], delta[2], grad_lse[2];
     for (int v = 0; v < 2; ++v) {
-      const Vec<A> lse = load(panels_.lse + slot * kRows + v * kLanes<A>);
-      const Vec<A> low = load(panels_.lse_low + slot * kRows + v * kLanes<A>);
-      const Vec<A> delta = load(panels_.delta + slot * kRows + v * kLanes<A>);
-      const Vec<A> grad_lse = load(panels_.grad_lse + slot * kRows + v * kLanes<A>);
-      for (int64_t e = v * kLanes<A>; e < at.n * kRows; e += kRows) {
-        // exp(-low) is 1 - low; taken from the exponent, low would be lost in its rounding.
-        const Vec<A> rounded = exp_nonpositive<A>(load(scores_ + e) - lse);
-        const Vec<A> weight = rounded - rounded * low;
-        Vec<A> kept = weight, grad = load(grad_scores_ + e);
-        if (dropout) {
-          const Vec<A> keep = load(stage_ + e);
-          kept *= keep * scale;
-          grad *= keep;
+      lse[v] = load(lse_ + slot * kRows + v * kLane);
+      low[v] = load(lse_low_ + slot * kRows + v * kLane);
+      delta[v] = load(delta_ + slot * kRows + v * kLane);
+      grad_lse[v] = load(grad_lse_ + slot * kRows + v * kLane);
+    }
+    for (int64_t t = 0; t < steps; t += 2) {
+      Vec<A> weight[2][2], kept[2][2], grad[2][2];
+      for (int r = 0; r < 2; ++r) {
+        for (int v = 0; v < 2; ++v) {
+          const int64_t e = (t + r) * kRows + v * kLane;
+          const Vec<A> score = load(scores_ + e), below = score - lse[v];
+          const Vec<A> rounded = exp_nonpositive<A, kPrecision<T>>(below, unit_);
+          // What rounding took from lse, and takes from the difference, is applied as a factor
+          // (exp(-low) is 1 - low): in the exponent it would be lost again.
+          Vec<A> lost = -low[v];
+          if (kPrecision<T> == Precision::kFull) {
+            lost += (score - (below + lse[v])) * unit_.natural;
+            lost = rounded == 0 ? Vec<A>{} : lost;  // of a masked score it is NaN
+          }
+          weight[r][v] = kept[r][v] = rounded + rounded * lost;
+          Vec<A> g = load(grad_scores_ + e);
+          if (plain) {
+            g = weight[r][v] * (g - delta[v]);
+          } else {
+            if (dropout) {
+              const uint32_t bits = keep[t + r] >> (v * kLane);
+              kept[r][v] = where<A>(bits, weight[r][v] * scale, Vec<A>{});
+              g = where<A>(bits, g, Vec<A>{});
+            }
+            g = weight[r][v] * ((g - delta[v]) * scale + grad_lse[v]);
+          }
+          // An invisible key may hold NaN, and 0 * NaN is no 0.
+          grad[r][v] = guard ? (weight[r][v] == 0 ? Vec<A>{} : g) : g;
         }
-        const Vec<A> grad_score = weight * ((grad - delta) * scale + grad_lse);
-        store(scores_ + e, kept);
-        if (weights != nullptr) store(weights + e, weight);
-        // An invisible key may hold NaN, and 0 * NaN is no 0.
-        store(grad_scores_ + e, weight == 0 ? Vec<A>{} : grad_score);
       }
+      use(t, weight, kept, grad);
     }
   }
 
-  static void zero(A* data, int64_t count) {
-    for (int64_t e = 0; e < count; ++e) data[e] = 0;
-  }
-
-  static void divide(A* data, int64_t count, double divisor) {
-    for (int64_t e = 0; e < count; ++e) data[e] = divisor == 0 ? A(0) : data[e] / A(divisor);
-  }
+  static void zero(A* data, int64_t count) { memset(data, 0, count * sizeof(A)); }
 
   const AttentionBwdParams& bwd_;
   const AttentionParams& p_;
   const MaskView<A>& mask_;
-  const int64_t padded_, padded_v_;  // columns of the row layouts: whole panels
+  const ScoreUnits units_;
+  const ExpUnit<A> unit_;       // of a score
+  const int64_t wide_, wide_v_;  // padded head_dim and head_dim_v
   Arena arena_;
-  BwdPanels<A> panels_;
-  A *scores_, *grad_scores_, *stage_, *cap_slope_;  // (kBlockN, panel)
-  A *row_, *out_row_;
-  A* key_ = nullptr;    // (kBlockN, head_dim)
-  A* value_ = nullptr;  // (kBlockN, head_dim_v)
+  typename P::Registers registers_;
+  int64_t panels_ = 0;  // slots
+  bool alive_[kRows];   // of the panel that is packed: rows that see something
+  A *lse_, *lse_low_;   // (panels, panel), in units of a score; +inf where a row sees nothing
+  A *delta_, *grad_lse_;             // (panels, panel)
+  A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, panel)
+  T* stage_;                                       // (kBlockN, widest head_dim)
+  LeftElement* key_;                               // (kBlockN, head_dim)
+  LeftElement* value_;                             // (kBlockN, head_dim_v)
+  RightElement *query_rows_, *grad_out_rows_;      // (queries, head_dim), (queries, head_dim_v)
 
  private:
-  static void put_row(const A* row, int64_t dim, int64_t padded, A factor, int64_t l, A* transposed,
-                      A* rows) {
-    for (int64_t d = 0; d < dim; ++d) {
-      const A x = row[d] * factor;
-      transposed[d * kRows + l] = x;
-      rows[l * padded + d] = x;
+  // Rows of a panel to stage_, and 0 for rows that see nothing: what stands there must not matter,
+  // NaN included.
+  void stage(const T* head, int64_t stride, int64_t first, int64_t dim) {
+    const int64_t wide = P::pad_dim(dim);
+    for (int64_t l = 0; l < kRows; ++l) {
+      copy_rows(head + (first + l) * stride, stride, alive_[l] ? 1 : 0, dim, stage_ + l * wide, 1,
+                wide);
     }
-    for (int64_t d = dim; d < padded; ++d) rows[l * padded + d] = 0;
   }
+
+  RightElement *query_, *grad_out_;  // (panels, head_dim, panel), (panels, head_dim_v, panel)
+  RightElement* scratch_;
+  LeftElement* out_;  // (panel, head_dim_v)
 };
 
 // Gradients of query, key and value.
@@ -177,12 +210,19 @@ class AttentionBwd : BwdTile<T> {
   using Base = BwdTile<T>;
   using Base::arena_;
   using Base::bwd_;
+  using Base::kLane;
   using Base::kRows;
   using Base::p_;
-  using Base::panels_;
+  using Base::wide_;
+  using Base::wide_v_;
   using typename Base::A;
+  using typename Base::LeftElement;
+  using typename Base::P;
+  using typename Base::RightElement;
+  using typename Base::Weight;
 
   static constexpr int64_t kMinTasks = 8;  // splits stop here: each costs a dQ in float
+  static constexpr int64_t kGroup = P::kGroup, kGroupRows = kGroup * kRows;
 
  public:
   static bool run(const AttentionBwdParams& bwd) {
@@ -191,7 +231,8 @@ class AttentionBwd : BwdTile<T> {
     if (!mask.init(p)) return false;
     const int64_t blocks = div_up(p.seqlen_k, kBlockN), heads = p.batch * p.num_heads_kv;
     const int64_t group = p.num_heads / max64(p.num_heads_kv, 1);
-    const int64_t panels = div_up(p.seqlen_q, kRows), part = panels * p.head_dim * kRows;
+    const int64_t panels = div_up(p.seqlen_q, kRows);
+    const int64_t part = panels * P::pad_dim(p.head_dim) * kRows;
     int64_t splits = 1;
     if (heads > 0 && heads < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / heads));
     const int64_t per_split = div_up(blocks, splits), tasks = heads * splits;
@@ -232,10 +273,16 @@ class AttentionBwd : BwdTile<T> {
   using Base::Base;
 
   void place(int64_t panels, int64_t keys, bool own_grad_query) {
-    Base::place_tile(panels);
-    grad_key_ = arena_.template take<A>(keys * this->padded_);
-    grad_value_ = arena_.template take<A>(keys * this->padded_v_);
-    grad_query_ = arena_.template take<A>(own_grad_query ? panels * p_.head_dim * kRows : 0);
+    Base::place_tile(panels, true);
+    const int64_t rows = round_up(keys, kBlockN);
+    grad_key_ = arena_.template take<A>(rows * wide_);
+    grad_value_ = arena_.template take<A>(rows * wide_v_);
+    grad_query_ = arena_.template take<A>(own_grad_query ? panels * wide_ * kRows : 0);
+    key_columns_buffer_ = arena_.template take<LeftElement>(P::columns_size(kBlockN, wide_));
+    kept_ = arena_.template take<LeftElement>(P::kParts * kPlane);
+    grads_ = arena_.template take<LeftElement>(P::kParts * kPlane);
+    grads_right_ = arena_.template take<RightElement>(P::right_size(kBlockN, kRows));
+    rows_ = arena_.template take<A>(kRows * p_.head_dim);
   }
 
   bool allocate(int64_t panels, int64_t keys, bool own_grad_query) {
@@ -252,99 +299,179 @@ class AttentionBwd : BwdTile<T> {
   void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end, A* parts, int64_t parts_stride) {
     const int64_t group = p_.num_heads / p_.num_heads_kv;
     const int64_t panels = div_up(p_.seqlen_q, kRows);
-    this->zero(grad_key_, (end - begin) * this->padded_);
-    this->zero(grad_value_, (end - begin) * this->padded_v_);
+    this->zero(grad_key_, round_up(end - begin, kBlockN) * wide_);
+    this->zero(grad_value_, round_up(end - begin, kBlockN) * wide_v_);
     for (int64_t g = 0; g < group; ++g) {
       const int64_t h = h_kv * group + g;
       A* const grad_query = parts == nullptr ? grad_query_ : parts + g * parts_stride;
-      this->zero(grad_query, panels * p_.head_dim * kRows);
-      for (int64_t panel = 0; panel < panels; ++panel) this->pack_panel(b, h, panel, panel);
+      this->zero(grad_query, panels * wide_ * kRows);
+      for (int64_t panel = 0; panel < panels; ++panel) this->pack_panel(b, h, panel, panel, true);
       for (int64_t j = begin; j < end; j += kBlockN) block(b, h, h_kv, begin, j, end, grad_query);
       if (parts == nullptr) write_grad_query(b, h, grad_query);
     }
-    write_rows(grad_key_, this->padded_, p_.head_dim, begin, end, bwd_.grad_key,
+    write_rows(grad_key_, wide_, p_.head_dim, p_.softmax_scale, begin, end, bwd_.grad_key,
                bwd_.grad_key_strides, b, h_kv);
-    write_rows(grad_value_, this->padded_v_, p_.head_dim_v, begin, end, bwd_.grad_value,
+    write_rows(grad_value_, wide_v_, p_.head_dim_v, 1, begin, end, bwd_.grad_value,
                bwd_.grad_value_strides, b, h_kv);
   }
 
   // The block of keys at j against every panel of a query head.
   void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
              A* grad_query) {
-    const int64_t n = min64(kBlockN, end - j);
-    const T* const key = at_head<T>(p_.key, p_.key_strides, b, h_kv);
-    const T* const value = at_head<T>(p_.value, p_.value_strides, b, h_kv);
-    Rows<A> k{}, v{};
-    for (int64_t panel = 0; panel < div_up(p_.seqlen_q, kRows); ++panel) {
-      const TileAt at{b, h, panel * kRows, j, n};
-      const Tile kind = this->mask_.classify(b, h, at.i, j, j + n);
-      if (kind == Tile::kSkip) continue;
-      if (k.data == nullptr) {
-        k = load_block(key, p_.key_strides[2], j, n, p_.head_dim, this->key_);
-        v = load_block(value, p_.value_strides[2], j, n, p_.head_dim_v, this->value_);
+    const int64_t n = min64(kBlockN, end - j), panels = div_up(p_.seqlen_q, kRows);
+    A* const grad_key = grad_key_ + (j - begin) * wide_;
+    A* const grad_value = grad_value_ + (j - begin) * wide_v_;
+    bool loaded = false;
+    for (int64_t first = 0; first < panels; first += kGroup) {
+      const int64_t count = min64(kGroup, panels - first);
+      Run run{first, 0, 0, n, 0};
+      for (int64_t at = 0; at < count; ++at) {
+        const int64_t row = (first + at) * kRows;
+        const Tile kind = this->mask_.classify(b, h, row, j, j + n);
+        int64_t from = j, to = j + n;
+        if (kind == Tile::kPartial) this->mask_.visible_span(b, row, j, j + n, &from, &to);
+        if (kind == Tile::kSkip || from >= to) {
+          add_run(run, grad_key, grad_value);
+          run = {first, at + 1, at + 1, n, 0};
+          continue;
+        }
+        if (!loaded) load_keys(b, h_kv, j, n);
+        loaded = true;
+        tile(kind, {b, h, row, from, to - from}, from - j, n, first + at, at, grad_query);
+        run = {first, run.begin, at + 1, min64(run.lo, from - j), max64(run.hi, to - j)};
       }
-      this->tile_gradients(kind, at, panel, k, v);
-      accumulate(kind, n, panel, k, grad_key_ + (j - begin) * this->padded_,
-                 grad_value_ + (j - begin) * this->padded_v_,
-                 grad_query + panel * p_.head_dim * kRows);
+      add_run(run, grad_key, grad_value);
     }
   }
 
-  // One tile's part of the three gradients.
-  void accumulate(Tile kind, int64_t n, int64_t panel, const Rows<A>& key, A* grad_key,
-                  A* grad_value, A* grad_query) {
-    A* const ds = this->grad_scores_;
-    if (p_.softcap > 0) {
-      for (int64_t e = 0; e < n * kRows; e += kLanes<A>) {
-        // Not where dS is 0: an invisible key's derivative may be NaN.
-        const Vec<A> grad = load(ds + e);
-        store(ds + e, grad == 0 ? grad : grad * load(this->cap_slope_ + e));
-      }
-    }
-    const A* const grad_out = panels_.grad_out_rows + panel * kRows * this->padded_v_;
-    for (int64_t d = 0; d < this->padded_v_; d += kRows) {
-      gemm<Layout::kRowMajor, Into::kAdd>(n, kRows, this->scores_, kRows, grad_out + d,
-                                          this->padded_v_, grad_value + d, this->padded_v_);
-    }
-    const A* const query = panels_.query_rows + panel * kRows * this->padded_;
-    for (int64_t d = 0; d < this->padded_; d += kRows) {
-      gemm<Layout::kRowMajor, Into::kAdd>(n, kRows, ds, kRows, query + d, this->padded_,
-                                          grad_key + d, this->padded_);
-    }
-    uint8_t seen[kBlockN];
-    for (int64_t t = 0; t < n; ++t) seen[t] = 1;
-    if (kind == Tile::kPartial) {
-      for (int64_t t = 0; t < n; ++t) {
-        const A* const row = ds + t * kRows;
-        seen[t] = any((load(row) != 0) | (load(row + kLanes<A>) != 0));
-      }
-    }
-    for_each_run(seen, n, [&](int64_t begin, int64_t end) {
-      gemm<Layout::kColumnMajor, Into::kAdd>(p_.head_dim, end - begin,
-                                             key.data + begin * key.stride, key.stride,
-                                             ds + begin * kRows, kRows, grad_query, kRows);
-    });
+  void load_keys(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
+    const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
+    const T* const key = at_head<T>(p_.key, p_.key_strides, b, h_kv) + j * stride;
+    const T* const value = at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * stride_v;
+    k_ = P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
+    v_ = P::rows(value, stride_v, n, p_.head_dim_v, this->stage_, this->value_);
+    key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
   }
 
-  void write_grad_query(int64_t b, int64_t h, const A* panels) {
+  // The weights of one tile, into place `at` of the group, and its part of dQ.
+  void tile(Tile kind, const TileAt& tile, int64_t offset, int64_t n, int64_t panel, int64_t at,
+            A* grad_query) {
+    LeftElement* const kept_at = kept_ + at * kRows;
+    LeftElement* const grads_at = grads_ + at * kRows;
+    const bool special = kind == Tile::kPartial && key_columns_.count > 0;
+    const bool capped = p_.softcap > 0;
+    const A* const cap_slope = this->cap_slope_;
+    A* const numbers = this->grad_scores_;
+    const auto use = [&](int64_t t, const auto&, const auto& kept, auto& grad) {
+      Weight grads[2][2];
+      for (int r = 0; r < 2; ++r) {
+        for (int v = 0; v < 2; ++v) {
+          const int64_t e = (t + r) * kRows + v * kLane;
+          // Not where dS is 0: an invisible key's derivative may be NaN.
+          if (capped) grad[r][v] = grad[r][v] == 0 ? Vec<A>{} : grad[r][v] * load(cap_slope + e);
+          if (special) store(numbers + e, grad[r][v]);
+          grads[r][v] = P::weight(grad[r][v]);
+        }
+        const int64_t row = (offset + t + r) * kGroupRows;
+        P::store_left(kept_at + row, kPlane, P::weight(kept[r][0]), P::weight(kept[r][1]));
+        P::store_left(grads_at + row, kPlane, grads[r][0], grads[r][1]);
+      }
+      if (!P::kPairs) return;
+      for (int v = 0; v < 2; ++v) {
+        P::store_right(grads_right_, kRightPlane, t, v, grads[0][v], grads[1][v]);
+      }
+    };
+    this->tile_gradients(kind, tile, panel, k_.from_row(offset), v_.from_row(offset), use);
+    if (kGroup > 1) {  // keys that other panels of the group see
+      clear_rows(kept_at, grads_at, 0, offset);
+      clear_rows(kept_at, grads_at, offset + P::pad_steps(tile.n), P::pad_steps(n));
+    }
+    A* const out = grad_query + panel * wide_ * kRows;
+    P::template multiply<Layout::kColumnMajor, Into::kAdd>(
+        p_.head_dim, tile.n, key_columns_.left.from_key(offset), grads_view(offset), out, kRows);
+    if (special) {
+      key_columns_.add_special(offset, offset + tile.n, p_.head_dim, numbers, out);
+    }
+  }
+
+  typename P::Right grads_view(int64_t offset) const {
+    if constexpr (P::kPairs) {
+      (void)offset;
+      return P::right_view(grads_right_, kRightPlane);
+    } else {
+      return P::right_view(grads_ + offset * kGroupRows, 0);
+    }
+  }
+
+  static void clear_rows(LeftElement* a, LeftElement* b, int64_t begin, int64_t end) {
+    for (int part = 0; part < P::kParts; ++part) {
+      for (int64_t t = begin; t < end; ++t) {
+        memset(a + part * kPlane + t * kGroupRows, 0, kRows * sizeof(LeftElement));
+        memset(b + part * kPlane + t * kGroupRows, 0, kRows * sizeof(LeftElement));
+      }
+    }
+  }
+
+  // Panels [begin, end) of the group at `first`, whose weights of keys [lo, hi) are not multiplied
+  // yet.
+  struct Run {
+    int64_t first, begin, end, lo, hi;
+  };
+
+  // A run's part of dK and dV.
+  void add_run(const Run& run, A* grad_key, A* grad_value) {
+    const int64_t steps = (run.end - run.begin) * kRows, m = run.hi - run.lo;
+    if (steps == 0) return;
+    const int64_t at = run.lo * kGroupRows + run.begin * kRows, slot = run.first + run.begin;
+    const typename P::Left kept = P::left_view(kept_ + at, kGroupRows, kPlane);
+    const typename P::Right out =
+        P::rows_view(this->grad_out_rows_at(slot), p_.head_dim_v, this->panels_);
+    for (int64_t d = 0; d < wide_v_; d += kRows) {
+      P::template multiply<Layout::kRowMajor, Into::kAdd>(
+          m, steps, kept, out.from_lane(d), grad_value + run.lo * wide_v_ + d, wide_v_);
+    }
+    const typename P::Left grads = P::left_view(grads_ + at, kGroupRows, kPlane);
+    const typename P::Right query =
+        P::rows_view(this->query_rows_at(slot), p_.head_dim, this->panels_);
+    for (int64_t d = 0; d < wide_; d += kRows) {
+      P::template multiply<Layout::kRowMajor, Into::kAdd>(
+          m, steps, grads, query.from_lane(d), grad_key + run.lo * wide_ + d, wide_);
+    }
+  }
+
+  void write_grad_query(int64_t b, int64_t h, A* panels) {
     T* const head = const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, b, h));
     const int64_t stride = bwd_.grad_query_strides[2];
+    const A scale = static_cast<A>(p_.softmax_scale);
     for (int64_t i = 0; i < p_.seqlen_q; i += kRows) {
-      unpack_transposed<T>(panels + i * p_.head_dim, p_.head_dim, min64(kRows, p_.seqlen_q - i),
-                           static_cast<A>(p_.softmax_scale), this->row_, head + i * stride, stride);
+      A* const panel = panels + i * wide_;
+      for (int64_t e = 0; e < p_.head_dim * kRows; ++e) panel[e] *= scale;
+      write_panel<T>(panel, p_.head_dim, min64(kRows, p_.seqlen_q - i), rows_, head + i * stride,
+                     stride);
     }
   }
 
-  static void write_rows(const A* rows, int64_t padded, int64_t dim, int64_t begin, int64_t end,
-                         void* out, const int64_t strides[3], int64_t b, int64_t h) {
+  static void write_rows(A* rows, int64_t wide, int64_t dim, double factor, int64_t begin,
+                         int64_t end, void* out, const int64_t strides[3], int64_t b, int64_t h) {
     T* const head = const_cast<T*>(at_head<T>(out, strides, b, h));
     for (int64_t j = begin; j < end; ++j) {
-      store_row(rows + (j - begin) * padded, dim, head + j * strides[2]);
+      A* const row = rows + (j - begin) * wide;
+      for (int64_t d = 0; d < dim; ++d) row[d] *= static_cast<A>(factor);
+      store_row(row, dim, head + j * strides[2]);
     }
   }
 
-  A *grad_key_, *grad_value_;  // (keys of a split, padded head_dim), (., padded head_dim_v)
-  A* grad_query_;              // (panels, head_dim, panel), without softmax_scale
+  static constexpr int64_t kPlane = kBlockN * kGroupRows;
+  static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // of pairs; numbers have none
+
+  typename P::Left k_, v_;
+  KeyColumns<T> key_columns_;
+  LeftElement* key_columns_buffer_;  // (head_dim, kBlockN)
+  LeftElement *kept_, *grads_;       // (kBlockN, kGroup panels): weights after dropout, and dS
+  RightElement* grads_right_;        // (kBlockN, panel): dS of one panel
+  A *grad_key_, *grad_value_;        // (keys of a split, head_dim), (keys, head_dim_v)
+  A* grad_query_;                    // (panels, head_dim, panel), without softmax_scale
+  A* rows_;                          // (panel, head_dim)
 };
 
 }  // namespace

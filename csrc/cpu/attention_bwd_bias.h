@@ -18,6 +18,7 @@ class AttentionBwdBias : BwdTile<T> {
   using Base::kRows;
   using Base::p_;
   using typename Base::A;
+  using typename Base::P;
 
  public:
   static bool run(const AttentionBwdParams& bwd) {
@@ -65,7 +66,7 @@ class AttentionBwdBias : BwdTile<T> {
   }
 
   void place() {
-    Base::place_tile(1);
+    Base::place_tile(1, false);
     sum_ = arena_.template take<A>(p_.seqlen_k * kRows);
     grads_ = arena_.template take<A>(p_.seqlen_k * kRows);
     weights_ = arena_.template take<A>(p_.seqlen_k * kRows);
@@ -81,10 +82,10 @@ class AttentionBwdBias : BwdTile<T> {
     const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
     const T* const key = at_head<T>(p_.key, p_.key_strides, b, h_kv);
     const T* const value = at_head<T>(p_.value, p_.value_strides, b, h_kv);
-    this->pack_panel(b, h, panel, 0);
+    this->pack_panel(b, h, panel, 0, false);
     if (p_.mask.bias.strides[3] == 0) {
       // The same bias for all keys of a row is noticed by lse alone: its dS add up to dlse.
-      for (int64_t l = 0; l < kRows; ++l) row_sum_[l] += this->panels_.grad_lse[l];
+      for (int64_t l = 0; l < kRows; ++l) row_sum_[l] += this->grad_lse_[l];
       return;
     }
     this->zero(grads_, p_.seqlen_k * kRows);
@@ -93,11 +94,20 @@ class AttentionBwdBias : BwdTile<T> {
       const TileAt at{b, h, panel * kRows, j, min64(kBlockN, p_.seqlen_k - j)};
       const Tile kind = this->mask_.classify(b, h, at.i, j, j + at.n);
       if (kind == Tile::kSkip) continue;
-      const Rows<A> k = load_block(key, p_.key_strides[2], j, at.n, p_.head_dim, this->key_);
-      const Rows<A> v =
-          load_block(value, p_.value_strides[2], j, at.n, p_.head_dim_v, this->value_);
-      this->tile_gradients(kind, at, 0, k, v, weights_ + j * kRows);
-      memcpy(grads_ + j * kRows, this->grad_scores_, at.n * kRows * sizeof(A));
+      const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
+      const auto k = P::rows(key + j * stride, stride, at.n, p_.head_dim, this->stage_, this->key_);
+      const auto v = P::rows(value + j * stride_v, stride_v, at.n, p_.head_dim_v, this->stage_,
+                             this->value_);
+      const auto use = [&](int64_t t, const auto& weight, const auto&, const auto& grad) {
+        for (int r = 0; r < (t + 1 < at.n ? 2 : 1) && t < at.n; ++r) {
+          for (int x = 0; x < 2; ++x) {
+            const int64_t e = (j + t + r) * kRows + x * kLanes<A>;
+            store(weights_ + e, weight[r][x]);
+            store(grads_ + e, grad[r][x]);
+          }
+        }
+      };
+      this->tile_gradients(kind, at, 0, k, v, use);
     }
     add_consistent();
   }
@@ -107,7 +117,7 @@ class AttentionBwdBias : BwdTile<T> {
   void add_consistent() {
     for (int v = 0; v < 2; ++v) {
       const int64_t first = v * kLanes<A>, end = p_.seqlen_k * kRows;
-      Vec<A> excess = -load(this->panels_.grad_lse + first), total{};
+      Vec<A> excess = -load(this->grad_lse_ + first), total{};
       for (int64_t e = first; e < end; e += kRows) {
         excess += load(grads_ + e);
         total += load(weights_ + e);

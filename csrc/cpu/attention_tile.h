@@ -1,10 +1,11 @@
 // What forward and backward of attention share: operands, packing, one tile of masked scores.
 //
 // Vector lanes are queries. A panel is two vectors of queries, a block up to kBlockN keys; a tile
-// of scores is S^T, (keys, panel). Row maximum, sum and rescaling are then vertical operations,
-// keys and values are read as they are stored, and only queries and outputs are transposed.
+// of scores is S^T, (keys, panel). Row maximum, sum and rescaling are then vertical operations, and
+// only queries and outputs are transposed.
 #pragma once
 
+#include "cpu/dropout.h"
 #include "cpu/mask.h"
 #include "cpu/vec_math.h"
 
@@ -16,51 +17,27 @@ inline const T* at_head(const void* data, const int64_t strides[3], int64_t b, i
   return static_cast<const T*>(data) + b * strides[0] + h * strides[1];
 }
 
-// Rows of key or value as the type that is computed in.
-template <class A>
-struct Rows {
-  const A* data;
-  int64_t stride;
+// What a score, as score_tile leaves it, is in natural units and as a power of 2. The scale of a
+// plain problem is left to the softmax; where something is added to the scores, they have it.
+struct ScoreUnits {
+  explicit ScoreUnits(const AttentionParams& p) {
+    const bool plain = p.softcap == 0 && p.mask.bias.data == nullptr && p.mask.slopes == nullptr;
+    scaled = !plain || !(p.softmax_scale > 0);
+    natural = scaled ? 1 : p.softmax_scale;
+  }
+  bool scaled;
+  double natural;
 };
 
-// In place where nothing has to be converted, else by way of buffer (n, dim).
-template <class T>
-inline Rows<Acc<T>> load_block(const T* head, int64_t stride, int64_t begin, int64_t n, int64_t dim,
-                               Acc<T>* buffer) {
-  const T* const first = head + begin * stride;
-  if constexpr (sizeof(T) == sizeof(Acc<T>)) {
-    (void)buffer, (void)n, (void)dim;
-    return {first, stride};
-  } else {
-    for (int64_t j = 0; j < n; ++j) load_row(first + j * stride, dim, buffer + j * dim);
-    return {buffer, dim};
-  }
-}
-
-// A panel of rows from `begin`, times factor, as (dim, panel); missing rows are 0.
-template <class T>
-inline void pack_transposed(const T* head, int64_t stride, int64_t begin, int64_t rows, int64_t dim,
-                            Acc<T> factor, Acc<T>* row_buffer, Acc<T>* out) {
-  constexpr int64_t kRows = kPanel<Acc<T>>;
-  for (int64_t l = 0; l < kRows; ++l) {
-    if (l < rows) {
-      load_row(head + (begin + l) * stride, dim, row_buffer);
-      for (int64_t d = 0; d < dim; ++d) out[d * kRows + l] = row_buffer[d] * factor;
-    } else {
-      for (int64_t d = 0; d < dim; ++d) out[d * kRows + l] = 0;
-    }
-  }
-}
-
-// Rows of out from (dim, panel), times factor.
-template <class T>
-inline void unpack_transposed(const Acc<T>* panel, int64_t dim, int64_t rows, Acc<T> factor,
-                              Acc<T>* row_buffer, T* out, int64_t stride) {
-  constexpr int64_t kRows = kPanel<Acc<T>>;
-  for (int64_t l = 0; l < rows; ++l) {
-    for (int64_t d = 0; d < dim; ++d) row_buffer[d] = panel[d * kRows + l] * factor;
-    store_row(row_buffer, dim, out + l * stride);
-  }
+// The log-sum-exp of row `at` of all rows where it is wanted; -inf where it saw nothing.
+template <class A>
+inline void write_lse(const AttentionParams& p, const ScoreUnits& units, int64_t at, A maximum,
+                      A sum) {
+  if (p.lse == nullptr) return;
+  A high = -static_cast<A>(__builtin_inf()), low = 0;
+  if (sum != 0) log_sum_exp(maximum, units.natural, sum, &high, &low);
+  static_cast<A*>(p.lse)[at] = high;
+  if (p.lse_low != nullptr) static_cast<A*>(p.lse_low)[at] = low;
 }
 
 // Where a tile lies.
@@ -68,72 +45,130 @@ struct TileAt {
   int64_t b, h, i, j, n;  // batch, head, first query, first key, number of keys
 };
 
-// Masked scores of one tile into scores (n, panel).
+// Products of one tile, (n, panel), to masked scores; the rows that pad n are -inf.
 //
-// query: (head_dim, panel), times softmax_scale. cap_slope: with softcap, the derivative of the
-// capped score by the uncapped one, (n, panel); null: not wanted.
-template <class A>
-inline void score_tile(const AttentionParams& p, const MaskView<A>& mask, Tile kind,
-                       const TileAt& at, const A* query, const Rows<A>& key, A* scores,
-                       A* cap_slope, A* stage) {
+// cap_slope: with softcap, the derivative of the capped score by the uncapped one, (n, panel);
+// null: not wanted. stage: (kBlockN, panel).
+template <class T>
+inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask,
+                          const ScoreUnits& units, Tile kind, const TileAt& at, Acc<T>* scores,
+                          Acc<T>* cap_slope, Acc<T>* stage) {
+  using A = Acc<T>;
   constexpr int64_t kRows = kPanel<A>;
-  gemm<Layout::kRowMajor, Into::kStore>(at.n, p.head_dim, key.data, key.stride, query, kRows,
-                                        scores, kRows);
   if (p.softcap > 0) {
-    const A cap = static_cast<A>(p.softcap), inverse = static_cast<A>(1 / p.softcap);
+    const A cap = static_cast<A>(p.softcap), inner = static_cast<A>(p.softmax_scale / p.softcap);
     for (int64_t e = 0; e < at.n * kRows; e += kLanes<A>) {
-      const Vec<A> t = tanh<A>(load(scores + e) * inverse);
+      const Vec<A> t = tanh<A>(load(scores + e) * inner);
       store(scores + e, t * cap);
       if (cap_slope != nullptr) store(cap_slope + e, A(1) - t * t);
     }
+  } else if (units.scaled) {
+    const A scale = static_cast<A>(p.softmax_scale);
+    for (int64_t e = 0; e < at.n * kRows; e += kLanes<A>) {
+      store(scores + e, load(scores + e) * scale);
+    }
   }
   if (kind == Tile::kPartial) mask.apply(at.b, at.h, at.i, at.j, at.n, scores, stage);
+  const Vec<A> nothing = broadcast<A>(-static_cast<A>(__builtin_inf()));
+  for (int64_t e = at.n * kRows; e < Product<T>::pad_steps(at.n) * kRows; e += kLanes<A>) {
+    store(scores + e, nothing);
+  }
 }
 
-// Which weights of a tile dropout keeps: (n, panel) of 1 or 0; dropout_scale is applied by the
-// caller.
+// Which weights of a tile dropout keeps: bit l of words[t] for query l and key t. dropout_scale is
+// applied by the caller.
 //
-// Four keys share a counter, so at.j must be a multiple of 4, as every block's is.
+// Four keys share a counter, so at.j must be a multiple of 4, as every tile's is.
 template <class A>
-inline void dropout_tile(const AttentionParams& p, const TileAt& at, A* keep) {
-  constexpr int64_t kRows = kPanel<A>;
+inline void dropout_words(const AttentionParams& p, const TileAt& at, uint32_t* words) {
+  constexpr int64_t kStep = 2 * kLanes<uint64_t>;
   const uint32_t threshold = dropout_threshold(p.dropout_p);
   const uint32_t head = static_cast<uint32_t>(at.b * p.num_heads + at.h);
   for (int64_t t = 0; t < at.n; t += 4) {
     const uint32_t quad = static_cast<uint32_t>((at.j + t) / 4);
-    uint32_t words[4][kRows];
-    for (int64_t l = 0; l < kRows; ++l) {
-      const Philox4 r = philox4x32(quad, static_cast<uint32_t>(at.i + l), head, 0, p.seed);
-      for (int w = 0; w < 4; ++w) words[w][l] = r.word[w] >> 8;
-    }
-    for (int64_t w = 0; w < min64(4, at.n - t); ++w) {
-      for (int64_t l = 0; l < kRows; ++l) {
-        keep[(t + w) * kRows + l] = words[w][l] >= threshold ? A(1) : A(0);
-      }
+    for (int w = 0; w < 4; ++w) words[t + w] = 0;
+    for (int64_t l = 0; l < kPanel<A>; l += kStep) {
+      uint32_t kept[4];
+      keep_bits<1>(static_cast<uint32_t>(at.i + l), quad, head, 0, p.seed, threshold, kept);
+      for (int w = 0; w < 4; ++w) words[t + w] |= kept[w] << l;
     }
   }
 }
 
-// Calls run(begin, end) for each run of nonzero flags: only keys that somebody sees are multiplied
-// with their value, since 0 * NaN would not be 0.
-template <class Run>
-inline void for_each_run(const uint8_t* flags, int64_t n, const Run& run) {
-  for (int64_t begin = 0; begin < n;) {
-    if (flags[begin] == 0) {
-      ++begin;
-      continue;
+// A block of keys of one head as operands: rows of key and value, or their transposes.
+//
+// Only keys that somebody sees may be multiplied with their value, since 0 * NaN is not 0: rows
+// that are not finite are 0 in a transpose, listed in special, and added by add_special.
+template <class T>
+struct KeyColumns {
+  using A = Acc<T>;
+  typename Product<T>::Left left{};
+  const T* rows = nullptr;
+  int64_t stride = 0, count = 0;
+  int64_t special[kBlockN];
+
+  // stage: (kBlockN, pad_dim(dim)) of T.
+  void load(const T* src, int64_t row_stride, int64_t n, int64_t dim, bool guard, T* stage,
+            typename Product<T>::LeftElement* buffer) {
+    rows = src;
+    stride = row_stride;
+    count = 0;
+    for (int64_t t = 0; guard && t < n; ++t) {
+      if (!finite(src + t * stride, dim)) special[count++] = t;
     }
-    int64_t end = begin + 1;
-    while (end < n && flags[end] != 0) ++end;
-    run(begin, end);
-    begin = end;
+    if (count > 0) {
+      const int64_t wide = Product<T>::pad_dim(dim);
+      copy_rows(src, stride, n, dim, stage, Product<T>::pad_steps(n), wide);
+      for (int64_t s = 0; s < count; ++s) memset(stage + special[s] * wide, 0, wide * sizeof(T));
+      src = stage;
+      row_stride = wide;
+    }
+    left = Product<T>::columns(src, row_stride, n, dim, stage, buffer);
   }
-}
+
+  // out (dim, panel) += the special rows among keys [lo, hi) times their weights (hi - lo, panel).
+  void add_special(int64_t lo, int64_t hi, int64_t dim, const A* weights, A* out) const {
+    for (int64_t s = 0; s < count; ++s) {
+      if (special[s] < lo || special[s] >= hi) continue;
+      for (int v = 0; v < 2; ++v) {
+        const Vec<A> weight = fused_attn::load(weights + (special[s] - lo) * kPanel<A> + v * kLanes<A>);
+        for (int64_t d = 0; d < dim; ++d) {
+          A* const at = out + d * kPanel<A> + v * kLanes<A>;
+          const A x = to_acc(rows[special[s] * stride + d]);
+          store(at, fused_attn::load(at) + (weight == 0 ? Vec<A>{} : weight * x));
+        }
+      }
+    }
+  }
+
+ private:
+  static bool finite(const T* row, int64_t dim) {
+    constexpr int64_t kLane = kLanes<A>;
+    Vec<A> zero{};
+    int64_t d = 0;
+    for (; d + kLane <= dim; d += kLane) zero += load_as<T>(row + d) * A(0);
+    A rest = horizontal_sum<A>(zero);
+    for (; d < dim; ++d) rest += to_acc(row[d]) * A(0);
+    return rest == 0;
+  }
+};
 
 inline int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int clamp_threads(int64_t num_threads, int64_t tasks) {
   return static_cast<int>(max64(1, min64(num_threads, tasks)));
+}
+
+// Rows (rows, dim) from (dim, panel).
+template <class T>
+inline void write_panel(const Acc<T>* panel, int64_t dim, int64_t rows, Acc<T>* scratch, T* out,
+                        int64_t stride) {
+  constexpr int64_t kRows = kPanel<Acc<T>>;
+  if constexpr (sizeof(T) == sizeof(Acc<T>)) {
+    if (rows == kRows) return transpose(panel, kRows, dim, kRows, out, stride);
+  }
+  transpose(panel, kRows, dim, kRows, scratch, dim);
+  for (int64_t l = 0; l < rows; ++l) store_row(scratch + l * dim, dim, out + l * stride);
 }
 
 }  // namespace

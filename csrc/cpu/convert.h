@@ -25,6 +25,11 @@ struct AccOf<double> {
 template <class T>
 using Acc = typename AccOf<T>::type;
 
+template <class T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<Half> = true;
+
 template <class To, class From>
 inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -80,36 +85,86 @@ inline void from_acc(float x, Half* out) {
 #endif
 }
 
+// kLanes<Acc<T>> elements to the type that is computed in.
+template <class T>
+inline Vec<Acc<T>> load_as(const T* src) {
+  Vec<Acc<T>> v;
+  for (int i = 0; i < kLanes<Acc<T>>; ++i) v[i] = to_acc(src[i]);
+  return v;
+}
+template <>
+inline Vec<float> load_as<float>(const float* src) {
+  return load(src);
+}
+template <>
+inline Vec<double> load_as<double>(const double* src) {
+  return load(src);
+}
+
+template <class T>
+inline void store_as(Vec<Acc<T>> v, T* dst) {
+  for (int i = 0; i < kLanes<Acc<T>>; ++i) from_acc(v[i], &dst[i]);
+}
+template <>
+inline void store_as<float>(Vec<float> v, float* dst) {
+  store(dst, v);
+}
+template <>
+inline void store_as<double>(Vec<double> v, double* dst) {
+  store(dst, v);
+}
+
+typedef uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
+
+template <>
+inline Vec<float> load_as<BFloat16>(const BFloat16* src) {
+  Shorts bits;
+  memcpy(&bits, src, sizeof(bits));
+  return (Vec<float>)(__builtin_convertvector(bits, Vec32) << 16);
+}
+template <>
+inline void store_as<BFloat16>(Vec<float> v, BFloat16* dst) {
+  const Vec32 bits = (Vec32)v;
+  const Vec32 rounded = v != v ? Vec32{} + 0x7FC00000u : bits + 0x7FFFu + (bits >> 16 & 1u);
+  const Shorts high = __builtin_convertvector(rounded >> 16, Shorts);
+  memcpy(dst, &high, sizeof(high));
+}
+
+#if defined(__AVX512F__)
+template <>
+inline Vec<float> load_as<Half>(const Half* src) {
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)src));
+}
+template <>
+inline void store_as<Half>(Vec<float> v, Half* dst) {
+  _mm256_storeu_si256((__m256i*)dst, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
+template <>
+inline Vec<float> load_as<Half>(const Half* src) {
+  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)src));
+}
+template <>
+inline void store_as<Half>(Vec<float> v, Half* dst) {
+  _mm_storeu_si128((__m128i*)dst, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
+
 template <class T>
 inline void load_row(const T* src, int64_t n, Acc<T>* dst) {
-  for (int64_t i = 0; i < n; ++i) dst[i] = to_acc(src[i]);
+  constexpr int64_t kLane = kLanes<Acc<T>>;
+  int64_t i = 0;
+  for (; i + kLane <= n; i += kLane) store(dst + i, load_as<T>(src + i));
+  for (; i < n; ++i) dst[i] = to_acc(src[i]);
 }
 
 template <class T>
 inline void store_row(const Acc<T>* src, int64_t n, T* dst) {
-  for (int64_t i = 0; i < n; ++i) from_acc(src[i], &dst[i]);
-}
-
-#if defined(__F16C__)
-template <>
-inline void load_row<Half>(const Half* src, int64_t n, float* dst) {
+  constexpr int64_t kLane = kLanes<Acc<T>>;
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(src + i))));
-  }
-  for (; i < n; ++i) dst[i] = to_acc(src[i]);
-}
-
-template <>
-inline void store_row<Half>(const float* src, int64_t n, Half* dst) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128((__m128i*)(dst + i), half);
-  }
+  for (; i + kLane <= n; i += kLane) store_as<T>(load(src + i), dst + i);
   for (; i < n; ++i) from_acc(src[i], &dst[i]);
 }
-#endif
 
 }  // namespace
 }  // namespace fused_attn

@@ -1,5 +1,6 @@
 // The kernels of one instruction set; compiled once for each line of isas.inc.
 #include "cpu/attention_bwd_bias.h"
+#include "cpu/attention_decode.h"
 #include "cpu/attention_fwd.h"
 #include "cpu/dispatch.h"
 #include "cpu/norm.h"
@@ -30,7 +31,14 @@ bool run_as(DType dtype, const Params& params) {
   return false;
 }
 
-bool run_attention_fwd(const AttentionParams& p) { return run_as<AttentionFwd>(p.dtype, p); }
+template <class T>
+struct Forward {
+  static bool run(const AttentionParams& p) {
+    return AttentionDecode<T>::pays_off(p) ? AttentionDecode<T>::run(p) : AttentionFwd<T>::run(p);
+  }
+};
+
+bool run_attention_fwd(const AttentionParams& p) { return run_as<Forward>(p.dtype, p); }
 
 bool run_attention_bwd(const AttentionBwdParams& p) {
   if (!run_as<AttentionBwd>(p.fwd.dtype, p)) return false;

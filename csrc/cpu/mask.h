@@ -3,7 +3,7 @@
 
 #include "block_ranges.h"
 #include "cpu/convert.h"
-#include "cpu/micro_gemm.h"
+#include "cpu/product.h"
 #include "cpu/workspace.h"
 
 namespace fused_attn {
@@ -15,6 +15,8 @@ template <class A>
 class MaskView {
   static constexpr int kLane = kLanes<A>;
   static constexpr int64_t kRows = kPanel<A>;
+  static constexpr int64_t kSpan = 32;      // a step of tile registers
+  static constexpr int64_t kBiasKeys = 16;  // a vector's worth, transposed at a time
   using VecI = Vec<Int<A>>;
 
  public:
@@ -59,58 +61,39 @@ class MaskView {
     return tile == Tile::kFull && mask_->slopes != nullptr ? Tile::kPartial : tile;
   }
 
-  // Adds biases to the scores (n keys, panel) and sets the invisible ones to -inf.
+  // The keys of block [j_begin, j_end) outside [*lo, *hi) are invisible to all of the panel, by
+  // structure alone; both are whole steps of kSpan from j_begin on, or j_end.
+  void visible_span(int64_t b, int64_t i_begin, int64_t j_begin, int64_t j_end, int64_t* lo,
+                    int64_t* hi) const {
+    const SequenceBounds s = sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_);
+    const int64_t first = max64(i_begin, s.query_begin);
+    const int64_t last = min64(min64(i_begin + kRows, seqlen_q_), s.query_end) - 1;
+    const int64_t begin = max64(visible_keys(s, first).lo, j_begin) - j_begin;
+    const int64_t end = min64(visible_keys(s, last).hi, j_end) - j_begin;
+    *lo = j_begin + begin / kSpan * kSpan;
+    *hi = min64(j_begin + round_up(end, kSpan), j_end);
+  }
+
+  // Adds biases to the scores (n keys, panel), in natural units, and sets the invisible ones to
+  // -inf.
   //
   // stage: (kBlockN, panel) of A.
   void apply(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
              A* stage) const {
     add_bias(b, h, i_begin, j_begin, n, scores, stage);
-    uint8_t* const bytes = reinterpret_cast<uint8_t*>(stage);
-    const bool has_bytes = stage_visible(b, h, i_begin, j_begin, n, bytes);
-    const SequenceBounds s = sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_);
-    Int<A> lo[kRows], hi[kRows], position[kRows];
-    for (int64_t l = 0; l < kRows; ++l) {
-      const int64_t i = i_begin + l;
-      const Interval keys = visible_keys(s, i);
-      const bool sees = i >= s.query_begin && i < s.query_end;
-      lo[l] = static_cast<Int<A>>(sees ? keys.lo : 0);
-      hi[l] = static_cast<Int<A>>(sees ? keys.hi : 0);
-      position[l] = static_cast<Int<A>>(i + s.alibi_offset);
-    }
-    const A slope =
-        mask_->slopes == nullptr
-            ? A(0)
-            : A(mask_->slopes[b * mask_->slopes_strides[0] + h * mask_->slopes_strides[1]]);
-    const DenseTensor& keys = mask_->key_mask;
-    const uint8_t* key_mask = static_cast<const uint8_t*>(keys.data);
-    if (key_mask != nullptr) key_mask += b * keys.strides[0] + h * keys.strides[1];
+    if (mask_->slopes != nullptr) add_alibi(b, h, i_begin, j_begin, n, scores);
+    uint32_t words[kBlockN];
+    visible_words(b, h, i_begin, j_begin, n, words);
     for (int64_t t = 0; t < n; ++t) {
-      const Int<A> j = static_cast<Int<A>>(j_begin + t);
-      const bool seen = key_mask == nullptr || key_mask[(j_begin + t) * keys.strides[3]] != 0;
       for (int v = 0; v < 2; ++v) {
         A* const at = scores + t * kRows + v * kLane;
-        Vec<A> score = load(at);
-        if (slope != 0) {
-          const VecI ahead = load(position + v * kLane) - j;
-          score -= slope * __builtin_convertvector(ahead < 0 ? -ahead : ahead, Vec<A>);
-        }
-        VecI visible = (load(lo + v * kLane) <= j) & (load(hi + v * kLane) > j);
-        if (has_bytes) visible &= load_bytes(bytes + t * kRows + v * kLane) != 0;
-        store(at, seen ? (visible ? score : minus_infinity()) : minus_infinity());
+        store(at, where<A>(words[t] >> (v * kLane), load(at), minus_infinity()));
       }
     }
   }
 
  private:
-  typedef uint8_t Bytes __attribute__((vector_size(kLane)));
-
   static Vec<A> minus_infinity() { return broadcast<A>(-static_cast<A>(__builtin_inf())); }
-
-  static VecI load_bytes(const uint8_t* p) {
-    Bytes bytes;
-    memcpy(&bytes, p, sizeof(bytes));
-    return __builtin_convertvector(bytes, VecI);
-  }
 
   void place(int64_t batch) {
     query_ids_ = arena_.template take<IdRange>(batch * num_panels_);
@@ -155,47 +138,125 @@ class MaskView {
     const DenseTensor& t = mask_->bias;
     const B* base = static_cast<const B*>(t.data) + b * t.strides[0] + h * t.strides[1] +
                     i_begin * t.strides[2] + j_begin * t.strides[3];
-    const int64_t rows = min64(kRows, seqlen_q_ - i_begin);
-    for (int64_t l = 0; l < kRows; ++l) {
-      const B* row = base + min64(l, rows - 1) * t.strides[2];
+    if (t.strides[2] == 0) {  // the same for every query
       for (int64_t j = 0; j < n; ++j) {
-        stage[j * kRows + l] = static_cast<A>(to_acc(row[j * t.strides[3]]));
+        const Vec<A> bias = broadcast<A>(static_cast<A>(to_acc(base[j * t.strides[3]])));
+        for (int v = 0; v < 2; ++v) add_to(bias, scores + j * kRows + v * kLane);
       }
+      return;
     }
-    for (int64_t at = 0; at < n * kRows; at += kLane) {
-      const Vec<A> bias = load(stage + at);
-      // Not the sum alone: NaN + -inf would not mask.
-      store(scores + at, bias == minus_infinity() ? bias : load(scores + at) + bias);
+    const int64_t rows = min64(kRows, seqlen_q_ - i_begin);
+    A row[kRows * kBiasKeys];
+    for (int64_t j = 0; j < n; j += kBiasKeys) {
+      const int64_t keys = min64(kBiasKeys, n - j);
+      for (int64_t l = 0; l < kRows; ++l) {
+        const B* const src = base + min64(l, rows - 1) * t.strides[2] + j * t.strides[3];
+        for (int64_t e = 0; e < keys; ++e) {
+          row[l * kBiasKeys + e] = static_cast<A>(to_acc(src[e * t.strides[3]]));
+        }
+      }
+      transpose(row, kBiasKeys, kRows, keys, stage + j * kRows, kRows);
+    }
+    for (int64_t at = 0; at < n * kRows; at += kLane) add_to(load(stage + at), scores + at);
+  }
+
+  static void add_to(Vec<A> bias, A* scores) {
+    // Not the sum alone: NaN + -inf would not mask.
+    store(scores, bias == minus_infinity() ? bias : load(scores) + bias);
+  }
+
+  void add_alibi(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
+                 A* scores) const {
+    const A slope =
+        static_cast<A>(mask_->slopes[b * mask_->slopes_strides[0] + h * mask_->slopes_strides[1]]);
+    const int64_t offset = sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_).alibi_offset;
+    VecI first[2];
+    for (int l = 0; l < kRows; ++l) {
+      first[l / kLane][l % kLane] = static_cast<Int<A>>(i_begin + l + offset - j_begin);
+    }
+    for (int64_t t = 0; t < n; ++t) {
+      for (int v = 0; v < 2; ++v) {
+        A* const at = scores + t * kRows + v * kLane;
+        const VecI ahead = first[v] - static_cast<Int<A>>(t);
+        store(at, load(at) - slope * __builtin_convertvector(ahead < 0 ? -ahead : ahead, Vec<A>));
+      }
     }
   }
 
-  // Documents and the dense mask, as bytes (n, panel) that are nonzero where visible; false where
-  // there is neither.
-  bool stage_visible(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
-                     uint8_t* bytes) const {
-    const int64_t last = min64(kRows, seqlen_q_ - i_begin) - 1;
-    if (query_ids_ != nullptr) {
-      const int64_t* query = mask_->query_documents + b * mask_->query_documents_stride + i_begin;
-      const int64_t* key = mask_->key_documents + b * mask_->key_documents_stride + j_begin;
-      int64_t ids[kRows];
-      for (int64_t l = 0; l < kRows; ++l) ids[l] = query[min64(l, last)];
-      for (int64_t j = 0; j < n; ++j) {
-        for (int64_t l = 0; l < kRows; ++l) bytes[j * kRows + l] = ids[l] == key[j];
-      }
+  // Bit l of words[t]: query i_begin + l sees key j_begin + t. Biases are not looked at.
+  void visible_words(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
+                     uint32_t* words) const {
+    bound_words(sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_), i_begin, j_begin, n, words);
+    if (query_ids_ != nullptr) and_documents(b, i_begin, j_begin, n, words);
+    const DenseTensor& keys = mask_->key_mask;
+    if (keys.data != nullptr) {
+      const uint8_t* const seen = static_cast<const uint8_t*>(keys.data) + b * keys.strides[0] +
+                                  h * keys.strides[1] + j_begin * keys.strides[3];
+      for (int64_t t = 0; t < n; ++t) words[t] = seen[t * keys.strides[3]] != 0 ? words[t] : 0;
     }
-    const DenseTensor& t = mask_->dense;
-    if (t.data == nullptr) return query_ids_ != nullptr;
-    const uint8_t* base = static_cast<const uint8_t*>(t.data) + b * t.strides[0] +
-                          h * t.strides[1] + i_begin * t.strides[2] + j_begin * t.strides[3];
-    const uint8_t others = query_ids_ == nullptr ? 1 : 0;
+    if (mask_->dense.data != nullptr) and_dense(b, h, i_begin, j_begin, n, words);
+  }
+
+  // Each row sees one interval of keys: its bit changes at both ends, and nowhere else.
+  static void bound_words(const SequenceBounds& s, int64_t i_begin, int64_t j_begin, int64_t n,
+                          uint32_t* words) {
+    uint32_t changes[kBlockN + 1] = {};
     for (int64_t l = 0; l < kRows; ++l) {
-      const uint8_t* row = base + min64(l, last) * t.strides[2];
-      for (int64_t j = 0; j < n; ++j) {
-        uint8_t* const at = bytes + j * kRows + l;
-        *at = static_cast<uint8_t>((row[j * t.strides[3]] != 0) & (*at | others));
+      const int64_t i = i_begin + l;
+      if (i < s.query_begin || i >= s.query_end) continue;
+      const Interval keys = visible_keys(s, i);
+      const int64_t lo = max64(keys.lo - j_begin, 0), hi = min64(keys.hi - j_begin, n);
+      if (lo >= hi) continue;
+      changes[lo] ^= uint32_t{1} << l;
+      changes[hi] ^= uint32_t{1} << l;
+    }
+    uint32_t word = 0;
+    for (int64_t t = 0; t < n; ++t) words[t] = word ^= changes[t];
+  }
+
+  void and_documents(int64_t b, int64_t i_begin, int64_t j_begin, int64_t n,
+                     uint32_t* words) const {
+    const int64_t* const query = mask_->query_documents + b * mask_->query_documents_stride;
+    const int64_t* const key = mask_->key_documents + b * mask_->key_documents_stride + j_begin;
+    uint32_t same = 0;
+    for (int64_t t = 0; t < n; ++t) {
+      if (t == 0 || key[t] != key[t - 1]) {
+        same = 0;
+        for (int64_t l = 0; l < min64(kRows, seqlen_q_ - i_begin); ++l) {
+          same |= static_cast<uint32_t>(query[i_begin + l] == key[t]) << l;
+        }
+      }
+      words[t] &= same;
+    }
+  }
+
+  // Four keys of a row are a word, so that a transposed vector has four keys of kLanes queries.
+  void and_dense(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
+                 uint32_t* words) const {
+    const DenseTensor& t = mask_->dense;
+    const uint8_t* const base = static_cast<const uint8_t*>(t.data) + b * t.strides[0] +
+                                h * t.strides[1] + i_begin * t.strides[2] + j_begin * t.strides[3];
+    constexpr int64_t kQuads = kBlockN / 4, kQueries = kPanel<float>;
+    alignas(64) uint32_t rows[kQueries][kQuads] = {}, quads[kQuads][kQueries];
+    const int64_t count = min64(kRows, seqlen_q_ - i_begin);
+    for (int64_t l = 0; l < count; ++l) {
+      const uint8_t* const src = base + l * t.strides[2];
+      uint8_t* const row = reinterpret_cast<uint8_t*>(rows[l]);
+      if (t.strides[3] == 1) {
+        memcpy(row, src, n);
+      } else {
+        for (int64_t j = 0; j < n; ++j) row[j] = src[j * t.strides[3]];
       }
     }
-    return true;
+    transpose(rows[0], kQuads, kQueries, kQuads, quads[0], kQueries);
+    for (int64_t j = 0; j < n; ++j) {
+      const uint32_t byte = 0xFFu << (8 * (j % 4));
+      uint32_t seen = 0;
+      for (int64_t l = 0; l < kQueries; l += kLanes<float>) {
+        seen |= to_bits((load(quads[j / 4] + l) & byte) != 0) << l;
+      }
+      words[j] &= seen;
+    }
   }
 
   const MaskParams* mask_ = nullptr;

@@ -10,48 +10,100 @@
 namespace fused_attn {
 namespace {
 
-// Elements that are summed up at a stretch; longer sums are halved, so that the error grows with
-// the logarithm of the row, not with the row.
+// Elements that are summed up at a stretch; the sums of stretches are added in pairs, so that the
+// error grows with the logarithm of the row, not with the row.
 constexpr int64_t kSumLength = 1024;
 
-// Sum of f over n elements of x and y; f takes vectors and scalars.
-template <class A, class F>
-A reduce(int64_t n, const A* x, const A* y, const F& f) {
-  if (n > kSumLength) {
-    const int64_t half = n / 2 / kSumLength * kSumLength;
-    const int64_t first = half == 0 ? kSumLength : half;
-    return reduce(first, x, y, f) + reduce(n - first, x + first, y + first, f);
-  }
-  Vec<A> sums[4] = {};
-  int64_t c = 0;
-  for (; c + 4 * kLanes<A> <= n; c += 4 * kLanes<A>) {
-    for (int v = 0; v < 4; ++v) {
-      sums[v] += f(load(x + c + v * kLanes<A>), load(y + c + v * kLanes<A>));
-    }
-  }
-  A sum = horizontal_sum<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  for (; c < n; ++c) sum += f(x[c], y[c]);
-  return sum;
+// The first `count` of a vector's elements, the others 0.
+template <class T>
+inline Vec<Acc<T>> load_part(const T* src, int64_t count) {
+  if (count == kLanes<Acc<T>>) return load_as<T>(src);
+  T part[kLanes<Acc<T>>] = {};
+  memcpy(part, src, count * sizeof(T));
+  return load_as<T>(part);
 }
 
-// What dropout multiplies a row by: 0 or 1 / (1 - p).
+template <class T>
+inline void store_part(Vec<Acc<T>> v, int64_t count, T* dst) {
+  if (count == kLanes<Acc<T>>) return store_as<T>(v, dst);
+  T part[kLanes<Acc<T>>];
+  store_as<T>(v, part);
+  memcpy(dst, part, count * sizeof(T));
+}
+
+// Calls use(c, count) for each vector of a row, of which the last may be a part.
+template <class A, class Use>
+inline void for_each_vector(int64_t begin, int64_t end, const Use& use) {
+  int64_t c = begin;
+  for (; c + kLanes<A> <= end; c += kLanes<A>) use(c, kLanes<A>);
+  if (c < end) use(c, end - c);
+}
+
+template <class A, int kSums>
+struct Terms {
+  Vec<A> of[kSums];
+};
+
+// kSums sums over a row of what term(c, count) gives for each vector.
+template <class A, int kSums, class Term>
+inline void sum_row(int64_t n, const Term& term, A* sums) {
+  constexpr int64_t kLane = kLanes<A>, kUnroll = 4;
+  Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, where bit i of stretches is set
+  int64_t stretches = 0;
+  for (int64_t begin = 0; begin < n; begin += kSumLength, ++stretches) {
+    const int64_t end = min64(begin + kSumLength, n);
+    Terms<A, kSums> part[kUnroll] = {};
+    const auto add = [&](int u, const Terms<A, kSums>& terms) {
+      for (int s = 0; s < kSums; ++s) part[u].of[s] += terms.of[s];
+    };
+    int64_t c = begin;
+    for (; c + kUnroll * kLane <= end; c += kUnroll * kLane) {
+#pragma GCC unroll 4
+      for (int u = 0; u < kUnroll; ++u) add(u, term(c + u * kLane, kLane));
+    }
+    for_each_vector<A>(c, end, [&](int64_t at, int64_t count) { add(0, term(at, count)); });
+    int i = 0;
+    for (int u = 1; u < kUnroll; ++u) add(0, part[u]);
+    for (; (stretches >> i & 1) != 0; ++i) add(0, level[i]);
+    level[i] = part[0];
+  }
+  Terms<A, kSums> total{};
+  for (int i = 0; stretches >> i != 0; ++i) {
+    for (int s = 0; s < kSums && (stretches >> i & 1) != 0; ++s) total.of[s] += level[i].of[s];
+  }
+  for (int s = 0; s < kSums; ++s) sums[s] = horizontal_sum<A>(total.of[s]);
+}
+
+// What dropout multiplies a row by: 0 or 1 / (1 - p). Four columns share a counter.
 template <class A>
 inline void dropout_row(const NormParams& p, int64_t row, A* factor) {
-  constexpr int64_t kQuads = 16;  // counters at a time, a vector of words each
+  constexpr int64_t kQuads = 2 * kLanes<uint64_t>, kWords = kLanes<uint32_t>;
   const uint32_t threshold = dropout_threshold(p.dropout_p);
-  const A kept = static_cast<A>(dropout_scale(p.dropout_p));
+  const A scale = static_cast<A>(dropout_scale(p.dropout_p));
+  Vec32 quad_of_lane, word_of_lane[4];
+  for (int l = 0; l < kWords; ++l) {
+    quad_of_lane[l] = static_cast<uint32_t>(l) / 4;
+    for (int w = 0; w < 4; ++w) word_of_lane[w][l] = l % 4 == w ? ~0u : 0u;
+  }
   for (int64_t begin = 0; begin < p.columns; begin += 4 * kQuads) {
-    uint32_t words[4][kQuads];
-    for (int64_t t = 0; t < kQuads; ++t) {
-      const Philox4 r = philox4x32(static_cast<uint32_t>(begin / 4 + t), static_cast<uint32_t>(row),
-                                   0, 1, p.seed);
-      for (int w = 0; w < 4; ++w) words[w][t] = r.word[w] >> 8;
+    uint32_t kept[4];
+    keep_bits<0>(static_cast<uint32_t>(begin / 4), static_cast<uint32_t>(row), 0, 1, p.seed,
+                 threshold, kept);
+    Vec32 words{};
+    for (int w = 0; w < 4; ++w) words |= word_of_lane[w] & kept[w];
+    int64_t c = 0;
+    for (; sizeof(A) == 4 && c + kWords <= min64(4 * kQuads, p.columns - begin); c += kWords) {
+      const Vec32 bit = words >> (quad_of_lane + static_cast<uint32_t>(c / 4)) & 1u;
+      store(factor + begin + c, where<A>(to_bits(bit != 0), broadcast<A>(scale), Vec<A>{}));
     }
-    for (int64_t c = 0; c < min64(4 * kQuads, p.columns - begin); ++c) {
-      factor[begin + c] = words[c % 4][c / 4] >= threshold ? kept : A(0);
+    for (; c < min64(4 * kQuads, p.columns - begin); ++c) {
+      factor[begin + c] = (kept[c % 4] >> (c / 4) & 1) != 0 ? scale : A(0);
     }
   }
 }
+
+inline float square_root(float x) { return __builtin_sqrtf(x); }
+inline double square_root(double x) { return __builtin_sqrt(x); }
 
 template <class T>
 class NormFwd {
@@ -76,8 +128,8 @@ class NormFwd {
   explicit NormFwd(const NormParams& p) : p_(p) {}
 
   void place() {
-    sum_ = arena_.template take<A>(p_.columns);
-    other_ = arena_.template take<A>(p_.columns);
+    x_ = arena_.template take<A>(p_.columns + kLanes<A>);
+    keep_ = arena_.template take<A>(p_.dropout_p > 0 ? p_.columns : 0);
   }
 
   bool allocate() {
@@ -89,48 +141,51 @@ class NormFwd {
 
   void row(int64_t r) {
     const int64_t n = p_.columns, at = r * n;
-    load_row(static_cast<const T*>(p_.input) + at, n, sum_);
-    if (p_.dropout_p > 0) {
-      dropout_row(p_, r, other_);
-      for (int64_t c = 0; c < n; ++c) sum_[c] *= other_[c];
-    }
-    if (p_.residual != nullptr) {
-      load_row(static_cast<const T*>(p_.residual) + at, n, other_);
-      for (int64_t c = 0; c < n; ++c) sum_[c] += other_[c];
-    }
-    if (p_.total != nullptr) {
-      // The norm is that of the sum as it is stored: the backward starts from it.
-      store_row(sum_, n, static_cast<T*>(p_.total) + at);
-      if (sizeof(T) != sizeof(A)) load_row(static_cast<const T*>(p_.total) + at, n, sum_);
-    }
-    const A size = static_cast<A>(n);
-    A mean = 0;
-    if (!p_.rms) {
-      mean = reduce(n, sum_, sum_, [](auto x, auto) { return x; }) / size;
-      static_cast<A*>(p_.mean)[r] = mean;
-    }
-    const auto square = [mean](auto x, auto) { return (x - mean) * (x - mean); };
-    const A variance = reduce(n, sum_, sum_, square) / size;
-    const A rstd = A(1) / square_root(variance + static_cast<A>(p_.eps));
-    static_cast<A*>(p_.rstd)[r] = rstd;
+    const T* const input = static_cast<const T*>(p_.input) + at;
+    const T* const residual = p_.residual == nullptr ? nullptr : static_cast<const T*>(p_.residual) + at;
+    T* const total = p_.total == nullptr ? nullptr : static_cast<T*>(p_.total) + at;
+    const bool dropout = p_.dropout_p > 0;
+    if (dropout) dropout_row(p_, r, keep_);
+    A* const row = x_;
+    // The norm is that of the sum as it is stored: the backward starts from it.
+    const auto summed = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+      Vec<A> x = load_part(input + c, count);
+      if (dropout) x *= load_part(keep_ + c, count);
+      if (residual != nullptr) x += load_part(residual + c, count);
+      if (total != nullptr) {
+        store_part<T>(x, count, total + c);
+        if (sizeof(T) != sizeof(A)) x = load_part<T>(total + c, count);
+      }
+      store(row + c, x);
+      return {{x}};
+    };
+    A mean;
+    sum_row<A, 1>(n, summed, &mean);
+    mean = p_.rms ? A(0) : mean / static_cast<A>(n);
+    const auto square = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+      Vec<A> x = load(row + c) - mean;
+      if (count < kLanes<A>) x = where<A>((1u << count) - 1, x, Vec<A>{});
+      return {{x * x}};
+    };
+    A variance;
+    sum_row<A, 1>(n, square, &variance);
+    const A rstd = A(1) / square_root(variance / static_cast<A>(n) + static_cast<A>(p_.eps));
+    if (p_.mean != nullptr && !p_.rms) static_cast<A*>(p_.mean)[r] = mean;
+    if (p_.rstd != nullptr) static_cast<A*>(p_.rstd)[r] = rstd;
     const A* const weight = static_cast<const A*>(p_.weight);
     const A* const bias = static_cast<const A*>(p_.bias);
-    for (int64_t c = 0; c < n; ++c) sum_[c] = (sum_[c] - mean) * rstd;
-    if (weight != nullptr) {
-      for (int64_t c = 0; c < n; ++c) sum_[c] *= weight[c];
-    }
-    if (bias != nullptr) {
-      for (int64_t c = 0; c < n; ++c) sum_[c] += bias[c];
-    }
-    store_row(sum_, n, static_cast<T*>(p_.out) + at);
+    T* const out = static_cast<T*>(p_.out) + at;
+    for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
+      Vec<A> x = (load(row + c) - mean) * rstd;
+      if (weight != nullptr) x *= load_part(weight + c, count);
+      if (bias != nullptr) x += load_part(bias + c, count);
+      store_part<T>(x, count, out + c);
+    });
   }
-
-  static float square_root(float x) { return __builtin_sqrtf(x); }
-  static double square_root(double x) { return __builtin_sqrt(x); }
 
   const NormParams& p_;
   Arena arena_;
-  A *sum_, *other_;  // (columns)
+  A *x_, *keep_;  // (columns)
 };
 
 // With x the normalised row and g = weight * grad_out:
@@ -160,7 +215,7 @@ class NormBwd {
 #pragma omp for schedule(static)
       for (int64_t part = 0; part < parts; ++part) {
         A* const own = sums + part * 2 * n;
-        for (int64_t c = 0; c < 2 * n; ++c) own[c] = 0;
+        memset(own, 0, 2 * n * sizeof(A));
         for (int64_t r = part * per_part; r < min64((part + 1) * per_part, p.rows); ++r) {
           if (ok) self.row(r, own, own + n);
         }
@@ -177,11 +232,7 @@ class NormBwd {
  private:
   explicit NormBwd(const NormBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd) {}
 
-  void place() {
-    x_ = arena_.template take<A>(p_.columns);
-    grad_ = arena_.template take<A>(p_.columns);
-    other_ = arena_.template take<A>(p_.columns);
-  }
+  void place() { keep_ = arena_.template take<A>(p_.columns); }
 
   bool allocate() {
     place();
@@ -193,32 +244,44 @@ class NormBwd {
   void row(int64_t r, A* weight_sum, A* bias_sum) {
     const int64_t n = p_.columns, at = r * n;
     const A* const weight = static_cast<const A*>(p_.weight);
-    load_row(static_cast<const T*>(p_.total) + at, n, x_);
-    load_row(static_cast<const T*>(bwd_.grad_out) + at, n, grad_);
+    const T* const total = static_cast<const T*>(p_.total) + at;
+    const T* const grad_out = static_cast<const T*>(bwd_.grad_out) + at;
     const A mean = p_.rms ? A(0) : static_cast<const A*>(p_.mean)[r];
     const A rstd = static_cast<const A*>(p_.rstd)[r], size = static_cast<A>(n);
-    for (int64_t c = 0; c < n; ++c) x_[c] = (x_[c] - mean) * rstd;
-    if (bwd_.grad_weight != nullptr) {
-      for (int64_t c = 0; c < n; ++c) weight_sum[c] += grad_[c] * x_[c];
-    }
-    if (bwd_.grad_bias != nullptr) {
-      for (int64_t c = 0; c < n; ++c) bias_sum[c] += grad_[c];
-    }
-    if (weight != nullptr) {
-      for (int64_t c = 0; c < n; ++c) grad_[c] *= weight[c];
-    }
-    const A along = reduce(n, grad_, x_, [](auto g, auto x) { return g * x; }) / size;
-    const A across = p_.rms ? A(0) : reduce(n, grad_, x_, [](auto g, auto) { return g; }) / size;
-    for (int64_t c = 0; c < n; ++c) grad_[c] = rstd * (grad_[c] - across - x_[c] * along);
-    if (bwd_.grad_total != nullptr) {
-      load_row(static_cast<const T*>(bwd_.grad_total) + at, n, other_);
-      for (int64_t c = 0; c < n; ++c) grad_[c] += other_[c];
-    }
-    store_row(grad_, n, static_cast<T*>(bwd_.grad_residual) + at);
-    if (bwd_.grad_input == nullptr) return;
-    dropout_row(p_, r, other_);
-    for (int64_t c = 0; c < n; ++c) grad_[c] *= other_[c];
-    store_row(grad_, n, static_cast<T*>(bwd_.grad_input) + at);
+    const bool needs_weight = bwd_.grad_weight != nullptr, needs_bias = bwd_.grad_bias != nullptr;
+    const auto normalised = [&](int64_t c, int64_t count) -> Vec<A> {
+      const Vec<A> x = (load_part(total + c, count) - mean) * rstd;
+      return count == kLanes<A> ? x : where<A>((1u << count) - 1, x, Vec<A>{});
+    };
+    const auto weighted = [&](int64_t c, int64_t count, Vec<A> grad) -> Vec<A> {
+      return weight == nullptr ? grad : grad * load_part(weight + c, count);
+    };
+    const auto add = [](Vec<A> x, int64_t count, A* sum) {
+      store_part<A>(load_part(sum, count) + x, count, sum);
+    };
+    const auto terms = [&](int64_t c, int64_t count) -> Terms<A, 2> {
+      const Vec<A> x = normalised(c, count), grad = load_part(grad_out + c, count);
+      if (needs_weight) add(grad * x, count, weight_sum + c);
+      if (needs_bias) add(grad, count, bias_sum + c);
+      const Vec<A> g = weighted(c, count, grad);
+      return {{g * x, g}};
+    };
+    A sums[2];
+    sum_row<A, 2>(n, terms, sums);
+    const A along = sums[0] / size, across = p_.rms ? A(0) : sums[1] / size;
+    const bool dropout = bwd_.grad_input != nullptr;
+    if (dropout) dropout_row(p_, r, keep_);
+    const T* const grad_total =
+        bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + at;
+    T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + at;
+    T* const grad_input = dropout ? static_cast<T*>(bwd_.grad_input) + at : nullptr;
+    for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
+      const Vec<A> g = weighted(c, count, load_part(grad_out + c, count));
+      Vec<A> grad = rstd * (g - across - normalised(c, count) * along);
+      if (grad_total != nullptr) grad += load_part(grad_total + c, count);
+      store_part<T>(grad, count, grad_residual + c);
+      if (dropout) store_part<T>(grad * load_part(keep_ + c, count), count, grad_input + c);
+    });
   }
 
   static void add_up(const A* sums, int64_t parts, int64_t n, A* out) {
@@ -232,7 +295,7 @@ class NormBwd {
   const NormBwdParams& bwd_;
   const NormParams& p_;
   Arena arena_;
-  A *x_, *grad_, *other_;  // (columns)
+  A* keep_;  // (columns)
 };
 
 }  // namespace

@@ -50,6 +50,8 @@ struct IntOf<double> {
 template <class T>
 using Int = typename IntOf<T>::type;
 
+using Vec32 = Vec<uint32_t>;
+
 template <class T>
 inline Vec<T> load(const T* p) {
   Vec<T> v;
@@ -67,28 +69,36 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};  // x - 0 is x, also for -0 and NaN, and needs no instruction
 }
 
+// The larger, and b where one of them is NaN.
 template <class T>
 inline Vec<T> max(Vec<T> a, Vec<T> b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_max_ps((__m512)a, (__m512)b);
+  }
+#endif
   return a > b ? a : b;
 }
 
-// a * b + c rounded as the vector products of this instruction set round it: once where it has
-// fused multiply-add. (Left to itself, the compiler may vectorise a scalar sum's products apart.)
-inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__)
-  return __builtin_fmaf(a, b, c);
+// a * b + c rounded once. (Left to itself, the compiler fuses no product that it needs elsewhere.)
+template <class T>
+inline Vec<T> fused_multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  } else {
+    return (Vec<T>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+  }
 #else
-  return a * b + c;
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  } else {
+    return (Vec<T>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+  }
 #endif
 }
-
-inline double multiply_add(double a, double b, double c) {
-#if defined(__FMA__)
-  return __builtin_fma(a, b, c);
-#else
-  return a * b + c;
 #endif
-}
 
 // Any lane of a comparison is true.
 template <class V>
@@ -101,6 +111,49 @@ inline bool any(V mask) {
   int64_t words[kVectorBytes / 8];
   memcpy(words, &mask, sizeof(mask));
   return (words[0] | words[1]) != 0;
+#endif
+}
+
+// Bit l: lane l of a comparison is true.
+template <class V>
+inline uint32_t to_bits(V mask) {
+  constexpr int kCount = kVectorBytes / static_cast<int>(sizeof(mask[0]));
+#if defined(__AVX512DQ__)
+  if constexpr (kCount == 16) return _mm512_movepi32_mask((__m512i)mask);
+  if constexpr (kCount == 8) return _mm512_movepi64_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  if constexpr (kCount == 8) return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
+  if constexpr (kCount == 4) return static_cast<uint32_t>(_mm256_movemask_pd((__m256d)mask));
+#endif
+  uint32_t bits = 0;
+  for (int l = 0; l < kCount; ++l) bits |= static_cast<uint32_t>(mask[l] != 0) << l;
+  return bits;
+}
+
+// Lane l of a where bit l is set, else of b.
+template <class T>
+inline Vec<T> where(uint32_t bits, Vec<T> a, Vec<T> b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_mask_blend_ps(static_cast<__mmask16>(bits), (__m512)b, (__m512)a);
+  } else {
+    return (Vec<T>)_mm512_mask_blend_pd(static_cast<__mmask8>(bits), (__m512d)b, (__m512d)a);
+  }
+#else
+  Vec<Int<T>> lane_bit;
+  for (int l = 0; l < kLanes<T>; ++l) lane_bit[l] = Int<T>{1} << l;
+  return ((lane_bit & static_cast<Int<T>>(bits)) != 0) ? a : b;
+#endif
+}
+
+// The low halves of 64-bit lanes multiplied to 64 bits.
+inline Vec<uint64_t> multiply_wide(Vec<uint64_t> a, Vec<uint64_t> b) {
+#if defined(__AVX512F__)
+  return (Vec<uint64_t>)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Vec<uint64_t>)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+  return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif
 }
 

@@ -1,4 +1,4 @@
-// exp, expm1-based tanh on vectors: one polynomial each for float and double.
+// exp2, expm1-based tanh on vectors.
 #pragma once
 
 #include "cpu/convert.h"
@@ -18,7 +18,8 @@ struct ExpConstants<float> {
   static constexpr float kLog2E = 1.4426950408889634f;
   static constexpr float kLn2Hi = 0.693145751953125f, kLn2Lo = 1.4286068203094172e-6f;
   static constexpr float kRound = 12582912.0f;     // 1.5 * 2^23: x + kRound rounds x to an integer
-  static constexpr float kUnderflow = -87.33654f;  // below it the result would be subnormal: 0
+  static constexpr float kLn2 = 0.6931471805599453f;
+  static constexpr float kUnderflow = -126.0f;  // below it 2^x would be subnormal
   static constexpr int kMantissaBits = 23;
   using Bits = uint32_t;
   static constexpr Bits kOne = 0x3F800000;
@@ -41,7 +42,8 @@ struct ExpConstants<double> {
   static constexpr double kLog2E = 1.4426950408889634074;
   static constexpr double kLn2Hi = 0.69314718036912381649, kLn2Lo = 1.9082149292705877e-10;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr double kUnderflow = -708.39641853226408;
+  static constexpr double kLn2 = 0.69314718055994530942;
+  static constexpr double kUnderflow = -1022.0;
   static constexpr int kMantissaBits = 52;
   using Bits = uint64_t;
   static constexpr Bits kOne = 0x3FF0000000000000;
@@ -54,38 +56,22 @@ struct ReducedExp {
 };
 
 template <class T>
-inline ReducedExp<T> reduced_exp(Vec<T> x) {
+inline ReducedExp<T> expm1_near_0(Vec<T> r, Vec<typename ExpConstants<T>::Bits> power) {
   using C = ExpConstants<T>;
-  using VecU = Vec<typename ExpConstants<T>::Bits>;
-  const Vec<T> shifted = x * C::kLog2E + C::kRound;
-  const Vec<T> n = shifted - C::kRound;
-  Vec<T> r = x - n * C::kLn2Hi;
-  r = r - n * C::kLn2Lo;
   constexpr int kDegree = sizeof(C::kPoly) / sizeof(C::kPoly[0]) - 1;
   Vec<T> p = broadcast<T>(C::kPoly[kDegree]);
   for (int i = kDegree - 1; i >= 0; --i) p = p * r + C::kPoly[i];
-  const VecU power = ((VecU)shifted << C::kMantissaBits) + C::kOne;
   return {(Vec<T>)power, (r * r) * p + r};
 }
 
-// For x <= 0 (a little more does no harm) or NaN; what would be subnormal is 0.
 template <class T>
-inline Vec<T> exp_nonpositive(Vec<T> x) {
-  const ReducedExp<T> e = reduced_exp<T>(x);
-  const Vec<T> value = e.power * e.expm1 + e.power;
-  return x < ExpConstants<T>::kUnderflow ? Vec<T>{} : value;
-}
-
-// tanh(x) = t / (t + 2) with t = expm1(2x), which keeps the relative precision near 0.
-template <class T>
-inline Vec<T> tanh(Vec<T> x) {
-  constexpr T kOneFrom = sizeof(T) == 4 ? T(10) : T(20);  // tanh is 1 there in this precision
-  const Vec<T> magnitude = x < 0 ? -x : x;
-  const Vec<T> capped = magnitude > kOneFrom ? broadcast<T>(kOneFrom) : magnitude;  // NaN stays
-  const ReducedExp<T> e = reduced_exp<T>(capped + capped);
-  const Vec<T> t = e.power * e.expm1 + (e.power - T(1));
-  const Vec<T> value = t / (t + T(2));
-  return x < 0 ? -value : value;
+inline ReducedExp<T> reduced_exp(Vec<T> x) {
+  using C = ExpConstants<T>;
+  using VecU = Vec<typename C::Bits>;
+  const Vec<T> shifted = x * C::kLog2E + C::kRound;
+  const Vec<T> n = shifted - C::kRound;
+  return expm1_near_0<T>((x - n * C::kLn2Hi) - n * C::kLn2Lo,
+                         ((VecU)shifted << C::kMantissaBits) + C::kOne);
 }
 
 // The type that a few long sums are taken in.
@@ -100,17 +86,111 @@ struct WideOf<double> {
 template <class T>
 using Wide = typename WideOf<T>::type;
 
-// maximum + log(sum), and what its rounding loses.
-inline void log_sum_exp(float maximum, float sum, float* high, float* low) {
-  const double whole = maximum + __builtin_log(static_cast<double>(sum));
+// How exactly exp is wanted: the type that a weight is multiplied in.
+enum class Precision { kBFloat16, kHalf, kFull };
+
+#if defined(__AVX512DQ__)
+// 2^r on [0, 1], 1 at 0; least relative error. Coefficients of r, r^2, ...
+template <Precision kPrecision>
+struct Exp2Poly;
+template <>
+struct Exp2Poly<Precision::kBFloat16> {  // 8.6e-5, a twentieth of bfloat16's rounding
+  static constexpr float kPoly[] = {0.6951168179512024f, 0.22764497995376587f, 0.0770670548081398f};
+};
+template <>
+struct Exp2Poly<Precision::kHalf> {  // 2.9e-6
+  static constexpr float kPoly[] = {0.6930448412895203f, 0.2412802129983902f, 0.052242472767829895f,
+                                    0.013426685705780983f};
+};
+template <>
+struct Exp2Poly<Precision::kFull> {  // 2.0e-9, so that only rounding is left: 6.4e-8
+  static constexpr float kPoly[] = {0.6931470632553101f,   0.2402293086051941f,
+                                    0.055485282093286514f, 0.009675451554358006f,
+                                    0.0012467845808714628f, 0.0002161291631637141f};
+};
+#endif
+
+// What a number is in natural units, and log2(e) times that, with what rounding takes from it.
+template <class A>
+struct ExpUnit {
+  explicit ExpUnit(double unit) : natural(static_cast<A>(unit)) {
+    const Wide<A> whole = static_cast<Wide<A>>(1.442695040888963407359924681001892137L) * unit;
+    high = static_cast<A>(whole);
+    low = static_cast<A>(whole - static_cast<Wide<A>>(high));
+  }
+  A natural, high, low;
+};
+
+// exp(x unit) for x <= 0 (a little more does no harm) or NaN. What would be subnormal is 0.
+//
+// kFull: as exact as x, whatever its size; the product with the unit is not rounded. Less: what
+// would be subnormal may be anything below, for products that do not know such numbers.
+template <class A, Precision kPrecision = Precision::kFull>
+inline Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
+#if defined(__AVX512DQ__)
+  if constexpr (sizeof(A) == 4) {
+    constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
+    constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
+    const Vec<A> y = x * unit.high;
+    // y less its floor, and 2^floor(y) in one instruction each, which know infinities.
+    Vec<A> r = (Vec<A>)_mm512_reduce_ps((__m512)y, 0x09);
+    if (kPrecision == Precision::kFull) {
+      r += x * unit.low + fused_multiply_add<A>(x, broadcast<A>(unit.high), -y);
+    }
+    Vec<A> p = broadcast<A>(kPoly[kDegree - 1]);
+    for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
+    p = p * r + A(1);
+    if (kPrecision != Precision::kFull) return (Vec<A>)_mm512_scalef_ps((__m512)p, (__m512)y);
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)y, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
+    return (Vec<A>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)y);
+  }
+#endif
+#if defined(__FMA__)
+  using C = ExpConstants<A>;
+  using VecU = Vec<typename C::Bits>;
+  const Vec<A> shifted = x * unit.high + C::kRound;
+  const Vec<A> n = shifted - C::kRound;
+  const Vec<A> rest = fused_multiply_add<A>(x, broadcast<A>(unit.high), -n) + x * unit.low;
+  const ReducedExp<A> e =
+      expm1_near_0<A>(rest * C::kLn2, ((VecU)shifted << C::kMantissaBits) + C::kOne);
+#else
+  const ReducedExp<A> e = reduced_exp<A>(x * unit.natural);
+#endif
+  return x * unit.high < ExpConstants<A>::kUnderflow ? Vec<A>{} : e.power * e.expm1 + e.power;
+}
+
+// tanh(x) = t / (t + 2) with t = expm1(2x), which keeps the relative precision near 0.
+template <class T>
+inline Vec<T> tanh(Vec<T> x) {
+  constexpr T kOneFrom = sizeof(T) == 4 ? T(10) : T(20);  // tanh is 1 there in this precision
+  const Vec<T> magnitude = x < 0 ? -x : x;
+  const Vec<T> capped = magnitude > kOneFrom ? broadcast<T>(kOneFrom) : magnitude;  // NaN stays
+  const ReducedExp<T> e = reduced_exp<T>(capped + capped);
+  const Vec<T> t = e.power * e.expm1 + (e.power - T(1));
+  const Vec<T> value = t / (t + T(2));
+  return x < 0 ? -value : value;
+}
+
+// maximum * unit + log(sum), and what its rounding loses.
+inline void log_sum_exp(float maximum, double unit, float sum, float* high, float* low) {
+  const double whole = maximum * unit + __builtin_log(static_cast<double>(sum));
   *high = static_cast<float>(whole);
   *low = static_cast<float>(whole - static_cast<double>(*high));
 }
 
-inline void log_sum_exp(double maximum, double sum, double* high, double* low) {
-  const long double whole = maximum + __builtin_logl(static_cast<long double>(sum));
+inline void log_sum_exp(double maximum, double unit, double sum, double* high, double* low) {
+  const long double whole =
+      static_cast<long double>(maximum) * unit + __builtin_logl(static_cast<long double>(sum));
   *high = static_cast<double>(whole);
   *low = static_cast<double>(whole - static_cast<long double>(*high));
+}
+
+// (high + low) / unit, and what its rounding loses, in natural units.
+template <class A>
+inline void in_units(A high, A low, double unit, A* high_unit, A* low_natural) {
+  const Wide<A> natural = static_cast<Wide<A>>(high) + low, whole = natural / unit;
+  *high_unit = static_cast<A>(whole);
+  *low_natural = static_cast<A>((whole - static_cast<Wide<A>>(*high_unit)) * unit);
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
 // Memory of one thread for one call.
 #pragma once
 
-#include <stdlib.h>
-
 #include "cpu/simd.h"
+#include "cpu/workspace_pool.h"
 
 namespace fused_attn {
 namespace {
@@ -15,7 +14,7 @@ class Arena {
   Arena() = default;
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
-  ~Arena() { free(base_); }
+  ~Arena() { give_workspace(base_); }
 
   template <class T>
   T* take(int64_t count) {
@@ -26,7 +25,7 @@ class Arena {
 
   // Allocates what has been taken so far and starts over; false: out of memory.
   bool allocate() {
-    base_ = static_cast<char*>(aligned_alloc(64, used_ == 0 ? 64 : used_));
+    base_ = static_cast<char*>(take_workspace(used_));
     used_ = 0;
     return base_ != nullptr;
   }

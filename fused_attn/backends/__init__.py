@@ -1,7 +1,13 @@
 """The backends and the choice among them, with reasons."""
 
 from fused_attn.backends.problem import AttentionProblem, NormProblem
-from fused_attn.backends.registry import available_backends, get_backend, select, use_backend
+from fused_attn.backends.registry import (
+    available_backends,
+    get_backend,
+    select,
+    use_backend,
+    wanted_backend,
+)
 
 __all__ = [
     "AttentionProblem",
@@ -10,4 +16,5 @@ __all__ = [
     "get_backend",
     "select",
     "use_backend",
+    "wanted_backend",
 ]

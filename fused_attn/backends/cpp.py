@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,14 +71,41 @@ def attention_fwd(
     softcap: float,
     dropout_p: float,
     seed: Tensor | None,
+    for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and what rounding took from it; shapes as in `reference.attention`."""
+    """out, lse and what rounding took from it; shapes as in `reference.attention`.
+
+    Not for_backward: the last one is empty, and a few queries may be computed in another order
+    than the backward's.
+    """
     out = new_out(query, value)
     lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
-    lse_low = torch.empty_like(lse)
+    lse_low = torch.empty_like(lse) if for_backward else lse.new_empty(0)
     fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
-    _cpu.attention_fwd(**fields, lse=lse.data_ptr(), lse_low=lse_low.data_ptr())
+    if for_backward:
+        fields["lse_low"] = lse_low.data_ptr()
+    _cpu.attention_fwd(**fields, lse=lse.data_ptr())
     return out, lse, lse_low
+
+
+def attention_call(
+    query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function of tensors like these, for out alone; spec has no tensor."""
+    out = new_out(query, value)
+    fields, _ = _fields(query, key, value, out, spec, scale, softcap, 0.0, None)
+    run = _cpu.AttentionCall(**fields).run
+    shape, strides, dtype = out.shape, out.stride(), out.dtype
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_strided(shape, strides, dtype=dtype)
+        run(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    return call
 
 
 def attention_bwd(
@@ -153,6 +180,26 @@ def norm_fwd(
         rstd=rstd.data_ptr(),
     )
     return out, total, mean, rstd
+
+
+def norm_call(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
+    """A function of contiguous tensors like these, for out alone."""
+    columns = bias.numel() if weight is None and bias is not None else 0
+    columns = weight.numel() if weight is not None else columns or input.shape[-1]
+    rows = input.reshape(-1, columns)
+    run = _cpu.NormCall(**_norm_fields(rows, rms, 0.0, None), eps=eps).run
+
+    def call(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        out = torch.empty_like(input)
+        run(
+            input.data_ptr(), _pointer(weight), _pointer(bias), out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    return call
 
 
 def norm_bwd(

@@ -57,6 +57,11 @@ def use_backend(name: str) -> Iterator[None]:
         _override = before
 
 
+def wanted_backend() -> str | None:
+    """What `use_backend` or FUSED_ATTN_BACKEND asks for, in that order."""
+    return _override or os.environ.get("FUSED_ATTN_BACKEND") or None
+
+
 def select(problem: Problem, backend: str | None = None) -> str:
     """The name of the backend for a problem.
 
@@ -67,7 +72,7 @@ def select(problem: Problem, backend: str | None = None) -> str:
         NotImplementedError: no candidate takes it; the message has each one's reasons.
         ValueError: there is no backend of that name.
     """
-    wanted = backend or _override or os.environ.get("FUSED_ATTN_BACKEND") or None
+    wanted = backend or wanted_backend()
     candidates = (wanted,) if wanted else tuple(BACKENDS)
     refusals = []
     for name in candidates:

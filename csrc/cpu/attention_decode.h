@@ -1,0 +1,298 @@
+// Attention forward for a few queries against many keys, as in step-by-step decoding.
+//
+// There are not enough queries to fill vectors with, so here the lanes are features: each key and
+// value is read once, as it is stored, for all queries of all heads that share it. What limits this
+// is memory: 2 * head_dim elements a key. Few heads are split over the keys, into parts that depend
+// on the shape alone and are merged in order.
+#pragma once
+
+#include "cpu/attention_tile.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class AttentionDecode {
+  using A = Acc<T>;
+  static constexpr int64_t kRows = kPanel<A>, kLane = kLanes<A>;
+  static constexpr int64_t kMinTasks = 16;  // parts stop here
+  static constexpr int64_t kFeatures = 4 * kLane;  // of the output, summed up at a time
+
+ public:
+  // Queries up to which this is faster than panels, which cost the same for one query as for all.
+  // Not where a backward follows: it computes the scores anew, and where one key has all the weight
+  // their rounding only cancels if lse comes from scores that were rounded alike.
+  static bool pays_off(const AttentionParams& p) {
+    if (p.lse_low != nullptr) return false;
+    const int64_t limit = Product<T>::kPairs && sizeof(T) == 2 ? 6 : 16;
+    const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(limit, kRows);
+    return few && p.seqlen_k >= 4 * p.seqlen_q;
+  }
+
+  static bool run(const AttentionParams& p) {
+    MaskView<A> mask;
+    if (!mask.init(p)) return false;
+    const int64_t heads = p.batch * p.num_heads_kv, blocks = div_up(p.seqlen_k, kBlockN);
+    const int64_t wide = round_up(p.head_dim_v, kFeatures), group = p.num_heads / max64(p.num_heads_kv, 1);
+    const int64_t rows = group * p.seqlen_q, part = rows * (wide + 2);
+    const int64_t splits = max64(1, min64(blocks, div_up(kMinTasks, max64(heads, 1))));
+    const int64_t per_split = div_up(blocks, splits);
+    Arena parts;  // (heads, splits, part)
+    parts.template take<A>(heads * splits * part);
+    if (!parts.allocate()) return false;
+    A* const results = parts.template take<A>(heads * splits * part);
+    bool ok = true;
+#pragma omp parallel num_threads(clamp_threads(p.num_threads, heads * splits)) reduction(&& : ok)
+    {
+      AttentionDecode self(p, mask, rows, wide);
+      ok = self.allocate();
+#pragma omp for schedule(dynamic)
+      for (int64_t task = 0; task < heads * splits; ++task) {
+        const int64_t head = task / splits, begin = task % splits * per_split * kBlockN;
+        if (!ok) continue;
+        self.begin(results + task * part);
+        self.keys(head / p.num_heads_kv, head % p.num_heads_kv, min64(begin, p.seqlen_k),
+                  min64(begin + per_split * kBlockN, p.seqlen_k));
+      }
+#pragma omp for schedule(static)
+      for (int64_t head = 0; head < heads; ++head) {
+        if (!ok) continue;
+        self.begin_merge(results + head * splits * part);
+        for (int64_t s = 1; s < splits; ++s) self.merge(results + (head * splits + s) * part);
+        self.write(head / p.num_heads_kv, head % p.num_heads_kv);
+      }
+    }
+    return ok;
+  }
+
+ private:
+  AttentionDecode(const AttentionParams& p, const MaskView<A>& mask, int64_t rows, int64_t wide)
+      : p_(p),
+        mask_(mask),
+        units_(p),
+        unit_(units_.natural),
+        rows_(rows),
+        wide_(wide),
+        wide_qk_(round_up(p.head_dim, kLane)) {}
+
+  void place() {
+    query_ = arena_.template take<A>(rows_ * wide_qk_);
+    scores_ = arena_.template take<A>(rows_ * kBlockN);
+    tile_ = arena_.template take<A>(kBlockN * kRows);
+    bias_ = arena_.template take<A>(kBlockN * kRows);
+    key_ = arena_.template take<T>(kBlockN * wide_qk_);
+    value_ = arena_.template take<T>(kBlockN * wide_);
+  }
+
+  bool allocate() {
+    place();
+    if (!arena_.allocate()) return false;
+    place();
+    return true;
+  }
+
+  // A part's result: out (rows, wide), maximum (rows) in the units of the scores, sum (rows).
+  void begin_merge(A* result) {
+    out_ = result;
+    maximum_ = result + rows_ * wide_;
+    sum_ = maximum_ + rows_;
+  }
+
+  void begin(A* result) {
+    begin_merge(result);
+    memset(out_, 0, rows_ * wide_ * sizeof(A));
+    for (int64_t r = 0; r < rows_; ++r) {
+      maximum_[r] = -static_cast<A>(__builtin_inf());
+      sum_[r] = 0;
+    }
+  }
+
+  void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end) {
+    const int64_t group = rows_ / p_.seqlen_q;
+    for (int64_t r = 0; r < rows_; ++r) {
+      const T* const head =
+          at_head<T>(p_.query, p_.query_strides, b, h_kv * group + r / p_.seqlen_q);
+      A* const row = query_ + r * wide_qk_;
+      load_row(head + r % p_.seqlen_q * p_.query_strides[2], p_.head_dim, row);
+      for (int64_t d = p_.head_dim; d < wide_qk_; ++d) row[d] = 0;
+    }
+    for (int64_t j = begin; j < end; j += kBlockN) block(b, h_kv, j, min64(kBlockN, end - j));
+  }
+
+  // All rows against one block of keys.
+  void block(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
+    const int64_t group = rows_ / p_.seqlen_q;
+    const T *key = nullptr, *value = nullptr;
+    int64_t key_stride = p_.key_strides[2], value_stride = p_.value_strides[2];
+    for (int64_t g = 0; g < group; ++g) {
+      const TileAt at{b, h_kv * group + g, 0, j, n};
+      const Tile kind = mask_.classify(b, at.h, 0, j, j + n);
+      if (kind == Tile::kSkip) continue;
+      if (key == nullptr) {
+        key = whole_vectors(at_head<T>(p_.key, p_.key_strides, b, h_kv) + j * key_stride, n,
+                            p_.head_dim, wide_qk_, key_, &key_stride);
+        value = whole_vectors(at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * value_stride,
+                              n, p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_,
+                              &value_stride);
+      }
+      const int64_t first = g * p_.seqlen_q;
+      for (int64_t r = first; r < first + p_.seqlen_q; ++r) {
+        score_row(key, key_stride, n, query_ + r * wide_qk_, scores_ + r * kBlockN);
+      }
+      if (kind == Tile::kPartial || units_.scaled) mask_rows(kind, at, scores_ + first * kBlockN);
+      uint32_t keep[kBlockN + 4];
+      if (p_.dropout_p > 0) dropout_words<A>(p_, at, keep);
+      for (int64_t r = first; r < first + p_.seqlen_q; ++r) {
+        A* const weights = scores_ + r * kBlockN;
+        softmax_row(n, weights, out_ + r * wide_, &maximum_[r], &sum_[r]);
+        for (int64_t t = 0; p_.dropout_p > 0 && t < n; ++t) {
+          if ((keep[t] >> (r - first) & 1) == 0) weights[t] = 0;
+        }
+        add_values(kind, value, value_stride, n, weights, out_ + r * wide_);
+      }
+    }
+  }
+
+  // Rows of which whole vectors can be read: in place, or copied to buffer.
+  static const T* whole_vectors(const T* src, int64_t n, int64_t dim, int64_t wide, T* buffer,
+                                int64_t* stride) {
+    if (dim == wide) return src;
+    copy_rows(src, *stride, n, dim, buffer, n, wide);
+    *stride = wide;
+    return buffer;
+  }
+
+  // Scores of a query, kLane keys at a time; what is missing of the last ones is 0.
+  void score_row(const T* key, int64_t stride, int64_t n, const A* query, A* scores) const {
+    for (int64_t t = 0; t < n; t += kLane) {
+      A products[kLane][kLane];
+      for (int64_t l = 0; l < kLane; ++l) {
+        Vec<A> sum[2] = {};
+        const T* const row = key + min64(t + l, n - 1) * stride;
+        for (int64_t d = 0; d < wide_qk_; d += kLane) {
+          Vec<A>& part = sum[d / kLane % 2];
+          part += load_as<T>(row + d) * load(query + d);
+        }
+        store(products[l], sum[0] + sum[1]);
+      }
+      A columns[kLane][kLane];
+      transpose(products[0], kLane, kLane, kLane, columns[0], kLane);
+      Vec<A> total[2] = {};
+      for (int64_t l = 0; l < kLane; l += 2) {
+        for (int i = 0; i < 2; ++i) total[i] += load(columns[l + i]);
+      }
+      store(scores + t, total[0] + total[1]);
+    }
+  }
+
+  // Scores of one head's rows, masked as a tile.
+  void mask_rows(Tile kind, const TileAt& at, A* scores) {
+    memset(tile_, 0, kBlockN * kRows * sizeof(A));
+    transpose(scores, kBlockN, p_.seqlen_q, at.n, tile_, kRows);
+    finish_scores<T>(p_, mask_, units_, kind, at, tile_, nullptr, bias_);
+    transpose(tile_, kRows, at.n, p_.seqlen_q, scores, kBlockN);
+  }
+
+  // Scores to weights; maximum, sum and out are brought up to date.
+  void softmax_row(int64_t n, A* scores, A* out, A* maximum, A* sum) const {
+    const A infinity = static_cast<A>(__builtin_inf());
+    for (int64_t t = n; t < round_up(n, kLane); ++t) scores[t] = -infinity;
+    Vec<A> highest = broadcast<A>(-infinity), total{};
+    for (int64_t t = 0; t < n; t += kLane) highest = max<A>(highest, load(scores + t));
+    A top = *maximum;
+    for (int64_t l = 0; l < kLane; ++l) top = highest[l] > top ? highest[l] : top;
+    const A shift = top == -infinity ? A(0) : top;
+    for (int64_t t = 0; t < n; t += kLane) {
+      const Vec<A> weight = exp_nonpositive<A>(load(scores + t) - shift, unit_);
+      store(scores + t, weight);
+      total += weight;
+    }
+    const A alpha = rescale(top, maximum, out);
+    *sum = *sum * alpha + horizontal_sum<A>(total);
+  }
+
+  // Raises the maximum of what is in out so far; what that is multiplied by.
+  A rescale(A top, A* maximum, A* out) const {
+    if (top == *maximum) return 1;
+    const Vec<A> alpha = exp_nonpositive<A>(broadcast<A>(*maximum - top), unit_);
+    for (int64_t d = 0; d < wide_; d += kLane) store(out + d, load(out + d) * alpha);
+    *maximum = top;
+    return alpha[0];
+  }
+
+  // out += weights * value, in parts of kSumSteps keys.
+  void add_values(Tile kind, const T* value, int64_t stride, int64_t n, const A* weights,
+                  A* out) const {
+    const int64_t vectors = div_up(p_.head_dim_v, kLane);
+    for (int64_t begin = 0; begin < n; begin += kSumSteps) {
+      const int64_t end = min64(begin + kSumSteps, n);
+      int64_t c = 0;
+      for (; c + 4 <= vectors; c += 4) {
+        add_features<4>(kind, value + c * kLane, stride, begin, end, weights, out + c * kLane);
+      }
+      for (; c < vectors; ++c) {
+        add_features<1>(kind, value + c * kLane, stride, begin, end, weights, out + c * kLane);
+      }
+    }
+  }
+
+  template <int kVectors>
+  static void add_features(Tile kind, const T* value, int64_t stride, int64_t begin, int64_t end,
+                           const A* weights, A* out) {
+    Vec<A> sum[kVectors] = {};
+    for (int64_t t = begin; t < end; ++t) {
+      // An invisible key may hold NaN, and 0 * NaN is no 0.
+      if (kind == Tile::kPartial && weights[t] == 0) continue;
+      for (int i = 0; i < kVectors; ++i) {
+        sum[i] += load_as<T>(value + t * stride + i * kLane) * weights[t];
+      }
+    }
+    for (int i = 0; i < kVectors; ++i) store(out + i * kLane, load(out + i * kLane) + sum[i]);
+  }
+
+  // Adds another part's result to this one.
+  void merge(const A* other) {
+    const A* const maximum = other + rows_ * wide_;
+    const A* const sum = maximum + rows_;
+    for (int64_t r = 0; r < rows_; ++r) {
+      if (sum[r] == 0) continue;
+      A* const out = out_ + r * wide_;
+      const A top = maximum[r] > maximum_[r] ? maximum[r] : maximum_[r];
+      sum_[r] *= rescale(top, &maximum_[r], out);
+      const Vec<A> factor = exp_nonpositive<A>(broadcast<A>(maximum[r] - top), unit_);
+      for (int64_t d = 0; d < wide_; d += kLane) {
+        store(out + d, load(out + d) + load(other + r * wide_ + d) * factor);
+      }
+      sum_[r] += sum[r] * factor[0];
+    }
+  }
+
+  void write(int64_t b, int64_t h_kv) {
+    const int64_t group = rows_ / p_.seqlen_q;
+    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    for (int64_t r = 0; r < rows_; ++r) {
+      const int64_t h = h_kv * group + r / p_.seqlen_q, i = r % p_.seqlen_q;
+      A* const row = out_ + r * wide_;
+      const A factor = sum_[r] == 0 ? A(0) : kept / sum_[r];  // rows that saw nothing are 0
+      for (int64_t d = 0; d < wide_; d += kLane) store(row + d, load(row + d) * factor);
+      T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, b, h));
+      store_row(row, p_.head_dim_v, out + i * p_.out_strides[2]);
+      write_lse(p_, units_, (b * p_.num_heads + h) * p_.seqlen_q + i, maximum_[r], sum_[r]);
+    }
+  }
+
+  const AttentionParams& p_;
+  const MaskView<A>& mask_;
+  const ScoreUnits units_;
+  const ExpUnit<A> unit_;               // of a score
+  const int64_t rows_, wide_, wide_qk_;  // queries of a key/value head, padded head dimensions
+  Arena arena_;
+  A* query_;          // (rows, wide_qk)
+  A* scores_;         // (rows, kBlockN)
+  A *tile_, *bias_;   // (kBlockN, panel)
+  T *key_, *value_;   // (kBlockN, wide_qk), (kBlockN, wide)
+  A *out_, *maximum_, *sum_;  // of the part at hand
+};
+
+}  // namespace
+}  // namespace fused_attn

@@ -1,0 +1,98 @@
+// Transposing: queries become vector lanes on the way in, rows again on the way out.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace fused_attn {
+namespace {
+
+// One square tile in registers, kTransposeTile elements of 4 bytes a side.
+#if defined(__AVX512F__)
+constexpr int64_t kTransposeTile = 16;
+
+inline void transpose_tile(const void* source, int64_t source_stride, void* target,
+                           int64_t target_stride) {
+  const float* const src = static_cast<const float*>(source);
+  float* const dst = static_cast<float*>(target);
+  __m512 a[16], b[16];
+  for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_ps(src + r * source_stride);
+  // Pairs of rows, pairs of pairs, then 128-bit lanes by fours.
+  for (int r = 0; r < 16; r += 2) {
+    b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
+    b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
+  }
+  for (int r = 0; r < 16; r += 4) {
+    for (int half = 0; half < 2; ++half) {
+      const __m512d low = _mm512_castps_pd(b[r + half]), high = _mm512_castps_pd(b[r + 2 + half]);
+      a[r + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      a[r + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  for (int c = 0; c < 4; ++c) {
+    b[c] = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88);
+    b[4 + c] = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xDD);
+    b[8 + c] = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
+    b[12 + c] = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xDD);
+  }
+  for (int c = 0; c < 4; ++c) {
+    a[c] = _mm512_shuffle_f32x4(b[c], b[8 + c], 0x88);
+    a[8 + c] = _mm512_shuffle_f32x4(b[c], b[8 + c], 0xDD);
+    a[4 + c] = _mm512_shuffle_f32x4(b[4 + c], b[12 + c], 0x88);
+    a[12 + c] = _mm512_shuffle_f32x4(b[4 + c], b[12 + c], 0xDD);
+  }
+  for (int c = 0; c < 16; ++c) _mm512_storeu_ps(dst + c * target_stride, a[c]);
+}
+#elif defined(__AVX2__)
+constexpr int64_t kTransposeTile = 8;
+
+inline void transpose_tile(const void* source, int64_t source_stride, void* target,
+                           int64_t target_stride) {
+  const float* const src = static_cast<const float*>(source);
+  float* const dst = static_cast<float*>(target);
+  __m256 a[8], b[8];
+  for (int r = 0; r < 8; ++r) a[r] = _mm256_loadu_ps(src + r * source_stride);
+  for (int r = 0; r < 8; r += 2) {
+    b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
+    b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
+  }
+  for (int r = 0; r < 8; r += 4) {
+    for (int half = 0; half < 2; ++half) {
+      a[r + 2 * half] = _mm256_shuffle_ps(b[r + half], b[r + 2 + half], 0x44);
+      a[r + 2 * half + 1] = _mm256_shuffle_ps(b[r + half], b[r + 2 + half], 0xEE);
+    }
+  }
+  for (int c = 0; c < 4; ++c) {
+    _mm256_storeu_ps(dst + c * target_stride, _mm256_permute2f128_ps(a[c], a[4 + c], 0x20));
+    _mm256_storeu_ps(dst + (4 + c) * target_stride, _mm256_permute2f128_ps(a[c], a[4 + c], 0x31));
+  }
+}
+#else
+constexpr int64_t kTransposeTile = 1;
+
+inline void transpose_tile(const void* source, int64_t, void* target, int64_t) {
+  memcpy(target, source, 4);
+}
+#endif
+
+// dst (cols, rows) = the transpose of src (rows, cols).
+template <class E>
+__attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64_t rows, int64_t cols, E* dst,
+                      int64_t dst_stride) {
+  constexpr int64_t kTile = sizeof(E) == 4 ? kTransposeTile : 1;
+  int64_t r = 0;
+  for (; kTile > 1 && r + kTile <= rows; r += kTile) {
+    int64_t c = 0;
+    for (; c + kTile <= cols; c += kTile) {
+      transpose_tile(src + r * src_stride + c, src_stride, dst + c * dst_stride + r, dst_stride);
+    }
+    for (; c < cols; ++c) {
+      for (int64_t i = r; i < r + kTile; ++i) dst[c * dst_stride + i] = src[i * src_stride + c];
+    }
+  }
+  for (; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) dst[c * dst_stride + r] = src[r * src_stride + c];
+  }
+}
+
+}  // namespace
+}  // namespace fused_attn

@@ -1,0 +1,15 @@
+// Workspace that outlives a call, so that the system does not hand out and clear the same pages
+// again and again: glibc gives blocks of more than 128 KiB back at every free.
+#pragma once
+
+#include <cstdint>
+
+namespace fused_attn {
+
+// At least `size` bytes, aligned to 64; null where memory is out. From any thread.
+void* take_workspace(int64_t size);
+
+// Takes such a block back. Up to kMaxPooledBlocks of up to kMaxPooledBytes together are kept.
+void give_workspace(void* block);
+
+}  // namespace fused_attn

@@ -4,11 +4,13 @@
 // field that does not exist is an error.
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
 
 #include "cpu/dispatch.h"
+#include "cpu/workspace_pool.h"
 #include "params.h"
 
 namespace py = pybind11;
@@ -245,6 +247,59 @@ class NormCall {
   NormParams params_;
 };
 
+// The parts of DLPack's interface (dlpack.h, version 0.8) that a tensor on the CPU needs.
+struct DLTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+
+// An uninitialised tensor in pooled memory, as a capsule for torch.from_dlpack. dtype: as DType.
+py::capsule pooled_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
+  constexpr int kMaxDims = 4, kCpu = 1, kFloat = 2, kBfloat = 4;
+  struct Managed {
+    DLManagedTensor base;
+    int64_t shape[kMaxDims], strides[kMaxDims];
+  };
+  const bool is_bfloat = static_cast<DType>(dtype) == DType::kBFloat16;
+  const int bits = dtype == 0 ? 32 : dtype == 1 ? 64 : 16;
+  auto managed = std::make_unique<Managed>();
+  const int ndim = static_cast<int>(shape.size());
+  if (ndim > kMaxDims) throw std::invalid_argument("a pooled tensor has up to 4 dimensions");
+  int64_t last = 0;
+  for (int i = 0; i < ndim; ++i) {
+    managed->shape[i] = py::cast<int64_t>(shape[i]);
+    managed->strides[i] = py::cast<int64_t>(strides[i]);
+    last += (managed->shape[i] - 1) * managed->strides[i];
+  }
+  void* const data = take_workspace((last + 1) * bits / 8);
+  if (data == nullptr) throw std::bad_alloc();
+  managed->base = {{data, kCpu, 0, ndim, static_cast<uint8_t>(is_bfloat ? kBfloat : kFloat),
+                    static_cast<uint8_t>(bits), 1, managed->shape, managed->strides, 0},
+                   nullptr,
+                   [](DLManagedTensor* self) {
+                     give_workspace(self->tensor.data);
+                     delete reinterpret_cast<Managed*>(self);
+                   }};
+  // Whoever takes the tensor renames the capsule, and calls the deleter.
+  return py::capsule(managed.release(), "dltensor", [](PyObject* capsule) {
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return;
+    auto* const self =
+        static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    self->deleter(self);
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -269,6 +324,7 @@ PYBIND11_MODULE(_cpu, m) {
   py::class_<NormCall>(m, "NormCall")
       .def(py::init<const py::kwargs&>())
       .def("run", &NormCall::run);
+  m.def("pooled_tensor", &pooled_tensor);
   m.def("isa", [] { return kernels().isa; });
   m.def("set_isa", &set_isa, py::arg("isa").none(false));
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fused_attn._layout import new_gradient, new_out
+from fused_attn._layout import gradient_layout, out_layout
 from fused_attn._modes import plain_eager, statistics_dtype
 from fused_attn.backends import get_backend
 from fused_attn.mask_spec import BOUNDS, NUM_SPEC_FIELDS, MaskSpec
@@ -218,7 +218,7 @@ def _autocasts(device_type: str) -> bool:
 
 def _attention_fwd_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     batch, num_heads, seqlen_q, _ = query.shape
-    out = new_out(query, value)
+    out = query.new_empty_strided(*out_layout(query, value))
     lse = query.new_empty(batch, num_heads, seqlen_q, dtype=statistics_dtype(query.dtype))
     return out, lse, torch.empty_like(lse)
 
@@ -227,9 +227,9 @@ def _attention_bwd_fake(*args: Any) -> Any:
     _, _, query, key, value, _, _, _, bias, *rest = args
     needs_bias = rest[-2]
     return (
-        new_gradient(query),
-        new_gradient(key),
-        new_gradient(value),
+        query.new_empty_strided(*gradient_layout(query)),
+        key.new_empty_strided(*gradient_layout(key)),
+        value.new_empty_strided(*gradient_layout(value)),
         torch.empty_like(bias, memory_format=torch.contiguous_format)
         if needs_bias
         else query.new_empty(0),

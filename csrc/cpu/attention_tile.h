@@ -81,19 +81,14 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
 // Four keys share a counter, so at.j must be a multiple of 4, as every tile's is.
 template <class A>
 inline void dropout_words(const AttentionParams& p, const TileAt& at, uint32_t* words) {
-  constexpr int64_t kStep = 2 * kLanes<uint64_t>;
   const uint32_t threshold = dropout_threshold(p.dropout_p);
   const uint32_t head = static_cast<uint32_t>(at.b * p.num_heads + at.h);
   for (int64_t t = 0; t < at.n; t += 4) {
-    const uint32_t quad = static_cast<uint32_t>((at.j + t) / 4);
-    for (int w = 0; w < 4; ++w) words[t + w] = 0;
-    for (int64_t l = 0; l < kPanel<A>; l += kStep) {
-      uint32_t kept[4];
-      keep_bits<1>(static_cast<uint32_t>(at.i + l), quad, head, 0, p.seed, threshold, kept);
-      for (int w = 0; w < 4; ++w) words[t + w] |= kept[w] << l;
-    }
+    keep_bits<1>(static_cast<uint32_t>(at.i), static_cast<uint32_t>((at.j + t) / 4), head, 0,
+                 p.seed, threshold, words + t);
   }
 }
+static_assert(kPhiloxCounters >= kPanel<float>, "one call covers a panel");
 
 // A block of keys of one head as operands: rows of key and value, or their transposes.
 //

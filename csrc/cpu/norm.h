@@ -31,9 +31,28 @@ inline void store_part(Vec<Acc<T>> v, int64_t count, T* dst) {
   memcpy(dst, part, count * sizeof(T));
 }
 
+// Where the rows that are written do not fit into L2, writing them past the caches saves reading
+// them first. It helps the backward, and slows the forward down: what follows reads its result.
+constexpr int64_t kStreamFrom = int64_t{4} << 20;  // bytes
+
+template <class T>
+inline bool streams(const NormParams& p, const void* row) {
+  return sizeof(T) == sizeof(Acc<T>) && reinterpret_cast<uintptr_t>(row) % kVectorBytes == 0 &&
+         p.rows * p.columns * static_cast<int64_t>(sizeof(T)) >= kStreamFrom;
+}
+
+// store_part, past the caches where that is wanted.
+template <class T>
+inline void write_part(Vec<Acc<T>> v, int64_t count, bool streaming, T* dst) {
+  if constexpr (sizeof(T) == sizeof(Acc<T>)) {
+    if (streaming && count == kLanes<T>) return stream(dst, v);
+  }
+  store_part<T>(v, count, dst);
+}
+
 // Calls use(c, count) for each vector of a row, of which the last may be a part.
 template <class A, class Use>
-inline void for_each_vector(int64_t begin, int64_t end, const Use& use) {
+__attribute__((always_inline)) inline void for_each_vector(int64_t begin, int64_t end, const Use& use) {
   int64_t c = begin;
   for (; c + kLanes<A> <= end; c += kLanes<A>) use(c, kLanes<A>);
   if (c < end) use(c, end - c);
@@ -74,10 +93,12 @@ inline void sum_row(int64_t n, const Term& term, A* sums) {
   for (int s = 0; s < kSums; ++s) sums[s] = horizontal_sum<A>(total.of[s]);
 }
 
-// What dropout multiplies a row by: 0 or 1 / (1 - p). Four columns share a counter.
-template <class A>
-inline void dropout_row(const NormParams& p, int64_t row, A* factor) {
-  constexpr int64_t kQuads = 2 * kLanes<uint64_t>, kWords = kLanes<uint32_t>;
+// What dropout multiplies a row by: 0 or 1 / (1 - p). Four columns share a counter. Meanwhile the
+// rows that are needed next are on their way from memory, null or not.
+template <class A, class T>
+inline void dropout_row(const NormParams& p, int64_t row, A* factor, const T* next,
+                        const T* other = nullptr) {
+  constexpr int64_t kQuads = kPhiloxCounters, kWords = kLanes<uint32_t>;
   const uint32_t threshold = dropout_threshold(p.dropout_p);
   const A scale = static_cast<A>(dropout_scale(p.dropout_p));
   Vec32 quad_of_lane, word_of_lane[4];
@@ -86,6 +107,10 @@ inline void dropout_row(const NormParams& p, int64_t row, A* factor) {
     for (int w = 0; w < 4; ++w) word_of_lane[w][l] = l % 4 == w ? ~0u : 0u;
   }
   for (int64_t begin = 0; begin < p.columns; begin += 4 * kQuads) {
+    for (int64_t c = begin; c < min64(begin + 4 * kQuads, p.columns); c += 64 / sizeof(T)) {
+      if (next != nullptr) __builtin_prefetch(next + c);
+      if (other != nullptr) __builtin_prefetch(other + c);
+    }
     uint32_t kept[4];
     keep_bits<0>(static_cast<uint32_t>(begin / 4), static_cast<uint32_t>(row), 0, 1, p.seed,
                  threshold, kept);
@@ -116,10 +141,14 @@ class NormFwd {
     {
       NormFwd self(p);
       ok = self.allocate();
+      const bool added = p.residual != nullptr || p.dropout_p > 0 || p.total != nullptr;
+      const bool plain = !added && p.weight != nullptr && p.bias != nullptr;
 #pragma omp for schedule(static)
       for (int64_t r = 0; r < p.rows; ++r) {
-        if (ok) self.row(r);
+        if (!ok) continue;
+        plain ? self.template row<true>(r) : self.template row<false>(r);
       }
+      stream_fence();
     }
     return ok;
   }
@@ -128,7 +157,7 @@ class NormFwd {
   explicit NormFwd(const NormParams& p) : p_(p) {}
 
   void place() {
-    x_ = arena_.template take<A>(p_.columns + kLanes<A>);
+    x_ = arena_.template take<A>(p_.columns);
     keep_ = arena_.template take<A>(p_.dropout_p > 0 ? p_.columns : 0);
   }
 
@@ -139,33 +168,29 @@ class NormFwd {
     return true;
   }
 
+  // kPlain: the row is the input's alone, and weight and bias are there.
+  template <bool kPlain>
   void row(int64_t r) {
     const int64_t n = p_.columns, at = r * n;
     const T* const input = static_cast<const T*>(p_.input) + at;
-    const T* const residual = p_.residual == nullptr ? nullptr : static_cast<const T*>(p_.residual) + at;
-    T* const total = p_.total == nullptr ? nullptr : static_cast<T*>(p_.total) + at;
-    const bool dropout = p_.dropout_p > 0;
-    if (dropout) dropout_row(p_, r, keep_);
-    A* const row = x_;
-    // The norm is that of the sum as it is stored: the backward starts from it.
-    const auto summed = [&](int64_t c, int64_t count) -> Terms<A, 1> {
-      Vec<A> x = load_part(input + c, count);
-      if (dropout) x *= load_part(keep_ + c, count);
-      if (residual != nullptr) x += load_part(residual + c, count);
-      if (total != nullptr) {
-        store_part<T>(x, count, total + c);
-        if (sizeof(T) != sizeof(A)) x = load_part<T>(total + c, count);
-      }
-      store(row + c, x);
-      return {{x}};
-    };
+    const A* x = x_;
+    if constexpr (kPlain && sizeof(T) == sizeof(A)) {
+      x = input;
+    } else if constexpr (kPlain) {
+      load_row(input, n, x_);
+    } else {
+      add_up(r, input);
+    }
     A mean;
-    sum_row<A, 1>(n, summed, &mean);
+    const auto plain = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+      return {{load_part(x + c, count)}};
+    };
+    sum_row<A, 1>(n, plain, &mean);
     mean = p_.rms ? A(0) : mean / static_cast<A>(n);
     const auto square = [&](int64_t c, int64_t count) -> Terms<A, 1> {
-      Vec<A> x = load(row + c) - mean;
-      if (count < kLanes<A>) x = where<A>((1u << count) - 1, x, Vec<A>{});
-      return {{x * x}};
+      Vec<A> off = load_part(x + c, count) - mean;
+      if (count < kLanes<A>) off = where<A>((1u << count) - 1, off, Vec<A>{});
+      return {{off * off}};
     };
     A variance;
     sum_row<A, 1>(n, square, &variance);
@@ -176,10 +201,31 @@ class NormFwd {
     const A* const bias = static_cast<const A*>(p_.bias);
     T* const out = static_cast<T*>(p_.out) + at;
     for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
-      Vec<A> x = (load(row + c) - mean) * rstd;
-      if (weight != nullptr) x *= load_part(weight + c, count);
-      if (bias != nullptr) x += load_part(bias + c, count);
-      store_part<T>(x, count, out + c);
+      Vec<A> y = (load_part(x + c, count) - mean) * rstd;
+      if (kPlain || weight != nullptr) y *= load_part(weight + c, count);
+      if (kPlain || bias != nullptr) y += load_part(bias + c, count);
+      write_part<T>(y, count, !kPlain && streams<T>(p_, out), out + c);
+    });
+  }
+
+  // residual + dropout(input) into x_, and into total as it is stored: the norm is that of what
+  // the backward starts from.
+  void add_up(int64_t r, const T* input) {
+    const int64_t n = p_.columns, at = r * n;
+    const bool dropout = p_.dropout_p > 0;
+    const T* const residual = static_cast<const T*>(p_.residual);
+    T* const total = static_cast<T*>(p_.total);
+    if (dropout) dropout_row(p_, r, keep_, input, residual == nullptr ? nullptr : residual + at);
+    const bool streaming = streams<T>(p_, total + at);
+    for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
+      Vec<A> x = load_part(input + c, count);
+      if (dropout) x *= load_part(keep_ + c, count);
+      if (residual != nullptr) x += load_part(residual + at + c, count);
+      if (total != nullptr) {
+        write_part<T>(x, count, streaming, total + at + c);
+        if (sizeof(T) != sizeof(A)) x = load_part<T>(total + at + c, count);
+      }
+      store_part<A>(x, count, x_ + c);
     });
   }
 
@@ -212,14 +258,19 @@ class NormBwd {
     {
       NormBwd self(bwd);
       ok = self.allocate();
+      const bool affine =
+          p.weight != nullptr && bwd.grad_weight != nullptr && bwd.grad_bias != nullptr;
 #pragma omp for schedule(static)
       for (int64_t part = 0; part < parts; ++part) {
         A* const own = sums + part * 2 * n;
         memset(own, 0, 2 * n * sizeof(A));
         for (int64_t r = part * per_part; r < min64((part + 1) * per_part, p.rows); ++r) {
-          if (ok) self.row(r, own, own + n);
+          if (!ok) continue;
+          affine ? self.template row<true>(r, own, own + n)
+                 : self.template row<false>(r, own, own + n);
         }
       }
+      stream_fence();
 #pragma omp single
       {
         add_up(sums, parts, n, static_cast<A*>(bwd.grad_weight));
@@ -241,6 +292,8 @@ class NormBwd {
     return true;
   }
 
+  // kAffine: weight is there, and its gradient and that of bias are wanted.
+  template <bool kAffine>
   void row(int64_t r, A* weight_sum, A* bias_sum) {
     const int64_t n = p_.columns, at = r * n;
     const A* const weight = static_cast<const A*>(p_.weight);
@@ -248,13 +301,14 @@ class NormBwd {
     const T* const grad_out = static_cast<const T*>(bwd_.grad_out) + at;
     const A mean = p_.rms ? A(0) : static_cast<const A*>(p_.mean)[r];
     const A rstd = static_cast<const A*>(p_.rstd)[r], size = static_cast<A>(n);
-    const bool needs_weight = bwd_.grad_weight != nullptr, needs_bias = bwd_.grad_bias != nullptr;
+    const bool needs_weight = kAffine || bwd_.grad_weight != nullptr;
+    const bool needs_bias = kAffine || bwd_.grad_bias != nullptr;
     const auto normalised = [&](int64_t c, int64_t count) -> Vec<A> {
       const Vec<A> x = (load_part(total + c, count) - mean) * rstd;
       return count == kLanes<A> ? x : where<A>((1u << count) - 1, x, Vec<A>{});
     };
     const auto weighted = [&](int64_t c, int64_t count, Vec<A> grad) -> Vec<A> {
-      return weight == nullptr ? grad : grad * load_part(weight + c, count);
+      return kAffine || weight != nullptr ? grad * load_part(weight + c, count) : grad;
     };
     const auto add = [](Vec<A> x, int64_t count, A* sum) {
       store_part<A>(load_part(sum, count) + x, count, sum);
@@ -270,17 +324,20 @@ class NormBwd {
     sum_row<A, 2>(n, terms, sums);
     const A along = sums[0] / size, across = p_.rms ? A(0) : sums[1] / size;
     const bool dropout = bwd_.grad_input != nullptr;
-    if (dropout) dropout_row(p_, r, keep_);
+    if (dropout) dropout_row(p_, r, keep_, static_cast<const T*>(nullptr));
     const T* const grad_total =
         bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + at;
     T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + at;
     T* const grad_input = dropout ? static_cast<T*>(bwd_.grad_input) + at : nullptr;
+    const bool streaming = streams<T>(p_, grad_residual), streaming_input = streams<T>(p_, grad_input);
     for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
       const Vec<A> g = weighted(c, count, load_part(grad_out + c, count));
       Vec<A> grad = rstd * (g - across - normalised(c, count) * along);
       if (grad_total != nullptr) grad += load_part(grad_total + c, count);
-      store_part<T>(grad, count, grad_residual + c);
-      if (dropout) store_part<T>(grad * load_part(keep_ + c, count), count, grad_input + c);
+      write_part<T>(grad, count, streaming, grad_residual + c);
+      if (dropout) {
+        write_part<T>(grad * load_part(keep_ + c, count), count, streaming_input, grad_input + c);
+      }
     });
   }
 

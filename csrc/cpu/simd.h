@@ -64,6 +64,25 @@ inline void store(T* p, Vec<T> v) {
   memcpy(p, &v, sizeof(v));
 }
 
+// Past the caches, where kLanes * sizeof(T) bytes from p on are aligned: what is written is not
+// read into the cache first. A fence is needed before another thread reads it.
+template <class T>
+inline void stream(T* p, Vec<T> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512((__m512i*)p, (__m512i)v);
+#elif defined(__AVX2__)
+  _mm256_stream_si256((__m256i*)p, (__m256i)v);
+#else
+  store(p, v);
+#endif
+}
+
+inline void stream_fence() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 template <class T>
 inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};  // x - 0 is x, also for -0 and NaN, and needs no instruction
@@ -157,11 +176,18 @@ inline Vec<uint64_t> multiply_wide(Vec<uint64_t> a, Vec<uint64_t> b) {
 #endif
 }
 
+// Lanes are added in halves.
 template <class T>
 inline T horizontal_sum(Vec<T> v) {
-  T sum = v[0];
-  for (int i = 1; i < kLanes<T>; ++i) sum += v[i];
-  return sum;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)v);
+#endif
+  T part[kLanes<T>];
+  store(part, v);
+  for (int half = kLanes<T> / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) part[i] += part[i + half];
+  }
+  return part[0];
 }
 
 }  // namespace

@@ -6,10 +6,9 @@
 namespace fused_attn {
 namespace {
 
-// Two cores with three blocks each for forward and backward of a model's layers take 10 blocks and
-// a few MiB; the bound is for what a user would notice.
+// What an idle process may hold: some layers' outputs and gradients, and each thread's workspace.
 constexpr int kMaxPooledBlocks = 64;
-constexpr int64_t kMaxPooledBytes = int64_t{64} << 20;
+constexpr int64_t kMaxPooledBytes = int64_t{256} << 20;
 constexpr int64_t kHeader = 64;  // holds the size; keeps what follows aligned
 
 struct Pool {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_attn._layout import new_gradient, new_out, readable_in_place
+from fused_attn._layout import gradient_layout, out_layout, readable_in_place
 from fused_attn._modes import statistics_dtype
 from fused_attn.backends.problem import AttentionProblem, Problem
 from fused_attn.mask_spec import MaskSpec
@@ -78,7 +79,7 @@ def attention_fwd(
     Not for_backward: the last one is empty, and a few queries may be computed in another order
     than the backward's.
     """
-    out = new_out(query, value)
+    out = _empty(*out_layout(query, value), query.dtype)
     lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
     lse_low = torch.empty_like(lse) if for_backward else lse.new_empty(0)
     fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
@@ -92,13 +93,14 @@ def attention_call(
     query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of tensors like these, for out alone; spec has no tensor."""
-    out = new_out(query, value)
+    shape, strides = out_layout(query, value)
+    dtype = query.dtype
+    out = torch.empty_strided(shape, strides, dtype=dtype)
     fields, _ = _fields(query, key, value, out, spec, scale, softcap, 0.0, None)
     run = _cpu.AttentionCall(**fields).run
-    shape, strides, dtype = out.shape, out.stride(), out.dtype
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_strided(shape, strides, dtype=dtype)
+        out = _empty(shape, strides, dtype)
         run(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             torch.get_num_threads(),
@@ -126,7 +128,7 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and of the float mask (empty if not needed)."""
     grad_out = readable_in_place(grad_out)
-    grads = new_gradient(query), new_gradient(key), new_gradient(value)
+    grads = [_empty(*gradient_layout(t), t.dtype) for t in (query, key, value)]
     fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
     fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
     _add(fields, "grad_out", grad_out)
@@ -161,8 +163,8 @@ def norm_fwd(
     statistics = statistics_dtype(input.dtype)
     input = input.contiguous()
     has_total = residual is not None or dropout_p > 0.0
-    out = torch.empty_like(input)
-    total = torch.empty_like(input) if has_total else input.new_empty(0)
+    out = _empty_like(input)
+    total = _empty_like(input) if has_total else input.new_empty(0)
     mean = input.new_empty(0 if rms else input.shape[0], dtype=statistics)
     rstd = input.new_empty(input.shape[0], dtype=statistics)
     residual = None if residual is None else residual.contiguous()
@@ -192,7 +194,7 @@ def norm_call(
     run = _cpu.NormCall(**_norm_fields(rows, rms, 0.0, None), eps=eps).run
 
     def call(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        out = torch.empty_like(input)
+        out = _empty_like(input)
         run(
             input.data_ptr(), _pointer(weight), _pointer(bias), out.data_ptr(),
             torch.get_num_threads(),
@@ -219,8 +221,8 @@ def norm_bwd(
     total, grad_out = total.contiguous(), grad_out.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
     weight = _as(weight, mean.dtype)
-    grad_residual = torch.empty_like(total)
-    grad_input = torch.empty_like(total) if dropout_p > 0.0 else total.new_empty(0)
+    grad_residual = _empty_like(total)
+    grad_input = _empty_like(total) if dropout_p > 0.0 else total.new_empty(0)
     grad_weight = mean.new_empty(total.shape[1] if needs_weight else 0)
     grad_bias = mean.new_empty(total.shape[1] if needs_bias else 0)
     _cpu.norm_bwd(
@@ -276,6 +278,24 @@ def tile_kinds(
     fields, _kept = _fields(empty, keys, keys, empty, spec, 1.0, 0.0, 0.0, None)
     _cpu.tile_kinds(**fields, kinds=kinds.data_ptr())
     return kinds, (panel, block)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+# Smaller blocks stay with malloc, which reuses them; taking one from the pool costs 4 microseconds.
+_POOLED_FROM = 1 << 20
+
+
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised dense tensor; a large one in memory that earlier ones have left."""
+    numel = math.prod(shape)
+    if numel * dtype.itemsize < _POOLED_FROM or len(shape) > 4:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    return torch.from_dlpack(_cpu.pooled_tensor(shape, strides, _DTYPES[dtype]))
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return _empty(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 # ---- fields -------------------------------------------------------------------------------------

@@ -324,6 +324,8 @@ PYBIND11_MODULE(_cpu, m) {
   py::class_<NormCall>(m, "NormCall")
       .def(py::init<const py::kwargs&>())
       .def("run", &NormCall::run);
+  m.def("multiply_add_peak", [](int64_t threads) { return kernels().multiply_add_peak(threads); });
+  m.def("pair_peak", [](int64_t threads) { return kernels().pair_peak(threads); });
   m.def("pooled_tensor", &pooled_tensor);
   m.def("isa", [] { return kernels().isa; });
   m.def("set_isa", &set_isa, py::arg("isa").none(false));

@@ -16,6 +16,9 @@ struct KernelTable {
   void (*tile_summary)(const SummaryParams&);
   int64_t (*panel)(DType);  // queries of a tile
   int64_t block;            // keys of a tile
+  // Operations a second of so many threads: float multiply-add, and bfloat16 pairs (0: has none).
+  double (*multiply_add_peak)(int64_t);
+  double (*pair_peak)(int64_t);
 };
 
 // The best of what was built and this CPU has; FUSED_ATTN_CPU_ISA (an entry of isas.inc) lowers it.

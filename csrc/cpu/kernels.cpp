@@ -4,6 +4,7 @@
 #include "cpu/attention_fwd.h"
 #include "cpu/dispatch.h"
 #include "cpu/norm.h"
+#include "cpu/peak.h"
 #include "cpu/tile_summary.h"
 
 #define FUSED_ATTN_PASTE_(a, b) a##b
@@ -102,7 +103,9 @@ const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                               run_tile_kinds,
                               run_tile_summary,
                               panel_of,
-                              kBlockN};
+                              kBlockN,
+                              multiply_add_peak,
+                              pair_peak};
 }  // namespace FUSED_ATTN_ISA_NAMESPACE
 
 }  // namespace fused_attn

@@ -65,7 +65,7 @@ struct Terms {
 
 // kSums sums over a row of what term(c, count) gives for each vector.
 template <class A, int kSums, class Term>
-inline void sum_row(int64_t n, const Term& term, A* sums) {
+__attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, A* sums) {
   constexpr int64_t kLane = kLanes<A>, kUnroll = 4;
   Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, where bit i of stretches is set
   int64_t stretches = 0;

@@ -1,0 +1,163 @@
+"""The problems that are measured, each with where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_attn import masks
+from fused_attn.masks import Mask
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention problem: sizes as in `fused_attn.scaled_dot_product_attention`."""
+
+    name: str
+    batch: int
+    num_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    source: str
+    num_heads_kv: int = 0  # 0: num_heads
+    mask: str = "none"
+    dropout_p: float = 0.0
+    quick: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads_kv or self.num_heads
+
+    def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """query, key, value, the same every time."""
+        generator = torch.Generator().manual_seed(0)
+        sizes = (
+            (self.num_heads, self.seqlen_q),
+            (self.kv_heads, self.seqlen_k),
+            (self.kv_heads, self.seqlen_k),
+        )
+        query, key, value = (
+            torch.randn(self.batch, heads, seqlen, self.head_dim, generator=generator).to(dtype)
+            for heads, seqlen in sizes
+        )
+        return query, key, value
+
+    def visible(self) -> int:
+        """Pairs of a query and a key that it sees, over batch and heads."""
+        dense = self.bool_mask()
+        pairs = self.batch * self.seqlen_q * self.seqlen_k
+        if dense is not None:
+            shape = (self.batch, 1, self.seqlen_q, self.seqlen_k)
+            pairs = int(dense.expand(shape).sum())
+        return self.num_heads * pairs
+
+    def lengths(self) -> Tensor:
+        """Key lengths of a padded batch: from a quarter to all, 62 % on average."""
+        steps = torch.linspace(0.25, 1.0, self.batch)
+        return (self.seqlen_k * steps).round().long()
+
+    def bool_mask(self) -> Tensor | None:
+        """What SDPA is given, which has no name for these masks."""
+        i = torch.arange(self.seqlen_q)[:, None]
+        j = torch.arange(self.seqlen_k)[None, :]
+        kinds = {
+            "none": lambda: None,
+            "causal": lambda: j <= i,
+            "window": lambda: (j <= i) & (j > i - 256),
+            "padding": lambda: (j < self.lengths()[:, None, None])[:, None],
+            "blocks": lambda: i // 256 == j // 256,
+            "ragged_blocks": lambda: (i + 37) // 256 == (j + 37) // 256,
+            "prefix": lambda: (j <= i) | (j < self.seqlen_k // 4),
+            "bias": lambda: None,
+            "alibi": lambda: j <= i,
+            "softcap": lambda: j <= i,
+        }
+        return kinds[self.mask]()
+
+    def own_mask(self) -> Mask | None:
+        """The same as a user of this package says it."""
+        dense = self.bool_mask()
+        prefix = torch.full((self.batch,), self.seqlen_k // 4)
+        slopes = 2.0 ** -(torch.arange(self.num_heads) + 1.0)
+        kinds = {
+            "none": lambda: None,
+            "causal": masks.causal,
+            "window": lambda: masks.sliding_window(255),
+            "padding": lambda: masks.padding(self.lengths()),
+            "blocks": lambda: masks.dense(dense),
+            "ragged_blocks": lambda: masks.dense(dense),
+            "prefix": lambda: masks.prefix_lm(prefix),
+            "bias": lambda: None,
+            "alibi": lambda: masks.causal() & masks.alibi(slopes),
+            "softcap": masks.causal,
+        }
+        return kinds[self.mask]()
+
+
+_BERT = "BERT-base layer (Devlin et al. 2019): 12 heads of 64"
+_GPT2 = "GPT-2 layer (Radford et al. 2019): 12 heads of 64, context 1024"
+_SWEEP = "length sweep at 16 heads of 64"
+_MASKS = "GPT-2-like layer, 8 heads of 64, under each mask"
+
+ATTENTION = [
+    Attention("long", 2, 8, 2048, 2048, 64, _SWEEP, quick=True),
+    Attention("long128", 2, 8, 2048, 2048, 128, "Llama-like heads of 128 (Touvron et al. 2023)"),
+    Attention("causal", 2, 8, 2048, 2048, 64, _GPT2, mask="causal", quick=True),
+    Attention("bert", 8, 12, 512, 512, 64, _BERT),
+    Attention("minilm", 32, 12, 128, 128, 32, "MiniLM-L6 layer on 32 sentences", quick=True),
+    Attention("vit", 8, 12, 197, 197, 64, "ViT-B/16 at 224 pixels (Dosovitskiy et al. 2021)"),
+    Attention("whisper", 1, 8, 1500, 1500, 64, "Whisper-base encoder (Radford et al. 2022)"),
+    Attention("llama_gqa", 1, 32, 1024, 1024, 128, "Llama-3-8B: 8 of 32 heads", 8, mask="causal"),
+    Attention("one_head", 1, 1, 4096, 4096, 64, "few heads: fewer than threads"),
+    Attention("small", 1, 8, 32, 32, 64, "call overhead", quick=True),
+    *(
+        Attention(f"length{n}", max(1, 4096 // n), 16, n, n, 64, _SWEEP)
+        for n in (128, 512, 4096)
+    ),
+]
+
+MASKED = [
+    Attention("padding", 8, 8, 1024, 1024, 64, _MASKS, mask="padding", quick=True),
+    Attention("blocks", 1, 8, 2048, 2048, 64, _MASKS, mask="blocks", quick=True),
+    Attention("ragged_blocks", 1, 8, 2048, 2048, 64, _MASKS, mask="ragged_blocks"),
+    Attention("window", 1, 8, 2048, 2048, 64, _MASKS, mask="window"),
+    Attention("prefix", 2, 8, 1024, 1024, 64, "prefix LM (Raffel et al. 2020, T5)", mask="prefix"),
+    Attention("alibi", 2, 8, 1024, 1024, 64, "ALiBi (Press et al. 2022)", mask="alibi"),
+    Attention("softcap", 2, 8, 1024, 1024, 64, "Gemma 2 (2024): softcap 50", mask="softcap"),
+]
+
+TRAINING = [
+    Attention("dropout", 4, 8, 512, 512, 64, _BERT, dropout_p=0.1, quick=True),
+    Attention("bias", 4, 8, 512, 512, 64, "T5's relative position bias, learnt", mask="bias"),
+]
+
+DECODE = [
+    Attention("decode", 8, 12, 1, 2048, 64, f"{_GPT2}, one step", quick=True),
+    Attention("decode_gqa", 4, 32, 1, 2048, 128, "Llama-3-8B, one step", 8),
+    Attention("decode4", 8, 12, 4, 2048, 64, "four speculative tokens"),
+]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One norm problem: rows x columns."""
+
+    name: str
+    rows: int
+    columns: int
+    source: str
+    dropout_p: float = 0.0
+    residual: bool = False
+    quick: bool = False
+
+
+NORMS = [
+    Norm("bert", 4096, 768, _BERT, quick=True),
+    Norm("llama", 2048, 4096, "Llama-3-8B: 4096 features"),
+    Norm("wide", 64, 65536, "the widest rows"),
+    Norm("narrow", 65536, 64, "norms of heads (QK norm)"),
+    Norm("bert_residual", 4096, 768, f"{_BERT}: dropout + residual + norm", 0.1, True, quick=True),
+]

@@ -1,0 +1,104 @@
+// What the multiplying instructions of this instruction set reach when nothing else is done: the
+// ceiling that benchmarks compare kernels with.
+#pragma once
+
+#include <time.h>
+
+#include "cpu/attention_tile.h"
+
+namespace fused_attn {
+namespace {
+
+inline double seconds_now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+// Vector multiply-adds of a thread; the operations that were done.
+inline double spin_multiply_add(int64_t rounds) {
+  constexpr int kChains = 2 * kMicroRows < 12 ? 2 * kMicroRows : 12;
+  Vec<float> sum[kChains], x = broadcast<float>(0.999f), y = broadcast<float>(1e-3f);
+  for (int i = 0; i < kChains; ++i) sum[i] = broadcast<float>(0.1f * static_cast<float>(i));
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kChains; ++i) sum[i] = sum[i] * x + y;
+  }
+  for (int i = 1; i < kChains; ++i) sum[0] += sum[i];
+  volatile float result = sum[0][0];  // or nothing of this would be done
+  (void)result;
+  return 2.0 * kChains * kLanes<float> * static_cast<double>(rounds);
+}
+
+#if defined(__AMX_BF16__)
+inline double spin_tiles(int64_t rounds) {
+  TileRegisters registers;
+  // Numbers as they come: on zeros the unit takes less power, and runs faster.
+  alignas(64) uint16_t data[2][16][32];
+  for (int i = 0; i < 2 * 16 * 32; ++i) {
+    (&data[0][0][0])[i] = static_cast<uint16_t>(0x3F80 + i * 37 % 128 - (i % 3 == 0 ? 0x8000 : 0));
+  }
+  asm volatile("" : : "r"(data) : "memory");
+  _tile_loadd(4, data[0], 64);
+  _tile_loadd(5, data[1], 64);
+  _tile_loadd(6, data[1], 64);
+  _tile_loadd(7, data[0], 64);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t r = 0; r < rounds; ++r) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  return 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(rounds);
+}
+#elif defined(__AVX512BF16__)
+inline double spin_pairs(int64_t rounds) {
+  constexpr int kPairChains = 16;
+  Vec<float> sum[kPairChains];
+  for (int i = 0; i < kPairChains; ++i) sum[i] = broadcast<float>(static_cast<float>(i));
+  Vec32 x = Vec32{} + 0x3F003F00u;
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kPairChains; ++i) sum[i] = BFloat16Pairs::multiply_add(0x3C003C00u, x, sum[i]);
+  }
+  for (int i = 1; i < kPairChains; ++i) sum[0] += sum[i];
+  volatile float result = sum[0][0];  // or nothing of this would be done
+  (void)result;
+  return 4.0 * kPairChains * 16 * static_cast<double>(rounds);
+}
+#endif
+
+// Operations a second of all threads together, the best of some tries.
+template <class Spin>
+inline double peak_of(int64_t threads, const Spin& spin) {
+  double best = 0;
+  for (int trial = 0; trial < 5; ++trial) {
+    double done = 0;
+    const double start = seconds_now();
+#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(+ : done)
+    done += spin(int64_t{1000000});
+    const double rate = done / (seconds_now() - start);
+    best = rate > best ? rate : best;
+  }
+  return best;
+}
+
+inline double multiply_add_peak(int64_t threads) { return peak_of(threads, spin_multiply_add); }
+
+// Of what multiplies bfloat16 pairs here; 0 where nothing does.
+inline double pair_peak(int64_t threads) {
+#if defined(__AMX_BF16__)
+  return peak_of(threads, spin_tiles);
+#elif defined(__AVX512BF16__)
+  return peak_of(threads, spin_pairs);
+#else
+  return 0 * static_cast<double>(threads);
+#endif
+}
+
+}  // namespace
+}  // namespace fused_attn

@@ -14,7 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build demo test test-isas lint format sdist-check gpu-build gpu-test gpu-bench clean
+.PHONY: help env build demo test test-isas lint format sdist-check bench bench-quick \
+	gpu-build gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -46,7 +47,7 @@ test: env ## run the tests
 
 # tests/test_isas.py has the most important of this for `test`.
 test-isas: env ## run the numerics tests on the lower CPU instruction sets
-	for isa in avx2 generic; do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
+	for isa in avx512_bf16 avx512 avx2 generic; do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/test_attention.py tests/test_norm.py tests/test_gradcheck.py || exit 1; done
 
 lint: $(VENV)/installed ## check style, spelling and types
@@ -68,6 +69,16 @@ sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in
 	$(BIN)/python -m venv "$$dir/venv"; \
 	"$$dir/venv/bin/pip" install -q "$$dir"/dist/*.whl || $(NO_INSTALL); \
 	cd "$$dir"; venv/bin/python -c 'import fused_attn, fused_attn._cpu; print(fused_attn.__version__, fused_attn.__file__)'
+
+BENCH = $(BIN)/python -m pytest -q benchmarks --benchmark-columns=median
+
+# Nothing else may run meanwhile. The results that back the README's table are committed.
+bench: env ## measure everything against its peers; results, plots and the README's table
+	$(BENCH) --results cpu.json
+	$(BIN)/python benchmarks/report.py
+
+bench-quick: env ## the most telling benchmarks, in under 3 minutes
+	$(BENCH) --quick
 
 # In place, without pip: it works offline, and asks nothing of the machine but what builds.
 gpu-build:

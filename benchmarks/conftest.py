@@ -1,4 +1,4 @@
-"""The `compare` fixture: check against the reference, measure, record; results as JSON at the end."""
+"""The `compare` fixture: check, measure, record; the results as JSON at the end."""
 
 from __future__ import annotations
 

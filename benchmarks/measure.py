@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -68,6 +69,8 @@ def unthrottled(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
 def peak_memory(way: Callable[[], Any]) -> int | None:
     """Bytes of resident memory that a call takes at its highest; None where that is not told."""
     way()
+    _cpu.release_workspace()
+    ctypes.CDLL(None).malloc_trim(0)  # or what earlier calls have left would be used
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # forget the highest so far

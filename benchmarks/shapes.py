@@ -113,10 +113,7 @@ ATTENTION = [
     Attention("llama_gqa", 1, 32, 1024, 1024, 128, "Llama-3-8B: 8 of 32 heads", 8, mask="causal"),
     Attention("one_head", 1, 1, 4096, 4096, 64, "few heads: fewer than threads"),
     Attention("small", 1, 8, 32, 32, 64, "call overhead", quick=True),
-    *(
-        Attention(f"length{n}", max(1, 4096 // n), 16, n, n, 64, _SWEEP)
-        for n in (128, 512, 4096)
-    ),
+    *(Attention(f"length{n}", max(1, 4096 // n), 16, n, n, 64, _SWEEP) for n in (128, 512, 4096)),
 ]
 
 MASKED = [

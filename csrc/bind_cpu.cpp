@@ -294,8 +294,7 @@ py::capsule pooled_tensor(const py::tuple& shape, const py::tuple& strides, int6
   // Whoever takes the tensor renames the capsule, and calls the deleter.
   return py::capsule(managed.release(), "dltensor", [](PyObject* capsule) {
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
-    auto* const self =
-        static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    auto* const self = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
     self->deleter(self);
   });
 }
@@ -321,12 +320,11 @@ PYBIND11_MODULE(_cpu, m) {
   py::class_<AttentionCall>(m, "AttentionCall")
       .def(py::init<const py::kwargs&>())
       .def("run", &AttentionCall::run);
-  py::class_<NormCall>(m, "NormCall")
-      .def(py::init<const py::kwargs&>())
-      .def("run", &NormCall::run);
+  py::class_<NormCall>(m, "NormCall").def(py::init<const py::kwargs&>()).def("run", &NormCall::run);
   m.def("multiply_add_peak", [](int64_t threads) { return kernels().multiply_add_peak(threads); });
   m.def("pair_peak", [](int64_t threads) { return kernels().pair_peak(threads); });
   m.def("pooled_tensor", &pooled_tensor);
+  m.def("release_workspace", &release_workspace);
   m.def("isa", [] { return kernels().isa; });
   m.def("set_isa", &set_isa, py::arg("isa").none(false));
 }

@@ -63,9 +63,7 @@ def keep(key: Any, make: Callable[..., Plan | None], *args: Any) -> None:
     _plans[key] = plan
 
 
-def attention_plan(
-    query: Tensor, key: Tensor, value: Tensor, *options: Any
-) -> Plan | None:
+def attention_plan(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Plan | None:
     """Runs attention without a mask tensor on tensors like these; arguments as cpp.attention_fwd's,
     from spec to softcap."""
     if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
@@ -74,13 +72,18 @@ def attention_plan(
 
 
 def norm_plan(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_columns: int,
+    eps: float,
+    rms: bool,
 ) -> Plan | None:
-    """Runs a norm on tensors like these."""
+    """Runs a norm of so many columns on tensors like these."""
     statistics = torch.float64 if input.dtype == torch.float64 else torch.float32
     parameters = [t for t in (weight, bias) if t is not None]
     if not all(t.is_contiguous() for t in (input, *parameters)):
         return None  # would be copied
     if any(t.dtype != statistics for t in parameters):
         return None  # would be converted
-    return cpp.norm_call(input, weight, bias, eps, rms)
+    return cpp.norm_call(input.reshape(-1, num_columns), eps, rms)

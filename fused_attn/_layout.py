@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 
 

@@ -260,7 +260,7 @@ def _norm(
     out, total = run(rows, residual_rows, flat_weight, flat_bias, eps, rms, dropout_p, seed, *tail)
     out = out.reshape(input.shape)
     if name == "cpp" and rows.numel() > 0:
-        _calls.keep(signature, _calls.norm_plan, input, weight, bias, eps, rms)
+        _calls.keep(signature, _calls.norm_plan, input, weight, bias, num_columns, eps, rms)
     return (out, total.reshape(input.shape)) if return_residual else out
 
 

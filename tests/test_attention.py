@@ -232,6 +232,24 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend):
         assert not torch.isnan(poisoned).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poisoned_key_reaches_only_queries_that_see_it(poison, dtype):
+    """Also within a tile: under a causal mask, NaN at key 40 leaves rows before it as they are."""
+    mask = masks.causal()
+    results = []
+    for there in (0.0, poison):
+        tensors = random_qkv(1, 2, 2, 100, 100, 24)
+        tensors["key"][:, :, 40] = tensors["value"][:, :, 40] = there
+        leaves = [tensors[n].to(dtype).requires_grad_() for n in ("query", "key", "value")]
+        out = F.scaled_dot_product_attention(*leaves, mask, backend="cpp")
+        grad_query, _, _ = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        results.append((out, grad_query))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean[:, :, :40], poisoned[:, :, :40])
+    assert results[1][0][:, :, 40:].isnan().any(-1).all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_padded_queries_do_not_matter(dtype, backend):

@@ -12,7 +12,7 @@ from fused_attn import masks
 from fused_attn.backends import cpp
 
 
-@pytest.fixture(params=["avx2", "generic"])
+@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "generic"])
 def isa(request):
     if not runnable(request.param):
         pytest.skip(f"reason: this CPU has no {request.param}")

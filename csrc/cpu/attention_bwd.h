@@ -86,8 +86,8 @@ class BwdTile {
     // has all the weight the two then cancel, though each is large. So dlse is not folded in.
     stage(at_head<T>(p_.out, p_.out_strides, b, h), p_.out_strides[2], first, p_.head_dim_v);
     const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
-    P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
-        kRows, p_.head_dim_v, out, grad_out, scores_, kRows);
+    P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(kRows, p_.head_dim_v, out,
+                                                                          grad_out, scores_, kRows);
     const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int64_t l = 0; l < kRows; ++l) {
       delta_[at + l] = kept == 0 ? A(0) : scores_[l * kRows + l] / kept;
@@ -115,8 +115,8 @@ class BwdTile {
         at.n, p_.head_dim, key, P::columns_view(query_at(slot), p_.head_dim), scores_, kRows);
     finish_scores<T>(p_, mask_, units_, kind, at, scores_, cap_slope_, bias_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
-        at.n, p_.head_dim_v, value, P::columns_view(grad_out_at(slot), p_.head_dim_v),
-        grad_scores_, kRows);
+        at.n, p_.head_dim_v, value, P::columns_view(grad_out_at(slot), p_.head_dim_v), grad_scores_,
+        kRows);
     const bool dropout = p_.dropout_p > 0, plain = !dropout && bwd_.grad_lse == nullptr;
     uint32_t keep[kBlockN + 4] = {};
     if (dropout) dropout_words<A>(p_, at, keep);
@@ -170,14 +170,14 @@ class BwdTile {
   const AttentionParams& p_;
   const MaskView<A>& mask_;
   const ScoreUnits units_;
-  const ExpUnit<A> unit_;       // of a score
+  const ExpUnit<A> unit_;        // of a score
   const int64_t wide_, wide_v_;  // padded head_dim and head_dim_v
   Arena arena_;
   typename P::Registers registers_;
-  int64_t panels_ = 0;  // slots
-  bool alive_[kRows];   // of the panel that is packed: rows that see something
-  A *lse_, *lse_low_;   // (panels, panel), in units of a score; +inf where a row sees nothing
-  A *delta_, *grad_lse_;             // (panels, panel)
+  int64_t panels_ = 0;    // slots
+  bool alive_[kRows];     // of the panel that is packed: rows that see something
+  A *lse_, *lse_low_;     // (panels, panel), in units of a score; +inf where a row sees nothing
+  A *delta_, *grad_lse_;  // (panels, panel)
   A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, panel)
   T* stage_;                                       // (kBlockN, widest head_dim)
   LeftElement* key_;                               // (kBlockN, head_dim)
@@ -434,8 +434,8 @@ class AttentionBwd : BwdTile<T> {
     const typename P::Right query =
         P::rows_view(this->query_rows_at(slot), p_.head_dim, this->panels_);
     for (int64_t d = 0; d < wide_; d += kRows) {
-      P::template multiply<Layout::kRowMajor, Into::kAdd>(
-          m, steps, grads, query.from_lane(d), grad_key + run.lo * wide_ + d, wide_);
+      P::template multiply<Layout::kRowMajor, Into::kAdd>(m, steps, grads, query.from_lane(d),
+                                                          grad_key + run.lo * wide_ + d, wide_);
     }
   }
 

@@ -96,8 +96,8 @@ class AttentionBwdBias : BwdTile<T> {
       if (kind == Tile::kSkip) continue;
       const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
       const auto k = P::rows(key + j * stride, stride, at.n, p_.head_dim, this->stage_, this->key_);
-      const auto v = P::rows(value + j * stride_v, stride_v, at.n, p_.head_dim_v, this->stage_,
-                             this->value_);
+      const auto v =
+          P::rows(value + j * stride_v, stride_v, at.n, p_.head_dim_v, this->stage_, this->value_);
       const auto use = [&](int64_t t, const auto& weight, const auto&, const auto& grad) {
         for (int r = 0; r < (t + 1 < at.n ? 2 : 1) && t < at.n; ++r) {
           for (int x = 0; x < 2; ++x) {

@@ -15,7 +15,7 @@ template <class T>
 class AttentionDecode {
   using A = Acc<T>;
   static constexpr int64_t kRows = kPanel<A>, kLane = kLanes<A>;
-  static constexpr int64_t kMinTasks = 16;  // parts stop here
+  static constexpr int64_t kMinTasks = 16;         // parts stop here
   static constexpr int64_t kFeatures = 4 * kLane;  // of the output, summed up at a time
 
  public:
@@ -33,7 +33,8 @@ class AttentionDecode {
     MaskView<A> mask;
     if (!mask.init(p)) return false;
     const int64_t heads = p.batch * p.num_heads_kv, blocks = div_up(p.seqlen_k, kBlockN);
-    const int64_t wide = round_up(p.head_dim_v, kFeatures), group = p.num_heads / max64(p.num_heads_kv, 1);
+    const int64_t wide = round_up(p.head_dim_v, kFeatures),
+                  group = p.num_heads / max64(p.num_heads_kv, 1);
     const int64_t rows = group * p.seqlen_q, part = rows * (wide + 2);
     const int64_t splits = max64(1, min64(blocks, div_up(kMinTasks, max64(heads, 1))));
     const int64_t per_split = div_up(blocks, splits);
@@ -42,7 +43,7 @@ class AttentionDecode {
     if (!parts.allocate()) return false;
     A* const results = parts.template take<A>(heads * splits * part);
     bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, heads * splits)) reduction(&& : ok)
+#pragma omp parallel num_threads(clamp_threads(p.num_threads, heads* splits)) reduction(&& : ok)
     {
       AttentionDecode self(p, mask, rows, wide);
       ok = self.allocate();
@@ -131,9 +132,8 @@ class AttentionDecode {
       if (key == nullptr) {
         key = whole_vectors(at_head<T>(p_.key, p_.key_strides, b, h_kv) + j * key_stride, n,
                             p_.head_dim, wide_qk_, key_, &key_stride);
-        value = whole_vectors(at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * value_stride,
-                              n, p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_,
-                              &value_stride);
+        value = whole_vectors(at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * value_stride, n,
+                              p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_, &value_stride);
       }
       const int64_t first = g * p_.seqlen_q;
       for (int64_t r = first; r < first + p_.seqlen_q; ++r) {
@@ -284,13 +284,13 @@ class AttentionDecode {
   const AttentionParams& p_;
   const MaskView<A>& mask_;
   const ScoreUnits units_;
-  const ExpUnit<A> unit_;               // of a score
+  const ExpUnit<A> unit_;                // of a score
   const int64_t rows_, wide_, wide_qk_;  // queries of a key/value head, padded head dimensions
   Arena arena_;
-  A* query_;          // (rows, wide_qk)
-  A* scores_;         // (rows, kBlockN)
-  A *tile_, *bias_;   // (kBlockN, panel)
-  T *key_, *value_;   // (kBlockN, wide_qk), (kBlockN, wide)
+  A* query_;                  // (rows, wide_qk)
+  A* scores_;                 // (rows, kBlockN)
+  A *tile_, *bias_;           // (kBlockN, panel)
+  T *key_, *value_;           // (kBlockN, wide_qk), (kBlockN, wide)
   A *out_, *maximum_, *sum_;  // of the part at hand
 };
 

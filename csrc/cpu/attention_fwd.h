@@ -16,28 +16,36 @@ constexpr int64_t kMaxPanels = 16;
 // then rescaled a few times a row, not for nearly every block.
 constexpr int kMaximumSlack = 8;
 
-// Scores of one tile to weights exp(score - maximum), four keys at a time.
+// Scores of one tile to weights exp(score - maximum), a piece at a time.
 template <class T>
 struct SoftmaxStream {
   using A = Acc<T>;
   using P = Product<T>;
   static constexpr int kLane = kLanes<A>;
+  // Keys, and vectors of queries, of a piece. Three parts are bound by their products: after a
+  // larger piece, the next tile loads would wait for room in the reorder buffer. The others are
+  // bound by this, and larger pieces have less overhead.
+  static constexpr int kKeys = P::kParts == 3 ? 2 : 4, kVectors = P::kParts == 3 ? 1 : 2;
 
   // One call of as many as there are until finish().
   void operator()() {
-    done_calls += steps;
-    while (t < steps && t * calls < done_calls) step();
+    due += pieces();
+    while (done < pieces() && done * calls < due) step();
   }
 
   void finish() {
-    while (t < steps) step();
+    while (done < pieces()) step();
   }
 
+  int64_t pieces() const { return steps / kKeys * (2 / kVectors); }
+
   __attribute__((noinline)) void step() {
-    for (int v = 0; v < 2; ++v) {
-      Vec<A> x[4];
-      typename P::Weight weight[4];
-      for (int r = 0; r < 4; ++r) {
+    const int64_t t = kVectors == 2 ? done * kKeys : done / 2 * kKeys;
+    const int first = kVectors == 2 ? 0 : static_cast<int>(done % 2);
+    for (int v = first; v < first + kVectors; ++v) {
+      Vec<A> x[kKeys];
+      typename P::Weight weight[kKeys];
+      for (int r = 0; r < kKeys; ++r) {
         A* const at = scores + (t + r) * kPanel<A> + v * kLane;
         x[r] = exp_nonpositive<A, kPrecision<T>>(load(at) - shift[v], unit);
         Vec<A> kept = x[r];
@@ -45,13 +53,13 @@ struct SoftmaxStream {
         if (in_place) store(at, kept);
         weight[r] = P::weight(kept);
       }
-      sum[v] += (x[0] + x[1]) + (x[2] + x[3]);
-      for (int r = 0; r < 4; r += 2) {
+      for (int r = 0; r < kKeys; r += 2) {
+        sum[v] += x[r] + x[r + 1];
         P::store_right(weights, P::right_size(kBlockN, kPanel<A>) / P::kParts, t + r, v, weight[r],
                        weight[r + 1]);
       }
     }
-    t += 4;
+    ++done;
   }
 
   int64_t steps, calls;               // keys, and calls to come
@@ -59,10 +67,10 @@ struct SoftmaxStream {
   typename P::RightElement* weights;  // (steps, panel)
   const uint32_t* keep;               // what dropout leaves, or null
   bool in_place;                      // weights are wanted in place of the scores, too
-  ExpUnit<A> unit;                   // of a score
+  ExpUnit<A> unit;                    // of a score
   Vec<A> shift[2];
   Vec<A> sum[2] = {};
-  int64_t t = 0, done_calls = 0;
+  int64_t done = 0, due = 0;  // pieces, and pieces times calls
 };
 
 template <class T>
@@ -246,8 +254,7 @@ class AttentionFwd {
       }
       A* const maximum = job->tile.panel->maximum + v * kLane;
       const Vec<A> old = load(maximum);
-      const Vec<A> found =
-          max<A>(max<A>(highest[0], highest[1]), max<A>(highest[2], highest[3]));
+      const Vec<A> found = max<A>(max<A>(highest[0], highest[1]), max<A>(highest[2], highest[3]));
       const Vec<A> raised = (found - old) * unit_.high > kMaximumSlack ? found : old;
       store(maximum, raised);
       // Nothing seen yet: 0 and 0 - -inf would be NaN.
@@ -298,9 +305,7 @@ class AttentionFwd {
     v_.add_special(tile.offset, tile.offset + tile.at.n, p_.head_dim_v, job.scores, out);
   }
 
-  bool is_special(const Job& job) const {
-    return job.tile.kind == Tile::kPartial && v_.count > 0;
-  }
+  bool is_special(const Job& job) const { return job.tile.kind == Tile::kPartial && v_.count > 0; }
 
   void end_panel(int64_t b, int64_t h, int64_t i, const Panel& panel) {
     const int64_t rows = min64(kRows, p_.seqlen_q - i);
@@ -339,8 +344,8 @@ class AttentionFwd {
   Job jobs_[3];
   A* scores_[2];              // (kBlockN, panel)
   RightElement* weights_[2];  // (kBlockN, panel)
-  A* bias_;                // (kBlockN, panel)
-  T* stage_;               // (kBlockN, widest head_dim)
+  A* bias_;                   // (kBlockN, panel)
+  T* stage_;                  // (kBlockN, widest head_dim)
   RightElement* scratch_;
   A* rows_;             // (panel, head_dim_v)
   LeftElement* key_;    // (kBlockN, head_dim)

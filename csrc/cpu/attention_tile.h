@@ -126,7 +126,8 @@ struct KeyColumns {
     for (int64_t s = 0; s < count; ++s) {
       if (special[s] < lo || special[s] >= hi) continue;
       for (int v = 0; v < 2; ++v) {
-        const Vec<A> weight = fused_attn::load(weights + (special[s] - lo) * kPanel<A> + v * kLanes<A>);
+        const Vec<A> weight =
+            fused_attn::load(weights + (special[s] - lo) * kPanel<A> + v * kLanes<A>);
         for (int64_t d = 0; d < dim; ++d) {
           A* const at = out + d * kPanel<A> + v * kLanes<A>;
           const A x = to_acc(rows[special[s] * stride + d]);

@@ -74,7 +74,7 @@ bool pays_off(const char* isa) {
 
 // The kernels of an instruction set where they were built and can run. A macro's argument cannot
 // be tested by #if, so the tables that were not built are dropped by the preprocessor's own paste.
-#define FUSED_ATTN_TABLE_1(name)                                                      \
+#define FUSED_ATTN_TABLE_1(name)                                                          \
   if ((isa == nullptr ? pays_off(#name) : std::strcmp(isa, #name) == 0) && runs_##name()) \
     return &isa_##name::kKernels;
 #define FUSED_ATTN_TABLE_0(name)

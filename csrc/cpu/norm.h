@@ -52,7 +52,8 @@ inline void write_part(Vec<Acc<T>> v, int64_t count, bool streaming, T* dst) {
 
 // Calls use(c, count) for each vector of a row, of which the last may be a part.
 template <class A, class Use>
-__attribute__((always_inline)) inline void for_each_vector(int64_t begin, int64_t end, const Use& use) {
+__attribute__((always_inline)) inline void for_each_vector(int64_t begin, int64_t end,
+                                                           const Use& use) {
   int64_t c = begin;
   for (; c + kLanes<A> <= end; c += kLanes<A>) use(c, kLanes<A>);
   if (c < end) use(c, end - c);
@@ -329,7 +330,8 @@ class NormBwd {
         bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + at;
     T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + at;
     T* const grad_input = dropout ? static_cast<T*>(bwd_.grad_input) + at : nullptr;
-    const bool streaming = streams<T>(p_, grad_residual), streaming_input = streams<T>(p_, grad_input);
+    const bool streaming = streams<T>(p_, grad_residual),
+               streaming_input = streams<T>(p_, grad_input);
     for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
       const Vec<A> g = weighted(c, count, load_part(grad_out + c, count));
       Vec<A> grad = rstd * (g - across - normalised(c, count) * along);

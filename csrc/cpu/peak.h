@@ -63,7 +63,8 @@ inline double spin_pairs(int64_t rounds) {
   Vec32 x = Vec32{} + 0x3F003F00u;
   for (int64_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 24
-    for (int i = 0; i < kPairChains; ++i) sum[i] = BFloat16Pairs::multiply_add(0x3C003C00u, x, sum[i]);
+    for (int i = 0; i < kPairChains; ++i)
+      sum[i] = BFloat16Pairs::multiply_add(0x3C003C00u, x, sum[i]);
   }
   for (int i = 1; i < kPairChains; ++i) sum[0] += sum[i];
   volatile float result = sum[0][0];  // or nothing of this would be done

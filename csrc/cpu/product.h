@@ -309,7 +309,7 @@ class PairProduct {
 
 #if defined(__AMX_BF16__)
   static int64_t calls(int64_t m, int64_t k) {
-    return (m + 31) / 32 * ((k + 31) / 32) * PartProducts<kParts>::kCount;
+    return 2 * ((m + 31) / 32) * ((k + 31) / 32) * PartProducts<kParts>::kCount;
   }
 #else
   static int64_t calls(int64_t, int64_t) { return 0; }
@@ -343,11 +343,13 @@ class PairProduct {
 
   // As weight(), for numbers that may be anything: infinity and NaN stay what they are.
   static Weight number(Vec<float> x) {
-    x = x == x ? x : (Vec<float>)(Vec32{} + 0x7FC00000u);
     Weight w = weight(x);
-    if (kParts > 1) {
-      const Vec<int32_t> special = ((Vec32)x & 0x7F800000u) == 0x7F800000u;
-      for (int p = 1; p < kParts; ++p) w.part[p] = special ? Vec32{} : w.part[p];
+    const Vec<int32_t> special = ((Vec32)x & 0x7F800000u) == 0x7F800000u;
+    if (__builtin_expect(any(special), 0)) {
+      const Vec32 quiet = x == x ? (Vec32)x & 0xFFFF0000u : Vec32{} + 0x7FC00000u;
+      for (int p = 0; p < kParts; ++p) {
+        w.part[p] = special ? (p == 0 ? quiet : Vec32{}) : w.part[p];
+      }
     }
     return w;
   }
@@ -395,8 +397,7 @@ template <>
 constexpr Precision kPrecision<BFloat16> =
     Product<BFloat16>::kPairs ? Precision::kBFloat16 : Precision::kFull;
 template <>
-constexpr Precision kPrecision<Half> =
-    Product<Half>::kPairs ? Precision::kHalf : Precision::kFull;
+constexpr Precision kPrecision<Half> = Product<Half>::kPairs ? Precision::kHalf : Precision::kFull;
 
 }  // namespace
 }  // namespace fused_attn

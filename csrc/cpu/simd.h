@@ -159,9 +159,9 @@ inline Vec<T> where(uint32_t bits, Vec<T> a, Vec<T> b) {
     return (Vec<T>)_mm512_mask_blend_pd(static_cast<__mmask8>(bits), (__m512d)b, (__m512d)a);
   }
 #else
-  Vec<Int<T>> lane_bit;
+  Vec<Int<T> > lane_bit;
   for (int l = 0; l < kLanes<T>; ++l) lane_bit[l] = Int<T>{1} << l;
-  return ((lane_bit & static_cast<Int<T>>(bits)) != 0) ? a : b;
+  return ((lane_bit & static_cast<Int<T> >(bits)) != 0) ? a : b;
 #endif
 }
 

@@ -33,9 +33,9 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// The products of parts that are larger than a float32's last bit, in an order in which the next one
-// shares an operand with the last. The first kSmall of them are summed over all steps before the
-// others, so that C is rounded at its full size only once for 32 steps.
+// The products of parts that are larger than a float32's last bit, in an order in which the next
+// one shares an operand with the last. The first kSmall of them are summed over all steps before
+// the others, so that C is rounded at its full size only once for 32 steps.
 template <int kParts>
 struct PartProducts;
 template <>
@@ -70,6 +70,7 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
       _tile_dpbf16ps(0, 4, 6);
       if (new_b) _tile_loadd(7, at_b + 16, ldb * 4);
       _tile_dpbf16ps(1, 4, 7);
+      meanwhile();
       if (kTwo) {
         if (new_a) _tile_loadd(5, at_a + 16 * lda, lda * 2);
         _tile_dpbf16ps(2, 5, 6);
@@ -82,8 +83,8 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
   }
 }
 
-// 16 or 32 rows of C, 32 columns. Strides in elements; part: from one part to the next. meanwhile is
-// called for each product of parts and step: the tile unit leaves the vector units free.
+// 16 or 32 rows of C, 32 columns. Strides in elements; part: from one part to the next. meanwhile
+// is called twice for each product of parts and step: the tile unit leaves the vector units free.
 template <int kParts, bool kTwo, Into kInto, class Meanwhile>
 inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part, const uint32_t* b,
                        int64_t ldb, int64_t b_part, float* c, int64_t ldc, const float* scale,

@@ -76,8 +76,8 @@ inline void transpose_tile(const void* source, int64_t, void* target, int64_t) {
 
 // dst (cols, rows) = the transpose of src (rows, cols).
 template <class E>
-__attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64_t rows, int64_t cols, E* dst,
-                      int64_t dst_stride) {
+__attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64_t rows,
+                                         int64_t cols, E* dst, int64_t dst_stride) {
   constexpr int64_t kTile = sizeof(E) == 4 ? kTransposeTile : 1;
   int64_t r = 0;
   for (; kTile > 1 && r + kTile <= rows; r += kTile) {

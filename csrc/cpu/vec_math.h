@@ -17,7 +17,7 @@ struct ExpConstants<float> {
                                     0.0083631790527225774f, 0.0013926183587713495f};
   static constexpr float kLog2E = 1.4426950408889634f;
   static constexpr float kLn2Hi = 0.693145751953125f, kLn2Lo = 1.4286068203094172e-6f;
-  static constexpr float kRound = 12582912.0f;     // 1.5 * 2^23: x + kRound rounds x to an integer
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: x + kRound rounds x to an integer
   static constexpr float kLn2 = 0.6931471805599453f;
   static constexpr float kUnderflow = -126.0f;  // below it 2^x would be subnormal
   static constexpr int kMantissaBits = 23;
@@ -104,8 +104,8 @@ struct Exp2Poly<Precision::kHalf> {  // 2.9e-6
 };
 template <>
 struct Exp2Poly<Precision::kFull> {  // 2.0e-9, so that only rounding is left: 6.4e-8
-  static constexpr float kPoly[] = {0.6931470632553101f,   0.2402293086051941f,
-                                    0.055485282093286514f, 0.009675451554358006f,
+  static constexpr float kPoly[] = {0.6931470632553101f,    0.2402293086051941f,
+                                    0.055485282093286514f,  0.009675451554358006f,
                                     0.0012467845808714628f, 0.0002161291631637141f};
 };
 #endif

@@ -68,4 +68,12 @@ void give_workspace(void* workspace) {
   std::free(block);
 }
 
+void release_workspace() {
+  Pool& p = pool();
+  const std::lock_guard<std::mutex> lock(p.mutex);
+  for (int i = 0; i < p.count; ++i) std::free(p.blocks[i]);
+  p.count = 0;
+  p.bytes = 0;
+}
+
 }  // namespace fused_attn

@@ -13,4 +13,7 @@ void* take_workspace(int64_t size);
 // Takes such a block back. Up to kMaxPooledBlocks of up to kMaxPooledBytes together are kept.
 void give_workspace(void* block);
 
+// Gives what is kept back to the system.
+void release_workspace();
+
 }  // namespace fused_attn

@@ -128,12 +128,15 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and of the float mask (empty if not needed)."""
     grad_out = readable_in_place(grad_out)
-    grads = [_empty(*gradient_layout(t), t.dtype) for t in (query, key, value)]
+    grad_query, grad_key, grad_value = (
+        _empty(*gradient_layout(t), t.dtype) for t in (query, key, value)
+    )
     fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
     fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
     _add(fields, "grad_out", grad_out)
-    for name, grad in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
-        _add(fields, name, grad)
+    _add(fields, "grad_query", grad_query)
+    _add(fields, "grad_key", grad_key)
+    _add(fields, "grad_value", grad_value)
     if grad_lse is not None:
         grad_lse = grad_lse.to(lse.dtype).contiguous().resolve_neg()
         fields["grad_lse"] = grad_lse.data_ptr()
@@ -146,7 +149,7 @@ def attention_bwd(
     if needs_bias:
         assert spec.bias is not None
         grad_bias = grad_bias.to(spec.bias.dtype)
-    return (*grads, grad_bias)
+    return grad_query, grad_key, grad_value, grad_bias
 
 
 def norm_fwd(
@@ -185,12 +188,9 @@ def norm_fwd(
 
 
 def norm_call(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+    rows: Tensor, eps: float, rms: bool
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
-    """A function of contiguous tensors like these, for out alone."""
-    columns = bias.numel() if weight is None and bias is not None else 0
-    columns = weight.numel() if weight is not None else columns or input.shape[-1]
-    rows = input.reshape(-1, columns)
+    """A function of contiguous tensors with such rows, of weight and bias, for out alone."""
     run = _cpu.NormCall(**_norm_fields(rows, rms, 0.0, None), eps=eps).run
 
     def call(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

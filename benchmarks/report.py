@@ -1,0 +1,86 @@
+"""Results to plots and to the table in README.md: `python benchmarks/report.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+GROUPS = ("forward", "backward", "training", "norm forward", "norm backward")
+
+
+def table(results: dict[str, Any]) -> str:
+    """Speedups over torch, a row for each case."""
+    machine, ceilings = results["machine"], results["ceilings"]
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in results["records"]:
+        rows.setdefault((record["group"], record["name"]), {})[record["dtype"]] = record
+    lines = [
+        f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
+        f"{machine['torch']}. Ceilings in the same run: {ceilings['multiply_add']:.0f} GFLOP/s of "
+        f"float32 multiply-add, {ceilings['pairs']:.0f} of bfloat16 pairs, "
+        f"{ceilings['copy']:.0f} GB/s copied.",
+        "",
+        "| case | float32 | bfloat16 | float16 |",
+        "|---|---|---|---|",
+    ]
+    for (group, name), by_dtype in rows.items():
+        cells = [_cell(by_dtype.get(dtype)) for dtype in ("float32", "bfloat16", "float16")]
+        lines.append(f"| {group}, {name} | " + " | ".join(cells) + " |")
+    lines += ["", "Milliseconds, and how many times as fast as torch. Sizes: benchmarks/shapes.py."]
+    return "\n".join(lines)
+
+
+def _cell(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    (speedup,) = record["speedup"].values()
+    milliseconds = record["milliseconds"]["fused_attn"]
+    return f"{milliseconds:.3g} ({speedup:.1f}x)"
+
+
+def plot(results: dict[str, Any], group: str, path: Path) -> None:
+    """Speedups of a group's cases as bars, by type."""
+    records = [r for r in results["records"] if r["group"] == group]
+    names = list(dict.fromkeys(r["name"] for r in records))
+    dtypes = list(dict.fromkeys(r["dtype"] for r in records))
+    figure, axes = plt.subplots(figsize=(1.2 + 0.7 * len(names), 3.6), layout="constrained")
+    width = 0.8 / len(dtypes)
+    for i, dtype in enumerate(dtypes):
+        at = {r["name"]: next(iter(r["speedup"].values())) for r in records if r["dtype"] == dtype}
+        axes.bar(
+            [x + i * width for x in range(len(names)) if names[x] in at],
+            [at[name] for name in names if name in at],
+            width,
+            label=dtype,
+        )
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(
+        [x + 0.4 - width / 2 for x in range(len(names))], names, rotation=40, ha="right"
+    )
+    axes.set(yscale="log", ylabel="times as fast as torch", title=f"{group} on the CPU")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    results = json.loads((HERE / "results" / "cpu.json").read_text())
+    for group in GROUPS:
+        plot(results, group, HERE / "results" / f"{group.replace(' ', '_')}.svg")
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    README.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

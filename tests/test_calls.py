@@ -1,0 +1,130 @@
+"""Calls that take the plan of an earlier one, and memory that earlier calls have left."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import fused_attn
+from fused_attn import _calls, _cpu
+from fused_attn import functional as F
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    _calls._plans.clear()
+
+
+def qkv(*shape, dtype=torch.float32):
+    return [torch.randn(*shape).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_second_call_is_the_first(dtype):
+    for options in ({}, {"is_causal": True}, {"scale": 0.5}, {"softcap": 3.0}):
+        first, second = qkv(2, 3, 40, 16, dtype=dtype), qkv(2, 3, 40, 16, dtype=dtype)
+        F.scaled_dot_product_attention(*first, **options)
+        before = len(_calls._plans)
+        got = F.scaled_dot_product_attention(*second, **options)
+        assert len(_calls._plans) == before  # the plan was found
+        _calls._plans.clear()
+        assert torch.equal(got, F.scaled_dot_product_attention(*second, **options))
+
+
+def test_second_norm_is_the_first():
+    w, b = torch.randn(48), torch.randn(48)
+    for run in (
+        lambda x: F.layer_norm(x, 48, w, b),
+        lambda x: F.layer_norm(x, (48,), None, b),
+        lambda x: F.layer_norm(x, (4, 48)),
+        lambda x: F.rms_norm(x, 48, w),
+    ):
+        x, y = torch.randn(2, 4, 48), torch.randn(2, 4, 48)
+        run(x)
+        got = run(y)
+        _calls._plans.clear()
+        assert torch.equal(got, run(y))
+
+
+def test_options_do_not_share_a_plan():
+    q, k, v = qkv(1, 2, 33, 8)
+    plain = F.scaled_dot_product_attention(q, k, v)
+    assert not torch.equal(plain, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert not torch.equal(plain, F.scaled_dot_product_attention(q, k, v, scale=0.1))
+    x = torch.randn(4, 8)
+    assert not torch.equal(F.layer_norm(x, 8), F.rms_norm(x, 8))
+    assert not torch.equal(F.layer_norm(x, 8), F.layer_norm(x, (4, 8)))
+
+
+def test_what_watches_or_chooses_keeps_a_call_away(monkeypatch):
+    q, k, v = qkv(1, 2, 33, 8)
+    plain = F.scaled_dot_product_attention(q, k, v)
+    key = next(iter(_calls._plans))
+    monkeypatch.setitem(_calls._plans, key, lambda *_: pytest.fail("the plan was taken"))
+    with fused_attn.use_backend("eager"):
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+    out = F.scaled_dot_product_attention(q.requires_grad_(), k, v)
+    assert out.requires_grad
+    q.requires_grad_(False)
+    F.scaled_dot_product_attention(q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v)
+    F.scaled_dot_product_attention(q, k, v, return_lse=True)
+    got = torch.vmap(lambda t: F.scaled_dot_product_attention(t, t, t))(torch.stack([q, q]))
+    assert got.shape == (2, *q.shape)
+    with pytest.raises(ValueError, match="head_dim"):
+        F.scaled_dot_product_attention(q, k[..., :4], v)
+
+
+def test_plans_are_bounded():
+    for n in range(1, _calls._MAX_PLANS + 10):
+        _calls.keep(n, lambda: lambda *_: torch.empty(0))
+    assert len(_calls._plans) <= _calls._MAX_PLANS
+
+
+def test_pooled_outputs_are_their_own():
+    """Large outputs come from a pool: alive together they never share memory, and dead they do."""
+    q, k, v = qkv(2, 8, 512, 64)
+    kept = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
+    again = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
+    for a, b in zip(kept, again, strict=True):
+        assert a.data_ptr() != b.data_ptr()
+        assert torch.equal(a, b)
+    address = kept[0].data_ptr()
+    del kept, a
+    _cpu.release_workspace()
+    view = again[0].transpose(1, 2).reshape(2, 512, 512)[0]
+    want = view.clone()
+    del again, b
+    for i in range(4):
+        F.scaled_dot_product_attention(q, k, v - i)
+    assert torch.equal(view, want)  # a view keeps its memory
+    assert isinstance(address, int)
+
+
+def test_pooled_outputs_take_part_in_autograd():
+    x = torch.randn(1024, 512, requires_grad=True)
+    w, b = torch.ones(512, requires_grad=True), torch.zeros(512, requires_grad=True)
+    out = F.layer_norm(x, 512, w, b)
+    out.mul_(2.0)  # in place: it is no view
+    out.sum().backward()
+    assert torch.allclose(b.grad, torch.full((512,), 2048.0))
+
+
+def test_threads_do_not_share_workspace():
+    problems = [qkv(1, 4, 200 + 30 * i, 64) for i in range(6)]
+    wants = [F.scaled_dot_product_attention(*x) for x in problems]
+    failures = []
+
+    def work(i):
+        results = (F.scaled_dot_product_attention(*problems[i]) for _ in range(20))
+        failures.extend(i for got in results if not torch.equal(got, wants[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

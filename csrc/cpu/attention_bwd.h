@@ -222,7 +222,7 @@ class AttentionBwd : BwdTile<T> {
   using typename Base::Weight;
 
   static constexpr int64_t kMinTasks = 8;  // splits stop here: each costs a dQ in float
-  static constexpr int64_t kGroup = P::kGroup, kGroupRows = kGroup * kRows;
+  static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
 
  public:
   static bool run(const AttentionBwdParams& bwd) {
@@ -372,7 +372,7 @@ class AttentionBwd : BwdTile<T> {
           if (special) store(numbers + e, grad[r][v]);
           grads[r][v] = P::weight(grad[r][v]);
         }
-        const int64_t row = (offset + t + r) * kGroupRows;
+        const int64_t row = (offset + t + r) * kGroupStride;
         P::store_left(kept_at + row, kPlane, P::weight(kept[r][0]), P::weight(kept[r][1]));
         P::store_left(grads_at + row, kPlane, grads[r][0], grads[r][1]);
       }
@@ -399,15 +399,15 @@ class AttentionBwd : BwdTile<T> {
       (void)offset;
       return P::right_view(grads_right_, kRightPlane);
     } else {
-      return P::right_view(grads_ + offset * kGroupRows, 0);
+      return P::right_view(grads_ + offset * kGroupStride, 0);
     }
   }
 
   static void clear_rows(LeftElement* a, LeftElement* b, int64_t begin, int64_t end) {
     for (int part = 0; part < P::kParts; ++part) {
       for (int64_t t = begin; t < end; ++t) {
-        memset(a + part * kPlane + t * kGroupRows, 0, kRows * sizeof(LeftElement));
-        memset(b + part * kPlane + t * kGroupRows, 0, kRows * sizeof(LeftElement));
+        memset(a + part * kPlane + t * kGroupStride, 0, kRows * sizeof(LeftElement));
+        memset(b + part * kPlane + t * kGroupStride, 0, kRows * sizeof(LeftElement));
       }
     }
   }
@@ -422,15 +422,15 @@ class AttentionBwd : BwdTile<T> {
   void add_run(const Run& run, A* grad_key, A* grad_value) {
     const int64_t steps = (run.end - run.begin) * kRows, m = run.hi - run.lo;
     if (steps == 0) return;
-    const int64_t at = run.lo * kGroupRows + run.begin * kRows, slot = run.first + run.begin;
-    const typename P::Left kept = P::left_view(kept_ + at, kGroupRows, kPlane);
+    const int64_t at = run.lo * kGroupStride + run.begin * kRows, slot = run.first + run.begin;
+    const typename P::Left kept = P::left_view(kept_ + at, kGroupStride, kPlane);
     const typename P::Right out =
         P::rows_view(this->grad_out_rows_at(slot), p_.head_dim_v, this->panels_);
     for (int64_t d = 0; d < wide_v_; d += kRows) {
       P::template multiply<Layout::kRowMajor, Into::kAdd>(
           m, steps, kept, out.from_lane(d), grad_value + run.lo * wide_v_ + d, wide_v_);
     }
-    const typename P::Left grads = P::left_view(grads_ + at, kGroupRows, kPlane);
+    const typename P::Left grads = P::left_view(grads_ + at, kGroupStride, kPlane);
     const typename P::Right query =
         P::rows_view(this->query_rows_at(slot), p_.head_dim, this->panels_);
     for (int64_t d = 0; d < wide_; d += kRows) {
@@ -461,7 +461,7 @@ class AttentionBwd : BwdTile<T> {
     }
   }
 
-  static constexpr int64_t kPlane = kBlockN * kGroupRows;
+  static constexpr int64_t kPlane = kBlockN * kGroupStride;
   static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // of pairs; numbers have none
 
   typename P::Left k_, v_;

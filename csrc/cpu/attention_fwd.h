@@ -39,18 +39,26 @@ struct SoftmaxStream {
 
   int64_t pieces() const { return steps / kKeys * (2 / kVectors); }
 
-  __attribute__((noinline)) void step() {
+  void step() { keep == nullptr && !in_place ? piece<true>() : piece<false>(); }
+
+  template <bool kPlain>
+  __attribute__((noinline)) void piece() {
     const int64_t t = kVectors == 2 ? done * kKeys : done / 2 * kKeys;
     const int first = kVectors == 2 ? 0 : static_cast<int>(done % 2);
+    A* const from = scores + t * kPanel<A>;
+    const ExpUnit<A> exp_unit = unit;
     for (int v = first; v < first + kVectors; ++v) {
+      const Vec<A> below = shift[v];
       Vec<A> x[kKeys];
       typename P::Weight weight[kKeys];
       for (int r = 0; r < kKeys; ++r) {
-        A* const at = scores + (t + r) * kPanel<A> + v * kLane;
-        x[r] = exp_nonpositive<A, kPrecision<T>>(load(at) - shift[v], unit);
+        A* const at = from + r * kPanel<A> + v * kLane;
+        x[r] = exp_nonpositive<A, kPrecision<T>>(load(at) - below, exp_unit);
         Vec<A> kept = x[r];
-        if (keep != nullptr) kept = where<A>(keep[t + r] >> (v * kLane), kept, Vec<A>{});
-        if (in_place) store(at, kept);
+        if (!kPlain) {
+          if (keep != nullptr) kept = where<A>(keep[t + r] >> (v * kLane), kept, Vec<A>{});
+          if (in_place) store(at, kept);
+        }
         weight[r] = P::weight(kept);
       }
       for (int r = 0; r < kKeys; r += 2) {

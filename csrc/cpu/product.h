@@ -54,7 +54,7 @@ class NumberProduct {
   static constexpr int kParts = 1;
   // Panels whose weights are multiplied at once in the backward; these are numbers, and a panel of
   // them fills half of L1.
-  static constexpr int64_t kGroup = 1;
+  static constexpr int64_t kGroup = 1, kRowGap = 0;
 
   struct Left {
     const A* data;
@@ -188,11 +188,14 @@ class PairProduct {
   static int64_t pad_rows(int64_t rows) { return round_up(rows, 16); }
   static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 32); }
   static int64_t pad_dim(int64_t dim) { return round_up(dim, 32); }
+  // Rows of left operands lie this much further apart than they are long: the 16 of a tile then
+  // fall into different sets of L1. Measured on the product alone: 10 % for three parts.
+  static constexpr int64_t kRowGap = 32;
   static int64_t left_size(int64_t rows, int64_t dim) {
-    return kParts * pad_rows(rows) * pad_dim(dim);
+    return kParts * pad_rows(rows) * (pad_dim(dim) + kRowGap);
   }
   static int64_t columns_size(int64_t keys, int64_t dim) {
-    return kParts * pad_dim(dim) * pad_steps(keys);
+    return kParts * pad_dim(dim) * (pad_steps(keys) + kRowGap);
   }
   static constexpr int64_t right_size(int64_t steps, int64_t lanes) {
     return kParts * pad_steps(steps) / 2 * lanes;
@@ -210,10 +213,11 @@ class PairProduct {
       src = stage;
       stride = wide;
     }
+    const int64_t apart = wide + kRowGap;
     for (int64_t r = 0; r < high; ++r) {
-      split_row(src + r * stride, wide, buffer + r * wide, high * wide);
+      split_row(src + r * stride, wide, buffer + r * apart, high * apart);
     }
-    return {buffer, wide, high * wide};
+    return {buffer, apart, high * apart};
   }
 
   static Left columns(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
@@ -224,6 +228,7 @@ class PairProduct {
       src = stage;
       stride = wide;
     }
+    const int64_t apart = high + kRowGap;
     for (int64_t t = 0; t < high; t += 32) {
       for (int64_t d = 0; d < wide; d += 16) {
         uint32_t words[kParts][16][16];
@@ -233,11 +238,11 @@ class PairProduct {
           for (int p = 0; p < kParts; ++p) store(words[p][i], pair(a.part[p], b.part[p]));
         }
         for (int p = 0; p < kParts; ++p) {
-          transpose_tile(words[p], 16, buffer + (p * wide + d) * high + t, high / 2);
+          transpose_tile(words[p], 16, buffer + (p * wide + d) * apart + t, apart / 2);
         }
       }
     }
-    return {buffer, high, wide * high};
+    return {buffer, apart, wide * apart};
   }
 
   static Right right_columns(const T* panel, int64_t dim, uint32_t* scratch, uint32_t* buffer) {

@@ -15,8 +15,8 @@ from fused_attn import _cpu
 # A machine whose peak moves by more than this between start and end of a case was throttled, or
 # shared: the case is measured again, and fails if that does not help.
 THROTTLE_LIMIT = 0.15
-ROUND_SECONDS = 1.2  # for all ways together
-MIN_ROUNDS, MAX_ROUNDS = 7, 60
+ROUND_SECONDS = 0.5  # a way
+MIN_ROUNDS, MAX_ROUNDS = 5, 60
 
 
 def medians(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:

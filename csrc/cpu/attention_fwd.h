@@ -25,7 +25,7 @@ struct SoftmaxStream {
   // Keys, and vectors of queries, of a piece. Three parts are bound by their products: after a
   // larger piece, the next tile loads would wait for room in the reorder buffer. The others are
   // bound by this, and larger pieces have less overhead.
-  static constexpr int kKeys = P::kParts == 3 ? 2 : 4, kVectors = P::kParts == 3 ? 1 : 2;
+  static constexpr int kKeys = 4, kVectors = P::kParts == 3 ? 1 : 2;
 
   // One call of as many as there are until finish().
   void operator()() {

@@ -16,7 +16,8 @@ class AttentionDecode {
   using A = Acc<T>;
   static constexpr int64_t kRows = kPanel<A>, kLane = kLanes<A>;
   static constexpr int64_t kMinTasks = 16;         // parts stop here
-  static constexpr int64_t kFeatures = 4 * kLane;  // of the output, summed up at a time
+  static constexpr int64_t kFeatures = 4 * kLane;  // outputs are padded to this
+  static constexpr int kShare = 4;  // rows that share what is loaded of keys and values
 
  public:
   // Queries up to which this is faster than panels, which cost the same for one query as for all.
@@ -79,6 +80,7 @@ class AttentionDecode {
   void place() {
     query_ = arena_.template take<A>(rows_ * wide_qk_);
     scores_ = arena_.template take<A>(rows_ * kBlockN);
+    kinds_ = arena_.template take<Tile>(rows_ / p_.seqlen_q);
     tile_ = arena_.template take<A>(kBlockN * kRows);
     bias_ = arena_.template take<A>(kBlockN * kRows);
     key_ = arena_.template take<T>(kBlockN * wide_qk_);
@@ -123,32 +125,49 @@ class AttentionDecode {
   // All rows against one block of keys.
   void block(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
     const int64_t group = rows_ / p_.seqlen_q;
-    const T *key = nullptr, *value = nullptr;
+    const T *key, *value;
     int64_t key_stride = p_.key_strides[2], value_stride = p_.value_strides[2];
+    bool any = false;
     for (int64_t g = 0; g < group; ++g) {
-      const TileAt at{b, h_kv * group + g, 0, j, n};
-      const Tile kind = mask_.classify(b, at.h, 0, j, j + n);
-      if (kind == Tile::kSkip) continue;
-      if (key == nullptr) {
-        key = whole_vectors(at_head<T>(p_.key, p_.key_strides, b, h_kv) + j * key_stride, n,
-                            p_.head_dim, wide_qk_, key_, &key_stride);
-        value = whole_vectors(at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * value_stride, n,
-                              p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_, &value_stride);
-      }
-      const int64_t first = g * p_.seqlen_q;
-      for (int64_t r = first; r < first + p_.seqlen_q; ++r) {
-        score_row(key, key_stride, n, query_ + r * wide_qk_, scores_ + r * kBlockN);
-      }
-      if (kind == Tile::kPartial || units_.scaled) mask_rows(kind, at, scores_ + first * kBlockN);
-      uint32_t keep[kBlockN + 4];
-      if (p_.dropout_p > 0) dropout_words<A>(p_, at, keep);
-      for (int64_t r = first; r < first + p_.seqlen_q; ++r) {
-        A* const weights = scores_ + r * kBlockN;
-        softmax_row(n, weights, out_ + r * wide_, &maximum_[r], &sum_[r]);
-        for (int64_t t = 0; p_.dropout_p > 0 && t < n; ++t) {
-          if ((keep[t] >> (r - first) & 1) == 0) weights[t] = 0;
-        }
-        add_values(kind, value, value_stride, n, weights, out_ + r * wide_);
+      const Tile kind = mask_.classify(b, h_kv * group + g, 0, j, j + n);
+      kinds_[g] = kind;
+      any = any || kind != Tile::kSkip;
+    }
+    if (!any) return;
+    key = whole_vectors(at_head<T>(p_.key, p_.key_strides, b, h_kv) + j * key_stride, n,
+                        p_.head_dim, wide_qk_, key_, &key_stride);
+    value = whole_vectors(at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * value_stride, n,
+                          p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_, &value_stride);
+    int64_t r = 0;
+    for (; r + kShare <= rows_; r += kShare) score_rows<kShare>(key, key_stride, n, r);
+    for (; r < rows_; ++r) score_rows<1>(key, key_stride, n, r);
+    bool partial = false;
+    for (int64_t g = 0; g < group; ++g) {
+      partial = partial || kinds_[g] != Tile::kFull;
+      weigh({b, h_kv * group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
+    }
+    for (r = 0; r + kShare <= rows_; r += kShare) {
+      add_values<kShare>(partial, value, value_stride, n, r);
+    }
+    for (; r < rows_; ++r) add_values<1>(partial, value, value_stride, n, r);
+  }
+
+  // Scores of one head's rows, `first` and further, to weights.
+  void weigh(const TileAt& at, Tile kind, int64_t first) {
+    A* const scores = scores_ + first * kBlockN;
+    if (kind == Tile::kSkip) {
+      memset(scores, 0, p_.seqlen_q * kBlockN * sizeof(A));
+      return;
+    }
+    if (kind == Tile::kPartial || units_.scaled) mask_rows(kind, at, scores);
+    uint32_t keep[kBlockN + 4];
+    if (p_.dropout_p > 0) dropout_words<A>(p_, at, keep);
+    for (int64_t i = 0; i < p_.seqlen_q; ++i) {
+      A* const weights = scores + i * kBlockN;
+      softmax_row(at.n, weights, out_ + (first + i) * wide_, &maximum_[first + i],
+                  &sum_[first + i]);
+      for (int64_t t = 0; p_.dropout_p > 0 && t < at.n; ++t) {
+        if ((keep[t] >> i & 1) == 0) weights[t] = 0;
       }
     }
   }
@@ -162,26 +181,37 @@ class AttentionDecode {
     return buffer;
   }
 
-  // Scores of a query, kLane keys at a time; what is missing of the last ones is 0.
-  void score_row(const T* key, int64_t stride, int64_t n, const A* query, A* scores) const {
+  // Scores of kCount queries, kLane keys at a time; what is missing of the last ones is 0.
+  template <int kCount>
+  void score_rows(const T* key, int64_t stride, int64_t n, int64_t first) {
+    const A* const query = query_ + first * wide_qk_;
     for (int64_t t = 0; t < n; t += kLane) {
-      A products[kLane][kLane];
+      A products[kCount][kLane][kLane], columns[kLane][kLane];
       for (int64_t l = 0; l < kLane; ++l) {
-        Vec<A> sum[2] = {};
+        Vec<A> sum[2][kCount] = {};
         const T* const row = key + min64(t + l, n - 1) * stride;
-        for (int64_t d = 0; d < wide_qk_; d += kLane) {
-          Vec<A>& part = sum[d / kLane % 2];
-          part += load_as<T>(row + d) * load(query + d);
+        int64_t d = 0;
+        for (; d + 2 * kLane <= wide_qk_; d += 2 * kLane) {
+          for (int half = 0; half < 2; ++half) {
+            const Vec<A> x = load_as<T>(row + d + half * kLane);
+            for (int i = 0; i < kCount; ++i) {
+              sum[half][i] += x * load(query + i * wide_qk_ + d + half * kLane);
+            }
+          }
         }
-        store(products[l], sum[0] + sum[1]);
+        for (int i = 0; i < kCount; ++i) {
+          if (d < wide_qk_) sum[0][i] += load_as<T>(row + d) * load(query + i * wide_qk_ + d);
+          store(products[i][l], sum[0][i] + sum[1][i]);
+        }
       }
-      A columns[kLane][kLane];
-      transpose(products[0], kLane, kLane, kLane, columns[0], kLane);
-      Vec<A> total[2] = {};
-      for (int64_t l = 0; l < kLane; l += 2) {
-        for (int i = 0; i < 2; ++i) total[i] += load(columns[l + i]);
+      for (int i = 0; i < kCount; ++i) {
+        transpose(products[i][0], kLane, kLane, kLane, columns[0], kLane);
+        Vec<A> total[2] = {};
+        for (int64_t l = 0; l < kLane; l += 2) {
+          for (int half = 0; half < 2; ++half) total[half] += load(columns[l + half]);
+        }
+        store(scores_ + (first + i) * kBlockN + t, total[0] + total[1]);
       }
-      store(scores + t, total[0] + total[1]);
     }
   }
 
@@ -220,34 +250,47 @@ class AttentionDecode {
     return alpha[0];
   }
 
-  // out += weights * value, in parts of kSumSteps keys.
-  void add_values(Tile kind, const T* value, int64_t stride, int64_t n, const A* weights,
-                  A* out) const {
+  // out += weights * value for kCount rows, in parts of kSumSteps keys.
+  template <int kCount>
+  void add_values(bool guard, const T* value, int64_t stride, int64_t n, int64_t first) {
+    constexpr int kWide = kCount == 1 ? 4 : 2;
+    const A* const weights = scores_ + first * kBlockN;
+    A* const out = out_ + first * wide_;
     const int64_t vectors = div_up(p_.head_dim_v, kLane);
     for (int64_t begin = 0; begin < n; begin += kSumSteps) {
       const int64_t end = min64(begin + kSumSteps, n);
       int64_t c = 0;
-      for (; c + 4 <= vectors; c += 4) {
-        add_features<4>(kind, value + c * kLane, stride, begin, end, weights, out + c * kLane);
+      for (; c + kWide <= vectors; c += kWide) {
+        add_features<kCount, kWide>(guard, value + c * kLane, stride, begin, end, weights,
+                                    out + c * kLane);
       }
       for (; c < vectors; ++c) {
-        add_features<1>(kind, value + c * kLane, stride, begin, end, weights, out + c * kLane);
+        add_features<kCount, 1>(guard, value + c * kLane, stride, begin, end, weights,
+                                out + c * kLane);
       }
     }
   }
 
-  template <int kVectors>
-  static void add_features(Tile kind, const T* value, int64_t stride, int64_t begin, int64_t end,
-                           const A* weights, A* out) {
-    Vec<A> sum[kVectors] = {};
+  template <int kCount, int kVectors>
+  void add_features(bool guard, const T* value, int64_t stride, int64_t begin, int64_t end,
+                    const A* weights, A* out) const {
+    Vec<A> sum[kCount][kVectors] = {};
     for (int64_t t = begin; t < end; ++t) {
-      // An invisible key may hold NaN, and 0 * NaN is no 0.
-      if (kind == Tile::kPartial && weights[t] == 0) continue;
-      for (int i = 0; i < kVectors; ++i) {
-        sum[i] += load_as<T>(value + t * stride + i * kLane) * weights[t];
+      Vec<A> x[kVectors];
+      for (int v = 0; v < kVectors; ++v) x[v] = load_as<T>(value + t * stride + v * kLane);
+      for (int i = 0; i < kCount; ++i) {
+        const A weight = weights[i * kBlockN + t];
+        // An invisible key may hold NaN, and 0 * NaN is no 0.
+        if (guard && weight == 0) continue;
+        for (int v = 0; v < kVectors; ++v) sum[i][v] += x[v] * weight;
       }
     }
-    for (int i = 0; i < kVectors; ++i) store(out + i * kLane, load(out + i * kLane) + sum[i]);
+    for (int i = 0; i < kCount; ++i) {
+      for (int v = 0; v < kVectors; ++v) {
+        A* const at = out + i * wide_ + v * kLane;
+        store(at, load(at) + sum[i][v]);
+      }
+    }
   }
 
   // Adds another part's result to this one.
@@ -289,6 +332,7 @@ class AttentionDecode {
   Arena arena_;
   A* query_;                  // (rows, wide_qk)
   A* scores_;                 // (rows, kBlockN)
+  Tile* kinds_;               // (heads that share the keys)
   A *tile_, *bias_;           // (kBlockN, panel)
   T *key_, *value_;           // (kBlockN, wide_qk), (kBlockN, wide)
   A *out_, *maximum_, *sum_;  // of the part at hand

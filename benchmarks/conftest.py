@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import measure
 import pytest
 import torch
 from measure import ceilings, peak_memory, unthrottled
@@ -26,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))
     config.stash[_RECORDS] = []
+    if config.getoption("--quick"):
+        measure.ROUND_SECONDS, measure.MIN_ROUNDS = 0.25, 3
 
 
 _RECORDS = pytest.StashKey[list[dict[str, Any]]]()

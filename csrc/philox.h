@@ -15,6 +15,9 @@
 namespace fused_attn {
 namespace {  // each instruction set has its own copy (design: no shared inline functions)
 
+constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
+
 struct Philox4 {
   uint32_t word[4];
 };
@@ -23,14 +26,14 @@ FUSED_ATTN_HOST_DEVICE Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2,
                                           uint64_t seed) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
-    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
+    const uint64_t product0 = uint64_t{kPhiloxMultiplier0} * c0;
+    const uint64_t product1 = uint64_t{kPhiloxMultiplier1} * c2;
     c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
     c1 = static_cast<uint32_t>(product1);
     c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
     c3 = static_cast<uint32_t>(product0);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
   }
   return {{c0, c1, c2, c3}};
 }

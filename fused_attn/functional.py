@@ -72,7 +72,13 @@ def scaled_dot_product_attention(
     signature = None
     if attn_mask is None and dropout_p == 0.0 and not return_lse and backend is None:
         signature = _calls.signature(
-            (query, key, value), "attention", is_causal, scale, enable_gqa, softcap
+            (query, key, value),
+            "attention",
+            is_causal,
+            scale,
+            enable_gqa,
+            softcap,
+            type(dropout_p),
         )
         plan = _calls.find(signature)
         if plan is not None:
@@ -218,7 +224,9 @@ def _norm(
     shape = tuple(normalized_shape)
     signature = None
     if residual is None and dropout_p == 0.0 and not return_residual and backend is None:
-        signature = _calls.signature((input, weight, bias), "norm", shape, eps, rms)
+        signature = _calls.signature(
+            (input, weight, bias), "norm", shape, eps, rms, type(dropout_p)
+        )
         plan = _calls.find(signature)
         if plan is not None:
             return plan(input, weight, bias)

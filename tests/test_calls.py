@@ -85,23 +85,40 @@ def test_plans_are_bounded():
 
 
 def test_pooled_outputs_are_their_own():
-    """Large outputs come from a pool: alive together they never share memory, and dead they do."""
+    """Large outputs come from a pool: alive together they never share memory."""
     q, k, v = qkv(2, 8, 512, 64)
     kept = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
     again = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
     for a, b in zip(kept, again, strict=True):
         assert a.data_ptr() != b.data_ptr()
         assert torch.equal(a, b)
-    address = kept[0].data_ptr()
     del kept, a
-    _cpu.release_workspace()
     view = again[0].transpose(1, 2).reshape(2, 512, 512)[0]
     want = view.clone()
     del again, b
     for i in range(4):
         F.scaled_dot_product_attention(q, k, v - i)
     assert torch.equal(view, want)  # a view keeps its memory
-    assert isinstance(address, int)
+
+
+def test_pool_gives_the_same_memory_again():
+    def new():
+        return torch.from_dlpack(_cpu.pooled_tensor((1000, 1000), (1000, 1), 0))
+
+    _cpu.release_workspace()
+    first = new()
+    address = first.data_ptr()
+    assert new().data_ptr() != address
+    _cpu.release_workspace()
+    del first
+    assert new().data_ptr() == address
+
+
+def test_a_plan_does_not_take_what_validation_refuses():
+    q, k, v = qkv(1, 2, 33, 8)
+    F.scaled_dot_product_attention(q, k, v)
+    with pytest.raises(TypeError, match="dropout_p"):
+        F.scaled_dot_product_attention(q, k, v, dropout_p=False)
 
 
 def test_pooled_outputs_take_part_in_autograd():

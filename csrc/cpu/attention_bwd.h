@@ -358,7 +358,7 @@ class AttentionBwd : BwdTile<T> {
             A* grad_query) {
     LeftElement* const kept_at = kept_ + at * kRows;
     LeftElement* const grads_at = grads_ + at * kRows;
-    const bool special = kind == Tile::kPartial && key_columns_.count > 0;
+    const bool special = key_columns_.count > 0;
     const bool capped = p_.softcap > 0;
     const A* const cap_slope = this->cap_slope_;
     A* const numbers = this->grad_scores_;

@@ -278,7 +278,7 @@ class AttentionFwd {
                             job.scores,
                             job.weights,
                             p_.dropout_p > 0 ? job.keep : nullptr,
-                            is_special(job),
+                            v_.count > 0,
                             unit_,
                             {}};
     for (int v = 0; v < 2; ++v) {
@@ -309,11 +309,9 @@ class AttentionFwd {
       P::template multiply<Layout::kColumnMajor, Into::kAdd>(
           p_.head_dim_v, tile.at.n, value, weights, out, kRows, nullptr, meanwhile);
     }
-    if (!is_special(job)) return;
+    if (v_.count == 0) return;
     v_.add_special(tile.offset, tile.offset + tile.at.n, p_.head_dim_v, job.scores, out);
   }
-
-  bool is_special(const Job& job) const { return job.tile.kind == Tile::kPartial && v_.count > 0; }
 
   void end_panel(int64_t b, int64_t h, int64_t i, const Panel& panel) {
     const int64_t rows = min64(kRows, p_.seqlen_q - i);

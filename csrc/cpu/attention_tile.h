@@ -17,7 +17,7 @@ inline const T* at_head(const void* data, const int64_t strides[3], int64_t b, i
   return static_cast<const T*>(data) + b * strides[0] + h * strides[1];
 }
 
-// What a score, as score_tile leaves it, is in natural units and as a power of 2. The scale of a
+// What a score, as finish_scores leaves it, is in natural units. The scale of a
 // plain problem is left to the softmax; where something is added to the scores, they have it.
 struct ScoreUnits {
   explicit ScoreUnits(const AttentionParams& p) {
@@ -93,7 +93,8 @@ static_assert(kPhiloxCounters >= kPanel<float>, "one call covers a panel");
 // A block of keys of one head as operands: rows of key and value, or their transposes.
 //
 // Only keys that somebody sees may be multiplied with their value, since 0 * NaN is not 0: rows
-// that are not finite are 0 in a transpose, listed in special, and added by add_special.
+// that are not finite are 0 in a transpose, listed in special, and added by add_special, in every
+// tile of the block.
 template <class T>
 struct KeyColumns {
   using A = Acc<T>;

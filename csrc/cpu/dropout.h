@@ -29,7 +29,8 @@ inline void keep_bits(uint32_t first, uint32_t fixed, uint32_t c2, uint32_t c3, 
     word[2][v] = Vec<uint64_t>{} + c2;
     word[3][v] = Vec<uint64_t>{} + c3;
   }
-  const Vec<uint64_t> m0 = Vec<uint64_t>{} + 0xD2511F53u, m1 = Vec<uint64_t>{} + 0xCD9E8D57u;
+  const Vec<uint64_t> m0 = Vec<uint64_t>{} + kPhiloxMultiplier0,
+                      m1 = Vec<uint64_t>{} + kPhiloxMultiplier1;
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const Vec<uint64_t> k0 = Vec<uint64_t>{} + key0, k1 = Vec<uint64_t>{} + key1;
@@ -42,8 +43,8 @@ inline void keep_bits(uint32_t first, uint32_t fixed, uint32_t c2, uint32_t c3, 
       word[2][v] = product0 >> 32 ^ word[3][v] ^ k1;
       word[3][v] = product0;
     }
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
   }
   for (int w = 0; w < 4; ++w) {
     kept[w] = 0;

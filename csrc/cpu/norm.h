@@ -32,7 +32,8 @@ inline void store_part(Vec<Acc<T>> v, int64_t count, T* dst) {
 }
 
 // Where the rows that are written do not fit into L2, writing them past the caches saves reading
-// them first. It helps the backward, and slows the forward down: what follows reads its result.
+// them first. It helps the backward and the forward with dropout and residual (1.86 -> 1.70 ms at
+// 4096 x 768 floats), and slows the plain forward down (0.58 -> 0.72 ms).
 constexpr int64_t kStreamFrom = int64_t{4} << 20;  // bytes
 
 template <class T>

@@ -1,9 +1,9 @@
 """Calls that look like an earlier one: validated once, then straight to the kernel.
 
 A call of one query and one key takes 40 microseconds with its validation, 7.5 with a plan. So a
-call without gradients, mask tensors or dropout leaves a plan behind, under all that validation depends on:
-shapes, strides, types and options. Whatever watches calls, or changes the choice of a backend,
-keeps a call away from the plans.
+call without gradients, mask tensors or dropout leaves a plan behind, under all that validation
+depends on: shapes, strides, types and options. Whatever watches calls, or changes the choice of a
+backend, keeps a call away from the plans.
 """
 
 from __future__ import annotations

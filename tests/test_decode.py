@@ -42,7 +42,7 @@ def test_masks(name, seqlen_q, dtype):
 
 
 def test_is_another_kernel():
-    """Rounded in another order than with a backward to follow, or these tests would show nothing."""
+    """Rounded in another order than where a backward follows, or this file tests nothing."""
     tensors = random_qkv(1, 4, 4, 1, 2000, 64)
     q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
     args = (q, k, v, normalize(masks.as_mask(None, False), 1, 4, 1, 2000, q), 0.3, 0.0, 0.0, None)

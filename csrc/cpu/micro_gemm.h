@@ -85,23 +85,28 @@ inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
   }
 }
 
+// Rows from r on, kRows at a time while there are as many, then fewer.
+template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
+inline void gemm_from(int64_t r, int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
+                      const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
+                      int64_t ldc, const typename Op::Result* scale) {
+  const int64_t step = kLayout == Layout::kRowMajor ? lda : 1;
+  for (; r + kRows <= m; r += kRows) {
+    gemm_rows<Op, kRows, kLayout, kInto, kSteps>(k, a + r * step, lda, b, ldb, c + r * ldc, ldc,
+                                                 scale);
+  }
+  if constexpr (kRows > 1) {
+    constexpr int kFewer = kRows > 4 ? 4 : kRows / 2;
+    if (r < m) gemm_from<Op, kFewer, kLayout, kInto, kSteps>(r, m, k, a, lda, b, ldb, c, ldc, scale);
+  }
+}
+
 // All m rows; C has rows of at least one panel.
 template <class Op, Layout kLayout, Into kInto, int64_t kSteps>
 inline void gemm(int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
                  const typename Op::Element* b, int64_t ldb, typename Op::Result* c, int64_t ldc,
                  const typename Op::Result* scale) {
-  const int64_t step = kLayout == Layout::kRowMajor ? lda : 1;
-  int64_t r = 0;
-  for (; r + kMicroRows <= m; r += kMicroRows) {
-    gemm_rows<Op, kMicroRows, kLayout, kInto, kSteps>(k, a + r * step, lda, b, ldb, c + r * ldc,
-                                                      ldc, scale);
-  }
-  for (; r + 2 <= m; r += 2) {
-    gemm_rows<Op, 2, kLayout, kInto, kSteps>(k, a + r * step, lda, b, ldb, c + r * ldc, ldc, scale);
-  }
-  for (; r < m; ++r) {
-    gemm_rows<Op, 1, kLayout, kInto, kSteps>(k, a + r * step, lda, b, ldb, c + r * ldc, ldc, scale);
-  }
+  gemm_from<Op, kMicroRows, kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc, scale);
 }
 
 }  // namespace

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.masks import Mask
+
+_MAX_SCORES = 2**22
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Attention:
     mask: str = "none"
     dropout_p: float = 0.0
     quick: bool = False
+
+    def reduced(self) -> Attention:
+        """One batch element, and as many heads as eager attention can hold the scores of."""
+        group = self.num_heads // self.kv_heads
+        groups = max(1, _MAX_SCORES // (self.seqlen_q * self.seqlen_k * group))
+        kv_heads = min(self.kv_heads, groups)
+        return replace(self, batch=1, num_heads=kv_heads * group, num_heads_kv=kv_heads)
 
     @property
     def kv_heads(self) -> int:
@@ -45,6 +54,9 @@ class Attention:
         )
         return query, key, value
 
+    def bias_size(self) -> tuple[int, int, int]:
+        return self.num_heads, self.seqlen_q, self.seqlen_k
+
     def visible(self) -> int:
         """Pairs of a query and a key that it sees, over batch and heads."""
         dense = self.bool_mask()
@@ -53,6 +65,16 @@ class Attention:
             shape = (self.batch, 1, self.seqlen_q, self.seqlen_k)
             pairs = int(dense.expand(shape).sum())
         return self.num_heads * pairs
+
+    def packed(self, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+        """The real rows of operands, (rows, heads, head_dim), and cu_seqlens; self-attention."""
+        lengths = self.lengths().tolist()
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+        rows = [
+            torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(t, lengths, strict=True)])
+            for t in self.operands(dtype)
+        ]
+        return rows, cu_seqlens
 
     def lengths(self) -> Tensor:
         """Key lengths of a padded batch: from a quarter to all, 62 % on average."""
@@ -124,6 +146,12 @@ MASKED = [
     Attention("prefix", 2, 8, 1024, 1024, 64, "prefix LM (Raffel et al. 2020, T5)", mask="prefix"),
     Attention("alibi", 2, 8, 1024, 1024, 64, "ALiBi (Press et al. 2022)", mask="alibi"),
     Attention("softcap", 2, 8, 1024, 1024, 64, "Gemma 2 (2024): softcap 50", mask="softcap"),
+]
+
+# Tokens of a padded batch with the padding removed; torch gets the padded batch and its mask.
+PACKED = [
+    Attention("packed", 8, 8, 1024, 1024, 64, _MASKS, mask="padding", quick=True),
+    Attention("packed_bert", 32, 12, 256, 256, 64, _BERT, mask="padding"),
 ]
 
 TRAINING = [

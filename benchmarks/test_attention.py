@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contract
 import pytest
 import torch
 import torch.nn.functional as F
-from shapes import ATTENTION, DECODE, MASKED, TRAINING, Attention
+from shapes import ATTENTION, DECODE, MASKED, PACKED, TRAINING, Attention
 
 import fused_attn
-from fused_attn.compare import GRAD_FACTOR, OUTPUT_FACTOR
 
 FLOAT = torch.float32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,6 +30,18 @@ def peer(shape, query, key, value, mask, bias=None):
     )  # fmt: skip
 
 
+def eager(shape, *args):
+    """The reference of this package."""
+    with fused_attn.use_backend("eager"):
+        return own(shape, *args)
+
+
+def with_eager(shape, ways, way):
+    """The ways, and eager attention where its scores fit."""
+    pairs = shape.batch * shape.num_heads * shape.seqlen_q * shape.seqlen_k
+    return ways if pairs > 2**26 else ways | {"eager": way}
+
+
 def peer_mask(shape, dtype):
     """SDPA has no softcap; what ALiBi adds is a float mask of every score to it."""
     if shape.mask != "alibi":
@@ -44,29 +56,17 @@ def operations(shape: Attention) -> float:
     return 4.0 * shape.visible() * shape.head_dim
 
 
-def checked(shape, operands, mask, bias=None):
-    """The contract of the package on this very problem, one batch element of it."""
-    if shape.dropout_p > 0:
-        return  # tested bit by bit elsewhere
-    options = {"enable_gqa": True, "softcap": 50.0 if shape.mask == "softcap" else None}
-    attn_mask = mask if bias is None else bias
+def check(shape: Attention, dtype: torch.dtype, gradients: bool) -> None:
+    """The contract on what is measured, for as many heads as eager attention can hold."""
+    shape = shape.reduced()
+    operands = [*shape.operands(dtype)]
+    if shape.mask == "bias":
+        operands.append(torch.zeros(shape.bias_size(), dtype=dtype))
 
-    def run(dtype, backend):
-        x = [t.detach().to(dtype).requires_grad_() for t in operands]
-        m = attn_mask if bias is None else attn_mask.detach()
-        out = fused_attn.scaled_dot_product_attention(*x, m, backend=backend, **options)
-        return [out, *torch.autograd.grad(out.float().square().sum(), x)]
+    def call(query, key, value, *bias):
+        return own(shape, query, key, value, shape.own_mask(), *bias)
 
-    # The eager reference holds the scores: that is too much for the longest problems.
-    if shape.batch * shape.num_heads * shape.seqlen_q * shape.seqlen_k > 2**27:
-        return
-    dtype = operands[0].dtype
-    truth, eager, got = run(torch.float64, "eager"), run(dtype, "eager"), run(dtype, "cpp")
-    for i, (t, e, g) in enumerate(zip(truth, eager, got, strict=True)):
-        factor = OUTPUT_FACTOR if i == 0 else GRAD_FACTOR
-        allowed = factor * (e.double() - t).abs().max()
-        allowed = allowed + t.abs().max() * torch.finfo(dtype).eps
-        assert (g.double() - t).abs().max() <= allowed, f"result {i} of {shape.name} is wrong"
+    contract.check(shape.name, dtype, call, operands, gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -76,12 +76,16 @@ def test_forward(shape, dtype, compare):
     with torch.no_grad():
         compare(
             "forward", shape, dtype,
-            {
-                "fused_attn": lambda: own(shape, *operands, mask),
-                "sdpa": lambda: peer(shape, *operands, other),
-            },
+            with_eager(
+                shape,
+                {
+                    "fused_attn": lambda: own(shape, *operands, mask),
+                    "sdpa": lambda: peer(shape, *operands, other),
+                },
+                lambda: eager(shape, *operands, mask),
+            ),
             flops=operations(shape), bytes=2.0 * operands[1].nbytes,
-            check=lambda: torch.enable_grad()(checked)(shape, operands, mask),
+            check=lambda: check(shape, dtype, gradients=False),
         )  # fmt: skip
 
 
@@ -90,15 +94,23 @@ def test_forward(shape, dtype, compare):
 def test_backward(shape, dtype, compare):
     operands = [t.requires_grad_() for t in shape.operands(dtype)]
     mask, other = shape.own_mask(), peer_mask(shape, dtype)
-    ours, theirs = own(shape, *operands, mask), peer(shape, *operands, other)
-    grad = torch.ones_like(ours)
-    compare(
-        "backward", shape, dtype,
+    ways = with_eager(
+        shape,
         {
-            "fused_attn": lambda: torch.autograd.grad(ours, operands, grad, retain_graph=True),
-            "sdpa": lambda: torch.autograd.grad(theirs, operands, grad, retain_graph=True),
+            "fused_attn": lambda: own(shape, *operands, mask),
+            "sdpa": lambda: peer(shape, *operands, other),
         },
-        flops=2.5 * operations(shape),
+        lambda: eager(shape, *operands, mask),
+    )
+
+    def backward(way):
+        out = way()
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, operands, grad, retain_graph=True)
+
+    compare(
+        "backward", shape, dtype, {name: backward(way) for name, way in ways.items()},
+        flops=2.5 * operations(shape), check=lambda: check(shape, dtype, gradients=True),
     )  # fmt: skip
 
 
@@ -109,8 +121,7 @@ def test_training(shape, dtype, compare):
     operands = [t.requires_grad_() for t in shape.operands(dtype)]
     bias = None
     if shape.mask == "bias":
-        size = (shape.num_heads, shape.seqlen_q, shape.seqlen_k)
-        bias = torch.zeros(size, dtype=dtype, requires_grad=True)
+        bias = torch.zeros(shape.bias_size(), dtype=dtype, requires_grad=True)
         operands.append(bias)
     grad = torch.ones(*operands[0].shape, dtype=dtype)
 
@@ -120,7 +131,44 @@ def test_training(shape, dtype, compare):
 
     compare(
         "training", shape, dtype,
-        {"fused_attn": lambda: step(own), "sdpa": lambda: step(peer)},
-        flops=3.5 * operations(shape),
-        check=lambda: checked(shape, operands[:3], None, bias),
+        with_eager(
+            shape,
+            {"fused_attn": lambda: step(own), "sdpa": lambda: step(peer)},
+            lambda: step(eager),
+        ),
+        flops=3.5 * operations(shape), check=lambda: check(shape, dtype, gradients=True),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("shape", PACKED, ids=lambda s: s.name)
+def test_packed(shape, dtype, compare):
+    """A packed batch, forward and backward, against the padded one."""
+    rows, cu_seqlens = shape.packed(dtype)
+    rows = [t.requires_grad_() for t in rows]
+    padded, mask = [t.requires_grad_() for t in shape.operands(dtype)], shape.bool_mask()
+    where = (cu_seqlens, cu_seqlens, shape.seqlen_q, shape.seqlen_k)
+
+    def packed_out():
+        return fused_attn.varlen_attention(*rows, *where)
+
+    def padded_out():
+        return peer(shape, *padded, mask)
+
+    def step(out, operands):
+        return torch.autograd.grad(out, operands, torch.ones_like(out))
+
+    def check_packed():
+        expected = own(shape, *padded, shape.own_mask()).transpose(1, 2)
+        for b, part in enumerate(packed_out().split(shape.lengths().tolist())):
+            torch.testing.assert_close(part, expected[b, : len(part)], rtol=0, atol=0)
+
+    pairs = shape.num_heads * shape.head_dim * float(shape.lengths().square().sum())
+    compare(
+        "packed", shape, dtype,
+        {
+            "fused_attn": lambda: step(packed_out(), rows),
+            "sdpa": lambda: step(padded_out(), padded),
+        },
+        flops=3.5 * 4.0 * pairs, check=check_packed,
     )  # fmt: skip

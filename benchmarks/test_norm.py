@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contract
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,14 @@ def peer(shape, x, residual, weight, bias):
     return F.layer_norm(x, (shape.columns,), weight, bias)
 
 
-def checked(shape, operands):
-    if shape.dropout_p == 0:
-        truth = peer(shape, *(None if t is None else t.double() for t in operands))
-        eager = (peer(shape, *operands).double() - truth).abs().max()
-        got = (own(shape, *operands).double() - truth).abs().max()
-        rounding = truth.abs().max() * torch.finfo(operands[0].dtype).eps
-        assert got <= 2 * eager + rounding, f"{shape.name} is wrong"
+def check(shape, dtype, gradients):
+    x, residual, weight, bias = tensors(shape, dtype)
+
+    def call(x, weight, bias, residual=None):
+        return own(shape, x, residual, weight, bias)
+
+    operands = [x, weight, bias] + ([] if residual is None else [residual])
+    contract.check(shape.name, dtype, call, operands, gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -54,7 +56,7 @@ def test_forward(shape, dtype, compare):
                 "fused_attn": lambda: own(shape, *operands),
                 "torch": lambda: peer(shape, *operands),
             },
-            bytes=streams * operands[0].nbytes, check=lambda: checked(shape, operands),
+            bytes=streams * operands[0].nbytes, check=lambda: check(shape, dtype, gradients=False),
         )  # fmt: skip
 
 
@@ -72,4 +74,5 @@ def test_backward(shape, dtype, compare):
             "torch": lambda: torch.autograd.grad(theirs, inputs, grad, retain_graph=True),
         },
         bytes=(4 if shape.residual else 3) * grad.nbytes,
+        check=lambda: check(shape, dtype, gradients=True),
     )  # fmt: skip

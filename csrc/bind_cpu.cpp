@@ -124,6 +124,9 @@ void read(Fields& f, AttentionParams* p) {
   f.tensor("out", &p->out, p->out_strides);
   f.pointer("lse", &p->lse);
   f.pointer("lse_low", &p->lse_low);
+  f.pointer("cu_seqlens_q", &p->cu_seqlens_q);
+  f.pointer("cu_seqlens_k", &p->cu_seqlens_k);
+  f.number("total_q", &p->total_q);
   f.number("softmax_scale", &p->softmax_scale);
   f.number("softcap", &p->softcap);
   f.number("dropout_p", &p->dropout_p);

@@ -26,6 +26,29 @@ FUSED_ATTN_HOST_DEVICE SequenceBounds sequence_bounds(const MaskParams& mask, in
   return {0, seqlen_k, 0, seqlen_q, mask.band_lo, mask.band_hi, 0, mask.alibi_offset};
 }
 
+// Where a sequence lies in a tensor: in a batch of its own, or packed with others.
+struct SequenceRows {
+  int64_t batch, first, count;
+};
+
+FUSED_ATTN_HOST_DEVICE SequenceRows sequence_rows(const int64_t* cu_seqlens, int64_t b,
+                                                  int64_t seqlen) {
+  if (cu_seqlens == nullptr) return {b, 0, seqlen};
+  return {0, cu_seqlens[b], cu_seqlens[b + 1] - cu_seqlens[b]};
+}
+FUSED_ATTN_HOST_DEVICE SequenceRows query_rows(const AttentionParams& p, int64_t b) {
+  return sequence_rows(p.cu_seqlens_q, b, p.seqlen_q);
+}
+FUSED_ATTN_HOST_DEVICE SequenceRows key_rows(const AttentionParams& p, int64_t b) {
+  return sequence_rows(p.cu_seqlens_k, b, p.seqlen_k);
+}
+
+// Where lse has the first row of head h of sequence b.
+FUSED_ATTN_HOST_DEVICE int64_t lse_begin(const AttentionParams& p, int64_t b, int64_t h) {
+  const SequenceRows rows = query_rows(p, b);
+  return (rows.batch * p.num_heads + h) * p.total_q + rows.first;
+}
+
 // Keys that row i may see by structure; empty where lo >= hi. The query range is not looked at.
 FUSED_ATTN_HOST_DEVICE Interval visible_keys(const SequenceBounds& s, int64_t i) {
   int64_t hi = min64(s.key_end, i + s.band_hi + 1);

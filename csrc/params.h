@@ -63,13 +63,18 @@ struct AttentionParams {
   const void* key;    // (batch, num_heads_kv, seqlen_k, head_dim)
   const void* value;  // (batch, num_heads_kv, seqlen_k, head_dim_v)
   void* out;          // (batch, num_heads, seqlen_q, head_dim_v)
-  // (batch, num_heads, seqlen_q), float or double, contiguous. lse + lse_low is the log-sum-exp to
+  // (batch, num_heads, total_q), float or double, contiguous. lse + lse_low is the log-sum-exp to
   // twice the precision: rounding lse alone would scale all weights that the backward computes
   // anew. Null: not wanted; without lse_low, no backward follows.
   void* lse;
   void* lse_low;
   // Strides of (batch, head, row).
   int64_t query_strides[3], key_strides[3], value_strides[3], out_strides[3];
+  // Packed sequences: the tensors have one batch, in which sequence b is the rows
+  // [cu_seqlens[b], cu_seqlens[b + 1]); batch, seqlen_q and seqlen_k are the number of sequences
+  // and the most rows that one has. Masks see each sequence for itself. Null: not packed.
+  const int64_t *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
+  int64_t total_q;                             // rows of a head in lse: seqlen_q if not packed
   double softmax_scale;
   double softcap;    // 0: none
   double dropout_p;  // 0: none

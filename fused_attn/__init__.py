@@ -3,7 +3,12 @@
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
 from fused_attn.compare import ComparisonReport, compare
-from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
+from fused_attn.functional import (
+    layer_norm,
+    rms_norm,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 from fused_attn.masks import Mask
 from fused_attn.swap import SwapReport, swap_modules
 
@@ -22,4 +27,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "swap_modules",
     "use_backend",
+    "varlen_attention",
 ]

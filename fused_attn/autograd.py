@@ -15,7 +15,9 @@ from torch.autograd import Function
 from fused_attn import ops
 from fused_attn._layout import readable_in_place
 from fused_attn.backends import get_backend, reference
-from fused_attn.mask_spec import NUM_SPEC_FIELDS, MaskSpec, with_summaries
+from fused_attn.mask_spec import NUM_SPEC_FIELDS, NUM_SPEC_INTEGERS, MaskSpec, with_summaries
+
+_NUM_SCALARS = NUM_SPEC_INTEGERS + 3  # and scale, softcap, dropout_p
 
 
 def attention(
@@ -71,7 +73,7 @@ class _Attention(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         query, key, value, *options, seed, backend = inputs
-        tensors, scalars = options[:-6], options[-6:]
+        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(query, key, value, *output, seed, *tensors)
@@ -102,7 +104,7 @@ class _AttentionBackward(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         grad_out, grad_lse, query, key, value, _, _, _, *options, seed, _, _ = inputs
-        tensors, scalars = options[:-6], options[-6:]
+        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad_out, grad_lse, query, key, value, seed, *tensors)
         ctx.scalars = scalars
@@ -110,10 +112,10 @@ class _AttentionBackward(Function):
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
         grad_out, grad_lse, query, key, value, seed, bias, *tensors = ctx.saved_tensors
-        *band, scale, softcap, dropout_p = ctx.scalars
+        *integers, scale, softcap, dropout_p = ctx.scalars
 
         def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Any:
-            spec = MaskSpec(bias, *tensors, *band)
+            spec = MaskSpec(bias, *tensors, *integers)
             assert len(spec.flat()) == NUM_SPEC_FIELDS
             return reference.attention(query, key, value, spec, scale, softcap, dropout_p, seed)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fused_attn import _calls, autograd, masks, ops, philox
 from fused_attn._modes import statistics_dtype, transformed
+from fused_attn._packing import check_cu_seqlens
 from fused_attn._shapes import canonical
 from fused_attn.backends import AttentionProblem, NormProblem, reference, select
-from fused_attn.mask_spec import normalize
+from fused_attn.mask_spec import MaskSpec, normalize
 from fused_attn.masks import Mask
 
 
@@ -93,36 +95,138 @@ def scaled_dot_product_attention(
     mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
     q, k, v, mask_tensor, leading = canonical(query, key, value, mask_tensor, enable_gqa)
     attn_mask = attn_mask if mask_tensor is None else mask_tensor
-    batch, num_heads, seqlen_q, head_dim = q.shape
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    elif isinstance(scale, (Tensor, str)):
-        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
-    if max(seqlen_q, k.shape[2]) >= masks.UNLIMITED:
-        raise ValueError(f"query and key must be shorter than {masks.UNLIMITED}")
+    batch, num_heads, seqlen_q, _ = q.shape
+    scale = _checked_scale(scale, q.shape[3])
+    _check_length(max(seqlen_q, k.shape[2]))
     mask = masks.as_mask(attn_mask, is_causal)
     spec = normalize(mask, batch, num_heads, seqlen_q, k.shape[2], q)
-    if spec.bias is not None and spec.bias.dtype == torch.float64 != q.dtype:
-        raise ValueError(f"attn_mask must be bool, float32 or {q.dtype} (as query), got float64")
-    problem = AttentionProblem(
-        q.device,
-        q.dtype,
-        head_dim,
-        v.shape[3],
-        None if spec.bias is None else spec.bias.dtype,
-        transformed(),
-    )
-    name = select(problem, backend)
-    seed = philox.new_seed(q.device) if dropout_p > 0.0 else None
-    if name == "eager":
-        out, lse = reference.attention(q, k, v, spec, scale, softcap, dropout_p, seed)
-    else:
-        out, lse = autograd.attention(q, k, v, spec, scale, softcap, dropout_p, seed, name)
+    name = _select_attention(q, v, spec, backend)
+    out, lse = _attention(q, k, v, spec, scale, softcap, dropout_p, name)
     if name == "cpp" and all(a is b for a, b in zip(given, (q, k, v), strict=True)):
         _calls.keep(signature, _calls.attention_plan, q, k, v, spec, scale, softcap)
     if len(leading) != 3:
         out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)
     return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several sequences that lie one after the other, without padding.
+
+    The results are those of `scaled_dot_product_attention` on the padded batch, dropout included,
+    and so is what is differentiable.
+
+    Args:
+        query: (total_q, num_heads, head_dim); float32, float16, bfloat16, float64.
+        key: (total_k, num_heads_kv, head_dim); num_heads may be a multiple of num_heads_kv.
+        value: (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_q: (batch + 1,) int32 or int64; sequence b is the rows [cu_seqlens_q[b],
+            cu_seqlens_q[b + 1]), so it starts with 0 and ends with total_q.
+        cu_seqlens_k: the same for key and value, and total_k.
+        max_seqlen_q, max_seqlen_k: rows of the longest sequence, or more.
+        attn_mask: as in scaled_dot_product_attention, of each sequence by itself: broadcastable to
+            (batch, num_heads, max_seqlen_q, max_seqlen_k), or a `fused_attn.masks.Mask`.
+        is_causal: query i of a sequence sees its keys j <= i (top-left; for bottom-right, as in
+            decoding with a cache, pass masks.causal(align="bottom_right")).
+        dropout_p, scale, softcap, backend: as in scaled_dot_product_attention.
+        return_lse: also return the natural log of the softmax denominator.
+
+    Returns:
+        out (total_q, num_heads, head_dim_v); with return_lse also lse, (num_heads, total_q),
+        float32 (float64 for float64).
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message has expected and got. Values of
+            cu_seqlens are looked at on the CPU only.
+        NotImplementedError: the backend that was asked for does not take the problem.
+
+    Source: Dao 2023, "FlashAttention-2", section 3.2, for the layout.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_float(name, tensor)
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions, got {tuple(tensor.shape)}")
+    query, key, value = ops.autocast(query, key, value)
+    _check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
+    num_heads, num_heads_kv = query.shape[1], key.shape[1]
+    _check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
+    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
+        raise ValueError(
+            f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
+            f"got {num_heads_kv}"
+        )
+    dropout_p = _checked_probability(dropout_p)
+    softcap = _checked_softcap(softcap)
+    scale = _checked_scale(scale, query.shape[2])
+    _check_length(max(max_seqlen_q, max_seqlen_k))
+    cu_seqlens_q = _checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
+    cu_seqlens_k = _checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
+    _check_same("cu_seqlens_k", "shape", cu_seqlens_k.shape, cu_seqlens_q.shape, "cu_seqlens_q")
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    own = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
+    mask = masks.as_mask(attn_mask, is_causal)
+    spec = replace(
+        normalize(
+            own if mask is None else mask & own,
+            cu_seqlens_q.shape[0] - 1, num_heads, max_seqlen_q, max_seqlen_k, q,
+        ),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    name = _select_attention(q, v, spec, backend)
+    out, lse = _attention(q, k, v, spec, scale, softcap, dropout_p, name)
+    out, lse = out[0].transpose(0, 1), lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _select_attention(query: Tensor, value: Tensor, spec: MaskSpec, backend: str | None) -> str:
+    """The backend for a problem in its canonical form."""
+    if spec.bias is not None and spec.bias.dtype == torch.float64 != query.dtype:
+        raise ValueError(
+            f"attn_mask must be bool, float32 or {query.dtype} (as query), got float64"
+        )
+    problem = AttentionProblem(
+        query.device,
+        query.dtype,
+        query.shape[3],
+        value.shape[3],
+        None if spec.bias is None else spec.bias.dtype,
+        transformed(),
+    )
+    return select(problem, backend)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    """out and lse by backend `name`, with a new seed."""
+    seed = philox.new_seed(query.device) if dropout_p > 0.0 else None
+    args = (query, key, value, spec, scale, softcap, dropout_p, seed)
+    return reference.attention(*args) if name == "eager" else autograd.attention(*args, name)
 
 
 def layer_norm(
@@ -308,6 +412,28 @@ def _checked_probability(dropout_p: float) -> float:
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
     return float(dropout_p)
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    if isinstance(scale, (Tensor, str)):
+        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
+    return scale
+
+
+def _check_length(seqlen: int) -> None:
+    if seqlen >= masks.UNLIMITED:
+        raise ValueError(f"query and key must be shorter than {masks.UNLIMITED}")
+
+
+def _checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
+    _check_same(name, "device", cu_seqlens.device, rows.device, "query")
+    check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
+    return cu_seqlens.to(torch.int64)
 
 
 def _checked_softcap(softcap: float | None) -> float:

@@ -31,7 +31,9 @@ BOUNDS = (
 
 @dataclass(frozen=True, eq=False)
 class MaskSpec:
-    """What kernels see of a mask. Field order is the argument order of the registered ops.
+    """What kernels see of a mask, and of how sequences are packed.
+
+    Field order is the argument order of the registered ops.
 
     Attributes:
         bias: float tensor added to the scores; -inf masks. Each dimension of
@@ -44,8 +46,12 @@ class MaskSpec:
         query_documents: int64 (batch or 1, seqlen_q).
         key_documents: int64 (batch or 1, seqlen_k).
         slopes: float32 (batch or 1, num_heads), ALiBi.
+        cu_seqlens_q, cu_seqlens_k: int64 (batch + 1); sequence b is the rows [cu_seqlens[b],
+            cu_seqlens[b + 1]) of query, key and value, which have one batch then. Everything else
+            here is of each sequence, seqlen_q and seqlen_k being the maxima below.
         band_lo, band_hi: visible where band_lo <= j - i <= band_hi.
         alibi_offset: ALiBi adds -slope * |i + alibi_offset - j|.
+        max_seqlen_q, max_seqlen_k: rows of the longest packed sequence.
     """
 
     bias: Tensor | None = None
@@ -57,9 +63,19 @@ class MaskSpec:
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
     slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     band_lo: int = -UNLIMITED
     band_hi: int = UNLIMITED
     alibi_offset: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    def sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
+        """batch, seqlen_q and seqlen_k as masks see them."""
+        if self.cu_seqlens_q is None:
+            return query.shape[0], query.shape[2], key.shape[2]
+        return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
 
     def flat(self) -> tuple[Any, ...]:
         """The fields in order, as the registered ops take them."""
@@ -73,13 +89,18 @@ class MaskSpec:
             self.query_documents,
             self.key_documents,
             self.slopes,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
             self.band_lo,
             self.band_hi,
             self.alibi_offset,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
         )
 
 
 NUM_SPEC_FIELDS = len(MaskSpec().flat())
+NUM_SPEC_INTEGERS = sum(isinstance(field, int) for field in MaskSpec().flat())  # come last
 
 
 # ---- Mask -> MaskSpec ---------------------------------------------------------------------------

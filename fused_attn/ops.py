@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fused_attn._layout import gradient_layout, out_layout
 from fused_attn._modes import plain_eager, statistics_dtype
+from fused_attn._packing import check_cu_seqlens
 from fused_attn.backends import get_backend
 from fused_attn.mask_spec import BOUNDS, NUM_SPEC_FIELDS, MaskSpec
 
@@ -22,7 +23,8 @@ from fused_attn.mask_spec import BOUNDS, NUM_SPEC_FIELDS, MaskSpec
 _MASK = (
     "Tensor? bias, Tensor? bias_summary, Tensor? dense, Tensor? dense_summary, Tensor? key_mask, "
     "Tensor? bounds, Tensor? query_documents, Tensor? key_documents, Tensor? slopes, "
-    "SymInt band_lo, SymInt band_hi, SymInt alibi_offset"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt band_lo, SymInt band_hi, "
+    "SymInt alibi_offset, SymInt max_seqlen_q, SymInt max_seqlen_k"
 )
 _ATTENTION = f"{_MASK}, float scale, float softcap, float dropout_p, Tensor? seed"
 _QKV = "Tensor query, Tensor key, Tensor value"
@@ -57,13 +59,24 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -
     """What `functional` makes sure of, for those who call torch.ops.fused_attn directly."""
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError("query, key and value must have 4 dimensions")
-    batch, num_heads, seqlen_q, head_dim = query.shape
-    num_heads_kv, seqlen_k = key.shape[1:3]
-    if key.shape[0] != batch or key.shape[3] != head_dim or value.shape[:3] != key.shape[:3]:
+    num_heads, num_heads_kv, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    if (
+        key.shape[0] != query.shape[0]
+        or key.shape[3] != head_dim
+        or value.shape[:3] != key.shape[:3]
+    ):
         got = [tuple(t.shape) for t in (query, key, value)]
         raise ValueError(f"query, key and value must fit together, got {got}")
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(f"key must have num_heads_kv that divides {num_heads}, got {num_heads_kv}")
+    batch, seqlen_q, seqlen_k = spec.sizes(query, key)
+    if spec.cu_seqlens_q is not None:
+        if query.shape[0] != 1 or spec.cu_seqlens_k is None or spec.bounds is None:
+            raise ValueError("packed sequences must have one batch, cu_seqlens_k and bounds")
+        check_cu_seqlens("cu_seqlens_q", spec.cu_seqlens_q, seqlen_q, query.shape[2])
+        check_cu_seqlens("cu_seqlens_k", spec.cu_seqlens_k, seqlen_k, key.shape[2])
+        if spec.cu_seqlens_k.shape[0] != batch + 1:
+            raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},)")
     full = (batch, num_heads, seqlen_q, seqlen_k)
     for name, shape, broadcast in (  # the first so many dimensions may be 1
         ("bias", full, 4),
@@ -310,8 +323,10 @@ def _visible_flops(query_shape: Any, value_shape: Any, seqlen_k: int) -> tuple[i
 def _attention_fwd_flops(
     query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **kwargs: Any
 ) -> int:
-    """The count of the unmasked problem, as torch's formulas for attention have it."""
-    return sum(_visible_flops(query_shape, value_shape, key_shape[-2]))
+    """The count of the unmasked problem, as torch's formulas for attention have it; of packed
+    sequences as if all keys' sequences were as long as the longest."""
+    seqlen_k = args[NUM_SPEC_FIELDS - 1] or key_shape[-2]
+    return sum(_visible_flops(query_shape, value_shape, seqlen_k))
 
 
 @register_flop_formula(torch.ops.fused_attn.attention_bwd)
@@ -324,5 +339,6 @@ def _attention_bwd_flops(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    scores, output = _visible_flops(query_shape, value_shape, key_shape[-2])
+    seqlen_k = args[3 + NUM_SPEC_FIELDS - 1] or key_shape[-2]  # after out, lse and lse_low
+    scores, output = _visible_flops(query_shape, value_shape, seqlen_k)
     return 3 * scores + 2 * output

@@ -143,6 +143,25 @@ def assert_like_eager(
     return got
 
 
+def assert_outputs_like_eager(
+    function: Callable[..., Callable[..., tuple[Tensor, ...]]],
+    tensors: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    backend: str,
+) -> None:
+    """The same for a call without gradients, which may run another kernel."""
+    eager_dtype = torch.float32 if dtype == torch.float64 else dtype
+    scale = torch.finfo(dtype).eps / torch.finfo(eager_dtype).eps
+
+    def run(dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+        exact = {n: exact_in_16_bits(t).to(dtype) for n, t in tensors.items() if t is not None}
+        return function(backend)(**exact)
+
+    outputs = run(dtype, backend), run(torch.float64, "eager"), run(eager_dtype, "eager")
+    for i, (got, truth, eager) in enumerate(zip(*outputs, strict=True)):
+        assert_contract(f"out{i}", got, truth, eager, OUTPUT_FACTOR, scale)
+
+
 def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Inputs that the type holds exactly: the contract is about the computation."""
     if tensor.dtype != torch.float32 or dtype in (torch.float32, torch.float64):

@@ -189,6 +189,11 @@ def test_flop_counter():
         F.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
     product = 2 * 2 * 4 * 33 * 70
     assert counter.get_total_flops() == product * (16 + 24) + product * (3 * 16 + 2 * 24)
+    packed = torch.randn(7, 2, 8, requires_grad=True)
+    where = (torch.tensor([0, 3, 7]),) * 2
+    with FlopCounterMode(display=False) as counter:
+        F.varlen_attention(packed, packed, packed, *where, 4, 4).sum().backward()
+    assert counter.get_total_flops() == 7 * (2 * 2 * 7 * 4 * 8)
 
 
 def test_fake_and_meta_tensors():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -9,6 +11,7 @@ from torch.autograd import forward_ad
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import cpp
+from fused_attn.mask_spec import MaskSpec
 
 
 def test_forward_mode_is_not_dropped():
@@ -105,17 +108,26 @@ def test_lazy_negation_is_seen():
 
 def test_direct_calls_of_the_ops_are_checked():
     def call(query, key, value, **options):
-        spec = [None] * 9 + [-(1 << 29), 1 << 29, 0]
+        spec = replace(MaskSpec(), **options.get("spec", {})).flat()
         rest = [1.0, 0.0, options.get("dropout_p", 0.0), None, "cpp"]
         return torch.ops.fused_attn.attention_fwd(query, key, value, *spec, *rest)
 
     x = torch.randn(1, 2, 4, 8)
     call(x, x, x)
+    packed = {
+        "cu_seqlens_q": torch.tensor([0, 4]),
+        "cu_seqlens_k": torch.tensor([0, 5]),
+        "bounds": torch.zeros(1, 8, dtype=torch.int64),
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 5,
+    }
     for bad in (
         lambda: call(x, x[:, :0], x[:, :0]),
         lambda: call(x, torch.randn(1, 2, 9, 8), x),
         lambda: call(x[0], x, x),
         lambda: call(x, x, x, dropout_p=0.5),
+        lambda: call(x, x, x, spec=packed),
+        lambda: call(x, x, x, spec=packed | {"bounds": None}),
     ):
         with pytest.raises(ValueError, match="must"):
             bad()

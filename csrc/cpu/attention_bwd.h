@@ -59,8 +59,9 @@ class BwdTile {
 
   // Panel `panel` of head (b, h) into slot `slot`.
   void pack_panel(int64_t b, int64_t h, int64_t panel, int64_t slot, bool rows) {
-    const int64_t first = panel * kRows, count = min64(kRows, p_.seqlen_q - first);
-    const int64_t head = (b * p_.num_heads + h) * p_.seqlen_q + first, at = slot * kRows;
+    const SequenceRows queries = query_rows(p_, b);
+    const int64_t first = panel * kRows, count = min64(kRows, queries.count - first);
+    const int64_t head = lse_begin(p_, b, h) + first, at = slot * kRows;
     for (int64_t l = 0; l < kRows; ++l) {
       const A infinity = static_cast<A>(__builtin_inf());
       const A lse = l < count ? static_cast<const A*>(p_.lse)[head + l] : -infinity;
@@ -74,17 +75,18 @@ class BwdTile {
         grad_lse_[at + l] = static_cast<const A*>(bwd_.grad_lse)[head + l];
       }
     }
-    stage(at_head<T>(p_.query, p_.query_strides, b, h), p_.query_strides[2], first, p_.head_dim);
+    stage(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
+          p_.head_dim);
     P::right_columns(stage_, p_.head_dim, scratch_, query_at(slot));
     if (rows) P::right_rows(stage_, p_.head_dim, query_rows_at(slot), panels_);
-    stage(at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, b, h), bwd_.grad_out_strides[2], first,
-          p_.head_dim_v);
+    stage(at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, queries, h), bwd_.grad_out_strides[2],
+          first, p_.head_dim_v);
     const typename P::Right grad_out =
         P::right_columns(stage_, p_.head_dim_v, scratch_, grad_out_at(slot));
     if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), panels_);
     // delta is rounded as an element of dO V^T, being the diagonal of such a product: where one key
     // has all the weight the two then cancel, though each is large. So dlse is not folded in.
-    stage(at_head<T>(p_.out, p_.out_strides, b, h), p_.out_strides[2], first, p_.head_dim_v);
+    stage(at_head<T>(p_.out, p_.out_strides, queries, h), p_.out_strides[2], first, p_.head_dim_v);
     const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(kRows, p_.head_dim_v, out,
                                                                           grad_out, scores_, kRows);
@@ -249,8 +251,9 @@ class AttentionBwd : BwdTile<T> {
       for (int64_t task = 0; task < tasks; ++task) {
         if (!ok) continue;
         const int64_t head = task / splits, split = task % splits;
-        const int64_t begin = min64(split * per_split * kBlockN, p.seqlen_k);
-        const int64_t end = min64(begin + per_split * kBlockN, p.seqlen_k);
+        const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;
+        const int64_t begin = min64(split * per_split * kBlockN, num_keys);
+        const int64_t end = min64(begin + per_split * kBlockN, num_keys);
         A* const own = splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
         self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, own, splits * part);
       }
@@ -298,7 +301,7 @@ class AttentionBwd : BwdTile<T> {
   // all keys, so its dQ is final.
   void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end, A* parts, int64_t parts_stride) {
     const int64_t group = p_.num_heads / p_.num_heads_kv;
-    const int64_t panels = div_up(p_.seqlen_q, kRows);
+    const int64_t panels = div_up(query_rows(p_, b).count, kRows);
     this->zero(grad_key_, round_up(end - begin, kBlockN) * wide_);
     this->zero(grad_value_, round_up(end - begin, kBlockN) * wide_v_);
     for (int64_t g = 0; g < group; ++g) {
@@ -318,7 +321,7 @@ class AttentionBwd : BwdTile<T> {
   // The block of keys at j against every panel of a query head.
   void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
              A* grad_query) {
-    const int64_t n = min64(kBlockN, end - j), panels = div_up(p_.seqlen_q, kRows);
+    const int64_t n = min64(kBlockN, end - j), panels = div_up(query_rows(p_, b).count, kRows);
     A* const grad_key = grad_key_ + (j - begin) * wide_;
     A* const grad_value = grad_value_ + (j - begin) * wide_v_;
     bool loaded = false;
@@ -346,8 +349,9 @@ class AttentionBwd : BwdTile<T> {
 
   void load_keys(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
     const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
-    const T* const key = at_head<T>(p_.key, p_.key_strides, b, h_kv) + j * stride;
-    const T* const value = at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * stride_v;
+    const SequenceRows keys = key_rows(p_, b);
+    const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * stride;
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v;
     k_ = P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
     v_ = P::rows(value, stride_v, n, p_.head_dim_v, this->stage_, this->value_);
     key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
@@ -440,20 +444,22 @@ class AttentionBwd : BwdTile<T> {
   }
 
   void write_grad_query(int64_t b, int64_t h, A* panels) {
-    T* const head = const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, b, h));
+    const SequenceRows queries = query_rows(p_, b);
+    T* const head =
+        const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
     const int64_t stride = bwd_.grad_query_strides[2];
     const A scale = static_cast<A>(p_.softmax_scale);
-    for (int64_t i = 0; i < p_.seqlen_q; i += kRows) {
+    for (int64_t i = 0; i < queries.count; i += kRows) {
       A* const panel = panels + i * wide_;
       for (int64_t e = 0; e < p_.head_dim * kRows; ++e) panel[e] *= scale;
-      write_panel<T>(panel, p_.head_dim, min64(kRows, p_.seqlen_q - i), rows_, head + i * stride,
+      write_panel<T>(panel, p_.head_dim, min64(kRows, queries.count - i), rows_, head + i * stride,
                      stride);
     }
   }
 
-  static void write_rows(A* rows, int64_t wide, int64_t dim, double factor, int64_t begin,
-                         int64_t end, void* out, const int64_t strides[3], int64_t b, int64_t h) {
-    T* const head = const_cast<T*>(at_head<T>(out, strides, b, h));
+  void write_rows(A* rows, int64_t wide, int64_t dim, double factor, int64_t begin, int64_t end,
+                  void* out, const int64_t strides[3], int64_t b, int64_t h) const {
+    T* const head = const_cast<T*>(at_head<T>(out, strides, key_rows(p_, b), h));
     for (int64_t j = begin; j < end; ++j) {
       A* const row = rows + (j - begin) * wide;
       for (int64_t d = 0; d < dim; ++d) row[d] *= static_cast<A>(factor);

@@ -80,8 +80,10 @@ class AttentionBwdBias : BwdTile<T> {
   // Adds one panel's dS to the sum.
   void panel(int64_t b, int64_t h, int64_t panel) {
     const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
-    const T* const key = at_head<T>(p_.key, p_.key_strides, b, h_kv);
-    const T* const value = at_head<T>(p_.value, p_.value_strides, b, h_kv);
+    const SequenceRows keys = key_rows(p_, b);
+    const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv);
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
+    if (panel * kRows >= query_rows(p_, b).count) return;
     this->pack_panel(b, h, panel, 0, false);
     if (p_.mask.bias.strides[3] == 0) {
       // The same bias for all keys of a row is noticed by lse alone: its dS add up to dlse.
@@ -90,8 +92,8 @@ class AttentionBwdBias : BwdTile<T> {
     }
     this->zero(grads_, p_.seqlen_k * kRows);
     this->zero(weights_, p_.seqlen_k * kRows);
-    for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
-      const TileAt at{b, h, panel * kRows, j, min64(kBlockN, p_.seqlen_k - j)};
+    for (int64_t j = 0; j < keys.count; j += kBlockN) {
+      const TileAt at{b, h, panel * kRows, j, min64(kBlockN, keys.count - j)};
       const Tile kind = this->mask_.classify(b, h, at.i, j, j + at.n);
       if (kind == Tile::kSkip) continue;
       const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];

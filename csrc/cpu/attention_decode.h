@@ -51,10 +51,11 @@ class AttentionDecode {
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < heads * splits; ++task) {
         const int64_t head = task / splits, begin = task % splits * per_split * kBlockN;
+        const int64_t b = head / p.num_heads_kv, num_keys = key_rows(p, b).count;
         if (!ok) continue;
         self.begin(results + task * part);
-        self.keys(head / p.num_heads_kv, head % p.num_heads_kv, min64(begin, p.seqlen_k),
-                  min64(begin + per_split * kBlockN, p.seqlen_k));
+        self.keys(b, head % p.num_heads_kv, min64(begin, num_keys),
+                  min64(begin + per_split * kBlockN, num_keys));
       }
 #pragma omp for schedule(static)
       for (int64_t head = 0; head < heads; ++head) {
@@ -111,19 +112,21 @@ class AttentionDecode {
   }
 
   void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end) {
+    const SequenceRows queries = query_rows(p_, b);
     const int64_t group = rows_ / p_.seqlen_q;
     for (int64_t r = 0; r < rows_; ++r) {
-      const T* const head =
-          at_head<T>(p_.query, p_.query_strides, b, h_kv * group + r / p_.seqlen_q);
+      const int64_t h = h_kv * group + r / p_.seqlen_q, i = r % p_.seqlen_q;
+      const T* const head = at_head<T>(p_.query, p_.query_strides, queries, h);
       A* const row = query_ + r * wide_qk_;
-      load_row(head + r % p_.seqlen_q * p_.query_strides[2], p_.head_dim, row);
-      for (int64_t d = p_.head_dim; d < wide_qk_; ++d) row[d] = 0;
+      memset(row, 0, wide_qk_ * sizeof(A));  // also rows that a shorter sequence lacks
+      if (i < queries.count) load_row(head + i * p_.query_strides[2], p_.head_dim, row);
     }
     for (int64_t j = begin; j < end; j += kBlockN) block(b, h_kv, j, min64(kBlockN, end - j));
   }
 
   // All rows against one block of keys.
   void block(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
+    const SequenceRows keys = key_rows(p_, b);
     const int64_t group = rows_ / p_.seqlen_q;
     const T *key, *value;
     int64_t key_stride = p_.key_strides[2], value_stride = p_.value_strides[2];
@@ -134,9 +137,9 @@ class AttentionDecode {
       any = any || kind != Tile::kSkip;
     }
     if (!any) return;
-    key = whole_vectors(at_head<T>(p_.key, p_.key_strides, b, h_kv) + j * key_stride, n,
+    key = whole_vectors(at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * key_stride, n,
                         p_.head_dim, wide_qk_, key_, &key_stride);
-    value = whole_vectors(at_head<T>(p_.value, p_.value_strides, b, h_kv) + j * value_stride, n,
+    value = whole_vectors(at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * value_stride, n,
                           p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_, &value_stride);
     int64_t r = 0;
     for (; r + kShare <= rows_; r += kShare) score_rows<kShare>(key, key_stride, n, r);
@@ -311,16 +314,18 @@ class AttentionDecode {
   }
 
   void write(int64_t b, int64_t h_kv) {
+    const SequenceRows queries = query_rows(p_, b);
     const int64_t group = rows_ / p_.seqlen_q;
     const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t h = h_kv * group + r / p_.seqlen_q, i = r % p_.seqlen_q;
+      if (i >= queries.count) continue;
       A* const row = out_ + r * wide_;
       const A factor = sum_[r] == 0 ? A(0) : kept / sum_[r];  // rows that saw nothing are 0
       for (int64_t d = 0; d < wide_; d += kLane) store(row + d, load(row + d) * factor);
-      T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, b, h));
+      T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));
       store_row(row, p_.head_dim_v, out + i * p_.out_strides[2]);
-      write_lse(p_, units_, (b * p_.num_heads + h) * p_.seqlen_q + i, maximum_[r], sum_[r]);
+      write_lse(p_, units_, lse_begin(p_, b, h) + i, maximum_[r], sum_[r]);
     }
   }
 

@@ -106,9 +106,10 @@ class AttentionFwd {
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < tasks; ++task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
-        const int64_t first = group * per_task;
-        const int64_t count = min64(per_task, num_panels - first);
-        if (ok) self.head_panels(head / p.num_heads, head % p.num_heads, first, count);
+        const int64_t b = head / p.num_heads, first = group * per_task;
+        const int64_t own_panels = div_up(query_rows(p, b).count, kRows);
+        const int64_t count = min64(per_task, own_panels - first);
+        if (ok && count > 0) self.head_panels(b, head % p.num_heads, first, count);
       }
     }
     return ok;
@@ -174,12 +175,14 @@ class AttentionFwd {
 
   void head_panels(int64_t b, int64_t h, int64_t first, int64_t count) {
     const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
-    const T* const query = at_head<T>(p_.query, p_.query_strides, b, h);
-    const T* const key = at_head<T>(p_.key, p_.key_strides, b, h_kv);
-    const T* const value = at_head<T>(p_.value, p_.value_strides, b, h_kv);
+    const SequenceRows keys = key_rows(p_, b);
+    queries_ = query_rows(p_, b);
+    const T* const query = at_head<T>(p_.query, p_.query_strides, queries_, h);
+    const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv);
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
     for (int64_t i = 0; i < count; ++i) begin_panel(query, (first + i) * kRows, panels_[i]);
-    for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
-      const int64_t n = min64(kBlockN, p_.seqlen_k - j);
+    for (int64_t j = 0; j < keys.count; j += kBlockN) {
+      const int64_t n = min64(kBlockN, keys.count - j);
       int64_t tiles = 0;
       bool partial = false;
       for (int64_t i = 0; i < count; ++i) {
@@ -223,8 +226,9 @@ class AttentionFwd {
   }
 
   void begin_panel(const T* query, int64_t i, const Panel& panel) {
-    copy_rows(query + i * p_.query_strides[2], p_.query_strides[2], min64(kRows, p_.seqlen_q - i),
-              p_.head_dim, stage_, kRows, P::pad_dim(p_.head_dim));
+    copy_rows(query + i * p_.query_strides[2], p_.query_strides[2],
+              min64(kRows, queries_.count - i), p_.head_dim, stage_, kRows,
+              P::pad_dim(p_.head_dim));
     P::right_columns(stage_, p_.head_dim, scratch_, panel.query);
     memset(panel.out, 0, P::pad_dim(p_.head_dim_v) * kRows * sizeof(A));
     for (int64_t l = 0; l < kRows; ++l) {
@@ -314,7 +318,7 @@ class AttentionFwd {
   }
 
   void end_panel(int64_t b, int64_t h, int64_t i, const Panel& panel) {
-    const int64_t rows = min64(kRows, p_.seqlen_q - i);
+    const int64_t rows = min64(kRows, queries_.count - i);
     const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int v = 0; v < 2; ++v) {
       const Vec<A> sum = load(panel.sum + v * kLanes<A>);
@@ -326,10 +330,10 @@ class AttentionFwd {
         store(at, sizeof(A) == 8 ? load(at) / divisor * kept : load(at) * factor);
       }
     }
-    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, b, h));
+    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries_, h));
     write_panel<T>(panel.out, p_.head_dim_v, rows, rows_, out + i * p_.out_strides[2],
                    p_.out_strides[2]);
-    const int64_t at = (b * p_.num_heads + h) * p_.seqlen_q + i;
+    const int64_t at = lse_begin(p_, b, h) + i;
     for (int64_t l = 0; l < rows; ++l) {
       write_lse(p_, units_, at + l, panel.maximum[l], panel.sum[l]);
     }
@@ -343,6 +347,7 @@ class AttentionFwd {
   const ExpUnit<A> unit_;  // of a score
   Arena arena_;
   typename P::Registers registers_;
+  SequenceRows queries_{};  // of the task at hand
   KeyColumns<T> v_;
   typename P::Left k_;
   Panel panels_[kMaxPanels];

@@ -12,9 +12,12 @@
 namespace fused_attn {
 namespace {
 
+// The first row of head h.
 template <class T>
-inline const T* at_head(const void* data, const int64_t strides[3], int64_t b, int64_t h) {
-  return static_cast<const T*>(data) + b * strides[0] + h * strides[1];
+inline const T* at_head(const void* data, const int64_t strides[3], const SequenceRows& rows,
+                        int64_t h) {
+  return static_cast<const T*>(data) + rows.batch * strides[0] + h * strides[1] +
+         rows.first * strides[2];
 }
 
 // What a score, as finish_scores leaves it, is in natural units. The scale of a

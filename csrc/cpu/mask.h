@@ -22,19 +22,18 @@ class MaskView {
  public:
   // Reads the documents once, to know the ids in each panel and each block. False: out of memory.
   bool init(const AttentionParams& p) {
+    p_ = &p;
     mask_ = &p.mask;
-    seqlen_q_ = p.seqlen_q;
-    seqlen_k_ = p.seqlen_k;
     if (p.mask.query_documents == nullptr) return true;
-    num_panels_ = (seqlen_q_ + kRows - 1) / kRows;
-    num_blocks_ = (seqlen_k_ + kBlockN - 1) / kBlockN;
+    num_panels_ = (p.seqlen_q + kRows - 1) / kRows;
+    num_blocks_ = (p.seqlen_k + kBlockN - 1) / kBlockN;
     place(p.batch);
     if (!arena_.allocate()) return false;
     place(p.batch);
     for (int64_t b = 0; b < p.batch; ++b) {
-      id_ranges(p.mask.query_documents + b * p.mask.query_documents_stride, seqlen_q_, kRows,
+      id_ranges(p.mask.query_documents + b * p.mask.query_documents_stride, p.seqlen_q, kRows,
                 query_ids_ + b * num_panels_);
-      id_ranges(p.mask.key_documents + b * p.mask.key_documents_stride, seqlen_k_, kBlockN,
+      id_ranges(p.mask.key_documents + b * p.mask.key_documents_stride, p.seqlen_k, kBlockN,
                 key_ids_ + b * num_blocks_);
     }
     return true;
@@ -42,9 +41,8 @@ class MaskView {
 
   // The panel of queries from i_begin against the block of keys [j_begin, j_end).
   Tile classify(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t j_end) const {
-    const int64_t i_end = min64(i_begin + kRows, seqlen_q_);
-    Tile tile = classify_bounds(sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_), i_begin, i_end,
-                                j_begin, j_end);
+    const int64_t i_end = min64(i_begin + kRows, num_queries(b));
+    Tile tile = classify_bounds(bounds(b), i_begin, i_end, j_begin, j_end);
     if (tile != Tile::kSkip && query_ids_ != nullptr) {
       tile = combine(tile, classify_documents(query_ids_[b * num_panels_ + i_begin / kRows],
                                               key_ids_[b * num_blocks_ + j_begin / kBlockN]));
@@ -65,9 +63,9 @@ class MaskView {
   // structure alone; both are whole steps of kSpan from j_begin on, or j_end.
   void visible_span(int64_t b, int64_t i_begin, int64_t j_begin, int64_t j_end, int64_t* lo,
                     int64_t* hi) const {
-    const SequenceBounds s = sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_);
+    const SequenceBounds s = bounds(b);
     const int64_t first = max64(i_begin, s.query_begin);
-    const int64_t last = min64(min64(i_begin + kRows, seqlen_q_), s.query_end) - 1;
+    const int64_t last = min64(min64(i_begin + kRows, num_queries(b)), s.query_end) - 1;
     const int64_t begin = max64(visible_keys(s, first).lo, j_begin) - j_begin;
     const int64_t end = min64(visible_keys(s, last).hi, j_end) - j_begin;
     *lo = j_begin + begin / kSpan * kSpan;
@@ -93,6 +91,11 @@ class MaskView {
   }
 
  private:
+  int64_t num_queries(int64_t b) const { return query_rows(*p_, b).count; }
+  SequenceBounds bounds(int64_t b) const {
+    return sequence_bounds(*mask_, b, num_queries(b), key_rows(*p_, b).count);
+  }
+
   static Vec<A> minus_infinity() { return broadcast<A>(-static_cast<A>(__builtin_inf())); }
 
   void place(int64_t batch) {
@@ -145,7 +148,7 @@ class MaskView {
       }
       return;
     }
-    const int64_t rows = min64(kRows, seqlen_q_ - i_begin);
+    const int64_t rows = min64(kRows, num_queries(b) - i_begin);
     A row[kRows * kBiasKeys];
     for (int64_t j = 0; j < n; j += kBiasKeys) {
       const int64_t keys = min64(kBiasKeys, n - j);
@@ -169,7 +172,7 @@ class MaskView {
                  A* scores) const {
     const A slope =
         static_cast<A>(mask_->slopes[b * mask_->slopes_strides[0] + h * mask_->slopes_strides[1]]);
-    const int64_t offset = sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_).alibi_offset;
+    const int64_t offset = bounds(b).alibi_offset;
     VecI first[2];
     for (int l = 0; l < kRows; ++l) {
       first[l / kLane][l % kLane] = static_cast<Int<A>>(i_begin + l + offset - j_begin);
@@ -186,7 +189,7 @@ class MaskView {
   // Bit l of words[t]: query i_begin + l sees key j_begin + t. Biases are not looked at.
   void visible_words(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                      uint32_t* words) const {
-    bound_words(sequence_bounds(*mask_, b, seqlen_q_, seqlen_k_), i_begin, j_begin, n, words);
+    bound_words(bounds(b), i_begin, j_begin, n, words);
     if (query_ids_ != nullptr) and_documents(b, i_begin, j_begin, n, words);
     const DenseTensor& keys = mask_->key_mask;
     if (keys.data != nullptr) {
@@ -222,7 +225,7 @@ class MaskView {
     for (int64_t t = 0; t < n; ++t) {
       if (t == 0 || key[t] != key[t - 1]) {
         same = 0;
-        for (int64_t l = 0; l < min64(kRows, seqlen_q_ - i_begin); ++l) {
+        for (int64_t l = 0; l < min64(kRows, num_queries(b) - i_begin); ++l) {
           same |= static_cast<uint32_t>(query[i_begin + l] == key[t]) << l;
         }
       }
@@ -238,7 +241,7 @@ class MaskView {
                                 h * t.strides[1] + i_begin * t.strides[2] + j_begin * t.strides[3];
     constexpr int64_t kQuads = kBlockN / 4, kQueries = kPanel<float>;
     alignas(64) uint32_t rows[kQueries][kQuads] = {}, quads[kQuads][kQueries];
-    const int64_t count = min64(kRows, seqlen_q_ - i_begin);
+    const int64_t count = min64(kRows, num_queries(b) - i_begin);
     for (int64_t l = 0; l < count; ++l) {
       const uint8_t* const src = base + l * t.strides[2];
       uint8_t* const row = reinterpret_cast<uint8_t*>(rows[l]);
@@ -259,8 +262,9 @@ class MaskView {
     }
   }
 
+  const AttentionParams* p_ = nullptr;
   const MaskParams* mask_ = nullptr;
-  int64_t seqlen_q_ = 0, seqlen_k_ = 0, num_panels_ = 0, num_blocks_ = 0;
+  int64_t num_panels_ = 0, num_blocks_ = 0;
   IdRange* query_ids_ = nullptr;  // (batch, panels)
   IdRange* key_ids_ = nullptr;    // (batch, blocks)
   Arena arena_;

@@ -97,7 +97,8 @@ inline void gemm_from(int64_t r, int64_t m, int64_t k, const typename Op::Elemen
   }
   if constexpr (kRows > 1) {
     constexpr int kFewer = kRows > 4 ? 4 : kRows / 2;
-    if (r < m) gemm_from<Op, kFewer, kLayout, kInto, kSteps>(r, m, k, a, lda, b, ldb, c, ldc, scale);
+    if (r < m)
+      gemm_from<Op, kFewer, kLayout, kInto, kSteps>(r, m, k, a, lda, b, ldb, c, ldc, scale);
   }
 }
 

@@ -313,17 +313,18 @@ def _fields(
     seed: Tensor | None,
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The fields of AttentionParams, and tensors that must outlive the call."""
-    batch, num_heads, seqlen_q, head_dim = query.shape
+    batch, seqlen_q, seqlen_k = spec.sizes(query, key)
     query, key, value = (readable_in_place(t) for t in (query, key, value))
     kept = [query, key, value]
     fields: dict[str, Any] = {
         "dtype": _DTYPES[query.dtype],
         "batch": batch,
-        "num_heads": num_heads,
+        "num_heads": query.shape[1],
         "num_heads_kv": key.shape[1],
         "seqlen_q": seqlen_q,
-        "seqlen_k": key.shape[2],
-        "head_dim": head_dim,
+        "seqlen_k": seqlen_k,
+        "total_q": query.shape[2],
+        "head_dim": query.shape[3],
         "head_dim_v": value.shape[3],
         "softmax_scale": scale,
         "softcap": softcap,
@@ -338,6 +339,9 @@ def _fields(
     if dropout_p > 0.0:
         assert seed is not None
         fields["seed"] = int(seed.item())
+    if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
+        kept += (spec.cu_seqlens_q.contiguous(), spec.cu_seqlens_k.contiguous())
+        fields["cu_seqlens_q"], fields["cu_seqlens_k"] = (t.data_ptr() for t in kept[-2:])
     if spec.bounds is not None:
         kept.append(spec.bounds.contiguous())
         fields["bounds"] = kept[-1].data_ptr()

@@ -6,10 +6,12 @@ second-order gradients are computed with, and the backend "eager" that takes eve
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from fused_attn import mask_spec, philox
+from fused_attn import _packing, mask_spec, philox
 from fused_attn._modes import statistics_dtype
 from fused_attn.mask_spec import MaskSpec
 
@@ -40,7 +42,8 @@ def attention(
         query: (batch, num_heads, seqlen_q, head_dim).
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
-        spec: the mask.
+        spec: the mask; with packed sequences there is one batch, and the shapes below are those
+            of query.
         scale: multiplies query @ key^T.
         softcap: 0 for none, else the scores become softcap * tanh(scores / softcap).
         dropout_p: probability of dropping a weight.
@@ -50,6 +53,14 @@ def attention(
         out (batch, num_heads, seqlen_q, head_dim_v) in the type of query, and lse (batch,
         num_heads, seqlen_q) in float32 (float64 for float64).
     """
+    if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
+        cu_seqlens_q, total_q = spec.cu_seqlens_q, query.shape[2]
+        query = _packing.pad(query, cu_seqlens_q, spec.max_seqlen_q)
+        key, value = (_packing.pad(t, spec.cu_seqlens_k, spec.max_seqlen_k) for t in (key, value))
+        spec = replace(spec, cu_seqlens_q=None, cu_seqlens_k=None)
+        padded = attention(query, key, value, spec, scale, softcap, dropout_p, seed)
+        out, lse = (_packing.unpad(t, cu_seqlens_q, total_q) for t in padded)
+        return out, lse
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_k, group = key.shape[2], num_heads // max(key.shape[1], 1)
     scores, value = _scores(query, key, value, spec, scale, softcap, group)

@@ -1,0 +1,189 @@
+"""Packed sequences: each by itself, as the padded batch, without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    BACKENDS,
+    DTYPES,
+    assert_like_eager,
+    assert_outputs_like_eager,
+    runnable,
+    short,
+)
+from mask_cases import MASKS
+
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import cpp
+
+LENGTHS_Q = (40, 0, 3, 150)
+LENGTHS_K = (131, 7, 0, 64)
+
+
+def cu_seqlens(lengths, dtype=torch.int32):
+    return torch.tensor((0, *lengths), dtype=dtype).cumsum(0, dtype=dtype)
+
+
+def packed(lengths_q, lengths_k, heads=4, heads_kv=2, dim=24, dim_v=40):
+    generator = torch.Generator().manual_seed(3)
+
+    def make(rows, heads, dim):
+        return torch.randn(rows, heads, dim, generator=generator)
+
+    return {
+        "query": make(sum(lengths_q), heads, dim),
+        "key": make(sum(lengths_k), heads_kv, dim),
+        "value": make(sum(lengths_k), heads_kv, dim_v),
+    }
+
+
+def varlen(lengths_q, lengths_k, mask=None, **options):
+    """function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
+    where = (cu_seqlens(lengths_q), cu_seqlens(lengths_k), max(lengths_q), max(lengths_k))
+
+    def of(backend):
+        def call(query, key, value, bias=None):
+            whole = mask
+            if bias is not None:
+                whole = masks.bias(bias) if mask is None else mask & masks.bias(bias)
+            return F.varlen_attention(
+                query, key, value, *where, whole, return_lse=True, backend=backend, **options
+            )
+
+        return call
+
+    return of
+
+
+def padded(packed, lengths):
+    """(batch, heads, longest, dim) with NaN where there is nothing."""
+    parts = packed.split(list(lengths))
+    whole = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=torch.nan)
+    return whole.transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, dtype, backend):
+    mask = MASKS[name](4, 4, max(LENGTHS_Q), max(LENGTHS_K))
+    assert_like_eager(
+        varlen(LENGTHS_Q, LENGTHS_K, mask), packed(LENGTHS_Q, LENGTHS_K), dtype, backend
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"dropout_p": 0.3}, {"softcap": 2.0, "scale": 0.4}],
+    ids=str,
+)  # fmt: skip
+def test_is_the_padded_batch(options, backend):
+    """Bit by bit for the kernels, and NaN beyond a sequence's end reaches nothing."""
+    tensors = packed(LENGTHS_Q, LENGTHS_K)
+    torch.manual_seed(0)
+    out, lse = varlen(LENGTHS_Q, LENGTHS_K, **options)(backend)(**tensors)
+    torch.manual_seed(0)
+    expected = F.scaled_dot_product_attention(
+        padded(tensors["query"], LENGTHS_Q),
+        padded(tensors["key"], LENGTHS_K),
+        padded(tensors["value"], LENGTHS_K),
+        masks.padding(LENGTHS_K, LENGTHS_Q),
+        enable_gqa=True, return_lse=True, backend=backend, **options,
+    )  # fmt: skip
+    for b, (part, part_lse) in enumerate(
+        zip(out.split(LENGTHS_Q), lse.split(LENGTHS_Q, 1), strict=True)
+    ):
+        rows = LENGTHS_Q[b]
+        torch.testing.assert_close(part, expected[0][b, :, :rows].transpose(0, 1), rtol=0, atol=0)
+        torch.testing.assert_close(part_lse, expected[1][b, :, :rows], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(4, 1, 1, 160), (1, 4, 170, 1), (4, 4, 170, 160)])
+def test_bias_gradient(shape, backend):
+    tensors = packed(LENGTHS_Q, LENGTHS_K)
+    tensors["bias"] = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    lengths_q, lengths_k = (*LENGTHS_Q[:3], 150), LENGTHS_K
+
+    def of(backend):
+        def call(query, key, value, bias):
+            return F.varlen_attention(
+                query, key, value, cu_seqlens(lengths_q), cu_seqlens(lengths_k), 170, 160,
+                masks.bias(bias), return_lse=True, backend=backend,
+            )  # fmt: skip
+
+        return call
+
+    assert_like_eager(of, tensors, torch.float32, backend)
+
+
+@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512", "avx2", "generic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_isas(isa, dtype):
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    with cpp.use_isa(isa):
+        assert_like_eager(
+            varlen(LENGTHS_Q, LENGTHS_K, is_causal=True, dropout_p=0.2),
+            packed(LENGTHS_Q, LENGTHS_K), dtype, "cpp",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_decode(dtype):
+    """One to three new queries a sequence against caches of different lengths."""
+    lengths_q, lengths_k = (1, 3, 0, 2), (700, 300, 50, 0)
+    mask = masks.causal(align="bottom_right")
+    tensors = packed(lengths_q, lengths_k, heads=8)
+    assert_outputs_like_eager(varlen(lengths_q, lengths_k, mask), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_double_backward_and_compile(backend):
+    tensors = [t.double() for t in packed((3, 2), (4, 5), 2, 1, 4, 4).values()]
+    where = (cu_seqlens((3, 2)), cu_seqlens((4, 5), torch.int64), 3, 5)
+
+    def call(query, key, value):
+        return F.varlen_attention(query, key, value, *where, is_causal=True, backend=backend)
+
+    leaves = [t.requires_grad_() for t in tensors]
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*leaves), call(*leaves))
+
+
+def test_nothing_at_all():
+    empty = torch.zeros(0, 2, 8)
+    out = F.varlen_attention(empty, empty, empty, *(torch.zeros(1, dtype=torch.int32),) * 2, 0, 0)
+    assert out.shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens_q": torch.tensor([0, 3])}, ValueError, "cu_seqlens_q must go from 0 to 5"),
+        ({"cu_seqlens_q": torch.tensor([0, 6, 5])}, ValueError, r"in \[0, 4\], got \[-1, 6\]"),
+        ({"cu_seqlens_q": torch.tensor([0.0, 5.0])}, TypeError, "int32 or int64 tensor"),
+        ({"cu_seqlens_k": torch.tensor([[0, 6]])}, ValueError, r"shape \(batch \+ 1,\)"),
+        ({"cu_seqlens_k": torch.tensor([0, 3, 6])}, ValueError, "cu_seqlens_k must have shape"),
+        ({"max_seqlen_k": 5}, ValueError, r"steps in \[0, 5\], got \[6, 6\]"),
+        ({"query": torch.zeros(1, 5, 2, 8)}, ValueError, "query must have 3 dimensions"),
+        ({"value": torch.zeros(6, 1, 8)}, ValueError, "value must have num_heads_kv 2"),
+        ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "divides"),
+    ],
+)  # fmt: skip
+def test_errors(change, error, message):
+    arguments = {
+        "query": torch.zeros(5, 2, 8),
+        "key": torch.zeros(6, 2, 8),
+        "value": torch.zeros(6, 2, 8),
+        "cu_seqlens_q": torch.tensor([0, 5]),
+        "cu_seqlens_k": torch.tensor([0, 6]),
+        "max_seqlen_q": 4 if "cu_seqlens_q" in change else 5,
+        "max_seqlen_k": 6,
+    }
+    with pytest.raises(error, match=message):
+        F.varlen_attention(**(arguments | change))

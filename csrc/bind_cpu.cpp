@@ -198,10 +198,17 @@ Params params_of(const py::kwargs& kwargs) {
   return params;
 }
 
+template <class Params>
+const KernelTable& kernels_for(const Params&) {
+  return kernels();
+}
+const KernelTable& kernels_for(const AttentionParams& p) { return attention_kernels(p); }
+const KernelTable& kernels_for(const AttentionBwdParams& p) { return attention_kernels(p.fwd); }
+
 // Runs an entry of the table without the GIL.
 template <class Params>
 void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params) {
-  const KernelTable& table = kernels();
+  const KernelTable& table = kernels_for(params);
   py::gil_scoped_release release;
   if (!(table.*entry)(params)) throw std::bad_alloc();
 }

@@ -247,16 +247,15 @@ class AttentionBwd : BwdTile<T> {
     {
       AttentionBwd self(bwd, mask);
       ok = self.allocate(panels, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
-#pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < tasks; ++task) {
-        if (!ok) continue;
+      share_tasks(tasks, 2 * operand_bytes<T>(p), [&](int64_t task) {
+        if (!ok) return;
         const int64_t head = task / splits, split = task % splits;
         const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;
         const int64_t begin = min64(split * per_split * kBlockN, num_keys);
         const int64_t end = min64(begin + per_split * kBlockN, num_keys);
         A* const own = splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
         self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, own, splits * part);
-      }
+      });
       if (splits > 1) {
 #pragma omp for schedule(static)
         for (int64_t head = 0; head < p.batch * p.num_heads; ++head) {

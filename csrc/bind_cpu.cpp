@@ -3,11 +3,14 @@
 // Python checks shapes and types (backends/cpp.py); here a missing field is absent (null, 0) and a
 // field that does not exist is an error.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu/dispatch.h"
 #include "cpu/workspace_pool.h"
@@ -221,10 +224,43 @@ void run(bool (*KernelTable::*entry)(const Params&), const py::kwargs& kwargs) {
 // A forward whose fields are read once, for calls that differ in their tensors' addresses alone.
 class AttentionCall {
  public:
-  explicit AttentionCall(const py::kwargs& fields) : params_(params_of<AttentionParams>(fields)) {}
+  // mask: which field the address of a mask tensor goes into, and its sizes, broadcast ones as 1;
+  // "" if every call has the same mask.
+  AttentionCall(const std::string& mask, const std::array<int64_t, 4>& sizes,
+                const py::kwargs& fields)
+      : params_(params_of<AttentionParams>(fields)) {
+    if (mask == "dense") mask_ = &MaskParams::dense;
+    if (mask == "bias") mask_ = &MaskParams::bias;
+    if (mask == "key_mask") mask_ = &MaskParams::key_mask;
+    if (mask_ == nullptr || mask_ == &MaskParams::key_mask) return;
+    const DenseTensor& tensor = params_.mask.*mask_;
+    summary_.is_bool = mask == "dense";
+    summary_.dtype = params_.mask.bias_dtype;
+    for (int i = 0; i < 4; ++i) {
+      summary_.sizes[i] = sizes[i];
+      summary_.strides[i] = tensor.strides[i];
+    }
+    const auto tiles = [](int64_t n, int64_t tile) { return (n + tile - 1) / tile; };
+    summary_size_ =
+        sizes[0] * sizes[1] * tiles(sizes[2], kSummaryTileM) * tiles(sizes[3], kSummaryTileN);
+  }
 
-  void run(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out, int64_t threads) const {
+  void run(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out, uintptr_t mask,
+           int64_t threads) const {
     AttentionParams params = params_;
+    std::vector<uint8_t> summary(summary_size_);
+    if (mask_ != nullptr) {
+      DenseTensor& tensor = params.mask.*mask_;
+      tensor.data = reinterpret_cast<const void*>(mask);
+      tensor.summary = summary_size_ == 0 ? nullptr : summary.data();
+    }
+    if (summary_size_ > 0) {
+      SummaryParams of_mask = summary_;
+      of_mask.data = reinterpret_cast<const void*>(mask);
+      of_mask.summary = summary.data();
+      of_mask.num_threads = threads;
+      kernels().tile_summary(of_mask);
+    }
     params.query = reinterpret_cast<const void*>(query);
     params.key = reinterpret_cast<const void*>(key);
     params.value = reinterpret_cast<const void*>(value);
@@ -235,6 +271,9 @@ class AttentionCall {
 
  private:
   AttentionParams params_;
+  DenseTensor MaskParams::* mask_ = nullptr;
+  SummaryParams summary_{};
+  int64_t summary_size_ = 0;
 };
 
 // The same for a norm's forward; mean and rstd are not kept.
@@ -328,7 +367,7 @@ PYBIND11_MODULE(_cpu, m) {
     return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
   });
   py::class_<AttentionCall>(m, "AttentionCall")
-      .def(py::init<const py::kwargs&>())
+      .def(py::init<const std::string&, const std::array<int64_t, 4>&, const py::kwargs&>())
       .def("run", &AttentionCall::run);
   py::class_<NormCall>(m, "NormCall").def(py::init<const py::kwargs&>()).def("run", &NormCall::run);
   m.def("multiply_add_peak", [](int64_t threads) { return kernels().multiply_add_peak(threads); });

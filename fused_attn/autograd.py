@@ -65,19 +65,21 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+# forward takes ctx: with a setup_context of its own, apply would inspect signatures at every call,
+# which takes longer than a small kernel. (No functorch transform comes here, see _modes.)
+
+
 class _Attention(Function):
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.attention_fwd(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = ops.attention_fwd(*inputs)
         query, key, value, *options, seed, backend = inputs
         tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(query, key, value, *output, seed, *tensors)
         ctx.scalars, ctx.backend = scalars, backend
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
@@ -98,16 +100,13 @@ class _Attention(Function):
 
 class _AttentionBackward(Function):
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return ops.attention_bwd(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def forward(ctx: Any, *inputs: Any) -> Any:
         grad_out, grad_lse, query, key, value, _, _, _, *options, seed, _, _ = inputs
         tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad_out, grad_lse, query, key, value, seed, *tensors)
         ctx.scalars = scalars
+        return ops.attention_bwd(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
@@ -130,11 +129,8 @@ class _AttentionBackward(Function):
 
 class _Norm(Function):
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return ops.norm_fwd(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = ops.norm_fwd(*inputs)
         input, residual, weight, bias, eps, rms, dropout_p, seed, backend = inputs
         _, total, mean, rstd = output
         ctx.set_materialize_grads(False)
@@ -146,6 +142,7 @@ class _Norm(Function):
             total if has_total else input, input, residual, weight, bias, mean, rstd, seed
         )
         ctx.options = (eps, rms, dropout_p, backend)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None, *_: Any) -> Any:
@@ -178,16 +175,13 @@ class _Norm(Function):
 
 class _NormBackward(Function):
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return ops.norm_bwd(*args[:12])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def forward(ctx: Any, *inputs: Any) -> Any:
         grad_out, grad_total, _, weight, _, _, rms, dropout_p, seed, *_ = inputs
         input, residual, bias, eps = inputs[12:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad_out, grad_total, input, residual, weight, bias, seed)
         ctx.options = (eps, rms, dropout_p)
+        return ops.norm_bwd(*inputs[:12])
 
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:

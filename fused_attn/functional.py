@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_attn import _calls, autograd, masks, ops, philox
+from fused_attn._layout import readable_in_place
 from fused_attn._modes import statistics_dtype, transformed
-from fused_attn._packing import check_cu_seqlens
 from fused_attn._shapes import canonical
-from fused_attn.backends import AttentionProblem, NormProblem, reference, select
-from fused_attn.mask_spec import MaskSpec, normalize
+from fused_attn._validation import (
+    check_float,
+    check_length,
+    check_qkv,
+    check_same,
+    checked_cu_seqlens,
+    checked_probability,
+    checked_scale,
+    checked_softcap,
+)
+from fused_attn.backends import AttentionProblem, NormProblem, cpp, reference, select
+from fused_attn.mask_spec import MaskSpec, normalize, remake
 from fused_attn.masks import Mask
 
 
@@ -71,39 +82,43 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
+    own_mask = attn_mask if isinstance(attn_mask, Mask) else None
+    mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
     signature = None
-    if attn_mask is None and dropout_p == 0.0 and not return_lse and backend is None:
+    if backend is None and (mask_tensor is attn_mask or own_mask is attn_mask):
         signature = _calls.signature(
-            (query, key, value),
+            (query, key, value, mask_tensor),
             "attention",
+            dropout_p,
+            type(dropout_p),
             is_causal,
             scale,
             enable_gqa,
             softcap,
-            type(dropout_p),
+            return_lse,
         )
-        plan = _calls.find(signature)
+        plan = _calls.find(signature, own_mask)
         if plan is not None:
-            return plan(query, key, value)
-    given = (query, key, value)
+            return plan(query, key, value, mask_tensor)
+    given = (query, key, value, mask_tensor)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_float(name, tensor)
+        check_float(name, tensor)
     query, key, value = ops.autocast(query, key, value)
-    _check_qkv(query, key, value)
-    dropout_p = _checked_probability(dropout_p)
-    softcap = _checked_softcap(softcap)
-    mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
+    check_qkv(query, key, value)
+    dropout_p = checked_probability(dropout_p)
+    softcap = checked_softcap(softcap)
     q, k, v, mask_tensor, leading = canonical(query, key, value, mask_tensor, enable_gqa)
     attn_mask = attn_mask if mask_tensor is None else mask_tensor
     batch, num_heads, seqlen_q, _ = q.shape
-    scale = _checked_scale(scale, q.shape[3])
-    _check_length(max(seqlen_q, k.shape[2]))
+    scale = checked_scale(scale, q.shape[3])
+    check_length(max(seqlen_q, k.shape[2]))
     mask = masks.as_mask(attn_mask, is_causal)
     spec = normalize(mask, batch, num_heads, seqlen_q, k.shape[2], q)
     name = _select_attention(q, v, spec, backend)
     out, lse = _attention(q, k, v, spec, scale, softcap, dropout_p, name)
-    if name == "cpp" and all(a is b for a, b in zip(given, (q, k, v), strict=True)):
-        _calls.keep(signature, _calls.attention_plan, q, k, v, spec, scale, softcap)
+    if name == "cpp" and all(a is b for a, b in zip(given, (q, k, v, mask_tensor), strict=True)):
+        options = (spec, scale, softcap, dropout_p, return_lse)
+        _calls.keep(signature, own_mask, _attention_plan, signature, *given, *options)
     if len(leading) != 3:
         out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)
     return (out, lse) if return_lse else out
@@ -158,25 +173,25 @@ def varlen_attention(
     Source: Dao 2023, "FlashAttention-2", section 3.2, for the layout.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_float(name, tensor)
+        check_float(name, tensor)
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have 3 dimensions, got {tuple(tensor.shape)}")
     query, key, value = ops.autocast(query, key, value)
-    _check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
+    check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     num_heads, num_heads_kv = query.shape[1], key.shape[1]
-    _check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
+    check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(
             f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
             f"got {num_heads_kv}"
         )
-    dropout_p = _checked_probability(dropout_p)
-    softcap = _checked_softcap(softcap)
-    scale = _checked_scale(scale, query.shape[2])
-    _check_length(max(max_seqlen_q, max_seqlen_k))
-    cu_seqlens_q = _checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
-    cu_seqlens_k = _checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
-    _check_same("cu_seqlens_k", "shape", cu_seqlens_k.shape, cu_seqlens_q.shape, "cu_seqlens_q")
+    dropout_p = checked_probability(dropout_p)
+    softcap = checked_softcap(softcap)
+    scale = checked_scale(scale, query.shape[2])
+    check_length(max(max_seqlen_q, max_seqlen_k))
+    cu_seqlens_q = checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
+    cu_seqlens_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
+    check_same("cu_seqlens_k", "shape", cu_seqlens_k.shape, cu_seqlens_q.shape, "cu_seqlens_q")
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
     own = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
     mask = masks.as_mask(attn_mask, is_causal)
@@ -227,6 +242,37 @@ def _attention(
     seed = philox.new_seed(query.device) if dropout_p > 0.0 else None
     args = (query, key, value, spec, scale, softcap, dropout_p, seed)
     return reference.attention(*args) if name == "eager" else autograd.attention(*args, name)
+
+
+def _attention_plan(
+    signature: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    return_lse: bool,
+) -> Callable[..., Any] | None:
+    """A function of query, key, value and mask tensor like these."""
+    field, spec_of = "", None
+    if mask is not None:
+        again = None if mask.requires_grad else remake(spec, mask)
+        if again is None:
+            return None
+        field, spec_of = again
+    in_place = all(readable_in_place(t) is t for t in (query, key, value))
+    if in_place and not (_calls.needs_grad(signature) or dropout_p > 0.0 or return_lse):
+        return cpp.attention_call(query, key, value, spec, field, scale, softcap)
+
+    def plan(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+        own = spec if spec_of is None or mask is None else spec_of(mask)
+        out, lse = _attention(query, key, value, own, scale, softcap, dropout_p, "cpp")
+        return (out, lse) if return_lse else out
+
+    return plan
 
 
 def layer_norm(
@@ -327,118 +373,100 @@ def _norm(
         normalized_shape = (normalized_shape,)
     shape = tuple(normalized_shape)
     signature = None
-    if residual is None and dropout_p == 0.0 and not return_residual and backend is None:
+    if backend is None:
         signature = _calls.signature(
-            (input, weight, bias), "norm", shape, eps, rms, type(dropout_p)
-        )
+            (input, weight, bias, residual), "norm", shape, eps, rms, dropout_p, type(dropout_p),
+            return_residual,
+        )  # fmt: skip
         plan = _calls.find(signature)
         if plan is not None:
-            return plan(input, weight, bias)
-    _check_float("input", input)
+            return plan(input, weight, bias, residual)
+    given = (input, weight, bias, residual)
+    check_float("input", input)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"input must end in normalized_shape {shape}, got {tuple(input.shape)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        _check_float(name, parameter)
+        check_float(name, parameter)
         if tuple(parameter.shape) != shape:
             raise ValueError(
                 f"{name} must have shape {shape} (normalized_shape), got {tuple(parameter.shape)}"
             )
-        _check_same(name, "device", parameter.device, input.device, "input")
+        check_same(name, "device", parameter.device, input.device, "input")
     if residual is not None:
-        _check_float("residual", residual)
+        check_float("residual", residual)
         if residual.shape != input.shape:
             raise ValueError(
                 f"residual must have shape {tuple(input.shape)} (as input), "
                 f"got {tuple(residual.shape)}"
             )
-        _check_same("residual", "dtype", residual.dtype, input.dtype, "input")
-        _check_same("residual", "device", residual.device, input.device, "input")
-    dropout_p = _checked_probability(dropout_p)
+        check_same("residual", "dtype", residual.dtype, input.dtype, "input")
+        check_same("residual", "device", residual.device, input.device, "input")
+    dropout_p = checked_probability(dropout_p)
     input, residual = ops.autocast_norm(input, residual)
     if eps is None:
         eps = torch.finfo(statistics_dtype(input.dtype)).eps
     num_columns = math.prod(shape)
+    name = select(NormProblem(input.device, input.dtype, num_columns, transformed()), backend)
+    options = (num_columns, eps, rms, dropout_p, return_residual)
+    result = _norm_rows(input, weight, bias, residual, *options, name)
+    if name == "cpp" and input.numel() > 0 and input is given[0]:
+        _calls.keep(signature, None, _norm_plan, signature, *given, *options)
+    return result
+
+
+def _norm_rows(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_columns: int,
+    eps: float,
+    rms: bool,
+    dropout_p: float,
+    return_residual: bool,
+    name: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The norm by backend `name`, with a new seed."""
     num_rows = input.numel() // num_columns if num_columns else 0
     rows = input.resolve_neg().reshape(num_rows, num_columns)
     residual_rows = None if residual is None else residual.resolve_neg().reshape(rows.shape)
-    flat_weight = None if weight is None else weight.resolve_neg().reshape(num_columns)
-    flat_bias = None if bias is None else bias.resolve_neg().reshape(num_columns)
-    name = select(NormProblem(input.device, input.dtype, num_columns, transformed()), backend)
+    weight = None if weight is None else weight.resolve_neg().reshape(num_columns)
+    bias = None if bias is None else bias.resolve_neg().reshape(num_columns)
     seed = philox.new_seed(input.device) if dropout_p > 0.0 else None
     run = reference.norm if name == "eager" else autograd.norm
     tail = () if name == "eager" else (name,)
-    out, total = run(rows, residual_rows, flat_weight, flat_bias, eps, rms, dropout_p, seed, *tail)
+    out, total = run(rows, residual_rows, weight, bias, eps, rms, dropout_p, seed, *tail)
     out = out.reshape(input.shape)
-    if name == "cpp" and rows.numel() > 0:
-        _calls.keep(signature, _calls.norm_plan, input, weight, bias, num_columns, eps, rms)
     return (out, total.reshape(input.shape)) if return_residual else out
 
 
-# ---- validation ---------------------------------------------------------------------------------
+def _norm_plan(
+    signature: Any,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_columns: int,
+    eps: float,
+    rms: bool,
+    dropout_p: float,
+    return_residual: bool,
+) -> Callable[..., Any]:
+    """A function of input, weight, bias and residual like these."""
+    parameters = [t for t in (weight, bias) if t is not None]
+    as_they_are = all(t.is_contiguous() for t in (input, *parameters)) and all(
+        t.dtype == statistics_dtype(input.dtype) for t in parameters
+    )
+    more = _calls.needs_grad(signature) or dropout_p > 0.0 or return_residual
+    if as_they_are and residual is None and not more:
+        return cpp.norm_call(input.reshape(-1, num_columns), eps, rms)
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    def plan(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+    ) -> Any:
+        options = (num_columns, eps, rms, dropout_p, return_residual)
+        return _norm_rows(input, weight, bias, residual, *options, "cpp")
 
-
-def _check_float(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, not nested or sparse: pad it")
-    if tensor.dtype not in _FLOATS:
-        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
-
-
-def _check_same(name: str, what: str, got: object, expected: object, of: str) -> None:
-    if got != expected:
-        raise ValueError(f"{name} must have {what} {expected} (as {of}), got {got}")
-
-
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
-            raise ValueError(f"{name} must have at least 2 dimensions, got {tuple(tensor.shape)}")
-        if tensor is not query:
-            _check_same(name, "dtype", tensor.dtype, query.dtype, "query")
-            _check_same(name, "device", tensor.device, query.device, "query")
-    _check_same("key", "head_dim", key.shape[-1], query.shape[-1], "query")
-    _check_same("value", "seqlen_k", value.shape[-2], key.shape[-2], "key")
-
-
-def _checked_probability(dropout_p: float) -> float:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p must be a float, got {type(dropout_p).__name__}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
-    return float(dropout_p)
-
-
-def _checked_scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if isinstance(scale, (Tensor, str)):
-        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
-    return scale
-
-
-def _check_length(seqlen: int) -> None:
-    if seqlen >= masks.UNLIMITED:
-        raise ValueError(f"query and key must be shorter than {masks.UNLIMITED}")
-
-
-def _checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
-    _check_same(name, "device", cu_seqlens.device, rows.device, "query")
-    check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
-    return cu_seqlens.to(torch.int64)
-
-
-def _checked_softcap(softcap: float | None) -> float:
-    if softcap is None:
-        return 0.0
-    if not softcap > 0.0 or math.isinf(softcap):
-        raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
-    return float(softcap)
+    return plan

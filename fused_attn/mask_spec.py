@@ -99,6 +99,7 @@ class MaskSpec:
         )
 
 
+_FIELDS = tuple(MaskSpec.__dataclass_fields__)
 NUM_SPEC_FIELDS = len(MaskSpec().flat())
 NUM_SPEC_INTEGERS = sum(isinstance(field, int) for field in MaskSpec().flat())  # come last
 
@@ -118,7 +119,7 @@ def normalize(
         return _normalize(mask, shape, query.device)  # a spec with a graph must not be kept
     if any(t.is_inference() for t in tensors):  # they keep no version
         return _normalize(mask, shape, query.device)
-    versions = tuple((t.data_ptr(), t._version) for t in tensors)
+    versions = mask.versions()
     key = (shape, query.device, torch.is_inference_mode_enabled())
     kept = mask.specs.get(key)
     if kept is None or kept[0] != versions:
@@ -276,6 +277,31 @@ def _sequence_lengths(
     if readable(lengths) and lengths.numel() and int(lengths.max()) > limit:
         raise ValueError(f"{name} must be <= {limit}, got {int(lengths.max())}")
     return lengths.to(device=device, dtype=torch.int64).clamp(0, limit)
+
+
+def remake(spec: MaskSpec, tensor: Tensor) -> tuple[str, Callable[[Tensor], MaskSpec]] | None:
+    """How to make a spec anew, of another tensor that is laid out as the one it was made of.
+
+    Returns:
+        The field that the tensor is, and the function; None where the spec holds other tensors, or
+        a copy.
+    """
+    (name, *others) = (
+        name
+        for name, value in zip(_FIELDS, spec.flat(), strict=True)
+        if isinstance(value, Tensor) and not name.endswith("_summary")
+    )
+    view = getattr(spec, name)
+    if others or view.dtype != tensor.dtype or view.data_ptr() != tensor.data_ptr():
+        return None
+    shape, stride = view.shape, view.stride()
+    band_lo, band_hi, alibi_offset = spec.band_lo, spec.band_hi, spec.alibi_offset
+
+    def make(tensor: Tensor) -> MaskSpec:
+        fields: Any = {name: tensor.as_strided(shape, stride, tensor.storage_offset())}
+        return MaskSpec(band_lo=band_lo, band_hi=band_hi, alibi_offset=alibi_offset, **fields)
+
+    return name, make
 
 
 # ---- what the reference sees --------------------------------------------------------------------

@@ -67,6 +67,7 @@ class Mask:
     biases: tuple[Tensor, ...] = ()
     slopes: tuple[_Alibi, ...] = ()
     specs: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -96,6 +97,10 @@ class Mask:
         for pair in self.document_pairs:
             tensors += [pair.query_ids, pair.key_ids]
         return tensors + [alibi_.slopes for alibi_ in self.slopes]
+
+    def versions(self) -> tuple[Any, ...]:
+        """Changes with the tensors; those made in inference mode have none."""
+        return tuple((t.data_ptr(), t._version, t.requires_grad) for t in self.tensors())
 
 
 def causal(align: str = "top_left") -> Mask:

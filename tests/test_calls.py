@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fused_attn
-from fused_attn import _calls, _cpu
+from fused_attn import Mask, _calls, _cpu, masks
 from fused_attn import functional as F
 
 
@@ -33,6 +33,68 @@ def test_second_call_is_the_first(dtype):
         assert torch.equal(got, F.scaled_dot_product_attention(*second, **options))
 
 
+def call(q, k, v, mask, **options):
+    """out, lse and, where they are wanted, gradients."""
+    torch.manual_seed(0)
+    result = F.scaled_dot_product_attention(q, k, v, mask, **options)
+    results = list(result) if isinstance(result, tuple) else [result]
+    if results[0].requires_grad:
+        results += torch.autograd.grad(results[0].square().sum(), (q, k, v))
+    return results
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.rand(40, 40) > 0.3,
+        lambda: (torch.rand(2, 1, 80, 40) > 0.3)[:, :, ::2],
+        lambda: torch.rand(2, 1, 1, 40) > 0.3,
+        lambda: (torch.rand(3, 1, 40) > 0.3).expand(3, 40, 40),
+        lambda: torch.randn(3, 40, 40),
+        lambda: torch.randn(40, 3, 40).transpose(0, 1),
+        lambda: masks.padding([40, 13]) & masks.causal(),
+        lambda: masks.bias(torch.randn(1, 3, 40, 40)) & masks.dense(torch.rand(40, 40) > 0.2),
+    ],
+    ids=["bool", "strided", "key", "expanded", "float", "transposed", "lengths", "bias"],
+)
+def test_masks_have_plans(make, options, grad):
+    """Another mask of the same layout, and the same one with other values."""
+    tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
+    first = make()
+    call(*tensors, first, **options)
+    own = isinstance(first, Mask)
+    plans = first.plans if own else _calls._plans
+    assert len(plans) == 1
+    mask = first if own else make()
+    for change in (False, True):
+        if change:  # in place
+            changed = mask.tensors()[0] if own else mask
+            changed = changed if changed._base is None else changed._base
+            changed.copy_(changed.flip(-1))
+        got = call(*tensors, mask, **options)
+        assert len(plans) == 1
+        plans.clear()
+        if own:
+            mask.specs.clear()
+        for a, b in zip(got, call(*tensors, mask, **options), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_what_a_mask_learns_has_no_plan():
+    q, k, v = qkv(2, 3, 40, 16)
+    bias = torch.randn(3, 40, 40, requires_grad=True)
+    mask = masks.bias(torch.randn(3, 40, 40))
+    for _ in range(2):
+        F.scaled_dot_product_attention(q, k, v, bias).sum().backward()
+        F.scaled_dot_product_attention(q, k, v, mask)
+    assert bias.grad is not None
+    mask.tensors()[0].requires_grad_()
+    F.scaled_dot_product_attention(q, k, v, mask).sum().backward()
+    assert mask.tensors()[0].grad is not None
+
+
 def test_second_norm_is_the_first():
     w, b = torch.randn(48), torch.randn(48)
     for run in (
@@ -40,12 +102,18 @@ def test_second_norm_is_the_first():
         lambda x: F.layer_norm(x, (48,), None, b),
         lambda x: F.layer_norm(x, (4, 48)),
         lambda x: F.rms_norm(x, 48, w),
+        lambda x: F.layer_norm(x, 48, w.requires_grad_(), b),
+        lambda x: F.layer_norm(x, 48, residual=x + 1, dropout_p=0.5, return_residual=True)[1],
     ):
         x, y = torch.randn(2, 4, 48), torch.randn(2, 4, 48)
         run(x)
+        torch.manual_seed(0)
         got = run(y)
+        assert len(_calls._plans) == 1
         _calls._plans.clear()
+        torch.manual_seed(0)
         assert torch.equal(got, run(y))
+        _calls._plans.clear()
 
 
 def test_options_do_not_share_a_plan():
@@ -80,7 +148,7 @@ def test_what_watches_or_chooses_keeps_a_call_away(monkeypatch):
 
 def test_plans_are_bounded():
     for n in range(1, _calls._MAX_PLANS + 10):
-        _calls.keep(n, lambda: lambda *_: torch.empty(0))
+        _calls.keep(n, None, lambda: lambda *_: torch.empty(0))
     assert len(_calls._plans) <= _calls._MAX_PLANS
 
 

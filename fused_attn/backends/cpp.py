@@ -90,22 +90,37 @@ def attention_fwd(
 
 
 def attention_call(
-    query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function of tensors like these, for out alone; spec has no tensor."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: MaskSpec,
+    mask_field: str,
+    scale: float,
+    softcap: float,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """A function of tensors like these, for out alone.
+
+    Args:
+        mask_field: the field of spec that the function's last argument is, whose summary is then
+            computed anew; "" if the mask is the same in every call.
+    """
     shape, strides = out_layout(query, value)
     dtype = query.dtype
     out = torch.empty_strided(shape, strides, dtype=dtype)
-    fields, _ = _fields(query, key, value, out, spec, scale, softcap, 0.0, None)
-    run = _cpu.AttentionCall(**fields).run
+    fields, kept = _fields(query, key, value, out, spec, scale, softcap, 0.0, None)
+    sizes = tuple(getattr(spec, mask_field).shape) if mask_field else (0, 0, 0, 0)
+    run = _cpu.AttentionCall(mask_field, sizes, **fields).run
+    kept = [] if mask_field else kept[3:]  # what the mask's addresses point to
 
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         out = _empty(shape, strides, dtype)
         run(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), _pointer(mask),
             torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    call.kept = (kept, spec)  # type: ignore[attr-defined]
 
     return call
 
@@ -189,11 +204,14 @@ def norm_fwd(
 
 def norm_call(
     rows: Tensor, eps: float, rms: bool
-) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
-    """A function of contiguous tensors with such rows, of weight and bias, for out alone."""
+) -> Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]:
+    """A function of contiguous tensors with such rows, of weight, bias and no residual, for out
+    alone."""
     run = _cpu.NormCall(**_norm_fields(rows, rms, 0.0, None), eps=eps).run
 
-    def call(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def call(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
         out = _empty_like(input)
         run(
             input.data_ptr(), _pointer(weight), _pointer(bias), out.data_ptr(),

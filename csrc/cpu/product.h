@@ -164,8 +164,8 @@ class PairProduct {
   static constexpr bool kPairs = true;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : kIsHalf<T> ? 2 : 1;
   // Panels whose weights are multiplied at once in the backward, so that the sums over queries
-  // stay in registers; 256 queries by 128 keys in three parts take 192 KiB of L2.
-  static constexpr int64_t kGroup = 8;
+  // stay in registers; 128 queries by 128 keys in three parts take 96 KiB of L2. 8: 3 % slower.
+  static constexpr int64_t kGroup = 4;
 
   struct Left {
     const uint16_t* data;

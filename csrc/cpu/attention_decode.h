@@ -141,6 +141,7 @@ class AttentionDecode {
                         p_.head_dim, wide_qk_, key_, &key_stride);
     value = whole_vectors(at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * value_stride, n,
                           p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_, &value_stride);
+    next_ = {value, value_stride, p_.head_dim_v};
     int64_t r = 0;
     for (; r + kShare <= rows_; r += kShare) score_rows<kShare>(key, key_stride, n, r);
     for (; r < rows_; ++r) score_rows<1>(key, key_stride, n, r);
@@ -149,6 +150,7 @@ class AttentionDecode {
       partial = partial || kinds_[g] != Tile::kFull;
       weigh({b, h_kv * group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
     }
+    next_ = {key + kBlockN * key_stride, key_stride, p_.head_dim};
     for (r = 0; r + kShare <= rows_; r += kShare) {
       add_values<kShare>(partial, value, value_stride, n, r);
     }
@@ -189,10 +191,11 @@ class AttentionDecode {
   void score_rows(const T* key, int64_t stride, int64_t n, int64_t first) {
     const A* const query = query_ + first * wide_qk_;
     for (int64_t t = 0; t < n; t += kLane) {
-      A products[kCount][kLane][kLane], columns[kLane][kLane];
+      Vec<A> products[kCount][kLane];
       for (int64_t l = 0; l < kLane; ++l) {
         Vec<A> sum[2][kCount] = {};
         const T* const row = key + min64(t + l, n - 1) * stride;
+        if (first == 0) next_.prefetch(t + l);
         int64_t d = 0;
         for (; d + 2 * kLane <= wide_qk_; d += 2 * kLane) {
           for (int half = 0; half < 2; ++half) {
@@ -204,16 +207,11 @@ class AttentionDecode {
         }
         for (int i = 0; i < kCount; ++i) {
           if (d < wide_qk_) sum[0][i] += load_as<T>(row + d) * load(query + i * wide_qk_ + d);
-          store(products[i][l], sum[0][i] + sum[1][i]);
+          products[i][l] = sum[0][i] + sum[1][i];
         }
       }
       for (int i = 0; i < kCount; ++i) {
-        transpose(products[i][0], kLane, kLane, kLane, columns[0], kLane);
-        Vec<A> total[2] = {};
-        for (int64_t l = 0; l < kLane; l += 2) {
-          for (int half = 0; half < 2; ++half) total[half] += load(columns[l + half]);
-        }
-        store(scores_ + (first + i) * kBlockN + t, total[0] + total[1]);
+        store(scores_ + (first + i) * kBlockN + t, lane_sums<A>(products[i]));
       }
     }
   }
@@ -279,6 +277,7 @@ class AttentionDecode {
                     const A* weights, A* out) const {
     Vec<A> sum[kCount][kVectors] = {};
     for (int64_t t = begin; t < end; ++t) {
+      if (out == out_) next_.prefetch(t);
       Vec<A> x[kVectors];
       for (int v = 0; v < kVectors; ++v) x[v] = load_as<T>(value + t * stride + v * kLane);
       for (int i = 0; i < kCount; ++i) {
@@ -329,11 +328,23 @@ class AttentionDecode {
     }
   }
 
+  // Rows that are wanted after those at hand: memory is to be busy all the time, but the CPU's own
+  // prefetching starts anew with each block of keys or values.
+  struct Ahead {
+    const T* rows;
+    int64_t stride, dim;
+    void prefetch(int64_t t) const {
+      const T* const row = rows + t * stride;
+      for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+    }
+  };
+
   const AttentionParams& p_;
   const MaskView<A>& mask_;
   const ScoreUnits units_;
   const ExpUnit<A> unit_;                // of a score
   const int64_t rows_, wide_, wide_qk_;  // queries of a key/value head, padded head dimensions
+  Ahead next_{};
   Arena arena_;
   A* query_;                  // (rows, wide_qk)
   A* scores_;                 // (rows, kBlockN)

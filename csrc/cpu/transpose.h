@@ -94,5 +94,28 @@ __attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64
   }
 }
 
+// Lane i is the sum of the lanes of rows[i]: neighbours are added, level by level, which takes half
+// the shuffles of a transpose.
+template <class T>
+inline Vec<T> lane_sums(const Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int kLane = kLanes<T>;
+  Vec<Int<T>> even, odd;
+  for (int l = 0; l < kLane; ++l) {
+    even[l] = 2 * l;
+    odd[l] = 2 * l + 1;
+  }
+  Vec<T> sums[kLane];
+  memcpy(sums, rows, sizeof(sums));
+#pragma GCC unroll 8
+  for (int count = kLane / 2; count > 0; count /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i) {
+      sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even) +
+                __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd);
+    }
+  }
+  return sums[0];
+}
+
 }  // namespace
 }  // namespace fused_attn

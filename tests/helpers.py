@@ -19,6 +19,7 @@ from fused_attn.backends import cpp
 from fused_attn.compare import GRAD_FACTOR, OUTPUT_FACTOR
 
 BACKENDS = [name for name in fused_attn.available_backends() if name != "eager"]
+ISAS = ["amx", "avx512_bf16", "avx512", "avx2", "generic"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 

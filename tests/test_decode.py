@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, assert_outputs_like_eager, attention, random_qkv, runnable, short
+from helpers import DTYPES, ISAS, assert_outputs_like_eager, attention, random_qkv, runnable, short
 from mask_cases import MASKS
 
 from fused_attn import functional as F
@@ -36,7 +36,7 @@ def test_is_another_kernel():
     torch.testing.assert_close(*outs)
 
 
-@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512", "avx2", "generic"])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_isas(isa, dtype):
     if not runnable(isa):

@@ -1,18 +1,18 @@
-"""The kernels of the lower instruction sets; `make test-isas` runs everything on each of them."""
+"""The kernels of each instruction set; `make test-isas` runs everything on each of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, assert_like_eager, attention, random_qkv, runnable, short
+from helpers import DTYPES, ISAS, assert_like_eager, attention, random_qkv, runnable, short
 from mask_cases import MASKS
 from test_norm import norm, tensors_of
 
-from fused_attn import masks
+from fused_attn import functional, masks
 from fused_attn.backends import cpp
 
 
-@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "generic"])
+@pytest.fixture(params=ISAS)
 def isa(request):
     if not runnable(request.param):
         pytest.skip(f"reason: this CPU has no {request.param}")
@@ -61,3 +61,19 @@ def test_float16_conversions_are_those_of_the_processor(isa):
         total = cpp.norm_fwd(a, b, None, None, 1.0, True, 0.0, None)[1]
         want = (a.float() + b.float()).to(dtype)
         torch.testing.assert_close(total, want, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_few_products_take_vectors():
+    """Float32 of few queries, on a CPU with AMX: forward and backward by the same kernels."""
+    if cpp.isa() != "amx":
+        pytest.skip("reason: AMX is not the choice here")
+
+    def run(isa, seqlen_q):
+        tensors = [t.requires_grad_() for t in random_qkv(1, 2, 2, seqlen_q, 200, 32).values()]
+        with cpp.use_isa(isa):
+            out = functional.scaled_dot_product_attention(*tensors)
+            return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    for seqlen_q, other in ((128, "avx512"), (129, "amx")):
+        for a, b in zip(run("", seqlen_q), run(other, seqlen_q), strict=True):
+            assert torch.equal(a, b)

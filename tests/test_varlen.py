@@ -7,6 +7,7 @@ import torch
 from helpers import (
     BACKENDS,
     DTYPES,
+    ISAS,
     assert_like_eager,
     assert_outputs_like_eager,
     runnable,
@@ -119,7 +120,7 @@ def test_bias_gradient(shape, backend):
     assert_like_eager(of, tensors, torch.float32, backend)
 
 
-@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512", "avx2", "generic"])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_isas(isa, dtype):
     if not runnable(isa):

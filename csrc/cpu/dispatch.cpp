@@ -102,14 +102,15 @@ const KernelTable& choose_kernels(const char* wanted) {
                               wanted);
 }
 
-// Queries up to which float32 by AMX loses to multiply-add: a key's three parts cost more to make
-// than is won on so few products. Forward of 64 queries by 64 keys of 64: 1.12 ms against 0.93,
-// of 128 by 128 1.37 against 1.55.
-constexpr int64_t kFewQueries = 64;
+// Multiply-adds a key up to which float32 by AMX loses to vectors: a key's three parts cost more to
+// make than is won on so few products. Forward by AMX and by vectors, milliseconds of as many
+// queries and keys: 64 of head_dim 64 1.12 and 0.93, 128 of 32 0.89 and 0.80; but 128 of 64 1.37
+// and 1.55, 256 of 32 1.28 and 1.51.
+constexpr int64_t kFewProducts = 4096;
 
-// The kernels of an instruction set, and those for float32 and few queries.
+// The kernels of an instruction set, and those for float32 and few products a key.
 struct Choice {
-  const KernelTable *table, *few_queries;
+  const KernelTable *table, *few_products;
 };
 
 Choice choose(const char* wanted) {
@@ -120,10 +121,10 @@ Choice choose(const char* wanted) {
   return {table, vectors == nullptr ? table : vectors};
 }
 
-std::atomic<const KernelTable*> current{nullptr}, current_few_queries{nullptr};
+std::atomic<const KernelTable*> current{nullptr}, current_few_products{nullptr};
 
 void make_current(const Choice& choice) {
-  current_few_queries.store(choice.few_queries, std::memory_order_release);
+  current_few_products.store(choice.few_products, std::memory_order_release);
   current.store(choice.table, std::memory_order_release);
 }
 
@@ -139,8 +140,8 @@ const KernelTable& kernels() {
 
 const KernelTable& attention_kernels(const AttentionParams& p) {
   const KernelTable& table = kernels();
-  const bool few = p.dtype == DType::kFloat32 && p.seqlen_q <= kFewQueries;
-  return few ? *current_few_queries.load(std::memory_order_acquire) : table;
+  const bool few = p.dtype == DType::kFloat32 && p.seqlen_q * p.head_dim <= kFewProducts;
+  return few ? *current_few_products.load(std::memory_order_acquire) : table;
 }
 
 void set_isa(const char* isa) {

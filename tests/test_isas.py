@@ -74,6 +74,6 @@ def test_few_products_take_vectors():
             out = functional.scaled_dot_product_attention(*tensors)
             return out, *torch.autograd.grad(out.square().sum(), tensors)
 
-    for seqlen_q, other in ((128, "avx512"), (129, "amx")):
+    for seqlen_q, other in ((64, "avx512"), (65, "amx")):
         for a, b in zip(run("", seqlen_q), run(other, seqlen_q), strict=True):
             assert torch.equal(a, b)

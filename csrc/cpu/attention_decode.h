@@ -166,7 +166,7 @@ class AttentionDecode {
     }
     if (kind == Tile::kPartial || units_.scaled) mask_rows(kind, at, scores);
     uint32_t keep[kBlockN + 4];
-    if (p_.dropout_p > 0) dropout_words<A>(p_, at, keep);
+    for (int64_t t = 0; p_.dropout_p > 0 && t < at.n; t += 4) dropout_words(p_, at, t, keep + t);
     for (int64_t i = 0; i < p_.seqlen_q; ++i) {
       A* const weights = scores + i * kBlockN;
       softmax_row(at.n, weights, out_ + (first + i) * wide_, &maximum_[first + i],

@@ -39,7 +39,7 @@ struct SoftmaxStream {
 
   int64_t pieces() const { return steps / kKeys * (2 / kVectors); }
 
-  void step() { keep == nullptr && !in_place ? piece<true>() : piece<false>(); }
+  void step() { dropout == nullptr && !in_place ? piece<true>() : piece<false>(); }
 
   template <bool kPlain>
   __attribute__((noinline)) void piece() {
@@ -47,17 +47,18 @@ struct SoftmaxStream {
     const int first = kVectors == 2 ? 0 : static_cast<int>(done % 2);
     A* const from = scores + t * kPanel<A>;
     const ExpUnit<A> exp_unit = unit;
+    if (!kPlain && dropout != nullptr && first == 0) dropout_words(*dropout, at, t, keep);
     for (int v = first; v < first + kVectors; ++v) {
       const Vec<A> below = shift[v];
       Vec<A> x[kKeys];
       typename P::Weight weight[kKeys];
       for (int r = 0; r < kKeys; ++r) {
-        A* const at = from + r * kPanel<A> + v * kLane;
-        x[r] = exp_nonpositive<A, kPrecision<T>>(load(at) - below, exp_unit);
+        A* const score = from + r * kPanel<A> + v * kLane;
+        x[r] = exp_nonpositive<A, kPrecision<T>>(load(score) - below, exp_unit);
         Vec<A> kept = x[r];
         if (!kPlain) {
-          if (keep != nullptr) kept = where<A>(keep[t + r] >> (v * kLane), kept, Vec<A>{});
-          if (in_place) store(at, kept);
+          if (dropout != nullptr) kept = where<A>(keep[r] >> (v * kLane), kept, Vec<A>{});
+          if (in_place) store(score, kept);
         }
         weight[r] = P::weight(kept);
       }
@@ -73,11 +74,13 @@ struct SoftmaxStream {
   int64_t steps, calls;               // keys, and calls to come
   A* scores;                          // (steps, panel)
   typename P::RightElement* weights;  // (steps, panel)
-  const uint32_t* keep;               // what dropout leaves, or null
-  bool in_place;                      // weights are wanted in place of the scores, too
-  ExpUnit<A> unit;                    // of a score
+  const AttentionParams* dropout;     // null: none
+  TileAt at;
+  bool in_place;    // weights are wanted in place of the scores, too
+  ExpUnit<A> unit;  // of a score
   Vec<A> shift[2];
   Vec<A> sum[2] = {};
+  uint32_t keep[4] = {};      // what dropout leaves of a piece's keys
   int64_t done = 0, due = 0;  // pieces, and pieces times calls
 };
 
@@ -140,7 +143,6 @@ class AttentionFwd {
     RightElement* weights;  // (kBlockN, panel)
     bool rescale;
     alignas(64) A alpha[kRows];  // with rescale: what earlier results are multiplied by
-    uint32_t keep[kBlockN + 4];
   };
 
   AttentionFwd(const AttentionParams& p, const MaskView<A>& mask)
@@ -253,7 +255,6 @@ class AttentionFwd {
   void prepare(Job* job) {
     const TileAt& at = job->tile.at;
     finish_scores<T>(p_, mask_, units_, job->tile.kind, at, job->scores, nullptr, bias_);
-    if (p_.dropout_p > 0) dropout_words<A>(p_, at, job->keep);
     const Vec<A> nothing = broadcast<A>(-static_cast<A>(__builtin_inf()));
     const int64_t steps = P::pad_steps(at.n);
     job->rescale = false;
@@ -280,7 +281,8 @@ class AttentionFwd {
                             0,
                             job.scores,
                             job.weights,
-                            p_.dropout_p > 0 ? job.keep : nullptr,
+                            p_.dropout_p > 0 ? &p_ : nullptr,
+                            job.tile.at,
                             v_.count > 0,
                             unit_,
                             {}};

@@ -78,18 +78,15 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
   }
 }
 
-// Which weights of a tile dropout keeps: bit l of words[t] for query l and key t. dropout_scale is
-// applied by the caller.
+// Which weights of a tile dropout keeps: bit l of words[r] for query l and key t + r, r < 4.
+// dropout_scale is applied by the caller.
 //
-// Four keys share a counter, so at.j must be a multiple of 4, as every tile's is.
-template <class A>
-inline void dropout_words(const AttentionParams& p, const TileAt& at, uint32_t* words) {
-  const uint32_t threshold = dropout_threshold(p.dropout_p);
+// Four keys share a counter, so t must be a multiple of 4, and at.j, as every tile's is.
+inline void dropout_words(const AttentionParams& p, const TileAt& at, int64_t t,
+                          uint32_t words[4]) {
   const uint32_t head = static_cast<uint32_t>(at.b * p.num_heads + at.h);
-  for (int64_t t = 0; t < at.n; t += 4) {
-    keep_bits<1>(static_cast<uint32_t>(at.i), static_cast<uint32_t>((at.j + t) / 4), head, 0,
-                 p.seed, threshold, words + t);
-  }
+  keep_bits<1>(static_cast<uint32_t>(at.i), static_cast<uint32_t>((at.j + t) / 4), head, 0, p.seed,
+               dropout_threshold(p.dropout_p), words);
 }
 static_assert(kPhiloxCounters >= kPanel<float>, "one call covers a panel");
 

@@ -103,10 +103,9 @@ const KernelTable& choose_kernels(const char* wanted) {
 }
 
 // Multiply-adds a key up to which float32 by AMX loses to vectors: a key's three parts cost more to
-// make than is won on so few products. Forward by AMX and by vectors, milliseconds of as many
-// queries and keys: 64 of head_dim 64 1.12 and 0.93, 128 of 32 0.89 and 0.80; but 128 of 64 1.37
-// and 1.55, 256 of 32 1.28 and 1.51.
-constexpr int64_t kFewProducts = 4096;
+// make than is won on so few products. Forward of 384 heads by AMX and by vectors, milliseconds: of
+// 32 queries and keys of 64 1.33 and 1.09; but of 64 3.2 and 3.5, of 128 of 32 4.9 and 5.9.
+constexpr int64_t kFewProducts = 2048;
 
 // The kernels of an instruction set, and those for float32 and few products a key.
 struct Choice {

@@ -448,13 +448,10 @@ def _norm_plan(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    num_columns: int,
-    eps: float,
-    rms: bool,
-    dropout_p: float,
-    return_residual: bool,
+    *options: Any,
 ) -> Callable[..., Any]:
-    """A function of input, weight, bias and residual like these."""
+    """A function of input, weight, bias and residual like these; options as of _norm_rows."""
+    num_columns, eps, rms, dropout_p, return_residual = options
     parameters = [t for t in (weight, bias) if t is not None]
     as_they_are = all(t.is_contiguous() for t in (input, *parameters)) and all(
         t.dtype == statistics_dtype(input.dtype) for t in parameters
@@ -463,10 +460,8 @@ def _norm_plan(
     if as_they_are and residual is None and not more:
         return cpp.norm_call(input.reshape(-1, num_columns), eps, rms)
 
-    def plan(
-        input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-    ) -> Any:
-        options = (num_columns, eps, rms, dropout_p, return_residual)
-        return _norm_rows(input, weight, bias, residual, *options, "cpp")
+    def plan(*tensors: Tensor | None) -> Any:
+        arguments: Any = (*tensors, *options, "cpp")
+        return _norm_rows(*arguments)
 
     return plan

@@ -207,13 +207,13 @@ const KernelTable& kernels_for(const Params&) {
 }
 const KernelTable& kernels_for(const AttentionParams& p) { return attention_kernels(p); }
 const KernelTable& kernels_for(const AttentionBwdParams& p) { return attention_kernels(p.fwd); }
+const KernelTable& kernels_for(const TileKindsParams& p) { return attention_kernels(p.problem); }
 
 // Runs an entry of the table without the GIL.
 template <class Params>
 void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params) {
-  const KernelTable& table = kernels_for(params);
   py::gil_scoped_release release;
-  if (!(table.*entry)(params)) throw std::bad_alloc();
+  if (!(kernels_for(params).*entry)(params)) throw std::bad_alloc();
 }
 
 template <class Params>
@@ -255,6 +255,7 @@ class AttentionCall {
       tensor.summary = summary_size_ == 0 ? nullptr : summary.data();
     }
     if (summary_size_ > 0) {
+      py::gil_scoped_release release;
       SummaryParams of_mask = summary_;
       of_mask.data = reinterpret_cast<const void*>(mask);
       of_mask.summary = summary.data();

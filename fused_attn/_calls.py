@@ -23,10 +23,13 @@ _MAX_PLANS = 1024  # then all are dropped: a program with that many shapes pays 
 _MAX_PLANS_OF_MASK = 16
 _plans: dict[Any, Plan] = {}
 
+# Options that are what they are: a tensor could change, and many others have no hash.
+_PLAIN = frozenset({bool, int, float, str, type, type(None)})
+
 
 def signature(tensors: tuple[Tensor | None, ...], *options: Any) -> Any:
     """What a plan is found by; None where a call must not take one."""
-    if not plain_eager(*tensors):
+    if not plain_eager(*tensors) or not _PLAIN.issuperset(map(type, options)):
         return None
     grad, needs_grad = torch.is_grad_enabled(), False
     facts: list[Any] = [options]
@@ -34,7 +37,9 @@ def signature(tensors: tuple[Tensor | None, ...], *options: Any) -> Any:
         if tensor is None:
             facts.append(None)
             continue
-        if not tensor.is_cpu or tensor.is_neg():
+        if not tensor.is_cpu or tensor.is_nested or tensor.layout is not torch.strided:
+            return None
+        if tensor.is_neg():
             return None
         needs_grad = needs_grad or (grad and tensor.requires_grad)
         facts += (tensor.shape, tensor.stride(), tensor.dtype)

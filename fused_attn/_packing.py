@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn._modes import readable
+from fused_attn import masks
+from fused_attn._modes import plain_eager, readable
+from fused_attn.masks import Mask
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
@@ -30,14 +32,29 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
         )
 
 
+def with_lengths(mask: Mask | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Mask:
+    """The mask, of sequences of these lengths; kept on it, so that layers share what is derived."""
+    ends = (cu_seqlens_q, cu_seqlens_k)
+    keeps = mask is not None and plain_eager(*ends) and not any(t.is_inference() for t in ends)
+    versions = tuple(t._version for t in ends) if keeps else ()
+    kept = mask.specs.get("packed") if keeps and mask is not None else None
+    if kept is not None and kept[0] is ends[0] and kept[1] is ends[1] and kept[2] == versions:
+        return kept[3]
+    whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
+    if mask is None:
+        return whole
+    whole = mask & whole
+    if keeps:
+        mask.specs["packed"] = (*ends, versions, whole)
+    return whole
+
+
 def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """(1, heads, total, dim) to (batch, heads, max_seqlen, dim); what fills up may be anything."""
-    total = packed.shape[2]
-    position = torch.arange(max_seqlen, device=packed.device)
-    index = cu_seqlens[:-1, None] + position
-    if total == 0:
-        return packed.new_zeros(*index.shape, *packed.shape[1::2]).transpose(1, 2)
-    return packed[0][:, index.clamp(max=total - 1)].transpose(0, 1)
+    _, num_heads, total, dim = packed.shape
+    index = cu_seqlens[:-1, None] + torch.arange(max_seqlen, device=packed.device)
+    rows = torch.cat([packed[0], packed.new_zeros(num_heads, 1, dim)], dim=1)
+    return rows[:, index.clamp(max=total)].transpose(0, 1)
 
 
 def unpad(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -49,9 +50,17 @@ def checked_probability(dropout_p: float) -> float:
 def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if isinstance(scale, (Tensor, str)):
+    if not isinstance(scale, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale must be a float, got {type(scale).__name__}")
     return scale
+
+
+def check_max_seqlen(name: str, seqlen: int) -> None:
+    if isinstance(seqlen, bool) or not isinstance(seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(seqlen).__name__}")
+    if seqlen < 0:
+        raise ValueError(f"{name} must be >= 0, got {seqlen}")
+    check_length(seqlen)
 
 
 def check_length(seqlen: int) -> None:
@@ -71,6 +80,8 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
 def checked_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
+    if not isinstance(softcap, Real):
+        raise TypeError(f"softcap must be a float, got {type(softcap).__name__}")
     if not softcap > 0.0 or math.isinf(softcap):
         raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
     return float(softcap)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn import _calls, autograd, masks, ops, philox
+from fused_attn import _calls, _packing, autograd, masks, ops, philox
 from fused_attn._layout import readable_in_place
 from fused_attn._modes import statistics_dtype, transformed
 from fused_attn._shapes import canonical
 from fused_attn._validation import (
     check_float,
     check_length,
+    check_max_seqlen,
     check_qkv,
     check_same,
     checked_cu_seqlens,
@@ -85,7 +86,8 @@ def scaled_dot_product_attention(
     own_mask = attn_mask if isinstance(attn_mask, Mask) else None
     mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
     signature = None
-    if backend is None and (mask_tensor is attn_mask or own_mask is attn_mask):
+    learnt = mask_tensor is not None and mask_tensor.requires_grad and torch.is_grad_enabled()
+    if backend is None and not learnt and (mask_tensor is attn_mask or own_mask is attn_mask):
         signature = _calls.signature(
             (query, key, value, mask_tensor),
             "attention",
@@ -188,17 +190,17 @@ def varlen_attention(
     dropout_p = checked_probability(dropout_p)
     softcap = checked_softcap(softcap)
     scale = checked_scale(scale, query.shape[2])
-    check_length(max(max_seqlen_q, max_seqlen_k))
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    given = cu_seqlens_q, cu_seqlens_k
     cu_seqlens_q = checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
     cu_seqlens_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
     check_same("cu_seqlens_k", "shape", cu_seqlens_k.shape, cu_seqlens_q.shape, "cu_seqlens_q")
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    own = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
-    mask = masks.as_mask(attn_mask, is_causal)
+    mask = _packing.with_lengths(masks.as_mask(attn_mask, is_causal), *given)
     spec = replace(
         normalize(
-            own if mask is None else mask & own,
-            cu_seqlens_q.shape[0] - 1, num_heads, max_seqlen_q, max_seqlen_k, q,
+            mask, cu_seqlens_q.shape[0] - 1, num_heads, max_seqlen_q, max_seqlen_k, q,
         ),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -259,16 +261,17 @@ def _attention_plan(
     """A function of query, key, value and mask tensor like these."""
     field, spec_of = "", None
     if mask is not None:
-        again = None if mask.requires_grad else remake(spec, mask)
+        again = remake(spec, mask)
         if again is None:
             return None
         field, spec_of = again
     in_place = all(readable_in_place(t) is t for t in (query, key, value))
     if in_place and not (_calls.needs_grad(signature) or dropout_p > 0.0 or return_lse):
         return cpp.attention_call(query, key, value, spec, field, scale, softcap)
+    same_spec = spec if spec_of is None else None  # or the plan would keep the mask alive
 
     def plan(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-        own = spec if spec_of is None or mask is None else spec_of(mask)
+        own: Any = same_spec if spec_of is None or mask is None else spec_of(mask)
         out, lse = _attention(query, key, value, own, scale, softcap, dropout_p, "cpp")
         return (out, lse) if return_lse else out
 
@@ -375,7 +378,7 @@ def _norm(
     signature = None
     if backend is None:
         signature = _calls.signature(
-            (input, weight, bias, residual), "norm", shape, eps, rms, dropout_p, type(dropout_p),
+            (input, weight, bias, residual), "norm", *shape, eps, rms, dropout_p, type(dropout_p),
             return_residual,
         )  # fmt: skip
         plan = _calls.find(signature)

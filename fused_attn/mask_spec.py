@@ -125,8 +125,8 @@ def normalize(
     if kept is None or kept[0] != versions:
         kept = (versions, _normalize(mask, shape, query.device))
         mask.specs[key] = kept
-        while len(mask.specs) > 16:  # decoding changes seqlen_k every step: keep it bounded
-            mask.specs.pop(next(iter(mask.specs)), None)
+        for old in list(mask.specs)[:-16]:  # decoding changes seqlen_k every step: keep it bounded
+            mask.specs.pop(old, None)
     return kept[1]
 
 

@@ -244,6 +244,8 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
         raise TypeError(
             f"attn_mask must be a bool tensor, a float tensor or a Mask, got {_describe(attn_mask)}"
         )
+    elif attn_mask.is_nested or attn_mask.layout != torch.strided:
+        raise TypeError("attn_mask must be a dense tensor, not nested or sparse")
     elif attn_mask.dtype == torch.bool:
         mask = dense(attn_mask)
     elif attn_mask.is_floating_point():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,61 @@ def test_what_a_mask_learns_has_no_plan():
     mask.tensors()[0].requires_grad_()
     F.scaled_dot_product_attention(q, k, v, mask).sum().backward()
     assert mask.tensors()[0].grad is not None
+
+
+def test_a_learnt_mask_does_not_take_the_plan_of_another():
+    q, k, v = qkv(2, 2, 16, 8)
+    q.requires_grad_()
+    base = torch.randn(1, 1, 16, 16)
+    F.scaled_dot_product_attention(q, k, v, base.expand(2, 2, 16, 16))
+    grads = []
+    for backend in (None, "eager"):
+        mask = base.clone().expand(2, 2, 16, 16).requires_grad_()
+        out = F.scaled_dot_product_attention(q, k, v, mask, backend=backend)
+        grads += torch.autograd.grad(out.square().sum(), mask)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_plans_do_not_keep_masks_alive(grad):
+    q, k, v = (t.requires_grad_(grad) for t in qkv(1, 2, 16, 8))
+    mask = torch.zeros(1, 2, 16, 16)
+    alive = weakref.ref(mask.untyped_storage())
+    for _ in range(2):
+        F.scaled_dot_product_attention(q, k, v, mask)
+    assert len(_calls._plans) == 1
+    mask = None
+    gc.collect()
+    assert alive() is None
+
+
+def test_options_that_may_change_have_no_plan():
+    q, k, v = qkv(1, 2, 16, 8)
+    causal = torch.tensor(True)
+    first = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    causal.fill_(False)
+    assert not torch.equal(first, F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+    eps = torch.tensor(1e-5)
+    first = F.layer_norm(q, 8, eps=eps)
+    eps.fill_(10.0)
+    assert not torch.equal(first, F.layer_norm(q, 8, eps=eps))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dropout_p": [0.1]}, "dropout_p must be a float"),
+        ({"scale": [1.0]}, "scale must be a float"),
+        ({"scale": 1j}, "scale must be a float"),
+        ({"softcap": torch.tensor(5.0)}, "softcap must be a float"),
+        ({"attn_mask": torch.zeros(16, 16).to_sparse()}, "attn_mask must be a dense tensor"),
+        ({"query": torch.nested.nested_tensor([torch.randn(2, 16, 8)])}, "must be a dense tensor"),
+    ],
+)
+def test_what_has_no_signature_gets_its_message(change, message):
+    q, k, v = qkv(1, 2, 16, 8)
+    with pytest.raises(TypeError, match=message):
+        F.scaled_dot_product_attention(**({"query": q, "key": k, "value": v} | change))
 
 
 def test_second_norm_is_the_first():

@@ -156,6 +156,31 @@ def test_double_backward_and_compile(backend):
     torch.testing.assert_close(compiled(*leaves), call(*leaves))
 
 
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+def test_a_mask_keeps_what_is_derived(backend):
+    tensors, where = packed((30, 50), (30, 50)), (cu_seqlens((30, 50)), cu_seqlens((30, 50)))
+    mask = masks.dense(torch.rand(60, 60) > 0.5)
+
+    def run(mask):
+        return F.varlen_attention(*tensors.values(), *where, 60, 60, mask, backend=backend)
+
+    first = run(mask)
+    kept = mask.specs["packed"][3]
+    assert torch.equal(run(mask), first)
+    assert mask.specs["packed"][3] is kept
+    where[0][1] = where[1][1] = 25  # in place
+    assert torch.equal(run(mask), run(masks.dense(mask.tensors()[0])))
+    assert mask.specs["packed"][3] is not kept
+
+
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+def test_nothing_is_differentiable(backend):
+    empty = torch.zeros(0, 2, 8, requires_grad=True)
+    where = (torch.zeros(2, dtype=torch.int64),) * 2
+    F.varlen_attention(empty, empty, empty, *where, 0, 0, backend=backend).sum().backward()
+    assert empty.grad is not None
+
+
 def test_nothing_at_all():
     empty = torch.zeros(0, 2, 8)
     out = F.varlen_attention(empty, empty, empty, *(torch.zeros(1, dtype=torch.int32),) * 2, 0, 0)
@@ -170,6 +195,8 @@ def test_nothing_at_all():
         ({"cu_seqlens_q": torch.tensor([0.0, 5.0])}, TypeError, "int32 or int64 tensor"),
         ({"cu_seqlens_k": torch.tensor([[0, 6]])}, ValueError, r"shape \(batch \+ 1,\)"),
         ({"cu_seqlens_k": torch.tensor([0, 3, 6])}, ValueError, "cu_seqlens_k must have shape"),
+        ({"max_seqlen_k": 6.0}, TypeError, "max_seqlen_k must be an int, got float"),
+        ({"max_seqlen_q": -5}, ValueError, "max_seqlen_q must be >= 0, got -5"),
         ({"max_seqlen_k": 5}, ValueError, r"steps in \[0, 5\], got \[6, 6\]"),
         ({"query": torch.zeros(1, 5, 2, 8)}, ValueError, "query must have 3 dimensions"),
         ({"value": torch.zeros(6, 1, 8)}, ValueError, "value must have num_heads_kv 2"),

@@ -160,7 +160,7 @@ template <class Task>
 inline void share_tasks(int64_t count, int64_t operand_bytes, const Task& task) {
   constexpr int64_t kCacheBytes = int64_t{1} << 20;
   if (operand_bytes <= kCacheBytes) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static, 1)  // neighbours are alike in length under a mask
     for (int64_t i = 0; i < count; ++i) task(i);
   } else {
 #pragma omp for schedule(dynamic)
@@ -172,8 +172,10 @@ inline void share_tasks(int64_t count, int64_t operand_bytes, const Task& task) 
 template <class T>
 inline int64_t operand_bytes(const AttentionParams& p) {
   const int64_t dims = p.head_dim + p.head_dim_v, size = static_cast<int64_t>(sizeof(T));
-  const int64_t rows = p.num_heads * p.seqlen_q + p.num_heads_kv * p.seqlen_k;
-  return p.batch * rows * dims * size;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int64_t queries = packed ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q;
+  const int64_t keys = packed ? p.cu_seqlens_k[p.batch] : p.batch * p.seqlen_k;
+  return (p.num_heads * queries + p.num_heads_kv * keys) * dims * size;
 }
 
 inline int clamp_threads(int64_t num_threads, int64_t tasks) {

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "block_ranges.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -139,7 +141,8 @@ const KernelTable& kernels() {
 
 const KernelTable& attention_kernels(const AttentionParams& p) {
   const KernelTable& table = kernels();
-  const bool few = p.dtype == DType::kFloat32 && p.seqlen_q * p.head_dim <= kFewProducts;
+  const bool few =
+      p.dtype == DType::kFloat32 && p.seqlen_q * max64(p.head_dim, p.head_dim_v) <= kFewProducts;
   return few ? *current_few_products.load(std::memory_order_acquire) : table;
 }
 

@@ -110,7 +110,7 @@ def attention_call(
     fields, kept = _fields(query, key, value, out, spec, scale, softcap, 0.0, None)
     sizes = tuple(getattr(spec, mask_field).shape) if mask_field else (0, 0, 0, 0)
     run = _cpu.AttentionCall(mask_field, sizes, **fields).run
-    kept = [] if mask_field else kept[3:]  # what the mask's addresses point to
+    addressed = () if mask_field else (*kept[3:], *spec.flat())  # tensors of the same mask
 
     def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         out = _empty(shape, strides, dtype)
@@ -120,7 +120,7 @@ def attention_call(
         )  # fmt: skip
         return out
 
-    call.kept = (kept, spec)  # type: ignore[attr-defined]
+    call.addressed = addressed  # type: ignore[attr-defined]
 
     return call
 

@@ -81,8 +81,8 @@ def test_masks(name, dtype, backend):
     ids=str,
 )  # fmt: skip
 def test_is_the_padded_batch(options, backend):
-    """Bit by bit for the kernels, and NaN beyond a sequence's end reaches nothing."""
-    tensors = packed(LENGTHS_Q, LENGTHS_K)
+    """Bit by bit, gradients too, and NaN beyond a sequence's end reaches nothing."""
+    tensors = {n: t.requires_grad_() for n, t in packed(LENGTHS_Q, LENGTHS_K).items()}
     torch.manual_seed(0)
     out, lse = varlen(LENGTHS_Q, LENGTHS_K, **options)(backend)(**tensors)
     torch.manual_seed(0)
@@ -99,6 +99,9 @@ def test_is_the_padded_batch(options, backend):
         rows = LENGTHS_Q[b]
         torch.testing.assert_close(part, expected[0][b, :, :rows].transpose(0, 1), rtol=0, atol=0)
         torch.testing.assert_close(part_lse, expected[1][b, :, :rows], rtol=0, atol=0)
+    own = torch.autograd.grad(out.sum(), tensors.values())
+    for a, b in zip(own, torch.autograd.grad(expected[0].sum(), tensors.values()), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

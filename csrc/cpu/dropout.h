@@ -38,9 +38,9 @@ inline void keep_bits(uint32_t first, uint32_t fixed, uint32_t c2, uint32_t c3, 
     for (int v = 0; v < kPhiloxVectors; ++v) {
       const Vec<uint64_t> product0 = multiply_wide(word[0][v], m0);
       const Vec<uint64_t> product1 = multiply_wide(word[2][v], m1);
-      word[0][v] = exclusive_or(high_halves(product1), word[1][v], k0);
+      word[0][v] = exclusive_or(product1 >> 32, word[1][v], k0);
       word[1][v] = product1;
-      word[2][v] = exclusive_or(high_halves(product0), word[3][v], k1);
+      word[2][v] = exclusive_or(product0 >> 32, word[3][v], k1);
       word[3][v] = product0;
     }
     key0 += kPhiloxWeyl0;

@@ -172,7 +172,8 @@ CASES = {
         ValueError, "alibi masks that are combined must have the same align",
     ),
     "backend": (
-        lambda: sdpa(backend="fast"), ValueError, "backend must be one of cpp, eager, got 'fast'",
+        lambda: sdpa(backend="fast"), ValueError,
+        "backend must be one of cpp, triton, eager, got 'fast'",
     ),
     "backend_context": (
         lambda: fused_attn.use_backend("fast").__enter__(), ValueError, "backend must be one of",

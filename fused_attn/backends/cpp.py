@@ -48,6 +48,11 @@ def unsupported(problem: Problem) -> list[str]:
     return reasons
 
 
+def not_automatic() -> list[str]:
+    """Why this backend is chosen only where it is asked for by name: it is chosen unasked."""
+    return []
+
+
 def isa() -> str:
     """The instruction set whose kernels run: an entry of csrc/cpu/isas.inc."""
     return _cpu.isa()

@@ -26,6 +26,11 @@ def unsupported(problem: object) -> list[str]:
     return []
 
 
+def not_automatic() -> list[str]:
+    """Why this backend is chosen only where it is asked for by name: it is chosen unasked."""
+    return []
+
+
 def attention(
     query: Tensor,
     key: Tensor,

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator
 from types import ModuleType
 
-from fused_attn.backends import cpp, reference
+from fused_attn.backends import cpp, reference, triton
 from fused_attn.backends.problem import Problem
 
-# In order of preference. Each has `unsupported(problem)`, whose empty list means "I take it"; eager
-# takes everything, so it is last.
-BACKENDS: dict[str, ModuleType] = {"cpp": cpp, "eager": reference}
+# In order of preference. Each has `unsupported(problem)`, whose empty list means "I take it", and
+# `not_automatic()`, whose empty list means that it may be chosen unasked; eager takes everything,
+# so it is last.
+BACKENDS: dict[str, ModuleType] = {"cpp": cpp, "triton": triton, "eager": reference}
 
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None
@@ -39,7 +40,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Within the block, every call of the process that names no backend uses this one.
 
     Args:
-        name: "cpp" or "eager".
+        name: "cpp", "triton" or "eager".
 
     Raises:
         ValueError: there is no backend of that name.
@@ -76,7 +77,10 @@ def select(problem: Problem, backend: str | None = None) -> str:
     candidates = (wanted,) if wanted else tuple(BACKENDS)
     refusals = []
     for name in candidates:
-        reasons = get_backend(name).unsupported(problem)
+        module = get_backend(name)
+        reasons = module.unsupported(problem)
+        if not wanted:
+            reasons = reasons + module.not_automatic()
         if not reasons:
             return name
         refusals.append(f"{name}: {'; '.join(reasons)}")

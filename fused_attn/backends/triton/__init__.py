@@ -1,0 +1,121 @@
+"""The Triton kernels, for NVIDIA (sm_80 and later) and AMD (gfx942) GPUs.
+
+Triton is imported, and kernels are compiled, when a problem first comes here. With
+TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors: the tests do.
+
+    masks.py, tiles.py      what a mask lets through, and which tiles of it (device code, and lists)
+    forward.py, backward.py, bias_grad.py, decode.py, norm.py    the kernels
+    attention.py, norm_host.py                               tensors to their arguments
+    tuning.py               tile sizes, warps and stages
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.backends.problem import AttentionProblem, Problem
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+HIP_ARCHS = ("gfx942",)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def unavailable() -> list[str]:
+    """Why this backend cannot run on this machine."""
+    if not _has_triton():
+        return ["triton is not installed"]
+    if not torch.cuda.is_available() and not interpreted():
+        return ["torch sees no GPU"]
+    return []
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Why this backend does not take a problem; empty if it does."""
+    reasons = unavailable()
+    device = problem.device.type
+    if device != "cuda" and not (interpreted() and device == "cpu"):
+        reasons.append(f"runs on cuda, not on {device}")
+    elif device == "cuda" and not reasons:
+        reasons += _too_old(problem.device)
+    if problem.dtype not in DTYPES:
+        reasons.append(f"has no {problem.dtype}")
+    if problem.transformed:
+        reasons.append("has no derivatives under torch.func and in forward mode")
+    if isinstance(problem, AttentionProblem):
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(problem, name) > MAX_HEAD_DIM:
+                reasons.append(f"takes {name} up to {MAX_HEAD_DIM}, not {getattr(problem, name)}")
+        if problem.bias_dtype is not None and problem.bias_dtype not in DTYPES:
+            reasons.append(f"has no float mask of {problem.bias_dtype}")
+    return reasons
+
+
+def not_automatic() -> list[str]:
+    """Why this backend is chosen only where it is asked for by name."""
+    return ["has not run on a GPU yet: it is chosen by name only"]
+
+
+def attention_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cpp.attention_fwd`."""
+    return _attention().attention_fwd(*args)
+
+
+def attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `cpp.attention_bwd`."""
+    return _attention().attention_bwd(*args)
+
+
+def norm_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `cpp.norm_fwd`."""
+    return _norm().norm_fwd(*args)
+
+
+def norm_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `cpp.norm_bwd`."""
+    return _norm().norm_bwd(*args)
+
+
+def tile_summary(tensor: Tensor) -> Tensor:
+    """As `cpp.tile_summary`."""
+    return _attention().tile_summary(tensor)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _too_old(device: torch.device) -> list[str]:
+    if torch.version.hip is not None:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        wanted = ", ".join(HIP_ARCHS)
+        return [] if arch in HIP_ARCHS else [f"runs on {wanted}, not on {arch}"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= MIN_CAPABILITY:
+        return []
+    return [f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"]
+
+
+def _attention() -> Any:
+    from fused_attn.backends.triton import attention
+
+    return attention
+
+
+def _norm() -> Any:
+    from fused_attn.backends.triton import norm_host
+
+    return norm_host

@@ -1,0 +1,303 @@
+"""Attention on Triton: tensors to the arguments of the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fused_attn._layout import gradient_layout, out_layout, readable_in_place
+from fused_attn.backends.triton import tiles
+from fused_attn.backends.triton.attention_tile import Cut, Rows, Settings
+from fused_attn.backends.triton.backward import (
+    RowStatistics,
+    attention_bwd_dkdv_kernel,
+    attention_bwd_dq_kernel,
+    row_statistics_kernel,
+)
+from fused_attn.backends.triton.bias_grad import attention_bwd_bias_kernel
+from fused_attn.backends.triton.decode import Parts, attention_decode_kernel, merge_parts_kernel
+from fused_attn.backends.triton.forward import attention_fwd_kernel
+from fused_attn.backends.triton.launch import arch_of, launch
+from fused_attn.backends.triton.masks import Sizes
+from fused_attn.backends.triton.philox import dropout_threshold
+from fused_attn.backends.triton.spec_args import mask_args, summaries
+from fused_attn.backends.triton.tiles import TileLists
+from fused_attn.backends.triton.tuning import (
+    DECODE_KEYS_PER_PART,
+    DECODE_MAX_PARTS,
+    MAX_DECODE_QUERIES,
+    PROGRAMS_PER_CORE,
+    Config,
+    config,
+    padded,
+)
+from fused_attn.mask_spec import MaskSpec
+from fused_attn.philox import dropout_scale
+
+_NO_LISTS = TileLists(None, None, 1, 1, 1)
+
+
+def attention_fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    for_backward: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cpp.attention_fwd`."""
+    out = torch.empty_strided(*out_layout(query, value), dtype=query.dtype, device=query.device)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    lse_low = torch.empty_like(lse) if for_backward else lse.new_empty(0)
+    problem = _Problem(query, key, value, spec, scale, softcap, dropout_p, seed)
+    if lse.numel() == 0:
+        return out, lse, lse_low
+    if problem.sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
+        _decode(problem, out, lse)
+        return out, lse, lse_low
+    cut = problem.config("fwd")
+    num_m = -(-problem.sizes.seqlen_q // cut.block_m)
+    launch(
+        attention_fwd_kernel, problem.device,
+        (num_m * problem.sizes.batch * problem.sizes.num_heads,), *problem.qkv, _rows(out), lse,
+        lse_low if for_backward else None, *problem.common, problem.lists(cut), problem.sizes,
+        problem.settings, num_m, **problem.compiled_for(cut),
+    )  # fmt: skip
+    return out, lse, lse_low
+
+
+def _decode(problem: _Problem, out: Tensor, lse: Tensor) -> None:
+    """out and lse of a few queries, without a backward."""
+    sizes = problem.sizes
+    rows = sizes.num_heads // sizes.num_heads_kv * sizes.seqlen_q
+    cut = problem.config("decode", rows)
+    num_m = -(-rows // cut.block_m)
+    programs = sizes.batch * sizes.num_heads_kv * num_m
+    wanted = -(-PROGRAMS_PER_CORE * arch_of(problem.device).num_cores // programs)
+    longest = -(-sizes.seqlen_k // DECODE_KEYS_PER_PART)
+    num_parts = max(1, min(wanted, longest, DECODE_MAX_PARTS))
+    maximum, total = lse.new_empty(2, lse.numel(), num_parts)
+    weighted = lse.new_empty(lse.numel(), num_parts, problem.head_dim_v)
+    parts = Parts(maximum, total, weighted, num_parts)
+    compiled_for = problem.compiled_for(cut)
+    launch(
+        attention_decode_kernel, problem.device, (programs * num_parts,), *problem.qkv, parts,
+        *problem.common, _NO_LISTS, sizes, problem.settings, num_m, **compiled_for,
+    )  # fmt: skip
+    launch(
+        merge_parts_kernel, problem.device, (lse.numel(),), parts, _rows(out), lse, sizes,
+        problem.settings, MAX_PARTS=1 << (num_parts - 1).bit_length(), cut=compiled_for["cut"],
+        num_warps=1,
+    )  # fmt: skip
+
+
+def attention_bwd(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `cpp.attention_bwd`."""
+    grad_query, grad_key, grad_value = (
+        torch.empty_strided(*gradient_layout(t), dtype=t.dtype, device=t.device)
+        for t in (query, key, value)
+    )
+    grad_bias = query.new_empty(0)
+    problem = _Problem(query, key, value, spec, scale, softcap, dropout_p, seed)
+    sizes = problem.sizes
+    if 0 in (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k):
+        for tensor in (grad_query, grad_key, grad_value):
+            tensor.zero_()
+        if needs_bias and spec.bias is not None:
+            grad_bias = torch.zeros_like(spec.bias)
+        return grad_query, grad_key, grad_value, grad_bias
+    # The tensors of these stay alive until the kernels are launched.
+    out_rows, grad_out_rows = (_rows(_readable(t)) for t in (out, grad_out))
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(torch.float32).contiguous().resolve_neg()
+    factor = torch.empty_like(lse) if query.dtype == torch.float32 else None
+    stats = RowStatistics(torch.empty_like(lse), factor, torch.empty_like(lse), grad_lse)
+    heads = sizes.batch * sizes.num_heads
+    cut = problem.config("statistics")
+    num_m = -(-sizes.seqlen_q // cut.block_m)
+    launch(
+        row_statistics_kernel, problem.device, (num_m * heads,), out_rows, grad_out_rows, lse,
+        lse_low, stats, problem.cu_seqlens_q, sizes, num_m, **problem.compiled_for(cut),
+    )  # fmt: skip
+    cut = problem.config("dq")
+    num_m = -(-sizes.seqlen_q // cut.block_m)
+    launch(
+        attention_bwd_dq_kernel, problem.device, (num_m * heads,), *problem.qkv, grad_out_rows,
+        _rows(grad_query), *problem.common, problem.lists(cut), sizes, problem.settings, stats,
+        num_m, CONSISTENT=needs_bias, **problem.compiled_for(cut),
+    )  # fmt: skip
+    if needs_bias:
+        grad_bias = _grad_bias(problem, grad_out_rows, stats)
+    cut = problem.config("dkdv")
+    num_n = -(-sizes.seqlen_k // cut.block_n)
+    launch(
+        attention_bwd_dkdv_kernel, problem.device, (num_n * sizes.batch * sizes.num_heads_kv,),
+        *problem.qkv, grad_out_rows, _rows(grad_key), _rows(grad_value), *problem.common,
+        problem.lists(cut, of_keys=True), sizes, problem.settings, stats, num_n,
+        GROUP=sizes.num_heads // sizes.num_heads_kv, **problem.compiled_for(cut),
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value, grad_bias
+
+
+def _grad_bias(problem: _Problem, grad_out: Rows, stats: RowStatistics) -> Tensor:
+    """The gradient of the float mask, in its own shape and type."""
+    bias, sizes = problem.spec.bias, problem.sizes
+    assert bias is not None
+    own_batch, own_heads, own_rows, own_columns = bias.shape
+    cut = problem.config("dq")
+    kinds = tile_kinds(problem.spec, sizes, cut.block_m, cut.block_n)
+    _, kinds_heads, num_m, num_n = kinds.shape
+    tiles_of_mask = num_m * num_n * own_batch * own_heads
+    shared = sizes.batch * sizes.num_heads // (own_batch * own_heads)
+    wanted = -(-PROGRAMS_PER_CORE * arch_of(problem.device).num_cores // tiles_of_mask)
+    num_parts = max(1, min(shared, wanted))
+    rows, columns = own_rows > 1, own_columns > 1
+    parts = torch.empty(
+        num_parts, own_batch, own_heads,
+        sizes.seqlen_q if rows else num_m, sizes.seqlen_k if columns else num_n,
+        dtype=torch.float32, device=problem.device,
+    )  # fmt: skip
+    launch(
+        attention_bwd_bias_kernel, problem.device, (tiles_of_mask * num_parts,), *problem.qkv,
+        grad_out, *problem.common, kinds, kinds_heads, sizes, problem.settings, stats, parts,
+        num_m, num_n, own_batch, own_heads, num_parts, OWN_ROWS=rows, OWN_COLUMNS=columns,
+        **problem.compiled_for(cut),
+    )  # fmt: skip
+    broadcast = [0] + [3] * (not rows) + [4] * (not columns)
+    return parts.sum(broadcast).reshape(bias.shape).to(bias.dtype)
+
+
+def tile_kinds(spec: MaskSpec, sizes: Sizes, block_m: int, block_n: int) -> Tensor:
+    """(batch, num_heads or 1, tiles of queries, tiles of keys) uint8: skip, partial or full."""
+    heads = max([1, *(t.shape[1] for t in (spec.key_mask, spec.dense, spec.bias) if t is not None)])
+    num_m, num_n = -(-sizes.seqlen_q // block_m), -(-sizes.seqlen_k // block_n)
+    device = next(t.device for t in spec.flat() if isinstance(t, Tensor))
+    kinds = torch.empty(sizes.batch, heads, num_m, num_n, dtype=torch.uint8, device=device)
+    chunk = tiles.KINDS_CHUNK
+    launch(
+        tiles.tile_kinds_kernel, device, (sizes.batch * heads * num_m, -(-num_n // chunk)),
+        kinds, mask_args(spec), summaries(spec, tile_summary), sizes, heads, num_m, num_n,
+        BLOCK_M=block_m, BLOCK_N=block_n, CHUNK=chunk,
+    )  # fmt: skip
+    return kinds
+
+
+def tile_summary(tensor: Tensor) -> Tensor:
+    """As `cpp.tile_summary`."""
+    batch, num_heads, seqlen_q, seqlen_k = tensor.shape
+    num_m = -(-seqlen_q // tiles.SUMMARY_TILE_M.value)
+    num_n = -(-seqlen_k // tiles.SUMMARY_TILE_N.value)
+    summary = torch.empty(batch, num_heads, num_m, num_n, dtype=torch.uint8, device=tensor.device)
+    is_bool = tensor.dtype == torch.bool
+    cells = tiles.SUMMARY_CELLS
+    if summary.numel():
+        launch(
+            tiles.tile_summary_kernel, tensor.device,
+            (batch * num_heads * num_m, -(-num_n // cells)),
+            tensor.view(torch.uint8) if is_bool else tensor, *tensor.stride(), summary, num_heads,
+            seqlen_q, seqlen_k, num_m, num_n, IS_BOOL=is_bool, CELLS=cells,
+        )  # fmt: skip
+    return summary
+
+
+class _Problem:
+    """What the kernels of a call share."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec,
+        scale: float,
+        softcap: float,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> None:
+        self.spec = spec
+        self.device, self.dtype = query.device, query.dtype
+        self.head_dim, self.head_dim_v = query.shape[3], value.shape[3]
+        self.qkv = [_rows(_readable(t)) for t in (query, key, value)]
+        batch, seqlen_q, seqlen_k = spec.sizes(query, key)
+        self.sizes = Sizes(
+            batch, query.shape[1], key.shape[1], seqlen_q, seqlen_k, query.shape[2],
+            spec.band_lo, spec.band_hi, spec.alibi_offset,
+        )  # fmt: skip
+        self.settings = Settings(
+            scale, softcap, dropout_threshold(dropout_p), dropout_scale(dropout_p)
+        )
+        self.softcapped = softcap > 0.0
+        self.natural = self.softcapped or spec.slopes is not None or spec.bias is not None
+        cu_seqlens = (spec.cu_seqlens_q, spec.cu_seqlens_k)
+        self.cu_seqlens_q, cu_seqlens_k = (
+            None if t is None else t.contiguous() for t in cu_seqlens
+        )
+        seed = seed if dropout_p > 0.0 else None
+        self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
+
+    def config(self, kind: str, rows: int = 0) -> Config:
+        """How the kernel of a pass is cut up; rows: of a tile in decoding."""
+        head_dim = padded(max(self.head_dim, self.head_dim_v))
+        return config(kind, arch_of(self.device).name, self.dtype.itemsize, head_dim, rows)
+
+    def compiled_for(self, config: Config) -> dict[str, Any]:
+        """Compile-time arguments."""
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and self.dtype == torch.float32
+        cut = (
+            self.head_dim, self.head_dim_v, padded(self.head_dim), padded(self.head_dim_v),
+            config.block_m, config.block_n, self.softcapped, self.natural,
+            "tf32" if tf32 else "ieee",
+        )  # fmt: skip
+        return {
+            "cut": Cut(*map(tl.constexpr, cut)),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+
+    def lists(self, cut: Config, of_keys: bool = False) -> TileLists:
+        """The visible tiles of each tile of queries, or of keys; none where ranges say it."""
+        spec = self.spec
+        if all(t is None for t in (spec.query_documents, spec.key_mask, spec.dense, spec.bias)):
+            return _NO_LISTS
+        kinds = tile_kinds(spec, self.sizes, cut.block_m, cut.block_n)
+        batch, heads, num_m, num_n = kinds.shape
+        owners, others = (num_n, num_m) if of_keys else (num_m, num_n)
+        strides = (1, num_n) if of_keys else (num_n, 1)
+        counts = kinds.new_empty(batch, heads, owners, 2, dtype=torch.int32)
+        indices = kinds.new_empty(batch, heads, owners, others, dtype=torch.int32)
+        launch(
+            tiles.list_tiles_kernel, self.device, (batch * heads * owners,), kinds, counts, indices,
+            owners, others, *strides, CHUNK=tiles.LIST_CHUNK, num_warps=1,
+        )  # fmt: skip
+        return TileLists(counts, indices, heads, owners, others)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Kernels count within a tile in 32 bits: a tensor with rows further apart is copied."""
+    tensor = readable_in_place(tensor)
+    return tensor if tensor.stride(2) < 1 << 22 else tensor.contiguous()
+
+
+def _rows(tensor: Tensor) -> Rows:
+    return Rows(tensor, *tensor.stride()[:3])

@@ -1,0 +1,172 @@
+"""One tile of queries against one of keys, the same way in forward and backward.
+
+Kernels hand these tuples on:
+    cut         compile-time facts, see `Cut`
+    sequence    (b, h, seqlen_q, seqlen_k, bounds): which head of which sequence, and its row of
+                MaskSpec.bounds
+    keys        (key_at, value_at, begin, end): where the first key and value of the head are, and
+                which of them any query of the tile sees by structure
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.masks import LOG2E, add_alibi, apply_mask, softcapped
+from fused_attn.backends.triton.philox import keep_tile
+
+
+class Rows(NamedTuple):
+    """A tensor (batch, num_heads, seqlen, dim) whose last stride is 1."""
+
+    data: Any
+    stride_b: int
+    stride_h: int
+    stride_row: int
+
+
+class Settings(NamedTuple):
+    """Numbers that are the same for all tiles."""
+
+    softmax_scale: float
+    softcap: float
+    dropout_threshold: int
+    dropout_scale: float
+
+
+class Cut(NamedTuple):
+    """What a kernel is compiled for; each a tl.constexpr."""
+
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_D: Any  # HEAD_DIM, padded
+    BLOCK_DV: Any
+    BLOCK_M: Any  # queries of a tile
+    BLOCK_N: Any  # keys of a tile
+    SOFTCAP: Any  # bool
+    NATURAL: Any  # bool: scores are in natural units, see `finish_scores`
+    PRECISION: Any  # of products of float32: "ieee" or "tf32"
+
+
+@triton.jit
+def sequence_rows(cu_seqlens, b, seqlen):
+    """batch, first row and number of rows of sequence b in a tensor."""
+    if cu_seqlens is None:
+        return b, b * 0, b * 0 + seqlen
+    else:
+        first = tl.load(cu_seqlens + b)
+        return b * 0, first, (tl.load(cu_seqlens + b + 1) - first).to(tl.int32)
+
+
+@triton.jit
+def head_rows(rows, batch, h, first):
+    """Where the first row of a sequence's head is."""
+    at = rows.data + batch.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h
+    return at + first.to(tl.int64) * rows.stride_row
+
+
+@triton.jit
+def load_tile(
+    at, stride_row, first, inside,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_ROWS, BLOCK_D) from row `first` on: 0 beyond DIM, and in rows that are not `inside`
+    (None: all are)."""
+    row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+    at = at + first.to(tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
+    if inside is None:
+        if DIM == BLOCK_D:
+            return tl.load(at)
+        else:
+            return tl.load(at, (column < DIM)[None, :], 0.0)
+    else:
+        if DIM == BLOCK_D:
+            return tl.load(at, inside[:, None], 0.0)
+        else:
+            return tl.load(at, inside[:, None] & (column < DIM)[None, :], 0.0)
+
+
+@triton.jit
+def store_tile(
+    at, stride_row, first, end, tile,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The rows of a tile from row `first` up to `end`."""
+    row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+    at = at + first.to(tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
+    inside = (row + first < end)[:, None] & (column < DIM)[None, :]
+    tl.store(at, tile.to(at.dtype.element_ty), inside)
+
+
+@triton.jit
+def load_key_value(keys, key, value, j_begin, j, cut: tl.constexpr, PARTIAL: tl.constexpr):
+    """A tile of keys and one of values."""
+    key_at, value_at, begin, end = keys
+    seen = (j >= begin) & (j < end) if PARTIAL else None
+    k = load_tile(key_at, key.stride_row, j_begin, seen, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D)
+    v = load_tile(
+        value_at, value.stride_row, j_begin, seen, cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV
+    )
+    return k, v
+
+
+@triton.jit
+def finish_scores(
+    products, i, j, sequence, mask, settings,
+    cut: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Scores of query @ key^T, which of them are visible (all, unless PARTIAL), and the tanh of
+    softcap (0 where nothing is visible).
+
+    They are in natural units where something is added or capped, else in units of ln(2) by a
+    multiplication that is there anyway. Rounding slope * log2(e) would scale all distances.
+    """
+    if cut.SOFTCAP:
+        scores, cap_tanh = softcapped(products * settings.softmax_scale, settings.softcap)
+    elif cut.NATURAL:
+        scores, cap_tanh = products * settings.softmax_scale, products
+    else:
+        scores, cap_tanh = products * (settings.softmax_scale * LOG2E), products
+    scores = add_alibi(scores, i, j, sequence, mask)
+    if PARTIAL:
+        scores, visible = apply_mask(scores, i, j, sequence, mask, KEYS_FIRST)
+        return scores, visible, tl.where(visible, cap_tanh, 0.0)
+    else:
+        return scores, scores == scores, cap_tanh
+
+
+@triton.jit
+def power(difference, cut: tl.constexpr):
+    """exp of differences of scores, in their units."""
+    return tl.exp2(difference * LOG2E if cut.NATURAL else difference)
+
+
+@triton.jit
+def kept(seed, i, j_begin, sequence, sizes, settings, cut: tl.constexpr):
+    """Which weights of rows i (M, 1) and a tile of keys dropout keeps: (M, BLOCK_N)."""
+    quad = j_begin // 4 + tl.arange(0, cut.BLOCK_N // 4)[None, :]
+    head = sequence[0] * sizes.num_heads + sequence[1]
+    return keep_tile(seed, i, quad, head, 0, settings.dropout_threshold)
+
+
+@triton.jit
+def zero_unseen(tile, visible, mask):
+    """Rows of a key or value tile that no query of the tile sees as 0, for 0 * NaN is NaN.
+
+    What bounds hide is not loaded in the first place.
+    """
+    if (
+        mask.query_documents is not None
+        or mask.key_mask is not None
+        or mask.dense is not None
+        or mask.bias is not None
+    ):
+        seen = tl.max(visible.to(tl.int32), 0)
+        return tl.where((seen != 0)[:, None], tile, 0.0)
+    else:
+        return tile

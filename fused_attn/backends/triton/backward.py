@@ -1,0 +1,337 @@
+"""Attention backward: scores are computed anew, tile by tile, from query, key and lse.
+
+With P = exp(S - lse), Z what dropout keeps (1 or 0), c = 1 / (1 - dropout_p) and
+delta = rowsum(dO * O):
+  dV = c (P Z)^T dO,  dS = P (c Z (dO V^T) - delta + dlse),  dK = scale dS^T Q,  dQ = scale dS K.
+(Dao et al. 2022, FlashAttention, appendix B.4; delta as in FlashAttention-2, section 3.1.)
+
+Two kernels: one owns tiles of queries, one tiles of keys, and nothing is added atomically, so
+results are the same in every run. Scores and dP are computed in both: 7 matrix products where 5
+would do.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.attention_tile import (
+    finish_scores,
+    head_rows,
+    kept,
+    load_key_value,
+    load_tile,
+    power,
+    sequence_rows,
+    store_tile,
+    zero_unseen,
+)
+from fused_attn.backends.triton.masks import LOG2E, seen_keys, sequence_bounds
+from fused_attn.backends.triton.tiles import (
+    full_tile,
+    key_tiles,
+    partial_tile,
+    query_tiles,
+    visible_tiles,
+)
+
+
+class RowStatistics(NamedTuple):
+    """What the backward knows of each query, (batch, num_heads, total_q) each."""
+
+    lse: Any  # in the units of scores; inf for rows that see nothing, whose P is 0 then
+    # exp of what rounding took from it, which weights are multiplied by: taken from the scores it
+    # would be rounded off again. None with 16-bit types, where it does not show.
+    lse_factor: Any
+    delta: Any
+    grad_lse: Any  # None: 0
+
+
+@triton.jit
+def row_statistics_kernel(
+    out, grad_out, lse, lse_low, stats, cu_seqlens_q, sizes, num_m, cut: tl.constexpr
+):
+    """delta, and lse in the units of scores, of BLOCK_M queries of a head."""
+    pid = tl.program_id(0)
+    m, bh = pid % num_m, pid // num_m
+    b, h = bh // sizes.num_heads, bh % sizes.num_heads
+    batch, first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
+    i_begin = m * cut.BLOCK_M
+    if i_begin >= seqlen_q:
+        return
+    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    inside = i < seqlen_q
+    at = statistics_at(sizes, batch, h, first) + i
+    high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
+    sees = high != float("-inf")
+    wide = high + tl.load(lse_low + at, inside, 0.0).to(tl.float64)
+    wide *= 1.0 if cut.NATURAL else LOG2E
+    rounded = tl.where(sees, wide, float("inf")).to(tl.float32)
+    tl.store(stats.lse + at, rounded, inside)
+    if stats.lse_factor is not None:
+        low = tl.where(sees, rounded.to(tl.float64) - wide, 0.0)
+        tl.store(stats.lse_factor + at, power(low.to(tl.float32), cut), inside)
+    o = load_tile(
+        head_rows(out, batch, h, first), out.stride_row, i_begin, inside,
+        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+    )  # fmt: skip
+    do = load_tile(
+        head_rows(grad_out, batch, h, first), grad_out.stride_row, i_begin, inside,
+        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+    )  # fmt: skip
+    products = tl.where(sees[:, None], o.to(tl.float32) * do.to(tl.float32), 0.0)
+    tl.store(stats.delta + at, tl.sum(products, 1), inside)
+
+
+@triton.jit
+def attention_bwd_dq_kernel(
+    query, key, value, grad_out, grad_query, seed, cu_seqlens_q, cu_seqlens_k,
+    mask, lists, sizes, settings, stats, num_m, cut: tl.constexpr, CONSISTENT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of BLOCK_M queries of a head.
+
+    CONSISTENT: delta is corrected so that the dS of a row add up to dlse, as they do but for the
+    rounding of out, which the gradient of a float mask would show.
+    """
+    pid = tl.program_id(0)
+    m, bh = num_m - 1 - pid % num_m, pid // num_m
+    b, h = bh // sizes.num_heads, bh % sizes.num_heads
+    h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
+    query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
+    key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
+    i_begin = m * cut.BLOCK_M
+    if i_begin >= seqlen_q:
+        return
+    bounds = sequence_bounds(mask, sizes, b)
+    sequence = (b, h, seqlen_q, seqlen_k, bounds)
+    i_end = tl.minimum(i_begin + cut.BLOCK_M, seqlen_q)
+    ranges = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, cut.BLOCK_N)
+    tiles = visible_tiles(ranges, lists, b, h, m)
+    seen_begin, seen_end = seen_keys(bounds, i_begin, i_end, seqlen_k)
+    key_at = head_rows(key, key_batch, h_kv, key_first)
+    value_at = head_rows(value, key_batch, h_kv, key_first)
+    keys = (key_at, value_at, seen_begin, seen_end)
+
+    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    at = statistics_at(sizes, query_batch, h, query_first)
+    q, do, statistics = load_queries(
+        query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, cut
+    )
+    if seed is not None:
+        seed = tl.load(seed)
+    dq = tl.zeros((cut.BLOCK_M, cut.BLOCK_D), tl.float32)
+    excess = tl.zeros((cut.BLOCK_M,), tl.float32)
+    total = tl.zeros((cut.BLOCK_M,), tl.float32)
+    for t in tl.range(0, tiles[0]):
+        dq, excess, total = _dq_tile(
+            dq, excess, total, q, do, statistics, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys,
+            sequence, key, value, seed, mask, sizes, settings, stats, cut, CONSISTENT, False,
+        )  # fmt: skip
+    for t in tl.range(0, tiles[1]):
+        dq, excess, total = _dq_tile(
+            dq, excess, total, q, do, statistics, i, partial_tile(t, tiles, lists) * cut.BLOCK_N,
+            keys, sequence, key, value, seed, mask, sizes, settings, stats, cut, CONSISTENT, True,
+        )  # fmt: skip
+    store_tile(
+        head_rows(grad_query, query_batch, h, query_first), grad_query.stride_row, i_begin,
+        seqlen_q, dq * settings.softmax_scale, cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
+    )  # fmt: skip
+    if CONSISTENT:
+        if stats.grad_lse is not None:
+            excess -= statistics[3]
+        error = tl.where(total == 0.0, 0.0, excess / tl.where(total == 0.0, 1.0, total))
+        tl.store(stats.delta + at + i, statistics[2] + error, i < seqlen_q)
+
+
+@triton.jit
+def _dq_tile(
+    dq, excess, total, q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes,
+    settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """dQ with one tile of keys added, and the row sums of dS and P."""
+    grads, weights, cap_tanh, k = grad_scores(
+        q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings,
+        stats, cut, PARTIAL,
+    )  # fmt: skip
+    if CONSISTENT:
+        excess += tl.sum(grads, 1)
+        total += tl.sum(weights, 1)
+    if cut.SOFTCAP:
+        grads *= 1.0 - cap_tanh * cap_tanh
+    return tl.dot(grads.to(k.dtype), k, dq, input_precision=cut.PRECISION), excess, total
+
+
+@triton.jit
+def grad_scores(
+    q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings, stats,
+    cut: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """dS (queries, keys) before the derivative of softcap, P, the tanh of softcap, and the keys."""
+    lse, lse_factor, delta, grad_lse = statistics
+    j = j_begin + tl.arange(0, cut.BLOCK_N)
+    k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
+    products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
+    scores, visible, cap_tanh = finish_scores(
+        products, i[:, None], j[None, :], sequence, mask, settings, cut, PARTIAL, False
+    )
+    if PARTIAL:
+        k, v = zero_unseen(k, visible, mask), zero_unseen(v, visible, mask)
+    weights = power(scores - lse[:, None], cut)
+    if stats.lse_factor is not None:
+        weights *= lse_factor[:, None]
+    grads = tl.dot(do, tl.trans(v), input_precision=cut.PRECISION)
+    if seed is not None:
+        keep = kept(seed, i[:, None], j_begin, sequence, sizes, settings, cut)
+        grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
+    grads -= delta[:, None]
+    if stats.grad_lse is not None:
+        grads += grad_lse[:, None]
+    grads *= weights
+    if PARTIAL:
+        grads = tl.where(visible, grads, 0.0)
+    return grads, weights, cap_tanh, k
+
+
+@triton.jit
+def attention_bwd_dkdv_kernel(
+    query, key, value, grad_out, grad_key, grad_value, seed, cu_seqlens_q, cu_seqlens_k,
+    mask, lists, sizes, settings, stats, num_n, cut: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BLOCK_N keys and values of a head, summed over the GROUP of heads that share
+    it."""
+    pid = tl.program_id(0)
+    n, bh = pid % num_n, pid // num_n
+    b, h_kv = bh // sizes.num_heads_kv, bh % sizes.num_heads_kv
+    query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
+    key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
+    j_begin = n * cut.BLOCK_N
+    if j_begin >= seqlen_k:
+        return
+    bounds = sequence_bounds(mask, sizes, b)
+    ranges = query_tiles(
+        bounds, j_begin, j_begin + cut.BLOCK_N, sizes.seqlen_q, sizes.seqlen_k, cut.BLOCK_M
+    )
+    j = j_begin + tl.arange(0, cut.BLOCK_N)
+    k = load_tile(
+        head_rows(key, key_batch, h_kv, key_first), key.stride_row, j_begin, j < seqlen_k,
+        cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D,
+    )  # fmt: skip
+    v = load_tile(
+        head_rows(value, key_batch, h_kv, key_first), value.stride_row, j_begin, j < seqlen_k,
+        cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV,
+    )  # fmt: skip
+    if seed is not None:
+        seed = tl.load(seed)
+    dk = tl.zeros((cut.BLOCK_N, cut.BLOCK_D), tl.float32)
+    dv = tl.zeros((cut.BLOCK_N, cut.BLOCK_DV), tl.float32)
+    for g in range(GROUP):
+        h = h_kv * GROUP + g
+        tiles = visible_tiles(ranges, lists, b, h, n)
+        sequence = (b, h, seqlen_q, seqlen_k, bounds)
+        query_at = head_rows(query, query_batch, h, query_first)
+        grad_out_at = head_rows(grad_out, query_batch, h, query_first)
+        at = statistics_at(sizes, query_batch, h, query_first)
+        for t in tl.range(0, tiles[0]):
+            dk, dv = _dkdv_tile(
+                dk, dv, k, v, full_tile(t, tiles, lists) * cut.BLOCK_M, j_begin, j, query_at,
+                grad_out_at, at, sequence, query, grad_out, seed, mask, sizes, settings, stats,
+                cut, False,
+            )  # fmt: skip
+        for t in tl.range(0, tiles[1]):
+            dk, dv = _dkdv_tile(
+                dk, dv, k, v, partial_tile(t, tiles, lists) * cut.BLOCK_M, j_begin, j, query_at,
+                grad_out_at, at, sequence, query, grad_out, seed, mask, sizes, settings, stats,
+                cut, True,
+            )  # fmt: skip
+    store_tile(
+        head_rows(grad_key, key_batch, h_kv, key_first), grad_key.stride_row, j_begin, seqlen_k,
+        dk * settings.softmax_scale, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D,
+    )  # fmt: skip
+    store_tile(
+        head_rows(grad_value, key_batch, h_kv, key_first), grad_value.stride_row, j_begin, seqlen_k,
+        dv * settings.dropout_scale, cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dkdv_tile(
+    dk, dv, k, v, i_begin, j_begin, j, query_at, grad_out_at, at, sequence, query, grad_out, seed,
+    mask, sizes, settings, stats, cut: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """dK and dV with one tile of queries added; scores are (keys, queries) here, so that weights
+    are an operand as they are."""
+    seqlen_q = sequence[2]
+    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    lse, lse_factor, delta, grad_lse = load_statistics(stats, at, i, seqlen_q)
+    # 0 * NaN is NaN: what stands in rows that see nothing must not matter.
+    sees = lse != float("inf") if PARTIAL else i < seqlen_q
+    q = load_tile(query_at, query.stride_row, i_begin, sees, cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D)
+    do = load_tile(
+        grad_out_at, grad_out.stride_row, i_begin, sees, cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV
+    )
+    products = tl.dot(k, tl.trans(q), input_precision=cut.PRECISION)
+    scores, visible, cap_tanh = finish_scores(
+        products, i[None, :], j[:, None], sequence, mask, settings, cut, PARTIAL, True
+    )
+    weights = power(scores - lse[None, :], cut)
+    if stats.lse_factor is not None:
+        weights *= lse_factor[None, :]
+    grads = tl.dot(v, tl.trans(do), input_precision=cut.PRECISION)
+    used = weights
+    if seed is not None:
+        keep = kept(seed, i[:, None], j_begin, sequence, sizes, settings, cut)
+        keep = tl.trans(keep.to(tl.int8)) != 0
+        used = tl.where(keep, weights, 0.0)
+        grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
+    dv = tl.dot(used.to(do.dtype), do, dv, input_precision=cut.PRECISION)
+    grads -= delta[None, :]
+    if stats.grad_lse is not None:
+        grads += grad_lse[None, :]
+    grads *= weights
+    if PARTIAL:
+        grads = tl.where(visible, grads, 0.0)
+    if cut.SOFTCAP:
+        grads *= 1.0 - cap_tanh * cap_tanh
+    return tl.dot(grads.to(q.dtype), q, dk, input_precision=cut.PRECISION), dv
+
+
+@triton.jit
+def statistics_at(sizes, query_batch, h, query_first):
+    """Where RowStatistics has the first row of a sequence's head."""
+    return (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
+
+
+@triton.jit
+def load_statistics(stats, at, i, seqlen_q):
+    """lse, lse_factor, delta and grad_lse of the rows i, for which P is 0 from seqlen_q on; what
+    there is none of is anything."""
+    inside = i < seqlen_q
+    lse = tl.load(stats.lse + at + i, inside, float("inf"))
+    delta = tl.load(stats.delta + at + i, inside, 0.0)
+    lse_factor, grad_lse = delta, delta
+    if stats.lse_factor is not None:
+        lse_factor = tl.load(stats.lse_factor + at + i, inside, 0.0)
+    if stats.grad_lse is not None:
+        grad_lse = tl.load(stats.grad_lse + at + i, inside, 0.0)
+    return lse, lse_factor, delta, grad_lse
+
+
+@triton.jit
+def load_queries(
+    query, grad_out, stats, at, batch, h, first, i_begin, i, seqlen_q, cut: tl.constexpr
+):
+    """A tile of queries, the gradients of their outputs, and their statistics."""
+    inside = i < seqlen_q
+    q = load_tile(
+        head_rows(query, batch, h, first), query.stride_row, i_begin, inside,
+        cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
+    )  # fmt: skip
+    do = load_tile(
+        head_rows(grad_out, batch, h, first), grad_out.stride_row, i_begin, inside,
+        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+    )  # fmt: skip
+    return q, do, load_statistics(stats, at, i, seqlen_q)

@@ -1,0 +1,93 @@
+"""The gradient of a float mask: dS summed over the dimensions in which the mask is broadcast.
+
+Each program owns a tile of the mask and walks the batches and heads that share it, in a part of its
+own if there are too few tiles to fill the GPU; the parts are added afterwards, in the same order in
+every run. Recomputing dS here costs two more products a tile, and no (batch, num_heads, seqlen_q,
+seqlen_k) tensor.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.attention_tile import head_rows, sequence_rows
+from fused_attn.backends.triton.backward import grad_scores, load_queries, statistics_at
+from fused_attn.backends.triton.masks import seen_keys, sequence_bounds
+from fused_attn.backends.triton.tiles import SKIP
+
+
+@triton.jit
+def attention_bwd_bias_kernel(
+    query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, kinds, kinds_heads,
+    sizes, settings, stats, parts, num_m, num_n, own_batch, own_heads, num_parts,
+    cut: tl.constexpr, OWN_ROWS: tl.constexpr, OWN_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One part of one tile of the gradient.
+
+    parts: (num_parts, own_batch, own_heads, rows, columns) float32, with a row for each query if
+    OWN_ROWS (the mask has a dimension of queries), else one for each tile of them; columns alike.
+    """
+    pid = tl.program_id(0)
+    n, rest = pid % num_n, pid // num_n
+    m, rest = rest % num_m, rest // num_m
+    own, part = rest % (own_batch * own_heads), rest // (own_batch * own_heads)
+    own_b, own_h = own // own_heads, own % own_heads
+    shared_heads = sizes.num_heads // own_heads
+    shared = sizes.batch // own_batch * shared_heads
+    each = tl.cdiv(shared, num_parts)
+    i_begin, j_begin = m * cut.BLOCK_M, n * cut.BLOCK_N
+    if seed is not None:
+        seed = tl.load(seed)
+    total = tl.zeros((cut.BLOCK_M, cut.BLOCK_N), tl.float32)
+    for s in range(part * each, tl.minimum(part * each + each, shared)):
+        # Where the mask has batches or heads of its own, s does not move along them.
+        b, h = own_b + s // shared_heads, own_h + s % shared_heads
+        at = ((b.to(tl.int64) * kinds_heads + h % kinds_heads) * num_m + m) * num_n + n
+        if tl.load(kinds + at) != SKIP:
+            total += _tile_of_head(
+                query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, sizes,
+                settings, stats, b, h, i_begin, j_begin, cut,
+            )  # fmt: skip
+    i, j = i_begin + tl.arange(0, cut.BLOCK_M), j_begin + tl.arange(0, cut.BLOCK_N)
+    rows = sizes.seqlen_q if OWN_ROWS else num_m
+    columns = sizes.seqlen_k if OWN_COLUMNS else num_n
+    head = parts + rest.to(tl.int64) * rows * columns
+    if OWN_ROWS and OWN_COLUMNS:
+        inside = (i < rows)[:, None] & (j < columns)[None, :]
+        tl.store(head + i.to(tl.int64)[:, None] * columns + j[None, :], total, inside)
+    elif OWN_ROWS:
+        tl.store(head + i.to(tl.int64) * columns + n, tl.sum(total, 1), i < rows)
+    elif OWN_COLUMNS:
+        tl.store(head + m * columns + j, tl.sum(total, 0), j < columns)
+    else:
+        tl.store(head + m * columns + n, tl.sum(tl.sum(total, 1), 0))
+
+
+@triton.jit
+def _tile_of_head(
+    query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, sizes, settings, stats,
+    b, h, i_begin, j_begin, cut: tl.constexpr,
+):  # fmt: skip
+    """dS of one tile of a head, before the derivative of softcap."""
+    h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
+    query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
+    key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
+    bounds = sequence_bounds(mask, sizes, b)
+    i_end = tl.minimum(i_begin + cut.BLOCK_M, seqlen_q)
+    seen_begin, seen_end = seen_keys(bounds, i_begin, i_end, seqlen_k)
+    key_at = head_rows(key, key_batch, h_kv, key_first)
+    value_at = head_rows(value, key_batch, h_kv, key_first)
+    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    at = statistics_at(sizes, query_batch, h, query_first)
+    q, do, statistics = load_queries(
+        query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, cut
+    )
+    grads, _, _, _ = grad_scores(
+        q, do, statistics, i, j_begin, (key_at, value_at, seen_begin, seen_end),
+        (b, h, seqlen_q, seqlen_k, bounds), key, value, seed, mask, sizes, settings, stats, cut,
+        True,
+    )  # fmt: skip
+    return grads

@@ -1,0 +1,126 @@
+"""A few queries against many keys, where reading the keys is all the work.
+
+The queries of all heads that share keys are the rows of one tile, so that keys are read once; the
+keys of a head are split among programs, whose results are merged by their largest scores.
+
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.attention_tile import head_rows, power, sequence_rows
+from fused_attn.backends.triton.forward import fwd_tile, store_lse
+from fused_attn.backends.triton.masks import seen_keys, sequence_bounds
+from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile, visible_tiles
+
+
+class Parts(NamedTuple):
+    """What each part of the keys gives, float32, contiguous: (rows, num_parts) and, for the sums,
+    (rows, num_parts, head_dim_v), with the rows of lse."""
+
+    maximum: Any
+    total: Any
+    weighted: Any  # sums of weighted values
+    num_parts: int
+
+
+@triton.jit
+def attention_decode_kernel(
+    query, key, value, parts, seed, cu_seqlens_q, cu_seqlens_k, mask, no_lists, sizes, settings,
+    num_m, cut: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of a head, for BLOCK_M rows of (head of the group, query)."""
+    pid = tl.program_id(0)
+    part, rest = pid % parts.num_parts, pid // parts.num_parts
+    m, bh = rest % num_m, rest // num_m
+    b, h_kv = bh // sizes.num_heads_kv, bh % sizes.num_heads_kv
+    group = sizes.num_heads // sizes.num_heads_kv
+    query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
+    key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
+    if seqlen_q == 0:
+        return
+    row = m * cut.BLOCK_M + tl.arange(0, cut.BLOCK_M)
+    i, in_group = row % sizes.seqlen_q, row // sizes.seqlen_q
+    inside = (in_group < group) & (i < seqlen_q)
+    h = h_kv * group + tl.where(inside, in_group, 0)
+
+    bounds = sequence_bounds(mask, sizes, b)
+    sequence = (b, h[:, None], seqlen_q, seqlen_k, bounds)
+    lo, hi, full_lo, full_hi = key_tiles(bounds, 0, seqlen_q, sizes.seqlen_k, cut.BLOCK_N)
+    each = tl.cdiv(hi - lo, parts.num_parts)
+    begin = lo + part * each
+    end = tl.maximum(tl.minimum(begin + each, hi), begin)
+    if (
+        mask.query_documents is not None
+        or mask.key_mask is not None
+        or mask.dense is not None
+        or mask.bias is not None
+    ):
+        full_lo, full_hi = end, end
+    full_lo = tl.minimum(tl.maximum(full_lo, begin), end)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), end)
+    tiles = visible_tiles((begin, end, full_lo, full_hi), no_lists, b, h_kv, 0)
+    seen_begin, seen_end = seen_keys(bounds, 0, seqlen_q, seqlen_k)
+    key_at = head_rows(key, key_batch, h_kv, key_first)
+    value_at = head_rows(value, key_batch, h_kv, key_first)
+    keys = (key_at, value_at, seen_begin, seen_end)
+
+    column = tl.arange(0, cut.BLOCK_D)[None, :]
+    query_at = head_rows(query, query_batch, h_kv * group, query_first)
+    row_at = (h - h_kv * group).to(tl.int64) * query.stride_h + i.to(tl.int64) * query.stride_row
+    q = tl.load(query_at + row_at[:, None] + column, inside[:, None] & (column < cut.HEAD_DIM), 0.0)
+    if seed is not None:
+        seed = tl.load(seed)
+    maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((cut.BLOCK_M,), tl.float32)
+    acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
+    for t in tl.range(0, tiles[0]):
+        acc, maximum, total = fwd_tile(
+            acc, maximum, total, q, i, full_tile(t, tiles, no_lists) * cut.BLOCK_N, keys, sequence,
+            key, value, seed, mask, sizes, settings, cut, False,
+        )  # fmt: skip
+    for t in tl.range(0, tiles[1]):
+        acc, maximum, total = fwd_tile(
+            acc, maximum, total, q, i, partial_tile(t, tiles, no_lists) * cut.BLOCK_N, keys,
+            sequence, key, value, seed, mask, sizes, settings, cut, True,
+        )  # fmt: skip
+
+    at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first + i
+    at = at * parts.num_parts + part
+    tl.store(parts.maximum + at, maximum, inside)
+    tl.store(parts.total + at, total, inside)
+    column = tl.arange(0, cut.BLOCK_DV)[None, :]
+    weighted = parts.weighted + at[:, None] * cut.HEAD_DIM_V + column
+    tl.store(weighted, acc, inside[:, None] & (column < cut.HEAD_DIM_V))
+
+
+@triton.jit
+def merge_parts_kernel(
+    parts, out, lse, sizes, settings, cut: tl.constexpr, MAX_PARTS: tl.constexpr
+):
+    """out and lse of one query of a head."""
+    at = tl.program_id(0).to(tl.int64)
+    head, row = at // sizes.total_q, at % sizes.total_q
+    part, column = tl.arange(0, MAX_PARTS), tl.arange(0, cut.BLOCK_DV)[None, :]
+    there = part < parts.num_parts
+    maximum = tl.load(parts.maximum + at * parts.num_parts + part, there, float("-inf"))
+    total = tl.load(parts.total + at * parts.num_parts + part, there, 0.0)
+    weighted = parts.weighted + at * parts.num_parts * cut.HEAD_DIM_V
+    weighted += part[:, None] * cut.HEAD_DIM_V + column
+    sums = tl.load(weighted, there[:, None] & (column < cut.HEAD_DIM_V), 0.0)
+    largest = tl.max(maximum, 0)
+    share = power(maximum - tl.where(largest == float("-inf"), 0.0, largest), cut)
+    total = tl.sum(total * share, 0)
+    result = tl.sum(sums * share[:, None], 0)[None, :]
+    empty = total == 0.0
+    result = tl.where(empty, 0.0, result * (settings.dropout_scale / tl.where(empty, 1.0, total)))
+    out_at = head_rows(out, head // sizes.num_heads, head % sizes.num_heads, row) + column
+    tl.store(out_at, result.to(out_at.dtype.element_ty), column < cut.HEAD_DIM_V)
+    store_lse(lse, None, at, True, largest, total, cut)

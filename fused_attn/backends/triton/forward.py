@@ -1,0 +1,124 @@
+"""Attention forward: online softmax over the tiles of keys that a tile of queries sees.
+
+Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao 2023,
+"FlashAttention-2".
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.attention_tile import (
+    finish_scores,
+    head_rows,
+    kept,
+    load_key_value,
+    load_tile,
+    power,
+    sequence_rows,
+    store_tile,
+    zero_unseen,
+)
+from fused_attn.backends.triton.masks import LN2, seen_keys, sequence_bounds
+from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile, visible_tiles
+
+
+@triton.jit
+def attention_fwd_kernel(
+    query, key, value, out, lse, lse_low, seed, cu_seqlens_q, cu_seqlens_k,
+    mask, lists, sizes, settings, num_m, cut: tl.constexpr,
+):  # fmt: skip
+    """out, lse and lse_low (None: not wanted) of BLOCK_M queries of a head."""
+    pid = tl.program_id(0)
+    # The last tiles first: under a causal mask they take longest.
+    m, bh = num_m - 1 - pid % num_m, pid // num_m
+    b, h = bh // sizes.num_heads, bh % sizes.num_heads
+    h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
+    query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
+    key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
+    i_begin = m * cut.BLOCK_M
+    if i_begin >= seqlen_q:
+        return
+    bounds = sequence_bounds(mask, sizes, b)
+    sequence = (b, h, seqlen_q, seqlen_k, bounds)
+    i_end = tl.minimum(i_begin + cut.BLOCK_M, seqlen_q)
+    ranges = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, cut.BLOCK_N)
+    tiles = visible_tiles(ranges, lists, b, h, m)
+    seen_begin, seen_end = seen_keys(bounds, i_begin, i_end, seqlen_k)
+    key_at = head_rows(key, key_batch, h_kv, key_first)
+    value_at = head_rows(value, key_batch, h_kv, key_first)
+    keys = (key_at, value_at, seen_begin, seen_end)
+
+    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    q = load_tile(
+        head_rows(query, query_batch, h, query_first), query.stride_row, i_begin, i < seqlen_q,
+        cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
+    )  # fmt: skip
+    if seed is not None:
+        seed = tl.load(seed)
+    maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((cut.BLOCK_M,), tl.float32)
+    acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
+    for t in tl.range(0, tiles[0]):
+        acc, maximum, total = fwd_tile(
+            acc, maximum, total, q, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys, sequence,
+            key, value, seed, mask, sizes, settings, cut, False,
+        )  # fmt: skip
+    for t in tl.range(0, tiles[1]):
+        acc, maximum, total = fwd_tile(
+            acc, maximum, total, q, i, partial_tile(t, tiles, lists) * cut.BLOCK_N, keys, sequence,
+            key, value, seed, mask, sizes, settings, cut, True,
+        )  # fmt: skip
+
+    empty = total == 0.0
+    scale = settings.dropout_scale / tl.where(empty, 1.0, total)
+    acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
+    store_tile(
+        head_rows(out, query_batch, h, query_first), out.stride_row, i_begin, seqlen_q, acc,
+        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+    )  # fmt: skip
+    at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
+    store_lse(lse, lse_low, at + i, i < seqlen_q, maximum, total, cut)
+
+
+@triton.jit
+def store_lse(lse, lse_low, at, inside, maximum, total, cut: tl.constexpr):
+    """The natural log of the sums, and what its rounding loses (None: not wanted)."""
+    wide = maximum.to(tl.float64) * (1.0 if cut.NATURAL else LN2) + tl.log(total.to(tl.float64))
+    empty = total == 0.0
+    high = tl.where(empty, float("-inf"), wide).to(tl.float32)
+    tl.store(lse + at, high, inside)
+    if lse_low is not None:
+        low = tl.where(empty, 0.0, wide - high.to(tl.float64))
+        tl.store(lse_low + at, low.to(tl.float32), inside)
+
+
+@triton.jit
+def fwd_tile(
+    acc, maximum, total, q, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings,
+    cut: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """One more tile of keys in the sum of weighted values, the largest score, and the sum of
+    weights."""
+    j = j_begin + tl.arange(0, cut.BLOCK_N)
+    k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
+    products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
+    scores, visible, _ = finish_scores(
+        products, i[:, None], j[None, :], sequence, mask, settings, cut, PARTIAL, False
+    )
+    largest = tl.maximum(maximum, tl.max(scores, 1))
+    # Rows that have seen nothing yet: -inf - -inf is NaN.
+    shift = tl.where(largest == float("-inf"), 0.0, largest) if PARTIAL else largest
+    weights = power(scores - shift[:, None], cut)
+    rescale = power(maximum - shift, cut)
+    total = total * rescale + tl.sum(weights, 1)
+    if seed is not None:
+        keep = kept(seed, i[:, None], j_begin, sequence, sizes, settings, cut)
+        weights = tl.where(keep, weights, 0.0)
+    if PARTIAL:
+        v = zero_unseen(v, visible, mask)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=cut.PRECISION)
+    return acc, largest, total

@@ -1,0 +1,53 @@
+"""The one way in which kernels are launched."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fused_attn.backends.triton import interpreted
+from fused_attn.backends.triton.interpreter import repair
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What tile sizes depend on.
+
+    Attributes:
+        name: "sm_90" and its like, "gfx942", or "interpreter".
+        num_cores: streaming multiprocessors, or compute units.
+    """
+
+    name: str
+    num_cores: int
+
+
+@functools.cache
+def arch_of(device: torch.device) -> Arch:
+    """The architecture that kernels for tensors of a device run on."""
+    if interpreted():
+        return Arch("interpreter", 4)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return Arch(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    return Arch(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+
+
+def launch(
+    kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any, **meta: Any
+) -> None:
+    """Runs a kernel on the tensors' device.
+
+    Args:
+        grid: up to three sizes; the second and third below 65536.
+        meta: compile-time arguments, num_warps and num_stages among them.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](*args, **meta)
+    else:
+        repair()
+        kernel[grid](*args, **meta)

@@ -1,0 +1,179 @@
+"""What a mask lets through of a tile, and what it adds, in kernels.
+
+The structural conditions (band, key range, prefix) leave of each row i one interval of keys
+[lo(i), hi(i)), so that an element costs two comparisons whatever they are. Positions are int32:
+they stay below `fused_attn.masks.UNLIMITED`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+
+class MaskArgs(NamedTuple):
+    """The tensors of a MaskSpec as kernels take them: None is absent, a stride of 0 broadcasts."""
+
+    bounds: Any  # (batch, 8), the columns of mask_spec.BOUNDS
+    query_documents: Any  # (batch, seqlen_q)
+    query_documents_stride_b: int
+    key_documents: Any
+    key_documents_stride_b: int
+    slopes: Any  # (batch, num_heads)
+    slopes_stride_b: int
+    slopes_stride_h: int
+    key_mask: Any  # bytes (batch, num_heads, 1, seqlen_k)
+    key_mask_stride_b: int
+    key_mask_stride_h: int
+    key_mask_stride_q: int
+    key_mask_stride_k: int
+    dense: Any  # bytes (batch, num_heads, seqlen_q, seqlen_k)
+    dense_stride_b: int
+    dense_stride_h: int
+    dense_stride_q: int
+    dense_stride_k: int
+    bias: Any  # float, the same shape
+    bias_stride_b: int
+    bias_stride_h: int
+    bias_stride_q: int
+    bias_stride_k: int
+
+
+class Sizes(NamedTuple):
+    """Integers that change from call to call: kernels are not compiled anew for them."""
+
+    batch: int
+    num_heads: int
+    num_heads_kv: int
+    seqlen_q: int  # the most rows of a sequence
+    seqlen_k: int
+    total_q: int  # rows of a head in lse
+    band_lo: int
+    band_hi: int
+    alibi_offset: int
+
+
+@triton.jit
+def sequence_bounds(mask, sizes, b):
+    """The row of MaskSpec.bounds for sequence b; see csrc/params.h, SequenceBounds."""
+    if mask.bounds is not None:
+        at = mask.bounds + b * 8
+        return (
+            tl.load(at).to(tl.int32),
+            tl.load(at + 1).to(tl.int32),
+            tl.load(at + 2).to(tl.int32),
+            tl.load(at + 3).to(tl.int32),
+            tl.load(at + 4).to(tl.int32),
+            tl.load(at + 5).to(tl.int32),
+            tl.load(at + 6).to(tl.int32),
+            tl.load(at + 7).to(tl.int32),
+        )
+    else:
+        zero = b * 0
+        return (
+            zero,
+            zero + sizes.seqlen_k,
+            zero,
+            zero + sizes.seqlen_q,
+            zero + sizes.band_lo,
+            zero + sizes.band_hi,
+            zero,
+            zero + sizes.alibi_offset,
+        )
+
+
+@triton.jit
+def visible_keys(bounds, i):
+    """Keys [lo, hi) that row i may see by structure; the query range is not looked at."""
+    key_begin, key_end, _query_begin, _query_end, band_lo, band_hi, prefix_end, _offset = bounds
+    hi = tl.minimum(key_end, i + band_hi + 1)
+    hi = tl.where(prefix_end > 0, tl.minimum(hi, tl.maximum(prefix_end, i + 1)), hi)
+    return tl.maximum(key_begin, i + band_lo), hi
+
+
+@triton.jit
+def visible_queries(bounds, j):
+    """Queries [lo, hi) that may see key j by structure: the inverse of `visible_keys`."""
+    key_begin, key_end, query_begin, query_end, band_lo, band_hi, prefix_end, _offset = bounds
+    lo = tl.maximum(query_begin, j - band_hi)
+    lo = tl.where((prefix_end == 0) | (j < prefix_end), lo, tl.maximum(lo, j))
+    hi = tl.minimum(query_end, j - band_lo + 1)
+    return lo, tl.where((j >= key_begin) & (j < key_end), hi, lo)
+
+
+@triton.jit
+def seen_keys(bounds, i_begin, i_end, seqlen_k):
+    """The keys that any of the rows [i_begin, i_end) sees by structure: others are not loaded."""
+    begin, _ = visible_keys(bounds, tl.maximum(i_begin, bounds[2]))
+    _, end = visible_keys(bounds, tl.minimum(i_end, bounds[3]) - 1)
+    return begin, tl.minimum(end, seqlen_k)
+
+
+@triton.jit
+def add_alibi(scores, i, j, sequence, mask):
+    """Scores in natural units with ALiBi added; h is a scalar or one for each row."""
+    b, h, _seqlen_q, _seqlen_k, bounds = sequence
+    if mask.slopes is not None:
+        at = b * mask.slopes_stride_b + h * mask.slopes_stride_h
+        return scores - tl.load(mask.slopes + at) * tl.abs(i + bounds[7] - j).to(tl.float32)
+    else:
+        return scores
+
+
+@triton.jit
+def apply_mask(scores, i, j, sequence, mask, KEYS_FIRST: tl.constexpr):
+    """Scores of a partial tile, with the bias added, and which are visible; i and j broadcast.
+
+    What cannot be seen is -inf, also where it was NaN.
+
+    KEYS_FIRST: the tile is (keys, queries). A thread then holds few keys and many queries, so that
+    intervals of queries take fewer registers than intervals of keys.
+    """
+    b, h, seqlen_q, seqlen_k, bounds = sequence
+    rows, columns = i < seqlen_q, j < seqlen_k
+    if KEYS_FIRST:
+        lo, hi = visible_queries(bounds, j)
+        visible = (i >= lo) & (i < hi)
+    else:
+        lo, hi = visible_keys(bounds, i)
+        visible = (j >= lo) & (j < hi) & (i >= bounds[2]) & (i < bounds[3])
+    if mask.query_documents is not None:
+        at_query = mask.query_documents + b * mask.query_documents_stride_b + i
+        at_key = mask.key_documents + b * mask.key_documents_stride_b + j
+        visible &= tl.load(at_query, rows, 0) == tl.load(at_key, columns, 0)
+    if mask.key_mask is not None:
+        at = mask.key_mask + b * mask.key_mask_stride_b + h * mask.key_mask_stride_h
+        # One load a key; h has one value a row where heads are packed into rows.
+        visible &= tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, columns, 0) != 0
+    if mask.dense is not None:
+        at = mask.dense + b * mask.dense_stride_b + h * mask.dense_stride_h
+        at = at + i.to(tl.int64) * mask.dense_stride_q + j.to(tl.int64) * mask.dense_stride_k
+        visible &= tl.load(at, visible, 0) != 0
+    if mask.bias is not None:
+        at = mask.bias + b * mask.bias_stride_b + h * mask.bias_stride_h
+        at = at + i.to(tl.int64) * mask.bias_stride_q + j.to(tl.int64) * mask.bias_stride_k
+        added = tl.load(at, visible, float("-inf")).to(tl.float32)
+        scores += added
+        visible &= added != float("-inf")
+    return tl.where(visible, scores, float("-inf")), visible
+
+
+@triton.jit
+def softcapped(scores, cap):
+    """cap * tanh(scores / cap), in the units of both, and that tanh."""
+    x = scores / cap
+    magnitude = tl.abs(x)
+    square = x * x
+    # tanh(x) / x - 1 over x^2, interpolated at Chebyshev nodes of x^2 in [0, 0.36]: 1.1e-8.
+    small = -0.006269119679927826 * square + 0.021110959351062775
+    small = (small * square - 0.053873948752880096) * square + 0.13332915306091309
+    small = x + x * square * (small * square - 0.3333333134651184)
+    large = 1.0 - 2.0 / (tl.exp2(magnitude * (2.0 * LOG2E)) + 1.0)
+    t = tl.where(magnitude < 0.6, small, tl.where(x < 0, -large, large))
+    return cap * t, t

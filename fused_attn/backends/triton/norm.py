@@ -1,0 +1,251 @@
+"""layer_norm and rms_norm of residual + dropout(input), forward and backward.
+
+A program has tiles of (BLOCK_ROWS, BLOCK_COLS) elements: whole rows where they fit into registers,
+else chunks of them. The first chunk of a row stays in registers; the loops over further ones have
+no iteration, and no code, where there is one chunk. COLUMNS is known at compile time, so that rows
+of any multiple of 16 bytes are read 16 bytes at a time.
+
+Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4; for the variance of
+chunks Welford 1962 and Chan et al. 1983, equation 2.1.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.philox import keep_tile
+
+
+class Dropout(NamedTuple):
+    """What decides which elements are kept."""
+
+    seed: Any  # () int64
+    threshold: int  # of `dropout_threshold`
+    scale: float  # what kept elements are multiplied by
+
+
+class Tile(NamedTuple):
+    """The place of M rows and N columns in a matrix."""
+
+    row: Any  # (M, 1)
+    start: Any  # the first column, a multiple of four
+    column: Any  # (1, N)
+    offset: Any  # (M, N) int64
+    inside: Any  # (M, N), whether row and column exist
+    in_row: Any  # (1, N), whether the column does
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_fwd_kernel(
+    input,
+    residual,
+    weight,
+    bias,
+    dropout,
+    out,
+    total,
+    mean,
+    rstd,
+    rows,
+    eps,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """norm(residual + dropout(input)), that sum, and the statistics of its rows.
+
+    Args:
+        input, residual, out, total: (rows, COLUMNS); residual or None; total is None where it is
+            the input.
+        weight, bias: (COLUMNS,) or None.
+        dropout: Dropout or None.
+        mean, rstd: (rows,) float32; mean is None for rms_norm.
+    """
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    tile = _tile(row, 0, rows, COLUMNS, BLOCK_COLS)
+    x = _sum_tile(input, residual, dropout, total, tile)
+
+    # Of each lane, over the chunks: the mean, and the squares off it (for rms_norm, off 0).
+    centre = x
+    squares = x * x if mean is None else tl.zeros_like(x)
+    for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
+        chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
+        y = _sum_tile(input, residual, dropout, total, chunk)
+        if mean is None:
+            squares += y * y
+        else:
+            step = tl.where(chunk.in_row, y - centre, 0.0)
+            centre += step * (BLOCK_COLS / (start + BLOCK_COLS))
+            squares += step * (y - centre)
+    if mean is None:
+        row_mean = 0.0
+    else:
+        count = tl.cdiv(COLUMNS - tile.column, BLOCK_COLS).to(tl.float32)
+        row_mean = tl.sum(centre * count, 1, keep_dims=True) / COLUMNS
+        off = centre - row_mean
+        squares += count * off * off
+        tl.store(mean + row, row_mean, mask=row < rows)
+    # Rounded exactly: this is once a row, and every element is multiplied by it.
+    variance = tl.sum(squares, 1, keep_dims=True) / COLUMNS
+    row_rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    tl.store(rstd + row, row_rstd, mask=row < rows)
+
+    _store_normalised(x, row_mean, row_rstd, weight, bias, out, tile)
+    if COLUMNS > BLOCK_COLS:
+        tl.debug_barrier()  # total may be read by other threads than wrote it
+    for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
+        chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
+        y = _load_tile(input if total is None else total, chunk)
+        _store_normalised(y, row_mean, row_rstd, weight, bias, out, chunk)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_bwd_kernel(
+    grad_out,
+    grad_total,
+    total,
+    weight,
+    mean,
+    rstd,
+    dropout,
+    grad_input,
+    grad_residual,
+    weight_sums,
+    bias_sums,
+    rows,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Gradients of input and residual, and each program's part of those of weight and bias.
+
+    With x the normalised row and g = weight * grad_out:
+        grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm.
+
+    Args:
+        grad_out, grad_total, total, grad_input, grad_residual: (rows, COLUMNS); grad_total or None;
+            grad_input is None without dropout, where it is grad_residual.
+        weight_sums, bias_sums: (programs, COLUMNS) float32, or None where not wanted. Which rows a
+            program adds up depends on shapes alone; each has some.
+        others: as in `norm_fwd_kernel`.
+    """
+    first = tl.program_id(0) * BLOCK_ROWS
+    columns = _tile(first, 0, rows, COLUMNS, BLOCK_COLS)
+    w = _load_parameter(weight, columns)
+    weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for begin in range(first, rows, tl.num_programs(0) * BLOCK_ROWS):
+        row = begin + tl.arange(0, BLOCK_ROWS)
+        # Loaded as vectors: of a tile (M, 1) each thread loads as many copies as it has columns.
+        row_rstd = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        row_mean = 0.0
+        if mean is not None:
+            row_mean = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+        row = row[:, None]
+        tile = _tile(row, 0, rows, COLUMNS, BLOCK_COLS)
+        x = (_load_tile(total, tile) - row_mean) * row_rstd
+        grad = _load_tile(grad_out, tile)
+        weight_sum += grad * x
+        bias_sum += grad
+        g = grad * w
+
+        along, across = g * x, g
+        for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
+            chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
+            h = _load_tile(grad_out, chunk) * _load_parameter(weight, chunk)
+            along += h * (_load_tile(total, chunk) - row_mean) * row_rstd
+            across += h
+        along = tl.sum(along, 1, keep_dims=True) / COLUMNS
+        across = 0.0 if mean is None else tl.sum(across, 1, keep_dims=True) / COLUMNS
+
+        g = row_rstd * (g - across - x * along)
+        _store_gradients(g, grad_total, dropout, grad_input, grad_residual, tile)
+        for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
+            chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
+            y = (_load_tile(total, chunk) - row_mean) * row_rstd
+            h = _load_tile(grad_out, chunk)
+            _add_up(weight_sums, h * y, chunk, begin > first, COLUMNS)
+            _add_up(bias_sums, h, chunk, begin > first, COLUMNS)
+            h *= _load_parameter(weight, chunk)
+            h = row_rstd * (h - across - y * along)
+            _store_gradients(h, grad_total, dropout, grad_input, grad_residual, chunk)
+        if COLUMNS > BLOCK_COLS:
+            tl.debug_barrier()  # other threads than wrote the sums may read them next
+    _add_up(weight_sums, weight_sum, columns, False, COLUMNS)
+    _add_up(bias_sums, bias_sum, columns, False, COLUMNS)
+
+
+@triton.jit
+def _tile(row, start, rows, COLUMNS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    column = start + tl.arange(0, BLOCK_COLS)[None, :]
+    in_row = column < COLUMNS
+    offset = tl.cast(row, tl.int64) * COLUMNS + column
+    return Tile(row, start, column, offset, (row < rows) & in_row, in_row)
+
+
+@triton.jit
+def _sum_tile(input, residual, dropout, total, tile):
+    """residual + dropout(input), 0 outside. Where it is stored the norm is that of its rounded
+    values: they are what the backward starts from."""
+    x = _load_tile(input, tile)
+    if dropout is not None:
+        x = _dropped(x, dropout, tile)
+    if residual is not None:
+        x += _load_tile(residual, tile)
+    if total is not None:
+        x = x.to(total.dtype.element_ty)
+        tl.store(total + tile.offset, x, mask=tile.inside)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store_normalised(x, mean, rstd, weight, bias, out, tile):
+    y = (x - mean) * rstd * _load_parameter(weight, tile)
+    if bias is not None:
+        y += _load_parameter(bias, tile)
+    tl.store(out + tile.offset, y, mask=tile.inside)
+
+
+@triton.jit
+def _store_gradients(grad, grad_total, dropout, grad_input, grad_residual, tile):
+    if grad_total is not None:
+        grad += _load_tile(grad_total, tile)
+    tl.store(grad_residual + tile.offset, grad, mask=tile.inside)
+    if dropout is not None:
+        tl.store(grad_input + tile.offset, _dropped(grad, dropout, tile), mask=tile.inside)
+
+
+@triton.jit
+def _dropped(x, dropout, tile):
+    quad = tile.start // 4 + tl.arange(0, x.shape[1] // 4)[None, :]
+    keep = keep_tile(tl.load(dropout.seed), tile.row, quad, 0, 1, dropout.threshold)
+    return tl.where(keep, x * dropout.scale, 0.0)
+
+
+@triton.jit
+def _load_tile(matrix, tile):
+    """(M, N) float32, 0 outside."""
+    return tl.load(matrix + tile.offset, mask=tile.inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_parameter(parameter, tile):
+    """(1, N) float32; 1 if there is none."""
+    values = 1.0
+    if parameter is not None:
+        values = tl.load(parameter + tile.column, mask=tile.in_row, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _add_up(sums, terms, tile, begun, COLUMNS: tl.constexpr):
+    """Adds the rows of terms (M, N) to the program's own sums, where these have begun."""
+    if sums is not None:
+        at = sums + tl.program_id(0).to(tl.int64) * COLUMNS + tile.column
+        before = tl.load(at, mask=tile.in_row & begun, other=0.0)
+        tl.store(at, before + tl.sum(terms, 0, keep_dims=True), mask=tile.in_row)

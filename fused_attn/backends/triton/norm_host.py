@@ -1,0 +1,173 @@
+"""The Triton norm kernels: tensors to their arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fused_attn.backends.triton.launch import Arch, arch_of, launch
+from fused_attn.backends.triton.norm import Dropout, norm_bwd_kernel, norm_fwd_kernel
+from fused_attn.backends.triton.philox import dropout_threshold
+from fused_attn.philox import dropout_scale
+
+
+def norm_fwd(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, residual + dropout(input) (empty if it is input), mean (empty for rms), rstd."""
+    input = input.contiguous()
+    rows, columns = input.shape
+    has_total = residual is not None or dropout_p > 0.0
+    out = torch.empty_like(input)
+    total = torch.empty_like(input) if has_total else input.new_empty(0)
+    mean = input.new_empty(0 if rms else rows, dtype=torch.float32)
+    rstd = input.new_empty(rows, dtype=torch.float32)
+    if input.numel() == 0:
+        return out, total, mean, rstd
+    config = _config(columns, FWD_LIMITS, arch_of(input.device))
+    launch(
+        norm_fwd_kernel,
+        input.device,
+        (triton.cdiv(rows, config.block_rows),),
+        input,
+        _contiguous(residual),
+        _contiguous(weight),
+        _contiguous(bias),
+        _dropout(dropout_p, seed),
+        out,
+        total if has_total else None,
+        None if rms else mean,
+        rstd,
+        rows,
+        eps,
+        COLUMNS=columns,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_COLS=config.block_cols,
+        num_warps=config.num_warps,
+    )
+    return out, total, mean, rstd
+
+
+def norm_bwd(
+    grad_out: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    rms: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of input (empty where it is residual's), residual, weight and bias."""
+    total = total.contiguous()
+    rows, columns = total.shape
+    grad_residual = torch.empty_like(total)
+    grad_input = torch.empty_like(total) if dropout_p > 0.0 else total.new_empty(0)
+    grad_weight = rstd.new_zeros(columns if needs_weight else 0)
+    grad_bias = rstd.new_zeros(columns if needs_bias else 0)
+    if total.numel() == 0:
+        return grad_input, grad_residual, grad_weight, grad_bias
+    arch = arch_of(total.device)
+    config = _config(columns, BWD_LIMITS, arch)
+    programs = min(triton.cdiv(rows, config.block_rows), config.programs_per_core * arch.num_cores)
+    weight_sums = rstd.new_empty(programs, columns) if needs_weight else None
+    bias_sums = rstd.new_empty(programs, columns) if needs_bias else None
+    launch(
+        norm_bwd_kernel,
+        total.device,
+        (programs,),
+        grad_out.contiguous(),
+        _contiguous(grad_total),
+        total,
+        _contiguous(weight),
+        None if rms else mean,
+        rstd,
+        _dropout(dropout_p, seed),
+        grad_input if dropout_p > 0.0 else None,
+        grad_residual,
+        weight_sums,
+        bias_sums,
+        rows,
+        COLUMNS=columns,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_COLS=config.block_cols,
+        num_warps=config.num_warps,
+    )
+    if weight_sums is not None:
+        grad_weight = weight_sums.sum(0)
+    if bias_sums is not None:
+        grad_bias = bias_sums.sum(0)
+    return grad_input, grad_residual, grad_weight, grad_bias
+
+
+class Config(NamedTuple):
+    """A program's tile and warps, and how many programs of the backward a core has."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    programs_per_core: int
+
+
+class Limits(NamedTuple):
+    """What a pass has registers for.
+
+    Attributes:
+        tile: elements of a tile of whole rows, unless one row has more.
+        columns: up to which a row is one chunk.
+        chunk: rows and columns of a tile of wider rows.
+    """
+
+    tile: int
+    columns: int
+    chunk: tuple[int, int]
+
+
+# The compiler's report for sm_80, sm_90, sm_100 and gfx942 decided these; no GPU has timed them.
+# With 16 elements a thread, dropout and residual included, a thread has up to 64 registers in the
+# forward and 128 in the backward (142 with tiles of 4096 and rows of 768): at least 4 programs on a
+# core of 65536. Their loads of 32 KB (16 bits; two matrices in the backward) are under way at once;
+# an H100's core needs about 15 KB to cover the latency of its memory.
+# A forward with 32768 columns in a chunk spills 280 bytes, a backward with 16384 264: a program has
+# 1024 threads at most. The backward moves 16 bytes of sums for each column of a chunk, so chunks
+# have four rows there; they take up to 252 registers (one row of 4096 columns: 255).
+FWD_LIMITS = Limits(tile=4096, columns=16384, chunk=(1, 4096))
+BWD_LIMITS = Limits(tile=2048, columns=8192, chunk=(4, 1024))
+_PER_THREAD = 16
+_THREADS_PER_CORE = 512  # of the backward: 128 registers each
+
+
+def _config(columns: int, limits: Limits, arch: Arch) -> Config:
+    block_cols = max(16, triton.next_power_of_2(columns))
+    chunked = block_cols > limits.columns
+    block_rows = max(1, limits.tile // block_cols)
+    if chunked:
+        block_rows, block_cols = limits.chunk
+    threads = block_rows * block_cols // _PER_THREAD
+    warp_size = 64 if arch.name.startswith("gfx") else 32
+    # The sums of wide rows are large: one program a core, which is what its registers allow.
+    programs_per_core = 1 if chunked else max(1, _THREADS_PER_CORE // threads)
+    return Config(block_rows, block_cols, threads // warp_size, programs_per_core)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _dropout(dropout_p: float, seed: Tensor | None) -> Dropout | None:
+    if dropout_p == 0.0:
+        return None
+    return Dropout(seed, dropout_threshold(dropout_p), dropout_scale(dropout_p))

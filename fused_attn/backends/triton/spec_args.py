@@ -1,0 +1,59 @@
+"""A MaskSpec as the kernels take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn._layout import readable_in_place
+from fused_attn.backends.triton.masks import MaskArgs
+from fused_attn.backends.triton.tiles import Summaries
+from fused_attn.mask_spec import MaskSpec
+
+
+def mask_args(spec: MaskSpec) -> MaskArgs:
+    """The tensors of a mask, with a stride of 0 where they are broadcast."""
+    query_documents, key_documents = (
+        None if t is None else readable_in_place(t)
+        for t in (spec.query_documents, spec.key_documents)
+    )
+    fields: dict[str, Any] = {}
+    for name, tensor, dimensions in (
+        ("query_documents", query_documents, "b"),
+        ("key_documents", key_documents, "b"),
+        ("slopes", spec.slopes, "bh"),
+        ("key_mask", _bytes(spec.key_mask), "bhqk"),
+        ("dense", _bytes(spec.dense), "bhqk"),
+        ("bias", spec.bias, "bhqk"),
+    ):
+        fields[name] = tensor
+        for d, dimension in enumerate(dimensions):
+            stride = 0 if tensor is None or tensor.shape[d] == 1 else tensor.stride(d)
+            fields[f"{name}_stride_{dimension}"] = stride
+    bounds = None if spec.bounds is None else spec.bounds.contiguous()
+    return MaskArgs(bounds=bounds, **fields)
+
+
+def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summaries:
+    """The tile summaries of a mask; those that it has not kept are computed."""
+    fields: dict[str, Any] = {}
+    for name in ("dense", "bias"):
+        tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
+        if tensor is not None and summary is None:
+            summary = summarize(tensor)
+        # Tiles along a broadcast dimension are one; its size says so, not that of the summary.
+        strides = (0, 0, 0) if summary is None else (
+            0 if size == 1 else stride
+            for size, stride in zip(tensor.shape[:3], summary.stride()[:3], strict=True)
+        )  # fmt: skip
+        fields[name] = summary
+        fields |= zip((f"{name}_stride_{d}" for d in "bhq"), strides, strict=True)
+        fields[f"{name}_num_k"] = 1 if summary is None else summary.shape[3]
+    return Summaries(**fields)
+
+
+def _bytes(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.view(torch.uint8)

@@ -1,0 +1,250 @@
+"""Which tiles a mask makes visible: skip, partial or full, by the rules of csrc/block_ranges.h.
+
+Where bounds alone decide, a kernel computes its ranges of tiles itself: both ends of the interval
+of keys that a row sees never fall from row to row. Otherwise (documents, key masks, dense tensors)
+two small kernels classify all tiles and list the visible ones of each row and column of tiles. Full
+tiles hold no mask code; all their keys exist, their last queries may not.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.masks import sequence_bounds, visible_keys, visible_queries
+
+# As csrc/params.h and csrc/block_ranges.h have them.
+SUMMARY_TILE_M, SUMMARY_TILE_N = tl.constexpr(32), tl.constexpr(64)
+NONE_VISIBLE, SOME_VISIBLE, ALL_VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Tiles that a program classifies or lists, and cells that it sums up, at a time: 2048 elements.
+KINDS_CHUNK, LIST_CHUNK, SUMMARY_CELLS = 16, 128, 4
+SKIP, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class Summaries(NamedTuple):
+    """The tile summaries of MaskSpec's dense tensors; a stride of 0 broadcasts."""
+
+    dense: Any  # bytes (batch, num_heads, ceil(seqlen_q / 32), ceil(seqlen_k / 64))
+    dense_stride_b: int
+    dense_stride_h: int
+    dense_stride_q: int
+    bias: Any
+    bias_stride_b: int
+    bias_stride_h: int
+    bias_stride_q: int
+    dense_num_k: int  # tiles along the keys: 1 where they are broadcast
+    bias_num_k: int
+
+
+class TileLists(NamedTuple):
+    """The visible tiles of each row, or column, of tiles; None where ranges say it."""
+
+    counts: Any  # int32 (batch, heads, owners, 2): full ones, partial ones
+    indices: Any  # int32 (batch, heads, owners, others): full ones first, partial ones from the end
+    heads: int  # 1 where all heads see the same
+    owners: int
+    others: int
+
+
+# ---- ranges -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
+    """Tiles of keys that the rows [i_begin, i_end) see: [lo, hi), of which [full_lo, full_hi) are
+    full."""
+    query_begin, query_end = bounds[2], bounds[3]
+    first, last = tl.maximum(i_begin, query_begin), tl.minimum(i_end, query_end) - 1
+    top_lo, top_hi = visible_keys(bounds, first)
+    bottom_lo, bottom_hi = visible_keys(bounds, last)
+    lo = top_lo // BLOCK_N
+    any_visible = (first <= last) & (top_lo < seqlen_k)
+    hi = tl.where(any_visible, tl.cdiv(tl.maximum(bottom_hi, 0), BLOCK_N), lo)
+    hi = tl.maximum(hi, lo)
+    inside = (i_begin >= query_begin) & (i_end <= query_end)
+    full_lo = tl.minimum(tl.cdiv(bottom_lo, BLOCK_N), hi)
+    full_hi = tl.where(inside, tl.maximum(top_hi, 0) // BLOCK_N, full_lo)
+    return lo, hi, full_lo, tl.maximum(tl.minimum(full_hi, hi), full_lo)
+
+
+@triton.jit
+def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr):
+    """Tiles of queries that see the tile of keys [j_begin, j_end): the inverse of `key_tiles`."""
+    first_key = tl.maximum(j_begin, bounds[0])
+    last_key = tl.minimum(tl.minimum(j_end, seqlen_k), bounds[1]) - 1
+    first, _ = visible_queries(bounds, first_key)
+    _, end = visible_queries(bounds, last_key)
+    lo = first // BLOCK_M
+    any_visible = (first_key <= last_key) & (first < end)
+    hi = tl.where(any_visible, tl.cdiv(tl.maximum(end, 0), BLOCK_M), lo)
+    first, _ = visible_queries(bounds, j_end - 1)
+    _, end = visible_queries(bounds, j_begin)
+    end = tl.where(end >= seqlen_q, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M, end)
+    inside = (bounds[0] <= j_begin) & (bounds[1] >= j_end)
+    full_lo = tl.minimum(tl.cdiv(first, BLOCK_M), hi)
+    full_hi = tl.where(inside, tl.maximum(end, 0) // BLOCK_M, full_lo)
+    return lo, hi, full_lo, tl.maximum(tl.minimum(full_hi, hi), full_lo)
+
+
+@triton.jit
+def visible_tiles(ranges, lists, b, h, owner):
+    """How many tiles are full and partial, and where `full_tile` and `partial_tile` find them."""
+    if lists.counts is None:
+        lo, hi, full_lo, full_hi = ranges
+        num_full = full_hi - full_lo
+        return num_full, hi - lo - num_full, lo, full_lo
+    else:
+        at = (b.to(tl.int64) * lists.heads + h % lists.heads) * lists.owners + owner
+        counts = lists.counts + at * 2
+        indices = lists.indices + at * lists.others
+        return tl.load(counts), tl.load(counts + 1), indices + (lists.others - 1), indices
+
+
+@triton.jit
+def full_tile(t, tiles, lists):
+    """The t-th full tile."""
+    if lists.counts is None:
+        return tiles[3] + t
+    else:
+        return tl.load(tiles[3] + t)
+
+
+@triton.jit
+def partial_tile(t, tiles, lists):
+    """The t-th partial tile: those before the full ones, then those behind them."""
+    if lists.counts is None:
+        tile = tiles[2] + t
+        return tl.where(tile >= tiles[3], tile + tiles[0], tile)
+    else:
+        return tl.load(tiles[2] - t)
+
+
+# ---- lists --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_kinds_kernel(
+    kinds, mask, summaries, sizes, heads, num_m, num_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """kinds (batch, heads, num_m, num_n): SKIP, PARTIAL or FULL; CHUNK tiles a program."""
+    row = tl.program_id(0)
+    m, bh = row % num_m, row // num_m
+    b, h = bh // heads, bh % heads
+    bounds = sequence_bounds(mask, sizes, b)
+    i_begin = m * BLOCK_M
+    i_end = tl.minimum(i_begin + BLOCK_M, sizes.seqlen_q)
+    lo, hi, full_lo, full_hi = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, BLOCK_N)
+    n = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    visible = (n >= lo) & (n < hi)
+    full = (n >= full_lo) & (n < full_hi)
+    j = (n * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    exists = (j < sizes.seqlen_k) & visible[:, None]
+    if mask.query_documents is not None:
+        i = i_begin + tl.arange(0, BLOCK_M)
+        # Outside of the sequence the first row and the first key of the tile stand in.
+        i = tl.where(i < i_end, i, i_begin)
+        query = tl.load(mask.query_documents + b * mask.query_documents_stride_b + i)
+        within = tl.where(exists, j, (n * BLOCK_N)[:, None])
+        at = mask.key_documents + b * mask.key_documents_stride_b + within
+        key = tl.load(at, visible[:, None], 0)
+        query_min, query_max = tl.min(query, 0), tl.max(query, 0)
+        key_min, key_max = tl.min(key, 1), tl.max(key, 1)
+        visible &= (query_max >= key_min) & (key_max >= query_min)
+        full &= (query_min == query_max) & (key_min == key_max)
+    if mask.key_mask is not None:
+        at = mask.key_mask + b * mask.key_mask_stride_b + h * mask.key_mask_stride_h
+        seen = tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, exists, 0) != 0
+        count = tl.sum(seen.to(tl.int32), 1)
+        visible &= count > 0
+        full &= count == BLOCK_N
+    if summaries.dense is not None:
+        at = summaries.dense + b * summaries.dense_stride_b + h * summaries.dense_stride_h
+        some, every = _summarised(
+            at, summaries.dense_stride_q, summaries.dense_num_k, i_begin, i_end, n, visible,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        visible &= some
+        full &= every
+    if summaries.bias is not None:
+        at = summaries.bias + b * summaries.bias_stride_b + h * summaries.bias_stride_h
+        some, every = _summarised(
+            at, summaries.bias_stride_q, summaries.bias_num_k, i_begin, i_end, n, visible,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        visible &= some
+        full &= every
+    kind = tl.where(visible, tl.where(full, FULL, PARTIAL), SKIP)
+    tl.store(kinds + row.to(tl.int64) * num_n + n, kind.to(tl.uint8), n < num_n)
+
+
+@triton.jit
+def _summarised(
+    base, stride_q, num_k, i_begin, i_end, n, wanted,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Whether anything, and everything, of the tiles n is visible, by the cells they touch."""
+    some, every = n < 0, n >= 0
+    for r in tl.static_range(0, (BLOCK_M + SUMMARY_TILE_M - 1) // SUMMARY_TILE_M):
+        i = i_begin // SUMMARY_TILE_M + r
+        for c in tl.static_range(0, (BLOCK_N + SUMMARY_TILE_N - 1) // SUMMARY_TILE_N):
+            j = tl.where(num_k == 1, 0, n * BLOCK_N // SUMMARY_TILE_N + c)
+            inside = wanted & (j < num_k) & (i * SUMMARY_TILE_M < i_end)
+            cell = tl.load(base + i.to(tl.int64) * stride_q + j, inside, SOME_VISIBLE)
+            some |= inside & (cell != NONE_VISIBLE)
+            every &= (inside == 0) | (cell == ALL_VISIBLE)
+    return some, every
+
+
+@triton.jit
+def list_tiles_kernel(
+    kinds, counts, indices, owners, others, stride_owner, stride_other, CHUNK: tl.constexpr
+):
+    """The full and the partial tiles of each owner: a row of kinds, or a column."""
+    pid = tl.program_id(0)
+    owner, bh = pid % owners, (pid // owners).to(tl.int64)
+    kinds += bh * owners * others + owner * stride_owner
+    indices += pid.to(tl.int64) * others
+    num_full, num_partial = pid * 0, pid * 0
+    for start in range(0, others, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        kind = tl.load(kinds + tile.to(tl.int64) * stride_other, tile < others, SKIP)
+        full, partial = (kind == FULL).to(tl.int32), (kind == PARTIAL).to(tl.int32)
+        at_full = num_full + tl.cumsum(full, 0) - 1
+        at_partial = others - num_partial - tl.cumsum(partial, 0)
+        tl.store(indices + at_full, tile, full != 0)
+        tl.store(indices + at_partial, tile, partial != 0)
+        num_full += tl.sum(full, 0)
+        num_partial += tl.sum(partial, 0)
+    tl.store(counts + pid.to(tl.int64) * 2, num_full)
+    tl.store(counts + pid.to(tl.int64) * 2 + 1, num_partial)
+
+
+@triton.jit
+def tile_summary_kernel(
+    data, stride_b, stride_h, stride_q, stride_k, summary, num_heads, seqlen_q, seqlen_k, num_m,
+    num_n, IS_BOOL: tl.constexpr, CELLS: tl.constexpr,
+):  # fmt: skip
+    """What each 32 x 64 cell of a dense mask (bytes) or bias shows; CELLS of a row a program."""
+    row = tl.program_id(0)
+    m, bh = row % num_m, row // num_m
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    first = tl.program_id(1) * CELLS
+    i = m * SUMMARY_TILE_M + tl.arange(0, SUMMARY_TILE_M)[:, None]
+    j = first * SUMMARY_TILE_N + tl.arange(0, CELLS * SUMMARY_TILE_N)[None, :]
+    exists = (i < seqlen_q) & (j < seqlen_k)
+    at = data + b * stride_b + h * stride_h
+    value = tl.load(at + i.to(tl.int64) * stride_q + j.to(tl.int64) * stride_k, exists, 0)
+    some = (value != 0) if IS_BOOL else (value != float("-inf"))
+    every = (value != 0) if IS_BOOL else (value == 0)
+    shape: tl.constexpr = (SUMMARY_TILE_M, CELLS, SUMMARY_TILE_N)
+    some = tl.sum(tl.reshape((some & exists).to(tl.int32), shape), 2)
+    missing = tl.sum(tl.reshape(((every == 0) & exists).to(tl.int32), shape), 2)
+    some, missing = tl.sum(some, 0), tl.sum(missing, 0)
+    shows = tl.where(some == 0, NONE_VISIBLE, tl.where(missing == 0, ALL_VISIBLE, SOME_VISIBLE))
+    n = first + tl.arange(0, CELLS)
+    tl.store(summary + row.to(tl.int64) * num_n + n, shows.to(tl.uint8), n < num_n)

@@ -42,8 +42,11 @@ build: $(VENV)/installed ## compile what changed, into the source tree
 demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
 
-test: env ## run the tests
+# The Triton kernels once more, in Triton's interpreter; one process a core serves it better than
+# threads do.
+test: env ## run the tests, also on the Triton kernels, interpreted
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k triton
 
 # tests/test_isas.py has the most important of this for `test`.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
@@ -71,7 +74,7 @@ sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in
 	"$$dir/venv/bin/pip" install -q "$$dir"/dist/*.whl || $(NO_INSTALL); \
 	cd "$$dir"; venv/bin/python -c 'import fused_attn, fused_attn._cpu; print(fused_attn.__version__, fused_attn.__file__)'
 
-BENCH = $(BIN)/python -m pytest -q benchmarks --benchmark-columns=median
+BENCH = $(BIN)/python -m pytest -q -m "not gpu" benchmarks --benchmark-columns=median
 
 # Nothing else may run meanwhile. The results that back the README's table are committed.
 bench: env ## measure everything against its peers; results, plots and the README's table
@@ -89,7 +92,7 @@ gpu-test: gpu-build ## run the tests that need a GPU, with GPU_PYTHON
 	$(GPU_PYTHON) -m pytest -m gpu
 
 gpu-bench: gpu-build ## run the benchmarks that need a GPU, with GPU_PYTHON
-	$(GPU_PYTHON) -m pytest -m gpu benchmarks
+	$(GPU_PYTHON) -m pytest -q -m gpu benchmarks --results gpu.json
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info fused_attn/*.so

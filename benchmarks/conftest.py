@@ -1,17 +1,19 @@
-"""The `compare` fixture: check, measure, record; the results as JSON at the end."""
+"""The fixtures `compare` (CPU) and `runner` (GPU): check, measure, record; results as JSON."""
 
 from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import gpu_measure
+import gpu_table
 import measure
 import pytest
 import torch
-from measure import ceilings, peak_memory, unthrottled
+from gpu_run import Runner, slug
+from measure import ceilings, commit, peak_memory, unthrottled
 
 import fused_attn
 from fused_attn import _cpu
@@ -22,16 +24,68 @@ RESULTS = Path(__file__).parent / "results"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only the cases that are marked quick")
     parser.addoption("--results", default=None, help="write the results to this JSON file")
+    parser.addoption(
+        "--gpu-seconds", type=float, default=330.0,
+        help="after which no further GPU benchmark is begun",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))
     config.stash[_RECORDS] = []
+    config.stash[_RUNNERS] = []
     if config.getoption("--quick"):
         measure.ROUND_SECONDS, measure.MIN_ROUNDS = 0.25, 3
 
 
 _RECORDS = pytest.StashKey[list[dict[str, Any]]]()
+_RUNNERS = pytest.StashKey[list[Runner]]()  # one, where there is a GPU
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU benchmarks: skipped without one; those behind the aims come first."""
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    not_quick = pytest.mark.skip(reason="not among the quick cases")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        elif "gpu" in item.keywords and config.getoption("--quick") and not _is_quick(item):
+            item.add_marker(not_quick)
+    items.sort(key=lambda item: "gpu" in item.keywords and not _is_quick(item))
+
+
+def _is_quick(item: Any) -> bool:
+    return item.callspec.params["shape"].quick
+
+
+@pytest.fixture(scope="session")
+def gpu_runner(request: pytest.FixtureRequest) -> Runner:
+    """Measures on the first GPU."""
+    config, device = request.config, torch.device("cuda", 0)
+    target, machine = config.getoption("--results"), gpu_measure.machine(device)
+    path = None if target is None else RESULTS / target
+    if path is not None:
+        path = path.with_stem(f"{path.stem}-{slug(machine['gpu'])}")
+    runner = Runner(
+        device, "triton", gpu_measure.ceilings(device), machine,
+        config.getoption("--gpu-seconds"), path, quick=config.getoption("--quick"),
+    )  # fmt: skip
+    config.stash[_RUNNERS].append(runner)
+    return runner
+
+
+@pytest.fixture
+def runner(gpu_runner: Runner) -> Runner:
+    """The session's, while there is time."""
+    if gpu_runner.spent() > 1.0:
+        pytest.skip("no time left: see --gpu-seconds")
+    return gpu_runner
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for runner in config.stash[_RUNNERS]:
+        terminalreporter.section("on the GPU")
+        terminalreporter.line(gpu_table.text(runner.results()))
 
 
 @pytest.fixture(scope="session")
@@ -100,9 +154,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _machine() -> dict[str, Any]:
     """What the figures depend on; nothing that names the machine."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -115,5 +166,5 @@ def _machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fused_attn": fused_attn.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
     }

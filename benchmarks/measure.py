@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,17 @@ def peak_memory(way: Callable[[], Any]) -> int | None:
     before = _status("VmRSS")
     way()
     return max(0, _status("VmHWM") - before)
+
+
+def commit() -> str:
+    """The short hash of what is measured; empty outside of a clone."""
+    try:
+        told = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # no git
+        return ""
+    return told.stdout.strip()
 
 
 def _status(field: str) -> int:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gpu_table
 import matplotlib
 
 matplotlib.use("Agg")
@@ -14,6 +15,7 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
 
@@ -81,10 +83,22 @@ def main() -> None:
     results = json.loads((HERE / "results" / "cpu.json").read_text())
     for group in GROUPS:
         plot(results, group, HERE / "results" / f"{group.replace(' ', '_')}.svg")
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    README.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+    text = replaced(README.read_text(), BEGIN, END, table(results))
+    gpus = sorted((HERE / "results").glob("gpu-*.json"))
+    if gpus:
+        tables = [gpu_table.markdown(json.loads(path.read_text())) for path in gpus]
+        text = replaced(text, GPU_BEGIN, GPU_END, "\n\n".join(tables))
+    README.write_text(text)
+
+
+def replaced(text: str, begin: str, end: str, inner: str) -> str:
+    """text with what is between two lines replaced."""
+    for line in (begin, end):
+        if line not in text:
+            raise ValueError(f"README.md must have the line {line}")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{inner}\n{end}{after}"
 
 
 if __name__ == "__main__":

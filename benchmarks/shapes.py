@@ -11,6 +11,7 @@ from fused_attn import masks
 from fused_attn.masks import Mask
 
 _MAX_SCORES = 2**22
+Device = str | torch.device
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Attention:
     mask: str = "none"
     dropout_p: float = 0.0
     quick: bool = False
+    span: int = 256  # of a window, a block; of a document on average
 
     def reduced(self) -> Attention:
         """One batch element, and as many heads as eager attention can hold the scores of."""
@@ -40,16 +42,22 @@ class Attention:
     def kv_heads(self) -> int:
         return self.num_heads_kv or self.num_heads
 
-    def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(
+        self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """query, key, value, the same every time."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(seed)
+        # On a GPU a float32 copy of a long cache would take as much again, twice.
+        own = {"dtype": dtype if generator.device.type == "cuda" else None, "device": device}
         sizes = (
             (self.num_heads, self.seqlen_q),
             (self.kv_heads, self.seqlen_k),
             (self.kv_heads, self.seqlen_k),
         )
         query, key, value = (
-            torch.randn(self.batch, heads, seqlen, self.head_dim, generator=generator).to(dtype)
+            torch.randn(self.batch, heads, seqlen, self.head_dim, generator=generator, **own).to(
+                dtype
+            )
             for heads, seqlen in sizes
         )
         return query, key, value
@@ -57,64 +65,107 @@ class Attention:
     def bias_size(self) -> tuple[int, int, int]:
         return self.num_heads, self.seqlen_q, self.seqlen_k
 
-    def visible(self) -> int:
+    def visible(self, device: Device = "cpu") -> int:
         """Pairs of a query and a key that it sees, over batch and heads."""
-        dense = self.bool_mask()
+        dense = self.bool_mask(device)
         pairs = self.batch * self.seqlen_q * self.seqlen_k
         if dense is not None:
             shape = (self.batch, 1, self.seqlen_q, self.seqlen_k)
             pairs = int(dense.expand(shape).sum())
         return self.num_heads * pairs
 
-    def packed(self, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    def packed(
+        self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0
+    ) -> tuple[list[Tensor], Tensor]:
         """The real rows of operands, (rows, heads, head_dim), and cu_seqlens; self-attention."""
         lengths = self.lengths().tolist()
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
         rows = [
             torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(t, lengths, strict=True)])
-            for t in self.operands(dtype)
+            for t in self.operands(dtype, device, seed)
         ]
         return rows, cu_seqlens
 
-    def lengths(self) -> Tensor:
+    def lengths(self, device: Device = "cpu") -> Tensor:
         """Key lengths of a padded batch: from a quarter to all, 62 % on average."""
         steps = torch.linspace(0.25, 1.0, self.batch)
-        return (self.seqlen_k * steps).round().long()
+        return (self.seqlen_k * steps).round().long().to(device)
 
-    def bool_mask(self) -> Tensor | None:
-        """What SDPA is given, which has no name for these masks."""
-        i = torch.arange(self.seqlen_q)[:, None]
-        j = torch.arange(self.seqlen_k)[None, :]
+    def document_ids(self, device: Device = "cpu") -> Tensor:
+        """(seqlen_k,): documents of random lengths, the same every time."""
+        generator = torch.Generator().manual_seed(0)
+        starts = torch.randperm(self.seqlen_k, generator=generator)[: self.seqlen_k // self.span]
+        ids = torch.zeros(self.seqlen_k, dtype=torch.long)
+        ids[starts] = 1
+        return ids.cumsum(0).to(device)
+
+    def slopes(self, device: Device = "cpu") -> Tensor:
+        """ALiBi's, a head."""
+        return 2.0 ** -(torch.arange(self.num_heads, device=device) + 1.0)
+
+    def bool_mask(self, device: Device = "cpu") -> Tensor | None:
+        """The visible pairs, which SDPA has no other name for."""
+        i = torch.arange(self.seqlen_q, device=device)[:, None]
+        j = torch.arange(self.seqlen_k, device=device)[None, :]
+        span = self.span
+
+        def documents() -> Tensor:
+            ids = self.document_ids(device)
+            return ids[:, None] == ids
+
+        def random() -> Tensor:
+            generator = torch.Generator(device).manual_seed(0)
+            size = (self.seqlen_q, self.seqlen_k)
+            return torch.rand(*size, generator=generator, device=device) < 0.5
+
         kinds = {
             "none": lambda: None,
             "causal": lambda: j <= i,
-            "window": lambda: (j <= i) & (j > i - 256),
-            "padding": lambda: (j < self.lengths()[:, None, None])[:, None],
-            "blocks": lambda: i // 256 == j // 256,
-            "ragged_blocks": lambda: (i + 37) // 256 == (j + 37) // 256,
+            "window": lambda: (j <= i) & (j > i - span),
+            "padding": lambda: (j < self.lengths(device)[:, None, None])[:, None],
+            "blocks": lambda: i // span == j // span,
+            "ragged_blocks": lambda: (i + 37) // span == (j + 37) // span,
             "prefix": lambda: (j <= i) | (j < self.seqlen_k // 4),
             "bias": lambda: None,
             "alibi": lambda: j <= i,
             "softcap": lambda: j <= i,
+            "documents": documents,
+            "random": random,
         }
         return kinds[self.mask]()
 
-    def own_mask(self) -> Mask | None:
+    def torch_mask(self, dtype: torch.dtype, device: Device = "cpu") -> Tensor | None:
+        """What SDPA is given: what ALiBi adds is a float mask of every score to it."""
+        dense = self.bool_mask(device)
+        if self.mask != "alibi" or dense is None:
+            return dense
+        i = torch.arange(self.seqlen_q, device=device)[:, None]
+        j = torch.arange(self.seqlen_k, device=device)[None, :]
+        bias = -self.slopes(device)[:, None, None] * (i - j).abs()
+        return bias.masked_fill(~dense, float("-inf")).to(dtype)
+
+    def own_mask(self, device: Device = "cpu") -> Mask | None:
         """The same as a user of this package says it."""
-        dense = self.bool_mask()
-        prefix = torch.full((self.batch,), self.seqlen_k // 4)
-        slopes = 2.0 ** -(torch.arange(self.num_heads) + 1.0)
+
+        def dense() -> Mask:
+            mask = self.bool_mask(device)
+            assert mask is not None
+            return masks.dense(mask)
+
+        prefix = torch.full((self.batch,), self.seqlen_k // 4, device=device)
         kinds = {
             "none": lambda: None,
             "causal": masks.causal,
-            "window": lambda: masks.sliding_window(255),
-            "padding": lambda: masks.padding(self.lengths()),
-            "blocks": lambda: masks.dense(dense),
-            "ragged_blocks": lambda: masks.dense(dense),
+            "window": lambda: masks.sliding_window(self.span - 1),
+            "padding": lambda: masks.padding(self.lengths(device)),
+            "blocks": dense,
+            "ragged_blocks": dense,
             "prefix": lambda: masks.prefix_lm(prefix),
             "bias": lambda: None,
-            "alibi": lambda: masks.causal() & masks.alibi(slopes),
+            "alibi": lambda: masks.causal() & masks.alibi(self.slopes(device)),
             "softcap": masks.causal,
+            "documents": lambda: masks.documents(self.document_ids(device)),
+            "random": dense,
         }
         return kinds[self.mask]()
 
@@ -177,6 +228,7 @@ class Norm:
     dropout_p: float = 0.0
     residual: bool = False
     quick: bool = False
+    kind: str = "layer_norm"
 
 
 NORMS = [

@@ -42,16 +42,6 @@ def with_eager(shape, ways, way):
     return ways if pairs > 2**26 else ways | {"eager": way}
 
 
-def peer_mask(shape, dtype):
-    """SDPA has no softcap; what ALiBi adds is a float mask of every score to it."""
-    if shape.mask != "alibi":
-        return shape.bool_mask()
-    i, j = torch.arange(shape.seqlen_q)[:, None], torch.arange(shape.seqlen_k)[None, :]
-    slopes = 2.0 ** -(torch.arange(shape.num_heads) + 1.0)
-    bias = -slopes[:, None, None] * (i - j).abs()
-    return bias.masked_fill(~shape.bool_mask(), float("-inf")).to(dtype)
-
-
 def operations(shape: Attention) -> float:
     return 4.0 * shape.visible() * shape.head_dim
 
@@ -72,7 +62,7 @@ def check(shape: Attention, dtype: torch.dtype, gradients: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("shape", [*ATTENTION, *MASKED, *DECODE], ids=lambda s: s.name)
 def test_forward(shape, dtype, compare):
-    operands, mask, other = shape.operands(dtype), shape.own_mask(), peer_mask(shape, dtype)
+    operands, mask, other = shape.operands(dtype), shape.own_mask(), shape.torch_mask(dtype)
     with torch.no_grad():
         compare(
             "forward", shape, dtype,
@@ -93,7 +83,7 @@ def test_forward(shape, dtype, compare):
 @pytest.mark.parametrize("shape", [*ATTENTION, *MASKED], ids=lambda s: s.name)
 def test_backward(shape, dtype, compare):
     operands = [t.requires_grad_() for t in shape.operands(dtype)]
-    mask, other = shape.own_mask(), peer_mask(shape, dtype)
+    mask, other = shape.own_mask(), shape.torch_mask(dtype)
     ways = with_eager(
         shape,
         {

@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
         enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
         return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp" or "eager" instead of the automatic choice.
+        backend: "cpp", "triton" or "eager" instead of the automatic choice.
 
     Returns:
         out with query's leading shape and head_dim_v; with return_lse also lse, (batch, num_heads,
@@ -303,7 +303,7 @@ def layer_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1] of dropping an element of input before the sum.
         return_residual: also return residual + dropout(input).
-        backend: "cpp" or "eager" instead of the automatic choice.
+        backend: "cpp", "triton" or "eager" instead of the automatic choice.
 
     Returns:
         out, like input; with return_residual also the sum (input itself where nothing is added).
@@ -344,7 +344,7 @@ def rms_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1] of dropping an element of input before the sum.
         return_residual: also return residual + dropout(input).
-        backend: "cpp" or "eager" instead of the automatic choice.
+        backend: "cpp", "triton" or "eager" instead of the automatic choice.
 
     Returns:
         out, like input; with return_residual also the sum.

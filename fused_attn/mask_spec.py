@@ -43,8 +43,8 @@ class MaskSpec:
         dense_summary: uint8, as `bias_summary`.
         key_mask: bool tensor (batch or 1, num_heads or 1, 1, seqlen_k).
         bounds: int64 (batch, 8), the columns of `BOUNDS`; replaces the three integers below.
-        query_documents: int64 (batch or 1, seqlen_q).
-        key_documents: int64 (batch or 1, seqlen_k).
+        query_documents: int64 (batch or 1, seqlen_q), values that fit into int32.
+        key_documents: int64 (batch or 1, seqlen_k), as query_documents.
         slopes: float32 (batch or 1, num_heads), ALiBi.
         cu_seqlens_q, cu_seqlens_k: int64 (batch + 1); sequence b is the rows [cu_seqlens[b],
             cu_seqlens[b + 1]) of query, key and value, which have one batch then. Everything else
@@ -226,7 +226,7 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
                 )
             into.append(ids.to(torch.int64))
     if len(queries) == 1:
-        return {"query_documents": queries[0], "key_documents": keys[0]}
+        return _numbered(queries[0], keys[0])
     # Several document masks: a pair of positions must agree in all of them, so the tuples of ids
     # are numbered anew, queries and keys together.
     stacked = [
@@ -236,6 +236,21 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
     tuples = torch.stack(stacked, dim=-1).reshape(-1, len(stacked))
     numbers = torch.unique(tuples, dim=0, return_inverse=True)[1].reshape(batch, -1)
     return {"query_documents": numbers[:, :seqlen_q], "key_documents": numbers[:, seqlen_q:]}
+
+
+def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
+    """Ids that fit into 32 bits, in which kernels compare them, and are equal where they were.
+
+    Without a look at values that are on a GPU: each id becomes its first place among all, sorted.
+    """
+    ids = (query_ids, key_ids)
+    if all(readable(t) for t in ids) and all(
+        int(t.min()) >= -(1 << 31) and int(t.max()) < 1 << 31 for t in ids if t.numel()
+    ):
+        return {"query_documents": query_ids, "key_documents": key_ids}
+    every = torch.cat([t.flatten() for t in ids]).sort().values
+    query_ids, key_ids = (torch.searchsorted(every, t.contiguous()) for t in ids)
+    return {"query_documents": query_ids, "key_documents": key_ids}
 
 
 def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Tensor | None:

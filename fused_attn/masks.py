@@ -8,7 +8,7 @@ other file asks what a mask means.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -72,20 +72,34 @@ class Mask:
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
-        return Mask(
-            self.bands + other.bands,
-            self.paddings + other.paddings,
-            self.prefixes + other.prefixes,
-            self.document_pairs + other.document_pairs,
-            self.dense_masks + other.dense_masks,
-            self.biases + other.biases,
-            self.slopes + other.slopes,
-        )
+        pairs = zip(self._conditions(), other._conditions(), strict=True)
+        return Mask(*(own + others for own, others in pairs))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles leave out what is kept: versions of other tensors mean nothing."""
-        conditions = (self.bands, self.paddings, self.prefixes, self.document_pairs)
-        return Mask, (*conditions, self.dense_masks, self.biases, self.slopes)
+        return Mask, self._conditions()
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same conditions with every tensor on a device.
+
+        Args:
+            device: where query, key and value are.
+
+        Returns:
+            This mask if all of its tensors are there already; otherwise another one, which keeps
+            nothing of what kernels derived from this one.
+
+        Example:
+            >>> mask = (masks.causal() & masks.padding(lengths)).to(query.device)
+        """
+        moved = Mask(*_moved(self._conditions(), device))
+        pairs = zip(self.tensors(), moved.tensors(), strict=True)
+        return self if all(there is here for here, there in pairs) else moved
+
+    def _conditions(self) -> tuple[Any, ...]:
+        """The fields that users compose, without what is kept."""
+        sequences = (self.bands, self.paddings, self.prefixes, self.document_pairs)
+        return (*sequences, self.dense_masks, self.biases, self.slopes)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the conditions."""
@@ -255,6 +269,18 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
     if is_causal:
         mask = causal() if mask is None else mask & causal()
     return mask
+
+
+def _moved(condition: Any, device: torch.device | str) -> Any:
+    """A condition, or tuples of them, with tensors on a device."""
+    if isinstance(condition, Tensor):
+        return condition.to(device)
+    if isinstance(condition, tuple):
+        return tuple(_moved(part, device) for part in condition)
+    if not isinstance(condition, (_Padding, _Documents, _Alibi)):
+        return condition
+    parts = {f.name: _moved(getattr(condition, f.name), device) for f in fields(condition)}
+    return replace(condition, **parts)
 
 
 def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:

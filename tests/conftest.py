@@ -1,15 +1,51 @@
-"""Tests marked `gpu` are skipped where there is no GPU."""
+"""Which tests run here: what their backend takes, what there is a GPU for, what is interpreted."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from helpers import BACKENDS, INTERPRETED, device_of, takes
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+@pytest.hookimpl(tryfirst=True)  # -m sees the markers that are added here
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what does not run here, marks what runs on a GPU, and skips it without one."""
+    left_out = {item for item in items if not _taken(item) or _thinned_out(item)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     skip = pytest.mark.skip(reason="needs a GPU")
     for item in items:
-        if "gpu" in item.keywords:
+        backend = _backend(item)
+        if backend in BACKENDS and device_of(backend).type == "cuda":
+            item.add_marker("gpu")
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _backend(item: pytest.Item) -> str | None:
+    """The backend that a test is of: its parameter, or what its file is named after."""
+    of_file = "triton" if item.path.name.startswith("test_triton_") else None
+    return _parameters(item).get("backend", of_file)
+
+
+def _taken(item: pytest.Item) -> bool:
+    """Whether the test's backend computes in the test's type."""
+    backend, dtype = _backend(item), _parameters(item).get("dtype")
+    return backend not in BACKENDS or dtype is None or takes(backend, dtype)
+
+
+def _thinned_out(item: pytest.Item) -> bool:
+    """Whether the interpreter does without these parameters, by a `thinned` marker of the test."""
+    if not INTERPRETED or _backend(item) != "triton":
+        return False
+    parameters = _parameters(item)
+    return any(
+        all(parameters[name] in values for name, values in mark.kwargs.items())
+        for mark in item.iter_markers("thinned")
+    )

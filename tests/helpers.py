@@ -7,20 +7,48 @@ No test has another tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 import fused_attn
 from fused_attn import functional as F
-from fused_attn.backends import cpp
+from fused_attn import philox
+from fused_attn.backends import AttentionProblem, cpp, get_backend, triton
 from fused_attn.compare import GRAD_FACTOR, OUTPUT_FACTOR
 
 BACKENDS = [name for name in fused_attn.available_backends() if name != "eager"]
 ISAS = ["amx", "avx512_bf16", "avx512", "avx2", "generic"]
+# Of these, a test runs those that its backend takes: conftest.py leaves out the others.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+INTERPRETED = "triton" in BACKENDS and triton.interpreted()
+# For grids of types and something else: the types differ in how tiles are read and written, which
+# test_shapes, and of the norms test_weight_of_the_same_type, do in float16 too.
+ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 is there", dtype=[torch.float16])
+
+
+def takes(backend: str, dtype: torch.dtype, device: str | None = None) -> bool:
+    """Whether a backend computes in a type, on its own device if none is named."""
+    where = device_of(backend) if device is None else torch.device(device)
+    return not get_backend(backend).unsupported(AttentionProblem(where, dtype, 8, 8))
+
+
+def device_of(backend: str) -> torch.device:
+    """Where a backend's calls need their tensors: on the CPU if it runs there."""
+    return torch.device("cpu" if takes(backend, torch.float32, "cpu") else "cuda")
+
+
+FLOAT64_BACKENDS = [name for name in BACKENDS if takes(name, torch.float64)]
+
+
+def most_exact(backend: str) -> torch.dtype:
+    """The type in which a backend is closest to the mathematics."""
+    return torch.float64 if takes(backend, torch.float64) else torch.float32
 
 
 def short(dtype: torch.dtype) -> str:
@@ -72,11 +100,13 @@ def run_with_gradients(
     tensors: dict[str, Tensor | None],
     dtype: torch.dtype,
     seed: int = 7,
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
     """Outputs ("out0", ...) and gradients ("grad_query", ...) of function(**tensors) in a type.
 
     Tensors that are float32 while others are not (a mask) keep their type, except in float64. The
-    gradients of the outputs are the same for every type and function.
+    gradients of the outputs are the same for every type and function, and so is dropout. The
+    function runs on `device`; what it computed is on the CPU.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     leaves = {}
@@ -84,31 +114,46 @@ def run_with_gradients(
         if tensor is None:
             continue
         keep = half and tensor.dtype == torch.float32 and name in ("bias", "weight", "norm_bias")
-        leaves[name] = tensor.detach().to(tensor.dtype if keep else dtype, copy=True)
+        leaves[name] = tensor.detach().to(device, tensor.dtype if keep else dtype, copy=True)
         as_strided_like(leaves, name, tensor)
         leaves[name].requires_grad_()
-    torch.manual_seed(seed)  # the dropout seed
-    outputs = function(**leaves)
+    with dropout_seed(seed):
+        outputs = function(**leaves)
     generator = torch.Generator().manual_seed(seed)
     loss = outputs[0].new_zeros((), dtype=torch.float64)
     for output in outputs:
         weights = torch.randn(output.shape, generator=generator)
         finite = torch.isfinite(output)
-        product = output.masked_fill(~finite, 0.0).double() * exact_in_16_bits(weights)
-        loss = loss + product.sum()
+        weights = exact_in_16_bits(weights).to(output.device)
+        loss = loss + (output.masked_fill(~finite, 0.0).double() * weights).sum()
     loss.backward()
     result = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
     for name, leaf in leaves.items():
         result[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return result
+    return {name: tensor.cpu() for name, tensor in result.items()}
+
+
+@contextlib.contextmanager
+def dropout_seed(seed: int) -> Iterator[None]:
+    """Within the block, calls on every device drop the same: from one seed, torch's generator of a
+    GPU draws other numbers than that of the CPU, from which all of them are drawn here."""
+    new_seed = philox.new_seed
+
+    def drawn_on_the_cpu(device: torch.device) -> Tensor:
+        return new_seed(torch.device("cpu")).to(device)
+
+    torch.manual_seed(seed)
+    with mock.patch.object(philox, "new_seed", drawn_on_the_cpu):
+        yield
 
 
 def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     """Gives the copy of a tensor its strides, where it is a permutation of a dense one."""
     if tensor.is_contiguous() or 0 in tensor.stride():
         return
-    copy = torch.empty_like(tensor, dtype=leaves[name].dtype)  # keeps the strides
-    leaves[name] = copy.copy_(leaves[name])
+    leaf = leaves[name]
+    copy = torch.empty_like(tensor, dtype=leaf.dtype, device=leaf.device)  # keeps the strides
+    leaves[name] = copy.copy_(leaf)
 
 
 def exact_in_16_bits(tensor: Tensor) -> Tensor:
@@ -125,6 +170,8 @@ def assert_like_eager(
 ) -> dict[str, Tensor]:
     """function(backend)(**tensors) is within the contract, outputs and every gradient.
 
+    The backend runs on its device, the truth and eager attention on the CPU.
+
     Returns:
         What the backend computed.
     """
@@ -136,7 +183,7 @@ def assert_like_eager(
         scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     truth = run_with_gradients(function("eager"), exact, torch.float64)
     eager = run_with_gradients(function("eager"), exact, eager_dtype)
-    got = run_with_gradients(function(backend), exact, dtype)
+    got = run_with_gradients(function(backend), exact, dtype, device=device_of(backend))
     assert got.keys() == truth.keys()
     for name in truth:
         factor = GRAD_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
@@ -154,9 +201,11 @@ def assert_outputs_like_eager(
     eager_dtype = torch.float32 if dtype == torch.float64 else dtype
     scale = torch.finfo(dtype).eps / torch.finfo(eager_dtype).eps
 
-    def run(dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
-        exact = {n: exact_in_16_bits(t).to(dtype) for n, t in tensors.items() if t is not None}
-        return function(backend)(**exact)
+    def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
+        leaves = {n: t.to(device_of(backend), dtype) for n, t in exact.items()}
+        with dropout_seed(7):
+            return [output.cpu() for output in function(backend)(**leaves)]
 
     outputs = run(dtype, backend), run(torch.float64, "eager"), run(eager_dtype, "eager")
     for i, (got, truth, eager) in enumerate(zip(*outputs, strict=True)):
@@ -181,10 +230,10 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
 
     def of(backend: str) -> Callable[..., tuple[Tensor, ...]]:
         def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> tuple:
-            whole = mask
+            whole = None if mask is None else mask.to(query.device)
             if bias is not None:
                 own = fused_attn.masks.bias(bias)
-                whole = own if mask is None else mask & own
+                whole = own if whole is None else whole & own
             return F.scaled_dot_product_attention(
                 query, key, value, whole, return_lse=True, backend=backend, **options
             )
@@ -219,6 +268,12 @@ def random_qkv(
         "key": make(num_heads_kv, seqlen_k, head_dim),
         "value": make(num_heads_kv, seqlen_k, head_dim_v),
     }
+
+
+def leaves_of(tensors: Iterable[Tensor], dtype: torch.dtype, backend: str) -> list[Tensor]:
+    """Copies on the backend's device that gradients can be taken by."""
+    device = device_of(backend)
+    return [t.detach().to(device, dtype, copy=True).requires_grad_() for t in tensors]
 
 
 def runnable(isa: str) -> bool:

@@ -19,6 +19,12 @@ def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
     return lengths
 
 
+def _partial(batch: int, seqlen: int, seed: int) -> torch.Tensor:
+    """Random lengths, none of them 0: with `_lengths` on the other side, a sequence is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(max(seqlen // 4, 1), max(seqlen, 2), (batch,), generator=generator)
+
+
 def _dense(*shape: int, seed: int, visible: float = 0.5) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(*shape, generator=generator) < visible
@@ -39,9 +45,9 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     "window_right_only": lambda b, h, m, n: masks.sliding_window(-1, 3, align="bottom_right"),
     "padding": lambda b, h, m, n: masks.padding(_lengths(b, n, 1)),
     "padding_left": lambda b, h, m, n: masks.padding(_lengths(b, n, 2), side="left"),
-    "ragged": lambda b, h, m, n: masks.padding(_lengths(b, n, 3).flip(0), _lengths(b, m, 4)),
+    "ragged": lambda b, h, m, n: masks.padding(_lengths(b, n, 3), _partial(b, m, 4)),
     "ragged_left": lambda b, h, m, n: masks.padding(
-        _lengths(b, n, 5), _lengths(b, m, 6).flip(0), side="left"
+        _partial(b, n, 5), _lengths(b, m, 6), side="left"
     ),
     "prefix": lambda b, h, m, n: masks.prefix_lm(_lengths(b, n, 7)),
     "documents": lambda b, h, m, n: masks.documents(

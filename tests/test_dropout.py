@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKENDS, runnable
+from helpers import BACKENDS, device_of, runnable
 
 from fused_attn import functional as F
 from fused_attn import masks, philox
@@ -17,16 +17,18 @@ SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
 def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None):
     """Which weights a backend keeps: with value = identity, out is the weights themselves."""
     batch, heads, seqlen_q, seqlen_k = SHAPE
+    there = {"dtype": dtype, "device": device_of(backend)}
     torch.manual_seed(11)
-    zeros = torch.zeros(batch, heads, seqlen_q, 8, dtype=dtype)
-    keys = torch.zeros(batch, heads, seqlen_k, 8, dtype=dtype)
-    value = torch.eye(seqlen_k, dtype=dtype).expand(batch, heads, -1, -1)
-    return F.scaled_dot_product_attention(zeros, keys, value, mask, dropout_p, backend=backend) != 0
+    zeros = torch.zeros(batch, heads, seqlen_q, 8, **there)
+    keys = torch.zeros(batch, heads, seqlen_k, 8, **there)
+    value = torch.eye(seqlen_k, **there).expand(batch, heads, -1, -1)
+    out = F.scaled_dot_product_attention(zeros, keys, value, mask, dropout_p, backend=backend)
+    return (out != 0).cpu()
 
 
-def expected_by_attention(dropout_p):
+def expected_by_attention(backend, dropout_p):
     torch.manual_seed(11)
-    return philox.attention_keep(philox.new_seed(torch.device("cpu")), dropout_p, *SHAPE)
+    return philox.attention_keep(philox.new_seed(device_of(backend)).cpu(), dropout_p, *SHAPE)
 
 
 def test_generator_against_known_answers():
@@ -52,7 +54,7 @@ def test_generator_against_known_answers():
 def test_attention_mask_is_the_one_of_the_contract(dtype, dropout_p, backend):
     """float64 has other tiles than float32."""
     got = kept_by_attention(backend, dropout_p, dtype)
-    assert torch.equal(got, expected_by_attention(dropout_p))
+    assert torch.equal(got, expected_by_attention(backend, dropout_p))
     assert abs(got.double().mean().item() - (1 - dropout_p)) < 0.02
 
 
@@ -69,28 +71,35 @@ def test_attention_mask_on_every_isa_and_number_of_threads(threads, isa):
             got = kept_by_attention("cpp", 0.3)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(got, expected_by_attention(0.3))
+    assert torch.equal(got, expected_by_attention("cpp", 0.3))
 
 
-def test_masks_do_not_move_the_dropout_mask():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_do_not_move_the_dropout_mask(backend):
     visible = torch.ones(SHAPE[2:], dtype=torch.bool).tril()
-    got = kept_by_attention("cpp", 0.3, mask=masks.causal())
-    assert torch.equal(got, expected_by_attention(0.3) & visible)
+    got = kept_by_attention(backend, 0.3, mask=masks.causal())
+    assert torch.equal(got, expected_by_attention(backend, 0.3) & visible)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+@pytest.mark.parametrize("columns", [3, 64, 193])
+def test_norm_mask(columns, backend):
+    x = torch.ones(50, columns, device=device_of(backend))
+    torch.manual_seed(4)
+    total = F.rms_norm(x, columns, dropout_p=0.4, return_residual=True, backend=backend)[1].cpu()
+    torch.manual_seed(4)
+    keep = philox.norm_keep(philox.new_seed(x.device).cpu(), 0.4, 50, columns)
+    assert torch.equal(total != 0, keep)
+    torch.testing.assert_close(total[keep], torch.full_like(total[keep], 1 / 0.6))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("columns", [3, 64, 193])
-def test_norm_mask(columns, isa):
+def test_norm_mask_on_every_isa(columns, isa):
     if not runnable(isa):
         pytest.skip(f"reason: this CPU has no {isa}")
-    torch.manual_seed(4)
-    x = torch.ones(50, columns)
     with cpp.use_isa(isa):
-        total = F.rms_norm(x, columns, dropout_p=0.4, return_residual=True, backend="cpp")[1]
-    torch.manual_seed(4)
-    keep = philox.norm_keep(philox.new_seed(x.device), 0.4, 50, columns)
-    assert torch.equal(total != 0, keep)
-    torch.testing.assert_close(total[keep], torch.full_like(total[keep], 1 / 0.6))
+        test_norm_mask(columns, "cpp")
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
@@ -98,18 +107,19 @@ def test_seed_comes_from_torch(backend):
     first = kept_by_attention(backend, 0.5)
     assert torch.equal(first, kept_by_attention(backend, 0.5))
     torch.manual_seed(12)
-    x = torch.randn(1, 1, 40, 8)
+    x = torch.randn(1, 1, 40, 8, device=device_of(backend))
     one, two = (F.scaled_dot_product_attention(x, x, x, None, 0.5, backend=backend) for _ in "ab")
     assert not torch.equal(one, two)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_dropout_of_everything_and_of_nothing(backend):
-    x = torch.randn(1, 2, 20, 8, requires_grad=True)
+    x = torch.randn(1, 2, 20, 8, device=device_of(backend), requires_grad=True)
     out = F.scaled_dot_product_attention(x, x, x, None, 1.0, backend=backend)
     assert out.eq(0).all()
     out.sum().backward()
     assert x.grad.eq(0).all()
-    state = torch.get_rng_state()
+    before = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
     F.scaled_dot_product_attention(x, x, x, None, 0.0, backend=backend)
-    assert torch.equal(state, torch.get_rng_state())  # nothing is drawn without need
+    after = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+    assert all(map(torch.equal, before, after))  # nothing is drawn without need

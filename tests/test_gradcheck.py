@@ -1,11 +1,15 @@
-"""gradcheck and gradgradcheck in float64: first order on the kernels themselves."""
+"""gradcheck and gradgradcheck in float64: first order on the kernels themselves.
+
+Backends without float64 have first order in the other files, and higher orders at the end of this.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKENDS
+from helpers import BACKENDS, FLOAT64_BACKENDS, assert_like_eager, attention, random_qkv
 from mask_cases import MASKS
+from test_norm import norm, tensors_of
 from torch.autograd import gradcheck, gradgradcheck
 
 from fused_attn import functional as F
@@ -26,7 +30,7 @@ def finite(lse):
     return lse.masked_fill(lse.isinf(), 0.0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"dropout_p": 0.4}], ids=str)
 @pytest.mark.parametrize("name", [None, "causal", "ragged", "dense", "alibi", "bias_with_inf"])
 def test_attention(name, options, backend):
@@ -46,7 +50,7 @@ def test_attention(name, options, backend):
     assert gradgradcheck(run, inputs, fast_mode=name is not None)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("rms", [False, True])
@@ -68,7 +72,7 @@ def test_norm(rms, residual, dropout_p, backend):
     assert gradgradcheck(run, leaves(*shapes))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 def test_some_inputs_without_gradient(backend):
     query, key, value = leaves((1, 1, 4, 3), (1, 1, 4, 3), (1, 1, 4, 3))
     for frozen in range(3):
@@ -80,7 +84,7 @@ def test_some_inputs_without_gradient(backend):
         assert all(torch.isfinite(g).all() for g in second)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 def test_gradient_of_lse_alone(backend):
     def run(query, key):
         return F.scaled_dot_product_attention(
@@ -92,7 +96,7 @@ def test_gradient_of_lse_alone(backend):
     assert gradgradcheck(run, inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 def test_third_order(backend):
     (x,) = leaves((1, 1, 3, 2))
 
@@ -104,3 +108,33 @@ def test_third_order(backend):
         return y
 
     torch.testing.assert_close(third(backend), third("eager"))
+
+
+def gradients_of(function):
+    """function(backend) that gives the gradients of another one's outputs."""
+
+    def of(backend):
+        def call(**leaves):
+            loss = sum(finite(output).square().sum() for output in function(backend)(**leaves))
+            return torch.autograd.grad(loss, tuple(leaves.values()), create_graph=True)
+
+        return call
+
+    return of
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_second_order_of_attention(dropout_p, backend):
+    """First order on the kernels, second in eager math with their dropout mask."""
+    tensors = random_qkv(2, 4, 2, 20, 50, 16)
+    tensors["bias"] = torch.randn(1, 4, 20, 50, generator=torch.Generator().manual_seed(1))
+    function = attention(MASKS["ragged"](2, 4, 20, 50), dropout_p=dropout_p, enable_gqa=True)
+    assert_like_eager(gradients_of(function), tensors, torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_second_order_of_norms(kind, backend):
+    tensors = tensors_of(kind, (30, 40), True, True)
+    assert_like_eager(gradients_of(norm(kind, dropout_p=0.3)), tensors, torch.float32, backend)

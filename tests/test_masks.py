@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from helpers import BACKENDS, device_of
 
 from fused_attn import functional as F
 from fused_attn import masks
@@ -96,26 +97,37 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_visible_as_documented(name):
-    mask, visible = CASES[name]
-    expected = torch.tensor(
+def expected_of(visible):
+    return torch.tensor(
         [
             [[[visible(b, h, i, j) for j in range(LEN_K)] for i in range(LEN_Q)]
              for h in range(HEADS)]
             for b in range(BATCH)
         ]
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_visible_as_documented(name):
+    mask, visible = CASES[name]
     shape = (BATCH, HEADS, LEN_Q, LEN_K)
     spec = normalize(mask, *shape, torch.empty(0))
     got, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     assert bias is None
-    assert torch.equal(got.expand(shape), expected)
-    # And through the kernel: with value = identity, out is nonzero where a key is visible.
-    x = torch.zeros(BATCH, HEADS, LEN_Q, 4)
-    value = torch.eye(LEN_K).expand(BATCH, HEADS, -1, -1)
-    keys = torch.zeros(BATCH, HEADS, LEN_K, 4)
-    assert torch.equal(F.scaled_dot_product_attention(x, keys, value, mask) != 0, expected)
+    assert torch.equal(got.expand(shape), expected_of(visible))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_see_what_is_documented(name, backend):
+    """With value = identity, out is nonzero where a key is visible."""
+    mask, visible = CASES[name]
+    there = device_of(backend)
+    x = torch.zeros(BATCH, HEADS, LEN_Q, 4, device=there)
+    value = torch.eye(LEN_K, device=there).expand(BATCH, HEADS, -1, -1)
+    keys = torch.zeros(BATCH, HEADS, LEN_K, 4, device=there)
+    out = F.scaled_dot_product_attention(x, keys, value, mask.to(there), backend=backend)
+    assert torch.equal(out.cpu() != 0, expected_of(visible))
 
 
 @pytest.mark.parametrize("align", masks.ALIGNMENTS)
@@ -152,3 +164,32 @@ def test_copies_do_not_take_over_what_is_kept():
         twin.dense_masks[0][:, 4:] = False
         want = F.scaled_dot_product_attention(x, y[:, :, :4], y[:, :, :4])
         torch.testing.assert_close(F.scaled_dot_product_attention(x, y, y, twin), want)
+
+
+EVERY_CONDITION = (
+    masks.causal() & masks.padding(KEYS, QUERIES) & masks.prefix_lm([0, 4])
+    & masks.documents(torch.tensor(IDS_Q), torch.tensor(IDS_K)) & masks.alibi(SLOPES)
+    & masks.dense(torch.ones(LEN_Q, LEN_K, dtype=torch.bool)) & masks.bias(torch.rand(LEN_Q, LEN_K))
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_to_moves_every_tensor_and_nothing_else(device):
+    x, y = torch.randn(BATCH, HEADS, LEN_Q, 4), torch.randn(BATCH, HEADS, LEN_K, 4)
+    F.scaled_dot_product_attention(x, y, y, EVERY_CONDITION)
+    assert EVERY_CONDITION.specs
+    moved = EVERY_CONDITION.to(device)
+    assert not moved.specs and moved.to(device) is moved
+    assert {t.device.type for t in moved.tensors()} == {device}
+    assert [t.shape for t in moved.tensors()] == [t.shape for t in EVERY_CONDITION.tensors()]
+    assert moved.bands == EVERY_CONDITION.bands
+    assert [p.side for p in moved.paddings] == [p.side for p in EVERY_CONDITION.paddings]
+    if device != "meta":  # which holds no values
+        back = moved.to("cpu").tensors()
+        assert all(map(torch.equal, back, EVERY_CONDITION.tensors()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_to_where_it_is_gives_the_mask_itself(name):
+    mask, _ = CASES[name]
+    assert mask.to("cpu") is mask

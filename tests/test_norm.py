@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKENDS, DTYPES, assert_like_eager, short
+from helpers import (
+    BACKENDS,
+    DTYPES,
+    ONE_16_BIT_TYPE,
+    assert_like_eager,
+    device_of,
+    leaves_of,
+    short,
+)
 
 from fused_attn import functional as F
 
@@ -41,6 +49,10 @@ def tensors_of(kind, shape, residual, affine):
     return tensors
 
 
+@ONE_16_BIT_TYPE
+@pytest.mark.thinned(
+    "test_triton_norm.py has the rest of long rows", shape=SHAPES[-1:], affine=[False]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -61,27 +73,28 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_weight_of_the_same_type(dtype, backend):
     """Weights in the type of the input; float32 ones are in test_norm."""
-    tensors = tensors_of("layer_norm", (40, 64), True, True)
-    leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items()}
-    out = norm("layer_norm")(backend)(**leaves)[0]
+    leaves = leaves_of(tensors_of("layer_norm", (40, 64), True, True).values(), dtype, backend)
+    out = norm("layer_norm")(backend)(*leaves)[0]
     assert out.dtype == dtype
     out.sum().backward()
-    assert all(leaf.grad.dtype == dtype for leaf in leaves.values())
+    assert all(leaf.grad.dtype == dtype for leaf in leaves)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shapes_and_strides(backend):
-    x = torch.randn(3, 4, 5, 6)
-    weight = torch.randn(5, 6)
+    there = device_of(backend)
+    x = torch.randn(3, 4, 5, 6, device=there)
+    weight = torch.randn(5, 6, device=there)
     got = F.layer_norm(x, (5, 6), weight, backend=backend)
     torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (5, 6), weight))
     turned = x.transpose(0, 2)
     got = F.rms_norm(turned, 6, backend=backend)
     torch.testing.assert_close(got, torch.nn.functional.rms_norm(turned, (6,)))
-    for empty in (torch.randn(0, 6), torch.randn(2, 0, 6)):
-        leaf = empty.clone().requires_grad_()
-        out = F.layer_norm(leaf, 6, torch.ones(6, requires_grad=True), backend=backend)
-        assert out.shape == empty.shape
+    for shape in ((0, 6), (2, 0, 6)):
+        leaf = torch.randn(shape, device=there, requires_grad=True)
+        own = torch.ones(6, device=there, requires_grad=True)
+        out = F.layer_norm(leaf, 6, own, backend=backend)
+        assert out.shape == shape
         out.sum().backward()
 
 
@@ -92,6 +105,7 @@ def test_cancellation(backend):
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 
 
+@pytest.mark.thinned("the interpreter runs one program after the other")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results_do_not_depend_on_threads(backend):
     tensors = tensors_of("layer_norm", (300, 64), True, True)
@@ -99,11 +113,11 @@ def test_results_do_not_depend_on_threads(backend):
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         try:
-            leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+            leaves = leaves_of(tensors.values(), torch.float32, backend)
             torch.manual_seed(3)
-            out, total = norm("layer_norm", dropout_p=0.3)(backend)(**leaves)
+            out, total = norm("layer_norm", dropout_p=0.3)(backend)(*leaves)
             (out.square().sum() + total.sum()).backward()
-            runs.append([out, total, *(leaf.grad for leaf in leaves.values())])
+            runs.append([out, total, *(leaf.grad for leaf in leaves)])
         finally:
             torch.set_num_threads(before)
     for other in runs[1:]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKENDS, random_qkv
+from helpers import BACKENDS, device_of, random_qkv
 from mask_cases import MASKS
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,14 +18,15 @@ SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
 
 def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
     """The arguments of attention_fwd."""
-    tensors = random_qkv(*SHAPE, 16, 24)
-    whole = None if mask is None else MASKS[mask](2, 4, *SHAPE[3:])
+    there = device_of(backend)
+    query, key, value = (t.to(there) for t in random_qkv(*SHAPE, 16, 24).values())
+    whole = None if mask is None else MASKS[mask](2, 4, *SHAPE[3:]).to(there)
     if bias:
-        own = masks.bias(torch.randn(4, *SHAPE[3:]))
+        own = masks.bias(torch.randn(4, *SHAPE[3:], device=there))
         whole = own if whole is None else whole & own
-    spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], tensors["query"])
-    seed = philox.new_seed(torch.device("cpu")) if dropout_p else None
-    return (*tensors.values(), *spec.flat(), 0.25, softcap, dropout_p, seed, backend)
+    spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query)
+    seed = philox.new_seed(there) if dropout_p else None
+    return (query, key, value, *spec.flat(), 0.25, softcap, dropout_p, seed, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -59,8 +60,10 @@ def test_opcheck_attention(options, backend):
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 def test_opcheck_norm(residual, rms, dropout_p, backend):
-    x, other = torch.randn(6, 20), torch.randn(6, 20) if residual else None
-    weight, bias = torch.randn(20), None if rms else torch.randn(20)
+    x, other, weight, bias = (
+        torch.randn(shape, device=device_of(backend)) if wanted else None
+        for shape, wanted in (((6, 20), True), ((6, 20), residual), ((20,), True), ((20,), not rms))
+    )
     seed = philox.new_seed(x.device) if dropout_p else None
     args = (x, other, weight, bias, 1e-5, rms, dropout_p, seed, backend)
     torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, args)
@@ -137,9 +140,9 @@ def test_export():
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_autocast(backend):
-    query, key, value = random_qkv(*SHAPE, 16).values()
+    query, key, value = (t.to(device_of(backend)) for t in random_qkv(*SHAPE, 16).values())
     leaf = query.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(query.device.type, dtype=torch.bfloat16):
         out = F.scaled_dot_product_attention(leaf, key, value, enable_gqa=True, backend=backend)
         peer = torch.nn.functional.scaled_dot_product_attention(leaf, key, value, enable_gqa=True)
         normed = F.layer_norm(query, 16, backend=backend)

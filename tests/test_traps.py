@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import BACKENDS, device_of
 from torch.autograd import forward_ad
 
 from fused_attn import functional as F
@@ -30,10 +31,14 @@ def test_forward_mode_is_not_dropped():
     torch.testing.assert_close(got, want)
 
 
-def test_forward_mode_on_a_kernel_is_refused():
-    x = torch.randn(1, 1, 3, 4)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_mode_on_a_kernel_is_refused(backend):
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, backend=backend)
+
+    x = torch.randn(1, 1, 3, 4, device=device_of(backend))
     with pytest.raises(NotImplementedError, match="forward mode"):
-        torch.func.jvp(lambda t: F.scaled_dot_product_attention(t, t, t, backend="cpp"), (x,), (x,))
+        torch.func.jvp(attend, (x,), (x,))
 
 
 def test_hessian():
@@ -59,15 +64,17 @@ def test_gradient_of_an_expanded_float_mask_has_its_shape():
     assert grads[0].abs().sum(1).gt(0).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("make", [torch.ones, torch.zeros], ids=["bool", "float"])
 @pytest.mark.parametrize("shape", [(0, 2, 4, 5), (2, 2, 0, 5), (2, 2, 4, 0)], ids=str)
-def test_masks_without_elements(shape, make):
+def test_masks_without_elements(shape, make, backend):
     batch, heads, seqlen_q, seqlen_k = shape
-    mask = make(batch, 1, seqlen_q, seqlen_k)
+    there = device_of(backend)
+    mask = make(batch, 1, seqlen_q, seqlen_k, device=there)
     mask = mask.bool() if make is torch.ones else mask.requires_grad_()
-    query = torch.randn(batch, heads, seqlen_q, 8, requires_grad=True)
-    key = torch.randn(batch, heads, seqlen_k, 8)
-    out = F.scaled_dot_product_attention(query, key, key, mask, backend="cpp")
+    query = torch.randn(batch, heads, seqlen_q, 8, device=there, requires_grad=True)
+    key = torch.randn(batch, heads, seqlen_k, 8, device=there)
+    out = F.scaled_dot_product_attention(query, key, key, mask, backend=backend)
     out.sum().backward()
     assert out.shape == query.shape
 

@@ -7,9 +7,14 @@ import torch
 from helpers import (
     BACKENDS,
     DTYPES,
+    FLOAT64_BACKENDS,
     ISAS,
+    ONE_16_BIT_TYPE,
     assert_like_eager,
     assert_outputs_like_eager,
+    device_of,
+    leaves_of,
+    most_exact,
     runnable,
     short,
 )
@@ -40,18 +45,20 @@ def packed(lengths_q, lengths_k, heads=4, heads_kv=2, dim=24, dim_v=40):
     }
 
 
-def varlen(lengths_q, lengths_k, mask=None, **options):
+def varlen(lengths_q, lengths_k, mask=None, longest=None, **options):
     """function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
-    where = (cu_seqlens(lengths_q), cu_seqlens(lengths_k), max(lengths_q), max(lengths_k))
+    longest = (max(lengths_q), max(lengths_k)) if longest is None else longest
 
     def of(backend):
         def call(query, key, value, bias=None):
-            whole = mask
+            where = (cu_seqlens(n).to(query.device) for n in (lengths_q, lengths_k))
+            whole = None if mask is None else mask.to(query.device)
             if bias is not None:
-                whole = masks.bias(bias) if mask is None else mask & masks.bias(bias)
+                whole = masks.bias(bias) if whole is None else whole & masks.bias(bias)
             return F.varlen_attention(
-                query, key, value, *where, whole, return_lse=True, backend=backend, **options
-            )
+                query, key, value, *where, *longest, whole, return_lse=True, backend=backend,
+                **options,
+            )  # fmt: skip
 
         return call
 
@@ -65,6 +72,7 @@ def padded(packed, lengths):
     return whole.transpose(1, 2)
 
 
+@ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", MASKS)
@@ -82,14 +90,12 @@ def test_masks(name, dtype, backend):
 )  # fmt: skip
 def test_is_the_padded_batch(options, backend):
     """Bit by bit, gradients too, and NaN beyond a sequence's end reaches nothing."""
-    tensors = {n: t.requires_grad_() for n, t in packed(LENGTHS_Q, LENGTHS_K).items()}
+    query, key, value = leaves_of(packed(LENGTHS_Q, LENGTHS_K).values(), torch.float32, backend)
     torch.manual_seed(0)
-    out, lse = varlen(LENGTHS_Q, LENGTHS_K, **options)(backend)(**tensors)
+    out, lse = varlen(LENGTHS_Q, LENGTHS_K, **options)(backend)(query, key, value)
     torch.manual_seed(0)
     expected = F.scaled_dot_product_attention(
-        padded(tensors["query"], LENGTHS_Q),
-        padded(tensors["key"], LENGTHS_K),
-        padded(tensors["value"], LENGTHS_K),
+        padded(query, LENGTHS_Q), padded(key, LENGTHS_K), padded(value, LENGTHS_K),
         masks.padding(LENGTHS_K, LENGTHS_Q),
         enable_gqa=True, return_lse=True, backend=backend, **options,
     )  # fmt: skip
@@ -99,8 +105,8 @@ def test_is_the_padded_batch(options, backend):
         rows = LENGTHS_Q[b]
         torch.testing.assert_close(part, expected[0][b, :, :rows].transpose(0, 1), rtol=0, atol=0)
         torch.testing.assert_close(part_lse, expected[1][b, :, :rows], rtol=0, atol=0)
-    own = torch.autograd.grad(out.sum(), tensors.values())
-    for a, b in zip(own, torch.autograd.grad(expected[0].sum(), tensors.values()), strict=True):
+    own = torch.autograd.grad(out.sum(), (query, key, value))
+    for a, b in zip(own, torch.autograd.grad(expected[0].sum(), (query, key, value)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -109,18 +115,8 @@ def test_is_the_padded_batch(options, backend):
 def test_bias_gradient(shape, backend):
     tensors = packed(LENGTHS_Q, LENGTHS_K)
     tensors["bias"] = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    lengths_q, lengths_k = (*LENGTHS_Q[:3], 150), LENGTHS_K
-
-    def of(backend):
-        def call(query, key, value, bias):
-            return F.varlen_attention(
-                query, key, value, cu_seqlens(lengths_q), cu_seqlens(lengths_k), 170, 160,
-                masks.bias(bias), return_lse=True, backend=backend,
-            )  # fmt: skip
-
-        return call
-
-    assert_like_eager(of, tensors, torch.float32, backend)
+    function = varlen(LENGTHS_Q, LENGTHS_K, longest=(170, 160))
+    assert_like_eager(function, tensors, torch.float32, backend)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -135,37 +131,52 @@ def test_isas(isa, dtype):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_decode(dtype):
+def test_decode(dtype, backend):
     """One to three new queries a sequence against caches of different lengths."""
     lengths_q, lengths_k = (1, 3, 0, 2), (700, 300, 50, 0)
     mask = masks.causal(align="bottom_right")
     tensors = packed(lengths_q, lengths_k, heads=8)
-    assert_outputs_like_eager(varlen(lengths_q, lengths_k, mask), tensors, dtype, "cpp")
+    assert_outputs_like_eager(varlen(lengths_q, lengths_k, mask), tensors, dtype, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_double_backward_and_compile(backend):
-    tensors = [t.double() for t in packed((3, 2), (4, 5), 2, 1, 4, 4).values()]
-    where = (cu_seqlens((3, 2)), cu_seqlens((4, 5), torch.int64), 3, 5)
+def small_call(backend):
+    """A function of query, key and value, and what it may be called with."""
+    there = device_of(backend)
+    where = (cu_seqlens((3, 2)).to(there), cu_seqlens((4, 5), torch.int64).to(there), 3, 5)
 
     def call(query, key, value):
         return F.varlen_attention(query, key, value, *where, is_causal=True, backend=backend)
 
-    leaves = [t.requires_grad_() for t in tensors]
+    return call, leaves_of(
+        packed((3, 2), (4, 5), 2, 1, 4, 4).values(), most_exact(backend), backend
+    )
+
+
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
+def test_double_backward(backend):
+    call, leaves = small_call(backend)
     assert torch.autograd.gradcheck(call, leaves)
     assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compile(backend):
+    call, leaves = small_call(backend)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*leaves), call(*leaves))
 
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_a_mask_keeps_what_is_derived(backend):
-    tensors, where = packed((30, 50), (30, 50)), (cu_seqlens((30, 50)), cu_seqlens((30, 50)))
-    mask = masks.dense(torch.rand(60, 60) > 0.5)
+    there = device_of(backend)
+    tensors = [t.to(there) for t in packed((30, 50), (30, 50)).values()]
+    where = [cu_seqlens((30, 50)).to(there) for _ in "qk"]
+    mask = masks.dense(torch.rand(60, 60, device=there) > 0.5)
 
     def run(mask):
-        return F.varlen_attention(*tensors.values(), *where, 60, 60, mask, backend=backend)
+        return F.varlen_attention(*tensors, *where, 60, 60, mask, backend=backend)
 
     first = run(mask)
     kept = mask.specs["packed"][3]
@@ -178,8 +189,8 @@ def test_a_mask_keeps_what_is_derived(backend):
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_nothing_is_differentiable(backend):
-    empty = torch.zeros(0, 2, 8, requires_grad=True)
-    where = (torch.zeros(2, dtype=torch.int64),) * 2
+    empty = torch.zeros(0, 2, 8, device=device_of(backend), requires_grad=True)
+    where = (torch.zeros(2, dtype=torch.int64, device=device_of(backend)),) * 2
     F.varlen_attention(empty, empty, empty, *where, 0, 0, backend=backend).sum().backward()
     assert empty.grad is not None
 

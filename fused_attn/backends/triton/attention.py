@@ -85,7 +85,7 @@ def _decode(problem: _Problem, out: Tensor, lse: Tensor) -> None:
     maximum, total = lse.new_empty(2, lse.numel(), num_parts)
     weighted = lse.new_empty(lse.numel(), num_parts, problem.head_dim_v)
     parts = Parts(maximum, total, weighted, num_parts)
-    compiled_for = problem.compiled_for(cut)
+    compiled_for = problem.compiled_for(cut, packed_heads=True)
     launch(
         attention_decode_kernel, problem.device, (programs * num_parts,), *problem.qkv, parts,
         *problem.common, _NO_LISTS, sizes, problem.settings, num_m, **compiled_for,
@@ -165,8 +165,8 @@ def _grad_bias(problem: _Problem, grad_out: Rows, stats: RowStatistics) -> Tenso
     bias, sizes = problem.spec.bias, problem.sizes
     assert bias is not None
     own_batch, own_heads, own_rows, own_columns = bias.shape
-    cut = problem.config("dq")
-    kinds = tile_kinds(problem.spec, sizes, cut.block_m, cut.block_n)
+    cut = problem.config("bias")
+    kinds = tile_kinds(problem.spec, sizes, cut.block_m, cut.block_n, problem.device)
     _, kinds_heads, num_m, num_n = kinds.shape
     tiles_of_mask = num_m * num_n * own_batch * own_heads
     shared = sizes.batch * sizes.num_heads // (own_batch * own_heads)
@@ -188,11 +188,12 @@ def _grad_bias(problem: _Problem, grad_out: Rows, stats: RowStatistics) -> Tenso
     return parts.sum(broadcast).reshape(bias.shape).to(bias.dtype)
 
 
-def tile_kinds(spec: MaskSpec, sizes: Sizes, block_m: int, block_n: int) -> Tensor:
+def tile_kinds(
+    spec: MaskSpec, sizes: Sizes, block_m: int, block_n: int, device: torch.device
+) -> Tensor:
     """(batch, num_heads or 1, tiles of queries, tiles of keys) uint8: skip, partial or full."""
     heads = max([1, *(t.shape[1] for t in (spec.key_mask, spec.dense, spec.bias) if t is not None)])
     num_m, num_n = -(-sizes.seqlen_q // block_m), -(-sizes.seqlen_k // block_n)
-    device = next(t.device for t in spec.flat() if isinstance(t, Tensor))
     kinds = torch.empty(sizes.batch, heads, num_m, num_n, dtype=torch.uint8, device=device)
     chunk = tiles.KINDS_CHUNK
     launch(
@@ -248,7 +249,12 @@ class _Problem:
             scale, softcap, dropout_threshold(dropout_p), dropout_scale(dropout_p)
         )
         self.softcapped = softcap > 0.0
-        self.natural = self.softcapped or spec.slopes is not None or spec.bias is not None
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        self.accurate = query.dtype == torch.float32 and not tf32
+        adds = spec.slopes is not None or spec.bias is not None
+        self.natural = self.softcapped or adds or self.accurate
+        listed = (spec.query_documents, spec.key_mask, spec.dense, spec.bias)
+        self.has_lists = any(t is not None for t in listed)
         cu_seqlens = (spec.cu_seqlens_q, spec.cu_seqlens_k)
         self.cu_seqlens_q, cu_seqlens_k = (
             None if t is None else t.contiguous() for t in cu_seqlens
@@ -257,17 +263,19 @@ class _Problem:
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
     def config(self, kind: str, rows: int = 0) -> Config:
-        """How the kernel of a pass is cut up; rows: of a tile in decoding."""
-        head_dim = padded(max(self.head_dim, self.head_dim_v))
+        """How the kernel of a pass is cut up; rows: of all tiles together in decoding."""
+        head_dim = max(self.head_dim, self.head_dim_v)
+        if kind in ("fwd", "dq", "dkdv") and (self.has_lists or self.common[0] is not None):
+            kind += "_masked"
         return config(kind, arch_of(self.device).name, self.dtype.itemsize, head_dim, rows)
 
-    def compiled_for(self, config: Config) -> dict[str, Any]:
+    def compiled_for(self, config: Config, packed_heads: bool = False) -> dict[str, Any]:
         """Compile-time arguments."""
-        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and self.dtype == torch.float32
+        tf32 = self.dtype == torch.float32 and not self.accurate
         cut = (
             self.head_dim, self.head_dim_v, padded(self.head_dim), padded(self.head_dim_v),
-            config.block_m, config.block_n, self.softcapped, self.natural,
-            "tf32" if tf32 else "ieee",
+            config.block_m, config.block_n, self.softcapped, self.natural, self.accurate,
+            "tf32" if tf32 else "ieee", packed_heads,
         )  # fmt: skip
         return {
             "cut": Cut(*map(tl.constexpr, cut)),
@@ -277,10 +285,9 @@ class _Problem:
 
     def lists(self, cut: Config, of_keys: bool = False) -> TileLists:
         """The visible tiles of each tile of queries, or of keys; none where ranges say it."""
-        spec = self.spec
-        if all(t is None for t in (spec.query_documents, spec.key_mask, spec.dense, spec.bias)):
+        if not self.has_lists:
             return _NO_LISTS
-        kinds = tile_kinds(spec, self.sizes, cut.block_m, cut.block_n)
+        kinds = tile_kinds(self.spec, self.sizes, cut.block_m, cut.block_n, self.device)
         batch, heads, num_m, num_n = kinds.shape
         owners, others = (num_n, num_m) if of_keys else (num_m, num_n)
         strides = (1, num_n) if of_keys else (num_n, 1)

@@ -50,7 +50,9 @@ class Cut(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     SOFTCAP: Any  # bool
     NATURAL: Any  # bool: scores are in natural units, see `finish_scores`
+    ACCURATE: Any  # bool: exp is needed to the last bits of float32
     PRECISION: Any  # of products of float32: "ieee" or "tf32"
+    PACKED_HEADS: Any  # bool: the rows of a tile are queries of several heads, h has one a row
 
 
 @triton.jit
@@ -123,8 +125,8 @@ def finish_scores(
     """Scores of query @ key^T, which of them are visible (all, unless PARTIAL), and the tanh of
     softcap (0 where nothing is visible).
 
-    They are in natural units where something is added or capped, else in units of ln(2) by a
-    multiplication that is there anyway. Rounding slope * log2(e) would scale all distances.
+    They are in natural units where something is added or capped, and where the rounding of scale *
+    log2(e) would show (ACCURATE); else in units of ln(2), by a multiplication that is there anyway.
     """
     if cut.SOFTCAP:
         scores, cap_tanh = softcapped(products * settings.softmax_scale, settings.softcap)
@@ -132,9 +134,9 @@ def finish_scores(
         scores, cap_tanh = products * settings.softmax_scale, products
     else:
         scores, cap_tanh = products * (settings.softmax_scale * LOG2E), products
-    scores = add_alibi(scores, i, j, sequence, mask)
+    scores = add_alibi(scores, i, j, sequence, mask, cut, KEYS_FIRST)
     if PARTIAL:
-        scores, visible = apply_mask(scores, i, j, sequence, mask, KEYS_FIRST)
+        scores, visible = apply_mask(scores, i, j, sequence, mask, cut, KEYS_FIRST)
         return scores, visible, tl.where(visible, cap_tanh, 0.0)
     else:
         return scores, scores == scores, cap_tanh
@@ -143,15 +145,26 @@ def finish_scores(
 @triton.jit
 def power(difference, cut: tl.constexpr):
     """exp of differences of scores, in their units."""
-    return tl.exp2(difference * LOG2E if cut.NATURAL else difference)
+    if cut.ACCURATE:
+        # exp2(x * log2(e)) rounds the product: 5e-7 of the result where x is -8, and the same way
+        # for all keys where scores are equal. So x = whole * ln(2) + rest, ln(2) being the sum of
+        # a number of 10 bits and a small one (Cody and Waite 1980). exp(-150) is 0.
+        x = tl.where(difference < -150.0, -150.0, difference)
+        whole = tl.floor(x * LOG2E + 0.5)
+        rest = (x - whole * 0.693359375) - whole * -2.12194440e-4
+        return tl.exp2(rest * LOG2E) * tl.exp2(whole)
+    else:
+        return tl.exp2(difference * LOG2E if cut.NATURAL else difference)
 
 
 @triton.jit
 def kept(seed, i, j_begin, sequence, sizes, settings, cut: tl.constexpr):
-    """Which weights of rows i (M, 1) and a tile of keys dropout keeps: (M, BLOCK_N)."""
+    """Which weights of queries i and a tile of keys dropout keeps: (queries, BLOCK_N)."""
     quad = j_begin // 4 + tl.arange(0, cut.BLOCK_N // 4)[None, :]
     head = sequence[0] * sizes.num_heads + sequence[1]
-    return keep_tile(seed, i, quad, head, 0, settings.dropout_threshold)
+    if cut.PACKED_HEADS:
+        head = head[:, None]
+    return keep_tile(seed, i[:, None], quad, head, 0, settings.dropout_threshold)
 
 
 @triton.jit

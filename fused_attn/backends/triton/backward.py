@@ -176,16 +176,16 @@ def grad_scores(
     k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
     products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
     scores, visible, cap_tanh = finish_scores(
-        products, i[:, None], j[None, :], sequence, mask, settings, cut, PARTIAL, False
+        products, i, j, sequence, mask, settings, cut, PARTIAL, False
     )
-    if PARTIAL:
-        k, v = zero_unseen(k, visible, mask), zero_unseen(v, visible, mask)
+    if PARTIAL:  # what values give is hidden below, in its own columns
+        k = zero_unseen(k, visible, mask)
     weights = power(scores - lse[:, None], cut)
     if stats.lse_factor is not None:
         weights *= lse_factor[:, None]
     grads = tl.dot(do, tl.trans(v), input_precision=cut.PRECISION)
     if seed is not None:
-        keep = kept(seed, i[:, None], j_begin, sequence, sizes, settings, cut)
+        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
     grads -= delta[:, None]
     if stats.grad_lse is not None:
@@ -275,7 +275,7 @@ def _dkdv_tile(
     )
     products = tl.dot(k, tl.trans(q), input_precision=cut.PRECISION)
     scores, visible, cap_tanh = finish_scores(
-        products, i[None, :], j[:, None], sequence, mask, settings, cut, PARTIAL, True
+        products, i, j, sequence, mask, settings, cut, PARTIAL, True
     )
     weights = power(scores - lse[None, :], cut)
     if stats.lse_factor is not None:
@@ -283,7 +283,7 @@ def _dkdv_tile(
     grads = tl.dot(v, tl.trans(do), input_precision=cut.PRECISION)
     used = weights
     if seed is not None:
-        keep = kept(seed, i[:, None], j_begin, sequence, sizes, settings, cut)
+        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
         keep = tl.trans(keep.to(tl.int8)) != 0
         used = tl.where(keep, weights, 0.0)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)

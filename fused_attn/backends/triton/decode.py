@@ -52,7 +52,7 @@ def attention_decode_kernel(
     h = h_kv * group + tl.where(inside, in_group, 0)
 
     bounds = sequence_bounds(mask, sizes, b)
-    sequence = (b, h[:, None], seqlen_q, seqlen_k, bounds)
+    sequence = (b, h, seqlen_q, seqlen_k, bounds)
     lo, hi, full_lo, full_hi = key_tiles(bounds, 0, seqlen_q, sizes.seqlen_k, cut.BLOCK_N)
     each = tl.cdiv(hi - lo, parts.num_parts)
     begin = lo + part * each

@@ -107,7 +107,7 @@ def fwd_tile(
     k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
     products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
     scores, visible, _ = finish_scores(
-        products, i[:, None], j[None, :], sequence, mask, settings, cut, PARTIAL, False
+        products, i, j, sequence, mask, settings, cut, PARTIAL, False
     )
     largest = tl.maximum(maximum, tl.max(scores, 1))
     # Rows that have seen nothing yet: -inf - -inf is NaN.
@@ -116,7 +116,7 @@ def fwd_tile(
     rescale = power(maximum - shift, cut)
     total = total * rescale + tl.sum(weights, 1)
     if seed is not None:
-        keep = kept(seed, i[:, None], j_begin, sequence, sizes, settings, cut)
+        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
         weights = tl.where(keep, weights, 0.0)
     if PARTIAL:
         v = zero_unseen(v, visible, mask)

@@ -116,48 +116,66 @@ def seen_keys(bounds, i_begin, i_end, seqlen_k):
 
 
 @triton.jit
-def add_alibi(scores, i, j, sequence, mask):
-    """Scores in natural units with ALiBi added; h is a scalar or one for each row."""
+def across(vector, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """One value a key (KEYS) or a query, to be broadcast over a tile of scores."""
+    return vector[:, None] if KEYS == KEYS_FIRST else vector[None, :]
+
+
+@triton.jit
+def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Scores in natural units with ALiBi added."""
     b, h, _seqlen_q, _seqlen_k, bounds = sequence
     if mask.slopes is not None:
-        at = b * mask.slopes_stride_b + h * mask.slopes_stride_h
-        return scores - tl.load(mask.slopes + at) * tl.abs(i + bounds[7] - j).to(tl.float32)
+        slope = tl.load(mask.slopes + b * mask.slopes_stride_b + h * mask.slopes_stride_h)
+        if cut.PACKED_HEADS:
+            slope = slope[:, None]
+        position = across(i + bounds[7], False, KEYS_FIRST)
+        distance = tl.abs(position - across(j, True, KEYS_FIRST))
+        return scores - slope * distance.to(tl.float32)
     else:
         return scores
 
 
 @triton.jit
-def apply_mask(scores, i, j, sequence, mask, KEYS_FIRST: tl.constexpr):
-    """Scores of a partial tile, with the bias added, and which are visible; i and j broadcast.
+def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Scores of a partial tile, with the bias added, and which are visible.
 
-    What cannot be seen is -inf, also where it was NaN.
+    What cannot be seen is -inf, also where it was NaN. Vectors are loaded as such, and then
+    broadcast: (rows, 1) would be loaded once for each column that a thread holds.
 
     KEYS_FIRST: the tile is (keys, queries). A thread then holds few keys and many queries, so that
     intervals of queries take fewer registers than intervals of keys.
     """
     b, h, seqlen_q, seqlen_k, bounds = sequence
-    rows, columns = i < seqlen_q, j < seqlen_k
+    row, column = across(i, False, KEYS_FIRST), across(j, True, KEYS_FIRST)
     if KEYS_FIRST:
         lo, hi = visible_queries(bounds, j)
-        visible = (i >= lo) & (i < hi)
+        visible = (row >= across(lo, True, True)) & (row < across(hi, True, True))
     else:
         lo, hi = visible_keys(bounds, i)
-        visible = (j >= lo) & (j < hi) & (i >= bounds[2]) & (i < bounds[3])
+        hi = tl.where((i >= bounds[2]) & (i < bounds[3]), hi, lo)
+        visible = (column >= across(lo, False, False)) & (column < across(hi, False, False))
     if mask.query_documents is not None:
-        at_query = mask.query_documents + b * mask.query_documents_stride_b + i
-        at_key = mask.key_documents + b * mask.key_documents_stride_b + j
-        visible &= tl.load(at_query, rows, 0) == tl.load(at_key, columns, 0)
+        query_at = mask.query_documents + b * mask.query_documents_stride_b + i
+        key_at = mask.key_documents + b * mask.key_documents_stride_b + j
+        query_ids = tl.load(query_at, i < seqlen_q, 0).to(tl.int32)
+        key_ids = tl.load(key_at, j < seqlen_k, 0).to(tl.int32)
+        visible &= across(query_ids, False, KEYS_FIRST) == across(key_ids, True, KEYS_FIRST)
+    head = h[:, None] if cut.PACKED_HEADS else h
     if mask.key_mask is not None:
-        at = mask.key_mask + b * mask.key_mask_stride_b + h * mask.key_mask_stride_h
-        # One load a key; h has one value a row where heads are packed into rows.
-        visible &= tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, columns, 0) != 0
+        at = mask.key_mask + b * mask.key_mask_stride_b + head * mask.key_mask_stride_h
+        if cut.PACKED_HEADS:
+            visible &= tl.load(at + column.to(tl.int64) * mask.key_mask_stride_k, visible, 0) != 0
+        else:
+            seen = tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, j < seqlen_k, 0) != 0
+            visible &= across(seen, True, KEYS_FIRST)
     if mask.dense is not None:
-        at = mask.dense + b * mask.dense_stride_b + h * mask.dense_stride_h
-        at = at + i.to(tl.int64) * mask.dense_stride_q + j.to(tl.int64) * mask.dense_stride_k
+        at = mask.dense + b * mask.dense_stride_b + head * mask.dense_stride_h
+        at += row.to(tl.int64) * mask.dense_stride_q + column.to(tl.int64) * mask.dense_stride_k
         visible &= tl.load(at, visible, 0) != 0
     if mask.bias is not None:
-        at = mask.bias + b * mask.bias_stride_b + h * mask.bias_stride_h
-        at = at + i.to(tl.int64) * mask.bias_stride_q + j.to(tl.int64) * mask.bias_stride_k
+        at = mask.bias + b * mask.bias_stride_b + head * mask.bias_stride_h
+        at += row.to(tl.int64) * mask.bias_stride_q + column.to(tl.int64) * mask.bias_stride_k
         added = tl.load(at, visible, float("-inf")).to(tl.float32)
         scores += added
         visible &= added != float("-inf")

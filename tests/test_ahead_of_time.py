@@ -1,0 +1,152 @@
+"""Every kernel compiles for every GPU that is supported, without spills, with its instructions."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from helpers import short
+
+from fused_attn import masks
+from fused_attn.masks import Mask
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
+
+from fused_attn.backends import triton as backend
+from fused_attn.backends.triton import norm_host
+from fused_attn.mask_spec import MaskSpec, normalize
+
+# The matrix instructions for 16-bit types: of a group of warps (64 rows), and of a warp.
+GROUP_ROWS = 64
+GROUP_PRODUCTS = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "mfma"}
+BATCH, HEADS, LENGTH = 2, 8, 256
+
+
+def mask_classes(dtype: torch.dtype) -> dict[str, Mask | None]:
+    """One mask of each kind of code that a kernel has for masks."""
+    ids = torch.arange(LENGTH) // 64
+    return {
+        "none": None,
+        "causal": masks.causal(),
+        "padding": masks.padding([200, 100]) & masks.prefix_lm([20, 0]),
+        "alibi": masks.causal() & masks.alibi(torch.ones(HEADS)),
+        "documents": masks.documents(ids) & masks.causal(),
+        "key_mask": masks.dense(torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool)),
+        "dense": masks.dense(torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
+        "bias": masks.causal() & masks.bias(torch.zeros(BATCH, HEADS, LENGTH, LENGTH, dtype=dtype)),
+    }
+
+
+def attention(
+    arch: str, dtype: torch.dtype, head_dim: int, mask: Mask | None,
+    dropout_p: float = 0.0, softcap: float = 0.0, packed: bool = False, seqlen_q: int = LENGTH,
+    head_dim_v: int | None = None, precision: str = "ieee", group: int = 1,
+) -> list[Compiled]:  # fmt: skip
+    """The kernels of forward and backward, or of decoding where seqlen_q is small."""
+    query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
+    key = torch.empty(BATCH, HEADS // group, LENGTH, head_dim, dtype=dtype)
+    value = torch.empty(BATCH, HEADS // group, LENGTH, head_dim_v or head_dim, dtype=dtype)
+    spec = normalize(mask, BATCH, HEADS, seqlen_q, LENGTH, query)
+    if packed:
+        cu_seqlens = torch.tensor([0, 100, LENGTH])
+        query, key, value = query[:1], key[:1], value[:1]
+        spec = MaskSpec(
+            *normalize(masks.padding([100, 156]), BATCH, HEADS, LENGTH, LENGTH, query).flat()[:9],
+            cu_seqlens, cu_seqlens, max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
+        )  # fmt: skip
+    seed = torch.zeros((), dtype=torch.int64)
+    options = (spec, 0.1, softcap, dropout_p, seed)
+    decodes = seqlen_q < LENGTH
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        with compiling_for(arch) as kernels:
+            out, lse, low = backend.attention_fwd(query, key, value, *options, not decodes)
+            if not decodes:
+                needs_bias = spec.bias is not None
+                grads = (out, lse, query, key, value, out, lse, low)
+                backend.attention_bwd(*grads, *options, needs_bias)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    return kernels
+
+
+def check(
+    kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32, spilled: int = 0
+) -> None:
+    """No spills, shared memory that the chip has, and matrix instructions for 16-bit types."""
+    assert kernels
+    for kernel in kernels:
+        assert kernel.spilled <= spilled, f"{kernel.name} spills {kernel.spilled} bytes a thread"
+        assert kernel.shared <= SHARED_LIMITS[arch], f"{kernel.name}: {kernel.shared} bytes"
+        if dtype.itemsize == 2 and kernel.name.startswith("attention_"):
+            products = GROUP_PRODUCTS if kernel.rows >= GROUP_ROWS else PRODUCTS
+            wanted = products.get(arch, PRODUCTS[arch])
+            assert wanted in kernel.text, f"{kernel.name} has no {wanted}"
+
+
+@pytest.mark.parametrize("name", mask_classes(torch.float32))
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper(head_dim, name):
+    """Every kind of mask code in every size; where products are of 64 rows, by groups of warps."""
+    dtype = torch.bfloat16
+    check(attention("sm_90", dtype, head_dim, mask_classes(dtype)[name]), "sm_90", dtype)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=short)
+@pytest.mark.parametrize("name", ["causal", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_architectures(head_dim, name, dtype, arch):
+    check(attention(arch, dtype, head_dim, mask_classes(dtype)[name]), arch, dtype)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.1},
+        {"softcap": 2.0},
+        {"packed": True},
+        {"seqlen_q": 3},
+        {"head_dim": 80, "head_dim_v": 16},
+        {"group": 4},
+        {"group": 4, "head_dim": 128},
+        {"group": 4, "seqlen_q": 3},
+    ],
+    ids=str,
+)
+def test_options(options, arch):
+    options = {"head_dim": 64, **options}
+    mask = None if "packed" in options else masks.causal(align="bottom_right")
+    kernels = attention(arch, torch.bfloat16, mask=mask, **options)
+    # The backward by keys keeps a few values from head to head of a group.
+    check(kernels, arch, torch.bfloat16, spilled=64 if "group" in options else 0)
+
+
+def test_tf32_is_for_the_matrix_units():
+    kernels = attention("sm_80", torch.float32, 64, None, precision="tf32")
+    assert any("tf32" in kernel.text for kernel in kernels)
+    assert not any("tf32" in kernel.text for kernel in attention("sm_80", torch.float32, 64, None))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("columns", [64, 768, 4096, 65536])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_norm(dtype, columns, arch):
+    rows, weight = torch.empty(64, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
+    seed = torch.zeros((), dtype=torch.int64)
+    with compiling_for(arch) as kernels:
+        _, total, mean, rstd = norm_host.norm_fwd(
+            rows, rows, weight, weight, 1e-5, False, 0.1, seed
+        )
+        norm_host.norm_bwd(rows, rows, total, weight, mean, rstd, False, 0.1, seed, True, True)
+    check(kernels, arch)
+    wide = "_load_dwordx4" if arch == "gfx942" else ".v4."
+    assert all(wide in kernel.text for kernel in kernels)

@@ -1,0 +1,109 @@
+"""Compiles the kernels of a call for a GPU that is not there.
+
+The calls are the package's own, on CPU tensors: what they would launch is compiled, with the same
+arguments and the same configuration as on that GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fused_attn.backends.triton import attention, norm_host
+from fused_attn.backends.triton.launch import Arch
+
+# Bytes of shared memory that a program can have: CUDA C programming guide, table of compute
+# capabilities; CDNA3 ISA guide, local data share.
+SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+ARCHS = tuple(SHARED_LIMITS)
+_CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel.
+
+    Attributes:
+        text: PTX, or AMD's assembly.
+        rows: of its scores, which are those of its products: queries, or keys in one kernel.
+        spilled: bytes of registers that a thread keeps in memory.
+        shared: bytes of shared memory.
+    """
+
+    name: str
+    text: str
+    rows: int
+    spilled: int
+    shared: int
+
+
+class _Driver:
+    """What Triton asks of a driver in order to compile."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@contextlib.contextmanager
+def compiling_for(arch: str) -> Iterator[list[Compiled]]:
+    """Within the block, what calls of the Triton backend would launch is compiled into the list."""
+    target = (
+        GPUTarget("hip", arch, 64)
+        if arch.startswith("gfx")
+        else GPUTarget("cuda", int(arch[3:]), 32)
+    )
+    done: list[Compiled] = []
+
+    def launch(kernel: Any, device: torch.device, grid: Any, *args: Any, **meta: Any) -> None:
+        kernel.device_caches.clear()  # they are of another target
+        compiled = kernel.warmup(*args, grid=grid, **meta)
+        cut = meta.get("cut")
+        rows = 0 if cut is None else cut.BLOCK_N if "dkdv" in kernel.__name__ else cut.BLOCK_M
+        done.append(_describe(kernel.__name__, int(rows), compiled))
+
+    modules: tuple[ModuleType, ...] = (attention, norm_host)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(target)))
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "launch", launch))
+            stack.enter_context(mock.patch.object(module, "arch_of", return_value=Arch(arch, 132)))
+        yield done
+
+
+def _describe(name: str, rows: int, kernel: Any) -> Compiled:
+    if "cubin" in kernel.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text, fields = kernel.asm["ptx"], (r"STACK:(\d+)", r"LOCAL:(\d+)")
+    else:
+        text = usage = kernel.asm["amdgcn"]
+        fields = (r"\.private_segment_fixed_size: *(\d+)",)
+    found = [re.search(field, usage) for field in fields]
+    spilled = sum(int(match[1]) for match in found if match)
+    assert all(found), f"no resource usage of {name}"
+    return Compiled(name, text, rows, spilled, kernel.metadata.shared)

@@ -19,8 +19,9 @@ Calls = Sequence[Callable[[], Any]]  # the same on each set of operands
 
 WAY_SECONDS, MIN_SAMPLES, MAX_SAMPLES = 0.1, 10, 50
 CALLS_A_ROUND = 5
-# The host queues a round's calls meanwhile: of short kernels it would else be the host's time.
-QUEUE_CYCLES = 3_000_000  # 1.5 ms at 2 GHz
+# The host queues a round's calls meanwhile: of short kernels it would else be the host's time. A
+# call takes it up to 1 ms (a backward with lists of tiles: ten launches).
+QUEUE_CYCLES = 12_000_000  # 6 ms at 2 GHz
 
 
 def medians(ways: dict[str, Calls]) -> dict[str, float]:

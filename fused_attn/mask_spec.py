@@ -224,13 +224,13 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
                     f"{name} must have shape ({batch}, {seqlen}) or ({seqlen},), "
                     f"got {tuple(ids.shape)}"
                 )
-            into.append(ids.to(torch.int64))
+            into.append(ids)
     if len(queries) == 1:
         return _numbered(queries[0], keys[0])
     # Several document masks: a pair of positions must agree in all of them, so the tuples of ids
     # are numbered anew, queries and keys together.
     stacked = [
-        torch.cat([q.expand(batch, -1), k.expand(batch, -1)], dim=1)
+        torch.cat([q.expand(batch, -1), k.expand(batch, -1)], dim=1).to(torch.int64)
         for q, k in zip(queries, keys, strict=True)
     ]
     tuples = torch.stack(stacked, dim=-1).reshape(-1, len(stacked))
@@ -243,14 +243,20 @@ def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
 
     Without a look at values that are on a GPU: each id becomes its first place among all, sorted.
     """
-    ids = (query_ids, key_ids)
-    if all(readable(t) for t in ids) and all(
-        int(t.min()) >= -(1 << 31) and int(t.max()) < 1 << 31 for t in ids if t.numel()
-    ):
-        return {"query_documents": query_ids, "key_documents": key_ids}
-    every = torch.cat([t.flatten() for t in ids]).sort().values
-    query_ids, key_ids = (torch.searchsorted(every, t.contiguous()) for t in ids)
+    ids = [query_ids, key_ids]
+    if not all(_fits(t) for t in ids):
+        ids = [t.to(torch.int64) for t in ids]
+        every = torch.cat([t.flatten() for t in ids]).sort().values
+        ids = [torch.searchsorted(every, t.contiguous()) for t in ids]
+    query_ids, key_ids = (t.to(torch.int64) for t in ids)
     return {"query_documents": query_ids, "key_documents": key_ids}
+
+
+def _fits(ids: Tensor) -> bool:
+    """Whether ids are known to fit into 32 bits."""
+    if ids.numel() == 0 or torch.iinfo(ids.dtype).max < 1 << 31:
+        return True
+    return readable(ids) and int(ids.min()) >= -(1 << 31) and int(ids.max()) < 1 << 31
 
 
 def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Tensor | None:

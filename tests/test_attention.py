@@ -289,6 +289,18 @@ def test_padded_queries_do_not_matter(dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_with_large_strides(backend):
+    """Offsets beyond 2**31; the memory between is never touched."""
+    if device_of(backend).type != "cpu":
+        pytest.skip("reason: a GPU has no memory that is not there")
+    whole = torch.empty(2**31 + 512, dtype=torch.bool)
+    mask = whole.as_strided((3, 1, 8, 8), (2**30, 64, 8, 1))
+    mask.copy_(torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.7)
+    tensors = random_qkv(3, 2, 2, 8, 8, 16)
+    assert_like_eager(attention(masks.dense(mask)), tensors, torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_visible_nan_is_not_hidden(backend):
     tensors = random_qkv(1, 1, 1, 40, 200, 16)
     tensors["key"][0, 0, 7, 3] = float("nan")

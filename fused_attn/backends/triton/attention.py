@@ -56,8 +56,8 @@ def attention_fwd(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     lse_low = torch.empty_like(lse) if for_backward else lse.new_empty(0)
     problem = _Problem(query, key, value, spec, scale, softcap, dropout_p, seed)
-    if lse.numel() == 0:
-        return out, lse, lse_low
+    if 0 in (lse.numel(), problem.sizes.batch, problem.sizes.seqlen_q):
+        return out.zero_(), lse.fill_(float("-inf")), lse_low.zero_()
     if problem.sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
         _decode(problem, out, lse)
         return out, lse, lse_low
@@ -76,7 +76,7 @@ def _decode(problem: _Problem, out: Tensor, lse: Tensor) -> None:
     """out and lse of a few queries, without a backward."""
     sizes = problem.sizes
     rows = sizes.num_heads // sizes.num_heads_kv * sizes.seqlen_q
-    cut = problem.config("decode", rows)
+    cut = problem.config("decode")
     num_m = -(-rows // cut.block_m)
     programs = sizes.batch * sizes.num_heads_kv * num_m
     wanted = -(-PROGRAMS_PER_CORE * arch_of(problem.device).num_cores // programs)
@@ -92,8 +92,7 @@ def _decode(problem: _Problem, out: Tensor, lse: Tensor) -> None:
     )  # fmt: skip
     launch(
         merge_parts_kernel, problem.device, (lse.numel(),), parts, _rows(out), lse, sizes,
-        problem.settings, MAX_PARTS=1 << (num_parts - 1).bit_length(), cut=compiled_for["cut"],
-        num_warps=1,
+        problem.settings, cut=compiled_for["cut"], num_warps=1,
     )  # fmt: skip
 
 
@@ -125,7 +124,7 @@ def attention_bwd(
         for tensor in (grad_query, grad_key, grad_value):
             tensor.zero_()
         if needs_bias and spec.bias is not None:
-            grad_bias = torch.zeros_like(spec.bias)
+            grad_bias = torch.zeros_like(spec.bias, memory_format=torch.contiguous_format)
         return grad_query, grad_key, grad_value, grad_bias
     # The tensors of these stay alive until the kernels are launched.
     out_rows, grad_out_rows = (_rows(_readable(t)) for t in (out, grad_out))
@@ -184,8 +183,9 @@ def _grad_bias(problem: _Problem, grad_out: Rows, stats: RowStatistics) -> Tenso
         num_m, num_n, own_batch, own_heads, num_parts, OWN_ROWS=rows, OWN_COLUMNS=columns,
         **problem.compiled_for(cut),
     )  # fmt: skip
-    broadcast = [0] + [3] * (not rows) + [4] * (not columns)
-    return parts.sum(broadcast).reshape(bias.shape).to(bias.dtype)
+    broadcast = [0] * (num_parts > 1) + [3] * (not rows) + [4] * (not columns)
+    total = parts.sum(broadcast) if broadcast else parts
+    return total.reshape(bias.shape).to(bias.dtype)
 
 
 def tile_kinds(
@@ -246,7 +246,7 @@ class _Problem:
             spec.band_lo, spec.band_hi, spec.alibi_offset,
         )  # fmt: skip
         self.settings = Settings(
-            scale, softcap, dropout_threshold(dropout_p), dropout_scale(dropout_p)
+            float(scale), float(softcap), dropout_threshold(dropout_p), dropout_scale(dropout_p)
         )
         self.softcapped = softcap > 0.0
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -262,12 +262,12 @@ class _Problem:
         seed = seed if dropout_p > 0.0 else None
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
-    def config(self, kind: str, rows: int = 0) -> Config:
-        """How the kernel of a pass is cut up; rows: of all tiles together in decoding."""
+    def config(self, kind: str) -> Config:
+        """How the kernel of a pass is cut up."""
         head_dim = max(self.head_dim, self.head_dim_v)
         if kind in ("fwd", "dq", "dkdv") and (self.has_lists or self.common[0] is not None):
             kind += "_masked"
-        return config(kind, arch_of(self.device).name, self.dtype.itemsize, head_dim, rows)
+        return config(kind, arch_of(self.device).name, self.dtype.itemsize, head_dim)
 
     def compiled_for(self, config: Config, packed_heads: bool = False) -> dict[str, Any]:
         """Compile-time arguments."""

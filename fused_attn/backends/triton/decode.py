@@ -102,25 +102,26 @@ def attention_decode_kernel(
 
 
 @triton.jit
-def merge_parts_kernel(
-    parts, out, lse, sizes, settings, cut: tl.constexpr, MAX_PARTS: tl.constexpr
-):
+def merge_parts_kernel(parts, out, lse, sizes, settings, cut: tl.constexpr):
     """out and lse of one query of a head."""
     at = tl.program_id(0).to(tl.int64)
     head, row = at // sizes.total_q, at % sizes.total_q
-    part, column = tl.arange(0, MAX_PARTS), tl.arange(0, cut.BLOCK_DV)[None, :]
-    there = part < parts.num_parts
-    maximum = tl.load(parts.maximum + at * parts.num_parts + part, there, float("-inf"))
-    total = tl.load(parts.total + at * parts.num_parts + part, there, 0.0)
-    weighted = parts.weighted + at * parts.num_parts * cut.HEAD_DIM_V
-    weighted += part[:, None] * cut.HEAD_DIM_V + column
-    sums = tl.load(weighted, there[:, None] & (column < cut.HEAD_DIM_V), 0.0)
-    largest = tl.max(maximum, 0)
-    share = power(maximum - tl.where(largest == float("-inf"), 0.0, largest), cut)
-    total = tl.sum(total * share, 0)
-    result = tl.sum(sums * share[:, None], 0)[None, :]
+    column = tl.arange(0, cut.BLOCK_DV)
+    in_row = column < cut.HEAD_DIM_V
+    part = at * parts.num_parts
+    largest, total = tl.load(parts.maximum + part), tl.load(parts.total + part)
+    acc = tl.load(parts.weighted + part * cut.HEAD_DIM_V + column, in_row, 0.0)
+    for _ in range(1, parts.num_parts):
+        part += 1
+        maximum = tl.load(parts.maximum + part)
+        weighted = tl.load(parts.weighted + part * cut.HEAD_DIM_V + column, in_row, 0.0)
+        before, largest = largest, tl.maximum(largest, maximum)
+        shift = tl.where(largest == float("-inf"), 0.0, largest)
+        rescale, share = power(before - shift, cut), power(maximum - shift, cut)
+        total = total * rescale + tl.load(parts.total + part) * share
+        acc = acc * rescale + weighted * share
     empty = total == 0.0
-    result = tl.where(empty, 0.0, result * (settings.dropout_scale / tl.where(empty, 1.0, total)))
+    acc = tl.where(empty, 0.0, acc * (settings.dropout_scale / tl.where(empty, 1.0, total)))
     out_at = head_rows(out, head // sizes.num_heads, head % sizes.num_heads, row) + column
-    tl.store(out_at, result.to(out_at.dtype.element_ty), column < cut.HEAD_DIM_V)
+    tl.store(out_at, acc.to(out_at.dtype.element_ty), in_row)
     store_lse(lse, None, at, True, largest, total, cut)

@@ -46,7 +46,8 @@ class MaskArgs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Integers that change from call to call: kernels are not compiled anew for them."""
+    """Integers that change from call to call. Triton compiles anew where one becomes 1, or starts
+    or ceases to be a multiple of 16: a few times for each in all."""
 
     batch: int
     num_heads: int
@@ -147,6 +148,7 @@ def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.c
     intervals of queries take fewer registers than intervals of keys.
     """
     b, h, seqlen_q, seqlen_k, bounds = sequence
+    b, h = b.to(tl.int64), h.to(tl.int64)  # strides may be large
     row, column = across(i, False, KEYS_FIRST), across(j, True, KEYS_FIRST)
     if KEYS_FIRST:
         lo, hi = visible_queries(bounds, j)

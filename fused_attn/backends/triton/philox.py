@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import math
+import struct
 
-import torch
 import triton
 import triton.language as tl
 
@@ -15,7 +15,7 @@ from fused_attn.philox import UNIFORM_BITS
 
 def dropout_threshold(dropout_p: float) -> int:
     """A word is kept where its upper 24 bits are at least this."""
-    rounded = torch.tensor(dropout_p, dtype=torch.float32).item()
+    (rounded,) = struct.unpack("f", struct.pack("f", dropout_p))
     return math.ceil(rounded * 2.0**UNIFORM_BITS)
 
 

@@ -134,8 +134,8 @@ def tile_kinds_kernel(
     """kinds (batch, heads, num_m, num_n): SKIP, PARTIAL or FULL; CHUNK tiles a program."""
     row = tl.program_id(0)
     m, bh = row % num_m, row // num_m
-    b, h = bh // heads, bh % heads
-    bounds = sequence_bounds(mask, sizes, b)
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    bounds = sequence_bounds(mask, sizes, bh // heads)
     i_begin = m * BLOCK_M
     i_end = tl.minimum(i_begin + BLOCK_M, sizes.seqlen_q)
     lo, hi, full_lo, full_hi = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, BLOCK_N)

@@ -4,8 +4,9 @@ No kernel is tuned while a user waits: `python -m fused_attn.backends.triton.tun
 candidates on the GPU it runs on, and prints rows to put here.
 
 Who measured: nobody yet. Every row is the largest tile of a list (large ones first: fewer reads of
-keys) that Triton 3.6 compiles without spills and within the chip's shared memory, for all masks
-that its pass may meet; tests/test_ahead_of_time.py holds the rows to that.
+keys) that Triton 3.6 compiled without spills and within the chip's shared memory, for each kind of
+mask by itself and sizes that are multiples of 16. tests/test_ahead_of_time.py holds the rows to
+that. Other sizes, several kinds at once and groups of heads may spill: up to 100 bytes were seen.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ MAX_DECODE_QUERIES = 16
 DECODE_KEYS_PER_PART, DECODE_MAX_PARTS = 256, 128
 # Programs wanted where work can be split: one computes while the other waits for memory.
 PROGRAMS_PER_CORE = 2
-_MAX_DECODE_ROWS = 64  # of a tile; more rows read keys again, from L2
 _STATISTICS = Config(32, 16, 4, 1)  # reads two tiles once: 8 to 64 KB in flight a program
 WIDTHS = (64, 128, 256)  # of head_dim; smaller ones take the row of 64
 
@@ -41,9 +41,9 @@ def _row(*configs: tuple[int, int, int, int]) -> dict[int, Config]:
     return {width: Config(*c) for width, c in zip(WIDTHS, configs, strict=True)}
 
 
-# arch -> (pass, bytes of an element) -> width -> Config. Passes called "_masked" have
-# dropout, or masks that are read from memory: more values a thread.
-# Rows of 256 with float32 may spill 8 bytes under dropout on sm_90.
+# arch -> (pass, bytes of an element) -> width -> Config. Passes called "_masked" have dropout, or
+# masks that are read from memory: more values a thread. Decoding has the rows that the matrix
+# instructions need at least; where a group of heads has more, keys are read again, from L2.
 TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
     "sm_80": {
         ("fwd", 2): _row((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2)),
@@ -55,8 +55,8 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("bias", 2): _row((64, 64, 8, 1), (64, 32, 8, 1), (16, 16, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1)),
         ("fwd_masked", 4): _row((16, 16, 8, 1), (32, 32, 8, 2), (32, 16, 4, 1)),
-        ("dq", 4): _row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
-        ("dq_masked", 4): _row((32, 32, 8, 1), (32, 16, 8, 1), (32, 32, 8, 1)),
+        ("dq", 4): _row((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+        ("dq_masked", 4): _row((32, 32, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1)),
         ("dkdv", 4): _row((32, 64, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
         ("dkdv_masked", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
         ("bias", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
@@ -92,9 +92,9 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("fwd", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (32, 16, 8, 1)),
         ("fwd_masked", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
         ("dq", 4): _row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
-        ("dq_masked", 4): _row((16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
-        ("dkdv", 4): _row((32, 64, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-        ("dkdv_masked", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+        ("dq_masked", 4): _row((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("dkdv", 4): _row((32, 64, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
+        ("dkdv_masked", 4): _row((32, 32, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
         ("bias", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
         ("decode", 2): _row((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
         ("decode", 4): _row((16, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
@@ -110,8 +110,8 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("fwd", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (32, 16, 8, 1)),
         ("fwd_masked", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
         ("dq", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (32, 32, 8, 1)),
-        ("dq_masked", 4): _row((64, 32, 8, 2), (16, 16, 8, 1), (32, 16, 8, 1)),
-        ("dkdv", 4): _row((32, 64, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+        ("dq_masked", 4): _row((32, 16, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1)),
+        ("dkdv", 4): _row((32, 64, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
         ("dkdv_masked", 4): _row((32, 32, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
         ("bias", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
         ("decode", 2): _row((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
@@ -122,7 +122,7 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("fwd_masked", 2): _row((128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
         ("dq", 2): _row((128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
         ("dq_masked", 2): _row((128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
-        ("dkdv", 2): _row((32, 64, 4, 2), (32, 64, 4, 2), (16, 32, 8, 1)),
+        ("dkdv", 2): _row((32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 8, 1)),
         ("dkdv_masked", 2): _row((32, 64, 4, 2), (32, 32, 4, 1), (16, 32, 8, 1)),
         ("bias", 2): _row((64, 64, 8, 1), (64, 64, 8, 1), (32, 32, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
@@ -136,8 +136,11 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("decode", 4): _row((16, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
 }
-# The tests' shapes take a few tiles, and each costs the interpreter the same time.
-TABLES["interpreter"] = dict.fromkeys(TABLES["sm_86"], dict.fromkeys(WIDTHS, Config(64, 64, 4, 1)))
+# The tests' shapes take a few tiles of these, and each costs the interpreter the same time.
+TABLES["interpreter"] = {
+    key: dict.fromkeys(WIDTHS, Config(16 if key[0] == "decode" else 64, 64, 4, 1))
+    for key in TABLES["sm_86"]
+}
 # Architectures that take the rows of another; any that is not here takes those of sm_86, which fit
 # into the least shared memory that an NVIDIA GPU from sm_80 on has (99 KB).
 _LIKE = {"sm_87": "sm_80", "sm_103": "sm_100"}
@@ -153,7 +156,7 @@ def width_of(head_dim: int) -> int:
     return next(width for width in WIDTHS if width >= head_dim)
 
 
-def config(kind: str, arch: str, element_size: int, head_dim: int, rows: int = 0) -> Config:
+def config(kind: str, arch: str, element_size: int, head_dim: int) -> Config:
     """The row for a pass.
 
     Args:
@@ -161,13 +164,8 @@ def config(kind: str, arch: str, element_size: int, head_dim: int, rows: int = 0
         arch: as `launch.Arch.name`.
         element_size: bytes of an element of query.
         head_dim: the larger of that of query and of value.
-        rows: of all tiles together in decoding, whose block_m they set.
     """
     if kind == "statistics":
         return _STATISTICS
     table = TABLES.get(_LIKE.get(arch, arch), TABLES["sm_86"])
-    row = table[kind, element_size][width_of(head_dim)]
-    if kind == "decode":
-        block_m = min(_MAX_DECODE_ROWS, padded(rows))
-        return Config(block_m, row.block_n, row.num_warps, row.num_stages)
-    return row
+    return table[kind, element_size][width_of(head_dim)]

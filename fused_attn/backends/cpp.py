@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_attn._layout import gradient_layout, out_layout, readable_in_place
 from fused_attn._modes import statistics_dtype
-from fused_attn.backends.problem import AttentionProblem, Problem
+from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.mask_spec import MaskSpec
 
 try:
@@ -35,17 +35,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = unavailable()
     if problem.device.type != "cpu":
         reasons.append(f"runs on cpu, not on {problem.device.type}")
-    if problem.dtype not in _DTYPES:
-        reasons.append(f"has no {problem.dtype}")
-    if problem.transformed:
-        reasons.append("has no derivatives under torch.func and in forward mode")
-    if isinstance(problem, AttentionProblem):
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(problem, name) > MAX_HEAD_DIM:
-                reasons.append(f"takes {name} up to {MAX_HEAD_DIM}, not {getattr(problem, name)}")
-        if problem.bias_dtype is not None and problem.bias_dtype not in _DTYPES:
-            reasons.append(f"has no float mask of {problem.bias_dtype}")
-    return reasons
+    return reasons + kernel_limits(problem, _DTYPES, MAX_HEAD_DIM)
 
 
 def not_automatic() -> list[str]:

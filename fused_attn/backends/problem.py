@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -30,3 +31,22 @@ class NormProblem:
 
 
 Problem = AttentionProblem | NormProblem
+
+
+def kernel_limits(
+    problem: Problem, dtypes: Collection[torch.dtype], max_head_dim: int
+) -> list[str]:
+    """Why a backend of kernels for these types and head dimensions does not take a problem."""
+    reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]
+    if problem.transformed:
+        reasons.append("has no derivatives under torch.func and in forward mode")
+    if isinstance(problem, AttentionProblem):
+        sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+        reasons += [
+            f"takes {name} up to {max_head_dim}, not {size}"
+            for name, size in sizes.items()
+            if size > max_head_dim
+        ]
+        if problem.bias_dtype is not None and problem.bias_dtype not in dtypes:
+            reasons.append(f"has no float mask of {problem.bias_dtype}")
+    return reasons

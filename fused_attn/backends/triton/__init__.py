@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends.problem import AttentionProblem, Problem
+from fused_attn.backends.problem import Problem, kernel_limits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -49,17 +49,7 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"runs on cuda, not on {device}")
     elif device == "cuda" and not reasons:
         reasons += _too_old(problem.device)
-    if problem.dtype not in DTYPES:
-        reasons.append(f"has no {problem.dtype}")
-    if problem.transformed:
-        reasons.append("has no derivatives under torch.func and in forward mode")
-    if isinstance(problem, AttentionProblem):
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(problem, name) > MAX_HEAD_DIM:
-                reasons.append(f"takes {name} up to {MAX_HEAD_DIM}, not {getattr(problem, name)}")
-        if problem.bias_dtype is not None and problem.bias_dtype not in DTYPES:
-            reasons.append(f"has no float mask of {problem.bias_dtype}")
-    return reasons
+    return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
 
 def not_automatic() -> list[str]:

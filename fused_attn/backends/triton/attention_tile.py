@@ -17,8 +17,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_attn.backends.triton.masks import LOG2E, add_alibi, apply_mask, softcapped
+from fused_attn.backends.triton.masks import (
+    LOG2E,
+    add_alibi,
+    apply_mask,
+    seen_keys,
+    sequence_bounds,
+    softcapped,
+)
 from fused_attn.backends.triton.philox import keep_tile
+from fused_attn.backends.triton.tiles import key_tiles
 
 
 class Rows(NamedTuple):
@@ -70,6 +78,19 @@ def head_rows(rows, batch, h, first):
     """Where the first row of a sequence's head is."""
     at = rows.data + batch.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h
     return at + first.to(tl.int64) * rows.stride_row
+
+
+@triton.jit
+def keys_of_tile(key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut: tl.constexpr):
+    """`sequence` and `keys` of a tile of queries, and the ranges of its tiles (see tiles.py)."""
+    h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
+    batch, first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
+    bounds = sequence_bounds(mask, sizes, b)
+    i_end = tl.minimum(i_begin + cut.BLOCK_M, seqlen_q)
+    ranges = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, cut.BLOCK_N)
+    begin, end = seen_keys(bounds, i_begin, i_end, seqlen_k)
+    key_at, value_at = head_rows(key, batch, h_kv, first), head_rows(value, batch, h_kv, first)
+    return (b, h, seqlen_q, seqlen_k, bounds), (key_at, value_at, begin, end), ranges
 
 
 @triton.jit

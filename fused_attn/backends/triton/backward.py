@@ -23,6 +23,7 @@ from fused_attn.backends.triton.attention_tile import (
     finish_scores,
     head_rows,
     kept,
+    keys_of_tile,
     load_key_value,
     load_tile,
     power,
@@ -30,10 +31,9 @@ from fused_attn.backends.triton.attention_tile import (
     store_tile,
     zero_unseen,
 )
-from fused_attn.backends.triton.masks import LOG2E, seen_keys, sequence_bounds
+from fused_attn.backends.triton.masks import LOG2E, sequence_bounds
 from fused_attn.backends.triton.tiles import (
     full_tile,
-    key_tiles,
     partial_tile,
     query_tiles,
     visible_tiles,
@@ -100,21 +100,14 @@ def attention_bwd_dq_kernel(
     pid = tl.program_id(0)
     m, bh = num_m - 1 - pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
-    h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
-    key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
     i_begin = m * cut.BLOCK_M
     if i_begin >= seqlen_q:
         return
-    bounds = sequence_bounds(mask, sizes, b)
-    sequence = (b, h, seqlen_q, seqlen_k, bounds)
-    i_end = tl.minimum(i_begin + cut.BLOCK_M, seqlen_q)
-    ranges = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, cut.BLOCK_N)
+    sequence, keys, ranges = keys_of_tile(
+        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
+    )
     tiles = visible_tiles(ranges, lists, b, h, m)
-    seen_begin, seen_end = seen_keys(bounds, i_begin, i_end, seqlen_k)
-    key_at = head_rows(key, key_batch, h_kv, key_first)
-    value_at = head_rows(value, key_batch, h_kv, key_first)
-    keys = (key_at, value_at, seen_begin, seen_end)
 
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     at = statistics_at(sizes, query_batch, h, query_first)

@@ -13,9 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fused_attn.backends.triton.attention_tile import head_rows, sequence_rows
+from fused_attn.backends.triton.attention_tile import keys_of_tile, sequence_rows
 from fused_attn.backends.triton.backward import grad_scores, load_queries, statistics_at
-from fused_attn.backends.triton.masks import seen_keys, sequence_bounds
 from fused_attn.backends.triton.tiles import SKIP
 
 
@@ -72,22 +71,17 @@ def _tile_of_head(
     b, h, i_begin, j_begin, cut: tl.constexpr,
 ):  # fmt: skip
     """dS of one tile of a head, before the derivative of softcap."""
-    h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
-    key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
-    bounds = sequence_bounds(mask, sizes, b)
-    i_end = tl.minimum(i_begin + cut.BLOCK_M, seqlen_q)
-    seen_begin, seen_end = seen_keys(bounds, i_begin, i_end, seqlen_k)
-    key_at = head_rows(key, key_batch, h_kv, key_first)
-    value_at = head_rows(value, key_batch, h_kv, key_first)
+    sequence, keys, _ = keys_of_tile(
+        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
+    )
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     at = statistics_at(sizes, query_batch, h, query_first)
     q, do, statistics = load_queries(
         query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, cut
     )
     grads, _, _, _ = grad_scores(
-        q, do, statistics, i, j_begin, (key_at, value_at, seen_begin, seen_end),
-        (b, h, seqlen_q, seqlen_k, bounds), key, value, seed, mask, sizes, settings, stats, cut,
-        True,
+        q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings,
+        stats, cut, True,
     )  # fmt: skip
     return grads

@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build demo test test-isas lint format sdist-check bench bench-quick \
+.PHONY: help env build demo test test-compile test-isas lint format sdist-check bench bench-quick \
 	gpu-build gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
@@ -45,8 +45,11 @@ demo: env ## embed sentences with a real model, before and after the swap
 # The Triton kernels once more, in Triton's interpreter; one process a core serves it better than
 # threads do.
 test: env ## run the tests, also on the Triton kernels, interpreted
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not thorough"
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k triton
+
+test-compile: env ## compile all Triton kernels for each GPU, in all their tile sizes
+	$(BIN)/python -m pytest -q -n 2 tests/test_ahead_of_time.py
 
 # tests/test_isas.py has the most important of this for `test`.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Container, Iterable
+from typing import Any
 
 import pytest
 import torch
-from helpers import short
 
 from fused_attn import masks
 from fused_attn.masks import Mask
@@ -92,13 +93,23 @@ def check(
             assert wanted in kernel.text, f"{kernel.name} has no {wanted}"
 
 
+def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
+    """Cases of which `make test` runs those in `core`: compiling them all takes 10 minutes."""
+    return [
+        pytest.param(*case, marks=[] if case in core else [pytest.mark.thorough]) for case in cases
+    ]
+
+
+NAMES = tuple(mask_classes(torch.float32))
+HOPPER = [*itertools.product((64, 128), NAMES), (256, "causal"), (256, "bias")]
+ELSEWHERE = list(
+    itertools.product((64, 128), ("causal", "bias"), (torch.float32, torch.float16), ARCHS)
+)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "name"),
-    [
-        *itertools.product((64, 128), mask_classes(torch.float32)),
-        (256, "causal"),  # the same code as for smaller ones, in other tiles
-        (256, "bias"),
-    ],
+    thorough(HOPPER, [(64, "causal"), *((128, name) for name in NAMES), (256, "causal")]),
 )
 def test_hopper(head_dim, name):
     """Every kind of mask code in every size; where products are of 64 rows, by groups of warps."""
@@ -106,27 +117,36 @@ def test_hopper(head_dim, name):
     check(attention("sm_90", dtype, head_dim, mask_classes(dtype)[name]), "sm_90", dtype)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=short)
-@pytest.mark.parametrize("name", ["causal", "bias"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "name", "dtype", "arch"),
+    thorough(
+        ELSEWHERE,
+        [(128, "bias", torch.float16, arch) for arch in ("sm_80", "sm_100", "gfx942")]
+        + [(64, "causal", torch.float32, arch) for arch in ARCHS],
+    ),
+)
 def test_architectures(head_dim, name, dtype, arch):
     check(attention(arch, dtype, head_dim, mask_classes(dtype)[name]), arch, dtype)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+OPTIONS: list[dict[str, Any]] = [
+    {"dropout_p": 0.1},
+    {"softcap": 2.0},
+    {"packed": True},
+    {"seqlen_q": 3},
+    {"head_dim": 80, "head_dim_v": 16},
+    {"group": 4},
+    {"group": 4, "head_dim": 128},
+    {"group": 4, "seqlen_q": 3},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout_p": 0.1},
-        {"softcap": 2.0},
-        {"packed": True},
-        {"seqlen_q": 3},
-        {"head_dim": 80, "head_dim_v": 16},
-        {"group": 4},
-        {"group": 4, "head_dim": 128},
-        {"group": 4, "seqlen_q": 3},
-    ],
+    ("options", "arch"),
+    thorough(
+        itertools.product(OPTIONS, ARCHS),
+        [(options, "sm_90") for options in OPTIONS[:4]] + [(OPTIONS[7], "gfx942")],
+    ),
     ids=str,
 )
 def test_options(options, arch):
@@ -143,9 +163,13 @@ def test_tf32_is_for_the_matrix_units():
     assert not any("tf32" in kernel.text for kernel in attention("sm_80", torch.float32, 64, None))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("columns", [64, 768, 4096, 65536])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize(
+    ("dtype", "columns", "arch"),
+    thorough(
+        itertools.product((torch.float32, torch.bfloat16), (64, 768, 4096, 65536), ARCHS),
+        [(torch.bfloat16, columns, arch) for columns in (768, 65536) for arch in ARCHS],
+    ),
+)
 def test_norm(dtype, columns, arch):
     rows, weight = torch.empty(64, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
     seed = torch.zeros((), dtype=torch.int64)

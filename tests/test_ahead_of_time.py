@@ -15,7 +15,7 @@ from fused_attn.masks import Mask
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+    pytest.skip("reason: interpreted kernels are not compiled", allow_module_level=True)
 
 from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
 

@@ -10,7 +10,7 @@ from helpers import BACKENDS
 from mask_cases import MASKS
 
 if "triton" not in BACKENDS:
-    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+    pytest.skip("reason: needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 import triton
 import triton.language as tl

@@ -36,7 +36,7 @@ def attention(
     spec = with_summaries(spec, get_backend(backend).tile_summary)
     args = (query, key, value, *spec.flat(), scale, softcap, dropout_p, seed, backend)
     if not _needs_grad(query, key, value, spec.bias):
-        return ops.attention_inference(*args)[:2]
+        return ops.attention_fwd(*args, False)[:2]
     return _Attention.apply(*args)[:2]
 
 
@@ -72,7 +72,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = ops.attention_fwd(*inputs)
+        output = ops.attention_fwd(*inputs, True)
         query, key, value, *options, seed, backend = inputs
         tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
         ctx.set_materialize_grads(False)

@@ -31,7 +31,8 @@ _QKV = "Tensor query, Tensor key, Tensor value"
 
 SCHEMAS = {
     "attention_fwd": (
-        f"({_QKV}, {_ATTENTION}, str backend) -> (Tensor out, Tensor lse, Tensor lse_low)"
+        f"({_QKV}, {_ATTENTION}, str backend, bool for_backward) "
+        "-> (Tensor out, Tensor lse, Tensor lse_low)"
     ),
     "attention_bwd": (
         f"(Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse, Tensor lse_low, "
@@ -99,7 +100,8 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -
 def _attention_fwd_op(*args: Any) -> Any:
     query, key, value = args[:3]
     _check_operands(query, key, value, MaskSpec(*args[3 : 3 + NUM_SPEC_FIELDS]))
-    if args[-3] > 0.0 and args[-2] is None:
+    dropout_p, seed = args[-4:-2]
+    if dropout_p > 0.0 and seed is None:
         raise ValueError("seed must be given with dropout_p > 0")
     return _attention_fwd_impl(*args)
 
@@ -112,15 +114,14 @@ def _attention_bwd_op(*args: Any) -> Any:
         raise ValueError(f"out and grad_out must have shape {shape}")
     if any(t is not None and t.shape != query.shape[:3] for t in (grad_lse, lse, lse_low)):
         raise ValueError(f"lse and its gradient must have shape {tuple(query.shape[:3])}")
-    if args[-4] > 0.0 and args[-3] is None:
+    dropout_p, seed = args[-4:-2]
+    if dropout_p > 0.0 and seed is None:
         raise ValueError("seed must be given with dropout_p > 0")
     return _attention_bwd_impl(*args)
 
 
-def _attention_fwd_impl(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any, for_backward: bool = True
-) -> Any:
-    *options, backend = rest
+def _attention_fwd_impl(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    *options, backend, for_backward = rest
     spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
     return get_backend(backend).attention_fwd(
         query, key, value, spec, *options[NUM_SPEC_FIELDS:], for_backward
@@ -170,16 +171,10 @@ def _norm_bwd_op(*args: Any) -> Any:
 
 
 def attention_fwd(*args: Any) -> Any:
-    """out, lse, and what rounding took from lse; arguments as in the schema."""
+    """out, lse, and what rounding took from lse (empty unless for_backward); arguments as in the
+    schema. Where no backward follows, backends have faster ways for a few queries."""
     if plain_eager(*args[:4]):
         return _attention_fwd_impl(*args)
-    return torch.ops.fused_attn.attention_fwd(*args)
-
-
-def attention_inference(*args: Any) -> Any:
-    """As attention_fwd, where no backward follows; what rounding took from lse is not told."""
-    if plain_eager(*args[:4]):
-        return _attention_fwd_impl(*args, for_backward=False)
     return torch.ops.fused_attn.attention_fwd(*args)
 
 
@@ -233,7 +228,8 @@ def _attention_fwd_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
     batch, num_heads, seqlen_q, _ = query.shape
     out = query.new_empty_strided(*out_layout(query, value))
     lse = query.new_empty(batch, num_heads, seqlen_q, dtype=statistics_dtype(query.dtype))
-    return out, lse, torch.empty_like(lse)
+    for_backward = rest[-1]
+    return out, lse, torch.empty_like(lse) if for_backward else lse.new_empty(0)
 
 
 def _attention_bwd_fake(*args: Any) -> Any:

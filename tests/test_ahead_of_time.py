@@ -157,6 +157,31 @@ def test_options(options, arch):
     check(kernels, arch, torch.bfloat16, spilled=64 if "group" in options else 0)
 
 
+def test_lengths_do_not_compile_kernels_anew():
+    """A cache that grows, and batches of any length, take what is there already."""
+    served: dict[str, set[str]] = {}
+    for seqlen_q, seqlen_k in (
+        (1, 1),
+        (1, 47),
+        (1, 48),
+        (1, 2000),
+        (2, 64),
+        (1, 7),
+        (50, 7),
+        (64, 80),
+    ):
+        query = torch.empty(BATCH, HEADS, seqlen_q, 64, dtype=torch.bfloat16)
+        key = torch.empty(BATCH, HEADS, seqlen_k, 64, dtype=torch.bfloat16)
+        mask = masks.causal(align="bottom_right") & masks.padding([seqlen_k] * BATCH)
+        spec = normalize(mask, BATCH, HEADS, seqlen_q, seqlen_k, query)
+        with compiling_for("sm_90") as kernels:
+            backend.attention_fwd(query, key, key, spec, 0.1, 0.0, 0.0, None, False)
+        for kernel in kernels:
+            served.setdefault(kernel.name, set()).add(kernel.hash)
+    assert set(served) == {"attention_decode_kernel", "merge_parts_kernel", "attention_fwd_kernel"}
+    assert all(len(hashes) == 1 for hashes in served.values()), served
+
+
 def test_tf32_is_for_the_matrix_units():
     kernels = attention("sm_80", torch.float32, 64, None, precision="tf32")
     assert any("tf32" in kernel.text for kernel in kernels)

@@ -49,6 +49,15 @@ def test_is_another_kernel():
     torch.testing.assert_close(*outs)
 
 
+def test_compiled_calls_take_it_too():
+    query, key, value = (t.float() for t in random_qkv(1, 4, 4, 1, 2000, 64).values())
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(
+            compiled(query, key, value), F.scaled_dot_product_attention(query, key, value)
+        )
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_isas(isa, dtype):

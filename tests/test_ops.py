@@ -16,7 +16,7 @@ from fused_attn import mask_spec, masks, ops, philox
 SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
 
 
-def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
+def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0, for_backward=True):
     """The arguments of attention_fwd."""
     there = device_of(backend)
     query, key, value = (t.to(there) for t in random_qkv(*SHAPE, 16, 24).values())
@@ -26,7 +26,7 @@ def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
         whole = own if whole is None else whole & own
     spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query)
     seed = philox.new_seed(there) if dropout_p else None
-    return (query, key, value, *spec.flat(), 0.25, softcap, dropout_p, seed, backend)
+    return (query, key, value, *spec.flat(), 0.25, softcap, dropout_p, seed, backend, for_backward)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -38,18 +38,21 @@ def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
         {"mask": "dense", "bias": True},
         {"mask": "documents", "softcap": 2.0},
         {"mask": "alibi"},
+        {"mask": "causal", "for_backward": False},
     ],
     ids=str,
 )
 def test_opcheck_attention(options, backend):
     args = op_arguments(backend, **options)
     torch.library.opcheck(torch.ops.fused_attn.attention_fwd.default, args)
+    if not options.get("for_backward", True):
+        return
     out, lse, lse_low = ops.attention_fwd(*args)
     for grad_lse in (None, torch.randn_like(lse)):
         torch.library.opcheck(
             torch.ops.fused_attn.attention_bwd.default,
             (
-                torch.randn_like(out), grad_lse, *args[:3], out, lse, lse_low, *args[3:-1],
+                torch.randn_like(out), grad_lse, *args[:3], out, lse, lse_low, *args[3:-2],
                 options.get("bias", False), backend,
             ),
         )  # fmt: skip

@@ -116,7 +116,7 @@ def test_lazy_negation_is_seen():
 def test_direct_calls_of_the_ops_are_checked():
     def call(query, key, value, **options):
         spec = replace(MaskSpec(), **options.get("spec", {})).flat()
-        rest = [1.0, 0.0, options.get("dropout_p", 0.0), None, "cpp"]
+        rest = [1.0, 0.0, options.get("dropout_p", 0.0), None, "cpp", False]
         return torch.ops.fused_attn.attention_fwd(query, key, value, *spec, *rest)
 
     x = torch.randn(1, 2, 4, 8)

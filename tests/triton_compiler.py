@@ -41,6 +41,7 @@ class Compiled:
         rows: of its scores, which are those of its products: queries, or keys in one kernel.
         spilled: bytes of registers that a thread keeps in memory.
         shared: bytes of shared memory.
+        hash: the same where the compiled kernel is.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Compiled:
     rows: int
     spilled: int
     shared: int
+    hash: str
 
 
 class _Driver:
@@ -106,4 +108,4 @@ def _describe(name: str, rows: int, kernel: Any) -> Compiled:
     found = [re.search(field, usage) for field in fields]
     spilled = sum(int(match[1]) for match in found if match)
     assert all(found), f"no resource usage of {name}"
-    return Compiled(name, text, rows, spilled, kernel.metadata.shared)
+    return Compiled(name, text, rows, spilled, kernel.metadata.shared, kernel.hash)

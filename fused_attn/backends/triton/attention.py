@@ -37,7 +37,7 @@ from fused_attn.backends.triton.tuning import (
 from fused_attn.mask_spec import MaskSpec
 from fused_attn.philox import dropout_scale
 
-_NO_LISTS = TileLists(None, None, 1, 1, 1)
+_NO_LISTS = TileLists(None, None, 1)
 
 
 def attention_fwd(
@@ -66,8 +66,8 @@ def attention_fwd(
     launch(
         attention_fwd_kernel, problem.device,
         (num_m * problem.sizes.batch * problem.sizes.num_heads,), *problem.qkv, _rows(out), lse,
-        lse_low if for_backward else None, *problem.common, problem.lists(cut), problem.sizes,
-        problem.settings, num_m, **problem.compiled_for(cut),
+        lse_low if for_backward else None, *problem.common, problem.lists(cut),
+        *problem.sizes, problem.settings, **problem.compiled_for(cut),
     )  # fmt: skip
     return out, lse, lse_low
 
@@ -82,17 +82,18 @@ def _decode(problem: _Problem, out: Tensor, lse: Tensor) -> None:
     wanted = -(-PROGRAMS_PER_CORE * arch_of(problem.device).num_cores // programs)
     longest = -(-sizes.seqlen_k // DECODE_KEYS_PER_PART)
     num_parts = max(1, min(wanted, longest, DECODE_MAX_PARTS))
-    maximum, total = lse.new_empty(2, lse.numel(), num_parts)
+    maximum, total = (lse.new_empty(lse.numel(), num_parts) for _ in range(2))
     weighted = lse.new_empty(lse.numel(), num_parts, problem.head_dim_v)
-    parts = Parts(maximum, total, weighted, num_parts)
+    parts = Parts(maximum, total, weighted)
     compiled_for = problem.compiled_for(cut, packed_heads=True)
     launch(
         attention_decode_kernel, problem.device, (programs * num_parts,), *problem.qkv, parts,
-        *problem.common, _NO_LISTS, sizes, problem.settings, num_m, **compiled_for,
+        *problem.common, _NO_LISTS, *problem.sizes, problem.settings, num_parts, **compiled_for,
     )  # fmt: skip
     launch(
-        merge_parts_kernel, problem.device, (lse.numel(),), parts, _rows(out), lse, sizes,
-        problem.settings, cut=compiled_for["cut"], num_warps=1,
+        merge_parts_kernel, problem.device, (lse.numel(),), parts, _rows(out), lse,
+        sizes.num_heads, sizes.total_q, problem.settings, num_parts, cut=compiled_for["cut"],
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -137,14 +138,14 @@ def attention_bwd(
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
         row_statistics_kernel, problem.device, (num_m * heads,), out_rows, grad_out_rows, lse,
-        lse_low, stats, problem.cu_seqlens_q, sizes, num_m, **problem.compiled_for(cut),
+        lse_low, stats, problem.cu_seqlens_q, *problem.sizes, **problem.compiled_for(cut),
     )  # fmt: skip
     cut = problem.config("dq")
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
         attention_bwd_dq_kernel, problem.device, (num_m * heads,), *problem.qkv, grad_out_rows,
-        _rows(grad_query), *problem.common, problem.lists(cut), sizes, problem.settings, stats,
-        num_m, CONSISTENT=needs_bias, **problem.compiled_for(cut),
+        _rows(grad_query), *problem.common, problem.lists(cut), *problem.sizes,
+        problem.settings, stats, CONSISTENT=needs_bias, **problem.compiled_for(cut),
     )  # fmt: skip
     if needs_bias:
         grad_bias = _grad_bias(problem, grad_out_rows, stats)
@@ -153,7 +154,7 @@ def attention_bwd(
     launch(
         attention_bwd_dkdv_kernel, problem.device, (num_n * sizes.batch * sizes.num_heads_kv,),
         *problem.qkv, grad_out_rows, _rows(grad_key), _rows(grad_value), *problem.common,
-        problem.lists(cut, of_keys=True), sizes, problem.settings, stats, num_n,
+        problem.lists(cut, of_keys=True), *problem.sizes, problem.settings, stats,
         GROUP=sizes.num_heads // sizes.num_heads_kv, **problem.compiled_for(cut),
     )  # fmt: skip
     return grad_query, grad_key, grad_value, grad_bias
@@ -179,8 +180,8 @@ def _grad_bias(problem: _Problem, grad_out: Rows, stats: RowStatistics) -> Tenso
     )  # fmt: skip
     launch(
         attention_bwd_bias_kernel, problem.device, (tiles_of_mask * num_parts,), *problem.qkv,
-        grad_out, *problem.common, kinds, kinds_heads, sizes, problem.settings, stats, parts,
-        num_m, num_n, own_batch, own_heads, num_parts, OWN_ROWS=rows, OWN_COLUMNS=columns,
+        grad_out, *problem.common, kinds, kinds_heads, *problem.sizes, problem.settings, stats,
+        parts, own_batch, own_heads, num_parts, OWN_ROWS=rows, OWN_COLUMNS=columns,
         **problem.compiled_for(cut),
     )  # fmt: skip
     broadcast = [0] * (num_parts > 1) + [3] * (not rows) + [4] * (not columns)
@@ -198,7 +199,7 @@ def tile_kinds(
     chunk = tiles.KINDS_CHUNK
     launch(
         tiles.tile_kinds_kernel, device, (sizes.batch * heads * num_m, -(-num_n // chunk)),
-        kinds, mask_args(spec), summaries(spec, tile_summary), sizes, heads, num_m, num_n,
+        kinds, mask_args(spec), summaries(spec, tile_summary), *sizes, heads,
         BLOCK_M=block_m, BLOCK_N=block_n, CHUNK=chunk,
     )  # fmt: skip
     return kinds
@@ -297,7 +298,7 @@ class _Problem:
             tiles.list_tiles_kernel, self.device, (batch * heads * owners,), kinds, counts, indices,
             owners, others, *strides, CHUNK=tiles.LIST_CHUNK, num_warps=1,
         )  # fmt: skip
-        return TileLists(counts, indices, heads, owners, others)
+        return TileLists(counts, indices, heads)
 
 
 def _readable(tensor: Tensor) -> Tensor:

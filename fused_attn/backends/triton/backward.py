@@ -31,7 +31,7 @@ from fused_attn.backends.triton.attention_tile import (
     store_tile,
     zero_unseen,
 )
-from fused_attn.backends.triton.masks import LOG2E, sequence_bounds
+from fused_attn.backends.triton.masks import LOG2E, SIZES, Sizes, sequence_bounds
 from fused_attn.backends.triton.tiles import (
     full_tile,
     partial_tile,
@@ -51,11 +51,17 @@ class RowStatistics(NamedTuple):
     grad_lse: Any  # None: 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def row_statistics_kernel(
-    out, grad_out, lse, lse_low, stats, cu_seqlens_q, sizes, num_m, cut: tl.constexpr
-):
+    out, grad_out, lse, lse_low, stats, cu_seqlens_q,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    cut: tl.constexpr,
+):  # fmt: skip
     """delta, and lse in the units of scores, of BLOCK_M queries of a head."""
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    num_m = tl.cdiv(seqlen_q, cut.BLOCK_M)
     pid = tl.program_id(0)
     m, bh = pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
@@ -87,16 +93,22 @@ def row_statistics_kernel(
     tl.store(stats.delta + at, tl.sum(products, 1), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_bwd_dq_kernel(
     query, key, value, grad_out, grad_query, seed, cu_seqlens_q, cu_seqlens_k,
-    mask, lists, sizes, settings, stats, num_m, cut: tl.constexpr, CONSISTENT: tl.constexpr,
+    mask, lists,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BLOCK_M queries of a head.
 
     CONSISTENT: delta is corrected so that the dS of a row add up to dlse, as they do but for the
     rounding of out, which the gradient of a float mask would show.
     """
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
     pid = tl.program_id(0)
     m, bh = num_m - 1 - pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
@@ -107,7 +119,7 @@ def attention_bwd_dq_kernel(
     sequence, keys, ranges = keys_of_tile(
         key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
     )
-    tiles = visible_tiles(ranges, lists, b, h, m)
+    tiles = visible_tiles(ranges, lists, b, h, m, num_m, num_n)
 
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     at = statistics_at(sizes, query_batch, h, query_first)
@@ -189,13 +201,19 @@ def grad_scores(
     return grads, weights, cap_tanh, k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_bwd_dkdv_kernel(
     query, key, value, grad_out, grad_key, grad_value, seed, cu_seqlens_q, cu_seqlens_k,
-    mask, lists, sizes, settings, stats, num_n, cut: tl.constexpr, GROUP: tl.constexpr,
+    mask, lists,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    settings, stats, cut: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N keys and values of a head, summed over the GROUP of heads that share
     it."""
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
     pid = tl.program_id(0)
     n, bh = pid % num_n, pid // num_n
     b, h_kv = bh // sizes.num_heads_kv, bh % sizes.num_heads_kv
@@ -223,7 +241,7 @@ def attention_bwd_dkdv_kernel(
     dv = tl.zeros((cut.BLOCK_N, cut.BLOCK_DV), tl.float32)
     for g in range(GROUP):
         h = h_kv * GROUP + g
-        tiles = visible_tiles(ranges, lists, b, h, n)
+        tiles = visible_tiles(ranges, lists, b, h, n, num_n, num_m)
         sequence = (b, h, seqlen_q, seqlen_k, bounds)
         query_at = head_rows(query, query_batch, h, query_first)
         grad_out_at = head_rows(grad_out, query_batch, h, query_first)

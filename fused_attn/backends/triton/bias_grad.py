@@ -15,13 +15,15 @@ import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import keys_of_tile, sequence_rows
 from fused_attn.backends.triton.backward import grad_scores, load_queries, statistics_at
+from fused_attn.backends.triton.masks import SIZES, Sizes
 from fused_attn.backends.triton.tiles import SKIP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*SIZES, "own_batch", "num_parts"])
 def attention_bwd_bias_kernel(
     query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, kinds, kinds_heads,
-    sizes, settings, stats, parts, num_m, num_n, own_batch, own_heads, num_parts,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    settings, stats, parts, own_batch, own_heads, num_parts,
     cut: tl.constexpr, OWN_ROWS: tl.constexpr, OWN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One part of one tile of the gradient.
@@ -29,6 +31,10 @@ def attention_bwd_bias_kernel(
     parts: (num_parts, own_batch, own_heads, rows, columns) float32, with a row for each query if
     OWN_ROWS (the mask has a dimension of queries), else one for each tile of them; columns alike.
     """
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
     pid = tl.program_id(0)
     n, rest = pid % num_n, pid // num_n
     m, rest = rest % num_m, rest // num_m

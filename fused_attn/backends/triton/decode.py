@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import head_rows, power, sequence_rows
 from fused_attn.backends.triton.forward import fwd_tile, store_lse
-from fused_attn.backends.triton.masks import seen_keys, sequence_bounds
+from fused_attn.backends.triton.masks import SIZES, Sizes, seen_keys, sequence_bounds
 from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile, visible_tiles
 
 
@@ -28,20 +28,24 @@ class Parts(NamedTuple):
     maximum: Any
     total: Any
     weighted: Any  # sums of weighted values
-    num_parts: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*SIZES, "num_parts"])
 def attention_decode_kernel(
-    query, key, value, parts, seed, cu_seqlens_q, cu_seqlens_k, mask, no_lists, sizes, settings,
-    num_m, cut: tl.constexpr,
+    query, key, value, parts, seed, cu_seqlens_q, cu_seqlens_k, mask, no_lists,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    settings, num_parts, cut: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of a head, for BLOCK_M rows of (head of the group, query)."""
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    group = num_heads // num_heads_kv
+    num_m = tl.cdiv(group * seqlen_q, cut.BLOCK_M)
     pid = tl.program_id(0)
-    part, rest = pid % parts.num_parts, pid // parts.num_parts
+    part, rest = pid % num_parts, pid // num_parts
     m, bh = rest % num_m, rest // num_m
     b, h_kv = bh // sizes.num_heads_kv, bh % sizes.num_heads_kv
-    group = sizes.num_heads // sizes.num_heads_kv
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
     key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
     if seqlen_q == 0:
@@ -54,7 +58,7 @@ def attention_decode_kernel(
     bounds = sequence_bounds(mask, sizes, b)
     sequence = (b, h, seqlen_q, seqlen_k, bounds)
     lo, hi, full_lo, full_hi = key_tiles(bounds, 0, seqlen_q, sizes.seqlen_k, cut.BLOCK_N)
-    each = tl.cdiv(hi - lo, parts.num_parts)
+    each = tl.cdiv(hi - lo, num_parts)
     begin = lo + part * each
     end = tl.maximum(tl.minimum(begin + each, hi), begin)
     if (
@@ -66,7 +70,7 @@ def attention_decode_kernel(
         full_lo, full_hi = end, end
     full_lo = tl.minimum(tl.maximum(full_lo, begin), end)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), end)
-    tiles = visible_tiles((begin, end, full_lo, full_hi), no_lists, b, h_kv, 0)
+    tiles = visible_tiles((begin, end, full_lo, full_hi), no_lists, b, h_kv, 0, 1, 1)
     seen_begin, seen_end = seen_keys(bounds, 0, seqlen_q, seqlen_k)
     key_at = head_rows(key, key_batch, h_kv, key_first)
     value_at = head_rows(value, key_batch, h_kv, key_first)
@@ -93,7 +97,7 @@ def attention_decode_kernel(
         )  # fmt: skip
 
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first + i
-    at = at * parts.num_parts + part
+    at = at * num_parts + part
     tl.store(parts.maximum + at, maximum, inside)
     tl.store(parts.total + at, total, inside)
     column = tl.arange(0, cut.BLOCK_DV)[None, :]
@@ -101,17 +105,17 @@ def attention_decode_kernel(
     tl.store(weighted, acc, inside[:, None] & (column < cut.HEAD_DIM_V))
 
 
-@triton.jit
-def merge_parts_kernel(parts, out, lse, sizes, settings, cut: tl.constexpr):
+@triton.jit(do_not_specialize=["num_heads", "total_q", "num_parts"])
+def merge_parts_kernel(parts, out, lse, num_heads, total_q, settings, num_parts, cut: tl.constexpr):
     """out and lse of one query of a head."""
     at = tl.program_id(0).to(tl.int64)
-    head, row = at // sizes.total_q, at % sizes.total_q
+    head, row = at // total_q, at % total_q
     column = tl.arange(0, cut.BLOCK_DV)
     in_row = column < cut.HEAD_DIM_V
-    part = at * parts.num_parts
+    part = at * num_parts
     largest, total = tl.load(parts.maximum + part), tl.load(parts.total + part)
     acc = tl.load(parts.weighted + part * cut.HEAD_DIM_V + column, in_row, 0.0)
-    for _ in range(1, parts.num_parts):
+    for _ in range(1, num_parts):
         part += 1
         maximum = tl.load(parts.maximum + part)
         weighted = tl.load(parts.weighted + part * cut.HEAD_DIM_V + column, in_row, 0.0)
@@ -122,6 +126,6 @@ def merge_parts_kernel(parts, out, lse, sizes, settings, cut: tl.constexpr):
         acc = acc * rescale + weighted * share
     empty = total == 0.0
     acc = tl.where(empty, 0.0, acc * (settings.dropout_scale / tl.where(empty, 1.0, total)))
-    out_at = head_rows(out, head // sizes.num_heads, head % sizes.num_heads, row) + column
+    out_at = head_rows(out, head // num_heads, head % num_heads, row) + column
     tl.store(out_at, acc.to(out_at.dtype.element_ty), in_row)
     store_lse(lse, None, at, True, largest, total, cut)

@@ -23,16 +23,22 @@ from fused_attn.backends.triton.attention_tile import (
     store_tile,
     zero_unseen,
 )
-from fused_attn.backends.triton.masks import LN2
+from fused_attn.backends.triton.masks import LN2, SIZES, Sizes
 from fused_attn.backends.triton.tiles import full_tile, partial_tile, visible_tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_fwd_kernel(
     query, key, value, out, lse, lse_low, seed, cu_seqlens_q, cu_seqlens_k,
-    mask, lists, sizes, settings, num_m, cut: tl.constexpr,
+    mask, lists,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    settings, cut: tl.constexpr,
 ):  # fmt: skip
     """out, lse and lse_low (None: not wanted) of BLOCK_M queries of a head."""
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
     pid = tl.program_id(0)
     # The last tiles first: under a causal mask they take longest.
     m, bh = num_m - 1 - pid % num_m, pid // num_m
@@ -44,7 +50,7 @@ def attention_fwd_kernel(
     sequence, keys, ranges = keys_of_tile(
         key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
     )
-    tiles = visible_tiles(ranges, lists, b, h, m)
+    tiles = visible_tiles(ranges, lists, b, h, m, num_m, num_n)
 
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     q = load_tile(

@@ -46,8 +46,11 @@ class MaskArgs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Integers that change from call to call. Triton compiles anew where one becomes 1, or starts
-    or ceases to be a multiple of 16: a few times for each in all."""
+    """Integers that change from call to call.
+
+    Kernels take them one by one, and not specialised: of an integer in a tuple Triton compiles
+    anew where it becomes 1, or begins or ceases to be a multiple of 16.
+    """
 
     batch: int
     num_heads: int
@@ -58,6 +61,9 @@ class Sizes(NamedTuple):
     band_lo: int
     band_hi: int
     alibi_offset: int
+
+
+SIZES = list(Sizes._fields)
 
 
 @triton.jit

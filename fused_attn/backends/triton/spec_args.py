@@ -45,13 +45,12 @@ def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summarie
         if tensor is not None and summary is None:
             summary = summarize(tensor)
         # Tiles along a broadcast dimension are one; its size says so, not that of the summary.
-        strides = (0, 0, 0) if summary is None else (
+        strides = (0, 0, 0, 0) if summary is None else (
             0 if size == 1 else stride
-            for size, stride in zip(tensor.shape[:3], summary.stride()[:3], strict=True)
+            for size, stride in zip(tensor.shape, summary.stride(), strict=True)
         )  # fmt: skip
         fields[name] = summary
-        fields |= zip((f"{name}_stride_{d}" for d in "bhq"), strides, strict=True)
-        fields[f"{name}_num_k"] = 1 if summary is None else summary.shape[3]
+        fields |= zip((f"{name}_stride_{d}" for d in "bhqk"), strides, strict=True)
     return Summaries(**fields)
 
 

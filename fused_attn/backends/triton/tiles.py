@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_attn.backends.triton.masks import sequence_bounds, visible_keys, visible_queries
+from fused_attn.backends.triton.masks import (
+    SIZES,
+    Sizes,
+    sequence_bounds,
+    visible_keys,
+    visible_queries,
+)
 
 # As csrc/params.h and csrc/block_ranges.h have them.
 SUMMARY_TILE_M, SUMMARY_TILE_N = tl.constexpr(32), tl.constexpr(64)
@@ -32,12 +38,12 @@ class Summaries(NamedTuple):
     dense_stride_b: int
     dense_stride_h: int
     dense_stride_q: int
+    dense_stride_k: int
     bias: Any
     bias_stride_b: int
     bias_stride_h: int
     bias_stride_q: int
-    dense_num_k: int  # tiles along the keys: 1 where they are broadcast
-    bias_num_k: int
+    bias_stride_k: int
 
 
 class TileLists(NamedTuple):
@@ -46,8 +52,6 @@ class TileLists(NamedTuple):
     counts: Any  # int32 (batch, heads, owners, 2): full ones, partial ones
     indices: Any  # int32 (batch, heads, owners, others): full ones first, partial ones from the end
     heads: int  # 1 where all heads see the same
-    owners: int
-    others: int
 
 
 # ---- ranges -------------------------------------------------------------------------------------
@@ -91,17 +95,21 @@ def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def visible_tiles(ranges, lists, b, h, owner):
-    """How many tiles are full and partial, and where `full_tile` and `partial_tile` find them."""
+def visible_tiles(ranges, lists, b, h, owner, owners, others):
+    """How many tiles are full and partial, and where `full_tile` and `partial_tile` find them.
+
+    Of the tile `owner` of queries, if there are `owners` of queries and `others` of keys, or the
+    other way round.
+    """
     if lists.counts is None:
         lo, hi, full_lo, full_hi = ranges
         num_full = full_hi - full_lo
         return num_full, hi - lo - num_full, lo, full_lo
     else:
-        at = (b.to(tl.int64) * lists.heads + h % lists.heads) * lists.owners + owner
+        at = (b.to(tl.int64) * lists.heads + h % lists.heads) * owners + owner
         counts = lists.counts + at * 2
-        indices = lists.indices + at * lists.others
-        return tl.load(counts), tl.load(counts + 1), indices + (lists.others - 1), indices
+        indices = lists.indices + at * others
+        return tl.load(counts), tl.load(counts + 1), indices + (others - 1), indices
 
 
 @triton.jit
@@ -126,12 +134,17 @@ def partial_tile(t, tiles, lists):
 # ---- lists --------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def tile_kinds_kernel(
-    kinds, mask, summaries, sizes, heads, num_m, num_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    kinds, mask, summaries,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """kinds (batch, heads, num_m, num_n): SKIP, PARTIAL or FULL; CHUNK tiles a program."""
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    num_m, num_n = tl.cdiv(seqlen_q, BLOCK_M), tl.cdiv(seqlen_k, BLOCK_N)
     row = tl.program_id(0)
     m, bh = row % num_m, row // num_m
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
@@ -165,16 +178,16 @@ def tile_kinds_kernel(
     if summaries.dense is not None:
         at = summaries.dense + b * summaries.dense_stride_b + h * summaries.dense_stride_h
         some, every = _summarised(
-            at, summaries.dense_stride_q, summaries.dense_num_k, i_begin, i_end, n, visible,
-            BLOCK_M, BLOCK_N,
+            at, summaries.dense_stride_q, summaries.dense_stride_k, i_begin, i_end, n, visible,
+            sizes.seqlen_k, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         visible &= some
         full &= every
     if summaries.bias is not None:
         at = summaries.bias + b * summaries.bias_stride_b + h * summaries.bias_stride_h
         some, every = _summarised(
-            at, summaries.bias_stride_q, summaries.bias_num_k, i_begin, i_end, n, visible,
-            BLOCK_M, BLOCK_N,
+            at, summaries.bias_stride_q, summaries.bias_stride_k, i_begin, i_end, n, visible,
+            sizes.seqlen_k, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         visible &= some
         full &= every
@@ -184,7 +197,7 @@ def tile_kinds_kernel(
 
 @triton.jit
 def _summarised(
-    base, stride_q, num_k, i_begin, i_end, n, wanted,
+    base, stride_q, stride_k, i_begin, i_end, n, wanted, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Whether anything, and everything, of the tiles n is visible, by the cells they touch."""
@@ -192,15 +205,16 @@ def _summarised(
     for r in tl.static_range(0, (BLOCK_M + SUMMARY_TILE_M - 1) // SUMMARY_TILE_M):
         i = i_begin // SUMMARY_TILE_M + r
         for c in tl.static_range(0, (BLOCK_N + SUMMARY_TILE_N - 1) // SUMMARY_TILE_N):
-            j = tl.where(num_k == 1, 0, n * BLOCK_N // SUMMARY_TILE_N + c)
-            inside = wanted & (j < num_k) & (i * SUMMARY_TILE_M < i_end)
-            cell = tl.load(base + i.to(tl.int64) * stride_q + j, inside, SOME_VISIBLE)
+            j = n * BLOCK_N // SUMMARY_TILE_N + c
+            inside = wanted & (j * SUMMARY_TILE_N < seqlen_k) & (i * SUMMARY_TILE_M < i_end)
+            at = base + i.to(tl.int64) * stride_q + j * stride_k
+            cell = tl.load(at, inside, SOME_VISIBLE)
             some |= inside & (cell != NONE_VISIBLE)
             every &= (inside == 0) | (cell == ALL_VISIBLE)
     return some, every
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["owners", "others", "stride_owner", "stride_other"])
 def list_tiles_kernel(
     kinds, counts, indices, owners, others, stride_owner, stride_other, CHUNK: tl.constexpr
 ):
@@ -224,7 +238,7 @@ def list_tiles_kernel(
     tl.store(counts + pid.to(tl.int64) * 2 + 1, num_partial)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_m", "num_n"])
 def tile_summary_kernel(
     data, stride_b, stride_h, stride_q, stride_k, summary, num_heads, seqlen_q, seqlen_k, num_m,
     num_n, IS_BOOL: tl.constexpr, CELLS: tl.constexpr,

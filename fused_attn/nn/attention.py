@@ -13,6 +13,7 @@ from fused_attn import functional, masks
 from fused_attn.mask_spec import materialize, normalize
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn.packing import Packing
 
 
 @replaces(torch.nn.MultiheadAttention)
@@ -77,6 +78,20 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         weights = attention_weights(q, k, mask, is_causal)
         weights = weights.mean(dim=1) if average_attn_weights else weights
         return output, weights if batched else weights.squeeze(0)
+
+    def forward_packed(self, x: Tensor, packing: Packing) -> Tensor:
+        """Self-attention within each sequence of a packed batch.
+
+        Args:
+            x: (1, total, embed_dim), as `Packing.pack` gives it.
+        """
+        projected = F.linear(x[0], self.in_proj_weight, self.in_proj_bias)
+        q, k, v = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        out = functional.varlen_attention(
+            q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
+            packing.max_seqlen, packing.mask, self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.out_proj(cast(Tensor, out).flatten(1))[None]
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested or key.is_nested or value.is_nested:

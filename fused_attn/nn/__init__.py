@@ -1,6 +1,8 @@
 """Drop-in Transformer modules: the names, constructors and state_dict keys of torch.nn."""
 
 from fused_attn.nn.attention import MultiheadAttention
+from fused_attn.nn.caches import DecoderCache, KeyValueCache
+from fused_attn.nn.generation import Generated, generate
 from fused_attn.nn.norm import LayerNorm, RMSNorm
 from fused_attn.nn.positional import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 from fused_attn.nn.transformer import (
@@ -12,6 +14,9 @@ from fused_attn.nn.transformer import (
 )
 
 __all__ = [
+    "DecoderCache",
+    "Generated",
+    "KeyValueCache",
     "LayerNorm",
     "LearnedPositionalEmbedding",
     "MultiheadAttention",
@@ -22,4 +27,5 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "generate",
 ]

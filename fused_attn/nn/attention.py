@@ -13,6 +13,8 @@ from fused_attn import functional, masks
 from fused_attn.mask_spec import materialize, normalize
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn.caches import KeyValueCache
+from fused_attn.nn.packing import Packing
 
 
 @replaces(torch.nn.MultiheadAttention)
@@ -78,6 +80,67 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         weights = weights.mean(dim=1) if average_attn_weights else weights
         return output, weights if batched else weights.squeeze(0)
 
+    def forward_packed(self, x: Tensor, packing: Packing) -> Tensor:
+        """Self-attention within each sequence of a packed batch.
+
+        Args:
+            x: (1, total, embed_dim), as `Packing.pack` gives it.
+        """
+        projected = F.linear(x[0], self.in_proj_weight, self.in_proj_bias)
+        q, k, v = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        out = functional.varlen_attention(
+            q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
+            packing.max_seqlen, packing.mask, self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.out_proj(cast(Tensor, out).flatten(1))[None]
+
+    def forward_cached(
+        self, x: Tensor, cache: KeyValueCache, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Causal self-attention of new positions, which are appended to the cache.
+
+        Args:
+            x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
+            key_padding_mask: (N, positions so far and T), see `forward`.
+        """
+        q, k, v = self._project(x, x, x)
+        k, v = cache.append(k, v)
+        terms, _ = mask_terms(
+            None, key_padding_mask, False, q.shape[0], self.num_heads, q.shape[2], k.shape[2]
+        )
+        if q.shape[2] > 1:
+            terms.append(masks.causal(align="bottom_right"))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, combine(terms), self.dropout if self.training else 0.0
+        )
+        return self.out_proj(self._merge_heads(cast(Tensor, out), True))
+
+    def forward_projected(
+        self, x: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Attention to keys and values that were projected before, by `project_memory`.
+
+        Args:
+            x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
+            key, value: (M, num_heads, S, head_dim), where N is a multiple of M: so many sequences,
+                next to each other, share one memory, and are one sequence of queries to it.
+            key_padding_mask: (M, S), see `forward`.
+        """
+        q = self._project_query(x)
+        memories, sharing = key.shape[0], q.shape[0] // max(key.shape[0], 1)
+        q = q.unflatten(0, (memories, sharing)).transpose(1, 2).flatten(2, 3)
+        seqlens = q.shape[2], key.shape[2]
+        terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)
+        out = functional.scaled_dot_product_attention(
+            q, key, value, combine(terms), self.dropout if self.training else 0.0
+        )
+        out = cast(Tensor, out).unflatten(2, (sharing, -1)).transpose(1, 2).flatten(0, 1)
+        return self.out_proj(self._merge_heads(out, True))
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of a memory, (N, num_heads, S, head_dim) each."""
+        return self._project_keys(memory, memory)
+
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
@@ -115,21 +178,27 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """query, key and value as (batch, num_heads, seqlen, head_dim) views of the projections."""
         bias = self.in_proj_bias
-        weights: tuple[Tensor, ...]
-        if not self._qkv_same_embed_dim:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        elif key is value:
-            embed_dim, weight = self.embed_dim, self.in_proj_weight
-            if query is key:
-                return self._split_heads(F.linear(query, weight, bias), 3)
-            bias_q, bias_kv = (None, None) if bias is None else (bias[:embed_dim], bias[embed_dim:])
-            q = F.linear(query, weight[:embed_dim], bias_q)
-            kv = F.linear(key, weight[embed_dim:], bias_kv)
-            return *self._split_heads(q, 1), *self._split_heads(kv, 2)
-        else:
-            weights = self.in_proj_weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        projected = zip((query, key, value), weights, biases, strict=True)
+        if self._qkv_same_embed_dim and query is key is value:
+            return self._split_heads(F.linear(query, self.in_proj_weight, bias), 3)
+        return self._project_query(query), *self._project_keys(key, value)
+
+    def _project_query(self, query: Tensor) -> Tensor:
+        packed = self._qkv_same_embed_dim
+        weight = self.in_proj_weight[: self.embed_dim] if packed else self.q_proj_weight
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        return self._split_heads(F.linear(query, weight, bias), 1)[0]
+
+    def _project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """key and value as `_project` has them."""
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
+        weights: tuple[Tensor, ...] = (self.k_proj_weight, self.v_proj_weight)
+        if self._qkv_same_embed_dim:
+            weight = self.in_proj_weight[self.embed_dim :]
+            if key is value:
+                return self._split_heads(F.linear(key, weight, bias), 2)
+            weights = weight.chunk(2)
+        biases = (None, None) if bias is None else bias.chunk(2)
+        projected = zip((key, value), weights, biases, strict=True)
         return tuple(self._split_heads(F.linear(x, w, b), 1)[0] for x, w, b in projected)
 
     def _split_heads(self, packed: Tensor, count: int) -> tuple[Tensor, ...]:

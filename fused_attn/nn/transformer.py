@@ -19,7 +19,9 @@ from fused_attn._modes import readable
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import FromTorch, replaces
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
+from fused_attn.nn.caches import DecoderCache, KeyValueCache
 from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
+from fused_attn.nn.packing import Packing, can_pack, packing_of
 
 
 class _Layer(FromTorch):
@@ -86,13 +88,23 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         """
         if src.is_nested:
             return self._forward_nested(src, src_mask, src_key_padding_mask, is_causal)
-        attend_args = (src_mask, src_key_padding_mask, is_causal)
+        masks = (src_mask, src_key_padding_mask, is_causal)
+        return self._sublayers(src, lambda x: self._self_attend(x, *masks))
+
+    def forward_packed(self, src: Tensor, packing: Packing) -> Tensor:
+        """As forward, on nothing but the tokens of a padded batch.
+
+        Args:
+            src: (1, total, d_model), as `Packing.pack` gives it.
+        """
+        return self._sublayers(src, lambda x: self.self_attn.forward_packed(x, packing))
+
+    def _sublayers(self, src: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
-            attended = self._self_attend(self.norm1(src), *attend_args)
+            attended = attend(self.norm1(src))
             normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, src)
             return x + self.dropout2(self._feed_forward(normed))
-        attended = self._self_attend(src, *attend_args)
-        x = residual_norm(self.norm1, self.dropout1, attended, src)
+        x = residual_norm(self.norm1, self.dropout1, attend(src), src)
         return residual_norm(self.norm2, self.dropout2, self._feed_forward(x), x)
 
     def _forward_nested(
@@ -145,15 +157,43 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         """
         self_args = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross_args = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        return self._sublayers(
+            tgt,
+            lambda x: self._self_attend(x, *self_args),
+            lambda x: self._cross_attend(x, *cross_args),
+        )
+
+    def _sublayers(
+        self,
+        tgt: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        attend_memory: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         if self.norm_first:
-            attended = self._self_attend(self.norm1(tgt), *self_args)
+            attended = attend(self.norm1(tgt))
             normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, tgt)
-            attended = self._cross_attend(normed, *cross_args)
+            attended = attend_memory(normed)
             normed, x = residual_norm_and_sum(self.norm3, self.dropout2, attended, x)
             return x + self.dropout3(self._feed_forward(normed))
-        x = residual_norm(self.norm1, self.dropout1, self._self_attend(tgt, *self_args), tgt)
-        x = residual_norm(self.norm2, self.dropout2, self._cross_attend(x, *cross_args), x)
+        x = residual_norm(self.norm1, self.dropout1, attend(tgt), tgt)
+        x = residual_norm(self.norm2, self.dropout2, attend_memory(x), x)
         return residual_norm(self.norm3, self.dropout3, self._feed_forward(x), x)
+
+    def forward_cached(
+        self,
+        tgt: Tensor,
+        own: KeyValueCache,
+        memory: tuple[Tensor, ...],
+        tgt_key_padding_mask: Tensor | None,
+        memory_key_padding_mask: Tensor | None,
+    ) -> Tensor:
+        """As forward for new positions, causal, with the keys and values of the others and of the
+        memory as `DecoderCache` has them."""
+        return self._sublayers(
+            tgt,
+            lambda x: self.self_attn.forward_cached(x, own, tgt_key_padding_mask),
+            lambda x: self.multihead_attn.forward_projected(x, *memory, memory_key_padding_mask),
+        )
 
     def _cross_attend(
         self,
@@ -187,9 +227,11 @@ class _Quiet(FromTorch):
 class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: a stack of encoder layers that share one mask.
 
-    Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoder.
-    enable_nested_tensor and mask_check are accepted and have no effect: padding costs no time in
-    the attention here.
+    Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoder. A batch
+    with a bool src_key_padding_mask is packed where enough of it is padding: layers, norms and
+    dropout work on its real tokens only, in training too. That takes layers of this package as they
+    are, without hooks, which would see the shapes, and no torch.compile; enable_nested_tensor=False
+    turns it off. mask_check has no effect.
     """
 
     def forward(
@@ -206,8 +248,20 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
             mask, src_key_padding_mask: see `MultiheadAttention.forward`.
             is_causal: as there; None finds out whether mask is the causal one, where that takes
                 no device synchronisation.
+
+        Returns:
+            As src. Rows that a bool src_key_padding_mask ignores are 0, packed or not, unless
+            enable_nested_tensor is False: what torch has in inference, in training too.
         """
         causal = is_causal_mask(mask, is_causal)
+        ignored = src_key_padding_mask
+        packing = self._packing(src, mask, ignored, causal)
+        if packing is not None:
+            packed = packing.pack(src)
+            for layer in self.layers:
+                packed = layer.forward_packed(packed, packing)
+            packed = packed if self.norm is None else self.norm(packed)
+            return packing.unpack(packed, src.shape)
         mask, src_key_padding_mask, causal = _share_masks(
             self.layers, "self_attn", mask, src_key_padding_mask, causal, src, src
         )
@@ -219,7 +273,35 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
                 is_causal=causal,
                 src_key_padding_mask=src_key_padding_mask,
             )
-        return output if self.norm is None else self.norm(output)
+        output = output if self.norm is None else self.norm(output)
+        if ignored is None or ignored.dtype != torch.bool or not self.enable_nested_tensor:
+            return output
+        by_rows = output.dim() == 2 or self.layers[0].self_attn.batch_first
+        rows = ignored if by_rows else ignored.transpose(0, 1)
+        return output.masked_fill(rows[..., None], 0.0)
+
+    def _packing(
+        self,
+        src: Tensor,
+        mask: Tensor | Mask | None,
+        ignored: Tensor | None,
+        is_causal: bool,
+    ) -> Packing | None:
+        """How to pack src for the layers, or None; arguments as forward has them."""
+        if not self.enable_nested_tensor or ignored is None:
+            return None
+        if not all(_takes_masks(layer, "self_attn") for layer in self.layers):
+            return None
+        if not can_pack(src, ignored, mask, self.layers, self.norm):
+            return None
+        attention = self.layers[0].self_attn
+        batch, seqlen = ignored.shape
+        terms, is_causal = mask_terms(
+            mask, ignored, is_causal, batch, attention.num_heads, seqlen, seqlen
+        )
+        return packing_of(
+            ignored, terms[1] if len(terms) > 1 else None, is_causal, attention.batch_first
+        )
 
 
 @replaces(torch.nn.TransformerDecoder)
@@ -275,6 +357,72 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
                 memory_key_padding_mask=memory_key_padding_mask,
                 tgt_is_causal=tgt_causal,
                 memory_is_causal=memory_is_causal,
+            )
+        return output if self.norm is None else self.norm(output)
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether batches are (N, T, d_model), as the layers have it."""
+        return self.layers[0].self_attn.batch_first
+
+    def prepare(
+        self, memory: Tensor, memory_key_padding_mask: Tensor | None = None
+    ) -> DecoderCache:
+        """What `step` needs to decode with this memory, whose keys and values are projected here.
+
+        Args:
+            memory: (S, N, d_model), or (N, S, d_model) with batch_first.
+            memory_key_padding_mask: (N, S), see `MultiheadAttention.forward`.
+
+        Raises:
+            TypeError: a layer is not this package's own, which knows caches.
+            ValueError: memory is of another shape.
+        """
+        for layer in self.layers:
+            if not (_takes_masks(layer, "self_attn") and _takes_masks(layer, "multihead_attn")):
+                raise TypeError(
+                    "layers must be fused_attn.nn.TransformerDecoderLayer with its own attention, "
+                    f"without add_bias_kv and add_zero_attn, got {type(layer).__name__}"
+                )
+        if memory.dim() != 3:
+            raise ValueError(f"memory must have 3 dimensions, got {tuple(memory.shape)}")
+        return DecoderCache(
+            [KeyValueCache() for _ in self.layers],
+            [layer.multihead_attn.project_memory(memory) for layer in self.layers],
+            memory_key_padding_mask,
+        )
+
+    def step(
+        self, tgt: Tensor, cache: DecoderCache, tgt_key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Pass new positions through the layers: what `forward` gives for them with a causal mask.
+
+        Args:
+            tgt: the new positions, (T, N, d_model), or (N, T, d_model) with batch_first; N may be
+                several times that of the memory, see `DecoderCache`.
+            cache: of `prepare`; the positions are appended to it.
+            tgt_key_padding_mask: (N, positions so far and T), see `MultiheadAttention.forward`.
+
+        Returns:
+            As tgt.
+
+        Example:
+            >>> with torch.no_grad():
+            ...     cache = decoder.prepare(memory)
+            ...     first = decoder.step(embedded[:, :1], cache)
+            ...     second = decoder.step(embedded[:, 1:2], cache)
+        """
+        batch_dim = 0 if self.batch_first else 1
+        memories = cache.memory[0][0].shape[0]
+        if tgt.dim() != 3 or tgt.shape[batch_dim] % max(memories, 1):
+            raise ValueError(
+                f"tgt must have 3 dimensions and a batch that is a multiple of {memories} (of the "
+                f"memory), got {tuple(tgt.shape)}"
+            )
+        output = tgt
+        for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
+            output = layer.forward_cached(
+                output, own, memory, tgt_key_padding_mask, cache.memory_key_padding_mask
             )
         return output if self.norm is None else self.norm(output)
 

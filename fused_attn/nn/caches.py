@@ -1,0 +1,112 @@
+"""Keys and values that a decoder keeps from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Rows that a cache grows by at least; and by half of what it has, so that copying what is there
+# costs two rows for each one appended, however long it gets.
+BLOCK = 64
+
+
+class KeyValueCache:
+    """Keys and values of a self-attention so far, in tensors that grow by blocks.
+
+    Attributes:
+        length: positions that are there.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends positions.
+
+        Args:
+            key: (batch, num_heads, new positions, head_dim).
+            value: (batch, num_heads, new positions, head_dim_v).
+
+        Returns:
+            Keys and values of all positions: views that the next call may write behind.
+
+        Raises:
+            ValueError: gradients would have to flow through the cache.
+        """
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise ValueError(
+                "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
+                "gradient can go through them"
+            )
+        end = self.length + key.shape[2]
+        self._keys, self._values = (
+            _with_room(kept, self.length, end, new)
+            for kept, new in ((self._keys, key), (self._values, value))
+        )
+        for kept, new in ((self._keys, key), (self._values, value)):
+            kept[:, :, self.length : end] = new
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows of the batch, in this order; a row may be there twice."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = (
+                kept[:, :, : self.length].index_select(0, rows)
+                for kept in (self._keys, self._values)
+            )
+
+
+@dataclass
+class DecoderCache:
+    """What `TransformerDecoder.step` keeps: of each layer the keys and values of its own positions
+    and those of the memory, which are projected once.
+
+    A batch may be several times that of the memory: sequences that share one, such as beams, then
+    lie next to each other.
+
+    Attributes:
+        own: for each layer.
+        memory: for each layer, (batch of the memory, num_heads, S, head_dim) each.
+        memory_key_padding_mask: (batch of the memory, S), or None.
+    """
+
+    own: list[KeyValueCache]
+    memory: list[tuple[Tensor, ...]]
+    memory_key_padding_mask: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Positions that were decoded."""
+        return self.own[0].length if self.own else 0
+
+    def select(self, rows: Tensor, memories: Tensor | None = None) -> None:
+        """Keeps these sequences, in this order.
+
+        Args:
+            rows: (sequences,) int64 of the batch; one may be there twice.
+            memories: the same for what they attend to; None keeps all.
+        """
+        for cache in self.own:
+            cache.select(rows)
+        if memories is None:
+            return
+        self.memory = [tuple(t.index_select(0, memories) for t in pair) for pair in self.memory]
+        if self.memory_key_padding_mask is not None:
+            self.memory_key_padding_mask = self.memory_key_padding_mask.index_select(0, memories)
+
+
+def _with_room(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
+    """A tensor with the first `length` positions of `kept` and room for `end`."""
+    if kept is not None and kept.shape[2] >= end:
+        return kept
+    wanted = max(end, length + length // 2)
+    batch, num_heads, _, head_dim = like.shape
+    grown = like.new_empty(batch, num_heads, -(-wanted // BLOCK) * BLOCK, head_dim)
+    if kept is not None:
+        grown[:, :, :length] = kept[:, :, :length]
+    return grown

@@ -1,0 +1,223 @@
+"""Decoding with caches: step by step is teacher forcing; greedy and beam search."""
+
+import itertools
+
+import pytest
+import torch
+from nn_helpers import EMBED, HEADS, perturb, randn
+
+import fused_attn.nn as fnn
+from fused_attn.nn import caches
+
+BATCH, LEN_T, LEN_S, VOCABULARY, BOS, EOS = 3, 7, 5, 6, 1, 0
+PADDING = torch.arange(LEN_S) >= torch.tensor([[5], [2], [4]])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def decoder(norm=True, **kwargs):
+    layer = torch.nn.TransformerDecoderLayer(
+        EMBED, HEADS, 40, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **kwargs}
+    )
+    last = torch.nn.LayerNorm(EMBED, dtype=torch.float64) if norm else None
+    theirs = perturb(torch.nn.TransformerDecoder(layer, 2, last))
+    return theirs, fnn.TransformerDecoder.from_torch(theirs)
+
+
+class Words(torch.nn.Module):
+    """Embeddings with positions, and logits, of a small vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(VOCABULARY, EMBED, dtype=torch.float64)
+        self.positions = torch.nn.Embedding(20, EMBED, dtype=torch.float64)
+        self.logits = torch.nn.Linear(EMBED, VOCABULARY, dtype=torch.float64)
+
+    def embed(self, tokens, start):
+        at = torch.arange(start, start + tokens.shape[1])
+        return self.tokens(tokens) + self.positions(at)
+
+
+@pytest.mark.parametrize("steps", [[1] * LEN_T, [3, 1, 3], [LEN_T]], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"batch_first": False, "norm_first": True}, {"bias": False}], ids=str
+)
+@torch.no_grad()
+def test_step_by_step_is_teacher_forcing(kwargs, padded, steps, monkeypatch):
+    monkeypatch.setattr(caches, "BLOCK", 2)
+    theirs, ours = decoder(norm=not kwargs, **kwargs)
+    dim = 1 if ours.batch_first else 0
+    tgt, memory = randn(BATCH, LEN_T, EMBED), randn(BATCH, LEN_S, EMBED)
+    if dim == 0:
+        tgt, memory = tgt.transpose(0, 1), memory.transpose(0, 1)
+    own = torch.zeros(BATCH, LEN_T, dtype=torch.bool)
+    own[1, 3] = padded  # a key that later queries do not see
+    ignored = PADDING if padded else None
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(LEN_T, dtype=torch.float64)
+    expected = theirs(
+        tgt, memory, causal.isinf(), tgt_key_padding_mask=own, memory_key_padding_mask=ignored
+    )
+    cache, outs, start = ours.prepare(memory, ignored), [], 0
+    for step in steps:
+        part = tgt.narrow(dim, start, step)
+        start += step
+        outs.append(ours.step(part, cache, own[:, :start] if padded else None))
+        assert cache.length == start
+    torch.testing.assert_close(torch.cat(outs, dim), expected, rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+def test_sequences_that_share_a_memory():
+    _, ours = decoder()
+    memory, tgt = randn(BATCH, LEN_S, EMBED), randn(2 * BATCH, 3, EMBED)
+    cache = ours.prepare(memory, PADDING)
+    repeated = ours.prepare(memory.repeat_interleave(2, 0), PADDING.repeat_interleave(2, 0))
+    for step in (tgt[:, :2], tgt[:, 2:]):
+        torch.testing.assert_close(ours.step(step, cache), ours.step(step, repeated))
+    rows, kept = torch.tensor([5, 4, 0, 0]), torch.tensor([2, 0])
+    cache.select(rows, kept)
+    repeated.select(rows, rows)
+    more = randn(4, 1, EMBED)
+    torch.testing.assert_close(ours.step(more, cache), ours.step(more, repeated))
+
+
+def test_caches_grow_by_blocks_and_keep_what_is_there():
+    cache, seen, buffers = caches.KeyValueCache(), [], set()
+    for _ in range(5 * caches.BLOCK):
+        key = torch.randn(2, 3, 1, 4)
+        seen.append(key)
+        keys, values = cache.append(key, 2 * key)
+        buffers.add(keys.data_ptr())
+        assert torch.equal(values, 2 * keys)
+    assert torch.equal(keys, torch.cat(seen, 2)) and cache.length == len(seen)
+    assert len(buffers) <= 5
+
+
+def test_gradients_through_a_cache_are_refused():
+    _, ours = decoder()
+    cache = ours.prepare(randn(1, LEN_S, EMBED))
+    with pytest.raises(ValueError, match="no_grad"):
+        ours.step(randn(1, 1, EMBED), cache)
+
+
+def test_wrong_arguments():
+    theirs, ours = decoder()
+    cache = ours.prepare(randn(2, LEN_S, EMBED))
+    with pytest.raises(ValueError, match="multiple of 2"):
+        ours.step(randn(3, 1, EMBED), cache)
+    with pytest.raises(ValueError, match="memory must have 3"):
+        ours.prepare(randn(LEN_S, EMBED))
+    with pytest.raises(ValueError, match="at least 1"):
+        fnn.generate(ours, randn(2, LEN_S, EMBED), None, None, bos=0, eos=1, max_length=0)
+    ours.layers[1] = theirs.layers[1]
+    with pytest.raises(TypeError, match="got TransformerDecoderLayer"):
+        ours.prepare(randn(2, LEN_S, EMBED))
+
+
+# ---- generate ------------------------------------------------------------------------------------
+
+
+def searched(seed=0, **kwargs):
+    """A decoder with words, a memory, and `generate` on them."""
+    torch.manual_seed(seed)
+    theirs, ours = decoder(**kwargs.pop("layer", {}))
+    words = perturb(Words())
+    memory = randn(BATCH, LEN_S, EMBED, grad=False)
+    given = memory if ours.batch_first else memory.transpose(0, 1)
+    out = fnn.generate(
+        ours, given, words.embed, words.logits, bos=BOS, eos=EOS,
+        memory_key_padding_mask=PADDING, **kwargs,
+    )  # fmt: skip
+    return out, score_of(theirs, words, given)
+
+
+def score_of(theirs, words, memory):
+    """A function: log-probabilities of each token of a sequence of row b, by torch's decoder."""
+
+    @torch.no_grad()
+    def score(b, tokens):
+        batch_first = theirs.layers[0].self_attn.batch_first
+        row = memory[b : b + 1] if batch_first else memory[:, b : b + 1]
+        embedded = words.embed(torch.tensor([[BOS, *tokens]]), 0)
+        hidden = theirs(
+            embedded if batch_first else embedded.transpose(0, 1), row,
+            torch.ones(len(tokens) + 1, len(tokens) + 1).triu(1).bool(),
+            memory_key_padding_mask=PADDING[b : b + 1],
+        )  # fmt: skip
+        hidden = hidden[0] if batch_first else hidden[:, 0]
+        return words.logits(hidden).log_softmax(-1)
+
+    return score
+
+
+@pytest.mark.parametrize("layer", [{}, {"batch_first": False}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_takes_the_likeliest_token_of_teacher_forcing(seed, layer):
+    out, score = searched(seed, max_length=12, layer=layer)
+    for b, (tokens, length) in enumerate(zip(out.tokens.tolist(), out.lengths, strict=True)):
+        tokens = tokens[:length]
+        steps = score(b, tokens)[:-1]
+        assert tokens == steps.argmax(-1).tolist()
+        assert EOS not in tokens[:-1] and (length == 12 or tokens[-1] == EOS)
+        total = steps.gather(1, torch.tensor(tokens)[:, None]).sum()
+        torch.testing.assert_close(out.scores[b].double(), total, rtol=1e-5, atol=1e-5)
+    assert (out.tokens[torch.arange(out.tokens.shape[1]) >= out.lengths[:, None]] == EOS).all()
+
+
+def test_rows_end_early():
+    lengths = [searched(seed, max_length=12)[0].lengths.tolist() for seed in range(3)]
+    assert any(len(set(row)) > 1 for row in lengths), "no batch ends row by row"
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_wide_beams_find_the_best_of_all_sequences(seed, length_penalty):
+    longest = 3
+    out, score = searched(
+        seed, max_length=longest, num_beams=VOCABULARY**2, length_penalty=length_penalty
+    )
+    words = [w for w in range(VOCABULARY) if w != EOS]
+    every = [
+        [*start, end]
+        for n in range(longest)
+        for start in itertools.product(words, repeat=n)
+        for end in (range(VOCABULARY) if n == longest - 1 else [EOS])
+    ]
+    for b in range(BATCH):
+        best, tokens = max(
+            (float(_total(score(b, t), t)) / len(t) ** length_penalty, t) for t in every
+        )
+        assert out.tokens[b, : out.lengths[b]].tolist() == tokens
+        assert abs(out.scores[b].item() - best) < 1e-5
+
+
+def _total(steps, tokens):
+    return steps[:-1].gather(1, torch.tensor(tokens)[:, None]).sum()
+
+
+def test_scores_of_few_beams():
+    """Scores are those of the sequences that they come with."""
+    out, score = searched(max_length=8, num_beams=3)
+    for b, (tokens, length) in enumerate(
+        zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)
+    ):
+        tokens = tokens[:length]
+        assert EOS not in tokens[:-1]
+        expected = _total(score(b, tokens), tokens) / length
+        torch.testing.assert_close(out.scores[b].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_beam_is_greedy():
+    greedy, _ = searched(max_length=10)
+    beam = fnn.generation._beams
+    fnn.generation._greedy, kept = (lambda *args: beam(*args, 1, 0.0)), fnn.generation._greedy
+    try:
+        single, _ = searched(max_length=10)
+    finally:
+        fnn.generation._greedy = kept
+    assert torch.equal(single.tokens, greedy.tokens)
+    torch.testing.assert_close(single.scores, greedy.scores)

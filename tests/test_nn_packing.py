@@ -1,0 +1,241 @@
+"""Encoder stacks on the real tokens of a padded batch: the results of torch.nn, 0 elsewhere."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nn_helpers import EMBED, HEADS, check_against_torch, perturb, randn
+from torch.nn import Module
+
+import fused_attn.nn as fnn
+from fused_attn import masks
+from fused_attn.nn import transformer
+
+LENGTH, BATCH = 9, 3
+IGNORED = {
+    "right": torch.arange(LENGTH) >= torch.tensor([[4], [9], [1]]),
+    "left": torch.arange(LENGTH) < torch.tensor([[4], [0], [8]]),
+    "holes": torch.arange(LENGTH) % torch.tensor([[2], [9], [5]]) == 1,
+}
+MASKS = {
+    "none": dict,
+    "hint": lambda: {"is_causal": True, "mask": causal()},
+    "found": lambda: {"mask": causal()},
+    "learned": lambda: {"mask": randn(LENGTH, LENGTH)},
+    "of heads": lambda: {"mask": randn(BATCH * HEADS, LENGTH, LENGTH)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """What each call of a stack was packed by."""
+    seen = []
+
+    def recorded(*args):
+        seen.append(real(*args))
+        return seen[-1]
+
+    real = transformer.packing_of
+    monkeypatch.setattr(transformer, "packing_of", recorded)
+    return seen
+
+
+class Stack(Module):
+    """A stack whose padded rows are 0, so that torch's can be compared."""
+
+    def __init__(self, encoder, ignored):
+        super().__init__()
+        self.encoder, self.ignored = encoder, ignored
+
+    def forward(self, src, **kwargs):
+        out = self.encoder(src, src_key_padding_mask=self.ignored, **kwargs)
+        batch_first = self.encoder.layers[0].self_attn.batch_first
+        rows = self.ignored if batch_first else self.ignored.t()
+        if type(self.encoder) is fnn.TransformerEncoder:
+            assert not out[rows].any()
+            return out
+        return out.masked_fill(rows[..., None], 0.0)
+
+
+def causal():
+    return torch.nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
+
+
+def encoder(norm=True, dtype=torch.float64, **kwargs):
+    layer = torch.nn.TransformerEncoderLayer(
+        EMBED, HEADS, 40, **{"dropout": 0.0, "dtype": dtype, "batch_first": True, **kwargs}
+    )
+    last = torch.nn.LayerNorm(EMBED, dtype=dtype) if norm else None
+    return perturb(torch.nn.TransformerEncoder(layer, 2, last))
+
+
+def fused(stack):
+    return fnn.TransformerEncoder.from_torch(copy.deepcopy(stack))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("padding", IGNORED)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"batch_first": False, "norm_first": True, "activation": "gelu"}, {"bias": False}],
+    ids=["post", "pre", "no_bias"],
+)
+def test_results_are_those_of_torch(kwargs, padding, mask, packings):
+    ignored = IGNORED[padding]
+    stack = Stack(encoder(norm=not kwargs, **kwargs), ignored)
+    convert = SimpleNamespace(from_torch=lambda m: Stack(fused(m.encoder), m.ignored))
+    shape = (BATCH, LENGTH) if kwargs.get("batch_first", True) else (LENGTH, BATCH)
+    call = MASKS[mask]()
+    if padding == "left" and call:  # the first queries see nothing then, which is NaN in torch
+        call["mask"] = call["mask"].detach().clamp(min=-1e9)
+        call.pop("is_causal", None)
+    check_against_torch(stack, convert, (randn(*shape, EMBED),), call)
+    moves = padding != "right" and mask not in ("none", "hint", "found")
+    moves |= padding == "left" and mask != "none"
+    assert packings and all((packing is None) == moves for packing in packings)
+
+
+def test_masks_of_relative_positions_are_packed(packings):
+    stack = fused(encoder())
+    x = randn(BATCH, LENGTH, EMBED)
+    ignored = IGNORED["right"]
+    window = masks.sliding_window(2, 1) & masks.alibi(torch.rand(HEADS))
+    out = stack(x, window, ignored)
+    stack.enable_nested_tensor = False
+    torch.testing.assert_close(out[~ignored], stack(x, window, ignored)[~ignored])
+    stack.enable_nested_tensor = True
+    for other in (
+        masks.causal(align="bottom_right"),
+        masks.documents(torch.zeros(1, LENGTH).long()),
+    ):
+        stack(x, other, ignored)
+    assert len(packings) == 1 and packings[0] is not None
+
+
+def test_sequences_of_padding_alone():
+    ignored = IGNORED["right"].clone()
+    ignored[1] = True
+    stack = fused(encoder())
+    x = randn(BATCH, LENGTH, EMBED)
+    out = stack(x, src_key_padding_mask=ignored)
+    out.sum().backward()
+    assert not out[1].any()
+    assert out.isfinite().all() and x.grad.isfinite().all() and not x.grad[ignored].any()
+    ignored[:] = True
+    assert not stack(x, src_key_padding_mask=ignored).any()
+
+
+def test_nan_in_padding_goes_nowhere():
+    ignored = IGNORED["right"]
+    stack = fused(encoder())
+    x = randn(BATCH, LENGTH, EMBED, grad=False).masked_fill(ignored[..., None], float("nan"))
+    x.requires_grad_()
+    out = stack(x, src_key_padding_mask=ignored)
+    out.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in stack.parameters())
+    assert out.isfinite().all() and x.grad.isfinite().all()
+
+
+def test_training_with_dropout():
+    stack = fused(encoder(dropout=0.5, dtype=torch.float32)).train()
+    x, ignored = randn(BATCH, LENGTH, EMBED, dtype=torch.float32), IGNORED["right"]
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(stack(x, src_key_padding_mask=ignored))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    assert not outs[0][ignored].any()
+    expected = stack.eval()(x, src_key_padding_mask=ignored)
+    assert not torch.equal(outs[0], expected)
+
+
+def test_autocast():
+    stack = fused(encoder(dtype=torch.float32))
+    x, ignored = randn(BATCH, LENGTH, EMBED, dtype=torch.float32), IGNORED["right"]
+    outs = []
+    for packed in (True, False):
+        stack.enable_nested_tensor = packed
+        with torch.autocast("cpu", torch.bfloat16):
+            outs.append(stack(x, src_key_padding_mask=ignored)[~ignored])
+    assert outs[0].dtype == outs[1].dtype
+    torch.testing.assert_close(*outs, rtol=0.05, atol=0.05)
+
+
+class Own(fnn.TransformerEncoderLayer):
+    """A layer of the user's."""
+
+
+def _nothing(*args):
+    return None
+
+
+def _hooked(stack):
+    stack.layers[1].linear1.register_forward_hook(_nothing)
+
+
+def _own_layer(stack):
+    stack.layers[0].__class__ = Own
+
+
+def _own_activation(stack):
+    stack.layers[0].activation = lambda x: x.relu()
+
+
+def _own_linear(stack):
+    stack.layers[0].linear1 = torch.nn.Sequential(stack.layers[0].linear1)
+
+
+@pytest.mark.parametrize("change", [_hooked, _own_layer, _own_activation, _own_linear])
+def test_stacks_that_could_tell_are_not_packed(change, packings):
+    stack = fused(encoder(norm=False))
+    x, ignored = randn(BATCH, LENGTH, EMBED), IGNORED["right"]
+    expected = stack(x, src_key_padding_mask=ignored)
+    change(stack)
+    torch.testing.assert_close(stack(x, src_key_padding_mask=ignored), expected)
+    assert len(packings) == 1
+
+
+def test_global_hooks_prevent_it(packings):
+    handle = torch.nn.modules.module.register_module_forward_hook(_nothing)
+    try:
+        out = fused(encoder())(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=IGNORED["left"])
+    finally:
+        handle.remove()
+    assert not packings and not out[IGNORED["left"]].any()
+
+
+def test_enable_nested_tensor_turns_it_off(packings):
+    stack, ignored = encoder(), IGNORED["right"]
+    stack.enable_nested_tensor = False
+    x = randn(BATCH, LENGTH, EMBED)
+    out, expected = (s(x, src_key_padding_mask=ignored) for s in (fused(stack), stack))
+    assert not packings
+    torch.testing.assert_close(out, expected)
+
+
+def test_little_padding_does_not_pay(packings):
+    ignored = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    ignored[0, -1] = True
+    out = fused(encoder())(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=ignored)
+    assert packings == [None] and not out[0, -1].any()
+
+
+def test_compiled_stacks_are_padded_and_equal():
+    stack = fused(encoder())
+    x, ignored = randn(BATCH, LENGTH, EMBED), IGNORED["right"]
+    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
+    expected = stack(x, src_key_padding_mask=ignored)
+    torch.testing.assert_close(compiled(x, src_key_padding_mask=ignored), expected)
+
+
+def test_errors_are_those_of_the_padded_way():
+    stack = fused(encoder())
+    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
+        stack(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=torch.ones(2, 2).bool())

@@ -72,12 +72,12 @@ class Mask:
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
-        pairs = zip(self._conditions(), other._conditions(), strict=True)
+        pairs = zip(self.conditions(), other.conditions(), strict=True)
         return Mask(*(own + others for own, others in pairs))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles leave out what is kept: versions of other tensors mean nothing."""
-        return Mask, self._conditions()
+        return Mask, self.conditions()
 
     def to(self, device: torch.device | str) -> Mask:
         """The same conditions with every tensor on a device.
@@ -92,11 +92,11 @@ class Mask:
         Example:
             >>> mask = (masks.causal() & masks.padding(lengths)).to(query.device)
         """
-        moved = Mask(*_moved(self._conditions(), device))
+        moved = Mask(*_moved(self.conditions(), device))
         pairs = zip(self.tensors(), moved.tensors(), strict=True)
         return self if all(there is here for here, there in pairs) else moved
 
-    def _conditions(self) -> tuple[Any, ...]:
+    def conditions(self) -> tuple[Any, ...]:
         """The fields that users compose, without what is kept."""
         sequences = (self.bands, self.paddings, self.prefixes, self.document_pairs)
         return (*sequences, self.dense_masks, self.biases, self.slopes)

@@ -9,12 +9,6 @@ from nn_helpers import assert_equal_in_float64, assert_within_contract, run
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from transformers import BertConfig, BertLMHeadModel, BertModel  # noqa: E402
-from transformers.masking_utils import (  # noqa: E402
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-    sliding_window_causal_mask_function,
-)
 from transformers.models.bert import modeling_bert  # noqa: E402
 
 import fused_attn  # noqa: E402
@@ -22,7 +16,6 @@ import fused_attn.nn as fnn  # noqa: E402
 from fused_attn import masks  # noqa: E402
 from fused_attn.compare import compare  # noqa: E402
 from fused_attn.integrations import transformers as integration  # noqa: E402
-from fused_attn.mask_spec import materialize, normalize  # noqa: E402
 from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.swap import swap_modules  # noqa: E402
 
@@ -275,80 +268,18 @@ def test_register_is_idempotent():
     assert model(**inputs()).last_hidden_state.isfinite().all()
 
 
-# ---- the two functions --------------------------------------------------------------------------
-
-
-def make_mask(**kwargs):
-    defaults = {"batch_size": 2, "q_length": 4, "kv_length": 6, "device": "cpu"}
-    return integration.attention_mask(**{**defaults, **kwargs})
-
-
-def dense_of(mask, shape=(2, 1, 4, 6)):
-    if mask is None:
-        return torch.ones(shape, dtype=torch.bool)
-    spec = normalize(masks.as_mask(mask), *shape, torch.empty(0))
-    visible, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
-    assert bias is None
-    return visible.expand(shape)
+# ---- the attention function ---------------------------------------------------------------------
 
 
 PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
 
 
-@pytest.mark.parametrize("padding", [None, PADDING, PADDING[:, :5]], ids=["none", "full", "short"])
-@pytest.mark.parametrize(("q_offset", "kv_offset"), [(0, 0), (2, 0), (3, 3), (5, 2), (2, 3)])
-@pytest.mark.parametrize(
-    "function",
-    [causal_mask_function, bidirectional_mask_function, sliding_window_causal_mask_function(2)],
-    ids=["causal", "bidirectional", "window"],
-)
-def test_mask_says_what_that_of_transformers_says(function, q_offset, kv_offset, padding):
-    if padding is not None and kv_offset:
-        padding = torch.nn.functional.pad(padding, (kv_offset, 0), value=True)
-    kwargs = {
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": function,
-        "attention_mask": padding,
-    }
-    expected = sdpa_mask(
-        batch_size=2, q_length=4, kv_length=6, device="cpu", allow_is_causal_skip=False, **kwargs
-    )
-    actual = make_mask(**kwargs, allow_is_bidirectional_skip=True)
-    assert torch.equal(dense_of(actual), expected.expand(2, 1, 4, 6))
-
-
-def test_mask_keeps_structure():
-    key_mask = make_mask(
-        mask_function=bidirectional_mask_function,
-        attention_mask=PADDING,
-        allow_is_bidirectional_skip=True,
-    )
-    assert key_mask.shape == (2, 1, 1, 6)
-    mask = make_mask(attention_mask=PADDING)
-    assert isinstance(mask, Mask)
-    assert [tuple(m.shape) for m in mask.dense_masks] == [(2, 1, 1, 6)]
-
-
-def test_mask_is_dense_where_it_is_not_understood():
-    def odd_keys(batch_idx, head_idx, q_idx, kv_idx):
-        return (kv_idx % 2 == 1) & (q_idx >= 0)
-
-    for kwargs in (
-        {"mask_function": odd_keys},
-        {"allow_is_causal_skip": False},
-        {"mask_function": bidirectional_mask_function},
-        {"q_offset": torch.tensor(2)},
-    ):
-        mask = make_mask(**kwargs)
-        assert isinstance(mask, torch.Tensor)
-        assert mask.shape == (2, 1, 4, 6)
-
-
-def attend(module=None, query_heads=3, attention_mask=None, length=4, **kwargs):
+def attend(
+    module=None, query_heads=3, attention_mask=None, length=4, dtype=torch.float32, **kwargs
+):
     torch.manual_seed(1)
-    query = torch.randn(2, query_heads, length, 8)
-    key, value = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 5)
+    query = torch.randn(2, query_heads, length, 8).to(dtype)
+    key, value = torch.randn(2, 3, 6, 8).to(dtype), torch.randn(2, 3, 6, 5).to(dtype)
     module = torch.nn.Module() if module is None else module
     out, weights = integration.attention_forward(
         module, query, key, value, attention_mask, **kwargs
@@ -418,6 +349,38 @@ def test_attention_4d_mask_is_complete():
     torch.testing.assert_close(out, reference(*qkv, mask))
 
 
+def attend_with_sinks(query, key, value, mask, sinks):
+    """A sink is one more key, whose score is given and whose value is 0."""
+    scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
+    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = torch.cat([scores, sinks[None, :, None, None].expand(2, 6, 4, 1)], dim=-1)
+    return (scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_sinks(dtype):
+    mask = torch.rand(2, 1, 4, 6) < 0.6
+    mask[0, 0, 0] = False  # the sink alone: 0
+    sinks, weight = torch.randn(6).to(dtype), torch.randn(2, 4, 6, 5).to(dtype)
+
+    def result(function, dtype):
+        leaf = sinks.to(dtype, copy=True).requires_grad_()
+        out = function(leaf)
+        (out * weight.to(dtype)).sum().backward()
+        return {"out": out.detach(), "grad": leaf.grad}
+
+    def fused(leaf):
+        return attend(query_heads=6, attention_mask=mask, s_aux=leaf, dtype=dtype)[0]
+
+    def eager(leaf):
+        return attend_with_sinks(*(t.to(leaf.dtype) for t in qkv), mask, leaf)
+
+    _, qkv = attend(query_heads=6, is_causal=False, dtype=dtype)
+    actual = result(fused, dtype)
+    assert_within_contract(actual, result(eager, dtype), result(eager, torch.float64))
+    assert (actual["out"][0, 0] == 0).all()
+
+
 def test_attention_position_bias():
     bias = torch.randn(1, 3, 4, 6)
     out, qkv = attend(position_bias=bias, is_causal=False)
@@ -448,10 +411,8 @@ def test_models_with_copies_of_the_config():
 
 
 def test_attention_refuses_what_it_would_get_wrong():
-    with pytest.raises(ValueError, match="output_attentions must be False"):
-        attend(output_attentions=True)
-    with pytest.raises(NotImplementedError, match="s_aux"):
-        attend(s_aux=torch.zeros(3))
+    with pytest.raises(NotImplementedError, match="indexer_scores"):
+        attend(indexer_scores=torch.zeros(3))
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
         attend(cu_seq_lens_q=torch.tensor([0, 4]), use_cache=True)
     with pytest.raises(NotImplementedError, match="sliding_window 3"):
@@ -461,11 +422,14 @@ def test_attention_refuses_what_it_would_get_wrong():
     attend(position_ids=torch.arange(4), s_aux=None, sliding_window=6)
 
 
-def test_bert_output_attentions_is_refused():
+def test_bert_output_attentions_are_none_as_with_sdpa():
     model = BertModel(config())
+    kwargs = {**inputs(), "output_attentions": True}
+    of_sdpa = model(**kwargs).attentions
     swap_modules(model)
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(**inputs(), output_attentions=True)
+    with pytest.warns(UserWarning, match='set_attn_implementation."eager"'):
+        out = model(**kwargs)
+    assert out.attentions == of_sdpa == ()
 
 
 def test_model_without_the_interface_is_left_alone(monkeypatch):

@@ -1,12 +1,22 @@
 """fused_attn as an attention implementation of Hugging Face transformers.
 
-`register()` makes ``model.set_attn_implementation("fused_attn")`` work. The library asks for the
-mask once a forward pass (`attention_mask`) and calls the attention in every layer
-(`attention_forward`).
+After `register()`, "fused_attn" is a name for ``attn_implementation`` in ``from_config``,
+``from_pretrained`` and ``set_attn_implementation``. The library asks for the mask once a forward
+pass (`attention_mask`) and calls the attention in every layer (`attention_forward`). Models whose
+attention does not go through the library's AttentionInterface decline the name with a warning and
+run their own (`unsupported` says why).
+
+Example:
+    >>> from fused_attn.integrations import transformers as integration
+    >>> integration.register()
+    >>> model = AutoModel.from_pretrained(name, attn_implementation="fused_attn")
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,14 +29,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
 
 from fused_attn import functional, masks
+from fused_attn.integrations.transformers_masks import attention_mask
 from fused_attn.masks import Mask
 
 NAME = "fused_attn"
@@ -52,11 +57,51 @@ _HARMLESS = frozenset(
 )
 
 
+@functools.cache
 def register() -> None:
-    """Make "fused_attn" known to transformers; calling it again changes nothing."""
+    """Make "fused_attn" known to transformers; calling it again changes nothing.
+
+    An implementation can't decline a model by itself: the library lets a model with an attention
+    of its own have any registered name, and such a model would add the bool masks that are meant
+    for `attention_forward` to its scores. So the method that checks a requested name is wrapped:
+    such models get a warning, and "eager", which is what they run.
+    """
     AttentionInterface.register(NAME, attention_forward)
     # Without this one, transformers drops every mask without a word.
     AttentionMaskInterface.register(NAME, attention_mask)
+    check = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(check)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        reason = unsupported(self) if requested_attention == NAME else None
+        if reason is not None:
+            kind = type(self).__name__
+            warnings.warn(f"{kind} runs its own attention, not {NAME}: {reason}", stacklevel=2)
+            requested_attention = "eager"
+        return check(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
+
+
+def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
+    """Why a model does not run on `attention_forward`; None if it does.
+
+    Args:
+        model: a model or its class. The models in it are asked for themselves.
+
+    Returns:
+        A reason, from what the library knows of its model classes.
+    """
+    kind = model if isinstance(model, type) else type(model)
+    if not kind._can_set_attn_implementation():
+        return "its attention does not go through transformers' AttentionInterface"
+    # The interface is imported by that name; models of convolutions alone have no use for it.
+    attends = hasattr(sys.modules.get(kind.__module__), "ALL_ATTENTION_FUNCTIONS")
+    if attends and not (kind._supports_sdpa or kind._supports_attention_backend):
+        return "it supports neither sdpa nor other implementations: it does more with its masks"
+    return None
 
 
 def attention_forward(
@@ -71,6 +116,7 @@ def attention_forward(
     softcap: float | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -89,7 +135,9 @@ def attention_forward(
         softcap: see `fused_attn.scaled_dot_product_attention`.
         position_bias: float, added to the scores besides attention_mask, as in T5.
         sliding_window: part of the mask; checked only.
-        output_attentions: must be false: the weights are never held.
+        s_aux: float (num_heads,), sinks: logits that take part in the softmax and carry no value,
+            as in GPT-OSS.
+        output_attentions: warns, as sdpa does: the weights are never held.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None for the weights.
@@ -99,9 +147,10 @@ def attention_forward(
         ValueError, TypeError: an argument is wrong.
     """
     if output_attentions:
-        raise ValueError(
-            "output_attentions must be False with fused_attn, which never holds the weights; use "
-            'model.set_attn_implementation("eager") to look at them'
+        warnings.warn(
+            "fused_attn never holds the weights, so output_attentions=True returns none; use "
+            'model.set_attn_implementation("eager") to look at them',
+            stacklevel=2,
         )
     _refuse(kwargs)
     if is_causal is None:
@@ -126,7 +175,7 @@ def attention_forward(
         bias = masks.bias(position_bias)
         mask = bias if mask is None else cast(Mask, masks.as_mask(mask)) & bias
     # A single query is the last one of its sequence, not the first one: it sees all keys.
-    out = functional.scaled_dot_product_attention(
+    result = functional.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -136,60 +185,16 @@ def attention_forward(
         scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         softcap=softcap,
+        return_lse=s_aux is not None,
     )
-    return cast(Tensor, out).transpose(1, 2).contiguous(), None
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **kwargs: Any,
-) -> Tensor | Mask | None:
-    """A mask function of transformers' AttentionMaskInterface.
-
-    Args:
-        batch_size, q_length, kv_length: the shape.
-        q_offset, kv_offset: positions of the first query and the first key.
-        mask_function: what is visible, as a function of indices.
-        attention_mask: (batch, tokens) bool, True for real tokens, or None.
-        allow_is_causal_skip, allow_is_bidirectional_skip: the model does not need the causal or
-            the bidirectional mask as a tensor.
-
-    Returns:
-        None where everything is visible, a (batch, 1, 1, kv_length) bool tensor for padding alone,
-        a Mask for causal attention, and transformers' own (batch, 1, q_length, kv_length) bool
-        tensor for whatever else.
-    """
-    padding_understood = attention_mask is None or attention_mask.dim() == 2
-    plain_offsets = isinstance(q_offset, int) and isinstance(kv_offset, int)
-    understood = None
-    if padding_understood and plain_offsets:
-        if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
-            return _key_mask(attention_mask, kv_length, kv_offset)
-        if mask_function is causal_mask_function and allow_is_causal_skip:
-            understood = _causal(q_length, q_offset - kv_offset)
-    if understood is None:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            **kwargs,
-        )
-    key_mask = _key_mask(attention_mask, kv_length, kv_offset)
-    return understood if key_mask is None else understood & masks.dense(key_mask)
+    if s_aux is None:
+        out = cast(Tensor, result)
+    else:
+        # One more term in the denominator: exp(lse) / (exp(lse) + exp(s_aux)) of each row is left.
+        out, lse = result
+        share = torch.sigmoid(lse - s_aux.to(lse.dtype).reshape(1, -1, 1))
+        out = (out * share[..., None]).to(query.dtype)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | None, str]:
@@ -199,10 +204,9 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
         What undoes it, or None with the reason if the model cannot be switched; and the name of
         the implementation that was in use.
     """
-    if not model._can_set_attn_implementation():
-        return None, "its attention does not go through transformers' AttentionInterface"
-    if not getattr(model, "_supports_sdpa", False):
-        return None, "it does not support sdpa, so its attention is more than a mask and a softmax"
+    reason = unsupported(model)
+    if reason is not None:
+        return None, reason
     before = [(config, config._attn_implementation) for config in _configs(model)]
     previous = str(model.config._attn_implementation)
     register()
@@ -216,25 +220,15 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:
-    """`set_attn_implementation`, also in copies of the config, as the stacks of T5 have them."""
+    """`set_attn_implementation`, also in copies of the config, as the stacks of T5 have them.
+
+    The library's own method leaves such stacks on the attention that they had. `from_config` and
+    `from_pretrained` reach them.
+    """
     model.set_attn_implementation(name)
     for config in _configs(model):
         if type(config) is type(model.config):
             config._attn_implementation_internal = name
-
-
-def _causal(q_length: int, offset: int) -> Mask | None:
-    """Query i at position i + offset sees keys up to there; None if no Mask says that."""
-    if offset < 0:
-        return None
-    return masks.causal() if offset == 0 else masks.sliding_window(-1, offset)
-
-
-def _key_mask(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    if padding is None:
-        return None
-    keys = cast(Tensor, prepare_padding_mask(padding, kv_length, kv_offset))
-    return keys[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:

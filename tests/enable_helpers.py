@@ -7,8 +7,23 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
+import torch
+
 import fused_attn
 from fused_attn import functional
+
+OP = "aten::scaled_dot_product_attention"
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """A seed, and no kernels left behind."""
+    torch.manual_seed(0)
+    before = torch._C._dispatch_dump_table(OP)
+    yield
+    fused_attn.disable()
+    assert torch._C._dispatch_dump_table(OP) == before
 
 
 class Computed(list):

@@ -1,17 +1,13 @@
-"""fused_attn.enable(): who is intercepted, with which results, and what stays torch's own."""
+"""Under fused_attn.enable(): who is intercepted, with which results, what stays torch's own."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
-import threading
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from enable_helpers import counting, taken_over
+from enable_helpers import counting, taken_over, torch_as_it_was  # noqa: F401
 from helpers import DTYPES, assert_like_eager, random_qkv, short
 from nn_helpers import assert_equal_in_float64, perturb, randn, random_mask, run
 from torch.autograd import forward_ad
@@ -20,10 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as early_bound
 
 import fused_attn
 from fused_attn import functional, philox
-from fused_attn.backends import registry
-from fused_attn.integrations import sdpa
 
-OP = "aten::scaled_dot_product_attention"
 BATCH, HEADS, LEN_Q, LEN_K, DIM = 2, 4, 5, 7, 8
 FULL = (BATCH, HEADS, LEN_Q, LEN_K)
 MASK_SHAPES = [
@@ -38,15 +31,6 @@ MASK_SHAPES = [
     (BATCH, HEADS, 1, LEN_K),
     FULL,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _torch_as_it_was():
-    torch.manual_seed(0)
-    before = torch._C._dispatch_dump_table(OP)
-    yield
-    fused_attn.disable()
-    assert torch._C._dispatch_dump_table(OP) == before
 
 
 def qkv(dtype=torch.float64, grad=True, heads_kv=HEADS):
@@ -383,6 +367,7 @@ def test_counts_as_flash_attention():
         lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3]),
         lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3], enable_gqa=True),
         lambda q: F.scaled_dot_product_attention(q[0, 0, 0], q, q),
+        lambda q: F.scaled_dot_product_attention(q[0, 0, 0, 0], q, q),
         lambda q: F.scaled_dot_product_attention(q.int(), q.int(), q.int()),
         lambda q: attend(q, attn_mask=torch.zeros(3, LEN_Q, LEN_Q)),
         lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.int64)),
@@ -392,7 +377,7 @@ def test_counts_as_flash_attention():
         lambda q: attend(q, dropout_p="much"),
     ],
     ids=[
-        "types", "head_dim", "heads", "gqa", "1-D", "integers", "mask shape", "int mask",
+        "types", "head_dim", "heads", "gqa", "1-D", "0-D", "integers", "mask shape", "int mask",
         "16-bit mask", "float64 mask", "probability", "no number",
     ],
 )  # fmt: skip
@@ -404,129 +389,3 @@ def test_wrong_arguments_get_torchs_errors(wrong):
             wrong(query)
         messages.append((caught.type, str(caught.value)))
     assert messages[0] == messages[1]
-
-
-# ---- on, off, and neither -----------------------------------------------------------------------
-
-
-def intercepted():
-    with counting() as computed:
-        attend(torch.randn(BATCH, HEADS, LEN_Q, DIM))
-    return len(computed) == 1
-
-
-def test_enable_and_disable():
-    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
-    fused_attn.disable()  # changes nothing
-    fused_attn.enable()
-    fused_attn.enable()
-    assert intercepted()
-    fused_attn.disable()
-    assert not intercepted()
-    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
-    fused_attn.enable()
-    assert intercepted()
-
-
-def test_blocks():
-    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
-    with fused_attn.enabled():
-        with pytest.raises(KeyError), fused_attn.enabled():
-            raise KeyError
-        assert intercepted()
-        fused_attn.disable()
-        assert intercepted(), "the block is open"
-    assert not intercepted()
-    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
-    fused_attn.enable()
-    with fused_attn.enabled():
-        pass
-    assert intercepted(), "enable() came before the block"
-
-
-def test_blocks_of_threads_overlap():
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with fused_attn.enabled():
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    with fused_attn.enabled():
-        thread.start()
-        assert entered.wait(10)
-    assert intercepted()
-    leave.set()
-    thread.join()
-    assert not intercepted()
-
-
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_somebody_elses_kernel_comes_back():
-    theirs = torch.library.Library("aten", "IMPL")
-    try:
-        theirs.impl("scaled_dot_product_attention", lambda *args: args[1], "CPU")
-        query, key, value = qkv()
-        with torch.inference_mode():
-            assert F.scaled_dot_product_attention(query, key, value) is key
-            with taken_over() as computed:
-                F.scaled_dot_product_attention(query, key, value)
-            assert len(computed) == 1
-            assert F.scaled_dot_product_attention(query, key, value) is key
-    finally:
-        theirs._destroy()
-
-
-def test_nothing_happens_at_import():
-    program = f"""
-import torch
-state = lambda: (torch._C._dispatch_dump_table({OP!r}), torch.compiler.config.cache_key_tag)
-before, function = state(), torch.nn.functional.scaled_dot_product_attention
-import fused_attn
-assert state() == before and torch.nn.functional.scaled_dot_product_attention is function
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-# ---- the choice on CUDA -------------------------------------------------------------------------
-
-
-class Kernels:
-    """A backend for CUDA; the ones that are there need a GPU to say so."""
-
-    tile_summary = None
-
-    def __init__(self, automatic):
-        self.automatic = automatic
-
-    def unsupported(self, problem):
-        return [] if problem.device.type == "cuda" and problem.head_dim <= 64 else ["no"]
-
-    def not_automatic(self):
-        return [] if self.automatic else ["has not run on a GPU yet"]
-
-
-@pytest.mark.parametrize(
-    ("automatic", "name", "head_dim", "taken"),
-    [
-        (True, None, 64, True),
-        (False, None, 64, False),
-        (False, "triton", 64, True),
-        (True, None, 65, False),
-        (True, "cpp", 64, False),
-    ],
-)
-def test_choice_on_cuda(automatic, name, head_dim, taken):
-    """Where no kernel is chosen, torch's own path is kept."""
-    asked_for = contextlib.nullcontext() if name is None else fused_attn.use_backend(name)
-    with (
-        mock.patch.dict(registry.BACKENDS, triton=Kernels(automatic)),
-        torch._subclasses.FakeTensorMode(),
-        asked_for,
-        fused_attn.enabled(),
-        counting() as computed,
-    ):
-        attend(torch.empty(1, 2, 3, head_dim, device="cuda"))
-    assert bool(computed) is taken
-    sdpa._has_kernel.cache_clear()  # it saw the patched backends

@@ -112,14 +112,13 @@ def _switch(on: bool | None = None, blocks: int = 0) -> None:
         if (switched_on or open_blocks > 0) and _library is None:
             _library = _registered()
         elif not (switched_on or open_blocks > 0) and _library is not None:
-            _library._destroy()
-            _library = None
+            _library = None  # torch drops the kernels of a library with it
             _forget_dispatch()
         _switched_on, _open_blocks = switched_on, open_blocks
 
 
 def _registered() -> Library:
-    """A library that holds our kernels of torch's op until it is destroyed.
+    """A library that holds our kernels of torch's op as long as it lives.
 
     Somebody else's kernels are hidden until then: torch warns of that, or refuses.
     """

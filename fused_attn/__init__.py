@@ -9,6 +9,7 @@ from fused_attn.functional import (
     scaled_dot_product_attention,
     varlen_attention,
 )
+from fused_attn.integrations.sdpa import disable, enable, enabled
 from fused_attn.masks import Mask
 from fused_attn.swap import SwapReport, swap_modules
 
@@ -20,6 +21,9 @@ __all__ = [
     "SwapReport",
     "available_backends",
     "compare",
+    "disable",
+    "enable",
+    "enabled",
     "layer_norm",
     "masks",
     "nn",

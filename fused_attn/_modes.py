@@ -28,8 +28,11 @@ def plain_eager(*tensors: Tensor | None) -> bool:
 
 def transformed() -> bool:
     """Under a torch.func transform or with forward-mode tangents, which no kernel can follow."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and in_transform()
+
+
+def in_transform() -> bool:
+    """The same for code that torch.compile does not trace into."""
     return (
         forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     )

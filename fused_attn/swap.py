@@ -88,6 +88,10 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if "timm.layers" in sys.modules:
+        from fused_attn.integrations import timm
+
+        timm.register()
     report = SwapReport()
     reasons: dict[int, str] = {}
     done: dict[int, Swapped] = {}

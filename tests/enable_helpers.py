@@ -1,0 +1,52 @@
+"""Which calls of torch's function our kernels computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fused_attn
+from fused_attn import functional
+
+OP = "aten::scaled_dot_product_attention"
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """A seed, and no kernels left behind."""
+    torch.manual_seed(0)
+    before = torch._C._dispatch_dump_table(OP)
+    yield
+    fused_attn.disable()
+    assert torch._C._dispatch_dump_table(OP) == before
+
+
+class Computed(list):
+    """The dropout_p and attn_mask of each call that was computed here, in order."""
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Computed]:
+    """Records the calls that reach this package's attention and that it does not refuse."""
+    computed = Computed()
+    attention = functional.scaled_dot_product_attention
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        out = attention(*args, **kwargs)
+        computed.append((args[4], args[3]))
+        return out
+
+    with mock.patch.object(functional, "scaled_dot_product_attention", recording):
+        yield computed
+
+
+@contextlib.contextmanager
+def taken_over() -> Iterator[Computed]:
+    """The same, within `fused_attn.enabled()`."""
+    with fused_attn.enabled(), counting() as computed:
+        yield computed

@@ -1,0 +1,179 @@
+"""fused_attn.enable() under torch.compile (whole graphs) and torch.export, and their caches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nn_helpers import assert_equal_in_float64, perturb, randn, random_mask, run
+
+import fused_attn
+from fused_attn.backends import cpp
+
+BATCH, LEN, EMBED, HEADS = 2, 5, 24, 3
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    yield
+    fused_attn.disable()
+
+
+@contextlib.contextmanager
+def kernel_calls():
+    """Calls of the forward kernel by the registered op, and of the backward one."""
+    with (
+        mock.patch.object(cpp, "attention_fwd", wraps=cpp.attention_fwd) as forward,
+        mock.patch.object(cpp, "attention_bwd", wraps=cpp.attention_bwd) as backward,
+    ):
+        yield lambda: (forward.call_count, backward.call_count)
+
+
+def compiled(function, backend="aot_eager"):
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def attend(query, mask=None, dropout_p=0.0):
+    return F.scaled_dot_product_attention(query, query, query, mask, dropout_p)
+
+
+def attention_and_mask(kind):
+    module = torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    mask = None if kind is None else random_mask(kind, LEN, LEN)
+    return perturb(module.double()), {"attn_mask": mask, "need_weights": False}
+
+
+@pytest.mark.parametrize("kind", [None, "bool", "learned"])
+def test_whole_graph_with_gradients(kind):
+    module, options = attention_and_mask(kind)
+    x = randn(BATCH, LEN, EMBED)
+    expected = run(module, (x, x, x), options)
+    fused_attn.enable()
+    with kernel_calls() as calls:
+        actual = run(compiled(module), (x, x, x), options)
+    assert calls() == (1, 1)
+    assert_equal_in_float64({k.replace("_orig_mod.", ""): v for k, v in actual.items()}, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_autograd(mode):
+    query = torch.randn(BATCH, HEADS, LEN, 8)
+    mask = torch.rand(LEN, LEN) < 0.9
+    expected = attend(query, mask)
+    fused_attn.enable()
+    with mode(), kernel_calls() as calls:
+        out = compiled(attend)(query, mask)
+    assert calls() == (1, 0)
+    torch.testing.assert_close(out, expected)
+
+
+def test_dynamic_shapes():
+    fused_attn.enable()
+    graph = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    with kernel_calls() as calls:
+        for seqlen in (5, 9, 12):
+            query = torch.randn(BATCH, HEADS, seqlen, 8)
+            torch.testing.assert_close(graph(query), attend(query))
+    assert calls()[0] >= 3
+
+
+def test_dropout_is_drawn_anew():
+    fused_attn.enable()
+    graph = compiled(attend)
+    query = torch.randn(BATCH, HEADS, 32, 8, requires_grad=True)
+    first, second = graph(query, None, 0.5), graph(query, None, 0.5)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    first = graph(query, None, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(first, graph(query, None, 0.5))
+
+
+def test_autocast_in_the_graph():
+    def function(query):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(query)
+
+    fused_attn.enable()
+    query = torch.randn(BATCH, HEADS, LEN, 8)
+    with kernel_calls() as calls:
+        out = compiled(function)(query)
+    assert calls() == (1, 0) and out.dtype == torch.bfloat16
+    assert torch.equal(out, function(query))
+
+
+def test_what_is_compiled_stays():
+    query = torch.randn(BATCH, HEADS, LEN, 8)
+    graph = compiled(attend)
+    expected = graph(query)
+    with kernel_calls() as calls, fused_attn.enabled():
+        assert torch.equal(graph(query), expected)
+        assert calls() == (0, 0), "it was compiled before"
+        torch.compiler.reset()
+        torch.testing.assert_close(graph(query), expected)
+        assert calls() == (1, 0)
+    with kernel_calls() as calls:
+        torch.testing.assert_close(graph(query), expected)
+        assert calls() == (1, 0), "it was compiled within the block"
+        torch.compiler.reset()
+        assert torch.equal(graph(query), expected)
+        assert calls() == (1, 0)
+
+
+def test_caches_keep_the_two_apart(tmp_path, monkeypatch):
+    """torch.compile's caches are keyed by the caller's graph, in which there is no difference."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    query = torch.randn(BATCH, HEADS, LEN, 8)
+    hits = torch._dynamo.utils.counters["aot_autograd"]
+    for on, cached in ((False, False), (True, False), (False, True), (True, True)):
+        torch.compiler.reset()
+        hits.clear()
+        with kernel_calls() as calls, fused_attn.enabled() if on else contextlib.nullcontext():
+            compiled(attend, "inductor")(query)
+        assert calls() == (int(on), 0)
+        assert hits["autograd_cache_hit"] == int(cached)
+
+
+def test_threads_without_the_tag_compile_torchs_own():
+    """cache_key_tag is a setting of a thread: without it, what was compiled would be cached as
+    torch's own."""
+    query = torch.randn(BATCH, HEADS, LEN, 8)
+    fused_attn.enable()
+    tags = []
+
+    def compile_there():
+        tags.append(torch.compiler.config.cache_key_tag)
+        compiled(attend)(query)
+
+    thread = threading.Thread(target=compile_there)
+    with kernel_calls() as calls:
+        thread.start()
+        thread.join()
+    assert calls() == ((0, 0) if tags == [""] else (1, 0))
+
+
+class Attention(torch.nn.Module):
+    def forward(self, query, mask):
+        return attend(query, mask)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_holds_torchs_op(strict):
+    query, mask = torch.randn(BATCH, HEADS, LEN, 8), torch.rand(LEN, LEN) < 0.9
+    expected = attend(query, mask)
+    with fused_attn.enabled():
+        program = torch.export.export(Attention(), (query, mask), strict=strict)
+        decomposed = program.run_decompositions()
+    operations = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert operations == [torch.ops.aten.scaled_dot_product_attention.default]
+    for exported in (program, decomposed):
+        module = exported.module()
+        assert torch.equal(module(query, mask), expected)
+        with fused_attn.enabled():
+            torch.testing.assert_close(module(query, mask), expected)

@@ -1,0 +1,145 @@
+"""fused_attn.enable(), disable(), enabled(): on, off and as it was, and the choice on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from enable_helpers import OP, counting, taken_over, torch_as_it_was  # noqa: F401
+
+import fused_attn
+from fused_attn.backends import registry
+from fused_attn.integrations import sdpa
+
+
+def attend(query):
+    return F.scaled_dot_product_attention(query, query, query)
+
+
+def intercepted():
+    with counting() as computed:
+        attend(torch.randn(2, 4, 5, 8))
+    return len(computed) == 1
+
+
+def test_enable_and_disable():
+    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
+    fused_attn.disable()  # changes nothing
+    fused_attn.enable()
+    fused_attn.enable()
+    assert intercepted()
+    fused_attn.disable()
+    assert not intercepted()
+    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+    fused_attn.enable()
+    assert intercepted()
+
+
+def test_blocks():
+    before = torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag
+    with fused_attn.enabled():
+        with pytest.raises(KeyError), fused_attn.enabled():
+            raise KeyError
+        assert intercepted()
+        fused_attn.disable()
+        assert intercepted(), "the block is open"
+    assert not intercepted()
+    assert before == (torch._C._dispatch_dump_table(OP), torch.compiler.config.cache_key_tag)
+    fused_attn.enable()
+    with fused_attn.enabled():
+        pass
+    assert intercepted(), "enable() came before the block"
+
+
+def test_blocks_of_threads_overlap():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with fused_attn.enabled():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with fused_attn.enabled():
+        thread.start()
+        assert entered.wait(10)
+    assert intercepted()
+    leave.set()
+    thread.join()
+    assert not intercepted()
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_somebody_elses_kernel_comes_back():
+    theirs = torch.library.Library("aten", "IMPL")
+    try:
+        theirs.impl("scaled_dot_product_attention", lambda *args: args[1], "CPU")
+        query, key, value = torch.randn(3, 2, 4, 5, 8)
+        with torch.inference_mode():
+            assert F.scaled_dot_product_attention(query, key, value) is key
+            with taken_over() as computed:
+                F.scaled_dot_product_attention(query, key, value)
+            assert len(computed) == 1
+            assert F.scaled_dot_product_attention(query, key, value) is key
+    finally:
+        theirs._destroy()
+
+
+def test_nothing_happens_at_import():
+    program = f"""
+import torch
+state = lambda: (torch._C._dispatch_dump_table({OP!r}), torch.compiler.config.cache_key_tag)
+before, function = state(), torch.nn.functional.scaled_dot_product_attention
+import fused_attn
+assert state() == before and torch.nn.functional.scaled_dot_product_attention is function
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---- the choice on CUDA -------------------------------------------------------------------------
+
+
+class Kernels:
+    """A backend for CUDA; the ones that are there need a GPU to say so."""
+
+    tile_summary = None
+
+    def __init__(self, automatic):
+        self.automatic = automatic
+
+    def unsupported(self, problem):
+        return [] if problem.device.type == "cuda" and problem.head_dim <= 64 else ["no"]
+
+    def not_automatic(self):
+        return [] if self.automatic else ["has not run on a GPU yet"]
+
+
+@pytest.mark.parametrize(
+    ("automatic", "name", "head_dim", "taken"),
+    [
+        (True, None, 64, True),
+        (False, None, 64, False),
+        (False, "triton", 64, True),
+        (True, None, 65, False),
+        (True, "cpp", 64, False),
+    ],
+)
+def test_choice_on_cuda(automatic, name, head_dim, taken):
+    """Where no kernel is chosen, torch's own path is kept."""
+    asked_for = contextlib.nullcontext() if name is None else fused_attn.use_backend(name)
+    with (
+        mock.patch.dict(registry.BACKENDS, triton=Kernels(automatic)),
+        torch._subclasses.FakeTensorMode(),
+        asked_for,
+        fused_attn.enabled(),
+        counting() as computed,
+    ):
+        attend(torch.empty(1, 2, 3, head_dim, device="cuda"))
+    assert bool(computed) is taken
+    sdpa._has_kernel.cache_clear()  # it saw the patched backends

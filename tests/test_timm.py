@@ -1,0 +1,138 @@
+"""timm's ViT, DeiT and Swin, with random weights, on our kernels against torch's.
+
+They take their attention from torch's function, which `enable()` takes over, and their norms from
+modules that `swap_modules` takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from enable_helpers import taken_over
+from nn_helpers import (
+    DRAWS,
+    assert_equal_in_float64,
+    assert_within_contract,
+    perturb,
+    pooled,
+    run,
+)
+from torchvision_stand_in import import_timm
+
+import fused_attn
+
+SMALL = {"img_size": 32, "num_classes": 7, "drop_path_rate": 0.0}
+# name -> (timm's model, its options, calls of attention, norms)
+MODELS = {
+    "vit": ("vit_tiny_patch16_224", {"patch_size": 8, "depth": 2}, 2, 5),
+    "deit": ("deit_tiny_distilled_patch16_224", {"patch_size": 8, "depth": 2}, 2, 5),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        {"window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
+        4,
+        11,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def timm():
+    module = import_timm()
+    module.layers.set_fused_attn(True, experimental=True)  # Swin's is experimental
+    yield module
+    module.layers.set_fused_attn(True)
+
+
+@pytest.fixture(params=MODELS)
+def case(request, timm):
+    """A model in float64, images, and how many attentions and norms it has."""
+    torch.manual_seed(0)
+    name, options, calls, norms = MODELS[request.param]
+    model = timm.create_model(name, **SMALL, **options).double()
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)
+    return perturb(model), images, calls, norms
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["enable", "enable and swap"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_forward_and_backward(case, training, swap):
+    model, images, calls, norms = case
+    model.train(training)
+    expected = run(model, (images,))
+    report = fused_attn.swap_modules(model) if swap else None
+    with taken_over() as computed:
+        actual = run(model, (images,))
+    assert len(computed) == calls
+    if report is not None:
+        assert len(report.swapped) == norms and not report.skipped
+    assert_equal_in_float64(actual, expected)
+
+
+def test_numerics(case):
+    truth, _, _, _ = case
+    single = copy.deepcopy(truth).float()
+    truth.load_state_dict(single.state_dict())
+    fused = copy.deepcopy(single)
+    fused_attn.swap_modules(fused)
+    results = {"fused": [], "eager": [], "truth": []}
+    for _ in range(DRAWS):
+        images = torch.randn(2, 3, 32, 32, requires_grad=True)
+        results["truth"].append(run(truth, (images.detach().double().requires_grad_(),)))
+        results["eager"].append(run(single, (images,)))
+        with fused_attn.enabled():
+            results["fused"].append(run(fused, (images,)))
+    assert_within_contract(*(pooled(results[key]) for key in ("fused", "eager", "truth")))
+
+
+def test_swap_is_undone(case):
+    model, _, _, norms = case
+    types = [type(module) for module in model.modules()]
+    report = fused_attn.swap_modules(model)
+    assert sum(type(m) is fused_attn.nn.LayerNorm for m in model.modules()) == norms
+    report.restore()
+    assert [type(module) for module in model.modules()] == types
+
+
+@pytest.mark.parametrize("case", ["swin"], indirect=True)
+def test_relative_position_bias_is_learned(case):
+    """It comes as a float mask; in shifted windows, added to one that masks."""
+    model, images, calls, _ = case
+    with taken_over() as computed:
+        results = run(model, (images,))
+    masks = [mask for _, mask in computed]
+    assert len(masks) == calls and all(mask.requires_grad for mask in masks)
+    # Heads and pairs of positions; with shifted windows also one for each window of the batch.
+    assert [tuple(mask.shape[:2]) for mask in masks] == [(1, 2), (8, 2), (1, 4), (1, 4)]
+    tables = [name for name in results if name.endswith("relative_position_bias_table")]
+    assert len(tables) == calls
+    assert all(results[name].abs().max() > 0.0 for name in tables)
+
+
+def test_dropout(timm):
+    name, options, calls, _ = MODELS["vit"]
+    model = timm.create_model(name, attn_drop_rate=0.25, **SMALL, **options)
+    images = torch.randn(2, 3, 32, 32)
+    outputs = []
+    with taken_over() as computed:
+        for seed in (0, 1, 0):
+            torch.manual_seed(seed)
+            outputs.append(model(images))
+    assert [dropout_p for dropout_p, _ in computed] == [0.25] * (3 * calls)
+    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
+
+
+def test_other_layer_norms_are_left_alone(timm):
+    model = torch.nn.Sequential(timm.layers.LayerNorm2d(4), timm.layers.LayerNorm(4))
+    report = fused_attn.swap_modules(model)
+    assert [entry.name for entry in report.swapped] == ["1"]
+    assert [entry.name for entry in report.skipped] == ["0"]
+
+
+def test_the_stand_in_is_gone(timm):
+    with contextlib.suppress(ImportError):
+        import torchvision
+
+        assert torchvision.__file__, "the stand-in has no file"

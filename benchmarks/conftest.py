@@ -17,6 +17,7 @@ from measure import ceilings, commit, peak_memory, unthrottled
 
 import fused_attn
 from fused_attn import _cpu
+from fused_attn.doctor import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -154,13 +155,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _machine() -> dict[str, Any]:
     """What the figures depend on; nothing that names the machine."""
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
     return {
-        "cpu": model,
+        "cpu": cpu_model(),
         "isa": _cpu.isa(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

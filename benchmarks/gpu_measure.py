@@ -6,7 +6,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,14 +13,11 @@ from gpu_shapes import COPY_BYTES, MATMUL_SIZE
 from measure import commit
 
 import fused_attn
+from fused_attn._timing import CALLS_A_ROUND, gpu_seconds
 
 Calls = Sequence[Callable[[], Any]]  # the same on each set of operands
 
 WAY_SECONDS, MIN_SAMPLES, MAX_SAMPLES = 0.1, 10, 50
-CALLS_A_ROUND = 5
-# The host queues a round's calls meanwhile: of short kernels it would else be the host's time. A
-# call takes it up to 1 ms (a backward with lists of tiles: ten launches).
-QUEUE_CYCLES = 12_000_000  # 6 ms at 2 GHz
 
 
 def medians(ways: dict[str, Calls]) -> dict[str, float]:
@@ -40,22 +36,10 @@ def medians(ways: dict[str, Calls]) -> dict[str, float]:
             if enough or len(samples) >= MAX_SAMPLES:
                 continue
             done = False
-            samples += _round(calls, turn)
+            samples += gpu_seconds(calls, turn)
         turn += CALLS_A_ROUND + 1
         if done:
             return {name: statistics.median(samples) for name, samples in taken.items()}
-
-
-def _round(calls: Calls, turn: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_ROUND + 1)]
-    torch.cuda._sleep(QUEUE_CYCLES)
-    calls[turn % len(calls)]()
-    events[0].record()
-    for i, event in enumerate(events[1:]):
-        calls[(turn + 1 + i) % len(calls)]()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events)]
 
 
 def host_medians(ways: dict[str, Calls]) -> dict[str, float]:

@@ -15,11 +15,12 @@ from typing import Any
 import gpu_measure
 import gpu_ways
 import torch
-from contract import results_of
 from gpu_shapes import aims, flops, visible_pairs, visible_tiles
 from gpu_ways import COMPILING, OURS, Way
 from shapes import Attention
 from torch import Tensor
+
+from fused_attn._contract import results_of
 
 BACKWARD_FLOPS = 2.5  # times those of the forward: five matrix products instead of two
 _ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # operands of this size leave nothing in a cache of 50 MB

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fused_attn import _cpu
+from fused_attn._timing import cpu_seconds
 
 # A machine whose peak moves by more than this between start and end of a case was throttled, or
 # shared: the case is measured again, and fails if that does not help.
@@ -23,17 +24,13 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 60
 def medians(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Median seconds of a call, by way.
 
-    Ways are interleaved, so that what disturbs the machine disturbs all. Each call is preceded by
-    one that is not counted: the last way's single-threaded parts may have let a core go to sleep.
+    Ways are interleaved, so that what disturbs the machine disturbs all.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     begin = time.perf_counter()
     while True:
         for name, way in ways.items():
-            way()
-            start = time.perf_counter()
-            way()
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(cpu_seconds(way))
         rounds = len(next(iter(taken.values())))
         spent = time.perf_counter() - begin
         if rounds >= MAX_ROUNDS or (rounds >= MIN_ROUNDS and spent > ROUND_SECONDS * len(ways)):

@@ -138,22 +138,24 @@ def float_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from float_tensors(getattr(value, entry.name), f"{name}.{entry.name}")
 
 
-def copied(value: Any, dtype: torch.dtype | None = None) -> Any:
+def copied(value: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
     """Inputs for one run: fresh leaves, float tensors in `dtype`; one object stays one object."""
-    return _copy(value, dtype, {})
+    return _copy(value, dtype, device, {})
 
 
-def _copy(value: Any, dtype: torch.dtype | None, copies: dict[int, Any]) -> Any:
+def _copy(
+    value: Any, dtype: torch.dtype | None, device: torch.device | None, copies: dict[int, Any]
+) -> Any:
     if isinstance(value, Tensor):
         if id(value) not in copies:
             to = dtype if value.is_floating_point() else None
-            copy_ = value.detach().clone().to(to or value.dtype)
+            copy_ = value.detach().clone().to(device, to)
             copies[id(value)] = copy_.requires_grad_(value.requires_grad)
         return copies[id(value)]
     if isinstance(value, Mapping):
-        return {key: _copy(item, dtype, copies) for key, item in value.items()}
+        return {key: _copy(item, dtype, device, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_copy(item, dtype, copies) for item in value]
+        items = [_copy(item, dtype, device, copies) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fused_attn import _contract
+from fused_attn._contract import GRAD_FACTOR, OUTPUT_FACTOR
 from fused_attn._recording import Recorder, Tensors, copied, device_of
+from fused_attn._terminal import aligned
 from fused_attn.swap import (
     SwapReport,
     contains_fused_modules,
@@ -29,9 +30,8 @@ from fused_attn.swap import (
     transformers_models,
 )
 
-# The contract: how much worse than eager the fused result may be, up to one rounding.
-OUTPUT_FACTOR = 2.0
-GRAD_FACTOR = 3.0
+# Of `ComparisonReport.table`; ">" aligns to the right.
+COLUMNS = ("tensor", "kind", ">eager max", ">fused max", ">limit", ">eager rms", ">fused rms", "")
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,18 @@ class ComparisonReport:
         binding = [row for row in self.rows if row.binding]
         return bool(binding) and all(row.ok for row in binding)
 
-    def table(self) -> str:
-        """The rows as an aligned text table."""
-        header = ("tensor", "kind", "eager max", "fused max", "limit", "eager rms", "fused rms", "")
-        lines: list[tuple[str, ...]] = [header]
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text, under `COLUMNS`."""
+        lines = []
         for row in self.rows:
             numbers = (row.eager_max, row.fused_max, row.limit, row.eager_rms, row.fused_rms)
             verdict = ("ok" if row.ok else "ABOVE LIMIT") if row.binding else ""
             lines.append((row.name, row.kind, *(f"{n:.2e}" for n in numbers), verdict))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        template = "  ".join(f"{{:{a}{w}}}" for a, w in zip("<<>>>>><", widths, strict=True))
-        return "\n".join(template.format(*line).rstrip() for line in lines)
+        return lines
+
+    def table(self) -> str:
+        """The rows as an aligned text table."""
+        return aligned(COLUMNS, self.cells())
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in types that JSON knows."""
@@ -105,19 +106,22 @@ class ComparisonReport:
             "notes": list(self.notes),
         }
 
-    def __str__(self) -> str:
+    def title(self) -> str:
+        """What the rows are of."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        swapped = len(self.swap.swapped)
+        return f"errors against float64, {dtype} model, {swapped} modules swapped"
+
+    def verdict(self) -> str:
+        """`ok` in words."""
         binding = [row for row in self.rows if row.binding]
         above = sum(not row.ok for row in binding)
-        verdict = (
-            f"within the contract: {len(binding)} outputs and gradients"
-            if self.ok
-            else f"ABOVE THE LIMIT: {above} of {len(binding)} outputs and gradients"
-        )
-        title = (
-            f"errors against float64, {str(self.dtype).removeprefix('torch.')} model, "
-            f"{len(self.swap.swapped)} modules swapped"
-        )
-        return "\n".join([title, self.table(), *self.notes, verdict])
+        if self.ok:
+            return f"within the contract: {len(binding)} outputs and gradients"
+        return f"ABOVE THE LIMIT: {above} of {len(binding)} outputs and gradients"
+
+    def __str__(self) -> str:
+        return "\n".join([self.title(), self.table(), *self.notes, self.verdict()])
 
 
 def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> ComparisonReport:
@@ -223,11 +227,11 @@ def _report(
     for (name, kind), reference in truth.items():
         if (name, kind) not in eager or reference.numel() == 0:
             continue
-        rounding = torch.finfo(eager[name, kind].dtype).eps * largest[_scale_key(name, kind)]
         factor = GRAD_FACTOR if kind.endswith("grad") else OUTPUT_FACTOR
-        eager_max, eager_rms = _errors(eager[name, kind], reference)
-        fused_max, fused_rms = _errors(fused.get((name, kind)), reference)
-        limit = factor * eager_max + rounding
+        eager_max, eager_rms = _contract.errors(eager[name, kind], reference)
+        fused_max, fused_rms = _contract.errors(fused.get((name, kind)), reference)
+        largest_value, own_dtype = largest[_scale_key(name, kind)], eager[name, kind].dtype
+        limit = _contract.limit(factor, eager_max, largest_value, own_dtype)
         ok = fused_max <= limit
         errors = (eager_max, eager_rms, fused_max, fused_rms)
         report.rows.append(ComparisonRow(name, kind, *errors, limit, ok, kind != "layer output"))
@@ -247,24 +251,11 @@ def _report(
     return report
 
 
-def _errors(tensor: Tensor | None, reference: Tensor) -> tuple[float, float]:
-    """Maximal and root mean square error where the reference is finite; inf for NaN."""
-    if tensor is None:
-        return math.inf, math.inf
-    error = (tensor.to(reference.dtype) - reference)[reference.isfinite()].abs()
-    if error.numel() == 0:
-        return 0.0, 0.0
-    error = error.nan_to_num(nan=math.inf, posinf=math.inf)
-    return error.max().item(), error.square().mean().sqrt().item()
-
-
 def _largest_by_module(truth: Tensors) -> dict[tuple[str, str], float]:
     largest: dict[tuple[str, str], float] = {}
     for (name, kind), reference in truth.items():
-        finite = reference[reference.isfinite()].abs()
-        value = finite.max().item() if finite.numel() else 0.0
         key = _scale_key(name, kind)
-        largest[key] = max(largest.get(key, 0.0), value)
+        largest[key] = max(largest.get(key, 0.0), _contract.largest(reference))
     return largest
 
 

@@ -1,0 +1,85 @@
+"""Tables and progress on a terminal by rich, where it is installed; plain text everywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TextIO
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain text.
+
+    Args:
+        columns: the header; a column whose name begins with ">" is aligned to the right.
+        rows: a cell for each column.
+    """
+    lines = [[name.removeprefix(">") for name in columns], *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    signs = [">" if name.startswith(">") else "<" for name in columns]
+    template = "  ".join(f"{{:{sign}{w}}}" for sign, w in zip(signs, widths, strict=True))
+    return "\n".join(template.format(*line).rstrip() for line in lines)
+
+
+def show_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    bad: Collection[int] = (),
+) -> None:
+    """Prints a table, and an empty line.
+
+    Args:
+        title, columns, rows: see `aligned`.
+        bad: rows that are shown in red where there are colours.
+    """
+    if not _decorated(sys.stdout):
+        print(title, aligned(columns, rows), "", sep="\n")
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+    for name in columns:
+        number = name.startswith(">")
+        justify: Any = "right" if number else "left"
+        header = Text(name.removeprefix(">"))
+        table.add_column(header, justify=justify, no_wrap=number, overflow="fold")
+    for i, row in enumerate(rows):
+        # Text, as "input[0]" would be markup.
+        table.add_row(*map(Text, row), style="bold red" if i in bad else None)
+    Console(file=sys.stdout).print(table)
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr; within the block, each call of what it gives is a step of `total`.
+
+    Nothing is drawn but in these calls: a thread would disturb what is measured between them.
+    """
+    if not _decorated(sys.stderr):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(file=sys.stderr)
+    with Progress(console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        bar.refresh()
+
+        def advance() -> None:
+            bar.update(task, advance=1, refresh=True)
+
+        yield advance
+
+
+def _decorated(stream: TextIO) -> bool:
+    return stream.isatty() and importlib.util.find_spec("rich") is not None

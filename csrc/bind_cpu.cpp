@@ -146,6 +146,15 @@ void read(Fields& f, AttentionBwdParams* p) {
   f.tensor("grad_key", &p->grad_key, p->grad_key_strides);
   f.tensor("grad_value", &p->grad_value, p->grad_value_strides);
   f.pointer("grad_bias", &p->grad_bias);
+  f.tensor("grad_weights", &p->grad_weights, p->grad_weights_strides);
+  f.number("grad_weights_factor", &p->grad_weights_factor);
+  f.pointer("row_sums", &p->row_sums);
+}
+
+void read(Fields& f, AttentionWeightsParams* p) {
+  read(f, &p->fwd);
+  f.pointer("weights", &p->weights);
+  f.number("average", &p->average);
 }
 
 void read(Fields& f, TileKindsParams* p) {
@@ -207,6 +216,7 @@ const KernelTable& kernels_for(const Params&) {
 }
 const KernelTable& kernels_for(const AttentionParams& p) { return attention_kernels(p); }
 const KernelTable& kernels_for(const AttentionBwdParams& p) { return attention_kernels(p.fwd); }
+const KernelTable& kernels_for(const AttentionWeightsParams& p) { return attention_kernels(p.fwd); }
 const KernelTable& kernels_for(const TileKindsParams& p) { return attention_kernels(p.problem); }
 
 // Runs an entry of the table without the GIL.
@@ -356,6 +366,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
   m.def("attention_fwd", [](const py::kwargs& f) { run(&KernelTable::attention_fwd, f); });
   m.def("attention_bwd", [](const py::kwargs& f) { run(&KernelTable::attention_bwd, f); });
+  m.def("attention_weights", [](const py::kwargs& f) { run(&KernelTable::attention_weights, f); });
   m.def("norm_fwd", [](const py::kwargs& f) { run(&KernelTable::norm_fwd, f); });
   m.def("norm_bwd", [](const py::kwargs& f) { run(&KernelTable::norm_bwd, f); });
   m.def("tile_summary", [](const py::kwargs& f) {

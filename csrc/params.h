@@ -94,6 +94,20 @@ struct AttentionBwdParams {
   // wanted.
   void* grad_bias;
   int64_t grad_out_strides[3], grad_query_strides[3], grad_key_strides[3], grad_value_strides[3];
+  // Gradient of the weights times this factor, (batch, num_heads, seqlen_q, seqlen_k) of dtype,
+  // added to that by out; null: none, and no row_sums.
+  const void* grad_weights;
+  int64_t grad_weights_strides[3];
+  double grad_weights_factor;
+  void* row_sums;  // workspace like lse: the sum of that gradient times the weights, by row
+};
+
+// The weights P that the forward multiplied values with, after dropout, from its lse and lse_low;
+// out and value have head_dim_v 0. Sequences are not packed.
+struct AttentionWeightsParams {
+  AttentionParams fwd;
+  void* weights;  // (batch, 1 if average else num_heads, seqlen_q, seqlen_k) of dtype, contiguous
+  bool average;   // over the heads
 };
 
 // How the kernels of an instruction set classify the tiles of a problem; for tests and tools.

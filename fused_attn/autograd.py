@@ -40,6 +40,32 @@ def attention(
     return _Attention.apply(*args)[:2]
 
 
+def attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    average: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """out, and the weights that made it; see `reference.attention_weights`."""
+    query, key, value = (readable_in_place(t) for t in (query, key, value))
+    spec = with_summaries(spec, get_backend(backend).tile_summary)
+    options = (*spec.flat(), scale, softcap, dropout_p, seed)
+    args = (query, key, value, *options, backend)
+    if _needs_grad(query, key, value, spec.bias):
+        out, lse, lse_low = _Attention.apply(*args)
+    else:
+        out, lse, lse_low = ops.attention_fwd(*args, True)
+    # The weights are a function of query, key and bias: that lse is known is no business of theirs.
+    weights = _Weights.apply if _needs_grad(query, key, spec.bias) else ops.attention_weights
+    return out, weights(query, key, lse.detach(), lse_low, *options, average, backend)
+
+
 def norm(
     input: Tensor,
     residual: Tensor | None,
@@ -125,6 +151,54 @@ class _AttentionBackward(Function):
             grad_grad_out, grad_grad_lse, grad_query, grad_key, grad_value, None, None, None,
             grad_bias, *nothing,
         )  # fmt: skip
+
+
+class _Weights(Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, lse, lse_low, *options, seed, average, backend = inputs
+        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
+        ctx.save_for_backward(query, key, lse, lse_low, seed, *tensors)
+        ctx.scalars, ctx.average, ctx.backend = scalars, average, backend
+        return ops.attention_weights(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weights: Tensor) -> Any:
+        query, key, lse, lse_low, seed, *tensors = ctx.saved_tensors
+        needs_bias = ctx.needs_input_grad[4]
+        args = (
+            grad_weights, query, key, lse, lse_low, *tensors, *ctx.scalars, seed, ctx.average,
+            needs_bias, ctx.backend,
+        )  # fmt: skip
+        grads = _run_backward(_WeightsBackward, ops.attention_weights_bwd, args)
+        nothing = (None,) * (len(tensors) - 1 + len(ctx.scalars) + 3)
+        return (*grads[:2], None, None, grads[2] if needs_bias else None, *nothing)
+
+
+class _WeightsBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        grad_weights, query, key, _, _, *options, seed, average, _, _ = inputs
+        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad_weights, query, key, seed, *tensors)
+        ctx.scalars, ctx.average = scalars, average
+        return ops.attention_weights_bwd(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
+        grad_weights, query, key, seed, bias, *tensors = ctx.saved_tensors
+        *integers, scale, softcap, dropout_p = ctx.scalars
+
+        def run(query: Tensor, key: Tensor, bias: Tensor | None) -> Any:
+            spec = MaskSpec(bias, *tensors, *integers)
+            options = (scale, softcap, dropout_p, seed, ctx.average)
+            return (reference.attention_weights(query, key, spec, *options),)
+
+        grads = _second_order(run, (query, key, bias), (grad_weights,), grad_grads)
+        (grad_query, grad_key, grad_bias), (grad_grad,) = grads
+        nothing = (None,) * (len(tensors) + len(ctx.scalars) + 4)
+        return (grad_grad, grad_query, grad_key, None, None, grad_bias, *nothing)
 
 
 class _Norm(Function):

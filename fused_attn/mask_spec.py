@@ -325,6 +325,15 @@ def remake(spec: MaskSpec, tensor: Tensor) -> tuple[str, Callable[[Tensor], Mask
     return name, make
 
 
+def of_head(spec: MaskSpec, h: int) -> MaskSpec:
+    """The spec of head h by itself, as if it were the only one."""
+    own: dict[str, Any] = {}
+    for name in ("bias", "dense", "key_mask", "slopes"):
+        tensor = getattr(spec, name)
+        own[name] = tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, h : h + 1]
+    return replace(spec, bias_summary=None, dense_summary=None, **own)
+
+
 # ---- what the reference sees --------------------------------------------------------------------
 
 

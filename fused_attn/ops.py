@@ -39,6 +39,15 @@ SCHEMAS = {
         f"{_ATTENTION}, bool needs_bias, str backend) "
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)"
     ),
+    "attention_weights": (
+        f"(Tensor query, Tensor key, Tensor lse, Tensor lse_low, {_ATTENTION}, bool average, "
+        "str backend) -> Tensor"
+    ),
+    "attention_weights_bwd": (
+        f"(Tensor grad_weights, Tensor query, Tensor key, Tensor lse, Tensor lse_low, "
+        f"{_ATTENTION}, bool average, bool needs_bias, str backend) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_bias)"
+    ),
     "norm_fwd": (
         "(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, "
         "float dropout_p, Tensor? seed, str backend) "
@@ -120,6 +129,40 @@ def _attention_bwd_op(*args: Any) -> Any:
     return _attention_bwd_impl(*args)
 
 
+def _attention_weights_op(*args: Any) -> Any:
+    query, key, lse, lse_low = args[:4]
+    _check_weights(query, key, lse, lse_low, args[4:-2])
+    return _attention_weights_impl(*args)
+
+
+def _attention_weights_bwd_op(*args: Any) -> Any:
+    grad_weights, query, key, lse, lse_low = args[:5]
+    average = args[-3]
+    _check_weights(query, key, lse, lse_low, args[5:-3])
+    if grad_weights.shape != _weights_shape(query, key, average):
+        raise ValueError(f"grad_weights must have shape {_weights_shape(query, key, average)}")
+    return _attention_weights_bwd_impl(*args)
+
+
+def _check_weights(
+    query: Tensor, key: Tensor, lse: Tensor, lse_low: Tensor, options: tuple[Any, ...]
+) -> None:
+    spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
+    if spec.cu_seqlens_q is not None or spec.cu_seqlens_k is not None:
+        raise ValueError("packed sequences have no weights: pad them")
+    _check_operands(query, key, key, spec)
+    if any(t.shape != query.shape[:3] for t in (lse, lse_low)):
+        raise ValueError(f"lse and lse_low must have shape {tuple(query.shape[:3])}")
+    if options[-2] > 0.0 and options[-1] is None:
+        raise ValueError("seed must be given with dropout_p > 0")
+
+
+def _weights_shape(query: Tensor, key: Tensor, average: bool) -> tuple[int, ...]:
+    batch, num_heads, seqlen_q, _ = query.shape
+    heads = () if average else (num_heads,)
+    return (batch, *heads, seqlen_q, key.shape[2])
+
+
 def _attention_fwd_impl(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     *options, backend, for_backward = rest
     spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
@@ -133,6 +176,22 @@ def _attention_bwd_impl(*args: Any) -> Any:
     spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
     return get_backend(backend).attention_bwd(
         *tensors, spec, *options[NUM_SPEC_FIELDS:], needs_bias
+    )
+
+
+def _attention_weights_impl(*args: Any) -> Any:
+    tensors, options, (average, backend) = args[:4], args[4:-2], args[-2:]
+    spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
+    return get_backend(backend).attention_weights(
+        *tensors, spec, *options[NUM_SPEC_FIELDS:], average
+    )
+
+
+def _attention_weights_bwd_impl(*args: Any) -> Any:
+    tensors, options, (*flags, backend) = args[:5], args[5:-3], args[-3:]
+    spec = MaskSpec(*options[:NUM_SPEC_FIELDS])
+    return get_backend(backend).attention_weights_bwd(
+        *tensors, spec, *options[NUM_SPEC_FIELDS:], *flags
     )
 
 
@@ -183,6 +242,20 @@ def attention_bwd(*args: Any) -> Any:
     if plain_eager(args[0], *args[2:5]):
         return _attention_bwd_impl(*args)
     return torch.ops.fused_attn.attention_bwd(*args)
+
+
+def attention_weights(*args: Any) -> Any:
+    """The weights of attention_fwd, after dropout; arguments as in the schema."""
+    if plain_eager(*args[:5]):
+        return _attention_weights_impl(*args)
+    return torch.ops.fused_attn.attention_weights(*args)
+
+
+def attention_weights_bwd(*args: Any) -> Any:
+    """Gradients of query, key and bias (empty if not needed); arguments as in the schema."""
+    if plain_eager(*args[:3]):
+        return _attention_weights_bwd_impl(*args)
+    return torch.ops.fused_attn.attention_weights_bwd(*args)
 
 
 def norm_fwd(*args: Any) -> Any:
@@ -239,9 +312,26 @@ def _attention_bwd_fake(*args: Any) -> Any:
         query.new_empty_strided(*gradient_layout(query)),
         key.new_empty_strided(*gradient_layout(key)),
         value.new_empty_strided(*gradient_layout(value)),
-        torch.empty_like(bias, memory_format=torch.contiguous_format)
-        if needs_bias
-        else query.new_empty(0),
+        _grad_bias_fake(query, bias, needs_bias),
+    )
+
+
+def _grad_bias_fake(query: Tensor, bias: Tensor | None, needs_bias: bool) -> Tensor:
+    if bias is None or not needs_bias:
+        return query.new_empty(0)
+    return torch.empty_like(bias, memory_format=torch.contiguous_format)
+
+
+def _attention_weights_fake(query: Tensor, key: Tensor, *rest: Any) -> Any:
+    return query.new_empty(_weights_shape(query, key, rest[-2]))
+
+
+def _attention_weights_bwd_fake(*args: Any) -> Any:
+    _, query, key, _, _, bias, *rest = args
+    return (
+        query.new_empty_strided(*gradient_layout(query)),
+        key.new_empty_strided(*gradient_layout(key)),
+        _grad_bias_fake(query, bias, rest[-2]),
     )
 
 
@@ -323,6 +413,18 @@ def _attention_fwd_flops(
     sequences as if all keys' sequences were as long as the longest."""
     seqlen_k = args[NUM_SPEC_FIELDS - 1] or key_shape[-2]
     return sum(_visible_flops(query_shape, value_shape, seqlen_k))
+
+
+@register_flop_formula(torch.ops.fused_attn.attention_weights)
+def _attention_weights_flops(query_shape: Any, key_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return _visible_flops(query_shape, (0,), key_shape[-2])[0]
+
+
+@register_flop_formula(torch.ops.fused_attn.attention_weights_bwd)
+def _attention_weights_bwd_flops(
+    grad_shape: Any, query_shape: Any, key_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    return 3 * _visible_flops(query_shape, (0,), key_shape[-2])[0]
 
 
 @register_flop_formula(torch.ops.fused_attn.attention_bwd)

@@ -34,16 +34,23 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> 
 
 
 def attention_keep(
-    seed: Tensor, dropout_p: float, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int
+    seed: Tensor,
+    dropout_p: float,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads: slice = slice(None),
 ) -> Tensor:
-    """Bool (batch, num_heads, seqlen_q, seqlen_k): the probabilities that dropout keeps.
+    """Bool (batch, num_heads, seqlen_q, seqlen_k): the probabilities that dropout keeps; of these
+    heads alone.
 
     Counter (j / 4, i, batch * num_heads + head, 0), word j % 4.
     """
     row = torch.arange(seqlen_q, device=seed.device)[:, None]
-    head = torch.arange(batch * num_heads, device=seed.device)[:, None, None]
-    keep = _keep(seed, dropout_p, seqlen_k, row, head, 0)
-    return keep.reshape(batch, num_heads, seqlen_q, seqlen_k)
+    head = torch.arange(batch * num_heads, device=seed.device).reshape(batch, num_heads)[:, heads]
+    keep = _keep(seed, dropout_p, seqlen_k, row, head.reshape(-1, 1, 1), 0)
+    return keep.reshape(*head.shape, seqlen_q, seqlen_k)
 
 
 def norm_keep(seed: Tensor, dropout_p: float, rows: int, columns: int) -> Tensor:

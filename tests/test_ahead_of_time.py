@@ -182,6 +182,23 @@ def test_lengths_do_not_compile_kernels_anew():
     assert all(len(hashes) == 1 for hashes in served.values()), served
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name", "arch"),
+    thorough(
+        itertools.product((torch.float32, torch.bfloat16), ("causal", "bias"), ARCHS),
+        [(torch.bfloat16, "bias", "sm_90")],
+    ),
+)
+def test_weights(dtype, name, arch):
+    query = torch.empty(BATCH, HEADS, LENGTH, 128, dtype=dtype)
+    lse, seed = torch.empty(BATCH, HEADS, LENGTH), torch.zeros((), dtype=torch.int64)
+    spec = normalize(mask_classes(dtype)[name], BATCH, HEADS, LENGTH, LENGTH, query)
+    with compiling_for(arch) as kernels:
+        for average in (False, True):
+            backend.attention_weights(query, query, lse, lse, spec, 0.1, 0.0, 0.1, seed, average)
+    check(kernels, arch, dtype)
+
+
 def test_tf32_is_for_the_matrix_units():
     kernels = attention("sm_80", torch.float32, 64, None, precision="tf32")
     assert any("tf32" in kernel.text for kernel in kernels)

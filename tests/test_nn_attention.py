@@ -22,7 +22,6 @@ from nn_helpers import (
 
 import fused_attn.nn as fnn
 from fused_attn import masks
-from fused_attn.nn.attention import attention_weights
 
 
 @pytest.fixture(autouse=True)
@@ -209,18 +208,6 @@ def test_attention_does_not_see_nan_in_padding(need_weights):
         out = out.sum() + weights.square().sum()
     out.sum().backward()
     assert query.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_attention_weights_are_rounded_once(dtype, autocast):
-    query, key = (randn(BATCH, HEADS, 9, 8, grad=False, dtype=dtype) * 4 for _ in range(2))
-    with torch.autocast("cpu", dtype, enabled=autocast):
-        weights = attention_weights(query, key, None, True)
-    truth = attention_weights(query.double(), key.double(), None, True)
-    assert weights.dtype == dtype
-    error = ((weights.double() - truth).abs() - 1e-6).clamp(min=0) / truth.clamp(min=1e-30)
-    assert error.max() <= 0.51 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

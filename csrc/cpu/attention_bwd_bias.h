@@ -5,7 +5,7 @@
 // to. Nothing is added up between threads, and memory stays linear in the sequence length.
 #pragma once
 
-#include "cpu/attention_bwd.h"
+#include "cpu/attention_bwd_tile.h"
 
 namespace fused_attn {
 namespace {

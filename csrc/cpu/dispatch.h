@@ -10,6 +10,7 @@ struct KernelTable {
   const char* isa;
   bool (*attention_fwd)(const AttentionParams&);
   bool (*attention_bwd)(const AttentionBwdParams&);
+  bool (*attention_weights)(const AttentionWeightsParams&);
   bool (*norm_fwd)(const NormParams&);
   bool (*norm_bwd)(const NormBwdParams&);
   bool (*tile_kinds)(const TileKindsParams&);

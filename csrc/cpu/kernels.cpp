@@ -1,7 +1,9 @@
 // The kernels of one instruction set; compiled once for each line of isas.inc.
+#include "cpu/attention_bwd.h"
 #include "cpu/attention_bwd_bias.h"
 #include "cpu/attention_decode.h"
 #include "cpu/attention_fwd.h"
+#include "cpu/attention_weights.h"
 #include "cpu/dispatch.h"
 #include "cpu/norm.h"
 #include "cpu/peak.h"
@@ -42,8 +44,13 @@ struct Forward {
 bool run_attention_fwd(const AttentionParams& p) { return run_as<Forward>(p.dtype, p); }
 
 bool run_attention_bwd(const AttentionBwdParams& p) {
+  if (p.grad_weights != nullptr && !run_as<WeightRowSums>(p.fwd.dtype, p)) return false;
   if (!run_as<AttentionBwd>(p.fwd.dtype, p)) return false;
   return p.grad_bias == nullptr || run_as<AttentionBwdBias>(p.fwd.dtype, p);
+}
+
+bool run_attention_weights(const AttentionWeightsParams& p) {
+  return run_as<AttentionWeights>(p.fwd.dtype, p);
 }
 
 bool run_norm_fwd(const NormParams& p) { return run_as<NormFwd>(p.dtype, p); }
@@ -98,6 +105,7 @@ extern const KernelTable kKernels;
 const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                               run_attention_fwd,
                               run_attention_bwd,
+                              run_attention_weights,
                               run_norm_fwd,
                               run_norm_bwd,
                               run_tile_kinds,

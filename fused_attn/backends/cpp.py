@@ -150,16 +150,57 @@ def attention_bwd(
     if grad_lse is not None:
         grad_lse = grad_lse.to(lse.dtype).contiguous().resolve_neg()
         fields["grad_lse"] = grad_lse.data_ptr()
-    grad_bias = query.new_empty(0)
-    if needs_bias:
-        assert spec.bias is not None
-        grad_bias = lse.new_zeros(spec.bias.shape)
-        fields["grad_bias"] = grad_bias.data_ptr()
-    _cpu.attention_bwd(**fields)
-    if needs_bias:
-        assert spec.bias is not None
-        grad_bias = grad_bias.to(spec.bias.dtype)
+    grad_bias = _run_bwd(fields, query, lse, spec, needs_bias)
     return grad_query, grad_key, grad_value, grad_bias
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    average: bool,
+) -> Tensor:
+    """As `reference.attention_weights`, from the lse of `attention_fwd` and what rounding took."""
+    batch, num_heads, seqlen_q, _ = query.shape
+    shape = (batch, *(() if average else (num_heads,)), seqlen_q, key.shape[2])
+    weights = query.new_empty(shape)
+    fields, _kept = _weights_fields(query, key, lse, lse_low, spec, scale, softcap, dropout_p, seed)
+    _cpu.attention_weights(**fields, weights=weights.data_ptr(), average=average)
+    return weights
+
+
+def attention_weights_bwd(
+    grad_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    average: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and the float mask (empty if not needed) by `attention_weights`."""
+    grad_weights = readable_in_place(grad_weights)
+    grad_query, grad_key = (_empty(*gradient_layout(t), t.dtype) for t in (query, key))
+    fields, _kept = _weights_fields(query, key, lse, lse_low, spec, scale, softcap, dropout_p, seed)
+    _add(fields, "grad_query", grad_query)
+    _add(fields, "grad_key", grad_key)
+    heads = grad_weights[:, None].expand(-1, query.shape[1], -1, -1) if average else grad_weights
+    _add(fields, "grad_weights", heads)
+    fields["grad_weights_factor"] = 1.0 / max(query.shape[1], 1) if average else 1.0
+    row_sums = torch.empty_like(lse)
+    fields["row_sums"] = row_sums.data_ptr()
+    return grad_query, grad_key, _run_bwd(fields, query, lse, spec, needs_bias)
 
 
 def norm_fwd(
@@ -390,6 +431,30 @@ def _fields(
     if spec.bias is not None:
         fields["bias_dtype"] = _DTYPES[spec.bias.dtype]
     return fields, kept
+
+
+def _weights_fields(
+    query: Tensor, key: Tensor, lse: Tensor, lse_low: Tensor, *options: Any
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """`_fields` of a problem without values, whose lse is known."""
+    value, out = key.new_empty(*key.shape[:3], 0), query.new_empty(*query.shape[:3], 0)
+    fields, kept = _fields(query, key, value, out, *options)
+    lse, lse_low = lse.contiguous(), lse_low.contiguous()
+    fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
+    return fields, [*kept, value, out, lse, lse_low]
+
+
+def _run_bwd(
+    fields: dict[str, Any], query: Tensor, lse: Tensor, spec: MaskSpec, needs_bias: bool
+) -> Tensor:
+    """Runs the backward; the gradient of the float mask, empty if it is not needed."""
+    if not needs_bias:
+        _cpu.attention_bwd(**fields)
+        return query.new_empty(0)
+    assert spec.bias is not None
+    grad_bias = lse.new_zeros(spec.bias.shape)
+    _cpu.attention_bwd(**fields, grad_bias=grad_bias.data_ptr())
+    return grad_bias.to(spec.bias.dtype)
 
 
 def _norm_fields(

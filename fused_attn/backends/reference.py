@@ -66,6 +66,46 @@ def attention(
         padded = attention(query, key, value, spec, scale, softcap, dropout_p, seed)
         out, lse = (_packing.unpad(t, cu_seqlens_q, total_q) for t in padded)
         return out, lse
+    weights, value, empty, lse = _weights(query, key, value, spec, scale, softcap, dropout_p, seed)
+    # Where a row sees nothing, its gradient does not matter either, NaN included.
+    return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    average: bool,
+) -> Tensor:
+    """What `attention` multiplies values with: its weights after dropout.
+
+    Args:
+        average: over the heads.
+
+    Returns:
+        (batch, num_heads, seqlen_q, seqlen_k), without num_heads for the average, in the type of
+        query; 0 where a row sees nothing.
+    """
+    weights, _, empty, _ = _weights(query, key, key, spec, scale, softcap, dropout_p, seed)
+    weights = weights.to(query.dtype).masked_fill(empty, 0.0)
+    return weights.mean(dim=1) if average else weights
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights after dropout, value with one head for each of query's, empty rows, and lse."""
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_k, group = key.shape[2], num_heads // max(key.shape[1], 1)
     scores, value = _scores(query, key, value, spec, scale, softcap, group)
@@ -83,8 +123,7 @@ def attention(
         assert seed is not None
         keep = philox.attention_keep(seed, dropout_p, batch, num_heads, seqlen_q, seqlen_k)
         weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(dropout_p))
-    # Where a row sees nothing, its gradient does not matter either, NaN included.
-    return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
+    return weights, value, empty, lse
 
 
 def _scores(

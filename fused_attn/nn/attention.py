@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 import torch
@@ -10,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_attn import functional, masks
-from fused_attn.mask_spec import materialize, normalize
 from fused_attn.masks import Mask
+from fused_attn.nn._causal import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.packing import Packing
+from fused_attn.weights import attention_with_weights
 
 
 @replaces(torch.nn.MultiheadAttention)
@@ -46,18 +46,21 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             value: (S, N, vdim), (N, S, vdim) with batch_first, or (S, vdim).
             key_padding_mask: (N, S), or (S,) for unbatched input: bool (True = ignore the key) or
                 float (added to the scores).
-            need_weights: also return the attention weights. That is O(L * S) memory; the output
-                is the fused one either way.
+            need_weights: also return the attention weights, from a second kernel: the output is
+                the fused one either way. The average takes N * L * S elements of memory, and
+                num_heads times that without average_attn_weights.
             attn_mask: (L, S) or (N * num_heads, L, S): bool (True = ignore) or float (added to
                 the scores), or a `fused_attn.masks.Mask`, which says what is visible.
-            average_attn_weights: average the returned weights over the heads.
+            average_attn_weights: average the returned weights over the heads; the kernel does it.
             is_causal: attend causally. A tensor given as attn_mask is then taken to be the causal
                 mask and is not read, as torch documents; unlike torch, it may also be left out,
-                and a Mask is combined with it.
+                and a Mask is combined with it. A causal (L, L) tensor on the CPU is recognised
+                without the hint, see `is_causal_mask`.
 
         Returns:
-            The output, shaped as query, and the weights before dropout, (N, L, S) or (N,
-            num_heads, L, S), without N for unbatched input; None if need_weights is False.
+            The output, shaped as query, and the weights that made it, after dropout as in torch,
+            (N, L, S) or (N, num_heads, L, S), without N for unbatched input; None if need_weights
+            is False. Keys of add_bias_kv and add_zero_attn come last, and S counts them.
 
         Raises:
             ValueError, TypeError: an argument is wrong; the message has expected and got.
@@ -69,15 +72,16 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         terms, is_causal = mask_terms(
             attn_mask, key_padding_mask, is_causal, batch, self.num_heads, seqlen_q, k.shape[2]
         )
-        k, v, terms, is_causal = self._append_keys(k, v, terms, is_causal, seqlen_q)
-        mask = combine(terms)
-        dropout_p = self.dropout if self.training else 0.0
-        out = functional.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
-        output = self.out_proj(self._merge_heads(cast(Tensor, out), batched))
+        extra = (self.bias_k is not None) + self.add_zero_attn
+        if extra:
+            k, v, terms, is_causal = self._prepend_keys(k, v, terms, is_causal, extra)
+        args = (q, k, v, combine(terms), self.dropout if self.training else 0.0, is_causal)
         if not need_weights:
-            return output, None
-        weights = attention_weights(q, k, mask, is_causal)
-        weights = weights.mean(dim=1) if average_attn_weights else weights
+            out = functional.scaled_dot_product_attention(*args)
+            return self.out_proj(self._merge_heads(cast(Tensor, out), batched)), None
+        out, weights = attention_with_weights(*args, average=average_attn_weights)
+        weights = weights.roll(-extra, -1) if extra else weights
+        output = self.out_proj(self._merge_heads(out, batched))
         return output, weights if batched else weights.squeeze(0)
 
     def forward_packed(self, x: Tensor, packing: Packing) -> Tensor:
@@ -219,36 +223,36 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             return out.transpose(1, 2).flatten(2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _append_keys(
-        self, k: Tensor, v: Tensor, terms: list[Tensor | Mask], is_causal: bool, seqlen_q: int
+    def _prepend_keys(
+        self, k: Tensor, v: Tensor, terms: list[Tensor | Mask], is_causal: bool, extra: int
     ) -> tuple[Tensor, Tensor, list[Tensor | Mask], bool]:
-        """Append the keys of add_bias_kv and add_zero_attn, which every query sees."""
-        batch, num_heads, seqlen_k, head_dim = k.shape
+        """Add the keys of add_bias_kv and add_zero_attn, which every query sees.
+
+        They come first, where torch has them last: keys before the diagonal are what a causal mask
+        shows, so that it remains a band.
+        """
+        if any(isinstance(term, Mask) for term in terms):
+            raise ValueError(
+                "attn_mask must be a tensor in a module with add_bias_kv or add_zero_attn, "
+                "got a Mask: it does not say that the appended keys are visible"
+            )
+        batch, num_heads, _, head_dim = k.shape
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
         if self.bias_k is not None and self.bias_v is not None:
             # Under autocast k and v are of another type than the parameters.
             bias_k, bias_v = (
                 bias.view(1, num_heads, 1, head_dim).expand(batch, -1, -1, -1).to(k.dtype)
                 for bias in (self.bias_k, self.bias_v)
             )
-            k, v = torch.cat([k, bias_k], dim=2), torch.cat([v, bias_v], dim=2)
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        extra = k.shape[2] - seqlen_k
-        if extra == 0:
-            return k, v, terms, is_causal
-        if any(isinstance(term, Mask) for term in terms):
-            raise ValueError(
-                "attn_mask must be a tensor in a module with add_bias_kv or add_zero_attn, "
-                "got a Mask: it does not say that the appended keys are visible"
-            )
-        if is_causal:
-            causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=k.device).tril()
-            terms = [*terms, causal]
-        padded = [
-            F.pad(term, (0, extra), value=True if term.dtype == torch.bool else 0.0)
+            k, v = torch.cat([bias_k, k], dim=2), torch.cat([bias_v, v], dim=2)
+        padded: list[Tensor | Mask] = [
+            F.pad(term, (extra, 0), value=True if term.dtype == torch.bool else 0.0)
             for term in cast(list[Tensor], terms)
         ]
-        return k, v, cast(list[Tensor | Mask], padded), False
+        if is_causal:
+            padded.append(masks.sliding_window(-1, extra))
+        return k, v, padded, False
 
 
 def mask_terms(
@@ -287,10 +291,10 @@ def mask_terms(
                 f"S) = {(batch * num_heads, seqlen_q, seqlen_k)}, got {tuple(attn_mask.shape)}"
             )
         # A mask that is learned is not merely the causal one, whatever the hint says.
-        if not is_causal or attn_mask.requires_grad:
+        is_causal = not attn_mask.requires_grad and is_causal_mask(attn_mask, is_causal or None)
+        if not is_causal:
             term = _visible(attn_mask)
             terms.append(term if term.dim() == 2 else term.unflatten(0, (batch, num_heads)))
-            is_causal = False
     return terms, is_causal
 
 
@@ -307,43 +311,6 @@ def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
 def as_mask(term: Tensor | Mask) -> Mask:
     """A term of `mask_terms` as a Mask."""
     return cast(Mask, masks.as_mask(term))
-
-
-def attention_weights(
-    query: Tensor, key: Tensor, mask: Tensor | Mask | None, is_causal: bool
-) -> Tensor:
-    """softmax(scores) as a tensor; rows with no visible key are 0.
-
-    Plain torch, so it is differentiable in query, key and a float mask. It does not start from the
-    lse of the fused function: exp(score - lse) would be less accurate by a factor of |lse|.
-
-    Args:
-        query: (batch, num_heads, seqlen_q, head_dim).
-        key: (batch, num_heads, seqlen_k, head_dim).
-        mask, is_causal: as in `scaled_dot_product_attention`.
-
-    Returns:
-        (batch, num_heads, seqlen_q, seqlen_k) in the type of query.
-    """
-    batch, num_heads, seqlen_q, head_dim = query.shape
-    shape = (batch, num_heads, seqlen_q, key.shape[2])
-    spec = normalize(masks.as_mask(mask, is_causal), *shape, query)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    visible, bias = materialize(spec, *shape, query.device, dtype)
-    # Autocast would round the scores to half precision.
-    with torch.autocast(query.device.type, enabled=False):
-        q, k = query.to(dtype) / math.sqrt(head_dim), key.to(dtype)
-        if visible is not None:
-            # 0 * NaN is NaN: what stands in keys that no query may see must not matter.
-            k = k.masked_fill(~visible.any(2)[..., None], 0.0)
-        scores = q @ k.transpose(-2, -1)
-        if bias is not None:
-            scores = scores + bias
-        if visible is None:
-            return scores.softmax(-1).to(query.dtype)
-        empty = ~visible.any(-1, keepdim=True)
-        scores = scores.masked_fill(~visible, float("-inf")).masked_fill(empty, 0.0)
-        return scores.softmax(-1).masked_fill(empty, 0.0).to(query.dtype)
 
 
 def _visible(mask: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from fused_attn import masks
-from fused_attn._modes import readable
 from fused_attn.masks import Mask
+from fused_attn.nn._causal import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache
@@ -434,25 +434,6 @@ class Transformer(_Quiet, torch.nn.Transformer):
     Arguments, parameters, state_dict keys and `forward` are those of torch.nn.Transformer, which
     does no more than call `encoder` and `decoder`.
     """
-
-
-def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
-    """The hint, or whether `mask` is the causal (L, L) mask of torch.nn where that can be seen.
-
-    It is not looked at on a device (synchronisation) or under torch.compile (graph break), nor if
-    it is learned.
-    """
-    if hint is not None:
-        return hint
-    if not isinstance(mask, Tensor) or mask.requires_grad or mask.dim() != 2:
-        return False
-    if mask.shape[0] != mask.shape[1] or not readable(mask):
-        return False
-    ignored = torch.ones(mask.shape, dtype=torch.bool).triu(1)
-    if mask.dtype == torch.bool:
-        return torch.equal(mask, ignored)
-    causal = torch.zeros(mask.shape, dtype=mask.dtype).masked_fill_(ignored, float("-inf"))
-    return torch.equal(mask, causal)
 
 
 def _share_masks(

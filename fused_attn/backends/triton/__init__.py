@@ -4,7 +4,7 @@ Triton is imported, and kernels are compiled, when a problem first comes here. W
 TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors: the tests do.
 
     masks.py, tiles.py      what a mask lets through, and which tiles of it (device code, and lists)
-    forward.py, backward.py, bias_grad.py, decode.py, norm.py    the kernels
+    forward.py, backward.py, bias_grad.py, weights.py, decode.py, norm.py    the kernels
     attention.py, norm_host.py                               tensors to their arguments
     tuning.py               tile sizes, warps and stages
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_attn.backends import weights_bwd
 from fused_attn.backends.problem import Problem, kernel_limits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,6 +66,16 @@ def attention_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `cpp.attention_bwd`."""
     return _attention().attention_bwd(*args)
+
+
+def attention_weights(*args: Any) -> Tensor:
+    """As `cpp.attention_weights`."""
+    return _attention().attention_weights(*args)
+
+
+def attention_weights_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cpp.attention_weights_bwd`, in eager math."""
+    return weights_bwd.attention_weights_bwd(*args)
 
 
 def norm_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from fused_attn.backends.triton.tuning import (
     config,
     padded,
 )
+from fused_attn.backends.triton.weights import attention_weights_kernel
 from fused_attn.mask_spec import MaskSpec
 from fused_attn.philox import dropout_scale
 
@@ -187,6 +189,36 @@ def _grad_bias(problem: _Problem, grad_out: Rows, stats: RowStatistics) -> Tenso
     broadcast = [0] * (num_parts > 1) + [3] * (not rows) + [4] * (not columns)
     total = parts.sum(broadcast) if broadcast else parts
     return total.reshape(bias.shape).to(bias.dtype)
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    average: bool,
+) -> Tensor:
+    """As `cpp.attention_weights`."""
+    problem = _Problem(query, key, key, spec, scale, softcap, dropout_p, seed)
+    sizes = problem.sizes
+    own = (sizes.batch,) if average else (sizes.batch, sizes.num_heads)
+    weights = query.new_empty(*own, sizes.seqlen_q, sizes.seqlen_k)
+    if weights.numel() == 0 or sizes.num_heads == 0:
+        return weights.zero_()
+    cut = problem.config("bias")
+    kinds = tile_kinds(spec, sizes, cut.block_m, cut.block_n, problem.device)
+    seed, _, _, mask = problem.common
+    launch(
+        attention_weights_kernel, problem.device, (math.prod(own) * math.prod(kinds.shape[2:]),),
+        *problem.qkv[:2], lse.contiguous(), lse_low.contiguous(), weights, seed, mask, kinds,
+        kinds.shape[1], *sizes, problem.settings, AVERAGE=average, **problem.compiled_for(cut),
+    )  # fmt: skip
+    return weights
 
 
 def tile_kinds(

@@ -72,15 +72,11 @@ def row_statistics_kernel(
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     inside = i < seqlen_q
     at = statistics_at(sizes, batch, h, first) + i
-    high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
-    sees = high != float("-inf")
-    wide = high + tl.load(lse_low + at, inside, 0.0).to(tl.float64)
-    wide *= 1.0 if cut.NATURAL else LOG2E
-    rounded = tl.where(sees, wide, float("inf")).to(tl.float32)
+    rounded, factor = lse_in_units(lse, lse_low, at, inside, cut)
+    sees = rounded != float("inf")
     tl.store(stats.lse + at, rounded, inside)
     if stats.lse_factor is not None:
-        low = tl.where(sees, rounded.to(tl.float64) - wide, 0.0)
-        tl.store(stats.lse_factor + at, power(low.to(tl.float32), cut), inside)
+        tl.store(stats.lse_factor + at, factor, inside)
     o = load_tile(
         head_rows(out, batch, h, first), out.stride_row, i_begin, inside,
         cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
@@ -91,6 +87,18 @@ def row_statistics_kernel(
     )  # fmt: skip
     products = tl.where(sees[:, None], o.to(tl.float32) * do.to(tl.float32), 0.0)
     tl.store(stats.delta + at, tl.sum(products, 1), inside)
+
+
+@triton.jit
+def lse_in_units(lse, lse_low, at, inside, cut: tl.constexpr):
+    """lse and lse_factor of RowStatistics from the natural lse and what its rounding lost."""
+    high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
+    sees = high != float("-inf")
+    wide = high + tl.load(lse_low + at, inside, 0.0).to(tl.float64)
+    wide *= 1.0 if cut.NATURAL else LOG2E
+    rounded = tl.where(sees, wide, float("inf")).to(tl.float32)
+    low = tl.where(sees, rounded.to(tl.float64) - wide, 0.0)
+    return rounded, power(low.to(tl.float32), cut)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -1,0 +1,89 @@
+"""The weights themselves, for those who ask for them: a second pass from query, key and lse.
+
+Each program owns a tile of the result. Where that is the average, it walks the heads and sums them
+up in registers, so that no (batch, num_heads, seqlen_q, seqlen_k) tensor is held.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fused_attn.backends.triton.attention_tile import (
+    finish_scores,
+    head_rows,
+    kept,
+    keys_of_tile,
+    load_tile,
+    power,
+)
+from fused_attn.backends.triton.backward import lse_in_units, statistics_at
+from fused_attn.backends.triton.masks import SIZES, Sizes
+from fused_attn.backends.triton.tiles import SKIP
+
+
+@triton.jit(do_not_specialize=SIZES)
+def attention_weights_kernel(
+    query, key, lse, lse_low, weights, seed, mask, kinds, kinds_heads,
+    batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    settings, cut: tl.constexpr, AVERAGE: tl.constexpr,
+):  # fmt: skip
+    """One tile of weights, after dropout: (batch, num_heads, seqlen_q, seqlen_k), contiguous, or
+    without num_heads if AVERAGE."""
+    sizes = Sizes(
+        batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
+    )  # fmt: skip
+    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
+    heads = sizes.num_heads if AVERAGE else 1
+    pid = tl.program_id(0)
+    n, rest = pid % num_n, pid // num_n
+    m, own = rest % num_m, rest // num_m
+    i_begin, j_begin = m * cut.BLOCK_M, n * cut.BLOCK_N
+    if seed is not None:
+        seed = tl.load(seed)
+    total = tl.zeros((cut.BLOCK_M, cut.BLOCK_N), tl.float32)
+    for g in range(heads):
+        b, h = (own * heads + g) // sizes.num_heads, (own * heads + g) % sizes.num_heads
+        at = ((b.to(tl.int64) * kinds_heads + h % kinds_heads) * num_m + m) * num_n + n
+        if tl.load(kinds + at) != SKIP:
+            total += _tile_of_head(
+                query, key, lse, lse_low, seed, mask, sizes, settings, b, h, i_begin, j_begin, cut
+            )
+    if AVERAGE:
+        total /= sizes.num_heads
+    i, j = i_begin + tl.arange(0, cut.BLOCK_M), j_begin + tl.arange(0, cut.BLOCK_N)
+    at = weights + own.to(tl.int64) * sizes.seqlen_q * sizes.seqlen_k
+    at += i.to(tl.int64)[:, None] * sizes.seqlen_k + j[None, :]
+    inside = (i < sizes.seqlen_q)[:, None] & (j < sizes.seqlen_k)[None, :]
+    tl.store(at, total.to(weights.dtype.element_ty), inside)
+
+
+@triton.jit
+def _tile_of_head(
+    query, key, lse, lse_low, seed, mask, sizes, settings, b, h, i_begin, j_begin,
+    cut: tl.constexpr,
+):  # fmt: skip
+    """The weights of one tile of a head, after dropout."""
+    seqlen_q = b * 0 + sizes.seqlen_q
+    sequence, keys, _ = keys_of_tile(key, key, None, mask, sizes, b, h, i_begin, seqlen_q, cut)
+    i, j = i_begin + tl.arange(0, cut.BLOCK_M), j_begin + tl.arange(0, cut.BLOCK_N)
+    inside = i < seqlen_q
+    q = load_tile(
+        head_rows(query, b, h, b * 0), query.stride_row, i_begin, inside,
+        cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
+    )  # fmt: skip
+    k = load_tile(
+        keys[0], key.stride_row, j_begin, (j >= keys[2]) & (j < keys[3]),
+        cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D,
+    )  # fmt: skip
+    at = statistics_at(sizes, b, h, b * 0) + i
+    log_sum, lse_factor = lse_in_units(lse, lse_low, at, inside, cut)
+    products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
+    scores, visible, _ = finish_scores(products, i, j, sequence, mask, settings, cut, True, False)
+    weights = power(scores - log_sum[:, None], cut) * lse_factor[:, None]
+    if seed is not None:
+        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
+        weights = tl.where(keep, weights * settings.dropout_scale, 0.0)
+    return tl.where(visible, weights, 0.0)

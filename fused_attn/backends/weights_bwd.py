@@ -1,0 +1,78 @@
+"""Backward of the weights in eager math, for backends that have no kernel of it.
+
+Losses on weights are rare. One head is done at a time, so that (batch, num_heads, seqlen_q,
+seqlen_k) is not held for their average.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_attn import philox
+from fused_attn._layout import gradient_layout
+from fused_attn._modes import statistics_dtype
+from fused_attn.mask_spec import MaskSpec, materialize, of_head
+
+
+def attention_weights_bwd(
+    grad_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    spec: MaskSpec,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    average: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cpp.attention_weights_bwd`: with P = exp(S - lse) and G the gradient of the weights after
+    dropout, dS = P (G - rowsum(P G))."""
+    batch, num_heads, seqlen_q, _ = query.shape
+    seqlen_k, group = key.shape[2], num_heads // max(key.shape[1], 1)
+    dtype = statistics_dtype(query.dtype)
+    grad_query, grad_key = (torch.zeros_like(t, dtype=dtype) for t in (query, key))
+    grad_bias = query.new_empty(0)
+    if needs_bias and spec.bias is not None:
+        grad_bias = spec.bias.new_zeros(spec.bias.shape, dtype=dtype)
+    for h in range(num_heads):
+        own = of_head(spec, h)
+        visible, bias = materialize(own, batch, 1, seqlen_q, seqlen_k, query.device, dtype)
+        q, k = query[:, h].to(dtype), key[:, h // group].to(dtype)
+        if visible is not None:
+            # 0 * NaN is NaN: what stands where nobody looks is taken out.
+            visible = visible[:, 0]
+            q = q.masked_fill(~visible.any(2)[..., None], 0.0)
+            k = k.masked_fill(~visible.any(1)[..., None], 0.0)
+        scores = (q * scale) @ k.transpose(-2, -1)
+        tanh = torch.tanh(scores / softcap) if softcap > 0.0 else None
+        scores = scores if tanh is None else softcap * tanh
+        scores = scores if bias is None else scores + bias[:, 0]
+        weights = torch.exp(scores - lse[:, h, :, None]) * torch.exp(-lse_low[:, h, :, None])
+        grad = grad_weights.to(dtype) / num_heads if average else grad_weights[:, h].to(dtype)
+        if dropout_p > 0.0:
+            assert seed is not None
+            keep = philox.attention_keep(
+                seed, dropout_p, batch, num_heads, seqlen_q, seqlen_k, heads=slice(h, h + 1)
+            )
+            grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(dropout_p))
+        if visible is not None:
+            weights, grad = (t.masked_fill(~visible, 0.0) for t in (weights, grad))
+        grad = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+        if grad_bias.numel():
+            into = grad_bias[:, h if grad_bias.shape[1] > 1 else 0]
+            into += grad.sum_to_size(into.shape)
+        grad = grad if tanh is None else grad * (1.0 - tanh * tanh)
+        grad_query[:, h] = grad @ k * scale
+        grad_key[:, h // group] += grad.transpose(-2, -1) @ q * scale
+    if needs_bias and spec.bias is not None:
+        grad_bias = grad_bias.to(spec.bias.dtype)
+    return _laid_out(grad_query, query.dtype), _laid_out(grad_key, key.dtype), grad_bias
+
+
+def _laid_out(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    shape, strides = gradient_layout(grad)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=grad.device).copy_(grad)

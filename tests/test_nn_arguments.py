@@ -1,0 +1,184 @@
+"""Constructor and forward arguments of torch.nn that the other files of modules have not."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from nn_helpers import (
+    BATCH,
+    EMBED,
+    HEADS,
+    LEN_K,
+    LEN_Q,
+    assert_equal_in_float64,
+    causal_bias,
+    check_against_torch,
+    perturb,
+    randn,
+    random_mask,
+    run,
+    sequence,
+)
+
+import fused_attn.nn as fnn
+
+CLASSES = [
+    "MultiheadAttention",
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoder",
+    "Transformer",
+]
+LAYER = {"d_model": EMBED, "nhead": HEADS, "dim_feedforward": 16}
+ATTENTION = {"embed_dim": EMBED, "num_heads": HEADS}
+CONSTRUCTORS = [
+    ("MultiheadAttention", {**ATTENTION, "add_zero_attn": True, "batch_first": True}),
+    ("MultiheadAttention", {**ATTENTION, "add_bias_kv": True, "bias": False}),
+    ("MultiheadAttention", {**ATTENTION, "kdim": 7, "dtype": torch.float64}),
+    ("MultiheadAttention", {**ATTENTION, "vdim": 9, "dropout": 0.3, "device": "cpu"}),
+    ("TransformerEncoderLayer", {**LAYER, "activation": "gelu", "norm_first": True}),
+    ("TransformerEncoderLayer", {**LAYER, "bias": False, "layer_norm_eps": 0.1}),
+    ("TransformerDecoderLayer", {**LAYER, "batch_first": True, "dtype": torch.float64}),
+    ("Transformer", {**LAYER, "num_encoder_layers": 1, "num_decoder_layers": 1, "bias": False}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_signatures_are_those_of_torch(name):
+    theirs, ours = getattr(torch.nn, name), getattr(fnn, name)
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    expected = inspect.signature(theirs.forward).parameters.values()
+    actual = inspect.signature(ours.forward).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in actual] == [
+        (p.name, p.kind, p.default) for p in expected
+    ]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), CONSTRUCTORS)
+def test_same_seed_gives_bit_identical_parameters(name, kwargs):
+    modules = []
+    for namespace in (torch.nn, fnn):
+        torch.manual_seed(3)
+        modules.append(getattr(namespace, name)(**kwargs))
+    expected, actual = (module.state_dict() for module in modules)
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert all(actual[key].dtype == expected[key].dtype for key in expected)
+
+
+@pytest.mark.parametrize("layers", ["encoder", "decoder"])
+def test_stacks_of_the_same_seed(layers):
+    """The layer that is given is copied, as in torch."""
+    states = []
+    for namespace in (torch.nn, fnn):
+        torch.manual_seed(3)
+        name = f"Transformer{layers.title()}"
+        layer = getattr(namespace, f"{name}Layer")(**LAYER)
+        stack = getattr(namespace, name)(layer, 2, norm=namespace.LayerNorm(EMBED))
+        states.append(stack.state_dict())
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.parametrize("activation", [torch.nn.functional.relu, torch.nn.GELU("tanh")])
+@pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
+def test_callable_activations(name, activation):
+    theirs = getattr(torch.nn, name)(**LAYER, dropout=0.0, activation=activation)
+    theirs = perturb(theirs.double())
+    # No copy of theirs: torch's decoder layer forgets an activation that is a module when copied.
+    ours = getattr(fnn, name).from_torch(theirs)
+    args = (randn(LEN_Q, BATCH, EMBED), randn(LEN_K, BATCH, EMBED))
+    args = args if "Decoder" in name else args[:1]
+    assert_equal_in_float64(run(ours, args), run(theirs, args))
+
+
+def test_decoder_layer_unbatched():
+    theirs = perturb(torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0).double())
+    call = {
+        "tgt_mask": random_mask("bool", HEADS, LEN_Q, LEN_Q),
+        "memory_mask": random_mask("float", LEN_Q, LEN_K),
+        "tgt_key_padding_mask": random_mask("bool", LEN_Q),
+        "memory_key_padding_mask": random_mask("float", LEN_K),
+    }
+    args = (randn(LEN_Q, EMBED), randn(LEN_K, EMBED))
+    check_against_torch(theirs, fnn.TransformerDecoderLayer, args, call)
+
+
+@pytest.mark.parametrize("hint", [None, False, True])
+@pytest.mark.parametrize("enable_nested_tensor", [False, True])
+def test_encoder_unbatched(enable_nested_tensor, hint):
+    layer = torch.nn.TransformerEncoderLayer(**LAYER, dropout=0.0)
+    theirs = torch.nn.TransformerEncoder(
+        layer, 2, enable_nested_tensor=enable_nested_tensor, mask_check=enable_nested_tensor
+    )
+    theirs = perturb(theirs.double())
+    call = {
+        "mask": causal_bias(LEN_Q),
+        "src_key_padding_mask": random_mask("float", LEN_Q),
+        "is_causal": hint,
+    }
+    check_against_torch(theirs, fnn.TransformerEncoder, (randn(LEN_Q, EMBED),), call)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "learned"])
+@pytest.mark.parametrize("hint", [None, True])
+def test_decoder_stack(hint, kind, batch_first):
+    """Every argument of its forward; memory_mask of a hinted call is the causal one."""
+    kwargs = {"batch_first": batch_first}
+    layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0, **kwargs)
+    theirs = perturb(torch.nn.TransformerDecoder(layer, 2, torch.nn.LayerNorm(EMBED)).double())
+    causal = causal_bias(LEN_Q)
+    call = {
+        "tgt_mask": causal,
+        "tgt_key_padding_mask": random_mask("float", BATCH, LEN_Q),
+        "memory_mask": causal if hint else random_mask(kind, LEN_Q, LEN_Q),
+        "memory_key_padding_mask": random_mask("float", BATCH, LEN_Q),
+        "tgt_is_causal": hint,
+        "memory_is_causal": bool(hint),
+    }
+    args = (sequence(kwargs, LEN_Q), sequence(kwargs, LEN_Q))
+    check_against_torch(theirs, fnn.TransformerDecoder, args, call)
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_transformer_with_every_mask_and_hint(hinted):
+    theirs = perturb(torch.nn.Transformer(**LAYER, num_encoder_layers=1, num_decoder_layers=1,
+                                          dropout=0.0).double())  # fmt: skip
+    mask = causal_bias(LEN_Q)
+    call = {
+        f"{name}_mask": mask if hinted else random_mask("float", BATCH * HEADS, LEN_Q, LEN_Q)
+        for name in ("src", "tgt", "memory")
+    }
+    call |= {
+        f"{name}_key_padding_mask": random_mask("float", BATCH, LEN_Q)
+        for name in ("src", "tgt", "memory")
+    }
+    call |= {f"{name}_is_causal": hinted for name in ("src", "tgt", "memory")}
+    args = (randn(LEN_Q, BATCH, EMBED), randn(LEN_Q, BATCH, EMBED))
+    check_against_torch(theirs, fnn.Transformer, args, call)
+
+
+def test_transformer_of_custom_stacks():
+    """They are used as they are given, fused or not."""
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**LAYER, dropout=0.0), 1)
+    layer = torch.nn.TransformerDecoderLayer(**LAYER, dropout=0.0)
+    decoder = torch.nn.TransformerDecoder(layer, 1)
+    kwargs = {"d_model": EMBED, "nhead": HEADS}
+    theirs = torch.nn.Transformer(custom_encoder=encoder, custom_decoder=decoder, **kwargs).double()
+    ours = fnn.Transformer(
+        custom_encoder=copy.deepcopy(encoder), custom_decoder=copy.deepcopy(decoder), **kwargs
+    )
+    assert type(ours.decoder) is fnn.TransformerDecoder
+    ours.load_state_dict(perturb(theirs).state_dict())
+    args = (randn(LEN_K, BATCH, EMBED), randn(LEN_Q, BATCH, EMBED))
+    assert_equal_in_float64(run(ours.double(), args), run(theirs, args))

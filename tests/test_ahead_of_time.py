@@ -21,6 +21,7 @@ from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
 
 from fused_attn.backends import triton as backend
 from fused_attn.backends.triton import norm_host
+from fused_attn.backends.triton.tuning import WIDTHS
 from fused_attn.mask_spec import MaskSpec, normalize
 
 # The matrix instructions for 16-bit types: of a group of warps (64 rows), and of a warp.
@@ -30,12 +31,11 @@ PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx
 BATCH, HEADS, LENGTH = 2, 8, 256
 
 
-def mask_classes(dtype: torch.dtype) -> dict[str, Mask | None]:
+def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
     """One mask of each kind of code that a kernel has for masks."""
     ids = torch.arange(LENGTH) // 64
     return {
-        "none": None,
-        "causal": masks.causal(),
+        "causal": masks.causal(),  # no mask is the same kernel
         "padding": masks.padding([200, 100]) & masks.prefix_lm([20, 0]),
         "alibi": masks.causal() & masks.alibi(torch.ones(HEADS)),
         "documents": masks.documents(ids) & masks.causal(),
@@ -94,39 +94,30 @@ def check(
 
 
 def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
-    """Cases of which `make test` runs those in `core`: compiling them all takes 10 minutes."""
+    """Cases of which `make test` runs those in `core`: compiling them all takes half an hour."""
     return [
         pytest.param(*case, marks=[] if case in core else [pytest.mark.thorough]) for case in cases
     ]
 
 
 NAMES = tuple(mask_classes(torch.float32))
-HOPPER = [*itertools.product((64, 128), NAMES), (256, "causal"), (256, "bias")]
-ELSEWHERE = list(
-    itertools.product((64, 128), ("causal", "bias"), (torch.float32, torch.float16), ARCHS)
-)
+GRID = list(itertools.product(ARCHS, (torch.bfloat16, torch.float16, torch.float32), WIDTHS, NAMES))
+CORE = {
+    *(("sm_90", torch.bfloat16, 128, name) for name in NAMES),
+    *(("sm_90", torch.bfloat16, width, "causal") for width in WIDTHS),
+    *((arch, torch.float16, 128, "bias") for arch in ARCHS if arch != "sm_90"),
+    *((arch, torch.float32, 64, "causal") for arch in ARCHS),
+}
+# The smallest tiles there are keep so many bytes a thread in memory, in float32.
+FEW_BYTES = {64: 0, 128: 8, 256: 16}
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "name"),
-    thorough(HOPPER, [(64, "causal"), *((128, name) for name in NAMES), (256, "causal")]),
-)
-def test_hopper(head_dim, name):
-    """Every kind of mask code in every size; where products are of 64 rows, by groups of warps."""
-    dtype = torch.bfloat16
-    check(attention("sm_90", dtype, head_dim, mask_classes(dtype)[name]), "sm_90", dtype)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "name", "dtype", "arch"),
-    thorough(
-        ELSEWHERE,
-        [(128, "bias", torch.float16, arch) for arch in ("sm_80", "sm_100", "gfx942")]
-        + [(64, "causal", torch.float32, arch) for arch in ARCHS],
-    ),
-)
-def test_architectures(head_dim, name, dtype, arch):
-    check(attention(arch, dtype, head_dim, mask_classes(dtype)[name]), arch, dtype)
+@pytest.mark.parametrize(("arch", "dtype", "head_dim", "name"), thorough(GRID, CORE), ids=str)
+def test_attention(arch, dtype, head_dim, name):
+    """Each kernel for each width, type and kind of mask code."""
+    spilled = FEW_BYTES[head_dim] if dtype == torch.float32 else 0
+    kernels = attention(arch, dtype, head_dim, mask_classes(dtype)[name])
+    check(kernels, arch, dtype, spilled)
 
 
 OPTIONS: list[dict[str, Any]] = [

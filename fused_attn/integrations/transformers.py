@@ -31,8 +31,10 @@ from transformers import (
 )
 
 from fused_attn import functional, masks
+from fused_attn.integrations.encoders import fused_stack
 from fused_attn.integrations.transformers_masks import attention_mask
 from fused_attn.masks import Mask
+from fused_attn.nn.packing import Packing
 
 NAME = "fused_attn"
 
@@ -109,7 +111,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Mask | None,
+    attention_mask: Tensor | Mask | Packing | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -128,7 +130,8 @@ def attention_forward(
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         attention_mask: what `attention_mask` made, a 4-D tensor (bool: True = attend; float:
-            added), or a (batch, seqlen_k) tensor that is 1 for real keys.
+            added), a (batch, seqlen_k) tensor that is 1 for real keys, or the Packing of a batch
+            that encoders.py packed.
         dropout: probability of dropping a weight.
         scaling: multiplies the scores; None is 1 / sqrt(head_dim).
         is_causal: attend causally where attention_mask does not say it: if it is None or 2-D.
@@ -153,6 +156,8 @@ def attention_forward(
             stacklevel=2,
         )
     _refuse(kwargs)
+    if isinstance(attention_mask, Packing):
+        return _attend_packed(query, key, value, attention_mask, dropout, scaling), None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -197,8 +202,26 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Attention within each sequence of a packed batch: (1, num_heads, total, head_dim) to (1,
+    total, num_heads, head_dim)."""
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = functional.varlen_attention(
+        query, key, value, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
+        packing.max_seqlen, packing.mask, dropout, scale=scaling,
+    )  # fmt: skip
+    return cast(Tensor, out)[None]
+
+
 def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | None, str]:
-    """Switch a model, and the models in it, to "fused_attn".
+    """Switch a model, and the models in it, to "fused_attn"; stacks that can pack batches do.
 
     Returns:
         What undoes it, or None with the reason if the model cannot be switched; and the name of
@@ -211,10 +234,16 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
     previous = str(model.config._attn_implementation)
     register()
     set_implementation(model, NAME)
+    stacks = [(stack, type(stack)) for stack in model.modules() if fused_stack(type(stack))]
+    for stack, kind in stacks:
+        # It adds methods and no state, so an object of the one class is one of the other.
+        stack.__class__ = cast(type[Module], fused_stack(kind))
 
     def restore() -> None:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
+        for stack, kind in stacks:
+            stack.__class__ = kind
 
     return restore, previous
 

@@ -162,7 +162,7 @@ def _beams(
         values, at = total.topk(min(2 * num_beams, total.shape[1]))
         kept, items = [], []
         for item, row in enumerate(active):
-            chosen = []
+            chosen: list[tuple[float, int, list[int]]] = []
             candidates = zip(values[item].tolist(), at[item].tolist(), strict=True)
             for rank, (value, index) in enumerate(candidates):
                 beam, token = divmod(index, steps.shape[1])
@@ -190,8 +190,8 @@ def _beams(
         )
     best = [hypotheses.best[0] for hypotheses in ended]
     longest = max((len(tokens) for _, tokens in best), default=0)
-    tokens = torch.tensor([t + [eos] * (longest - len(t)) for _, t in best], device=device)
+    filled = torch.tensor([t + [eos] * (longest - len(t)) for _, t in best], device=device)
     lengths = torch.tensor([len(t) for _, t in best], device=device)
     return Generated(
-        tokens.reshape(batch, longest), lengths, torch.tensor([s for s, _ in best], device=device)
+        filled.reshape(batch, longest), lengths, torch.tensor([s for s, _ in best], device=device)
     )

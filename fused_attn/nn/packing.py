@@ -25,7 +25,7 @@ MIN_PADDED = 0.05
 
 _POINTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.mish, torch.relu, torch.tanh)
 _NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
-_BY_TOKEN = (
+BY_TOKEN = (
     torch.nn.Linear, torch.nn.Dropout, torch.nn.Identity, *_NORMS, torch.nn.ReLU, torch.nn.GELU,
     torch.nn.SiLU, torch.nn.LeakyReLU, torch.nn.Mish, torch.nn.Tanh,
 )  # fmt: skip
@@ -82,10 +82,7 @@ def packing_of(
     if mask is not None:
         if bool((real[:, 1:] > real[:, :-1]).any()):
             return None
-        if isinstance(mask, Mask):
-            within = mask
-        else:
-            within = within & masks.as_mask(mask[..., :max_seqlen, :max_seqlen])
+        within = mask if isinstance(mask, Mask) else _as_mask(mask, max_seqlen)
     if is_causal:
         within = within & masks.causal()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -116,15 +113,20 @@ def can_pack(
         return False
     if torch.nn.modules.module._has_any_global_hook():
         return False
-    if norm is not None and not (isinstance(norm, _NORMS) and _alone(norm)):
+    if norm is not None and not (isinstance(norm, _NORMS) and alone(norm)):
         return False
     return all(_by_token(layer) for layer in layers)
 
 
+def _as_mask(mask: Tensor, seqlen: int) -> Mask:
+    mask = mask[..., :seqlen, :seqlen]
+    return masks.dense(mask) if mask.dtype == torch.bool else masks.bias(mask)
+
+
 def _relative(mask: Mask) -> bool:
     """Whether a mask is of bands and ALiBi alone, none of which depends on the sequence's end."""
-    placed = (*mask.bands, *mask.slopes)
-    return all(term.align == "top_left" for term in placed) and not (
+    aligned = [band.align for band in mask.bands] + [alibi.align for alibi in mask.slopes]
+    return set(aligned) <= {"top_left"} and not (
         mask.paddings or mask.prefixes or mask.document_pairs or mask.dense_masks or mask.biases
     )
 
@@ -134,7 +136,7 @@ def _by_token(layer: Module) -> bool:
     if not (callable(layer.activation) and _is_pointwise(layer.activation)):
         return False
     return all(
-        (isinstance(module, _BY_TOKEN) or module is layer or module is attention) and _alone(module)
+        (isinstance(module, BY_TOKEN) or module is layer or module is attention) and alone(module)
         for module in layer.modules()
     )
 
@@ -143,7 +145,7 @@ def _is_pointwise(activation: object) -> bool:
     return isinstance(activation, Module) or activation in _POINTWISE_FUNCTIONS
 
 
-def _alone(module: Module) -> bool:
+def alone(module: Module) -> bool:
     """Whether a module has no hooks, and a norm is of one dimension."""
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
         module._forward_hooks

@@ -135,6 +135,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     Source: Vaswani et al. 2017, section 3.1; norm_first: Xiong et al. 2020, figure 1.
     """
 
+    multihead_attn: Any
+
     def forward(
         self,
         tgt: Tensor,

@@ -39,8 +39,8 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "padding removed end to end",
-        "TransformerEncoder with a bool `src_key_padding_mask`, in training too",
-        {"test_nn_packing": ()},
+        "TransformerEncoder with a bool `src_key_padding_mask`, BERT and its like; training too",
+        {"test_nn_packing": (), "test_transformers_packing": ("test_results_are_those_of_eager",)},
     ),
     (
         "decoding with caches, `generate`",

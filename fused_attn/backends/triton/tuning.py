@@ -5,8 +5,9 @@ candidates on the GPU it runs on, and prints rows to put here.
 
 Who measured: nobody yet. Every row is the largest tile of a list (large ones first: fewer reads of
 keys) that Triton 3.6 compiled without spills and within the chip's shared memory, for each kind of
-mask by itself and sizes that are multiples of 16. tests/test_ahead_of_time.py holds the rows to
-that. Other sizes, several kinds at once and groups of heads may spill, up to hundreds of bytes.
+mask by itself; in float32 with head_dim above 64 the smallest tiles keep up to 16 bytes a thread in
+memory. tests/test_ahead_of_time.py holds the rows to that (sm_86's are not in it). Several kinds at
+once and groups of heads may spill, up to hundreds of bytes.
 """
 
 from __future__ import annotations

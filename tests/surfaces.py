@@ -53,7 +53,7 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         {"test_torch_defects": ()},
     ),
     (
-        "`enable()`",
+        "`fused_attn.enable()`",
         "F.scaled_dot_product_attention under any name; what no kernel takes stays torch's",
         {"test_enable": (), "test_enable_switch": (), "test_enable_compile": ()},
     ),

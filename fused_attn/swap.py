@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.nn import Module
 
-from fused_attn import nn
-from fused_attn.nn._from_torch import REPLACEMENTS, patched, qualified_name
-
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
+from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
+from fused_attn.nn.norm import Norm
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,26 @@ class SwapReport:
         swapped: the modules (and Hugging Face models) that are fused now. A module that stands in
             several places is listed under each of its names.
         skipped: the modules of a kind that is swapped that were left alone, with the reason.
+        notes: what else was changed, so that what is swapped is also called.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
-        """Undo the swap. What was done to parameters, hooks and flags since then stays."""
+        """Undo the swap: the same objects get the classes and settings that they had.
+
+        What was done to parameters, hooks and flags since then stays. Copies of the model, by
+        copy or pickle, stay swapped.
+
+        Raises:
+            RuntimeError: a module got another class since then. Undo that first, then call again.
+        """
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()
 
     def __str__(self) -> str:
         rows = [(s.name, s.from_type, f"-> {s.to_type}") for s in self.swapped]
@@ -60,27 +69,44 @@ class SwapReport:
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{len(self.swapped)} swapped, {len(self.skipped)} left alone"]
         lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {what}" for name, kind, what in rows]
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
 
 def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) -> SwapReport:
     """Replace the attention, Transformer and norm modules of a model by the fused ones, in place.
 
-    A module keeps its identity: it gets the class of its fused counterpart. So parameters,
-    optimizers, hooks, tied modules and every reference to a module stay valid, and the model
-    itself may be one of the modules that are swapped. Swap before torch.compile.
+    A module keeps its identity: it gets the class of its fused counterpart. So parameters (their
+    types, devices and requires_grad), optimizers, hooks, training flags, tied modules and every
+    reference to a module stay valid, and the model itself may be one of the modules that are
+    swapped.
+
+    Wrappers that also change the class of a module (parametrizations, fully_shard) have to come
+    after the swap: modules that they changed are left alone, and listed. DistributedDataParallel
+    may come before or after. Swap before torch.compile, so that nothing is compiled twice.
+
+    Where a torch.nn.TransformerEncoderLayer itself is not swapped (a subclass, or without
+    `attention`) but a module in it is, its inference path is turned off, since that reads the
+    weights of those modules and would not call them.
+
+    A swapped model can be copied, pickled and saved; where it is loaded, fused_attn has to be
+    installed and need not be imported. A pickled transformers model is loaded after
+    `fused_attn.integrations.transformers.register()`.
 
     Args:
         model: any torch.nn.Module. Modules of exactly these classes are swapped, wherever they
-            are: torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm, RMSNorm.
-            Subclasses may compute something else; they are left alone. Hugging Face transformers
-            models get attn_implementation "fused_attn".
+            are: torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm, RMSNorm,
+            and the RMS norms of Hugging Face transformers. Subclasses may compute something else;
+            they are left alone. Models of transformers get attn_implementation "fused_attn".
         attention: swap attention, and the Transformer containers, whose inference path in torch
             would bypass it.
-        norm: swap LayerNorm and RMSNorm.
+        norm: swap the norms.
 
     Returns:
         What was swapped and what was not, with reasons; `restore()` undoes it.
+
+    Raises:
+        TypeError: model is not a Module.
 
     Example:
         >>> report = fused_attn.swap_modules(model)
@@ -88,28 +114,25 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if "timm.layers" in sys.modules:
-        from fused_attn.integrations import timm
-
-        timm.register()
+    _register_integrations(model)
     report = SwapReport()
-    reasons: dict[int, str] = {}
-    done: dict[int, Swapped] = {}
+    # Of a module that stands in several places: what it was and is, or why it was left alone.
+    seen: dict[int, Swapped | Skipped] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        target = _target(module, attention, norm)
-        if id(module) in done:
-            first = done[id(module)]
-            report.swapped.append(Swapped(shown_name(name), first.from_type, first.to_type))
-        elif target is not None:
-            reason = reasons.get(id(module)) or _obstacle(module, target)
-            if reason is None:
-                entry = _swap(module, target, shown_name(name), report)
-                done[id(module)] = entry
-                report.swapped.append(entry)
-            else:
-                reasons[id(module)] = reason
-                kind = qualified_name(type(module))
-                report.skipped.append(Skipped(shown_name(name), kind, reason))
+        if id(module) not in seen:
+            target = _target(module, attention, norm)
+            reason = _obstacle(module, target) if target else _unknown_norm(module, norm)
+            if reason is not None:
+                seen[id(module)] = Skipped("", qualified_name(type(module)), reason)
+            elif target is not None:
+                seen[id(module)] = _swap(module, target, shown_name(name), report)
+        entry = seen.get(id(module))
+        if isinstance(entry, Swapped):
+            report.swapped.append(replace(entry, name=shown_name(name)))
+        elif entry is not None:
+            report.skipped.append(replace(entry, name=shown_name(name)))
+    for name, module in model.named_modules():
+        _close_inference_path(module, shown_name(name), report)
     if attention:
         for name, hf_model in transformers_models(model):
             _swap_transformers_model(hf_model, shown_name(name), report)
@@ -126,22 +149,61 @@ def contains_fused_modules(model: Module) -> bool:
     )
 
 
+def _register_integrations(model: Module) -> None:
+    """Add the classes of libraries that are in use to REPLACEMENTS."""
+    if "timm.layers" in sys.modules:
+        from fused_attn.integrations import timm
+
+        timm.register()
+    if "transformers" in sys.modules:
+        from fused_attn.integrations import transformers_norms
+
+        transformers_norms.register(model)
+
+
 def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:
     """The fused class for `module` or the torch.nn class that it extends; None if not asked."""
     if isinstance(module, tuple(REPLACEMENTS.values())):
         return None
     for source, target in REPLACEMENTS.items():
         if isinstance(module, source):
-            return target if (norm if target in _NORMS else attention) else None
+            return target if (norm if issubclass(target, Norm) else attention) else None
     return None
 
 
 def _obstacle(module: Module, target: type[Module]) -> str | None:
     """Why a module that `target` is meant for stays as it is; None if it can be swapped."""
+    if reason := wrapped(module):
+        return reason
     if REPLACEMENTS.get(type(module)) is not target:
         base = next(c for c in type(module).__mro__ if REPLACEMENTS.get(c) is target)
         return f"subclass of {qualified_name(base)} that may compute something else"
     return patched(module)
+
+
+def _unknown_norm(module: Module, norm: bool) -> str | None:
+    """Why something that looks like a norm is left alone; None for anything else."""
+    looks_like_one = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+    if not norm or not looks_like_one or isinstance(module, FromTorch) or any(module.children()):
+        return None
+    return "a norm of its own: what it computes is not known"
+
+
+def _close_inference_path(module: Module, name: str, report: SwapReport) -> None:
+    """Make an encoder layer of torch call the fused modules in it, in inference too.
+
+    There it hands their weights to torch._transformer_encoder_layer_fwd if all is as that has it;
+    an activation other than the two that it knows is the condition that is a setting.
+    """
+    layer: Any = module
+    if not isinstance(layer, torch.nn.TransformerEncoderLayer) or isinstance(layer, FromTorch):
+        return
+    activation = getattr(layer, "activation_relu_or_gelu", 0)
+    if not activation or not any(isinstance(child, FromTorch) for child in layer.children()):
+        return
+    layer.activation_relu_or_gelu = 0
+    report._undo.append(lambda: setattr(layer, "activation_relu_or_gelu", activation))
+    report.notes.append(f"{name}: torch's inference path, which calls no module in it, is off")
 
 
 def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -> Swapped:

@@ -408,7 +408,7 @@ def test_models_with_copies_of_the_config():
     model = transformers.T5Model(cfg).double()
     kwargs = {**inputs(), "decoder_input_ids": torch.randint(1, 50, (BATCH, 4))}
     fused = copy.deepcopy(model)
-    report = swap_modules(fused)
+    report = swap_modules(fused, norm=False)  # the library's norms go through float32
     assert fused.encoder.config._attn_implementation == "fused_attn"
     integration.set_implementation(model, "eager")
     assert model.decoder.config._attn_implementation == "eager"

@@ -7,11 +7,13 @@ from the torch class is what `forward` calls.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module, ModuleList
+from torch.nn.utils.parametrize import is_parametrized
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ClassT = TypeVar("ClassT", bound=type)
@@ -81,6 +83,16 @@ def convert(module: Module) -> Module:
     if type(module) is ModuleList and any(type(child) in REPLACEMENTS for child in module):
         return ModuleList(convert(child) for child in module)
     return module
+
+
+def wrapped(module: Module) -> str | None:
+    """What gave `module` a class of its own, made from the class that it had; None if nothing."""
+    if is_parametrized(module):
+        return "parametrized: swap first, then register the parametrization"
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        return "wrapped by fully_shard: swap first, then shard"
+    return None
 
 
 def patched(module: Module) -> str | None:

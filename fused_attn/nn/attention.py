@@ -12,6 +12,7 @@ from fused_attn import functional, masks
 from fused_attn.masks import Mask
 from fused_attn.nn._causal import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.packing import Packing
 from fused_attn.weights import attention_with_weights
@@ -65,6 +66,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         Raises:
             ValueError, TypeError: an argument is wrong; the message has expected and got.
         """
+        if query.is_nested and query is key is value and not need_weights:
+            return self._forward_nested(query, key_padding_mask, attn_mask, is_causal), None
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value)
@@ -83,6 +86,26 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         weights = weights.roll(-extra, -1) if extra else weights
         output = self.out_proj(self._merge_heads(out, batched))
         return output, weights if batched else weights.squeeze(0)
+
+    def _forward_nested(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | Mask | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """Self-attention of a nested tensor, as torch has it in inference."""
+        if key_padding_mask is not None:
+            raise ValueError("key_padding_mask must be None where query is a nested tensor")
+        if not self.batch_first:
+            raise ValueError("batch_first must be True where query is a nested tensor")
+
+        def attend(padded: Tensor, ignored: Tensor) -> Tensor:
+            return self.forward(
+                padded, padded, padded, ignored, False, attn_mask, is_causal=is_causal
+            )[0]
+
+        return on_padded(attend, x)
 
     def forward_packed(self, x: Tensor, packing: Packing) -> Tensor:
         """Self-attention within each sequence of a packed batch.
@@ -148,8 +171,9 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
-                "query, key and value must not be nested tensors: pad them and pass "
-                "key_padding_mask, which costs no time for padded keys"
+                "query, key and value must not be nested tensors, except for one that attends to "
+                "itself with need_weights=False: pad them and pass key_padding_mask, which costs "
+                "no time for padded keys"
             )
         if query.dim() not in (2, 3):
             raise ValueError(

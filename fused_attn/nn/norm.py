@@ -8,10 +8,22 @@ from torch.nn import Dropout, Module
 
 from fused_attn import functional
 from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn._nested import on_padded
+
+
+class Norm(FromTorch):
+    """What `swap_modules` swaps as a norm."""
+
+    def _forward_nested(self, input: Tensor) -> Tensor:
+        """torch's layers hand nested tensors to their norms in inference."""
+        if input.layout == torch.jagged:
+            # Its ragged dimension has a name, which the residual shares: torch's op keeps it.
+            return super().forward(input)
+        return on_padded(lambda padded, _: self.forward(padded), input)
 
 
 @replaces(torch.nn.LayerNorm)
-class LayerNorm(FromTorch, torch.nn.LayerNorm):
+class LayerNorm(Norm, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, optionally of ``residual + dropout(input)``, in one pass.
 
     Arguments, parameters and state_dict keys are those of torch.nn.LayerNorm.
@@ -36,6 +48,8 @@ class LayerNorm(FromTorch, torch.nn.LayerNorm):
         Returns:
             Like input; with return_residual also the sum.
         """
+        if input.is_nested and residual is None and not (dropout_p or return_residual):
+            return self._forward_nested(input)
         return functional.layer_norm(
             input,
             self.normalized_shape,
@@ -49,7 +63,7 @@ class LayerNorm(FromTorch, torch.nn.LayerNorm):
 
 
 @replaces(torch.nn.RMSNorm)
-class RMSNorm(FromTorch, torch.nn.RMSNorm):
+class RMSNorm(Norm, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, optionally of ``residual + dropout(x)``, in one pass.
 
     Arguments, parameters and state_dict keys are those of torch.nn.RMSNorm.
@@ -63,6 +77,8 @@ class RMSNorm(FromTorch, torch.nn.RMSNorm):
         return_residual: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x, or residual + dropout(x); arguments as in `LayerNorm.forward`."""
+        if x.is_nested and residual is None and not (dropout_p or return_residual):
+            return self._forward_nested(x)
         return functional.rms_norm(
             x,
             self.normalized_shape,

@@ -18,6 +18,7 @@ from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.nn._causal import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn._nested import on_padded
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache
 from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
@@ -117,13 +118,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         """torch.nn.TransformerEncoder hands nested tensors to its layers in inference."""
         if src_key_padding_mask is not None:
             raise ValueError("src_key_padding_mask must be None where src is a nested tensor")
-        lengths = [sequence.shape[0] for sequence in src.unbind()]
-        padded = src.to_padded_tensor(0.0)
-        positions = torch.arange(padded.shape[1], device=padded.device)
-        ignored = positions >= torch.tensor(lengths, device=padded.device)[:, None]
-        out = self.forward(padded, src_mask, ignored, is_causal)
-        rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
-        return torch.nested.as_nested_tensor(rows, layout=src.layout)
+        return on_padded(lambda x, ignored: self.forward(x, src_mask, ignored, is_causal), src)
 
 
 @replaces(torch.nn.TransformerDecoderLayer)

@@ -1,0 +1,373 @@
+"""swap_modules and what is around modules: torch's inference paths, wrappers, copies, training."""
+
+import contextlib
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from nn_helpers import assert_equal_in_float64, assert_within_contract, cast, perturb, run
+from torch.nn.utils import parametrize
+
+import fused_attn.nn as fnn
+from fused_attn import functional
+from fused_attn.swap import swap_modules
+
+EMBED, HEADS, LENGTH = 12, 2, 5  # an even number of heads, or torch has no inference path
+PADDED = torch.tensor([[False] * LENGTH, [False] * 3 + [True] * 2])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The names of the functions of this package that are called, in order."""
+    seen = []
+    for name in ("scaled_dot_product_attention", "layer_norm"):
+        function = getattr(functional, name)
+
+        def spy(*args, _name=name, _function=function, **kwargs):
+            seen.append(_name)
+            return _function(*args, **kwargs)
+
+        monkeypatch.setattr(functional, name, spy)
+    return seen
+
+
+class MyLayer(torch.nn.TransformerEncoderLayer):
+    """A layer of the user that is like torch's."""
+
+
+class MyEncoder(torch.nn.TransformerEncoder):
+    """A stack of the user that is like torch's."""
+
+
+def layer(kind=torch.nn.TransformerEncoderLayer):
+    return kind(EMBED, HEADS, 8, dropout=0.0, batch_first=True)
+
+
+def classifier():
+    """A model with a norm, attention and more."""
+    return perturb(
+        torch.nn.Sequential(
+            torch.nn.Linear(6, EMBED), layer(), torch.nn.LayerNorm(EMBED), torch.nn.Linear(EMBED, 3)
+        )
+    )
+
+
+# ---- torch's inference paths ------------------------------------------------------------------
+
+# What the user has -> flags of the swap, and calls of our kernels in inference: where a layer is
+# fused, so is the sum in front of its norms.
+KEPT_LAYERS = {
+    "subclass": (lambda: layer(MyLayer), {}, ["scaled_dot_product_attention"] + ["layer_norm"] * 2),
+    "norms only": (layer, {"attention": False}, ["layer_norm"] * 2),
+    "subclass, attention only": (
+        lambda: layer(MyLayer),
+        {"norm": False},
+        ["scaled_dot_product_attention"],
+    ),
+}
+
+
+@contextlib.contextmanager
+def no_inference_kernel(monkeypatch):
+    """Within the block, torch's kernel of a whole encoder layer must not be called."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch, "_transformer_encoder_layer_fwd", lambda *args: pytest.fail("bypassed")
+        )
+        yield
+
+
+@pytest.mark.parametrize("case", KEPT_LAYERS)
+def test_inference_path_of_a_layer_that_is_kept(case, kernel_calls, monkeypatch):
+    make, flags, expected_calls = KEPT_LAYERS[case]
+    model = perturb(make()).eval()
+    x = torch.randn(2, LENGTH, EMBED)
+    with torch.no_grad():
+        before = model(x, src_key_padding_mask=PADDED)
+        report = swap_modules(model, **flags)
+        assert not kernel_calls
+        with no_inference_kernel(monkeypatch):
+            after = model(x, src_key_padding_mask=PADDED)
+    assert sorted(kernel_calls) == sorted(expected_calls)
+    torch.testing.assert_close(after[~PADDED], before[~PADDED])
+    assert any("inference path" in note for note in report.notes)
+    assert "inference path" in str(report)
+
+    report.restore()
+    kernel_calls.clear()
+    with torch.no_grad():
+        assert torch.equal(model(x, src_key_padding_mask=PADDED), before)
+    assert not kernel_calls
+
+
+def test_a_layer_in_which_nothing_is_fused_keeps_its_inference_path():
+    model = layer(MyLayer).eval()
+    report = swap_modules(model, attention=False, norm=False)
+    assert model.activation_relu_or_gelu
+    assert not report.notes
+
+
+STACKS = {
+    "stack and layers kept": (lambda: MyEncoder(layer(MyLayer), 2), {}),
+    "stack kept": (lambda: MyEncoder(layer(), 2), {}),
+    "layers kept": (lambda: torch.nn.TransformerEncoder(layer(MyLayer), 2), {}),
+    "norms only": (lambda: torch.nn.TransformerEncoder(layer(), 2), {"attention": False}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(EMBED), None], ids=["norm", ""])
+@pytest.mark.parametrize("case", STACKS)
+def test_stacks_that_pack_padding_in_inference(case, norm, kernel_calls, monkeypatch):
+    """torch's stack hands nested tensors to layers; rows of padding are 0, before and after."""
+    make, flags = STACKS[case]
+    model = perturb(make()).eval()
+    model.norm = copy.deepcopy(norm)
+    x = torch.randn(2, LENGTH, EMBED)
+    with torch.no_grad():
+        before = model(x, src_key_padding_mask=PADDED)
+        swap_modules(model, **flags)
+        with no_inference_kernel(monkeypatch):
+            after = model(x, src_key_padding_mask=PADDED)
+    torch.testing.assert_close(after, before)
+    assert kernel_calls.count("scaled_dot_product_attention") == (2 if not flags else 0)
+    assert kernel_calls.count("layer_norm") >= 4 + (norm is not None)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_norms_take_nested_tensors_as_torch_does(layout):
+    rows = [torch.randn(3, EMBED), torch.randn(LENGTH, EMBED)]
+    norm = perturb(torch.nn.LayerNorm(EMBED))
+    expected = [norm(row) for row in rows]
+    swap_modules(norm)
+    x = torch.nested.nested_tensor(rows, layout=layout)
+    out = norm(x)
+    for got, want in zip((x + out - x).unbind(), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    with pytest.raises(TypeError, match="dense"):
+        norm(x, residual=x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_attention_is_self_attention_alone():
+    attention = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    x, other = (torch.nested.nested_tensor([torch.randn(3, EMBED)]) for _ in range(2))
+    for args, kwargs in (
+        ((x, other, other), {"need_weights": False}),
+        ((x, x, x), {}),
+        ((x, x, x), {"need_weights": False, "key_padding_mask": PADDED}),
+    ):
+        with pytest.raises(ValueError, match="nested"):
+            attention(*args, **kwargs)
+
+
+# ---- what also changes classes, or holds parameters ---------------------------------------------
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2.0 * x
+
+
+def test_parametrized_parts_keep_working():
+    """Of attention (left alone), of its output projection and of a feed-forward (both called)."""
+    model = perturb(torch.nn.ModuleList([layer() for _ in range(3)])).double()
+    parametrize.register_parametrization(model[0].self_attn, "in_proj_weight", Doubled())
+    parametrize.register_parametrization(model[1].self_attn.out_proj, "weight", Doubled())
+    parametrize.register_parametrization(model[2].linear1, "weight", Doubled())
+    x = torch.randn(2, LENGTH, EMBED, dtype=torch.float64, requires_grad=True)
+    model = torch.nn.Sequential(*model)
+    expected = run(model, (x,))
+    report = swap_modules(model)
+    assert [s.name for s in report.skipped] == ["0.self_attn"]
+    assert "register the parametrization" in report.skipped[0].reason
+    assert_equal_in_float64(run(model, (x,)), expected)
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrizations_after_the_swap(name):
+    model = torch.nn.Sequential(perturb(layer())).double()
+    original = copy.deepcopy(model)
+    report = swap_modules(model)
+    for made in (model, original):
+        torch.manual_seed(1)
+        getattr(torch.nn.utils.parametrizations, name)(made[0].self_attn, "in_proj_weight")
+        made.eval()
+    x = torch.randn(2, LENGTH, EMBED, dtype=torch.float64, requires_grad=True)
+    assert_equal_in_float64(run(model, (x,)), run(original, (x,)))
+    with pytest.raises(RuntimeError, match="undo that first"):
+        report.restore()
+    parametrize.remove_parametrizations(model[0].self_attn, "in_proj_weight")
+    report.restore()
+    assert type(model[0].self_attn) is torch.nn.MultiheadAttention
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("reason: needs torch.distributed")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("order", ["swap, wrap", "wrap, swap"])
+def test_distributed_data_parallel(order, one_process):
+    model, x = classifier().double(), torch.randn(2, LENGTH, 6, dtype=torch.float64)
+    expected = run(copy.deepcopy(model), (x,))
+    if order == "swap, wrap":
+        swap_modules(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    if order == "wrap, swap":
+        assert swap_modules(wrapped).swapped[-1].name == "module.2"
+    actual = run(wrapped, (x,))
+    assert type(model[2]) is fnn.LayerNorm
+    assert_equal_in_float64({k.replace("module.", ""): v for k, v in actual.items()}, expected)
+
+
+def test_fully_shard(one_process):
+    """After the swap it wraps fused modules; before it, what it wrapped is left alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    model, x = classifier(), torch.randn(2, LENGTH, 6)
+    expected = model(x).detach()
+    swapped, sharded = copy.deepcopy(model), model
+    swap_modules(swapped)
+    for made in (swapped, sharded):
+        fully_shard(made[1], mesh=mesh)
+        fully_shard(made[2], mesh=mesh)
+        fully_shard(made, mesh=mesh)
+    report = swap_modules(sharded)
+    reasons = {s.name: s.reason for s in report.skipped}
+    assert reasons.keys() == {"1", "2"}
+    assert all("fully_shard" in reason for reason in reasons.values())
+    assert isinstance(swapped[1], fnn.TransformerEncoderLayer)
+    assert type(sharded[1].self_attn) is fnn.MultiheadAttention
+    for made in (swapped, sharded):
+        out = made(x)
+        torch.testing.assert_close(out.detach(), expected)
+        out.sum().backward()
+        assert all(p.grad is not None for p in made.parameters())
+
+
+# ---- types, training, copies --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtype_requires_grad_and_training_flag_stay(dtype):
+    truth = classifier().to(dtype).double()
+    model = copy.deepcopy(truth).to(dtype).eval()
+    model[2].weight.requires_grad_(False)
+    model[1].self_attn.train()
+    flags = [(p.dtype, p.device, p.requires_grad) for p in model.parameters()]
+    modes = [m.training for m in model.modules()]
+    eager = copy.deepcopy(model)
+    truth[2].weight.requires_grad_(False)
+    swap_modules(model)
+    assert [(p.dtype, p.device, p.requires_grad) for p in model.parameters()] == flags
+    assert [m.training for m in model.modules()] == modes
+    (x,) = cast((torch.randn(4, LENGTH, 6, requires_grad=True),), dtype)
+    (exact,) = cast((x,), torch.float64)
+    actual = run(model, (x,))
+    assert "grad 2.weight" not in actual
+    assert_within_contract(actual, run(eager, (x,)), run(truth, (exact,)))
+
+
+def test_training_goes_on_with_the_same_optimizer():
+    """Momentum from before the swap is used after it, and after the restore."""
+    x, target = torch.randn(4, LENGTH, 6).double(), torch.randn(4, LENGTH, 3).double()
+    weights = []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        model = classifier().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        report = None
+        for step in range(6):
+            if swap and step == 2:
+                report = swap_modules(model)
+            if swap and step == 4:
+                report.restore()
+            optimizer.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+    assert_equal_in_float64(weights[1], weights[0])
+
+
+def test_state_dict_goes_both_ways():
+    model = classifier()
+    fused = classifier()
+    swap_modules(fused)
+    fused.load_state_dict(model.state_dict())
+    x = torch.randn(2, LENGTH, 6)
+    torch.testing.assert_close(fused(x), model(x))
+    other = classifier()
+    other.load_state_dict(fused.state_dict())
+    assert torch.equal(other(x), model(x))
+
+
+def test_copies_stay_swapped():
+    model = torch.nn.Sequential(classifier(), torch.nn.LayerNorm(3))
+    model.append(model[1])
+    report = swap_modules(model)
+    x = torch.randn(2, LENGTH, 6)
+    expected = model(x)
+    made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    report.restore()
+    for copied in made:
+        assert type(copied[0][1].self_attn) is fnn.MultiheadAttention
+        assert copied[1] is copied[2]
+        assert torch.equal(copied(x), expected)
+
+
+SCRIPT = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False)
+torch.save(model(torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+def test_saved_and_loaded_where_nothing_is_swapped_or_imported(tmp_path):
+    model, x = classifier(), torch.randn(2, LENGTH, 6)
+    swap_modules(model)
+    paths = [str(tmp_path / name) for name in ("model.pt", "x.pt", "out.pt")]
+    torch.save(model, paths[0])
+    torch.save(x, paths[1])
+    subprocess.run([sys.executable, "-c", SCRIPT, *paths], check=True)
+    torch.testing.assert_close(torch.load(paths[2]), model(x))
+
+
+def test_weights_alone_are_loaded_without_a_swap():
+    model = classifier()
+    saved = io.BytesIO()
+    report = swap_modules(model)
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    report.restore()
+    model.load_state_dict(torch.load(saved, weights_only=True))
+
+
+def test_compile_after_the_swap():
+    model, x = classifier(), torch.randn(2, LENGTH, 6, requires_grad=True)
+    expected = run(model, (x,))
+    swap_modules(model)
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    actual = run(model, (x,))
+    assert actual.keys() == expected.keys()
+    for name, reference in expected.items():
+        torch.testing.assert_close(actual[name], reference)

@@ -62,6 +62,8 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         _names(*dict.fromkeys(family.name for family in FAMILIES)),
         {
             "test_transformers_families": ("test_family_equals_eager",),
+            "test_swap_transformers": ("test_family", "test_restore"),
+            "test_swap_norms": (),
             "test_transformers_generate": ("test_generate_equals_eager",),
             "test_transformers_masks": (),
         },

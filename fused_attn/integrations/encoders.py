@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from fused_attn._modes import plain_eager
-from fused_attn.nn.packing import BY_TOKEN, Packing, alone, packing_of
+from fused_attn.nn.packing import BY_TOKEN, Packing, alone, packing_of, watched
 
 # modeling file -> its stack of encoder layers
 _STACKS = {
@@ -85,13 +84,9 @@ def _packing(stack: Module, hidden_states: Tensor, mask: Any) -> Packing | None:
     """How to pack; None where it does not pay or a module of the stack could tell."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return None
-    if hidden_states.dim() != 3 or not plain_eager(hidden_states, mask):
+    if hidden_states.dim() != 3 or watched(hidden_states, mask):
         return None
     if mask.shape != (hidden_states.shape[0], 1, 1, hidden_states.shape[1]):
-        return None
-    if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    if torch.nn.modules.module._has_any_global_hook():
         return None
     if not all(_works_by_token(module, stack) for module in stack.modules()):
         return None

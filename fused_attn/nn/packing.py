@@ -105,17 +105,20 @@ def can_pack(
     """
     if src.dim() != 3 or src.is_nested or ignored.dim() != 2 or ignored.dtype != torch.bool:
         return False
-    if not plain_eager(src, ignored):
-        return False
-    if src.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    if isinstance(mask, Mask) and not _relative(mask):
-        return False
-    if torch.nn.modules.module._has_any_global_hook():
+    if watched(src, ignored) or (isinstance(mask, Mask) and not _relative(mask)):
         return False
     if norm is not None and not (isinstance(norm, _NORMS) and alone(norm)):
         return False
     return all(_by_token(layer) for layer in layers)
+
+
+def watched(*tensors: Tensor) -> bool:
+    """Whether shapes are seen (graphs, modes, hooks of all modules), or values cannot be read."""
+    return (
+        not plain_eager(*tensors)
+        or torch.nn.modules.module._has_any_global_hook()
+        or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _as_mask(mask: Tensor, seqlen: int) -> Mask:

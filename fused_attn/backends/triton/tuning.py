@@ -33,8 +33,9 @@ MAX_DECODE_QUERIES = 16
 DECODE_KEYS_PER_PART, DECODE_MAX_PARTS = 256, 128
 # Programs wanted where work can be split: one computes while the other waits for memory.
 PROGRAMS_PER_CORE = 2
-_STATISTICS = Config(32, 16, 4, 1)  # reads two tiles once: 8 to 64 KB in flight a program
 WIDTHS = (64, 128, 256)  # of head_dim; smaller ones take the row of 64
+# Rows of a program that reads two tiles once: 8 to 32 KB in flight.
+_STATISTICS_ROWS = {64: 32, 128: 32, 256: 16}
 
 
 def _row(*configs: tuple[int, int, int, int]) -> dict[int, Config]:
@@ -107,7 +108,7 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("dq_masked", 2): _row((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
         ("dkdv", 2): _row((64, 128, 8, 1), (32, 32, 8, 2), (32, 32, 8, 2)),
         ("dkdv_masked", 2): _row((64, 128, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
-        ("bias", 2): _row((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
+        ("bias", 2): _row((128, 32, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)),
         ("fwd_masked", 4): _row((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
         ("dq", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (32, 32, 8, 1)),
@@ -167,6 +168,6 @@ def config(kind: str, arch: str, element_size: int, head_dim: int) -> Config:
         head_dim: the larger of that of query and of value.
     """
     if kind == "statistics":
-        return _STATISTICS
+        return Config(_STATISTICS_ROWS[width_of(head_dim)], 16, 4, 1)
     table = TABLES.get(_LIKE.get(arch, arch), TABLES["sm_86"])
     return table[kind, element_size][width_of(head_dim)]

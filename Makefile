@@ -43,10 +43,13 @@ build: $(VENV)/installed ## compile what changed, into the source tree
 demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
 
-# The Triton kernels once more, in Triton's interpreter; one process a core serves it better than
-# threads do.
+# The kernels by all threads; then the rest, by a process a core; then the Triton kernels once more, in
+# Triton's interpreter.
+KERNEL_TESTS = $(addprefix tests/test_,attention.py decode.py dropout.py norm.py varlen.py)
 test: env ## run the tests, also on the Triton kernels, interpreted
-	$(BIN)/python -m pytest -m "not thorough"
+	$(BIN)/python -m pytest -q $(KERNEL_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not thorough" \
+		$(addprefix --ignore=,$(KERNEL_TESTS))
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k triton
 
 test-compile: env ## compile all Triton kernels for each GPU, in all their tile sizes

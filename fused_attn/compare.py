@@ -22,6 +22,7 @@ from fused_attn import _contract
 from fused_attn._contract import GRAD_FACTOR, OUTPUT_FACTOR
 from fused_attn._recording import Recorder, Tensors, copied, device_of
 from fused_attn._terminal import aligned
+from fused_attn.integrations.encoders import PackedStack
 from fused_attn.nn import TransformerEncoder
 from fused_attn.swap import (
     SwapReport,
@@ -153,9 +154,11 @@ def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> 
     fused_model = copy.deepcopy(model)
     swap = swap_modules(fused_model)
     for module in fused_model.modules():
+        # Layers are watched, so that batches stay padded, and padded rows are compared as well.
         if isinstance(module, TransformerEncoder):
-            # Layers are watched, so batches stay padded: then padded rows are compared as well.
             module.enable_nested_tensor = False
+        elif isinstance(module, PackedStack):
+            module.zeroes_padding = False
     if not swap.swapped:
         raise ValueError(f"model must have modules that can be swapped, got none: {swap}")
     recorder = Recorder(_watched(model, swap), backward, dtype)

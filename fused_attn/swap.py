@@ -237,7 +237,9 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
     from fused_attn.integrations import transformers as integration
 
     kind = type(model).__name__
-    if model.config._attn_implementation == integration.NAME:
+    if model.config._attn_implementation == integration.NAME and not (
+        integration.padded_stacks(model)
+    ):
         return
     restore, detail = integration.use_fused_attention(model)
     if restore is None:

@@ -99,11 +99,50 @@ def test_caches_grow_by_blocks_and_keep_what_is_there():
 
 def test_gradients_through_a_cache_are_refused():
     _, ours = decoder()
-    cache = ours.prepare(randn(1, LEN_S, EMBED))
+    with pytest.raises(ValueError, match="no_grad"):
+        ours.prepare(randn(1, LEN_S, EMBED))
+    with torch.no_grad():
+        cache = ours.prepare(randn(1, LEN_S, EMBED))
     with pytest.raises(ValueError, match="no_grad"):
         ours.step(randn(1, 1, EMBED), cache)
 
 
+@torch.no_grad()
+def test_an_exception_leaves_the_cache_as_it_was():
+    _, ours = decoder()
+    tgt = randn(2, 3, EMBED)
+    cache, other = (ours.prepare(randn(2, LEN_S, EMBED)) for _ in range(2))
+    other.memory = cache.memory
+    for kept in (cache, other):
+        ours.step(tgt[:, :2], kept)
+    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
+        ours.step(tgt[:, 2:], cache, torch.zeros(2, 7).bool())
+    torch.testing.assert_close(ours.step(tgt[:, 2:], cache), ours.step(tgt[:, 2:], other))
+
+
+@torch.no_grad()
+def test_sequences_keep_their_memory():
+    _, ours = decoder()
+    cache = ours.prepare(randn(2, LEN_S, EMBED))
+    ours.step(randn(4, 1, EMBED), cache)
+    with pytest.raises(ValueError, match="memories must be given"):
+        cache.select(torch.tensor([0, 1]))
+    cache.select(torch.tensor([1, 3]))
+    assert ours.step(randn(2, 1, EMBED), cache).shape == (2, 1, EMBED)
+
+
+def test_caches_of_inference_mode_can_be_continued():
+    _, ours = decoder()
+    tgt = randn(2, 2, EMBED)
+    with torch.inference_mode():
+        cache = ours.prepare(randn(2, LEN_S, EMBED))
+        ours.step(tgt[:, :1], cache)
+    with torch.no_grad():
+        ours.step(tgt[:, 1:], cache)
+    assert cache.length == 2
+
+
+@torch.no_grad()
 def test_wrong_arguments():
     theirs, ours = decoder()
     cache = ours.prepare(randn(2, LEN_S, EMBED))
@@ -113,6 +152,10 @@ def test_wrong_arguments():
         ours.prepare(randn(LEN_S, EMBED))
     with pytest.raises(ValueError, match="at least 1"):
         fnn.generate(ours, randn(2, LEN_S, EMBED), None, None, bos=0, eos=1, max_length=0)
+    handle = ours.layers[0].register_forward_hook(lambda *args: None)
+    with pytest.raises(TypeError, match="no hooks"):
+        ours.prepare(randn(2, LEN_S, EMBED))
+    handle.remove()
     ours.layers[1] = theirs.layers[1]
     with pytest.raises(TypeError, match="got TransformerDecoderLayer"):
         ours.prepare(randn(2, LEN_S, EMBED))

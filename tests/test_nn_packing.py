@@ -192,6 +192,32 @@ def _own_linear(stack):
     stack.layers[0].linear1 = torch.nn.Sequential(stack.layers[0].linear1)
 
 
+class Centred(torch.nn.Linear):
+    """Looks at all tokens of a sequence."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(-2, keepdim=True))
+
+
+def _mixing_linear(stack):
+    stack.layers[0].linear1.__class__ = Centred
+
+
+def _own_method(stack):
+    stack.layers[0]._feed_forward = lambda x: x.mean(1, keepdim=True).expand_as(x)
+
+
+@pytest.mark.parametrize("change", [_mixing_linear, _own_method])
+def test_tokens_that_are_mixed_stay_in_their_sequences(change, packings):
+    stack, ignored = fused(encoder(norm=False)), IGNORED["right"]
+    change(stack)
+    x = randn(BATCH, LENGTH, EMBED)
+    out = stack(x, src_key_padding_mask=ignored)
+    stack.enable_nested_tensor = False
+    assert not packings
+    torch.testing.assert_close(out[~ignored], stack(x, src_key_padding_mask=ignored)[~ignored])
+
+
 @pytest.mark.parametrize("change", [_hooked, _own_layer, _own_activation, _own_linear])
 def test_stacks_that_could_tell_are_not_packed(change, packings):
     stack = fused(encoder(norm=False))
@@ -239,3 +265,17 @@ def test_errors_are_those_of_the_padded_way():
     stack = fused(encoder())
     with pytest.raises(ValueError, match="key_padding_mask must have shape"):
         stack(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=torch.ones(2, 2).bool())
+
+
+def test_meta_tensors():
+    stack = fused(encoder()).to("meta")
+    x = torch.empty(BATCH, LENGTH, EMBED, dtype=torch.float64, device="meta")
+    out = stack(x, src_key_padding_mask=IGNORED["right"].to("meta"))
+    assert out.shape == x.shape
+
+
+def test_unbatched_masks_do_not_change_the_rank():
+    stack, x = fused(encoder()), randn(LENGTH, EMBED)
+    outs = [stack(x, src_key_padding_mask=IGNORED["right"][i]) for i in (0, slice(0, 1))]
+    assert outs[0].shape == outs[1].shape == x.shape
+    assert torch.equal(*outs) and not outs[0][4:].any()

@@ -13,6 +13,7 @@ import fused_attn
 from fused_attn.integrations import encoders
 
 transformers = pytest.importorskip("transformers", reason="reason: transformers is not installed")
+integration = pytest.importorskip("fused_attn.integrations.transformers")
 
 BATCH, LENGTH, VOCABULARY = 3, 11, 50
 COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 1}
@@ -128,9 +129,17 @@ def test_hidden_states_are_those_of_padded_batches(packings):
     assert packings == [None, None]
 
 
-@pytest.mark.parametrize("change", ["own_layer", "no_padding", "masks", "decoder"])
+@pytest.mark.parametrize(
+    "change", ["own_layer", "own_method", "chunked", "no_padding", "masks", "decoder"]
+)
 def test_what_cannot_be_packed_is_not(change, packings):
     eager, call = model("Bert"), inputs(REAL["right"])
+    if change == "own_method":
+        layer = eager.encoder.layer[1]
+        layer.feed_forward_chunk = lambda x: x - x.mean(1, keepdim=True)
+    if change == "chunked":
+        for layer in eager.encoder.layer:
+            layer.chunk_size_feed_forward = LENGTH
     if change == "own_layer":
         eager.encoder.layer[0].output.dense = torch.nn.Sequential(
             eager.encoder.layer[0].output.dense
@@ -154,6 +163,45 @@ def test_what_cannot_be_packed_is_not(change, packings):
     assert all(packing is None for packing in packings)
 
 
+def test_padding_is_zero_whatever_there_is_of_it():
+    """Packed, with too little padding to be, and for those who look into the layers."""
+    fused = model("Bert")
+    fused_attn.swap_modules(fused)
+    little = torch.ones(8, LENGTH, dtype=torch.bool)
+    little[0, -1] = False
+    for real in (REAL["right"], little):
+        call = inputs(real)
+        first = fused(**call).last_hidden_state
+        fused(**call, output_hidden_states=True)
+        torch.testing.assert_close(fused(**call).last_hidden_state, first)
+        assert not first[~real].any()
+
+
+def test_arguments_by_position():
+    eager = model("Bert")
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    hidden = torch.randn(2, 5, 32, dtype=torch.float64)
+    for args in ((hidden, None, None, None, None, False), (hidden,)):
+        outs = [m.encoder(*args).last_hidden_state for m in (fused, eager)]
+        torch.testing.assert_close(*outs)
+
+
+def test_implementations_may_be_chosen_before_and_after(packings):
+    real = torch.tensor([[True], [False], [True]])
+    call = inputs(real)
+    fused = model("Bert")
+    fused.set_attn_implementation("eager")
+    integration.register()
+    fused.set_attn_implementation("fused_attn")
+    fused_attn.swap_modules(fused)
+    fused(**call)
+    assert packings and packings[-1] is not None
+    fused.set_attn_implementation("sdpa")
+    fused(**call)
+    assert packings[-1] is None
+
+
 def test_copies_and_pickles():
     fused, call = model("Bert"), inputs(REAL["right"])
     fused_attn.swap_modules(fused)
@@ -164,5 +212,5 @@ def test_copies_and_pickles():
     expected = fused(**call).last_hidden_state
     for other in (loaded, copy.deepcopy(fused)):
         assert torch.equal(other(**call).last_hidden_state, expected)
-    with pytest.raises(AttributeError, match="Fused_gpt2"):
-        encoders.Fused_gpt2  # noqa: B018
+    with pytest.raises(AttributeError, match="PackedGPT2"):
+        encoders.PackedGPT2  # noqa: B018

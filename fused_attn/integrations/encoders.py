@@ -17,6 +17,8 @@ from torch.nn import Module, ModuleList
 
 from fused_attn.nn.packing import BY_TOKEN, Packing, alone, packing_of, watched
 
+NAME = "fused_attn"  # of the attention implementation
+
 # modeling file -> its stack of encoder layers
 _STACKS = {
     "bert": "BertEncoder",
@@ -28,8 +30,15 @@ _STACKS = {
 }
 
 
-class _Packs(Module):
-    """What takes the place of a stack: the same, on packed batches where nobody could tell."""
+class PackedStack(Module):
+    """What takes the place of a stack: the same, on packed batches where nobody could tell.
+
+    Attributes:
+        zeroes_padding: whether rows that a padding mask hides are 0 in the result, packed or not,
+            so that it does not depend on how much padding there is.
+    """
+
+    zeroes_padding = True
 
     def forward(
         self,
@@ -41,19 +50,26 @@ class _Packs(Module):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As the stack's own; rows of padding are 0 where the batch was packed."""
+        """As the stack's own; rows of padding are 0."""
         run: Callable[..., Any] = super().forward
-        others = {
-            "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask,
-            "past_key_values": past_key_values,
-        }
-        given = {name: value for name, value in others.items() if value is not None}
-        packing = None if given or args else _packing(self, hidden_states, attention_mask)
+        others = (encoder_hidden_states, encoder_attention_mask, past_key_values)
+        if args or any(value is not None for value in others):
+            names = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
+            if args:
+                return run(hidden_states, attention_mask, *others, *args, **kwargs)
+            return run(
+                hidden_states, attention_mask, **dict(zip(names, others, strict=True)), **kwargs
+            )
+        if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
+            return run(hidden_states, attention_mask, **kwargs)
+        packing = _packing(self, hidden_states, attention_mask)
         if packing is None:
-            return run(hidden_states, attention_mask, *args, **given, **kwargs)
-        output = run(packing.pack(hidden_states), packing, **kwargs)
-        output.last_hidden_state = packing.unpack(output.last_hidden_state, hidden_states.shape)
+            output = run(hidden_states, attention_mask, **kwargs)
+            hidden = attention_mask[:, 0, 0, :, None].logical_not()
+            output.last_hidden_state = output.last_hidden_state.masked_fill(hidden, 0.0)
+        else:
+            output = run(packing.pack(hidden_states), packing, **kwargs)
+            output.last_hidden_state = packing.unpack(output.last_hidden_state, hidden_states.shape)
         return output
 
 
@@ -68,33 +84,43 @@ def fused_stack(stack: type[Module]) -> type[Module] | None:
 @functools.cache
 def _fused(package: str) -> type[Module]:
     library = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    stack = getattr(library, _STACKS[package])
-    name = f"Fused_{package}"  # `__getattr__` finds it, so that its objects can be unpickled
-    return type(name, (_Packs, stack), {"__module__": __name__, "__doc__": _Packs.__doc__})
+    name = f"Packed{_STACKS[package]}"  # `__getattr__` finds it: its objects can be unpickled
+    members = {"__module__": __name__, "__doc__": PackedStack.__doc__, "library": library.__name__}
+    return type(name, (PackedStack, getattr(library, _STACKS[package])), members)
 
 
 def __getattr__(name: str) -> Any:
-    package = name.removeprefix("Fused_")
-    if package != name and package in _STACKS:
-        return _fused(package)
+    for package, stack in _STACKS.items():
+        if name == f"Packed{stack}":
+            return _fused(package)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _packing(stack: Module, hidden_states: Tensor, mask: Any) -> Packing | None:
+def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
+    """Whether a mask says which tokens are real, and nothing else."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or hidden_states.dim() != 3:
+        return False
+    return mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
+
+
+def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing | None:
     """How to pack; None where it does not pay or a module of the stack could tell."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
-        return None
-    if hidden_states.dim() != 3 or watched(hidden_states, mask):
-        return None
-    if mask.shape != (hidden_states.shape[0], 1, 1, hidden_states.shape[1]):
+    if watched(hidden_states, mask):
         return None
     if not all(_works_by_token(module, stack) for module in stack.modules()):
         return None
     return packing_of(~mask[:, 0, 0], None, False, batch_first=True)
 
 
-def _works_by_token(module: Module, stack: Module) -> bool:
-    known = (type(stack).__mro__[2].__module__, "transformers.activations", __name__)
+def _works_by_token(module: Module, stack: Any) -> bool:
+    config = getattr(module, "config", None)
+    if config is not None and config._attn_implementation != NAME:
+        return False  # it would not know what to do with a Packing
+    if getattr(module, "chunk_size_feed_forward", 0):
+        return False
+    known = (stack.library, "transformers.activations")
     return alone(module) and (
-        isinstance(module, (*BY_TOKEN, ModuleList)) or type(module).__module__ in known
+        module is stack
+        or type(module) in (*BY_TOKEN, ModuleList)
+        or type(module).__module__ in known
     )

@@ -31,12 +31,10 @@ from transformers import (
 )
 
 from fused_attn import functional, masks
-from fused_attn.integrations.encoders import fused_stack
+from fused_attn.integrations.encoders import NAME, fused_stack
 from fused_attn.integrations.transformers_masks import attention_mask
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
-
-NAME = "fused_attn"
 
 # Arguments that models hand to every attention implementation and that do not change what is
 # computed here. A sliding window is part of the mask, which `attention_mask` made.
@@ -234,7 +232,7 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
     previous = str(model.config._attn_implementation)
     register()
     set_implementation(model, NAME)
-    stacks = [(stack, type(stack)) for stack in model.modules() if fused_stack(type(stack))]
+    stacks = [(stack, type(stack)) for stack in padded_stacks(model)]
     for stack, kind in stacks:
         # It adds methods and no state, so an object of the one class is one of the other.
         stack.__class__ = cast(type[Module], fused_stack(kind))
@@ -246,6 +244,11 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
             stack.__class__ = kind
 
     return restore, previous
+
+
+def padded_stacks(model: PreTrainedModel) -> list[Module]:
+    """The stacks of encoder layers in a model that could drop padding and do not yet."""
+    return [module for module in model.modules() if fused_stack(type(module)) is not None]
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:

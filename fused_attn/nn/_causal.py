@@ -17,8 +17,9 @@ _MAX_VIEWS = 1024  # of one tensor; a program that takes more compares again
 def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
     """The hint, or whether `mask` is the causal (L, L) mask of torch.nn where that can be seen.
 
-    The values are compared once, and again after an in-place change: the verdict is kept for the
-    tensor, and for slices of it, as long as it lives. Only masks on the CPU are looked at. On a GPU
+    The values are compared once, and again after an in-place change by torch operations (one
+    through numpy or `.data` is not noticed, as for Masks): the verdict is kept for the tensor, and
+    for slices of it, as long as it lives. Only masks on the CPU are looked at. On a GPU
     that would take a synchronisation; there the mask is a dense one, of which a kernel sums up the
     tiles, so that hidden tiles are skipped all the same. Nor is it looked at under torch.compile
     (graph break), or if it is learned.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,11 @@ class KeyValueCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
+    @property
+    def batch(self) -> int | None:
+        """Sequences; None while there is nothing."""
+        return None if self._keys is None else self._keys.shape[0]
+
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Appends positions.
 
@@ -37,11 +44,7 @@ class KeyValueCache:
         Raises:
             ValueError: gradients would have to flow through the cache.
         """
-        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise ValueError(
-                "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
-                "gradient can go through them"
-            )
+        check_no_grad(key, value)
         end = self.length + key.shape[2]
         self._keys, self._values = (
             _with_room(kept, self.length, end, new)
@@ -89,8 +92,14 @@ class DecoderCache:
 
         Args:
             rows: (sequences,) int64 of the batch; one may be there twice.
-            memories: the same for what they attend to; None keeps all.
+            memories: the same for what they attend to; None keeps all, of which each must keep as
+                many sequences as the others.
+
+        Raises:
+            ValueError: without `memories`, a sequence would come to another memory.
         """
+        if memories is None:
+            self._check_groups(rows)
         for cache in self.own:
             cache.select(rows)
         if memories is None:
@@ -99,10 +108,43 @@ class DecoderCache:
         if self.memory_key_padding_mask is not None:
             self.memory_key_padding_mask = self.memory_key_padding_mask.index_select(0, memories)
 
+    def _check_groups(self, rows: Tensor) -> None:
+        if not self.own or self.own[0].batch is None:
+            return
+        count = self.memory[0][0].shape[0]
+        group, before = rows.numel() // max(count, 1), self.own[0].batch // max(count, 1)
+        wanted = torch.arange(count, device=rows.device).repeat_interleave(group)
+        if group * count != rows.numel() or not torch.equal(rows // before, wanted):
+            raise ValueError(
+                "memories must be given where rows do not leave each memory as many sequences, "
+                f"in order: got rows {rows.tolist()} of {count} memories with {before} each"
+            )
+
+    @contextlib.contextmanager
+    def unchanged_on_errors(self) -> Iterator[None]:
+        """Within the block, an exception takes back what was appended."""
+        length = self.length
+        try:
+            yield
+        except BaseException:
+            for cache in self.own:
+                cache.length = length
+            raise
+
+
+def check_no_grad(*tensors: Tensor) -> None:
+    """Raises ValueError where gradients would have to flow through a cache."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
+            "gradient can go through them"
+        )
+
 
 def _with_room(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
     """A tensor with the first `length` positions of `kept` and room for `end`."""
-    if kept is not None and kept.shape[2] >= end:
+    frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
+    if kept is not None and kept.shape[2] >= end and not frozen:
         return kept
     wanted = max(end, length + length // 2)
     batch, num_heads, _, head_dim = like.shape

@@ -98,7 +98,7 @@ def _greedy(
     batch = first.shape[0]
     tokens = torch.full((batch, max_length), eos, device=first.device)
     lengths = torch.full((batch,), max_length, device=first.device)
-    scores = torch.zeros(batch, device=first.device)
+    scores = torch.zeros(batch, dtype=torch.float32, device=first.device)
     active, last = torch.arange(batch, device=first.device), first
     for t in range(max_length):
         if not active.numel():
@@ -191,7 +191,6 @@ def _beams(
     best = [hypotheses.best[0] for hypotheses in ended]
     longest = max((len(tokens) for _, tokens in best), default=0)
     filled = torch.tensor([t + [eos] * (longest - len(t)) for _, t in best], device=device)
-    lengths = torch.tensor([len(t) for _, t in best], device=device)
-    return Generated(
-        filled.reshape(batch, longest), lengths, torch.tensor([s for s, _ in best], device=device)
-    )
+    lengths = torch.tensor([len(t) for _, t in best], dtype=torch.int64, device=device)
+    best_scores = torch.tensor([s for s, _ in best], dtype=torch.float32, device=device)
+    return Generated(filled.to(torch.int64).reshape(batch, longest), lengths, best_scores)

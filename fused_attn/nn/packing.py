@@ -13,21 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_attn import masks
 from fused_attn._modes import plain_eager
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
+from fused_attn.nn.norm import LayerNorm, RMSNorm
 
 # Packing and unpacking cost about as much as 3 % of the tokens do in six layers of d_model 512 on
 # a CPU with AVX-512; a batch with less padding than this stays as it is.
 MIN_PADDED = 0.05
 
 _POINTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.mish, torch.relu, torch.tanh)
-_NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
+_NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, LayerNorm, RMSNorm)
+# Exactly these: a subclass may mix tokens.
 BY_TOKEN = (
-    torch.nn.Linear, torch.nn.Dropout, torch.nn.Identity, *_NORMS, torch.nn.ReLU, torch.nn.GELU,
-    torch.nn.SiLU, torch.nn.LeakyReLU, torch.nn.Mish, torch.nn.Tanh,
+    torch.nn.Linear, NonDynamicallyQuantizableLinear, torch.nn.Dropout, torch.nn.Identity, *_NORMS,
+    torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU, torch.nn.LeakyReLU, torch.nn.Mish, torch.nn.Tanh,
 )  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def can_pack(
         return False
     if watched(src, ignored) or (isinstance(mask, Mask) and not _relative(mask)):
         return False
-    if norm is not None and not (isinstance(norm, _NORMS) and alone(norm)):
+    if norm is not None and not (type(norm) in _NORMS and alone(norm)):
         return False
     return all(_by_token(layer) for layer in layers)
 
@@ -116,6 +119,7 @@ def watched(*tensors: Tensor) -> bool:
     """Whether shapes are seen (graphs, modes, hooks of all modules), or values cannot be read."""
     return (
         not plain_eager(*tensors)
+        or tensors[0].is_meta
         or torch.nn.modules.module._has_any_global_hook()
         or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
     )
@@ -139,19 +143,20 @@ def _by_token(layer: Module) -> bool:
     if not (callable(layer.activation) and _is_pointwise(layer.activation)):
         return False
     return all(
-        (isinstance(module, BY_TOKEN) or module is layer or module is attention) and alone(module)
+        (type(module) in BY_TOKEN or module is layer or module is attention) and alone(module)
         for module in layer.modules()
     )
 
 
 def _is_pointwise(activation: object) -> bool:
-    return isinstance(activation, Module) or activation in _POINTWISE_FUNCTIONS
+    return type(activation) in BY_TOKEN or activation in _POINTWISE_FUNCTIONS
 
 
 def alone(module: Module) -> bool:
-    """Whether a module has no hooks, and a norm is of one dimension."""
+    """Whether a module has no hooks and no method of its own, and a norm is of one dimension."""
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
-        module._forward_hooks
+        any(callable(value) and hasattr(type(module), n) for n, value in module.__dict__.items())
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

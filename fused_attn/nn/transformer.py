@@ -20,9 +20,9 @@ from fused_attn.nn._causal import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
-from fused_attn.nn.caches import DecoderCache, KeyValueCache
+from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
 from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
-from fused_attn.nn.packing import Packing, can_pack, packing_of
+from fused_attn.nn.packing import Packing, alone, can_pack, packing_of
 
 
 class _Layer(FromTorch):
@@ -248,7 +248,8 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
 
         Returns:
             As src. Rows that a bool src_key_padding_mask ignores are 0, packed or not, unless
-            enable_nested_tensor is False: what torch has in inference, in training too.
+            enable_nested_tensor is False. (torch has 0 there on its inference path alone, else
+            numbers of no meaning: where these were read, results differ.)
         """
         causal = is_causal_mask(mask, is_causal)
         ignored = src_key_padding_mask
@@ -273,8 +274,11 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         output = output if self.norm is None else self.norm(output)
         if ignored is None or ignored.dtype != torch.bool or not self.enable_nested_tensor:
             return output
-        by_rows = output.dim() == 2 or self.layers[0].self_attn.batch_first
-        rows = ignored if by_rows else ignored.transpose(0, 1)
+        if output.dim() == 2:
+            rows = ignored.reshape(-1)
+        else:
+            rows = ignored.reshape(-1, ignored.shape[-1])
+            rows = rows if self.layers[0].self_attn.batch_first else rows.transpose(0, 1)
         return output.masked_fill(rows[..., None], 0.0)
 
     def _packing(
@@ -372,8 +376,8 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
             memory_key_padding_mask: (N, S), see `MultiheadAttention.forward`.
 
         Raises:
-            TypeError: a layer is not this package's own, which knows caches.
-            ValueError: memory is of another shape.
+            TypeError: a layer is not this package's own, which knows caches, or has hooks.
+            ValueError: memory is of another shape, or gradients would have to flow.
         """
         for layer in self.layers:
             if not (_takes_masks(layer, "self_attn") and _takes_masks(layer, "multihead_attn")):
@@ -381,13 +385,18 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
                     "layers must be fused_attn.nn.TransformerDecoderLayer with its own attention, "
                     f"without add_bias_kv and add_zero_attn, got {type(layer).__name__}"
                 )
+            if not all(alone(m) for m in (layer, layer.self_attn, layer.multihead_attn)):
+                raise TypeError(
+                    "layers and their attention must have no hooks and no methods of their own, "
+                    "which steps would not call"
+                )
         if memory.dim() != 3:
             raise ValueError(f"memory must have 3 dimensions, got {tuple(memory.shape)}")
-        return DecoderCache(
-            [KeyValueCache() for _ in self.layers],
-            [layer.multihead_attn.project_memory(memory) for layer in self.layers],
-            memory_key_padding_mask,
-        )
+        projected = [layer.multihead_attn.project_memory(memory) for layer in self.layers]
+        for key, value in projected:
+            check_no_grad(key, value)
+        caches = [KeyValueCache() for _ in self.layers]
+        return DecoderCache(caches, projected, memory_key_padding_mask)
 
     def step(
         self, tgt: Tensor, cache: DecoderCache, tgt_key_padding_mask: Tensor | None = None
@@ -417,10 +426,11 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
                 f"memory), got {tuple(tgt.shape)}"
             )
         output = tgt
-        for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
-            output = layer.forward_cached(
-                output, own, memory, tgt_key_padding_mask, cache.memory_key_padding_mask
-            )
+        with cache.unchanged_on_errors():
+            for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
+                output = layer.forward_cached(
+                    output, own, memory, tgt_key_padding_mask, cache.memory_key_padding_mask
+                )
         return output if self.norm is None else self.norm(output)
 
 

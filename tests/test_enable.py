@@ -329,7 +329,7 @@ def on_triton(query):
     ],
     ids=[
         "vmap", "grad", "vjp", "forward mode", "nested", "jagged", "subclass", "head_dim",
-        "causal and mask", "sdpa_kernel(MATH)", "eager asked for", "triton asked for",
+        "causal and mask", "sdpa_kernel(MATH)", "eager asked for", "kernels of a GPU asked for",
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -14,8 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build demo test test-compile test-isas lint format sdist-check bench bench-quick \
-	gpu-build gpu-test gpu-bench clean
+.PHONY: help env build demo test test-compile test-isas lint format sdist-check bench bench-models \
+	bench-quick gpu-build gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -81,15 +81,21 @@ sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in
 	"$$dir/venv/bin/pip" install -q "$$dir"/dist/*.whl || $(NO_INSTALL); \
 	cd "$$dir"; venv/bin/python -c 'import fused_attn, fused_attn._cpu; print(fused_attn.__version__, fused_attn.__file__)'
 
-BENCH = $(BIN)/python -m pytest -q -m "not gpu" benchmarks --benchmark-columns=median
+BENCH = $(BIN)/python -m pytest -q -m "not gpu" --benchmark-columns=median
+MODELS = benchmarks/test_models.py
 
 # Nothing else may run meanwhile. The results that back the README's table are committed.
 bench: env ## measure everything against its peers; results, plots and the README's table
-	$(BENCH) --results cpu.json
+	$(BENCH) benchmarks --ignore $(MODELS) --results cpu.json
+	$(BENCH) $(MODELS) --results models.json
+	$(BIN)/python benchmarks/report.py
+
+bench-models: env ## whole models with padded batches
+	$(BENCH) $(MODELS) --results models.json
 	$(BIN)/python benchmarks/report.py
 
 bench-quick: env ## the most telling benchmarks, in under 3 minutes
-	$(BENCH) --quick
+	$(BENCH) benchmarks --ignore $(MODELS) --quick
 
 # In place, without pip: it works offline, and asks nothing of the machine but what builds.
 gpu-build:

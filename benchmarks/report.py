@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+MODELS_BEGIN, MODELS_END = "<!-- model benchmarks: begin -->", "<!-- model benchmarks: end -->"
 GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
@@ -38,6 +39,24 @@ def table(results: dict[str, Any]) -> str:
         cells = [_cell(by_dtype.get(dtype)) for dtype in ("float32", "bfloat16", "float16")]
         lines.append(f"| {group}, {name} | " + " | ".join(cells) + " |")
     lines += ["", "Milliseconds, and how many times as fast as torch. Sizes: benchmarks/shapes.py."]
+    return "\n".join(lines)
+
+
+def models_table(results: dict[str, Any]) -> str:
+    """Whole models: times of ours and of what it is compared with."""
+    machine = results["machine"]
+    lines = [
+        f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
+        f"{machine['torch']}, float32; 44 % of each batch is padding.",
+        "",
+        "| model | compared with | ms, theirs | ms, ours | times as fast |",
+        "|---|---|---|---|---|",
+    ]
+    for record in results["records"]:
+        ours, theirs = record["milliseconds"].values()
+        ((peer, speedup),) = record["speedup"].items()
+        name = f"{record['group']}, {record['name']} ({record['source']})"
+        lines.append(f"| {name} | {peer} | {theirs:.4g} | {ours:.4g} | {speedup:.2f} |")
     return "\n".join(lines)
 
 
@@ -84,6 +103,8 @@ def main() -> None:
     for group in GROUPS:
         plot(results, group, HERE / "results" / f"{group.replace(' ', '_')}.svg")
     text = replaced(README.read_text(), BEGIN, END, table(results))
+    models = json.loads((HERE / "results" / "models.json").read_text())
+    text = replaced(text, MODELS_BEGIN, MODELS_END, models_table(models))
     gpus = sorted((HERE / "results").glob("gpu-*.json"))
     if gpus:
         tables = [gpu_table.markdown(json.loads(path.read_text())) for path in gpus]

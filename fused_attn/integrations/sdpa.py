@@ -61,7 +61,7 @@ def enable() -> None:
 
     What stays torch's own, with torch's results and errors: calls that no kernel takes (see
     README; nested tensors, other tensor subclasses, torch.func transforms, forward mode, devices
-    and types without a kernel; is_causal together with a mask; wrong arguments) and those within
+    and types without a kernel; is_causal with a mask; most wrong arguments) and those within
     torch.nn.attention.sdpa_kernel where SDPBackend.FLASH_ATTENTION, which our kernels count as,
     is not among the backends. Where the choice of a backend falls on "eager", torch computes.
 

@@ -68,6 +68,21 @@ def test_masks(name, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_and_batches_that_see_other_tiles(backend):
+    """Whole tiles are hidden, other ones in each head, and by a key mask in each batch."""
+    shape = (2, 4, 2, 130, 260)
+    key = torch.arange(260)
+    of_heads = key // 64 != torch.arange(4)[:, None, None]
+    of_heads = of_heads.expand(4, 130, 260).clone()
+    of_heads[1, :64] = False
+    of_batches = (key >= torch.tensor([[[[128]]], [[[0]]]])) & (key < 250)
+    for mask in (masks.dense(of_heads), masks.dense(of_batches)):
+        assert_like_eager(
+            attention(mask, enable_gqa=True), random_qkv(*shape, 16), torch.float32, backend
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pair", list(itertools.combinations(MASKS, 2)), ids="-".join)
 def test_pairs_of_masks(pair, backend):
     if pair == ("alibi", "alibi_batch"):

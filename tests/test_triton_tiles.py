@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from helpers import device_of
 
+from fused_attn import masks
 from fused_attn.backends import cpp
 from fused_attn.backends.triton import attention
 from fused_attn.backends.triton.launch import launch
@@ -49,7 +50,17 @@ SINGLE = [(name,) for name in MASKS if not name.startswith("alibi")]
 
 @pytest.mark.parametrize("names", [*SINGLE, *PAIRS], ids="-".join)
 def test_kinds_are_those_of_the_cpu(names):
-    mask = combined(names, SHAPE)
+    check_kinds(combined(names, SHAPE))
+
+
+def test_kinds_where_a_key_mask_hides_whole_tiles():
+    key = torch.arange(SHAPE[3])
+    seen = key >= torch.tensor([[[[128]]], [[[0]]], [[[290]]]])
+    kinds = check_kinds(masks.dense(seen))
+    assert (kinds == SKIP).any() and (kinds == FULL).any()
+
+
+def check_kinds(mask):
     spec = normalize(mask, *SHAPE, torch.empty(0))
     wanted, (panel, block) = cpp.tile_kinds(spec, *SHAPE, torch.float32)
     # A last block that has fewer keys may be full for the CPU, which loads no others.
@@ -58,6 +69,7 @@ def test_kinds_are_those_of_the_cpu(names):
     spec = normalize(mask.to(DEVICE), *SHAPE, torch.empty(0, device=DEVICE))
     got = attention.tile_kinds(spec, sizes_of(spec, SHAPE), panel, block, DEVICE).cpu()
     assert torch.equal(got.expand_as(wanted), wanted)
+    return got
 
 
 @pytest.mark.parametrize("name", ["dense", "dense_blocks", "key_mask", "bias_with_inf"])

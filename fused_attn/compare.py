@@ -129,7 +129,8 @@ class ComparisonReport:
 def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> ComparisonReport:
     """Compare the numerics of the fused modules with eager attention, on the user's own model.
 
-    The model is copied, never modified, and runs in evaluation mode, without dropout.
+    The model is copied, never modified, and runs in evaluation mode, without dropout. Layers are
+    looked into, so that padded batches are not packed, as they are else (see `fused_attn.nn`).
 
     Args:
         model: a model in float32, float16 or bfloat16, not swapped yet.
@@ -154,7 +155,7 @@ def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> 
     fused_model = copy.deepcopy(model)
     swap = swap_modules(fused_model)
     for module in fused_model.modules():
-        # Layers are watched, so that batches stay padded, and padded rows are compared as well.
+        # Batches stay padded, so that padded rows are compared as well.
         if isinstance(module, TransformerEncoder):
             module.enable_nested_tensor = False
         elif isinstance(module, PackedStack):

@@ -54,12 +54,7 @@ class PackedStack(Module):
         run: Callable[..., Any] = super().forward
         others = (encoder_hidden_states, encoder_attention_mask, past_key_values)
         if args or any(value is not None for value in others):
-            names = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
-            if args:
-                return run(hidden_states, attention_mask, *others, *args, **kwargs)
-            return run(
-                hidden_states, attention_mask, **dict(zip(names, others, strict=True)), **kwargs
-            )
+            return run(hidden_states, attention_mask, *others, *args, **kwargs)
         if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
             return run(hidden_states, attention_mask, **kwargs)
         packing = _packing(self, hidden_states, attention_mask)

@@ -21,8 +21,9 @@ from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
 from fused_attn.nn.norm import LayerNorm, RMSNorm
 
-# Packing and unpacking cost about as much as 3 % of the tokens do in six layers of d_model 512 on
-# a CPU with AVX-512; a batch with less padding than this stays as it is.
+# Below this there is little to gain. Two layers of d_model 512, 8 x 256 tokens, forward and
+# backward, two threads with AMX: packed took 0.91 to 0.96 of the padded time with 0 to 10 % of
+# padding, in noise of about 0.05, and 0.79 with 20 %; packing itself costs nothing that shows.
 MIN_PADDED = 0.05
 
 _POINTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.mish, torch.relu, torch.tanh)

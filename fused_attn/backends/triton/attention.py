@@ -298,7 +298,10 @@ class _Problem:
     def config(self, kind: str) -> Config:
         """How the kernel of a pass is cut up."""
         head_dim = max(self.head_dim, self.head_dim_v)
-        if kind in ("fwd", "dq", "dkdv") and (self.has_lists or self.common[0] is not None):
+        heavy = self.has_lists or self.common[0] is not None
+        # Its loop over the heads of a group takes registers too.
+        heavy |= kind == "dkdv" and self.sizes.num_heads > self.sizes.num_heads_kv
+        if heavy and kind in ("fwd", "dq", "dkdv"):
             kind += "_masked"
         return config(kind, arch_of(self.device).name, self.dtype.itemsize, head_dim)
 

@@ -5,9 +5,8 @@ candidates on the GPU it runs on, and prints rows to put here.
 
 Who measured: nobody yet. Every row is the largest tile of a list (large ones first: fewer reads of
 keys) that Triton 3.6 compiled without spills and within the chip's shared memory, for each kind of
-mask by itself; in float32 with head_dim above 64 the smallest tiles keep up to 16 bytes a thread in
-memory. tests/test_ahead_of_time.py holds the rows to that (sm_86's are not in it). Several kinds at
-once and groups of heads may spill, up to hundreds of bytes.
+mask by itself. tests/test_ahead_of_time.py holds the rows to that (sm_86's are not in it). Several
+kinds at once may spill, up to hundreds of bytes.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ def _row(*configs: tuple[int, int, int, int]) -> dict[int, Config]:
     return {width: Config(*c) for width, c in zip(WIDTHS, configs, strict=True)}
 
 
-# arch -> (pass, bytes of an element) -> width -> Config. Passes called "_masked" have dropout, or
-# masks that are read from memory: more values a thread. Decoding has the rows that the matrix
-# instructions need at least; where a group of heads has more, keys are read again, from L2.
+# arch -> (pass, bytes of an element) -> width -> Config. Passes called "_masked" have dropout,
+# masks that are read from memory, or (by keys) groups of heads: more values a thread. Decoding has
+# the rows that the matrix instructions need at least; where a group of heads has more, keys are
+# read again, from L2.
 TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
     "sm_80": {
         ("fwd", 2): _row((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2)),
@@ -55,7 +55,7 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("dkdv", 2): _row((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
         ("dkdv_masked", 2): _row((32, 32, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
         ("bias", 2): _row((64, 64, 8, 1), (128, 16, 8, 1), (16, 16, 8, 1)),
-        ("fwd", 4): _row((64, 32, 8, 2), (16, 64, 8, 2), (16, 16, 8, 1)),
+        ("fwd", 4): _row((64, 32, 8, 2), (16, 64, 8, 2), (32, 16, 16, 1)),
         ("fwd_masked", 4): _row((16, 16, 8, 1), (32, 32, 8, 2), (32, 16, 4, 1)),
         ("dq", 4): _row((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
         ("dq_masked", 4): _row((32, 32, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1)),
@@ -92,9 +92,9 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("dkdv_masked", 2): _row((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
         ("bias", 2): _row((64, 64, 8, 1), (64, 64, 8, 1), (64, 32, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)),
-        ("fwd_masked", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+        ("fwd_masked", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 16, 1)),
         ("dq", 4): _row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
-        ("dq_masked", 4): _row((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("dq_masked", 4): _row((16, 16, 8, 1), (16, 16, 8, 1), (32, 16, 16, 1)),
         ("dkdv", 4): _row((32, 64, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1)),
         ("dkdv_masked", 4): _row((32, 32, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1)),
         ("bias", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
@@ -110,9 +110,9 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("dkdv_masked", 2): _row((64, 128, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
         ("bias", 2): _row((128, 32, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)),
-        ("fwd_masked", 4): _row((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("fwd_masked", 4): _row((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 16, 1)),
         ("dq", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (32, 32, 8, 1)),
-        ("dq_masked", 4): _row((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("dq_masked", 4): _row((32, 16, 8, 1), (16, 16, 16, 1), (32, 16, 16, 1)),
         ("dkdv", 4): _row((32, 64, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1)),
         ("dkdv_masked", 4): _row((32, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
         ("bias", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),

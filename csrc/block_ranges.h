@@ -22,8 +22,16 @@ FUSED_ATTN_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : 
 
 FUSED_ATTN_HOST_DEVICE SequenceBounds sequence_bounds(const MaskParams& mask, int64_t b,
                                                       int64_t seqlen_q, int64_t seqlen_k) {
-  if (mask.bounds != nullptr) return mask.bounds[b];
-  return {0, seqlen_k, 0, seqlen_q, mask.band_lo, mask.band_hi, 0, mask.alibi_offset};
+  SequenceBounds s{0, seqlen_k, 0, seqlen_q, mask.band_lo, mask.band_hi, 0, mask.alibi_offset};
+  if (mask.bounds != nullptr) s = mask.bounds[b];
+  // Kernels take all keys between the first row's lo and the last row's hi to be seen by some row,
+  // which rows that the band leaves nothing would break; so these become an end of the keys.
+  if (s.band_lo > s.band_hi) s.key_end = s.key_begin;
+  if (s.band_lo > 0 && s.prefix_end > 0) {  // out of reach of j <= i
+    s.key_end = min64(s.key_end, s.prefix_end);
+    s.prefix_end = 0;
+  }
+  return s;
 }
 
 // Where a sequence lies in a tensor: in a batch of its own, or packed with others.
@@ -56,6 +64,14 @@ FUSED_ATTN_HOST_DEVICE Interval visible_keys(const SequenceBounds& s, int64_t i)
   return {max64(s.key_begin, i + s.band_lo), hi};
 }
 
+// Queries that may see key j by structure, the inverse of visible_keys; empty where lo >= hi.
+FUSED_ATTN_HOST_DEVICE Interval visible_queries(const SequenceBounds& s, int64_t j) {
+  int64_t lo = max64(s.query_begin, j - s.band_hi);
+  if (s.prefix_end > 0 && j >= s.prefix_end) lo = max64(lo, j);
+  const bool inside = j >= s.key_begin && j < s.key_end;
+  return {lo, inside ? min64(s.query_end, j - s.band_lo + 1) : lo};
+}
+
 // Rows [i_begin, i_end) against keys [j_begin, j_end), none of them empty.
 FUSED_ATTN_HOST_DEVICE Tile classify_bounds(const SequenceBounds& s, int64_t i_begin, int64_t i_end,
                                             int64_t j_begin, int64_t j_end) {
@@ -86,7 +102,9 @@ FUSED_ATTN_HOST_DEVICE Tile classify_dense(const DenseTensor& t, int64_t b, int6
   if (t.summary == nullptr) return Tile::kPartial;
   const uint8_t* base = t.summary + b * t.summary_strides[0] + h * t.summary_strides[1];
   bool none = true, all = true;
+  FUSED_ATTN_ROLLED
   for (int64_t i = i_begin / kSummaryTileM; i * kSummaryTileM < i_end; ++i) {
+    FUSED_ATTN_ROLLED
     for (int64_t j = j_begin / kSummaryTileN; j * kSummaryTileN < j_end; ++j) {
       const uint8_t value = base[i * t.summary_strides[2] + j * t.summary_strides[3]];
       none = none && value == kNoneVisible;

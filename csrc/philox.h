@@ -8,8 +8,11 @@
 
 #if defined(__CUDACC__)
 #define FUSED_ATTN_HOST_DEVICE __host__ __device__ inline
+// A loop that is short or rare: unrolled, it would take registers from the loops around it.
+#define FUSED_ATTN_ROLLED _Pragma("unroll 1")
 #else
 #define FUSED_ATTN_HOST_DEVICE inline
+#define FUSED_ATTN_ROLLED
 #endif
 
 namespace fused_attn {

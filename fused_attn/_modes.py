@@ -45,6 +45,27 @@ def readable(tensor: Tensor) -> bool:
     return plain_eager(tensor)
 
 
+def captured(*tensors: Tensor | None) -> bool:
+    """Values are read by a CUDA graph in the making: they will be others when it is replayed.
+
+    What is derived of them there is the graph's own, and nothing from outside may stand in for it.
+    """
+    on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int:
+    """The device's current stream, 0 on the CPU.
+
+    What is kept from one call for the next was computed on a stream; on another it may not be there
+    yet, and its memory may be given away while it is read. So each stream keeps its own.
+    """
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of lse, mean, rstd and accumulators."""
     return torch.float64 if dtype == torch.float64 else torch.float32

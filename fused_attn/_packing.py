@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn._modes import plain_eager, readable
+from fused_attn._modes import captured, plain_eager, readable, stream_of
 from fused_attn.masks import Mask
 
 
@@ -36,8 +36,10 @@ def with_lengths(mask: Mask | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
     """The mask, of sequences of these lengths; kept on it, so that layers share what is derived."""
     ends = (cu_seqlens_q, cu_seqlens_k)
     keeps = mask is not None and plain_eager(*ends) and not any(t.is_inference() for t in ends)
+    keeps = keeps and not captured(*ends)
     versions = tuple(t._version for t in ends) if keeps else ()
-    kept = mask.specs.get("packed") if keeps and mask is not None else None
+    key = ("packed", stream_of(cu_seqlens_q.device))
+    kept = mask.specs.get(key) if keeps and mask is not None else None
     if kept is not None and kept[0] is ends[0] and kept[1] is ends[1] and kept[2] == versions:
         return kept[3]
     whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
@@ -45,7 +47,7 @@ def with_lengths(mask: Mask | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
         return whole
     whole = mask & whole
     if keeps:
-        mask.specs["packed"] = (*ends, versions, whole)
+        mask.specs[key] = (*ends, versions, whole)
     return whole
 
 

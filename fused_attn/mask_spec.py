@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._modes import plain_eager, readable, statistics_dtype
+from fused_attn._modes import captured, plain_eager, readable, statistics_dtype, stream_of
 from fused_attn.masks import UNLIMITED, Mask
 
 # Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
@@ -117,10 +117,11 @@ def normalize(
     tensors = mask.tensors()
     if not plain_eager(*tensors) or any(b.requires_grad for b in mask.biases):
         return _normalize(mask, shape, query.device)  # a spec with a graph must not be kept
-    if any(t.is_inference() for t in tensors):  # they keep no version
+    if any(t.is_inference() for t in tensors) or captured(*tensors):  # they keep no version
         return _normalize(mask, shape, query.device)
     versions = mask.versions()
-    key = (shape, query.device, torch.is_inference_mode_enabled())
+    stream = stream_of(query.device)
+    key = (shape, query.device, stream, torch.is_inference_mode_enabled())
     kept = mask.specs.get(key)
     if kept is None or kept[0] != versions:
         kept = (versions, _normalize(mask, shape, query.device))

@@ -199,8 +199,9 @@ def _norm_fwd_impl(*args: Any) -> Any:
     return get_backend(args[-1]).norm_fwd(*args[:-1])
 
 
-def _norm_bwd_impl(*args: Any) -> Any:
-    return get_backend(args[-1]).norm_bwd(*args[:-1])
+def _norm_bwd_impl(grad_out: Tensor, grad_total: Tensor | None, *args: Any) -> Any:
+    grad_total = None if grad_total is None else grad_total.resolve_neg()
+    return get_backend(args[-1]).norm_bwd(grad_out.resolve_neg(), grad_total, *args[:-1])
 
 
 def _norm_fwd_op(*args: Any) -> Any:

@@ -122,3 +122,15 @@ def test_results_do_not_depend_on_threads(backend):
             torch.set_num_threads(before)
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_are_lazily_negated(backend):
+    x, grad = torch.randn(2, 5, 48, device=device_of(backend)).unbind()
+    grads = []
+    for given in (-grad, torch._neg_view(grad)):
+        own = [x.clone().requires_grad_(), x.cos().requires_grad_()]
+        outs = F.layer_norm(own[0], 48, residual=own[1], return_residual=True, backend=backend)
+        grads.append(torch.autograd.grad(outs, own, [given, given]))
+    for eager, lazy in zip(*grads, strict=True):
+        assert torch.equal(eager, lazy)

@@ -179,12 +179,12 @@ def test_a_mask_keeps_what_is_derived(backend):
         return F.varlen_attention(*tensors, *where, 60, 60, mask, backend=backend)
 
     first = run(mask)
-    kept = mask.specs["packed"][3]
+    kept = mask.specs["packed", 0][3]
     assert torch.equal(run(mask), first)
-    assert mask.specs["packed"][3] is kept
+    assert mask.specs["packed", 0][3] is kept
     where[0][1] = where[1][1] = 25  # in place
     assert torch.equal(run(mask), run(masks.dense(mask.tensors()[0])))
-    assert mask.specs["packed"][3] is not kept
+    assert mask.specs["packed", 0][3] is not kept
 
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])

@@ -4,7 +4,9 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+# nvcc takes many minutes for all GPUs: only `cuda-build` and `gpu-build` call it unasked.
+NO_CUDA = FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-0}
 
 # Every pip call below, in isolated build environments too, takes the versions pinned there.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -14,8 +16,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build demo test test-compile test-isas lint format sdist-check bench bench-models \
-	bench-quick gpu-build gpu-test gpu-bench clean
+.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-isas lint format \
+	sdist-check bench bench-models bench-quick gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -30,7 +32,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@# First what builds, so that the editable install shares these (and its objects) with `build`.
 	@# An unpinned torch would be gigabytes of GPU libraries.
 	@$(BIN)/python -m pip install -q setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
+	@$(NO_CUDA) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
 		-e '.[test,demo,dev]' || $(NO_INSTALL)
 	@# Without what they ask for: the demo's model has a loader that is not used, and timm wants a
 	@# torchvision, of which there is no build for this torch; tests/test_timm.py stands in for it.
@@ -38,22 +40,37 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 build: $(VENV)/installed ## compile what changed, into the source tree
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+	@$(NO_CUDA) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+
+cuda-build: $(VENV)/installed ## compile with the CUDA module, by nvcc, for FUSED_ATTN_CUDA_ARCHS
+	@FUSED_ATTN_CUDA=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+
+cuda-report: cuda-build ## registers, shared memory and spills of the CUDA kernels; none may spill
+	$(BIN)/python benchmarks/cuda_report.py
+
+EMULATOR = build/cuda_emulator
+emulator: $(VENV)/installed ## compile the CUDA kernels for the CPU, for tests without a GPU
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -S tests/cuda_emulator -B $(EMULATOR) -G Ninja \
+		--log-level=WARNING -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake --build $(EMULATOR) -- --quiet -k 0
 
 demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
 
 # The kernels by all threads; then the rest, by a process a core; then the Triton kernels once more, in
-# Triton's interpreter.
+# Triton's interpreter, and the CUDA kernels, emulated.
 KERNEL_TESTS = $(addprefix tests/test_,attention.py decode.py dropout.py norm.py varlen.py)
-test: env ## run the tests, also on the Triton kernels, interpreted
+test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
 	$(BIN)/python -m pytest -q $(KERNEL_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not thorough" \
 		$(addprefix --ignore=,$(KERNEL_TESTS))
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k triton
+	CUDA_EMULATED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k cuda \
+		--ignore=tests/test_cuda_compiled.py --ignore=tests/test_cuda_emulator.py
 
-test-compile: env ## compile all Triton kernels for each GPU, in all their tile sizes
-	$(BIN)/python -m pytest -q -n 2 tests/test_ahead_of_time.py
+test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
+	$(BIN)/python -m pytest -q -n 2 tests/test_ahead_of_time.py tests/test_cuda_compiled.py
 
 # tests/test_isas.py has the most important of this for `test`.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
@@ -76,7 +93,7 @@ format: $(VENV)/installed ## rewrite the sources in the common style
 # The import runs outside of this tree, so that it finds the wheel and nothing else.
 sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment
 	@set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
-	$(BIN)/python -m build --outdir "$$dir/dist" .; \
+	$(NO_CUDA) $(BIN)/python -m build --outdir "$$dir/dist" .; \
 	$(BIN)/python -m venv "$$dir/venv"; \
 	"$$dir/venv/bin/pip" install -q "$$dir"/dist/*.whl || $(NO_INSTALL); \
 	cd "$$dir"; venv/bin/python -c 'import fused_attn, fused_attn._cpu; print(fused_attn.__version__, fused_attn.__file__)'
@@ -99,13 +116,20 @@ bench-quick: env ## the most telling benchmarks, in under 3 minutes
 
 # In place, without pip: it works offline, and asks nothing of the machine but what builds.
 gpu-build:
-	$(GPU_PYTHON) setup.py -q build_ext --inplace
+	FUSED_ATTN_CUDA_ARCHS=$${FUSED_ATTN_CUDA_ARCHS-native} $(GPU_PYTHON) setup.py -q build_ext --inplace
 
 gpu-test: gpu-build ## run the tests that need a GPU, with GPU_PYTHON
 	$(GPU_PYTHON) -m pytest -m gpu
 
-gpu-bench: gpu-build ## run the benchmarks that need a GPU, with GPU_PYTHON
-	$(GPU_PYTHON) -m pytest -q -m gpu benchmarks --results gpu.json
+# Racecheck sees shared memory only; both take minutes, so the shapes are small.
+gpu-sanitize: gpu-build ## compute-sanitizer's memcheck and racecheck on the CUDA kernels
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(GPU_PYTHON) -m pytest -q -m gpu tests/test_attention.py tests/test_cuda_norm.py \
+		-k "cuda and (test_shapes and Sq129 or test_more_parts)" || exit 1; done
+
+GPU_BACKEND ?= triton
+gpu-bench: gpu-build ## run the benchmarks that need a GPU, with GPU_PYTHON, on GPU_BACKEND
+	$(GPU_PYTHON) -m pytest -q -m gpu benchmarks --results gpu.json --gpu-backend $(GPU_BACKEND)
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info fused_attn/*.so

@@ -1,0 +1,185 @@
+// The gradient of a float mask: dS before softcap's derivative, summed over the dimensions in which
+// the mask is broadcast.
+//
+// A block owns a tile of one entry of the mask's own batch and heads, and walks its part of the
+// heads that share it; the caller adds up the parts. Computing dS anew costs two products a tile,
+// and no (batch, num_heads, seqlen_q, seqlen_k) tensor.
+#pragma once
+
+#include "cuda/attention_bwd_tile.cuh"
+#include "cuda/score_tile.cuh"
+
+namespace fused_attn {
+
+template <class T, int kHeadDim>
+struct BiasKernel {
+  using Tiles = ScoreTile<T, kHeadDim>;
+  static constexpr int kN = Tiles::kN;
+
+  const AttentionBwdArgs& args;
+  Tiles tile;
+  Dropout dropout;
+  typename Tiles::Scores total;
+
+  FUSED_ATTN_DEVICE explicit BiasKernel(const AttentionBwdArgs& a)
+      : args(a), tile(a.params.fwd, a.gpu), dropout(dropout_of(a.params.fwd, a.gpu)) {}
+
+  FUSED_ATTN_DEVICE void run() {
+    const AttentionParams& p = args.params.fwd;
+    const int64_t own_batch = args.gpu.bias_sizes[0], own_heads = args.gpu.bias_sizes[1];
+    const int64_t own = tile.rest % (own_batch * own_heads);
+    const int64_t part = tile.rest / (own_batch * own_heads);
+    // Of an own batch or heads nothing is shared: s does not move along them.
+    const int64_t shared_heads = p.num_heads / own_heads;
+    const int64_t shared = p.batch / own_batch * shared_heads;
+    const int64_t each = (shared + args.gpu.num_bias_parts - 1) / args.gpu.num_bias_parts;
+    set_zero<1, kN>(total);
+    FUSED_ATTN_ROLLED
+    for (int64_t s = part * each; s < min64((part + 1) * each, shared); ++s) {
+      add(sequence_of(p, static_cast<int>(own / own_heads + s / shared_heads),
+                      static_cast<int>(own % own_heads + s % shared_heads)));
+    }
+    store();
+  }
+
+ private:
+  // Adds dS of a head.
+  FUSED_ATTN_DEVICE void add(const Sequence& sequence) {
+    const AttentionBwdParams& bwd = args.params;
+    const Tile kind = tile.kind(sequence);
+    if (kind == Tile::kSkip) return;
+    // It goes up to a whole tile, of which this one is a part.
+    const RowStatistics stats = row_statistics(bwd.fwd, args.gpu, sequence.b, sequence.h);
+    LogSum log_sums[2];
+    float delta[2];
+    FUSED_ATTN_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int at = tile.i_begin + Tiles::row(r);
+      log_sums[r] = {stats.lse[at], stats.factor[at]};
+      delta[r] = stats.delta[at];
+    }
+    typename Tiles::Scores weights, grads;
+    const Visible<1> visible = tile.products(weights, sequence, kind);
+    tile.load(sequence, bwd.grad_out, bwd.grad_out_strides, bwd.fwd.value, bwd.fwd.value_strides,
+              bwd.fwd.head_dim_v);
+    tile.weigh(weights, visible, sequence, kind, log_sums);
+    tile.multiply(grads);
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      uint32_t kept = 15;
+      if (bwd.fwd.dropout_p > 0.0) {
+        kept = kept_weights<false, 1>(dropout, bwd.fwd, sequence, tile.rows(sequence), 0,
+                                      tile.first_column() + n * 8);
+      }
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const float used = kept >> e & 1 ? grads[0][n][e] * args.gpu.dropout_scale : 0.0f;
+        const float weight = weights[0][n][e], grad = weight * (used - delta[e / 2]);
+        // What is hidden may have been NaN.
+        total[0][n][e] += weight == 0.0f ? 0.0f : grad;
+      }
+    }
+  }
+
+  // Writes the tile, or of broadcast rows or columns their sum in it.
+  FUSED_ATTN_DEVICE void store() {
+    const AttentionParams& p = args.params.fwd;
+    const bool own_rows = args.gpu.bias_sizes[2] > 1, own_columns = args.gpu.bias_sizes[3] > 1;
+    const int64_t num_rows = own_rows ? p.seqlen_q : count_tiles(p.seqlen_q, Tiles::kTile);
+    const int64_t num_columns = own_columns ? p.seqlen_k : count_tiles(p.seqlen_k, Tiles::kTile);
+    const int64_t first_row = own_rows ? tile.i_begin : tile.m;
+    const int64_t first_column = own_columns ? tile.j_begin : tile.n;
+    float* const target =
+        args.gpu.grad_bias_parts + (tile.rest * num_rows + first_row) * num_columns + first_column;
+    const int64_t rows = num_rows - first_row, columns = num_columns - first_column;
+    if (own_rows && own_columns) {
+      store_tile(target, rows, columns);
+    } else {
+      store_sums(own_rows, own_columns);
+      const int shares = own_rows      ? Tiles::Sizes::kColumnWarps
+                         : own_columns ? Tiles::Sizes::kRowWarps
+                                       : Tiles::Sizes::kWarps;
+      const int64_t count = own_rows ? rows : own_columns ? columns : 1;
+      sync_block();
+      for (int i = thread_id(); i < min64(count, Tiles::kTile); i += Tiles::kThreads) {
+        float sum = 0.0f;
+        for (int share = 0; share < shares; ++share) sum += load_shared<float>(sum_at(share, i));
+        target[own_rows ? i * num_columns : i] = sum;
+      }
+    }
+  }
+
+  FUSED_ATTN_DEVICE void store_tile(float* target, int64_t rows, int64_t columns) const {
+    const int64_t stride = args.params.fwd.seqlen_k;
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const int row = Tiles::row(e / 2), column = Tiles::column(n, e);
+        if (row < rows && column < columns) target[row * stride + column] = total[0][n][e];
+      }
+    }
+  }
+
+  // Sums of the warp's columns, its rows, or both, to shared memory.
+  FUSED_ATTN_DEVICE void store_sums(bool own_rows, bool own_columns) const {
+    sync_block();  // the tiles have been read
+    if (own_rows) {
+      FUSED_ATTN_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float sum = 0.0f;
+        FUSED_ATTN_UNROLL
+        for (int n = 0; n < kN / 8; ++n) sum += total[0][n][2 * r] + total[0][n][2 * r + 1];
+        sum = add_lanes(sum, 1, 4);
+        const int share = Tiles::warp_column() / kN;
+        if (lane_id() % 4 == 0) store_shared(sum_at(share, Tiles::row(r)), sum);
+      }
+      return;
+    }
+    float all = 0.0f;
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const float sum = add_lanes(total[0][n][e] + total[0][n][e + 2], 4, 32);
+        all += sum;
+        const int share = Tiles::warp_row() / 16;
+        if (own_columns && lane_id() < 4) store_shared(sum_at(share, Tiles::column(n, e)), sum);
+      }
+    }
+    all = add_lanes(all, 1, 4);
+    if (!own_columns && lane_id() == 0) store_shared(sum_at(warp_id(), 0), all);
+  }
+
+  // The sum over lanes that differ in the bits from `first` to below `end`.
+  static FUSED_ATTN_DEVICE float add_lanes(float value, int first, int end) {
+    FUSED_ATTN_UNROLL
+    for (int lanes = first; lanes < end; lanes *= 2) value += shuffle_xor(value, lanes);
+    return value;
+  }
+
+  // Where a warp's sum i is, `share` of those that are added up.
+  static FUSED_ATTN_DEVICE uint32_t sum_at(int share, int i) {
+    return (share * Tiles::kTile + i) * sizeof(float);
+  }
+};
+
+template <class T, int kHeadDim>
+FUSED_ATTN_KERNEL((ScoreSizes<sizeof(T)>::kThreads), (ScoreSizes<sizeof(T)>::kBlocks))
+attention_bwd_bias_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
+  BiasKernel<T, kHeadDim>(args).run();
+}
+
+template <int kHeadDim>
+void run_attention_bwd_bias(const AttentionBwdParams& p, const GpuParams& gpu) {
+  for_element(p.fwd, [&](auto element) {
+    using T = decltype(element);
+    using Tiles = ScoreTile<T, kHeadDim>;
+    const int64_t owned = gpu.bias_sizes[0] * gpu.bias_sizes[1];
+    launch("attention_bwd_bias_kernel", attention_bwd_bias_kernel<T, kHeadDim>,
+           Tiles::blocks(p.fwd, owned * gpu.num_bias_parts), Tiles::kThreads, Tiles::kBytes,
+           AttentionBwdArgs{p, gpu}, stream_of(gpu));
+  });
+}
+
+}  // namespace fused_attn

@@ -1,0 +1,368 @@
+// The gradients of keys and values: a block owns a tile of them and walks the queries that see it,
+// of all heads that share them.
+//
+// Scores are (keys, queries) here, so that weights are a left operand as they are. Unless
+// deterministic, the block also adds its part to the gradient of queries, atomically: 5 products of
+// tiles in all, where two kernels take 7. (Not in float32, whose products are another kind of
+// work.)
+#pragma once
+
+#include "cuda/attention_bwd_tile.cuh"
+#include "cuda/tile_sizes.h"
+
+namespace fused_attn {
+
+// Shared memory: keys and values of the block; stages of queries, gradients of out and statistics;
+// dS for the gradient of queries; scratch of the products; the list of tiles.
+template <class T, int kHeadDim, class Sizes, bool kAddsDq>
+struct KeyOwnerLayout {
+  static constexpr int kRowBytes = kHeadDim * sizeof(T);
+  static constexpr uint32_t kKey = 0, kValue = Sizes::kRows * kRowBytes;
+  static constexpr uint32_t kStages = 2 * kValue;
+  static constexpr uint32_t kTileBytes = Sizes::kBlock * kRowBytes;
+  static constexpr uint32_t kStageBytes = 2 * kTileBytes + 3 * Sizes::kBlock * sizeof(float);
+  static constexpr uint32_t kGradScores = kStages + Sizes::kStages * kStageBytes;
+  static constexpr uint32_t kScratch =
+      kGradScores + (kAddsDq ? Sizes::kRows * Sizes::kBlock * sizeof(T) : 0);
+  static constexpr uint32_t kScratchBytes =
+      Product<T>::scratch_bytes(Sizes::kRowTiles, Sizes::kBlock);
+  static constexpr uint32_t kList = kScratch + Sizes::kWarps * kScratchBytes;
+  static constexpr int kBytes = kList + TileList::kBytes;
+
+  static FUSED_ATTN_DEVICE uint32_t query(int stage) { return kStages + stage * kStageBytes; }
+  static FUSED_ATTN_DEVICE uint32_t grad_out(int stage) { return query(stage) + kTileBytes; }
+  // kind: 0 lse, 1 factor, 2 delta.
+  static FUSED_ATTN_DEVICE uint32_t statistics(int stage, int kind) {
+    return query(stage) + 2 * kTileBytes + kind * Sizes::kBlock * sizeof(float);
+  }
+};
+
+template <class T, int kHeadDim, bool kGeneral, bool kAddsDq>
+struct DkdvKernel {
+  using Sizes = DkdvSizes<sizeof(T), kHeadDim, kGeneral, kAddsDq>;
+  using Layout = KeyOwnerLayout<T, kHeadDim, Sizes, kAddsDq>;
+  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
+  static constexpr int kM = Sizes::kRowTiles, kN = Sizes::kBlock, kThreads = Sizes::kThreads;
+
+  const AttentionBwdArgs& args;
+  Units<T, kGeneral> units;
+  // Two accumulators of wider heads would take more registers than there are: their queries are
+  // walked twice.
+  static constexpr bool kBoth = kHeadDim <= 128;
+  Accumulator<kM, kHeadDim> grad_key, grad_value;
+
+  FUSED_ATTN_DEVICE explicit DkdvKernel(const AttentionBwdArgs& a) : args(a), units(a.params.fwd) {}
+
+  FUSED_ATTN_DEVICE void run() {
+    const AttentionParams& p = args.params.fwd;
+    const OwnedTile own = owned_keys(p);
+    if (own.count <= 0) return;
+    const SequenceRows rows = key_rows(p, own.b);
+    load_owned<T, kHeadDim, Sizes>(Layout::kKey, p.key, p.key_strides, rows, own, p.head_dim);
+    load_owned<T, kHeadDim, Sizes>(Layout::kValue, p.value, p.value_strides, rows, own,
+                                   p.head_dim_v);
+    if constexpr (kAddsDq) zero_what_is_not_finite(Layout::kKey);
+    if constexpr (kBoth) {
+      walk_heads<true, true>(own);
+      store_key(own);
+    } else {
+      walk_heads<true, false>(own);
+      store_key(own);
+      walk_heads<false, true>(own);
+    }
+    store_value(own);
+  }
+
+ private:
+  // The first tiles of each head first: under a causal mask they take longest.
+  static FUSED_ATTN_DEVICE OwnedTile owned_keys(const AttentionParams& p) {
+    const int64_t num_n = (p.seqlen_k + Sizes::kRows - 1) / Sizes::kRows;
+    const int64_t n = block_id() % num_n, bh = block_id() / num_n;
+    OwnedTile own{static_cast<int>(bh / p.num_heads_kv), static_cast<int>(bh % p.num_heads_kv),
+                  static_cast<int>(n * Sizes::kRows), 0};
+    own.count = static_cast<int>(min64(Sizes::kRows, key_rows(p, own.b).count - own.begin));
+    return own;
+  }
+
+  // The gradients that are asked for, of the queries of all heads.
+  template <bool kKeys, bool kValues>
+  FUSED_ATTN_DEVICE void walk_heads(const OwnedTile& own) {
+    const AttentionParams& p = args.params.fwd;
+    if (kKeys) set_zero<kM, kHeadDim>(grad_key);
+    if (kValues) set_zero<kM, kHeadDim>(grad_value);
+    const int group = static_cast<int>(p.num_heads / p.num_heads_kv);
+    FUSED_ATTN_ROLLED
+    for (int g = 0; g < group; ++g) walk_queries<kKeys, kValues>(own, own.h * group + g);
+    copy_wait<0>();
+    sync_block();
+  }
+
+  FUSED_ATTN_DEVICE void store(const Accumulator<kM, kHeadDim>& grad, uint32_t tile, void* target,
+                               const int64_t (&strides)[3], const OwnedTile& own, int64_t head_dim,
+                               float scale) {
+    const SequenceRows rows = key_rows(args.params.fwd, own.b);
+    store_rows<T, kHeadDim, kM>(
+        tile, warp_id() * kM * 16, grad,
+        row_of(static_cast<T*>(target), strides, rows.batch, own.h, rows.first + own.begin),
+        strides[2], own.count, static_cast<int>(head_dim), [&](int) { return scale; });
+  }
+  // Through the place of the values: only gradients of keys need these.
+  FUSED_ATTN_DEVICE void store_key(const OwnedTile& own) {
+    const AttentionBwdParams& p = args.params;
+    store(grad_key, Layout::kValue, p.grad_key, p.grad_key_strides, own, p.fwd.head_dim,
+          static_cast<float>(p.fwd.softmax_scale));
+  }
+  FUSED_ATTN_DEVICE void store_value(const OwnedTile& own) {
+    const AttentionBwdParams& p = args.params;
+    store(grad_value, Layout::kKey, p.grad_value, p.grad_value_strides, own, p.fwd.head_dim_v,
+          args.gpu.dropout_scale);
+  }
+
+  // Adds what the queries of head h give.
+  template <bool kKeys, bool kValues>
+  FUSED_ATTN_DEVICE void walk_queries(const OwnedTile& own, int h) {
+    const AttentionParams& p = args.params.fwd;
+    const Sequence sequence = sequence_of(p, own.b, h);
+    const SequenceBounds& bounds = sequence.bounds;
+    const int64_t j_end = own.begin + own.count;
+    const int64_t first = max64(own.begin, bounds.key_begin);
+    const int64_t last = min64(j_end, bounds.key_end) - 1;
+    const int lo = static_cast<int>(max64(0, visible_queries(bounds, first).lo));
+    const int hi = static_cast<int>(min64(sequence.seqlen_q, visible_queries(bounds, last).hi));
+    const int tiles_begin = lo / kN;
+    const int tiles_end = first > last || lo >= hi ? 0 : (hi + kN - 1) / kN;
+
+    // Keys behind the end have a score of 0, and a weight that can be infinite where lse is low:
+    // unless they are hidden, which takes a partial tile, their dS would make dQ NaN.
+    const int64_t j_owned = kAddsDq ? int64_t{own.begin} + Sizes::kRows : j_end;
+    TileList list{Layout::kList, 0, 0, 0};
+    FUSED_ATTN_ROLLED
+    for (int begin = tiles_begin; begin < tiles_end; begin += TileList::kCapacity) {
+      const int count = tiles_end - begin;
+      list.build(begin, count < TileList::kCapacity ? count : TileList::kCapacity, kThreads,
+                 [&](int m) {
+                   const int64_t i_begin = int64_t{m} * kN;
+                   const Sequence s = sequence_of(p, own.b, h);
+                   return classify(p, args.gpu, s, i_begin, min64(i_begin + kN, s.seqlen_q),
+                                   own.begin, j_owned);
+                 });
+      auto pipeline = pipeline_of<Sizes::kStages>(
+          list.num_all, [&](int stage, int t) { load(stage, own, h, list.tile(t) * kN, lo, hi); });
+      FUSED_ATTN_ROLLED
+      for (int t = 0; t < list.num_full; ++t) {
+        const int stage = pipeline.next(t);
+        tile<false, kKeys, kValues>(own, h, stage, list.tile(t) * kN);
+      }
+      FUSED_ATTN_ROLLED
+      for (int t = list.num_full; t < list.num_all; ++t) {
+        const int stage = pipeline.next(t);
+        tile<true, kKeys, kValues>(own, h, stage, list.tile(t) * kN);
+      }
+    }
+  }
+
+  // Begins the copies of queries from i_begin on; only those in [lo, hi) are seen.
+  FUSED_ATTN_DEVICE void load(int stage, const OwnedTile& own, int h, int i_begin, int lo, int hi) {
+    const AttentionParams& p = args.params.fwd;
+    const int b = unhoisted(own.b);
+    const SequenceRows rows = query_rows(p, b);
+    const RowStatistics stats = row_statistics(p, args.gpu, b, h);
+    const bool listed = has_listed_masks(p.mask);
+    // 0 * NaN is NaN: what stands in rows that see nothing must not matter.
+    const auto sees = [&](int row) { return !listed || stats.lse[i_begin + row] != kInfinity; };
+    const int64_t first = rows.first + i_begin;
+    load_rows_async<T, kHeadDim, kN, kThreads>(
+        Layout::query(stage),
+        row_of(static_cast<const T*>(p.query), p.query_strides, rows.batch, h, first),
+        p.query_strides[2], lo - i_begin, hi - i_begin, static_cast<int>(p.head_dim), sees);
+    const int64_t (&strides)[3] = args.params.grad_out_strides;
+    load_rows_async<T, kHeadDim, kN, kThreads>(
+        Layout::grad_out(stage),
+        row_of(static_cast<const T*>(args.params.grad_out), strides, rows.batch, h, first),
+        strides[2], lo - i_begin, hi - i_begin, static_cast<int>(p.head_dim_v), sees);
+    constexpr int kChunks = kN / 4;
+    for (int c = unhoisted(thread_id()); c < 3 * kChunks; c += kThreads) {
+      const int kind = c / kChunks, row = c % kChunks * 4;
+      const float* const source = kind == 0 ? stats.lse : kind == 1 ? stats.factor : stats.delta;
+      copy_async(Layout::statistics(stage, kind) + row * 4, source + i_begin + row, true);
+    }
+  }
+
+  template <bool kPartial, bool kKeys, bool kValues>
+  FUSED_ATTN_DEVICE void tile(const OwnedTile& own, int h, int stage, int i_begin) {
+    const AttentionParams& p = args.params.fwd;
+    const Sequence sequence = sequence_of(p, unhoisted(own.b), h);
+    const int warp_row = warp_id() * kM * 16, t = lane_id() % 4;
+    const FragmentRows<kM> rows = rows_from<kM>(own.begin + warp_row, h);
+    const uint32_t query = Layout::query(stage), grad_out = Layout::grad_out(stage);
+    Visible<kM> visible{};
+    if constexpr (kPartial) {
+      visible = visible_of<true, kM, kN>(p.mask, sequence, rows, i_begin);
+    }
+    Accumulator<kM, kN> weights, grads, cap_tanh;
+    set_zero<kM, kN>(weights);
+    Product<T>::template rows_by_rows<kM, kN, kHeadDim>(weights, Layout::kKey, warp_row, query,
+                                                        args.gpu.tf32);
+    finish_scores<kGeneral, kPartial, true, kM, kN>(weights, visible, p, sequence, rows, i_begin,
+                                                    &cap_tanh);
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      const uint32_t at = (n * 8 + 2 * t) * sizeof(float);
+      const Pair lse = load_shared<Pair>(Layout::statistics(stage, 0) + at);
+      Pair factor{1.0f, 1.0f};
+      if (sizeof(T) == 4) factor = load_shared<Pair>(Layout::statistics(stage, 1) + at);
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        FUSED_ATTN_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          float& weight = weights[m][n][e];
+          weight = units.power(weight, e % 2 == 0 ? lse.low : lse.high);
+          if (sizeof(T) == 4) weight *= e % 2 == 0 ? factor.low : factor.high;
+        }
+      }
+    }
+    if constexpr (kKeys) {
+      set_zero<kM, kN>(grads);
+      Product<T>::template rows_by_rows<kM, kN, kHeadDim>(grads, Layout::kValue, warp_row, grad_out,
+                                                          args.gpu.tf32);
+    }
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      const Pair delta = load_shared<Pair>(Layout::statistics(stage, 2) + (n * 8 + 2 * t) * 4);
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        uint32_t kept = 15;
+        if (kGeneral && p.dropout_p > 0.0) {
+          kept = kept_weights<true, kM>(dropout_of(p, args.gpu), p, sequence, rows, m,
+                                        i_begin + n * 8);
+        }
+        FUSED_ATTN_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          float &weight = weights[m][n][e], &grad = grads[m][n][e];
+          if constexpr (kKeys) {
+            if constexpr (kGeneral) grad = kept >> e & 1 ? grad * args.gpu.dropout_scale : 0.0f;
+            grad = weight * (grad - (e % 2 == 0 ? delta.low : delta.high));
+            // What is hidden may have been NaN.
+            if (kPartial && weight == 0.0f) grad = 0.0f;
+            if constexpr (kGeneral) {
+              const float tanh = cap_tanh[m][n][e];
+              if (p.softcap > 0.0 && weight != 0.0f) grad *= 1.0f - tanh * tanh;
+            }
+          }
+          if (kGeneral && !(kept >> e & 1)) weight = 0.0f;
+        }
+      }
+    }
+    const uint32_t scratch = Layout::kScratch + warp_id() * Layout::kScratchBytes;
+    if constexpr (kValues) {
+      Product<T>::template weights_by_columns<false, kM, kHeadDim, kN>(
+          grad_value, weights, grad_out, ~0u, scratch, args.gpu.tf32);
+    }
+    if constexpr (kKeys) {
+      Product<T>::template weights_by_columns<false, kM, kHeadDim, kN>(grad_key, grads, query, ~0u,
+                                                                       scratch, args.gpu.tf32);
+      if constexpr (kAddsDq) add_grad_query(own, h, i_begin, grads);
+    }
+  }
+
+  // Keys that no query sees may be NaN or infinite, and 0 times that is NaN. Where a query sees
+  // such a key its lse is NaN, which makes its gradients NaN; but for an infinite key with a score
+  // of -inf, whose weight is computed here as if the key were 0.
+  FUSED_ATTN_DEVICE void zero_what_is_not_finite(uint32_t tile) {
+    using Tile = SharedTile<T, kHeadDim>;
+    copy_wait<0>();
+    sync_block();
+    for (int c = thread_id(); c < Sizes::kRows * Tile::kChunks; c += kThreads) {
+      Chunk chunk = load_shared<Chunk>(tile + c * 16);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < Tile::kPerChunk; ++e) {
+        const float value = element<T>(chunk, e);
+        if (value - value != 0.0f) chunk.word[e / 2] &= e % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+      }
+      store_shared(tile + c * 16, chunk);
+    }
+    sync_block();
+  }
+
+  // The block's part of dQ, dS K, to grad_query_sums: each warp has 16 queries and a part of the
+  // columns.
+  FUSED_ATTN_DEVICE void add_grad_query(const OwnedTile& own, int h, int i_begin,
+                                        const Accumulator<kM, kN>& grads) {
+    using Tile = SharedTile<T, kN>;
+    constexpr int kRowTiles = kN / 16, kParts = Sizes::kWarps / kRowTiles;
+    static_assert(kRowTiles * kParts == Sizes::kWarps, "each warp has a part");
+    constexpr int kColumns = kHeadDim / kParts;
+    // At a time: more would take registers that the gradients of keys and values need.
+    constexpr int kAtOnce = kColumns % 32 == 0 ? 32 : 16;
+    const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
+    FUSED_ATTN_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 8; ++n) {
+        FUSED_ATTN_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int row = warp_id() * kM * 16 + m * 16 + half * 8 + g;
+          store_pair<T>(Tile::element(Layout::kGradScores, row, n * 8 + 2 * t),
+                        grads[m][n][2 * half], grads[m][n][2 * half + 1]);
+        }
+      }
+    }
+    sync_block();
+    const AttentionParams& p = args.params.fwd;
+    const int first_row = warp_id() % kRowTiles * 16,
+              first_column = warp_id() / kRowTiles * kColumns;
+    const int b = unhoisted(own.b);
+    const int64_t stride = grad_query_sums_stride(p.head_dim);
+    const int64_t lse_at = lse_begin(p, b, h) + i_begin;
+    const int64_t end = query_rows(p, b).count - i_begin;
+    FUSED_ATTN_ROLLED
+    for (int column = first_column; column < first_column + kColumns; column += kAtOnce) {
+      Accumulator<1, kAtOnce> part;
+      set_zero<1, kAtOnce>(part);
+      Product<T>::template columns_by_columns<1, kAtOnce, Sizes::kRows, kN, kHeadDim>(
+          part, Layout::kGradScores, first_row, Layout::kKey, column);
+      FUSED_ATTN_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + half * 8 + g;
+        if (row >= end) continue;
+        float* const sums = args.gpu.grad_query_sums + (lse_at + row) * stride + column + 2 * t;
+        FUSED_ATTN_UNROLL
+        for (int n = 0; n < kAtOnce / 8; ++n) {
+          if (column + n * 8 >= stride) continue;
+          atomic_add(sums + n * 8, Pair{part[0][n][2 * half], part[0][n][2 * half + 1]});
+        }
+      }
+    }
+  }
+};
+
+template <class T, int kHeadDim, bool kGeneral, bool kAddsDq>
+FUSED_ATTN_KERNEL((DkdvSizes<sizeof(T), kHeadDim, kGeneral, kAddsDq>::kThreads),
+                  (DkdvSizes<sizeof(T), kHeadDim, kGeneral, kAddsDq>::kBlocks))
+attention_bwd_dkdv_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
+  DkdvKernel<T, kHeadDim, kGeneral, kAddsDq>(args).run();
+}
+
+template <int kHeadDim>
+void run_attention_bwd_dkdv(const AttentionBwdParams& p, const GpuParams& gpu) {
+  for_type<kHeadDim>(p.fwd, [&](auto element, auto general) {
+    using T = decltype(element);
+    const auto start = [&](auto adds_dq) {
+      using Kernel = DkdvKernel<T, kHeadDim, decltype(general)::value, decltype(adds_dq)::value>;
+      using Sizes = typename Kernel::Sizes;
+      const int64_t blocks =
+          (p.fwd.seqlen_k + Sizes::kRows - 1) / Sizes::kRows * p.fwd.batch * p.fwd.num_heads_kv;
+      launch("attention_bwd_dkdv_kernel",
+             attention_bwd_dkdv_kernel<T, kHeadDim, decltype(general)::value,
+                                       decltype(adds_dq)::value>,
+             blocks, Sizes::kThreads, Kernel::Layout::kBytes, AttentionBwdArgs{p, gpu},
+             stream_of(gpu));
+    };
+    if constexpr (sizeof(T) == 2 && kHeadDim <= kMaxAddedHeadDim) {
+      if (!gpu.deterministic) return start(std::true_type());
+    }
+    start(std::false_type());
+  });
+}
+
+}  // namespace fused_attn

@@ -1,0 +1,122 @@
+// Attention forward: online softmax over the tiles of keys that a tile of queries sees.
+//
+// Source: Dao 2023, "FlashAttention-2".
+#pragma once
+
+#include "cuda/attention_tile.cuh"
+#include "cuda/tile_sizes.h"
+
+namespace fused_attn {
+
+template <class T, int kHeadDim, bool kGeneral>
+struct FwdKernel {
+  using Sizes = FwdSizes<sizeof(T), kHeadDim, kGeneral>;
+  static constexpr int kM = Sizes::kRowTiles, kN = Sizes::kBlock;
+  using Layout = QueryOwnerLayout<T, kHeadDim, Sizes, 1>;
+  static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
+  using Args = AttentionArgs;
+
+  const Args& args;
+  Units<T, kGeneral> units;
+  Accumulator<kM, kHeadDim> acc;
+  SoftmaxState<kM> softmax;
+
+  FUSED_ATTN_DEVICE explicit FwdKernel(const Args& a) : args(a), units(a.params) {}
+
+  FUSED_ATTN_DEVICE void run() {
+    const AttentionParams& p = args.params;
+    const OwnedTile own = owned_queries(p, Sizes::kRows);
+    if (own.count <= 0) return;
+    load_owned<T, kHeadDim, Sizes>(Layout::kOwned, p.query, p.query_strides, query_rows(p, own.b),
+                                   own, p.head_dim);
+    set_zero<kM, kHeadDim>(acc);
+    softmax.reset();
+    walk_keys<T, kHeadDim, Sizes, Layout>(
+        p, args.gpu, own, [&](auto partial, uint32_t key, uint32_t value, int j_begin) {
+          tile<decltype(partial)::value>(own, key, value, j_begin);
+        });
+    finish(own);
+  }
+
+ private:
+  template <bool kPartial>
+  FUSED_ATTN_DEVICE void tile(const OwnedTile& own, uint32_t key, uint32_t value, int j_begin) {
+    const AttentionParams& p = args.params;
+    // Read again for each tile: kept, it would take 24 registers.
+    const Sequence sequence = sequence_of(p, unhoisted(own.b), own.h);
+    const int warp_row = warp_id() * kM * 16;
+    const FragmentRows<kM> rows = rows_from<kM>(own.begin + warp_row, own.h);
+    Visible<kM> visible{};
+    if constexpr (kPartial) {
+      visible = visible_of<false, kM, kN>(p.mask, sequence, rows, j_begin);
+    }
+    Accumulator<kM, kN> s;
+    set_zero<kM, kN>(s);
+    Product<T>::template rows_by_rows<kM, kN, kHeadDim>(s, Layout::kOwned, warp_row, key,
+                                                        args.gpu.tf32);
+    finish_scores<kGeneral, kPartial, false, kM, kN>(s, visible, p, sequence, rows, j_begin);
+    float rescale[2 * kM];
+    softmax.template update<kPartial, kN>(s, units, rescale);
+    FUSED_ATTN_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        FUSED_ATTN_UNROLL
+        for (int e = 0; e < 4; ++e) acc[m][n][e] *= rescale[2 * m + e / 2];
+      }
+    }
+    if constexpr (kGeneral) {
+      if (p.dropout_p > 0.0)
+        drop<false, kM, kN>(s, dropout_of(p, args.gpu), p, sequence, rows, j_begin);
+    }
+    Product<T>::template weights_by_columns<kPartial, kM, kHeadDim, kN>(
+        acc, s, value, kPartial ? seen_columns(p.mask, visible) : ~0u, Layout::scratch(),
+        args.gpu.tf32);
+  }
+
+  FUSED_ATTN_DEVICE void finish(const OwnedTile& own) {
+    const AttentionParams& p = args.params;
+    const int warp_row = warp_id() * kM * 16;
+    softmax.reduce();
+    if (p.lse != nullptr && lane_id() % 4 == 0) {
+      const int64_t at = lse_begin(p, own.b, own.h) + own.begin;
+      FUSED_ATTN_UNROLL
+      for (int r = 0; r < 2 * kM; ++r) {
+        const int row = warp_row + r / 2 * 16 + r % 2 * 8 + lane_id() / 4;
+        if (row < own.count) {
+          store_lse(p, at + row, units.exponent(softmax.maximum[r]), softmax.sum[r], units);
+        }
+      }
+    }
+    const float scale = args.gpu.dropout_scale;
+    const SequenceRows rows = query_rows(p, own.b);
+    T* const out =
+        row_of(static_cast<T*>(p.out), p.out_strides, rows.batch, own.h, rows.first + own.begin);
+    store_rows<T, kHeadDim, kM>(Layout::kOwned, warp_row, acc, out, p.out_strides[2], own.count,
+                                static_cast<int>(p.head_dim_v), [&](int r) {
+                                  const float sum = softmax.sum[r];
+                                  return sum == 0.0f ? 0.0f : scale / sum;
+                                });
+  }
+};
+
+template <class T, int kHeadDim, bool kGeneral>
+FUSED_ATTN_KERNEL((FwdSizes<sizeof(T), kHeadDim, kGeneral>::kThreads),
+                  (FwdSizes<sizeof(T), kHeadDim, kGeneral>::kBlocks))
+attention_fwd_kernel(FUSED_ATTN_ARGUMENT AttentionArgs args) {
+  FwdKernel<T, kHeadDim, kGeneral>(args).run();
+}
+
+template <int kHeadDim>
+void run_attention_fwd(const AttentionParams& p, const GpuParams& gpu) {
+  for_type<kHeadDim>(p, [&](auto element, auto general) {
+    using T = decltype(element);
+    using Kernel = FwdKernel<T, kHeadDim, decltype(general)::value>;
+    using Sizes = typename Kernel::Sizes;
+    const int64_t blocks = (p.seqlen_q + Sizes::kRows - 1) / Sizes::kRows * p.batch * p.num_heads;
+    launch("attention_fwd_kernel", attention_fwd_kernel<T, kHeadDim, decltype(general)::value>,
+           blocks, Sizes::kThreads, Kernel::Layout::kBytes, AttentionArgs{p, gpu}, stream_of(gpu));
+  });
+}
+
+}  // namespace fused_attn

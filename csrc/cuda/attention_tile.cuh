@@ -1,0 +1,233 @@
+// What the kernels that own a tile of queries and walk tiles of keys share.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/launch.cuh"
+#include "cuda/softmax.cuh"
+
+namespace fused_attn {
+
+struct AttentionArgs {
+  AttentionParams params;
+  GpuParams gpu;
+};
+
+template <class T>
+FUSED_ATTN_DEVICE T* row_of(T* data, const int64_t (&strides)[3], int64_t batch, int64_t head,
+                            int64_t row) {
+  return data + batch * strides[0] + head * strides[1] + row * strides[2];
+}
+
+inline Stream stream_of(const GpuParams& gpu) { return static_cast<Stream>(gpu.stream); }
+
+// Heads up to this wide have kernels for the plain case; compiling more of them is not worth the
+// time.
+constexpr int kMaxPlainHeadDim = 128;
+
+// Whether scores are more than products times a positive factor, or weights may be dropped, or
+// there is no kernel for less.
+inline bool is_general(const AttentionParams& p) {
+  return p.softcap > 0.0 || p.dropout_p > 0.0 || p.softmax_scale <= 0.0 ||
+         p.mask.slopes != nullptr || p.mask.bias.data != nullptr || p.head_dim > kMaxPlainHeadDim ||
+         p.head_dim_v > kMaxPlainHeadDim;
+}
+
+// Calls f(T()) for the type of query.
+template <class F>
+void for_element(const AttentionParams& p, F f) {
+  if (p.dtype == DType::kFloat32) return f(float());
+  if (p.dtype == DType::kFloat16) return f(Half());
+  if (p.dtype == DType::kBFloat16) return f(BFloat16());
+  throw LaunchError("kernels have float32, float16 and bfloat16 only");
+}
+
+// Calls f(T(), std::true_type or false_type: whether it is the general case). float is always
+// general: rounding the scale times log2(e) would show.
+template <int kHeadDim, class F>
+void for_type(const AttentionParams& p, F f) {
+  for_element(p, [&](auto element) {
+    if constexpr (sizeof(element) == 2 && kHeadDim <= kMaxPlainHeadDim) {
+      if (!is_general(p)) return f(element, std::false_type());
+    }
+    f(element, std::true_type());
+  });
+}
+
+// The natural log of a row's sum of weights, and what its rounding loses, at element `at`.
+template <class U>
+FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exponent, float sum,
+                                 const U& units) {
+  const double wide = units.to_natural(exponent) + log_exact(sum);
+  const float high = sum == 0.0f ? -kInfinity : static_cast<float>(wide);
+  static_cast<float*>(p.lse)[at] = high;
+  if (p.lse_low == nullptr) return;
+  static_cast<float*>(p.lse_low)[at] = sum == 0.0f ? 0.0f : static_cast<float>(wide - high);
+}
+
+// A row's log-sum-exp for Units::power: as an exponent, and the factor by which weights grow that
+// rounding made too small.
+struct LogSum {
+  float exponent, factor;
+};
+// Of rows that see nothing: every power is 0.
+constexpr LogSum kSeesNothing{kInfinity, 0.0f};
+
+// What store_lse has stored.
+template <class U>
+FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U& units) {
+  const float high = static_cast<const float*>(p.lse)[at];
+  if (high == -kInfinity) return kSeesNothing;
+  const double low = static_cast<const float*>(p.lse_low)[at];
+  const double wide = units.from_natural(high + low);
+  const float exponent = static_cast<float>(wide);
+  return {exponent, units.power_of(static_cast<float>(exponent - wide))};
+}
+
+// The tile of a block: rows [begin, begin + count) of head h of sequence b.
+struct OwnedTile {
+  int b, h, begin, count;
+};
+
+// The block's tile of queries, the last ones of each head first: under a causal mask they take
+// longest.
+FUSED_ATTN_DEVICE OwnedTile owned_queries(const AttentionParams& p, int block) {
+  const int64_t num_m = (p.seqlen_q + block - 1) / block;
+  const int64_t m = num_m - 1 - block_id() % num_m, bh = block_id() / num_m;
+  OwnedTile own{static_cast<int>(bh / p.num_heads), static_cast<int>(bh % p.num_heads),
+                static_cast<int>(m * block), 0};
+  own.count = static_cast<int>(min64(block, query_rows(p, own.b).count - own.begin));
+  return own;
+}
+
+// Shared memory of such a block: kOwnedTiles tiles of its rows (query, and in the backward the
+// gradient of out), the stages of keys and values, scratch of the products, the list of tiles.
+template <class T, int kHeadDim, class Sizes, int kOwnedTiles>
+struct QueryOwnerLayout {
+  static constexpr int kRowBytes = kHeadDim * sizeof(T);
+  static constexpr uint32_t kOwned = 0, kOwnedBytes = Sizes::kRows * kRowBytes;
+  static constexpr uint32_t kStages = kOwned + kOwnedTiles * kOwnedBytes;
+  static constexpr uint32_t kTileBytes = Sizes::kBlock * kRowBytes;
+  static constexpr uint32_t kScratch = kStages + Sizes::kStages * 2 * kTileBytes;
+  static constexpr uint32_t kScratchBytes =
+      Product<T>::scratch_bytes(Sizes::kRowTiles, Sizes::kBlock);
+  static constexpr uint32_t kList = kScratch + Sizes::kWarps * kScratchBytes;
+  static constexpr int kBytes = kList + TileList::kBytes;
+
+  static FUSED_ATTN_DEVICE uint32_t key(int stage) { return kStages + stage * 2 * kTileBytes; }
+  static FUSED_ATTN_DEVICE uint32_t value(int stage) { return key(stage) + kTileBytes; }
+  static FUSED_ATTN_DEVICE uint32_t scratch() { return kScratch + warp_id() * kScratchBytes; }
+};
+
+// Begins the copies of the owned rows of a tensor that is laid out by (batch, head, row), `rows`
+// being its sequence and `head` its head.
+template <class T, int kHeadDim, class Sizes>
+FUSED_ATTN_DEVICE void load_owned(uint32_t tile, const void* tensor, const int64_t (&strides)[3],
+                                  const SequenceRows& rows, const OwnedTile& own,
+                                  int64_t head_dim) {
+  const T* source =
+      row_of(static_cast<const T*>(tensor), strides, rows.batch, own.h, rows.first + own.begin);
+  load_rows_async<T, kHeadDim, Sizes::kRows, Sizes::kThreads>(
+      tile, source, strides[2], 0, own.count, static_cast<int>(head_dim));
+  copy_commit();
+}
+
+// Keeps kStages - 1 tiles on their way to shared memory while one is worked on; load(stage, t)
+// begins the copies of the t-th.
+template <int kStages, class Load>
+struct Pipeline {
+  int count;
+  Load load;
+
+  FUSED_ATTN_DEVICE Pipeline(int count, Load load) : count(count), load(load) {
+    FUSED_ATTN_ROLLED
+    for (int t = 0; t < kStages - 1; ++t) {
+      if (t < count) load(t, t);
+      copy_commit();
+    }
+  }
+  // Waits for the t-th tile, begins the next, and returns its stage.
+  FUSED_ATTN_DEVICE int next(int t) {
+    if constexpr (kStages == 1) {
+      sync_block();  // the tile before has been read
+      load(0, t);
+      copy_commit();
+      copy_wait<0>();
+      sync_block();
+      return 0;
+    } else {
+      copy_wait<kStages - 2>();
+      sync_block();  // this tile is there for all, and the one before has been read
+      const int ahead = t + kStages - 1;
+      if (ahead < count) load(ahead % kStages, ahead);
+      copy_commit();
+      return t % kStages;
+    }
+  }
+};
+
+template <int kStages, class Load>
+FUSED_ATTN_DEVICE Pipeline<kStages, Load> pipeline_of(int count, Load load) {
+  return {count, load};
+}
+
+// Calls tile(std::true_type or false_type: whether it is partial, key, value, j_begin) for each
+// tile of keys that the owned queries see, with keys and values in shared memory. The group of
+// copies that the caller has begun is complete by then.
+template <class T, int kHeadDim, class Sizes, class Layout, class F>
+FUSED_ATTN_DEVICE void walk_keys(const AttentionParams& p, const GpuParams& gpu,
+                                 const OwnedTile& own, F tile) {
+  constexpr int kBlock = Sizes::kBlock, kStages = Sizes::kStages;
+  const Sequence sequence = sequence_of(p, own.b, own.h);
+  const SequenceBounds& bounds = sequence.bounds;
+  // Keys that any of the rows sees by bounds: no others are loaded.
+  const int64_t i_end = own.begin + own.count;
+  const int64_t first = max64(own.begin, bounds.query_begin);
+  const int64_t last = min64(i_end, bounds.query_end) - 1;
+  const int lo = static_cast<int>(max64(0, visible_keys(bounds, first).lo));
+  const int hi = static_cast<int>(min64(sequence.seqlen_k, visible_keys(bounds, last).hi));
+  const int num_tiles_begin = lo / kBlock;
+  const int num_tiles_end = first > last || lo >= hi ? 0 : (hi + kBlock - 1) / kBlock;
+
+  const SequenceRows rows = key_rows(p, own.b);
+  const int64_t h_kv = own.h / (p.num_heads / p.num_heads_kv);
+  const T* const keys =
+      row_of(static_cast<const T*>(p.key), p.key_strides, rows.batch, h_kv, rows.first);
+  const T* const values =
+      row_of(static_cast<const T*>(p.value), p.value_strides, rows.batch, h_kv, rows.first);
+  const auto load = [&](int stage, int j_begin) {
+    load_rows_async<T, kHeadDim, kBlock, Sizes::kThreads>(
+        Layout::key(stage), keys + j_begin * p.key_strides[2], p.key_strides[2], lo - j_begin,
+        hi - j_begin, static_cast<int>(p.head_dim));
+    load_rows_async<T, kHeadDim, kBlock, Sizes::kThreads>(
+        Layout::value(stage), values + j_begin * p.value_strides[2], p.value_strides[2],
+        lo - j_begin, hi - j_begin, static_cast<int>(p.head_dim_v));
+  };
+
+  TileList list{Layout::kList, 0, 0, 0};
+  FUSED_ATTN_ROLLED
+  for (int begin = num_tiles_begin; begin < num_tiles_end; begin += TileList::kCapacity) {
+    const int count = num_tiles_end - begin;
+    list.build(begin, count < TileList::kCapacity ? count : TileList::kCapacity, Sizes::kThreads,
+               [&](int n) {
+                 return classify(p, gpu, sequence_of(p, own.b, own.h), own.begin, i_end,
+                                 int64_t{n} * kBlock, int64_t{n + 1} * kBlock);
+               });
+    auto pipeline = pipeline_of<kStages>(
+        list.num_all, [&](int stage, int t) { load(stage, list.tile(t) * kBlock); });
+    FUSED_ATTN_ROLLED
+    for (int t = 0; t < list.num_full; ++t) {
+      const int stage = pipeline.next(t);
+      tile(std::false_type(), Layout::key(stage), Layout::value(stage), list.tile(t) * kBlock);
+    }
+    FUSED_ATTN_ROLLED
+    for (int t = list.num_full; t < list.num_all; ++t) {
+      const int stage = pipeline.next(t);
+      tile(std::true_type(), Layout::key(stage), Layout::value(stage), list.tile(t) * kBlock);
+    }
+  }
+  copy_wait<0>();
+  sync_block();
+}
+
+}  // namespace fused_attn

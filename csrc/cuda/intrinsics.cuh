@@ -1,0 +1,305 @@
+// What the kernels ask of the machine: threads, barriers, shared memory, copies and matrix units.
+//
+// nvcc compiles what follows to one or two instructions each. A host compiler takes the same names
+// from tests/cuda_emulator instead, so that the kernels' own source runs in tests without a GPU.
+// Shared memory is the dynamic one of the block, addressed by byte offsets from its beginning.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "philox.h"
+
+namespace fused_attn {
+
+// 16-bit floats as bits, for both compilers.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// Two neighbours in shared memory.
+struct alignas(8) Pair {
+  float low, high;
+};
+
+// 16 bytes, aligned to as many.
+struct alignas(16) Chunk {
+  uint32_t word[4];
+};
+
+}  // namespace fused_attn
+
+#if !defined(__CUDACC__)
+#include "emulated_intrinsics.h"
+#else
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#define FUSED_ATTN_DEVICE __device__ __forceinline__
+// A kernel for blocks of so many threads, of which so many fit onto a multiprocessor together.
+#define FUSED_ATTN_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define FUSED_ATTN_ARGUMENT const __grid_constant__
+#define FUSED_ATTN_UNROLL _Pragma("unroll")
+#define FUSED_ATTN_PRAGMA(text) _Pragma(#text)
+#define FUSED_ATTN_UNROLL_BY(times) FUSED_ATTN_PRAGMA(unroll times)
+
+namespace fused_attn {
+
+// ---- threads ------------------------------------------------------------------------------------
+
+FUSED_ATTN_DEVICE int thread_id() { return threadIdx.x; }
+FUSED_ATTN_DEVICE int lane_id() { return threadIdx.x % 32; }
+FUSED_ATTN_DEVICE int warp_id() { return threadIdx.x / 32; }
+FUSED_ATTN_DEVICE int64_t block_id() { return blockIdx.x; }
+FUSED_ATTN_DEVICE int64_t num_blocks() { return gridDim.x; }
+
+FUSED_ATTN_DEVICE void sync_block() { __syncthreads(); }
+FUSED_ATTN_DEVICE void sync_warp() { __syncwarp(); }
+// Waits for `threads` threads of the block (a multiple of 32) at barrier `id`, 1 to 15.
+FUSED_ATTN_DEVICE void sync_named(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Every lane of the warp takes part in each of these.
+template <class T>
+FUSED_ATTN_DEVICE T shuffle(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+template <class T>
+FUSED_ATTN_DEVICE T shuffle_xor(T value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+FUSED_ATTN_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+
+FUSED_ATTN_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+
+// The same value, of which the compiler does not know that: what is computed from it in a loop
+// stays there, where it would otherwise be moved out and take registers all the time.
+FUSED_ATTN_DEVICE int unhoisted(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+FUSED_ATTN_DEVICE int64_t unhoisted(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+
+// ---- memory -------------------------------------------------------------------------------------
+
+extern __shared__ __align__(128) char shared_bytes[];
+
+// V is of 1, 2, 4, 8 or 16 bytes, and `address` a multiple of its size.
+template <class V>
+FUSED_ATTN_DEVICE V load_shared(uint32_t address) {
+  return *reinterpret_cast<const V*>(shared_bytes + address);
+}
+template <class V>
+FUSED_ATTN_DEVICE void store_shared(uint32_t address, V value) {
+  *reinterpret_cast<V*>(shared_bytes + address) = value;
+}
+FUSED_ATTN_DEVICE uint32_t shared_window() {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
+}
+// Adds to an int32 in shared memory, and returns what it was.
+FUSED_ATTN_DEVICE int atomic_add_shared(uint32_t address, int value) {
+  return atomicAdd(reinterpret_cast<int*>(shared_bytes + address), value);
+}
+
+// Read-only for the whole kernel. V as above.
+template <class V>
+FUSED_ATTN_DEVICE V load_global(const V* address) {
+  return __ldg(address);
+}
+FUSED_ATTN_DEVICE Half load_global(const Half* address) { return {__ldg(&address->bits)}; }
+FUSED_ATTN_DEVICE BFloat16 load_global(const BFloat16* address) { return {__ldg(&address->bits)}; }
+FUSED_ATTN_DEVICE Chunk load_chunk(const void* address) {
+  const uint4 value = __ldg(static_cast<const uint4*>(address));
+  return {{value.x, value.y, value.z, value.w}};
+}
+FUSED_ATTN_DEVICE void store_chunk(void* address, const Chunk& value) {
+  *static_cast<uint4*>(address) =
+      make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
+}
+// Two neighbours, aligned to 8 bytes.
+FUSED_ATTN_DEVICE void atomic_add(float* address, Pair value) {
+#if __CUDA_ARCH__ >= 900
+  atomicAdd(reinterpret_cast<float2*>(address), make_float2(value.low, value.high));
+#else
+  atomicAdd(address, value.low);
+  atomicAdd(address + 1, value.high);
+#endif
+}
+
+// Starts a copy of 16 bytes to shared memory, or of zeros where not valid (nothing is read then).
+FUSED_ATTN_DEVICE void copy_async(uint32_t address, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_window() + address),
+               "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+// Ends a group of the thread's copies.
+FUSED_ATTN_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until only the kPending newest groups of the thread are under way.
+template <int kPending>
+FUSED_ATTN_DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- numbers ------------------------------------------------------------------------------------
+
+// Two floats rounded to nearest even; `low` in the lower half.
+template <class T>
+FUSED_ATTN_DEVICE uint32_t pack(float low, float high);
+template <>
+FUSED_ATTN_DEVICE uint32_t pack<Half>(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+template <>
+FUSED_ATTN_DEVICE uint32_t pack<BFloat16>(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+FUSED_ATTN_DEVICE float to_float(float value) { return value; }
+FUSED_ATTN_DEVICE float to_float(Half value) { return __half2float(__ushort_as_half(value.bits)); }
+FUSED_ATTN_DEVICE float to_float(BFloat16 value) {
+  return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
+}
+
+template <class T>
+FUSED_ATTN_DEVICE T from_float(float value);
+template <>
+FUSED_ATTN_DEVICE float from_float<float>(float value) {
+  return value;
+}
+template <>
+FUSED_ATTN_DEVICE Half from_float<Half>(float value) {
+  return {__half_as_ushort(__float2half_rn(value))};
+}
+template <>
+FUSED_ATTN_DEVICE BFloat16 from_float<BFloat16>(float value) {
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+}
+
+FUSED_ATTN_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
+FUSED_ATTN_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+
+// 2^x to 2 units in the last place, flushing what is denormal; exp2_fast(-inf) is 0.
+FUSED_ATTN_DEVICE float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+FUSED_ATTN_DEVICE float exp_exact(float x) { return expf(x); }
+FUSED_ATTN_DEVICE float tanh_exact(float x) { return tanhf(x); }
+FUSED_ATTN_DEVICE double log_exact(double x) { return log(x); }
+FUSED_ATTN_DEVICE float rsqrt_exact(float x) { return 1.0f / sqrtf(x); }
+// The float32 rounded to the 10 bits of a tensor core's TF32, to nearest, ties away from 0.
+FUSED_ATTN_DEVICE uint32_t to_tf32(float value) {
+  uint32_t result;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
+  return result;
+}
+
+// ---- matrix units -------------------------------------------------------------------------------
+
+// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (16
+// bytes each), and gets elements (l / 4, 2 (l % 4)) and the next of each.
+FUSED_ATTN_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_window() + address));
+}
+// The same, of the transposed matrices.
+FUSED_ATTN_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_window() + address));
+}
+
+// d += a b of 16 x 16 times 16 x 8. With g = lane / 4 and t = lane % 4:
+//   a[0..3]: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with the next column;
+//   b0, b1: (2t, g), (2t + 8, g), each with the next row;
+//   d[0..3]: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+template <class T>
+FUSED_ATTN_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1);
+template <>
+FUSED_ATTN_DEVICE void mma_m16n8k16<Half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+FUSED_ATTN_DEVICE void mma_m16n8k16<BFloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d += a b of 16 x 8 times 8 x 8 in TF32; a[0..3]: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
+// b0, b1: (t, g), (t + 4, g); d as above.
+FUSED_ATTN_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                        uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- launches (host) ----------------------------------------------------------------------------
+
+using Stream = cudaStream_t;
+
+// Starts a kernel; what went wrong, or null. Nothing waits.
+template <class Args>
+const char* start_kernel(void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
+                         const std::remove_const_t<Args>& args, Stream stream) {
+  constexpr int kWithoutAsking = 48 << 10;  // more dynamic shared memory has to be asked for
+  if (shared_size > kWithoutAsking) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_size);
+    if (error != cudaSuccess) {
+      cudaGetLastError();  // the error has been reported: it must not be found by others
+      return cudaGetErrorString(error);
+    }
+  }
+  // Not the brackets of CUDA, which clang-format tears apart.
+  void* arguments[] = {const_cast<std::remove_const_t<Args>*>(&args)};
+  const cudaError_t error =
+      cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments,
+                       static_cast<size_t>(shared_size), stream);
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();
+  return cudaGetErrorString(error);
+}
+
+}  // namespace fused_attn
+
+#endif
+
+namespace fused_attn {
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+// The larger one; a NaN loses.
+FUSED_ATTN_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+FUSED_ATTN_DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+
+}  // namespace fused_attn

@@ -1,0 +1,30 @@
+// Starting kernels, and what is said where that fails.
+#pragma once
+
+#include <string>
+
+#include "cuda/api.h"
+#include "cuda/intrinsics.cuh"
+
+namespace fused_attn {
+
+// Starts `blocks` blocks of a kernel (none: does nothing); throws LaunchError.
+template <class Args>
+void launch(const char* name, void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
+            const std::remove_const_t<Args>& args, Stream stream) {
+  constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;  // CUDA's limit of gridDim.x
+  if (blocks == 0) return;
+  if (launch_records != nullptr) {
+    launch_records->push_back({name, blocks, threads, shared_size});
+    return;
+  }
+  const char* error = blocks > kMaxBlocks
+                          ? "more blocks than a grid can have"
+                          : start_kernel(kernel, blocks, threads, shared_size, args, stream);
+  if (error == nullptr) return;
+  throw LaunchError(std::string(name) + " of " + std::to_string(blocks) + " blocks, " +
+                    std::to_string(threads) + " threads and " + std::to_string(shared_size) +
+                    " bytes of shared memory: " + error);
+}
+
+}  // namespace fused_attn

@@ -1,0 +1,412 @@
+// layer_norm and rms_norm of residual + dropout(input) on a GPU: how rows are held, the forward.
+//
+// The threads of a team share a row and keep it in registers, so that memory is read and written
+// once; mean and variance are taken in two passes over the registers, which does not cancel as the
+// difference of two large sums would. Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019,
+// equation 4; for the variance of rows that are walked in stretches Chan et al. 1983, equation 2.1.
+//
+// The floor is what has to be moved, over the bandwidth of memory (an H200 copies 4.3 TB/s, which
+// takes 33 KB under way on each multiprocessor for a microsecond of latency): of each element the
+// input and out, and the residual and total where there are such. A forward of 8192 rows of 4096
+// bfloat16 moves 134 MB, or 268 MB with a residual: 31 and 62 us.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/intrinsics.cuh"
+#include "params.h"
+#include "philox.h"
+
+namespace fused_attn {
+namespace {
+
+// ---- threads and rows ---------------------------------------------------------------------------
+
+// A thread's accesses to a row: 16 bytes each, or single elements (kWidth 1).
+template <int kWidth>
+constexpr int kFwdAccesses = kWidth == 1 ? 8 : 4;
+// Up to 32 values and what is computed with them fit into 80 registers, which 768 threads of a
+// multiprocessor have: 48 KB of a matrix under way. Rows of more than 48 KB, or 6144 single
+// elements, are walked in stretches.
+constexpr int kFwdTeam = 768;
+// Threads of a block, where a row has fewer: the smaller, the sooner the next block can start.
+constexpr int kFwdThreads = 128;
+// Two blocks on a multiprocessor: one loads while the other one waits at its barrier.
+constexpr int kFwdWideTeam = 384;
+
+// The threads that share a row: a power of two up to 32, or a multiple of 32.
+struct Team {
+  int size, index, rank;  // index: of the team in the block; rank: of the thread in the team
+};
+
+FUSED_ATTN_DEVICE Team team_of(int size) { return {size, thread_id() / size, thread_id() % size}; }
+
+// Where sums of teams cross warps: room for two, used in turn, so that one barrier a sum will do.
+constexpr int kTeamSums = 2, kWarps = 32;
+constexpr int kTeamBytes = 2 * kWarps * kTeamSums * static_cast<int>(sizeof(float));
+
+// Adds up values over the team, in every thread of it and in one order; all teams of the block do
+// so together. `turn` is 0 and 1 in turn.
+template <int kSums>
+FUSED_ATTN_DEVICE void add_up_team(const Team& team, int turn, float (&values)[kSums]) {
+  static_assert(kSums <= kTeamSums, "kTeamBytes has no room");
+  FUSED_ATTN_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) {
+    if (mask >= team.size) continue;
+    FUSED_ATTN_UNROLL
+    for (int s = 0; s < kSums; ++s) values[s] += shuffle_xor(values[s], mask);
+  }
+  if (team.size <= 32) return;
+  constexpr uint32_t kSize = sizeof(float);
+  const uint32_t place = turn * (kTeamBytes / 2);
+  FUSED_ATTN_UNROLL
+  for (int s = 0; s < kSums; ++s) {
+    if (lane_id() == 0) store_shared(place + (s * kWarps + warp_id()) * kSize, values[s]);
+    values[s] = 0.0f;
+  }
+  sync_block();
+  const int first = team.index * (team.size / 32);
+  for (int w = first; w < first + team.size / 32; ++w) {
+    FUSED_ATTN_UNROLL
+    for (int s = 0; s < kSums; ++s) {
+      values[s] += load_shared<float>(place + (s * kWarps + w) * kSize);
+    }
+  }
+}
+
+// Columns of a row that a team has at once.
+struct Stretch {
+  int64_t row, begin;  // the first column
+  int64_t offset;      // of that column in a matrix
+  int count;           // of columns; 0 where the matrix has no such row
+};
+
+FUSED_ATTN_DEVICE Stretch stretch_of(const NormParams& p, int64_t row, int64_t begin, int most) {
+  const int64_t left = p.columns - begin;
+  const int count = static_cast<int>(left < most ? left : most);
+  return {row, begin, row * p.columns + begin, row < p.rows ? count : 0};
+}
+
+// The first column, in a stretch, of the thread's access number a.
+template <int kWidth>
+FUSED_ATTN_DEVICE int column_of(const Team& team, int a) {
+  return (a * team.size + team.rank) * kWidth;
+}
+
+// ---- elements -----------------------------------------------------------------------------------
+
+// What a thread reads and writes at once: 16 bytes, or one element (kWidth 1).
+template <class T, int kWidth>
+using Raw = std::conditional_t<kWidth == 1, T, Chunk>;
+template <class T>
+constexpr int kChunkWidth = 16 / static_cast<int>(sizeof(T));
+
+FUSED_ATTN_DEVICE float load_one(const float* address) { return load_global(address); }
+template <class T>
+FUSED_ATTN_DEVICE T load_one(const T* address) {
+  return {load_global(&address->bits)};
+}
+
+template <int kWidth, class T>
+FUSED_ATTN_DEVICE Raw<T, kWidth> load_raw(const T* address, bool valid) {
+  Raw<T, kWidth> raw{};
+  if (valid) {
+    if constexpr (kWidth == 1) {
+      raw = load_one(address);
+    } else {
+      raw = load_chunk(address);
+    }
+  }
+  return raw;
+}
+
+template <int kWidth, class T>
+FUSED_ATTN_DEVICE void store_raw(T* address, const Raw<T, kWidth>& raw) {
+  if constexpr (kWidth == 1) {
+    *address = raw;
+  } else {
+    store_chunk(address, raw);
+  }
+}
+
+template <class T, int kWidth>
+FUSED_ATTN_DEVICE void unpack(const Raw<T, kWidth>& raw, float* values) {
+  if constexpr (kWidth == 1) {
+    values[0] = to_float(raw);
+  } else {
+    FUSED_ATTN_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (sizeof(T) == 4) {
+        values[w] = bits_float(raw.word[w]);
+      } else {
+        values[2 * w] = to_float(T{static_cast<uint16_t>(raw.word[w])});
+        values[2 * w + 1] = to_float(T{static_cast<uint16_t>(raw.word[w] >> 16)});
+      }
+    }
+  }
+}
+
+template <class T, int kWidth>
+FUSED_ATTN_DEVICE Raw<T, kWidth> pack_raw(const float* values) {
+  if constexpr (kWidth == 1) {
+    return from_float<T>(values[0]);
+  } else {
+    Chunk raw;
+    FUSED_ATTN_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (sizeof(T) == 4) {
+        raw.word[w] = float_bits(values[w]);
+      } else {
+        raw.word[w] = pack<T>(values[2 * w], values[2 * w + 1]);
+      }
+    }
+    return raw;
+  }
+}
+
+// kWidth floats of a weight or bias.
+template <int kWidth>
+FUSED_ATTN_DEVICE void load_floats(const void* source, int64_t column, float* values) {
+  constexpr int kStep = kWidth == 1 ? 1 : 4;
+  FUSED_ATTN_UNROLL
+  for (int e = 0; e < kWidth; e += kStep) {
+    const float* address = static_cast<const float*>(source) + column + e;
+    unpack<float, kStep>(load_raw<kStep>(address, true), values + e);
+  }
+}
+
+// ---- dropout ------------------------------------------------------------------------------------
+
+struct NormDropout {
+  const int64_t* seed;  // null: none
+  uint32_t threshold;
+  float scale;
+};
+
+// What dropout keeps of the thread's columns, a bit each.
+template <int kWidth, int kAccesses>
+FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& team,
+                                        const Stretch& s) {
+  static_assert(kWidth * kAccesses <= 32, "one word has no room");
+  const uint64_t seed = static_cast<uint64_t>(load_global(dropout.seed));
+  const uint32_t row = static_cast<uint32_t>(s.row);
+  uint32_t kept = 0;
+  FUSED_ATTN_ROLLED  // side by side the draws take more registers than there are
+      for (int a = 0; a < kAccesses; ++a) {
+    const int64_t column = s.begin + column_of<kWidth>(team, a);
+    FUSED_ATTN_UNROLL
+    for (int e = 0; e < kWidth; e += 4) {
+      const Philox4 words = philox4x32(static_cast<uint32_t>((column + e) / 4), row, 0, 1, seed);
+      FUSED_ATTN_UNROLL
+      for (int w = 0; w < 4; ++w) {
+        const bool keep = (words.word[w] >> 8) >= dropout.threshold;
+        const int bit = kWidth == 1 ? a : a * kWidth + e + w;
+        if (kWidth > 1 || column % 4 == w) kept |= static_cast<uint32_t>(keep) << bit;
+      }
+    }
+  }
+  return kept;
+}
+
+// ---- forward ------------------------------------------------------------------------------------
+
+struct NormFwdArgs {
+  NormParams params;
+  NormDropout dropout;
+  int team, teams;  // threads of a team, teams of a block
+};
+
+// residual + dropout(input), 0 outside the stretch, rounded to its type, since this is what the
+// backward starts from.
+template <class T, int kWidth, int kAccesses>
+FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const Stretch& s,
+                                float (&x)[kWidth * kAccesses]) {
+  const NormParams& p = args.params;
+  const T* const input = static_cast<const T*>(p.input) + unhoisted(s.offset);
+  const T* const residual = static_cast<const T*>(p.residual) + unhoisted(s.offset);
+  T* const total = static_cast<T*>(p.total) + unhoisted(s.offset);
+  const bool has_residual = p.residual != nullptr, drops = args.dropout.seed != nullptr;
+  Raw<T, kWidth> raw[kAccesses], added[kAccesses];
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) {
+    const int column = column_of<kWidth>(team, a);
+    raw[a] = load_raw<kWidth>(input + column, column < s.count);
+  }
+  // Not behind a branch, before which the compiler would wait for the input.
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) {
+    const int column = column_of<kWidth>(team, a);
+    added[a] = load_raw<kWidth>(residual + column, has_residual && column < s.count);
+  }
+  uint32_t kept = ~0u;
+  float scale = 1.0f;
+  if (drops) {
+    kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s);
+    scale = args.dropout.scale;
+  }
+  if (drops || has_residual || p.total != nullptr) {
+    FUSED_ATTN_UNROLL
+    for (int a = 0; a < kAccesses; ++a) {
+      const int column = column_of<kWidth>(team, a);
+      float sum[kWidth], other[kWidth];
+      unpack<T, kWidth>(raw[a], sum);
+      unpack<T, kWidth>(added[a], other);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < kWidth; ++e) {
+        sum[e] = (kept >> (a * kWidth + e) & 1) != 0 ? sum[e] * scale + other[e] : other[e];
+      }
+      raw[a] = pack_raw<T, kWidth>(sum);
+      if (p.total != nullptr && column < s.count) store_raw<kWidth>(total + column, raw[a]);
+    }
+  }
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) unpack<T, kWidth>(raw[a], x + a * kWidth);
+}
+
+// What load_sum stored; each thread reads what it wrote itself, for which no barrier is needed.
+template <class T, int kWidth, int kAccesses>
+FUSED_ATTN_DEVICE void load_total(const NormParams& p, const Team& team, const Stretch& s,
+                                  float (&x)[kWidth * kAccesses]) {
+  const T* const total = static_cast<const T*>(p.total) + s.offset;
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) {
+    const int column = column_of<kWidth>(team, a);
+    Raw<T, kWidth> raw{};  // not by load_raw: the kernel has written here
+    if (column < s.count) raw = *reinterpret_cast<const Raw<T, kWidth>*>(total + column);
+    unpack<T, kWidth>(raw, x + a * kWidth);
+  }
+}
+
+// The sum, over the thread's columns, of their squared distances from a centre.
+template <int kWidth, int kAccesses>
+FUSED_ATTN_DEVICE float squares_off(const Team& team, const Stretch& s, float centre,
+                                    const float (&x)[kWidth * kAccesses]) {
+  float squares = 0.0f;
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) {
+    const bool inside = column_of<kWidth>(team, a) < s.count;
+    FUSED_ATTN_UNROLL
+    for (int e = 0; e < kWidth; ++e) {
+      const float off = inside ? x[a * kWidth + e] - centre : 0.0f;
+      squares += off * off;
+    }
+  }
+  return squares;
+}
+
+// 1 / sqrt(variance + eps) of a row from the sum of its squares; the team's first thread stores
+// the row's statistics.
+FUSED_ATTN_DEVICE float finish_statistics(const NormParams& p, const Team& team, int64_t row,
+                                          float mean, float squares) {
+  const float variance = squares / static_cast<float>(p.columns);
+  const float rstd = rsqrt_exact(variance + static_cast<float>(p.eps));
+  if (team.rank == 0 && row < p.rows) {
+    if (p.mean != nullptr && !p.rms) static_cast<float*>(p.mean)[row] = mean;
+    if (p.rstd != nullptr) static_cast<float*>(p.rstd)[row] = rstd;
+  }
+  return rstd;
+}
+
+template <class T, int kWidth, int kAccesses>
+FUSED_ATTN_DEVICE void store_normalised(const NormParams& p, const Team& team, const Stretch& s,
+                                        float mean, float rstd,
+                                        const float (&x)[kWidth * kAccesses]) {
+  if (s.count == 0) return;
+  T* const out = static_cast<T*>(p.out) + unhoisted(s.offset);
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) {
+    const int column = column_of<kWidth>(team, a);
+    const bool inside = column < s.count;
+    // Read in any case, so that no branch keeps one load waiting for the other.
+    const int64_t read = s.begin + (inside ? column : 0);
+    float y[kWidth], parameter[kWidth];
+    FUSED_ATTN_UNROLL
+    for (int e = 0; e < kWidth; ++e) y[e] = (x[a * kWidth + e] - mean) * rstd;
+    if (p.weight != nullptr) {
+      load_floats<kWidth>(p.weight, read, parameter);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < kWidth; ++e) y[e] *= parameter[e];
+    }
+    if (p.bias != nullptr) {
+      load_floats<kWidth>(p.bias, read, parameter);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < kWidth; ++e) y[e] += parameter[e];
+    }
+    if (inside) store_raw<kWidth>(out + column, pack_raw<T, kWidth>(y));
+  }
+}
+
+// A row a team.
+template <class T, int kWidth>
+FUSED_ATTN_KERNEL(kFwdTeam, 1)
+norm_fwd_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
+  constexpr int kAccesses = kFwdAccesses<kWidth>, kValues = kWidth * kAccesses;
+  const NormParams& p = args.params;
+  const Team team = team_of(args.team);
+  const Stretch row = stretch_of(p, block_id() * args.teams + team.index, 0, args.team * kValues);
+  float x[kValues];
+  load_sum<T, kWidth, kAccesses>(args, team, row, x);
+  float sum[1] = {0.0f};
+  if (!p.rms) {
+    FUSED_ATTN_UNROLL
+    for (int v = 0; v < kValues; ++v) sum[0] += x[v];
+    add_up_team(team, 0, sum);
+  }
+  const float mean = sum[0] / static_cast<float>(p.columns);
+  sum[0] = squares_off<kWidth, kAccesses>(team, row, mean, x);
+  add_up_team(team, 1, sum);
+  const float rstd = finish_statistics(p, team, row.row, mean, sum[0]);
+  store_normalised<T, kWidth, kAccesses>(p, team, row, mean, rstd, x);
+}
+
+// A row a block, in stretches: each thread takes mean and squares of its columns as they come, and
+// reads the row again, from L2 as a rule, to normalise it.
+template <class T, int kWidth>
+FUSED_ATTN_KERNEL(kFwdWideTeam, 2)
+norm_fwd_wide_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
+  constexpr int kAccesses = kFwdAccesses<kWidth>, kValues = kWidth * kAccesses;
+  constexpr int kColumns = kFwdWideTeam * kValues;
+  const NormParams& p = args.params;
+  const Team team = team_of(kFwdWideTeam);
+  const int64_t row = block_id();
+  float x[kValues];
+  float count = 0.0f, centre = 0.0f, squares = 0.0f;
+  FUSED_ATTN_ROLLED
+  for (int64_t begin = 0; begin < p.columns; begin += kColumns) {
+    const Stretch s = stretch_of(p, row, begin, kColumns);
+    load_sum<T, kWidth, kAccesses>(args, team, s, x);
+    float more = 0.0f, sum = 0.0f;
+    FUSED_ATTN_UNROLL
+    for (int a = 0; a < kAccesses; ++a) more += column_of<kWidth>(team, a) < s.count ? kWidth : 0;
+    if (more == 0.0f) continue;
+    if (!p.rms) {
+      FUSED_ATTN_UNROLL
+      for (int v = 0; v < kValues; ++v) sum += x[v];
+    }
+    const float own = sum / more, step = own - centre, part = more / (count + more);
+    // No square of step, which overflows where count is 0 yet.
+    const float apart = count * step * part * step;
+    squares += squares_off<kWidth, kAccesses>(team, s, own, x) + apart;
+    centre += step * part;
+    count += more;
+  }
+  float sum[1] = {centre * count};
+  add_up_team(team, 0, sum);
+  const float mean = sum[0] / static_cast<float>(p.columns);
+  sum[0] = squares + count * (centre - mean) * (centre - mean);
+  add_up_team(team, 1, sum);
+  const float rstd = finish_statistics(p, team, row, mean, sum[0]);
+  FUSED_ATTN_ROLLED
+  for (int64_t begin = 0; begin < p.columns; begin += kColumns) {
+    const Stretch s = stretch_of(p, row, begin, kColumns);
+    if (p.total != nullptr) {
+      load_total<T, kWidth, kAccesses>(p, team, s, x);
+    } else {
+      load_sum<T, kWidth, kAccesses>(args, team, s, x);
+    }
+    store_normalised<T, kWidth, kAccesses>(p, team, s, mean, rstd, x);
+  }
+}
+
+}  // namespace
+}  // namespace fused_attn

@@ -1,0 +1,420 @@
+// Gradients of layer_norm and rms_norm on a GPU.
+//
+// With x the normalised row and g = weight * grad_out:
+//   grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm,
+// and grad_input is what dropout leaves of it. A block takes every num_blocks()-th group of rows,
+// and adds up its rows' parts of grad_weight and grad_bias; a second kernel adds up those of the
+// blocks, in order.
+//
+// The floor: total, grad_out and grad_residual of each element, with grad_total and grad_input
+// where there are such. 8192 rows of 4096 bfloat16 are 201 MB at least, 47 us on an H200
+// (layer_norm.cuh). The sums of 264 blocks are 17 MB for 4096 columns, written and read once, in
+// L2.
+#pragma once
+
+#include "cuda/layer_norm.cuh"
+
+namespace fused_attn {
+namespace {
+
+// 16 values each of the normalised row, of g and of the two sums are 64 of the 128 registers that
+// 512 threads on a multiprocessor have (with those of weight, 20 to 52 bytes are spilled). The next
+// row is on its way into shared memory meanwhile: 32 KB of two matrices of 16-bit types, 64 KB of
+// float32. Single elements take more registers for their places, and have 8 values.
+template <int kWidth>
+constexpr int kBwdValues = kWidth == 1 ? 8 : 16;
+// So rows of more than 8192 columns, or 4096 single elements, are walked in stretches.
+constexpr int kBwdTeam = 512;
+// Threads of a block, where a row has fewer: two blocks fill a multiprocessor, and one goes on
+// while the other one waits. More and smaller ones would have more sums to store.
+constexpr int kBwdThreads = 256;
+// In stretches there are no registers for sums. They are in shared memory for these columns (with
+// kTeamBytes 97 KB of the 99 that every GPU since sm_80 lets a block have; an sm_90 takes two such
+// blocks), in the workspace, which is in L2 mostly, for those behind them.
+constexpr int kWideColumns = 12288;
+constexpr int kBwdWideTeam = 384;  // two blocks, 80 registers
+
+struct NormBwdArgs {
+  NormBwdParams params;
+  NormDropout dropout;
+  float* partial_sums;  // (2, num_blocks(), columns): of grad_weight, of grad_bias; null: neither
+  int team, teams;      // as in the forward
+};
+
+enum { kTotal = 0, kGradOut = 1, kGradTotal = 2 };  // matrices that are read
+
+struct RowStatistics {
+  float mean, rstd;
+};
+
+// 0 where there is no such row, so that nothing comes of it.
+FUSED_ATTN_DEVICE RowStatistics load_statistics(const NormParams& p, int64_t row) {
+  RowStatistics statistics = {0.0f, 0.0f};
+  if (row >= p.rows) return statistics;
+  if (!p.rms) statistics.mean = load_global(static_cast<const float*>(p.mean) + row);
+  statistics.rstd = load_global(static_cast<const float*>(p.rstd) + row);
+  return statistics;
+}
+
+// How a thread comes by its part of a row. 16 bytes at a time are copied to the thread's own places
+// in shared memory ahead of time; no other thread reads these, so copy_wait is all that it takes.
+// Single elements, which cannot be copied so, are loaded when they are asked for.
+template <class T, int kWidth>
+struct RowReader {
+  static constexpr int kAccesses = kBwdValues<kWidth> / kWidth;
+  const Team& team;
+  int threads;  // of the block
+
+  FUSED_ATTN_DEVICE uint32_t place(int which, int a) const {
+    return kTeamBytes + ((which * kAccesses + a) * threads + thread_id()) * sizeof(Chunk);
+  }
+  FUSED_ATTN_DEVICE void fetch(int which, const void* matrix, const Stretch& s) const {
+    if constexpr (kWidth > 1) {
+      const T* const source = static_cast<const T*>(matrix) + unhoisted(s.offset);
+      FUSED_ATTN_UNROLL
+      for (int a = 0; a < kAccesses; ++a) {
+        const int column = column_of<kWidth>(team, a);
+        copy_async(place(which, a), source + column, column < s.count);
+      }
+    }
+  }
+  FUSED_ATTN_DEVICE void read(int which, const void* matrix, const Stretch& s, int a,
+                              float* values) const {
+    if constexpr (kWidth > 1) {
+      unpack<T, kWidth>(load_shared<Chunk>(place(which, a)), values);
+    } else {
+      const int column = column_of<kWidth>(team, a);
+      const T* const source = static_cast<const T*>(matrix) + unhoisted(s.offset);
+      unpack<T, kWidth>(load_raw<kWidth>(source + column, column < s.count), values);
+    }
+  }
+};
+
+// Stores grad_residual and grad_input of an access of the thread. kept: bits of dropout for it.
+template <class T, int kWidth>
+FUSED_ATTN_DEVICE void store_gradients(const NormBwdArgs& args, const Stretch& s, int column,
+                                       uint32_t kept, float (&grad)[kWidth]) {
+  if (column >= s.count) return;
+  T* const residual = static_cast<T*>(args.params.grad_residual) + unhoisted(s.offset);
+  store_raw<kWidth>(residual + column, pack_raw<T, kWidth>(grad));
+  if (args.dropout.seed == nullptr) return;
+  T* const input = static_cast<T*>(args.params.grad_input) + unhoisted(s.offset);
+  FUSED_ATTN_UNROLL
+  for (int e = 0; e < kWidth; ++e) {
+    grad[e] = (kept >> e & 1) != 0 ? grad[e] * args.dropout.scale : 0.0f;
+  }
+  store_raw<kWidth>(input + column, pack_raw<T, kWidth>(grad));
+}
+
+// Adds up the sums of the block's teams, and stores them to `part` (columns).
+template <int kWidth>
+FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
+                                  float (&sums)[kBwdValues<kWidth>], float* part) {
+  constexpr int kStep = kWidth == 1 ? 1 : 4;
+  const int columns = static_cast<int>(args.params.fwd.columns), threads = args.team * args.teams;
+  FUSED_ATTN_UNROLL
+  for (int mask = 1; mask < 32; mask *= 2) {
+    if (mask < team.size) continue;
+    FUSED_ATTN_UNROLL
+    for (int v = 0; v < kBwdValues<kWidth>; ++v) sums[v] += shuffle_xor(sums[v], mask);
+  }
+  // Those of a warp are in its first team now.
+  const bool first = lane_id() < team.size;
+  const int places = team.size < 32 ? threads / 32 : args.teams;
+  const int own = team.size < 32 ? warp_id() : team.index;
+  sync_block();  // what was at these places has been read
+  FUSED_ATTN_UNROLL
+  for (int v = 0; v < kBwdValues<kWidth>; v += kStep) {
+    const int column = column_of<kWidth>(team, v / kWidth) + v % kWidth;
+    if (!first || column >= columns) continue;
+    const Raw<float, kStep> raw = pack_raw<float, kStep>(sums + v);
+    if (places == 1) {
+      store_raw<kStep>(part + column, raw);
+    } else {
+      store_shared(kTeamBytes + static_cast<uint32_t>(own * columns + column) * 4, raw);
+    }
+  }
+  if (places == 1) return;
+  sync_block();
+  for (int column = thread_id(); column < columns; column += threads) {
+    float sum = 0.0f;
+    for (int i = 0; i < places; ++i) {
+      sum += load_shared<float>(kTeamBytes + static_cast<uint32_t>(i * columns + column) * 4);
+    }
+    part[column] = sum;
+  }
+}
+
+// A row a team at a time.
+template <class T, int kWidth>
+FUSED_ATTN_KERNEL(kBwdTeam, 1)
+norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
+  constexpr int kValues = kBwdValues<kWidth>, kAccesses = kValues / kWidth;
+  const NormBwdParams& bwd = args.params;
+  const NormParams& p = bwd.fwd;
+  const Team team = team_of(args.team);
+  const RowReader<T, kWidth> reader = {team, args.team * args.teams};
+  const int columns = static_cast<int>(p.columns);
+  float weight_sum[kValues] = {}, bias_sum[kValues] = {};
+  const float share = 1.0f / static_cast<float>(columns);
+  const int64_t step = num_blocks() * args.teams;
+  int64_t first = block_id() * args.teams;
+  Stretch row = stretch_of(p, first + team.index, 0, columns);
+  RowStatistics statistics = load_statistics(p, row.row);
+  reader.fetch(kTotal, p.total, row);
+  reader.fetch(kGradOut, bwd.grad_out, row);
+  copy_commit();
+  if (bwd.grad_total != nullptr) reader.fetch(kGradTotal, bwd.grad_total, row);
+  copy_commit();
+  int turn = 0;
+  FUSED_ATTN_ROLLED
+  for (; first < p.rows; first += step) {
+    const Stretch next = stretch_of(p, first + step + team.index, 0, columns);
+    const auto [mean, rstd] = statistics;
+    float x[kValues], grad[kValues], sums[2] = {0.0f, 0.0f};
+    // Weight is read again for each row, from L1.
+    const int64_t zero = unhoisted(0);
+    copy_wait<1>();  // all but grad_total
+    FUSED_ATTN_UNROLL
+    for (int a = 0; a < kAccesses; ++a) {
+      const int column = column_of<kWidth>(team, a);
+      const bool inside = column < row.count;
+      const float centre = inside ? mean : 0.0f;
+      float total[kWidth], out[kWidth], weight[kWidth];
+      reader.read(kTotal, p.total, row, a, total);
+      reader.read(kGradOut, bwd.grad_out, row, a, out);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < kWidth; ++e) weight[e] = 1.0f;
+      if (p.weight != nullptr) load_floats<kWidth>(p.weight, zero + (inside ? column : 0), weight);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < kWidth; ++e) {
+        const int v = a * kWidth + e;
+        x[v] = (total[e] - centre) * rstd;
+        grad[v] = out[e] * weight[e];
+        weight_sum[v] += out[e] * x[v];
+        bias_sum[v] += out[e];
+        sums[0] += grad[v] * x[v];
+        sums[1] += grad[v];
+      }
+    }
+    statistics = load_statistics(p, next.row);
+    reader.fetch(kTotal, p.total, next);
+    reader.fetch(kGradOut, bwd.grad_out, next);
+    copy_commit();
+    uint32_t kept = 0;
+    if (args.dropout.seed != nullptr) {
+      kept = kept_columns<kWidth, kAccesses>(args.dropout, team, row);
+    }
+    add_up_team(team, turn, sums);
+    turn ^= 1;
+    const float along = sums[0] * share, across = p.rms ? 0.0f : sums[1] * share;
+    copy_wait<1>();  // grad_total too
+    FUSED_ATTN_UNROLL
+    for (int a = 0; a < kAccesses; ++a) {
+      float added[kWidth] = {}, result[kWidth];
+      if (bwd.grad_total != nullptr) reader.read(kGradTotal, bwd.grad_total, row, a, added);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < kWidth; ++e) {
+        const int v = a * kWidth + e;
+        result[e] = rstd * (grad[v] - across - x[v] * along) + added[e];
+      }
+      store_gradients<T, kWidth>(args, row, column_of<kWidth>(team, a), kept >> (a * kWidth),
+                                 result);
+    }
+    if (bwd.grad_total != nullptr) reader.fetch(kGradTotal, bwd.grad_total, next);
+    copy_commit();
+    row = next;
+  }
+  copy_wait<0>();
+  if (args.partial_sums == nullptr) return;
+  float* const part = args.partial_sums + block_id() * p.columns;
+  if (bwd.grad_weight != nullptr) store_part<kWidth>(args, team, weight_sum, part);
+  if (bwd.grad_bias != nullptr) {
+    store_part<kWidth>(args, team, bias_sum, part + num_blocks() * p.columns);
+  }
+}
+
+// Where a block in stretches has sums 0, of grad_weight, and 1, of grad_bias, in shared memory.
+FUSED_ATTN_DEVICE uint32_t wide_place(int which, int64_t column) {
+  return kTeamBytes + static_cast<uint32_t>(which * kWideColumns + column) * sizeof(float);
+}
+
+// Adds to the block's sums, those of a column in the same thread for every row.
+template <int kWidth>
+FUSED_ATTN_DEVICE void add_to_sums(int which, int64_t column, float* part, bool begun,
+                                   const float (&terms)[kWidth]) {
+  constexpr int kStep = kWidth == 1 ? 1 : 4;
+  using Piece = Raw<float, kStep>;
+  const bool shared = column < kWideColumns;
+  FUSED_ATTN_UNROLL
+  for (int e = 0; e < kWidth; e += kStep) {
+    float sums[kStep] = {};
+    if (begun) {
+      const Piece before = shared ? load_shared<Piece>(wide_place(which, column + e))
+                                  : *reinterpret_cast<const Piece*>(part + column + e);
+      unpack<float, kStep>(before, sums);
+    }
+    FUSED_ATTN_UNROLL
+    for (int i = 0; i < kStep; ++i) sums[i] += terms[e + i];
+    const Piece after = pack_raw<float, kStep>(sums);
+    if (shared) {
+      store_shared(wide_place(which, column + e), after);
+    } else {
+      store_raw<kStep>(part + column + e, after);
+    }
+  }
+}
+
+// The thread's part of a stretch: the normalised row and grad_out, 0 outside.
+template <class T, int kWidth>
+FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, const Stretch& s,
+                                    const RowStatistics& statistics, float (&x)[kBwdValues<kWidth>],
+                                    float (&grad)[kBwdValues<kWidth>]) {
+  constexpr int kAccesses = kBwdValues<kWidth> / kWidth;
+  const T* const total = static_cast<const T*>(bwd.fwd.total) + s.offset;
+  const T* const grad_out = static_cast<const T*>(bwd.grad_out) + unhoisted(s.offset);
+  Raw<T, kWidth> total_raw[kAccesses], grad_raw[kAccesses];
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) {
+    const int column = column_of<kWidth>(team, a);
+    total_raw[a] = load_raw<kWidth>(total + column, column < s.count);
+    grad_raw[a] = load_raw<kWidth>(grad_out + column, column < s.count);
+  }
+  FUSED_ATTN_UNROLL
+  for (int a = 0; a < kAccesses; ++a) {
+    const float centre = column_of<kWidth>(team, a) < s.count ? statistics.mean : 0.0f;
+    unpack<T, kWidth>(total_raw[a], x + a * kWidth);
+    unpack<T, kWidth>(grad_raw[a], grad + a * kWidth);
+    FUSED_ATTN_UNROLL
+    for (int e = 0; e < kWidth; ++e) {
+      x[a * kWidth + e] = (x[a * kWidth + e] - centre) * statistics.rstd;
+    }
+  }
+}
+
+// values *= weight, from a column that exists.
+template <int kWidth>
+FUSED_ATTN_DEVICE void multiply_by_weight(const NormParams& p, int64_t column, float* values) {
+  if (p.weight == nullptr) return;
+  float weight[kWidth];
+  load_floats<kWidth>(p.weight, column, weight);
+  FUSED_ATTN_UNROLL
+  for (int e = 0; e < kWidth; ++e) values[e] *= weight[e];
+}
+
+// A row a block at a time, in stretches: one walk for the sums over the row, which comes from
+// memory then, and one, from L1 or L2 as a rule, for all else.
+template <class T, int kWidth>
+FUSED_ATTN_KERNEL(kBwdWideTeam, 2)
+norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
+  constexpr int kValues = kBwdValues<kWidth>, kAccesses = kValues / kWidth;
+  constexpr int kColumns = kBwdWideTeam * kValues;
+  const NormBwdParams& bwd = args.params;
+  const NormParams& p = bwd.fwd;
+  const Team team = team_of(kBwdWideTeam);
+  float* const weight_part = args.partial_sums + block_id() * p.columns;
+  float* const bias_part = weight_part + num_blocks() * p.columns;
+  const float share = 1.0f / static_cast<float>(p.columns);
+  int turn = 0;
+  FUSED_ATTN_ROLLED
+  for (int64_t row = block_id(); row < p.rows; row += num_blocks()) {
+    const bool begun = row != block_id();
+    const RowStatistics statistics = load_statistics(p, row);
+    float x[kValues], grad[kValues], sums[2] = {0.0f, 0.0f};
+    FUSED_ATTN_ROLLED
+    for (int64_t begin = 0; begin < p.columns; begin += kColumns) {
+      const Stretch s = stretch_of(p, row, begin, kColumns);
+      load_stretch<T, kWidth>(bwd, team, s, statistics, x, grad);
+      FUSED_ATTN_UNROLL
+      for (int a = 0; a < kAccesses; ++a) {
+        const int column = column_of<kWidth>(team, a);
+        multiply_by_weight<kWidth>(p, begin + (column < s.count ? column : 0), grad + a * kWidth);
+        FUSED_ATTN_UNROLL
+        for (int v = a * kWidth; v < (a + 1) * kWidth; ++v) {
+          sums[0] += grad[v] * x[v];
+          sums[1] += grad[v];
+        }
+      }
+    }
+    add_up_team(team, turn, sums);
+    turn ^= 1;
+    const float along = sums[0] * share, across = p.rms ? 0.0f : sums[1] * share;
+    FUSED_ATTN_ROLLED
+    for (int64_t begin = 0; begin < p.columns; begin += kColumns) {
+      const Stretch s = stretch_of(p, row, begin, kColumns);
+      load_stretch<T, kWidth>(bwd, team, s, statistics, x, grad);
+      uint32_t kept = 0;
+      if (args.dropout.seed != nullptr) {
+        kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s);
+      }
+      FUSED_ATTN_UNROLL
+      for (int a = 0; a < kAccesses; ++a) {
+        const int column = column_of<kWidth>(team, a);
+        if (column >= s.count) continue;
+        float terms[kWidth], added[kWidth] = {};
+        if (bwd.grad_weight != nullptr) {
+          FUSED_ATTN_UNROLL
+          for (int e = 0; e < kWidth; ++e) terms[e] = grad[a * kWidth + e] * x[a * kWidth + e];
+          add_to_sums<kWidth>(0, begin + column, weight_part, begun, terms);
+        }
+        if (bwd.grad_bias != nullptr) {
+          FUSED_ATTN_UNROLL
+          for (int e = 0; e < kWidth; ++e) terms[e] = grad[a * kWidth + e];
+          add_to_sums<kWidth>(1, begin + column, bias_part, begun, terms);
+        }
+        multiply_by_weight<kWidth>(p, begin + column, grad + a * kWidth);
+        if (bwd.grad_total != nullptr) {
+          const T* const source = static_cast<const T*>(bwd.grad_total) + unhoisted(s.offset);
+          unpack<T, kWidth>(load_raw<kWidth>(source + column, true), added);
+        }
+        FUSED_ATTN_UNROLL
+        for (int e = 0; e < kWidth; ++e) {
+          const int v = a * kWidth + e;
+          terms[e] = statistics.rstd * (grad[v] - across - x[v] * along) + added[e];
+        }
+        store_gradients<T, kWidth>(args, s, column, kept >> (a * kWidth), terms);
+      }
+    }
+  }
+  sync_block();
+  for (int64_t column = thread_id(); column < kWideColumns && column < p.columns;
+       column += kBwdWideTeam) {
+    if (bwd.grad_weight != nullptr) weight_part[column] = load_shared<float>(wide_place(0, column));
+    if (bwd.grad_bias != nullptr) bias_part[column] = load_shared<float>(wide_place(1, column));
+  }
+}
+
+// ---- sums of blocks -----------------------------------------------------------------------------
+
+struct NormSumArgs {
+  const float* partial_sums;  // (2, parts, columns)
+  int64_t parts, columns;
+  float* out[2];  // (columns); null: not wanted
+};
+
+constexpr int kSumWarps = 32;
+
+// 32 columns a block: each warp adds up every 32nd part, and the first warp what the others have.
+FUSED_ATTN_KERNEL(kSumWarps * 32, 1)
+norm_sum_kernel(FUSED_ATTN_ARGUMENT NormSumArgs args) {
+  const int64_t which = block_id() % 2, column = block_id() / 2 * 32 + lane_id();
+  float* const out = args.out[which];
+  if (out == nullptr) return;
+  const bool inside = column < args.columns;
+  const float* const parts = args.partial_sums + which * args.parts * args.columns + column;
+  float sum = 0.0f;
+  for (int64_t i = warp_id(); i < args.parts && inside; i += kSumWarps) {
+    sum += load_global(parts + i * args.columns);
+  }
+  store_shared(static_cast<uint32_t>(thread_id()) * 4, sum);
+  sync_block();
+  if (warp_id() != 0 || !inside) return;
+  FUSED_ATTN_UNROLL
+  for (int w = 1; w < kSumWarps; ++w) {
+    sum += load_shared<float>(static_cast<uint32_t>(w * 32 + lane_id()) * 4);
+  }
+  out[column] = sum;
+}
+
+}  // namespace
+}  // namespace fused_attn

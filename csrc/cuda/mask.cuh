@@ -1,0 +1,197 @@
+// What a mask does to a tile of scores that a warp holds in the layout of mma.
+#pragma once
+
+#include "cuda/product.cuh"
+#include "cuda/tile_list.cuh"
+
+namespace fused_attn {
+
+// The thread's rows of its warp's tile: row r is row r / 2 * 16 + r % 2 * 8 + lane / 4 of it.
+template <int kM>
+struct FragmentRows {
+  int position[2 * kM];  // queries, or keys where the tile is (keys, queries)
+  int head[2 * kM];
+};
+
+// Rows first, first + 1, ... of head h.
+template <int kM>
+FUSED_ATTN_DEVICE FragmentRows<kM> rows_from(int first, int h) {
+  FragmentRows<kM> rows;
+  const int lane = unhoisted(lane_id());
+  FUSED_ATTN_UNROLL
+  for (int r = 0; r < 2 * kM; ++r) {
+    rows.position[r] = first + r / 2 * 16 + r % 2 * 8 + lane / 4;
+    rows.head[r] = h;
+  }
+  return rows;
+}
+
+// Adds the scaled scores' ALiBi.
+template <bool kKeysFirst, int kM, int kN>
+FUSED_ATTN_DEVICE void add_alibi(Accumulator<kM, kN>& s, const MaskParams& mask,
+                                 const Sequence& sequence, const FragmentRows<kM>& rows,
+                                 int column) {
+  const int first = column + 2 * (unhoisted(lane_id()) % 4);
+  const int offset = static_cast<int>(sequence.bounds.alibi_offset);
+  FUSED_ATTN_UNROLL
+  for (int r = 0; r < 2 * kM; ++r) {
+    const float slope = load_global(mask.slopes + sequence.b * mask.slopes_strides[0] +
+                                    rows.head[r] * mask.slopes_strides[1]);
+    const int row = kKeysFirst ? -offset + rows.position[r] : offset + rows.position[r];
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const int distance = row - (first + n * 8 + e);
+        float& score = s[r / 2][n][r % 2 * 2 + e];
+        score -= slope * static_cast<float>(distance < 0 ? -distance : distance);
+      }
+    }
+  }
+}
+
+// Elements of a row of a dense tensor, by column of the tile.
+template <bool kKeysFirst, class V>
+struct DenseRow {
+  const V* data;
+  int64_t step;
+
+  FUSED_ATTN_DEVICE DenseRow(const DenseTensor& tensor, int64_t b, int64_t head, int64_t row,
+                             int64_t column) {
+    constexpr int kRow = kKeysFirst ? 3 : 2, kColumn = kKeysFirst ? 2 : 3;
+    step = tensor.strides[kColumn];
+    data = static_cast<const V*>(tensor.data) + b * tensor.strides[0] + head * tensor.strides[1] +
+           row * tensor.strides[kRow] + column * step;
+  }
+  FUSED_ATTN_DEVICE V operator[](int column) const { return load_global(data + column * step); }
+};
+
+// Which elements of the thread's rows are visible: bit 2 n + e is column 8 n + 2 t + e.
+template <int kM>
+struct Visible {
+  uint32_t row[2 * kM];
+};
+
+// Clears the bits of columns for which hidden(column, from the thread's first on) says so; asks for
+// the visible ones only.
+template <int kN, class Hidden>
+FUSED_ATTN_DEVICE uint32_t hide(uint32_t visible, Hidden hidden) {
+  uint32_t seen = visible;
+  // A loop, since bits can be indexed: unrolled, the loads of a tile would take all registers.
+  FUSED_ATTN_UNROLL_BY(4)
+  for (int bit = 0; bit < kN / 4; ++bit) {
+    if ((visible >> bit & 1) && hidden(bit / 2 * 8 + bit % 2)) seen &= ~(1u << bit);
+  }
+  return seen;
+}
+
+// The bits of the columns below `end`, counted from the thread's first.
+template <int kN>
+FUSED_ATTN_DEVICE uint32_t columns_below(int end) {
+  // Columns 8 n and 8 n + 1 are bits 2 n and 2 n + 1.
+  const int bits = end <= 0 ? 0 : end / 8 * 2 + (end % 8 < 2 ? end % 8 : 2);
+  return bits >= 32 ? ~0u : (1u << bits) - 1;
+}
+
+template <bool kKeysFirst, class V, int kM, int kN>
+FUSED_ATTN_DEVICE void add_bias_of(Accumulator<kM, kN>& s, Visible<kM>& visible,
+                                   const DenseTensor& bias, int64_t b, const FragmentRows<kM>& rows,
+                                   int first) {
+  FUSED_ATTN_UNROLL
+  for (int r = 0; r < 2 * kM; ++r) {
+    const DenseRow<kKeysFirst, V> values(bias, b, rows.head[r], rows.position[r], first);
+    FUSED_ATTN_UNROLL
+    for (int bit = 0; bit < kN / 4; ++bit) {
+      if (!(visible.row[r] >> bit & 1)) continue;
+      const float added = to_float(values[bit / 2 * 8 + bit % 2]);
+      s[r / 2][bit / 2][r % 2 * 2 + bit % 2] += added;
+      if (added == -kInfinity) visible.row[r] &= ~(1u << bit);
+    }
+  }
+}
+
+// Adds the bias to visible scores, and hides those where it is -inf.
+template <bool kKeysFirst, int kM, int kN>
+FUSED_ATTN_DEVICE void add_bias(Accumulator<kM, kN>& s, Visible<kM>& visible,
+                                const MaskParams& mask, int64_t b, const FragmentRows<kM>& rows,
+                                int column) {
+  const int first = column + 2 * (unhoisted(lane_id()) % 4);
+  if (mask.bias_dtype == DType::kFloat32) {
+    add_bias_of<kKeysFirst, float, kM, kN>(s, visible, mask.bias, b, rows, first);
+  } else if (mask.bias_dtype == DType::kFloat16) {
+    add_bias_of<kKeysFirst, Half, kM, kN>(s, visible, mask.bias, b, rows, first);
+  } else {
+    add_bias_of<kKeysFirst, BFloat16, kM, kN>(s, visible, mask.bias, b, rows, first);
+  }
+}
+
+// Visible elements by all but the bias; made before the products of the tile, whose registers are
+// free then.
+template <bool kKeysFirst, int kM, int kN>
+FUSED_ATTN_DEVICE Visible<kM> visible_of(const MaskParams& mask, const Sequence& sequence,
+                                         const FragmentRows<kM>& rows, int column) {
+  static_assert(kN <= 128, "a row of a thread is 32 bits");
+  const int first = column + 2 * (unhoisted(lane_id()) % 4);
+  const SequenceBounds& bounds = sequence.bounds;
+  const int64_t b = sequence.b;
+  Visible<kM> visible;
+  FUSED_ATTN_UNROLL
+  for (int r = 0; r < 2 * kM; ++r) {
+    const int row = rows.position[r];
+    Interval interval = kKeysFirst ? visible_queries(bounds, row) : visible_keys(bounds, row);
+    if (!kKeysFirst && (row < bounds.query_begin || row >= bounds.query_end)) interval.hi = 0;
+    visible.row[r] = columns_below<kN>(static_cast<int>(interval.hi) - first) &
+                     ~columns_below<kN>(static_cast<int>(interval.lo) - first);
+  }
+  if (mask.query_documents != nullptr) {
+    const int64_t* query_ids = mask.query_documents + b * mask.query_documents_stride;
+    const int64_t* key_ids = mask.key_documents + b * mask.key_documents_stride;
+    const int64_t* column_ids = (kKeysFirst ? query_ids : key_ids) + first;
+    const int64_t* row_ids = kKeysFirst ? key_ids : query_ids;
+    FUSED_ATTN_UNROLL
+    for (int r = 0; r < 2 * kM; ++r) {
+      if (visible.row[r] == 0) continue;
+      const int64_t id = load_global(row_ids + rows.position[r]);
+      visible.row[r] = hide<kN>(visible.row[r],
+                                [&](int column) { return load_global(column_ids + column) != id; });
+    }
+  }
+  const auto hide_by = [&](const DenseTensor& tensor) {
+    if (tensor.data == nullptr) return;
+    FUSED_ATTN_UNROLL
+    for (int r = 0; r < 2 * kM; ++r) {
+      const DenseRow<kKeysFirst, uint8_t> bytes(tensor, b, rows.head[r], rows.position[r], first);
+      visible.row[r] = hide<kN>(visible.row[r], [&](int column) { return bytes[column] == 0; });
+    }
+  };
+  hide_by(mask.key_mask);
+  hide_by(mask.dense);
+  return visible;
+}
+
+// Makes the scores -inf that are not visible.
+template <int kM, int kN>
+FUSED_ATTN_DEVICE void apply_visible(Accumulator<kM, kN>& s, const Visible<kM>& visible) {
+  FUSED_ATTN_UNROLL
+  for (int r = 0; r < 2 * kM; ++r) {
+    FUSED_ATTN_UNROLL
+    for (int bit = 0; bit < kN / 4; ++bit) {
+      float& score = s[r / 2][bit / 2][r % 2 * 2 + bit % 2];
+      score = visible.row[r] >> bit & 1 ? score : -kInfinity;
+    }
+  }
+}
+
+// Which columns any row of the warp sees.
+template <int kM>
+FUSED_ATTN_DEVICE SeenColumns seen_columns(const MaskParams& mask, const Visible<kM>& visible) {
+  if (!has_listed_masks(mask)) return ~0u;  // what bounds hide was not loaded
+  SeenColumns seen = 0;
+  FUSED_ATTN_UNROLL
+  for (int r = 0; r < 2 * kM; ++r) seen |= visible.row[r];
+  FUSED_ATTN_UNROLL
+  for (int lanes = 4; lanes < 32; lanes *= 2) seen |= shuffle_xor(seen, lanes);
+  return seen;
+}
+
+}  // namespace fused_attn

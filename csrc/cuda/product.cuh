@@ -1,0 +1,288 @@
+// Products of tiles by one warp, for each type of element.
+//
+// The warp owns kM times 16 rows of the result. Results, and left operands that are weights, are
+// held in registers in the layout of mma.m16n8 (intrinsics.cuh), whatever the type.
+#pragma once
+
+#include "cuda/shared_tile.cuh"
+
+namespace fused_attn {
+
+// The largest and the second dimension of results: kM * 16 rows, kN columns.
+template <int kM, int kN>
+using Accumulator = float[kM][kN / 8][4];
+
+template <int kM, int kN>
+FUSED_ATTN_DEVICE void set_zero(Accumulator<kM, kN>& acc) {
+  FUSED_ATTN_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
+    }
+  }
+}
+
+// Which columns of a tile of weights any row of the warp sees: bit 2 n + e is column 8 n + 2 t + e.
+using SeenColumns = uint32_t;
+
+// Half and BFloat16: tensor cores.
+template <class T>
+struct Product {
+  // Bytes of shared memory a warp needs to multiply weights of so many columns.
+  static constexpr int scratch_bytes(int /*kM*/, int /*kK*/) { return 0; }
+
+  // acc (+)= a b^T, of tiles with kK columns in shared memory; a_row: the warp's first row of a.
+  template <int kM, int kN, int kK>
+  static FUSED_ATTN_DEVICE void rows_by_rows(Accumulator<kM, kN>& acc, uint32_t a, int a_row,
+                                             uint32_t b, bool /*tf32*/) {
+    using Tile = SharedTile<T, kK>;
+    const int lane = unhoisted(lane_id());
+    // Whole rows of wide heads, whose fragments the compiler would load far ahead, take registers.
+    [[maybe_unused]] constexpr int kAtOnce = kK > 128 ? 4 : 8;
+    FUSED_ATTN_UNROLL_BY(kAtOnce)
+    for (int k = 0; k < kK / 16; ++k) {
+      uint32_t left[kM][4];
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        load_matrices(left[m], Tile::at(a, a_row + m * 16 + lane % 16, 2 * k + lane / 16));
+      }
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 16; ++n) {
+        uint32_t right[4];
+        load_matrices(right, Tile::at(b, n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        FUSED_ATTN_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          mma_m16n8k16<T>(acc[m][2 * n], left[m], right[0], right[1]);
+          mma_m16n8k16<T>(acc[m][2 * n + 1], left[m], right[2], right[3]);
+        }
+      }
+    }
+  }
+
+  // acc += weights b, of a tile b with kK rows; kMasked: rows of b that are not seen count as 0.
+  template <bool kMasked, int kM, int kN, int kK>
+  static FUSED_ATTN_DEVICE void weights_by_columns(Accumulator<kM, kN>& acc,
+                                                   const Accumulator<kM, kK>& weights, uint32_t b,
+                                                   SeenColumns seen, uint32_t /*scratch*/,
+                                                   bool /*tf32*/) {
+    using Tile = SharedTile<T, kN>;
+    const int lane = unhoisted(lane_id());
+    FUSED_ATTN_UNROLL
+    for (int k = 0; k < kK / 16; ++k) {
+      uint32_t left[kM][4];
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        FUSED_ATTN_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          const float (&pair)[4] = weights[m][2 * k + e / 2];
+          left[m][e] = pack<T>(pair[e % 2 * 2], pair[e % 2 * 2 + 1]);
+        }
+      }
+      const uint32_t keep_low = kept_halves(seen >> (4 * k));
+      const uint32_t keep_high = kept_halves(seen >> (4 * k + 2));
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 16; ++n) {
+        uint32_t right[4];
+        load_matrices_transposed(right, Tile::at(b, k * 16 + lane % 16, 2 * n + lane / 16));
+        if (kMasked) {
+          right[0] &= keep_low;
+          right[1] &= keep_high;
+          right[2] &= keep_low;
+          right[3] &= keep_high;
+        }
+        FUSED_ATTN_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          mma_m16n8k16<T>(acc[m][2 * n], left[m], right[0], right[1]);
+          mma_m16n8k16<T>(acc[m][2 * n + 1], left[m], right[2], right[3]);
+        }
+      }
+    }
+  }
+
+  // acc += a^T b, of tiles with kK rows and kA and kB columns in shared memory; a_column, b_column:
+  // the first ones that count.
+  template <int kM, int kN, int kK, int kA, int kB>
+  static FUSED_ATTN_DEVICE void columns_by_columns(Accumulator<kM, kN>& acc, uint32_t a,
+                                                   int a_column, uint32_t b, int b_column) {
+    using Left = SharedTile<T, kA>;
+    using Right = SharedTile<T, kB>;
+    const int lane = unhoisted(lane_id());
+    FUSED_ATTN_UNROLL
+    for (int k = 0; k < kK / 16; ++k) {
+      uint32_t left[kM][4];
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        const int row = k * 16 + lane % 8 + lane / 16 * 8;
+        load_matrices_transposed(left[m], Left::at(a, row, a_column / 8 + 2 * m + lane / 8 % 2));
+      }
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 16; ++n) {
+        uint32_t right[4];
+        load_matrices_transposed(
+            right, Right::at(b, k * 16 + lane % 16, b_column / 8 + 2 * n + lane / 16));
+        FUSED_ATTN_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          mma_m16n8k16<T>(acc[m][2 * n], left[m], right[0], right[1]);
+          mma_m16n8k16<T>(acc[m][2 * n + 1], left[m], right[2], right[3]);
+        }
+      }
+    }
+  }
+
+ private:
+  static FUSED_ATTN_DEVICE uint32_t kept_halves(uint32_t bits) {
+    return (bits & 1 ? 0x0000ffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
+  }
+};
+
+// float: multiply-adds, or tensor cores in TF32. Weights pass through shared memory, so that loops
+// over their columns need not be unrolled.
+template <>
+struct Product<float> {
+  static constexpr int scratch_bytes(int kM, int kK) { return kM * 16 * kK * 4; }
+
+  template <int kM, int kN, int kK>
+  static FUSED_ATTN_DEVICE void rows_by_rows(Accumulator<kM, kN>& acc, uint32_t a, int a_row,
+                                             uint32_t b, bool tf32) {
+    const ByRows<kK> left{a, a_row}, right{b, 0};
+    if (tf32) {
+      multiply_tf32<false, kM, kN, kK>(acc, left, right, ~0u);
+    } else {
+      multiply_float<false, kM, kN, kK>(acc, left, right);
+    }
+  }
+
+  template <bool kMasked, int kM, int kN, int kK>
+  static FUSED_ATTN_DEVICE void weights_by_columns(Accumulator<kM, kN>& acc,
+                                                   const Accumulator<kM, kK>& weights, uint32_t b,
+                                                   SeenColumns seen, uint32_t scratch, bool tf32) {
+    using Tile = SharedTile<float, kK>;
+    const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
+    sync_warp();  // the last product has been read
+    FUSED_ATTN_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kK / 8; ++n) {
+        FUSED_ATTN_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          store_shared(Tile::element(scratch, m * 16 + half * 8 + g, n * 8 + 2 * t),
+                       Pair{weights[m][n][2 * half], weights[m][n][2 * half + 1]});
+        }
+      }
+    }
+    sync_warp();
+    const ByRows<kK> left{scratch, 0};
+    const ByColumns<kN> right{b};
+    if (tf32) {
+      multiply_tf32<kMasked, kM, kN, kK>(acc, left, right, seen);
+    } else {
+      multiply_float<kMasked, kM, kN, kK>(acc, left, right);
+    }
+  }
+
+ private:
+  // Elements (outer, k) of an operand: from rows of a tile, or from its columns.
+  template <int kColumns>
+  struct ByRows {
+    uint32_t tile;
+    int first;
+    FUSED_ATTN_DEVICE void quad(float (&x)[4], int outer, int k) const {
+      const Chunk c =
+          load_shared<Chunk>(SharedTile<float, kColumns>::at(tile, first + outer, k / 4));
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) x[e] = bits_float(c.word[e]);
+    }
+    // Of `outer` and its neighbour.
+    FUSED_ATTN_DEVICE void quads(float (&x)[2][4], int outer, int k) const {
+      quad(x[0], outer, k);
+      quad(x[1], outer + 1, k);
+    }
+    FUSED_ATTN_DEVICE Pair pair(int outer, int k) const {
+      return load_shared<Pair>(SharedTile<float, kColumns>::element(tile, first + outer, k));
+    }
+  };
+  template <int kColumns>
+  struct ByColumns {
+    uint32_t tile;
+    FUSED_ATTN_DEVICE float one(int outer, int k) const {
+      return load_shared<float>(SharedTile<float, kColumns>::element(tile, k, outer));
+    }
+    FUSED_ATTN_DEVICE void quads(float (&x)[2][4], int outer, int k) const {
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const Pair p = load_shared<Pair>(SharedTile<float, kColumns>::element(tile, k + e, outer));
+        x[0][e] = p.low;
+        x[1][e] = p.high;
+      }
+    }
+    FUSED_ATTN_DEVICE Pair pair(int outer, int k) const {
+      return {one(outer, k), one(outer, k + 1)};
+    }
+  };
+
+  // kMasked: weights of 0 hide what they would be multiplied with, for 0 * NaN is NaN.
+  template <bool kMasked, int kM, int kN, int kK, class Left, class Right>
+  static FUSED_ATTN_DEVICE void multiply_float(Accumulator<kM, kN>& acc, Left left, Right right) {
+    const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
+    FUSED_ATTN_ROLLED
+    for (int k = 0; k < kK; k += 4) {
+      float a[kM][2][4];
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        left.quad(a[m][0], m * 16 + g, k);
+        left.quad(a[m][1], m * 16 + 8 + g, k);
+      }
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 8; ++n) {
+        float b[2][4];
+        right.quads(b, n * 8 + 2 * t, k);
+        FUSED_ATTN_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          FUSED_ATTN_UNROLL
+          for (int e = 0; e < 4; ++e) {
+            float& sum = acc[m][n][e];
+            FUSED_ATTN_UNROLL
+            for (int i = 0; i < 4; ++i) {
+              const float x = a[m][e / 2][i], added = multiply_add(x, b[e % 2][i], sum);
+              sum = kMasked && x == 0.0f ? sum : added;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // The hardware's columns t and t + 4 are taken to be 2 t and 2 t + 1 in both operands, which are
+  // neighbours in memory, and the thread's own in a tile of weights.
+  template <bool kMasked, int kM, int kN, int kK, class Left, class Right>
+  static FUSED_ATTN_DEVICE void multiply_tf32(Accumulator<kM, kN>& acc, Left left, Right right,
+                                              SeenColumns seen) {
+    const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
+    FUSED_ATTN_ROLLED
+    for (int k = 0; k < kK; k += 8) {
+      uint32_t a[kM][4];
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        FUSED_ATTN_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const Pair p = left.pair(m * 16 + half * 8 + g, k + 2 * t);
+          a[m][half] = to_tf32(p.low);
+          a[m][half + 2] = to_tf32(p.high);
+        }
+      }
+      const uint32_t bits = seen >> (k / 4);
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 8; ++n) {
+        const Pair p = right.pair(n * 8 + g, k + 2 * t);
+        const uint32_t b0 = kMasked && !(bits & 1) ? 0u : to_tf32(p.low);
+        const uint32_t b1 = kMasked && !(bits & 2) ? 0u : to_tf32(p.high);
+        FUSED_ATTN_UNROLL
+        for (int m = 0; m < kM; ++m) mma_m16n8k8_tf32(acc[m][n], a[m], b0, b1);
+      }
+    }
+  }
+};
+
+}  // namespace fused_attn

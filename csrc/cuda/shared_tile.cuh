@@ -1,0 +1,123 @@
+// Tiles of rows in shared memory, and their way there and back.
+#pragma once
+
+#include "cuda/intrinsics.cuh"
+
+namespace fused_attn {
+
+// Element e of a chunk of T.
+template <class T>
+FUSED_ATTN_DEVICE float element(const Chunk& chunk, int e) {
+  if constexpr (sizeof(T) == 4) {
+    return bits_float(chunk.word[e]);
+  } else {
+    return to_float(T{static_cast<uint16_t>(chunk.word[e / 2] >> (e % 2 * 16))});
+  }
+}
+
+// Rows of kHeadDim elements in chunks of 16 bytes. Chunks are permuted within each row so that the
+// same chunk of 8 rows, which is what ldmatrix reads at a time, lies in all 32 banks.
+template <class T, int kHeadDim>
+struct SharedTile {
+  static constexpr int kPerChunk = 16 / sizeof(T);
+  static constexpr int kChunks = kHeadDim / kPerChunk;
+  static constexpr int kRowBytes = kHeadDim * sizeof(T);
+  static_assert(kChunks % 2 == 0, "rows must be whole pairs of chunks");
+
+  static FUSED_ATTN_DEVICE uint32_t at(uint32_t tile, int row, int chunk) {
+    // Rows that do not fill all banks reach different ones by themselves, up to the rest.
+    const int swizzled = kChunks % 8 == 0   ? chunk ^ (row & 7)
+                         : kChunks % 4 == 0 ? chunk ^ (row >> 1 & 3)
+                                            : chunk ^ (row >> 2 & 1);
+    return tile + row * kRowBytes + swizzled * 16;
+  }
+  static FUSED_ATTN_DEVICE uint32_t element(uint32_t tile, int row, int column) {
+    return at(tile, row, column / kPerChunk) + column % kPerChunk * sizeof(T);
+  }
+};
+
+// Starts the copies of kRows rows of a tensor. Rows outside [begin, end), and elements from
+// head_dim on, become 0 and are not read. valid(row): whether a row within is read.
+template <class T, int kHeadDim, int kRows, int kThreads, class Valid>
+FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t row_stride,
+                                       int begin, int end, int head_dim, Valid valid) {
+  using Tile = SharedTile<T, kHeadDim>;
+  static_assert(kRows * Tile::kChunks % kThreads == 0, "each thread copies as many chunks");
+  const int thread = unhoisted(thread_id());
+  // Unrolled further, addresses take the registers of the loop around this.
+  FUSED_ATTN_UNROLL_BY(2)
+  for (int c = 0; c < kRows * Tile::kChunks / kThreads; ++c) {
+    const int index = c * kThreads + thread;
+    const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
+    const bool inside = row >= begin && row < end && chunk * Tile::kPerChunk < head_dim;
+    const bool read = inside && valid(row);
+    // The host sees to it that offsets within a tile fit into 32 bits.
+    const int offset = row * static_cast<int>(row_stride) + chunk * Tile::kPerChunk;
+    copy_async(Tile::at(tile, row, chunk), source + (read ? offset : 0), read);
+  }
+}
+
+struct AllRows {
+  FUSED_ATTN_DEVICE bool operator()(int) const { return true; }
+};
+
+template <class T, int kHeadDim, int kRows, int kThreads>
+FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t row_stride,
+                                       int begin, int end, int head_dim) {
+  load_rows_async<T, kHeadDim, kRows, kThreads>(tile, source, row_stride, begin, end, head_dim,
+                                                AllRows());
+}
+
+// Two floats as neighbours of T; `address` is that of the first.
+template <class T>
+FUSED_ATTN_DEVICE void store_pair(uint32_t address, float low, float high) {
+  if constexpr (sizeof(T) == 4) {
+    store_shared(address, Pair{low, high});
+  } else {
+    store_shared(address, pack<T>(low, high));
+  }
+}
+
+// The warp's rows of a tile of results, in the layout of mma, through its part of shared memory to
+// a tensor: rows [0, end) of the tile, head_dim elements each. `scale(r)` is of the thread's r-th
+// row.
+template <class T, int kHeadDim, int kM, class Scale>
+FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
+                                  const float (&acc)[kM][kHeadDim / 8][4], T* target,
+                                  int64_t row_stride, int end, int head_dim, Scale scale) {
+  using Tile = SharedTile<T, kHeadDim>;
+  const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
+  FUSED_ATTN_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FUSED_ATTN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + m * 16 + half * 8 + g;
+      const float factor = scale(2 * m + half);
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        const float low = acc[m][n][2 * half] * factor, high = acc[m][n][2 * half + 1] * factor;
+        store_pair<T>(Tile::element(tile, row, n * 8 + 2 * t), low, high);
+      }
+    }
+  }
+  sync_warp();
+  const uint64_t misaligned = reinterpret_cast<uint64_t>(target) | row_stride * sizeof(T);
+  const bool whole = misaligned % 16 == 0 && head_dim % Tile::kPerChunk == 0;
+  FUSED_ATTN_ROLLED
+  for (int index = lane; index < kM * 16 * Tile::kChunks; index += 32) {
+    const int row = warp_row + index / Tile::kChunks, chunk = index % Tile::kChunks;
+    const int column = chunk * Tile::kPerChunk;
+    if (row >= end || column >= head_dim) continue;
+    T* const to = target + row * row_stride + column;
+    if (whole) {
+      store_chunk(to, load_shared<Chunk>(Tile::at(tile, row, chunk)));
+    } else {
+      FUSED_ATTN_ROLLED
+      for (int e = 0; e < Tile::kPerChunk && column + e < head_dim; ++e) {
+        to[e] = load_shared<T>(Tile::element(tile, row, column + e));
+      }
+    }
+  }
+}
+
+}  // namespace fused_attn

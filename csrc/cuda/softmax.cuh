@@ -1,0 +1,190 @@
+// From products to scores and weights, and the online softmax over tiles.
+//
+// Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+#pragma once
+
+#include "cuda/dropout.cuh"
+#include "cuda/mask.cuh"
+
+namespace fused_attn {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr double kLn2 = 0.6931471805599453;
+
+// How the scores of a kernel count. Where nothing but a positive factor is applied to the products,
+// these are left as they are, and the factor, times log2(e), is part of the exponential's
+// multiply-add. In the general case scores are in natural units: log2(e) rounded into what is added
+// to them would scale it all.
+template <class T, bool kGeneral>
+struct Units {
+  float factor;
+
+  FUSED_ATTN_DEVICE explicit Units(const AttentionParams& p)
+      : factor(kGeneral ? 1.0f : static_cast<float>(p.softmax_scale * 1.4426950408889634)) {}
+
+  // What a score or maximum is in the exponential.
+  FUSED_ATTN_DEVICE float exponent(float score) const { return kGeneral ? score : score * factor; }
+  // exp(score - log_sum), with log_sum as an exponent.
+  FUSED_ATTN_DEVICE float power(float score, float log_sum) const {
+    if constexpr (!kGeneral) {
+      return exp2_fast(multiply_add(score, factor, -log_sum));
+    } else {
+      return power_of(score - log_sum);
+    }
+  }
+  // exp of a difference of exponents.
+  FUSED_ATTN_DEVICE float power_of(float difference) const {
+    if constexpr (!kGeneral) {
+      return exp2_fast(difference);
+    } else if constexpr (sizeof(T) == 4) {
+      return exp_exact(difference);
+    } else {
+      return exp2_fast(difference * kLog2E);
+    }
+  }
+  // Natural logarithms in an exponent's units, and back.
+  FUSED_ATTN_DEVICE double from_natural(double x) const { return kGeneral ? x : x / kLn2; }
+  FUSED_ATTN_DEVICE double to_natural(double x) const { return kGeneral ? x : x * kLn2; }
+};
+
+// Scores of products, in the general case: scaled, capped, and ALiBi added. cap_tanh: of softcap,
+// where that is asked for.
+template <bool kKeysFirst, int kM, int kN>
+FUSED_ATTN_DEVICE void scale_scores(Accumulator<kM, kN>& s, const AttentionParams& p,
+                                    const Sequence& sequence, const FragmentRows<kM>& rows,
+                                    int column, Accumulator<kM, kN>* cap_tanh = nullptr) {
+  const float scale = static_cast<float>(p.softmax_scale), cap = static_cast<float>(p.softcap);
+  FUSED_ATTN_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        float& score = s[m][n][e];
+        score *= scale;
+        if (cap > 0.0f) {
+          const float tanh = tanh_exact(score / cap);
+          score = cap * tanh;
+          if (cap_tanh != nullptr) (*cap_tanh)[m][n][e] = tanh;
+        }
+      }
+    }
+  }
+  if (p.mask.slopes != nullptr) add_alibi<kKeysFirst, kM, kN>(s, p.mask, sequence, rows, column);
+}
+
+// Of a partial tile: the bias added, and -inf where it is hidden; `visible` loses what the bias
+// hides.
+template <bool kGeneral, bool kKeysFirst, int kM, int kN>
+FUSED_ATTN_DEVICE void mask_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
+                                   const AttentionParams& p, const Sequence& sequence,
+                                   const FragmentRows<kM>& rows, int column) {
+  if (kGeneral && p.mask.bias.data != nullptr) {
+    add_bias<kKeysFirst, kM, kN>(s, visible, p.mask, sequence.b, rows, column);
+  }
+  apply_visible<kM, kN>(s, visible);
+}
+
+// Both.
+template <bool kGeneral, bool kPartial, bool kKeysFirst, int kM, int kN>
+FUSED_ATTN_DEVICE void finish_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
+                                     const AttentionParams& p, const Sequence& sequence,
+                                     const FragmentRows<kM>& rows, int column,
+                                     Accumulator<kM, kN>* cap_tanh = nullptr) {
+  if constexpr (kGeneral) scale_scores<kKeysFirst, kM, kN>(s, p, sequence, rows, column, cap_tanh);
+  if constexpr (kPartial) {
+    mask_scores<kGeneral, kKeysFirst, kM, kN>(s, visible, p, sequence, rows, column);
+  }
+}
+
+// The largest score and the sum of weights of each of the thread's rows; a sum is of the thread's
+// own columns until reduce().
+template <int kM>
+struct SoftmaxState {
+  float maximum[2 * kM], sum[2 * kM];
+
+  FUSED_ATTN_DEVICE void reset() {
+    FUSED_ATTN_UNROLL
+    for (int r = 0; r < 2 * kM; ++r) {
+      maximum[r] = -kInfinity;
+      sum[r] = 0.0f;
+    }
+  }
+
+  // Scores become weights; returns in rescale what earlier sums have to be multiplied by.
+  template <bool kPartial, int kN, class T, bool kGeneral>
+  FUSED_ATTN_DEVICE void update(Accumulator<kM, kN>& s, const Units<T, kGeneral>& units,
+                                float (&rescale)[2 * kM]) {
+    FUSED_ATTN_UNROLL
+    for (int r = 0; r < 2 * kM; ++r) {
+      float largest = maximum[r];
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 8; ++n) {
+        const float (&four)[4] = s[r / 2][n];
+        largest = larger(largest, larger(four[r % 2 * 2], four[r % 2 * 2 + 1]));
+      }
+      largest = larger(largest, shuffle_xor(largest, 1));
+      largest = larger(largest, shuffle_xor(largest, 2));
+      // Rows that have seen nothing yet: -inf - -inf is NaN.
+      const float shift = units.exponent(kPartial && largest == -kInfinity ? 0.0f : largest);
+      rescale[r] = units.power(maximum[r], shift);
+      maximum[r] = largest;
+      float total = 0.0f;
+      FUSED_ATTN_UNROLL
+      for (int n = 0; n < kN / 8; ++n) {
+        FUSED_ATTN_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& score = s[r / 2][n][r % 2 * 2 + e];
+          score = units.power(score, shift);
+          total += score;
+        }
+      }
+      sum[r] = multiply_add(sum[r], rescale[r], total);
+    }
+  }
+
+  // Sums over the four lanes that share rows.
+  FUSED_ATTN_DEVICE void reduce() {
+    FUSED_ATTN_UNROLL
+    for (int r = 0; r < 2 * kM; ++r) {
+      sum[r] += shuffle_xor(sum[r], 1);
+      sum[r] += shuffle_xor(sum[r], 2);
+    }
+  }
+};
+
+// Which of the four weights that the thread holds of fragment (m, n) dropout keeps: bits e.
+template <bool kKeysFirst, int kM>
+FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const AttentionParams& p,
+                                        const Sequence& sequence, const FragmentRows<kM>& rows,
+                                        int m, int column) {
+  const uint32_t first_head = static_cast<uint32_t>(sequence.b * p.num_heads);
+  const int upper = rows.position[2 * m], lower = rows.position[2 * m + 1];
+  const uint32_t head = first_head + rows.head[2 * m];
+  if constexpr (kKeysFirst) {
+    return dropout.kept_by_key(column, head, upper - lane_id() / 4);
+  } else {
+    return dropout.kept_by_query({upper, lower}, {head, first_head + rows.head[2 * m + 1]}, column);
+  }
+}
+
+// Makes the weights 0 that dropout drops.
+template <bool kKeysFirst, int kM, int kN>
+FUSED_ATTN_DEVICE void drop(Accumulator<kM, kN>& weights, const Dropout& dropout,
+                            const AttentionParams& p, const Sequence& sequence,
+                            const FragmentRows<kM>& rows, int column) {
+  FUSED_ATTN_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FUSED_ATTN_UNROLL
+    for (int n = 0; n < kN / 8; ++n) {
+      const uint32_t kept =
+          kept_weights<kKeysFirst, kM>(dropout, p, sequence, rows, m, column + n * 8);
+      FUSED_ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        if (!(kept >> e & 1)) weights[m][n][e] = 0.0f;
+      }
+    }
+  }
+}
+
+}  // namespace fused_attn

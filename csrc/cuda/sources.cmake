@@ -1,0 +1,32 @@
+# What the CUDA kernels are compiled from, for the module and for its emulation in the tests.
+#
+# Each pass of attention_passes.h is defined in <pass>.cuh, and compiled once for each line of
+# head_dims.inc in a file of its own: compilers take minutes for all of them, and know one core.
+set(cuda_passes attention_fwd attention_decode attention_weights
+                attention_bwd_dq attention_bwd_dkdv attention_bwd_bias)
+set(cuda_params_attention_fwd AttentionParams)
+set(cuda_params_attention_decode AttentionParams CacheParams)
+set(cuda_params_attention_weights AttentionWeightsParams)
+set(cuda_params_attention_bwd_dq AttentionBwdParams)
+set(cuda_params_attention_bwd_dkdv AttentionBwdParams)
+set(cuda_params_attention_bwd_bias AttentionBwdParams)
+
+set(cuda_dir ${CMAKE_CURRENT_LIST_DIR})
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_dir}/head_dims.inc)
+file(STRINGS ${cuda_dir}/head_dims.inc cuda_head_dims REGEX "^FUSED_ATTN_HEAD_DIM\\(")
+list(TRANSFORM cuda_head_dims REPLACE "^FUSED_ATTN_HEAD_DIM\\(([0-9]+)\\).*" "\\1")
+
+# Writes the instantiations, into the build directory, and lists them with what is written by hand.
+file(GLOB cuda_sources CONFIGURE_DEPENDS ${cuda_dir}/*.cu)
+foreach(pass IN LISTS cuda_passes)
+  set(arguments "")
+  foreach(params IN LISTS cuda_params_${pass} ITEMS GpuParams)
+    list(APPEND arguments "const ${params}&")
+  endforeach()
+  list(JOIN arguments ", " arguments)
+  foreach(head_dim IN LISTS cuda_head_dims)
+    set(instantiation ${CMAKE_CURRENT_BINARY_DIR}/${pass}_${head_dim}.cu)
+    configure_file(${cuda_dir}/instantiate.cu.in ${instantiation} @ONLY)
+    list(APPEND cuda_sources ${instantiation})
+  endforeach()
+endforeach()

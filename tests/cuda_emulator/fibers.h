@@ -1,0 +1,110 @@
+// Threads of a block as fibers of one thread of the host: stacks, and switching between them.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+
+// Other CPUs take the slower switch of the C library; so can this one, to try it.
+#if !defined(__x86_64__) && !defined(FUSED_ATTN_UCONTEXT)
+#define FUSED_ATTN_UCONTEXT
+#endif
+#if defined(FUSED_ATTN_UCONTEXT)
+#include <ucontext.h>
+#endif
+
+namespace fused_attn::emulator {
+
+#if !defined(FUSED_ATTN_UCONTEXT)
+
+// A fiber that does not run: its stack, with the address where it goes on at the top.
+struct Context {
+  void** stack;
+};
+
+inline void start_context(Context& context, char* low, size_t size, void (*entry)()) {
+  void** top = reinterpret_cast<void**>(low + size);
+  *--top = nullptr;  // the return address of `entry`, which does not return
+  *--top = reinterpret_cast<void*>(entry);
+  context.stack = top;
+}
+
+#if defined(__AVX512F__)
+#define FUSED_ATTN_AVX512_REGISTERS                                                             \
+  "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25",     \
+      "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k0", "k1", "k2", "k3", "k4", "k5", \
+      "k6", "k7",
+#else
+#define FUSED_ATTN_AVX512_REGISTERS
+#endif
+
+// Inline, so that the compiler saves what is live and no more, and that each place has a jump of
+// its own to predict: the lanes of a warp all come from the same place.
+__attribute__((always_inline)) inline void switch_context(Context& from, const Context& to) {
+  void*** save = &from.stack;
+  void** stack = to.stack;
+  asm volatile(
+      "leaq -128(%%rsp), %%rsp\n\t"  // what the ABI lets functions use below their stack pointer
+      "pushq %%rbp\n\t"
+      "leaq 1f(%%rip), %%rax\n\t"
+      "pushq %%rax\n\t"
+      "movq %%rsp, (%0)\n\t"
+      "movq %1, %%rsp\n\t"
+      "popq %%rax\n\t"
+      "jmp *%%rax\n"
+      "1:\tpopq %%rbp\n\t"
+      "leaq 128(%%rsp), %%rsp"
+      : "+D"(save), "+S"(stack)
+      :
+      : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0",
+        "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+        "xmm12", "xmm13", "xmm14", "xmm15", FUSED_ATTN_AVX512_REGISTERS "memory", "cc");
+}
+
+#else
+
+using Context = ucontext_t;
+
+inline void start_context(Context& context, char* low, size_t size, void (*entry)()) {
+  getcontext(&context);
+  context.uc_stack.ss_sp = low;
+  context.uc_stack.ss_size = size;
+  context.uc_link = nullptr;
+  makecontext(&context, entry, 0);
+}
+
+inline void switch_context(Context& from, const Context& to) { swapcontext(&from, &to); }
+
+#endif
+
+// Stacks for the threads of one block, kept from launch to launch.
+class Stacks {
+ public:
+  static constexpr int kMaxThreads = 1024;
+  static constexpr size_t kSize = 256 << 10, kGuard = 4096, kSpread = 64 << 10;
+
+  ~Stacks() {
+    if (base_ != nullptr) munmap(base_, kMaxThreads * kSize);
+  }
+  void start(Context& context, int thread, void (*entry)()) {
+    if (base_ == nullptr) allocate();
+    // The same depth of each stack lies in other sets of the caches.
+    const size_t spread = size_t{2112} * thread % kSpread / 64 * 64;
+    start_context(context, base_ + thread * kSize + kGuard, kSize - kGuard - spread, entry);
+  }
+
+ private:
+  void allocate() {
+    void* memory = mmap(nullptr, kMaxThreads * kSize, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    base_ = static_cast<char*>(memory);
+    for (int i = 0; i < kMaxThreads; ++i) mprotect(base_ + i * kSize, kGuard, PROT_NONE);
+  }
+
+  char* base_ = nullptr;
+};
+
+}  // namespace fused_attn::emulator

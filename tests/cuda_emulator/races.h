@@ -1,0 +1,184 @@
+// Who wrote and read each byte of shared memory, and whether a barrier lies between.
+//
+// Each meeting of a warp takes a new number. An access is in the past of all that its warp does
+// after its next meeting, and in the past of another warp once both took part in barriers in
+// between; each warp keeps up to which number it has others' accesses in its past.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace fused_attn::emulator {
+
+constexpr int kMaxWarps = 32;
+
+struct WarpClock {
+  int32_t now = 0;               // number of the last meeting
+  int32_t past[kMaxWarps] = {};  // accesses of other warps up to here lie in the past
+  int32_t everyone = 0;          // the least of `past`
+};
+
+struct Access {
+  int32_t warp, lane;  // lane: 32 for several
+};
+
+class Shadow {
+ public:
+  static constexpr int kLanes = 64, kSeveral = 32;
+  static constexpr int32_t kUnderWay = INT32_MAX;  // what a copy is about to write
+  static constexpr int32_t kMeetings = INT32_MAX / kLanes - 4096;
+  WarpClock clocks[kMaxWarps];
+
+  // A new block, to whose threads all that was lies in the past.
+  void start(int size, int warps) {
+    size_ = size;
+    warps_ = warps;
+    if (meetings_ > kMeetings / 2) forget();
+    if (written_.size() < static_cast<size_t>(size)) {
+      written_.resize(size);
+      writers_.resize(size);
+    }
+    const size_t reads = size_t(size) * warps;
+    if (read_.size() < reads) {
+      read_.resize(reads);
+      readers_.resize(reads);
+    }
+    const int32_t before = meetings_++;
+    for (int warp = 0; warp < warps; ++warp) {
+      clocks[warp].now = meetings_;
+      std::fill_n(clocks[warp].past, kMaxWarps, before);
+      clocks[warp].everyone = before;
+    }
+  }
+  void forget() {
+    meetings_ = 0;
+    std::fill(written_.begin(), written_.end(), 0);
+    std::fill(read_.begin(), read_.end(), 0);
+  }
+
+  // Whether the numbers of meetings will soon not fit.
+  bool full() const { return meetings_ > kMeetings; }
+  void meet(int warp) { clocks[warp].now = ++meetings_; }
+  // The warps of a bit mask have waited for each other.
+  void join(uint32_t warps) {
+    int32_t past[kMaxWarps];
+    for (int other = 0; other < warps_; ++other) {
+      past[other] = 0;
+      for (int warp = 0; warp < warps_; ++warp) {
+        if (warps >> warp & 1) past[other] = std::max(past[other], clocks[warp].past[other]);
+      }
+      if (warps >> other & 1) past[other] = meetings_;
+    }
+    ++meetings_;
+    for (int warp = 0; warp < warps_; ++warp) {
+      if (!(warps >> warp & 1)) continue;
+      clocks[warp].now = meetings_;
+      clocks[warp].everyone = meetings_;
+      for (int other = 0; other < warps_; ++other) {
+        clocks[warp].past[other] = past[other];
+        if (other != warp) clocks[warp].everyone = std::min(clocks[warp].everyone, past[other]);
+      }
+    }
+  }
+
+  // What a race with one of kSize bytes is called; null: none. `by`: whom with.
+  template <int kSize>
+  const char* write_race(uint32_t address, Access me, bool atomic, Access* by, int* line) const {
+    const int32_t limit = clocks[me.warp].everyone * kLanes + kLanes - 1;
+    if (any_above<kSize>(&written_[address], limit)) {
+      const char* race = find_writer<kSize>(address, me, atomic, by, line);
+      if (race != nullptr) return race;
+    }
+    for (int warp = 0; warp < warps_; ++warp) {
+      const int32_t* read = &read_[size_t(warp) * size_ + address];
+      if (!any_above<kSize>(read, limit)) continue;
+      for (int i = 0; i < kSize; ++i) {
+        if (in_past(read[i], warp, me)) continue;
+        *by = {warp, read[i] % kLanes};
+        *line = readers_[size_t(warp) * size_ + address + i];
+        return "overwrites what was read without a barrier in between";
+      }
+    }
+    return nullptr;
+  }
+  template <int kSize>
+  const char* read_race(uint32_t address, Access me, Access* by, int* line) const {
+    const int32_t limit = clocks[me.warp].everyone * kLanes + kLanes - 1;
+    if (!any_above<kSize>(&written_[address], limit)) return nullptr;
+    return find_writer<kSize>(address, me, false, by, line);
+  }
+
+  template <int kSize>
+  void write(uint32_t address, Access me, bool atomic, int line) {
+    fill<kSize>(&written_[address], stamp(me));
+    fill<kSize>(&writers_[address], line * 64 + atomic * kMaxWarps + me.warp);
+  }
+  template <int kSize>
+  void read(uint32_t address, Access me, int line) {
+    fill<kSize>(&readers_[size_t(me.warp) * size_ + address], line);
+    const int32_t mine = stamp(me), now = mine / kLanes * kLanes, several = now + kSeveral;
+    int32_t* read = &read_[size_t(me.warp) * size_ + address];
+    if (me.lane != kSeveral && any_above<kSize>(read, now - 1)) {
+      for (int i = 0; i < kSize; ++i) {
+        read[i] = read[i] >= now && read[i] != mine ? several : mine;
+      }
+    } else {
+      fill<kSize>(read, mine);
+    }
+  }
+  void start_copy(uint32_t address, Access me, int line) {
+    fill<16>(&written_[address], kUnderWay);
+    fill<16>(&writers_[address], line * 64 + me.warp);
+  }
+
+ private:
+  int32_t stamp(Access access) const { return clocks[access.warp].now * kLanes + access.lane; }
+  bool in_past(int32_t stamp, int warp, Access me) const {
+    if (warp != me.warp) return stamp / kLanes <= clocks[me.warp].past[warp];
+    return stamp / kLanes < clocks[warp].now || stamp % kLanes == me.lane;
+  }
+  typedef int32_t Stamps __attribute__((vector_size(16), aligned(4), may_alias));
+  template <int kSize>
+  static bool any_above(const int32_t* stamps, int32_t limit) {
+    if constexpr (kSize < 4) return stamps[0] > limit || stamps[kSize - 1] > limit;
+    Stamps above = {};
+#pragma GCC unroll 4
+    for (int i = 0; i < kSize; i += 4) above |= *(const Stamps*)(stamps + i) > limit;
+    const auto halves = (long long __attribute__((vector_size(16))))above;
+    return (halves[0] | halves[1]) != 0;
+  }
+  template <int kSize>
+  static void fill(int32_t* stamps, int32_t value) {
+    if constexpr (kSize < 4) {
+      std::fill_n(stamps, kSize, value);
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kSize; i += 4) *(Stamps*)(stamps + i) = value - Stamps{};
+    }
+  }
+  template <int kSize>
+  const char* find_writer(uint32_t address, Access me, bool atomic, Access* by, int* line) const {
+    for (int i = 0; i < kSize; ++i) {
+      const int32_t stamp = written_[address + i];
+      const int warp = writers_[address + i] % kMaxWarps;
+      const bool both_atomic = atomic && writers_[address + i] / kMaxWarps % 2 != 0;
+      *by = {warp, stamp % kLanes};
+      *line = writers_[address + i] / 64;
+      if (stamp == kUnderWay) {
+        by->lane = kSeveral;
+        return "touches what a copy that was not waited for writes";
+      }
+      if (both_atomic || in_past(stamp, warp, me)) continue;
+      return "touches what was written without a barrier in between";
+    }
+    return nullptr;
+  }
+
+  int size_ = 0, warps_ = 0;
+  int32_t meetings_ = 0;
+  // Of each byte: the last write, its warp and line, each warp's last read and its line.
+  std::vector<int32_t> written_, writers_, read_, readers_;
+};
+
+}  // namespace fused_attn::emulator

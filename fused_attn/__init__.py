@@ -3,6 +3,7 @@
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
 from fused_attn.compare import ComparisonReport, compare
+from fused_attn.decoding import decode_attention
 from fused_attn.functional import (
     layer_norm,
     rms_norm,
@@ -21,6 +22,7 @@ __all__ = [
     "SwapReport",
     "available_backends",
     "compare",
+    "decode_attention",
     "disable",
     "enable",
     "enabled",

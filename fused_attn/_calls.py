@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._modes import plain_eager, transformed
+from fused_attn._modes import captured, plain_eager, stream_of, transformed
 from fused_attn.backends import wanted_backend
 from fused_attn.masks import Mask
 
@@ -23,27 +23,38 @@ _MAX_PLANS = 1024  # then all are dropped: a program with that many shapes pays 
 _MAX_PLANS_OF_MASK = 16
 _plans: dict[Any, Plan] = {}
 
+# Backends whose calls have plans: the one that is chosen unasked, and one that has to be asked for.
+# What else is asked for by name is asked for in order to compare, or to check.
+_PLANNED = (None, "cuda")
+
 # Options that are what they are: a tensor could change, and many others have no hash.
 _PLAIN = frozenset({bool, int, float, str, type, type(None)})
 
 
-def signature(tensors: tuple[Tensor | None, ...], *options: Any) -> Any:
+def signature(tensors: tuple[Tensor | None, ...], backend: str | None, *options: Any) -> Any:
     """What a plan is found by; None where a call must not take one."""
     if not plain_eager(*tensors) or not _PLAIN.issuperset(map(type, options)):
         return None
+    backend = backend or wanted_backend()
+    if backend not in _PLANNED:
+        return None
     grad, needs_grad = torch.is_grad_enabled(), False
-    facts: list[Any] = [options]
+    facts: list[Any] = [backend, options]
+    on_gpu = False
     for tensor in tensors:
         if tensor is None:
             facts.append(None)
             continue
-        if not tensor.is_cpu or tensor.is_nested or tensor.layout is not torch.strided:
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_neg():
             return None
-        if tensor.is_neg():
-            return None
+        if not tensor.is_cpu:
+            if not tensor.is_cuda:
+                return None
+            on_gpu = True
+            facts += (tensor.device, stream_of(tensor.device))
         needs_grad = needs_grad or (grad and tensor.requires_grad)
         facts += (tensor.shape, tensor.stride(), tensor.dtype)
-    if transformed() or torch.is_autocast_enabled("cpu") or wanted_backend() is not None:
+    if transformed() or torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
         return None
     return (*facts, torch.is_inference_mode_enabled(), needs_grad)
 
@@ -59,7 +70,7 @@ def find(key: Any, mask: Mask | None = None) -> Plan | None:
         return None
     if mask is None:
         return _plans.get(key)
-    kept = mask.plans.get(key)
+    kept = None if captured(*mask.tensors()) else mask.plans.get(key)
     return kept[1] if kept is not None and kept[0] == mask.versions() else None
 
 
@@ -69,6 +80,8 @@ def keep(key: Any, mask: Mask | None, make: Callable[..., Plan | None], *args: A
         return
     tensors = [] if mask is None else mask.tensors()
     if not plain_eager(*tensors) or any(t.requires_grad or t.is_inference() for t in tensors):
+        return
+    if captured(*tensors):
         return
     plan = make(*args)
     if plan is None:

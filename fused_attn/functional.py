@@ -25,7 +25,7 @@ from fused_attn._validation import (
     checked_scale,
     checked_softcap,
 )
-from fused_attn.backends import AttentionProblem, NormProblem, cpp, reference, select
+from fused_attn.backends import AttentionProblem, NormProblem, cpp, cuda, reference, select
 from fused_attn.mask_spec import MaskSpec, normalize, remake
 from fused_attn.masks import Mask
 
@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
         enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
         return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp", "triton" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
 
     Returns:
         out with query's leading shape and head_dim_v; with return_lse also lse, (batch, num_heads,
@@ -87,9 +87,10 @@ def scaled_dot_product_attention(
     mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
     signature = None
     learnt = mask_tensor is not None and mask_tensor.requires_grad and torch.is_grad_enabled()
-    if backend is None and not learnt and (mask_tensor is attn_mask or own_mask is attn_mask):
+    if not learnt and (mask_tensor is attn_mask or own_mask is attn_mask):
         signature = _calls.signature(
             (query, key, value, mask_tensor),
+            backend,
             "attention",
             dropout_p,
             type(dropout_p),
@@ -118,8 +119,8 @@ def scaled_dot_product_attention(
     spec = normalize(mask, batch, num_heads, seqlen_q, k.shape[2], q)
     name = _select_attention(q, v, spec, backend)
     out, lse = _attention(q, k, v, spec, scale, softcap, dropout_p, name)
-    if name == "cpp" and all(a is b for a, b in zip(given, (q, k, v, mask_tensor), strict=True)):
-        options = (spec, scale, softcap, dropout_p, return_lse)
+    if name != "eager" and all(a is b for a, b in zip(given, (q, k, v, mask_tensor), strict=True)):
+        options = (spec, scale, softcap, dropout_p, return_lse, name)
         _calls.keep(signature, own_mask, _attention_plan, signature, *given, *options)
     if len(leading) != 3:
         out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)
@@ -257,8 +258,9 @@ def _attention_plan(
     softcap: float,
     dropout_p: float,
     return_lse: bool,
+    name: str,
 ) -> Callable[..., Any] | None:
-    """A function of query, key, value and mask tensor like these."""
+    """A function of query, key, value and mask tensor like these, by backend `name`."""
     field, spec_of = "", None
     if mask is not None:
         again = remake(spec, mask)
@@ -266,16 +268,27 @@ def _attention_plan(
             return None
         field, spec_of = again
     in_place = all(readable_in_place(t) is t for t in (query, key, value))
-    if in_place and not (_calls.needs_grad(signature) or dropout_p > 0.0 or return_lse):
+    out_alone = in_place and not (_calls.needs_grad(signature) or dropout_p > 0.0 or return_lse)
+    if out_alone and name == "cpp":
         return cpp.attention_call(query, key, value, spec, field, scale, softcap)
     same_spec = spec if spec_of is None else None  # or the plan would keep the mask alive
 
     def plan(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
         own: Any = same_spec if spec_of is None or mask is None else spec_of(mask)
-        out, lse = _attention(query, key, value, own, scale, softcap, dropout_p, "cpp")
+        out, lse = _attention(query, key, value, own, scale, softcap, dropout_p, name)
         return (out, lse) if return_lse else out
 
-    return plan
+    if not (out_alone and name == "cuda"):
+        return plan
+    call = cuda.attention_call(query, key, value, spec, field, scale, softcap)
+    if call is None:
+        return plan
+
+    def plan_in_place(*tensors: Any) -> Any:
+        out = call(*tensors)
+        return plan(*tensors) if out is None else out
+
+    return plan_in_place
 
 
 def layer_norm(
@@ -303,7 +316,7 @@ def layer_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1] of dropping an element of input before the sum.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "triton" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
 
     Returns:
         out, like input; with return_residual also the sum (input itself where nothing is added).
@@ -344,7 +357,7 @@ def rms_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1] of dropping an element of input before the sum.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "triton" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
 
     Returns:
         out, like input; with return_residual also the sum.
@@ -375,15 +388,13 @@ def _norm(
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     shape = tuple(normalized_shape)
-    signature = None
-    if backend is None:
-        signature = _calls.signature(
-            (input, weight, bias, residual), "norm", *shape, eps, rms, dropout_p, type(dropout_p),
-            return_residual,
-        )  # fmt: skip
-        plan = _calls.find(signature)
-        if plan is not None:
-            return plan(input, weight, bias, residual)
+    signature = _calls.signature(
+        (input, weight, bias, residual), backend, "norm", *shape, eps, rms, dropout_p,
+        type(dropout_p), return_residual,
+    )  # fmt: skip
+    plan = _calls.find(signature)
+    if plan is not None:
+        return plan(input, weight, bias, residual)
     given = (input, weight, bias, residual)
     check_float("input", input)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
@@ -414,8 +425,8 @@ def _norm(
     name = select(NormProblem(input.device, input.dtype, num_columns, transformed()), backend)
     options = (num_columns, eps, rms, dropout_p, return_residual)
     result = _norm_rows(input, weight, bias, residual, *options, name)
-    if name == "cpp" and input.numel() > 0 and input is given[0]:
-        _calls.keep(signature, None, _norm_plan, signature, *given, *options)
+    if name != "eager" and input.numel() > 0 and input is given[0]:
+        _calls.keep(signature, None, _norm_plan, signature, *given, *options, name)
     return result
 
 
@@ -454,17 +465,17 @@ def _norm_plan(
     *options: Any,
 ) -> Callable[..., Any]:
     """A function of input, weight, bias and residual like these; options as of _norm_rows."""
-    num_columns, eps, rms, dropout_p, return_residual = options
+    num_columns, eps, rms, dropout_p, return_residual, name = options
     parameters = [t for t in (weight, bias) if t is not None]
     as_they_are = all(t.is_contiguous() for t in (input, *parameters)) and all(
         t.dtype == statistics_dtype(input.dtype) for t in parameters
     )
     more = _calls.needs_grad(signature) or dropout_p > 0.0 or return_residual
-    if as_they_are and residual is None and not more:
+    if as_they_are and residual is None and not more and name == "cpp":
         return cpp.norm_call(input.reshape(-1, num_columns), eps, rms)
 
     def plan(*tensors: Tensor | None) -> Any:
-        arguments: Any = (*tensors, *options, "cpp")
+        arguments: Any = (*tensors, *options)
         return _norm_rows(*arguments)
 
     return plan

@@ -1,4 +1,4 @@
-"""Which tests run here: what their backend takes, what there is a GPU for, what is interpreted."""
+"""Which tests run here: what their backend takes, what there is a GPU for, what is slow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, INTERPRETED, device_of, takes
+from helpers import BACKENDS, SLOW_BACKENDS, device_of, takes
 
 
 @pytest.hookimpl(tryfirst=True)  # -m sees the markers that are added here
@@ -41,8 +41,8 @@ def _taken(item: pytest.Item) -> bool:
 
 
 def _thinned_out(item: pytest.Item) -> bool:
-    """Whether the interpreter does without these parameters, by a `thinned` marker of the test."""
-    if not INTERPRETED or _backend(item) != "triton":
+    """Whether a slow backend does without these parameters, by a `thinned` marker of the test."""
+    if _backend(item) not in SLOW_BACKENDS:
         return False
     parameters = _parameters(item)
     return any(

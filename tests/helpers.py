@@ -8,10 +8,12 @@ No test has another tolerance.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
+import cuda_emulation
 import pytest
 import torch
 from torch import Tensor
@@ -19,14 +21,19 @@ from torch import Tensor
 import fused_attn
 from fused_attn import functional as F
 from fused_attn import philox
-from fused_attn.backends import AttentionProblem, cpp, get_backend, triton
+from fused_attn.backends import AttentionProblem, cpp, cuda, get_backend, triton
 from fused_attn.compare import GRAD_FACTOR, OUTPUT_FACTOR
+
+if os.environ.get("CUDA_EMULATED") == "1":
+    cuda_emulation.use()
 
 BACKENDS = [name for name in fused_attn.available_backends() if name != "eager"]
 ISAS = ["amx", "avx512_bf16", "avx512", "avx2", "generic"]
 # Of these, a test runs those that its backend takes: conftest.py leaves out the others.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()
+# Their kernels run on the CPU one step after the other, and take seconds where others take none.
+SLOW_BACKENDS = ["cuda"] * cuda.emulated() + ["triton"] * INTERPRETED
 # For grids of types and something else: the types differ in how tiles are read and written, which
 # test_shapes, and of the norms test_weight_of_the_same_type, do in float16 too.
 ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 is there", dtype=[torch.float16])

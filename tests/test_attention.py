@@ -9,8 +9,8 @@ import torch
 from helpers import (
     BACKENDS,
     DTYPES,
-    INTERPRETED,
     ONE_16_BIT_TYPE,
+    SLOW_BACKENDS,
     assert_like_eager,
     attention,
     device_of,
@@ -191,6 +191,16 @@ def test_large_scores(dtype, backend):
     assert torch.isfinite(out).all() and torch.isfinite(lse).all()  # finfo.min does not mask
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_low_scores(dtype, backend):
+    """Scores of -100 and less, where 0, what keys behind the last one have, would be infinite."""
+    tensors = random_qkv(1, 2, 2, 40, 150, 64)
+    tensors["query"] = 5.0 * (tensors["query"].abs() + 1.0)
+    tensors["key"] = -tensors["key"].abs() - 1.0
+    assert_like_eager(attention(), tensors, dtype, backend)
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_empty_tensors(dtype, backend):
@@ -216,8 +226,11 @@ def test_empty_tensors(dtype, backend):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize(
     "kind",
-    ["padding", "padding_left", "ragged", "key_mask", "key_bias", "dense", "window", "documents"],
-)
+    [
+        "padding", "padding_left", "ragged", "key_mask", "key_bias", "dense", "window", "documents",
+        "empty_window", "prefix_window",
+    ],
+)  # fmt: skip
 def test_invisible_keys_do_not_matter(kind, poison, dtype, backend):
     """NaN and Inf in keys and values that no query may see: bit for bit as if they were 0."""
     batch, seqlen_q, seqlen_k = 2, 75, 210
@@ -245,6 +258,16 @@ def test_invisible_keys_do_not_matter(kind, poison, dtype, backend):
     elif kind == "window":
         mask = masks.sliding_window(10, 5)
         seen[:] = torch.arange(seqlen_k) < seqlen_q + 5
+    elif kind == "empty_window":  # from 2 keys behind the diagonal on, and up to it
+        offset = seqlen_k - seqlen_q
+        mask = masks.sliding_window(offset - 2, 0, align="bottom_right") & masks.causal()
+        seen[:] = False
+    elif kind == "prefix_window":  # from 2 keys behind the diagonal on: later rows see nothing
+        offset = seqlen_k - seqlen_q
+        mask = masks.prefix_lm([30, 50])
+        mask &= masks.sliding_window(offset - 2, -1, align="bottom_right")
+        positions = torch.arange(seqlen_k)
+        seen = (positions >= 2) & (positions < torch.tensor([[30], [50]]))
     else:
         ids = torch.where(seen, 1, 9)
         mask = masks.documents(torch.ones(batch, seqlen_q, dtype=torch.int64), ids)
@@ -371,7 +394,7 @@ def test_outputs_are_written_whole(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 # The same examples every time; raise max_examples and drop derandomize to search further.
 @settings(
-    max_examples=12 if INTERPRETED else 80,
+    max_examples=12 if SLOW_BACKENDS else 80,
     derandomize=True,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -381,12 +404,12 @@ def test_anything(backend, data):
     """Random shapes, types, strides, GQA, dropout, softcap, and up to three masks.
 
     Not the tiniest shapes, and 8 sequences: the contract compares with the largest error of eager
-    attention, which among a handful of rows is luck. The interpreter, in which an example takes
-    seconds, has 3 sequences and fewer examples.
+    attention, which among a handful of rows is luck. Slow backends, where an example takes seconds,
+    have 3 sequences and fewer examples.
     """
     heads_kv = data.draw(st.integers(2, 3))
     shape = (
-        3 if INTERPRETED else 8,
+        3 if backend in SLOW_BACKENDS else 8,
         heads_kv * data.draw(st.integers(1, 3)),
         heads_kv,
         data.draw(st.integers(16, 100)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_attn
-from fused_attn import Mask, _calls, _cpu, masks
+from fused_attn import Mask, _calls, _cpu, mask_spec, masks
 from fused_attn import functional as F
 
 
@@ -270,3 +270,22 @@ def test_threads_do_not_share_workspace():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_a_graph_in_the_making_neither_takes_nor_leaves_what_is_kept(monkeypatch):
+    """Its tensors will be others when it is replayed."""
+    x, mask = qkv(1, 2, 40, 16), masks.dense(torch.rand(40, 40) < 0.5)
+
+    def kept():
+        F.scaled_dot_product_attention(*x, mask)
+        return *mask.specs.values(), *mask.plans.values()
+
+    before = kept()
+    assert before
+    for module in (_calls, mask_spec):
+        monkeypatch.setattr(module, "captured", lambda *tensors: bool(tensors))
+    assert all(_calls.find(key, mask) is None for key in mask.plans)
+    assert kept() == before
+    mask.specs.clear()
+    mask.plans.clear()
+    assert not kept()

@@ -1,4 +1,4 @@
-"""A few queries against many keys without gradients: the decode kernel."""
+"""A few queries against many keys without gradients: the decode kernels."""
 
 from __future__ import annotations
 
@@ -97,3 +97,55 @@ def test_invisible_nan_stays_where_it_is(dtype, backend):
     assert not out[1, :, 0].isfinite().any()
     if backend == "cpp":  # the only one that keeps the queries of a tile apart
         assert out[1, :, 1:].isfinite().all()
+
+
+@ONE_16_BIT_TYPE
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+def test_head_dims(dim, dtype, backend):
+    tensors = random_qkv(1, 4, 2, 3, 400, dim)
+    check(tensors, masks.sliding_window(300, align="bottom_right"), dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [masks.dense, lambda t: masks.bias(t.float().log())])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_that_share_keys_see_others(rows, kind, backend):
+    """Whole tiles that one head of a group sees and another does not, and some that none sees."""
+    seen = torch.zeros(2, 4, rows, 640, dtype=torch.bool)
+    seen[:, 0, :, :256] = seen[:, 1, :, 192:448] = seen[:, 2, :, :128] = True
+    seen[1, :, :, 128:256] = True
+    tensors = random_qkv(2, 4, 1, rows, 640, 32)
+    for name in ("key", "value"):
+        tensors[name][0, :, 448:] = tensors[name][1, :, 448:] = float("nan")
+    for mask in (seen, seen[:, :, :1]):
+        check(tensors, kind(mask), torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed(is_causal, backend):
+    """Some sequences without queries, some without keys."""
+    lengths_q, lengths_k = (3, 0, 1, 5, 2), (300, 40, 0, 129, 7)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(sum(lengths), heads, 32, generator=generator)
+        for name, heads, lengths in (
+            ("query", 4, lengths_q), ("key", 2, lengths_k), ("value", 2, lengths_k),
+        )
+    }  # fmt: skip
+
+    def of(backend):
+        def call(query, key, value):
+            ends = (
+                torch.tensor((0, *n)).cumsum(0).to(query.device) for n in (lengths_q, lengths_k)
+            )
+            return F.varlen_attention(
+                query, key, value, *ends, 5, 300, is_causal=is_causal, return_lse=True,
+                backend=backend,
+            )  # fmt: skip
+
+        return call
+
+    assert_outputs_like_eager(of, tensors, torch.float32, backend)

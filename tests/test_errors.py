@@ -173,7 +173,7 @@ CASES = {
     ),
     "backend": (
         lambda: sdpa(backend="fast"), ValueError,
-        "backend must be one of cpp, triton, eager, got 'fast'",
+        "backend must be one of cpp, cuda, triton, eager, got 'fast'",
     ),
     "backend_context": (
         lambda: fused_attn.use_backend("fast").__enter__(), ValueError, "backend must be one of",

@@ -14,7 +14,7 @@ import fused_attn
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_DIRS = ("csrc", "fused_attn", "tests", "benchmarks", "examples")
-SOURCE_SUFFIXES = {".py", ".pyi", ".h", ".inc", ".in", ".cpp", ".cu", ".cuh"}
+SOURCE_SUFFIXES = {".py", ".pyi", ".h", ".inc", ".in", ".cpp", ".cu", ".cuh", ".cmake"}
 MAX_LINES = 500
 MAX_ENVIRONMENT_VARIABLES = 4
 

@@ -12,6 +12,15 @@ from torch import Tensor
 
 from fused_attn._layout import gradient_layout, out_layout, readable_in_place
 from fused_attn._modes import statistics_dtype
+from fused_attn.backends.fields import (
+    DTYPES,
+    add,
+    attention_fields,
+    contiguous_as,
+    norm_fields,
+    pointer,
+    summary_fields,
+)
 from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.mask_spec import MaskSpec
 
@@ -20,8 +29,6 @@ try:
 except ImportError as error:  # pragma: no cover - a broken installation
     _cpu, _import_error = None, str(error)  # type: ignore[assignment]
 
-# enum DType of csrc/params.h.
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 MAX_HEAD_DIM = 256
 
 
@@ -35,7 +42,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = unavailable()
     if problem.device.type != "cpu":
         reasons.append(f"runs on cpu, not on {problem.device.type}")
-    return reasons + kernel_limits(problem, _DTYPES, MAX_HEAD_DIM)
+    return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
 
 def not_automatic() -> list[str]:
@@ -110,7 +117,7 @@ def attention_call(
     def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         out = _empty(shape, strides, dtype)
         run(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), _pointer(mask),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), pointer(mask),
             torch.get_num_threads(),
         )  # fmt: skip
         return out
@@ -143,10 +150,10 @@ def attention_bwd(
     )
     fields, _kept = _fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
     fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
-    _add(fields, "grad_out", grad_out)
-    _add(fields, "grad_query", grad_query)
-    _add(fields, "grad_key", grad_key)
-    _add(fields, "grad_value", grad_value)
+    add(fields, "grad_out", grad_out)
+    add(fields, "grad_query", grad_query)
+    add(fields, "grad_key", grad_key)
+    add(fields, "grad_value", grad_value)
     if grad_lse is not None:
         grad_lse = grad_lse.to(lse.dtype).contiguous().resolve_neg()
         fields["grad_lse"] = grad_lse.data_ptr()
@@ -193,10 +200,10 @@ def attention_weights_bwd(
     grad_weights = readable_in_place(grad_weights)
     grad_query, grad_key = (_empty(*gradient_layout(t), t.dtype) for t in (query, key))
     fields, _kept = _weights_fields(query, key, lse, lse_low, spec, scale, softcap, dropout_p, seed)
-    _add(fields, "grad_query", grad_query)
-    _add(fields, "grad_key", grad_key)
+    add(fields, "grad_query", grad_query)
+    add(fields, "grad_key", grad_key)
     heads = grad_weights[:, None].expand(-1, query.shape[1], -1, -1) if average else grad_weights
-    _add(fields, "grad_weights", heads)
+    add(fields, "grad_weights", heads)
     fields["grad_weights_factor"] = 1.0 / max(query.shape[1], 1) if average else 1.0
     row_sums = torch.empty_like(lse)
     fields["row_sums"] = row_sums.data_ptr()
@@ -222,14 +229,14 @@ def norm_fwd(
     mean = input.new_empty(0 if rms else input.shape[0], dtype=statistics)
     rstd = input.new_empty(input.shape[0], dtype=statistics)
     residual = None if residual is None else residual.contiguous()
-    weight, bias = _as(weight, statistics), _as(bias, statistics)
+    weight, bias = contiguous_as(weight, statistics), contiguous_as(bias, statistics)
     _cpu.norm_fwd(
         **_norm_fields(input, rms, dropout_p, seed),
         eps=eps,
         input=input.data_ptr(),
-        residual=_pointer(residual),
-        weight=_pointer(weight),
-        bias=_pointer(bias),
+        residual=pointer(residual),
+        weight=pointer(weight),
+        bias=pointer(bias),
         out=out.data_ptr(),
         total=total.data_ptr(),
         mean=mean.data_ptr(),
@@ -250,7 +257,7 @@ def norm_call(
     ) -> Tensor:
         out = _empty_like(input)
         run(
-            input.data_ptr(), _pointer(weight), _pointer(bias), out.data_ptr(),
+            input.data_ptr(), pointer(weight), pointer(bias), out.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
         return out
@@ -274,7 +281,7 @@ def norm_bwd(
     """Gradients of input (empty where it is residual's), residual, weight and bias."""
     total, grad_out = total.contiguous(), grad_out.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
-    weight = _as(weight, mean.dtype)
+    weight = contiguous_as(weight, mean.dtype)
     grad_residual = _empty_like(total)
     grad_input = _empty_like(total) if dropout_p > 0.0 else total.new_empty(0)
     grad_weight = mean.new_empty(total.shape[1] if needs_weight else 0)
@@ -282,11 +289,11 @@ def norm_bwd(
     _cpu.norm_bwd(
         **_norm_fields(total, rms, dropout_p, seed),
         total=total.data_ptr(),
-        weight=_pointer(weight),
+        weight=pointer(weight),
         mean=mean.data_ptr(),
         rstd=rstd.data_ptr(),
         grad_out=grad_out.data_ptr(),
-        grad_total=_pointer(grad_total),
+        grad_total=pointer(grad_total),
         grad_input=grad_input.data_ptr(),
         grad_residual=grad_residual.data_ptr(),
         grad_weight=grad_weight.data_ptr(),
@@ -297,21 +304,8 @@ def norm_bwd(
 
 def tile_summary(tensor: Tensor) -> Tensor:
     """What each 32 x 64 tile of a dense mask or bias shows: uint8, enum SummaryValue."""
-    rows, columns = _cpu.SUMMARY_TILE
-    batch, num_heads, seqlen_q, seqlen_k = tensor.shape
-    summary = torch.empty(
-        batch, num_heads, -(-seqlen_q // rows), -(-seqlen_k // columns), dtype=torch.uint8
-    )
-    is_bool = tensor.dtype == torch.bool
-    _cpu.tile_summary(
-        data=tensor.data_ptr(),
-        is_bool=is_bool,
-        dtype=0 if is_bool else _DTYPES[tensor.dtype],
-        sizes=tuple(tensor.shape),
-        strides=tensor.stride(),
-        summary=summary.data_ptr(),
-        num_threads=torch.get_num_threads(),
-    )
+    summary, fields = summary_fields(tensor, _cpu.SUMMARY_TILE)
+    _cpu.tile_summary(**fields, num_threads=torch.get_num_threads())
     return summary
 
 
@@ -324,7 +318,7 @@ def tile_kinds(
         (batch, num_heads, panels, blocks) uint8, 0 for tiles that are skipped, 1 for partial and
         2 for full ones; and the tile's size, in queries and keys.
     """
-    panel, block = _cpu.tile_size(_DTYPES[dtype])
+    panel, block = _cpu.tile_size(DTYPES[dtype])
     shape = (batch, num_heads, -(-seqlen_q // panel), -(-seqlen_k // block))
     kinds = torch.empty(shape, dtype=torch.uint8)
     empty = torch.empty(batch, num_heads, seqlen_q, 0, dtype=dtype)
@@ -345,7 +339,7 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype)
     numel = math.prod(shape)
     if numel * dtype.itemsize < _POOLED_FROM or len(shape) > 4:
         return torch.empty_strided(shape, strides, dtype=dtype)
-    return torch.from_dlpack(_cpu.pooled_tensor(shape, strides, _DTYPES[dtype]))
+    return torch.from_dlpack(_cpu.pooled_tensor(shape, strides, DTYPES[dtype]))
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -367,69 +361,18 @@ def _fields(
     seed: Tensor | None,
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The fields of AttentionParams, and tensors that must outlive the call."""
-    batch, seqlen_q, seqlen_k = spec.sizes(query, key)
     query, key, value = (readable_in_place(t) for t in (query, key, value))
-    kept = [query, key, value]
-    fields: dict[str, Any] = {
-        "dtype": _DTYPES[query.dtype],
-        "batch": batch,
-        "num_heads": query.shape[1],
-        "num_heads_kv": key.shape[1],
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "total_q": query.shape[2],
-        "head_dim": query.shape[3],
-        "head_dim_v": value.shape[3],
-        "softmax_scale": scale,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "num_threads": torch.get_num_threads(),
-        "band_lo": spec.band_lo,
-        "band_hi": spec.band_hi,
-        "alibi_offset": spec.alibi_offset,
-    }
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
-        _add(fields, name, tensor)
+    summaries = (
+        ("dense", spec.dense, spec.dense_summary),
+        ("bias", spec.bias, spec.bias_summary),
+    )
+    fields, kept = attention_fields(
+        query, key, value, out, spec, scale, softcap, dropout_p, summaries, tile_summary
+    )
+    fields["num_threads"] = torch.get_num_threads()
     if dropout_p > 0.0:
         assert seed is not None
         fields["seed"] = int(seed.item())
-    if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
-        kept += (spec.cu_seqlens_q.contiguous(), spec.cu_seqlens_k.contiguous())
-        fields["cu_seqlens_q"], fields["cu_seqlens_k"] = (t.data_ptr() for t in kept[-2:])
-    if spec.bounds is not None:
-        kept.append(spec.bounds.contiguous())
-        fields["bounds"] = kept[-1].data_ptr()
-    if spec.query_documents is not None and spec.key_documents is not None:
-        for name, ids in (
-            ("query_documents", spec.query_documents),
-            ("key_documents", spec.key_documents),
-        ):
-            kept.append(readable_in_place(ids))
-            fields[name] = kept[-1].data_ptr()
-            fields[f"{name}_stride"] = 0 if ids.shape[0] == 1 else kept[-1].stride(0)
-    if spec.slopes is not None:
-        fields["slopes"] = spec.slopes.data_ptr()
-        fields["slopes_strides"] = _broadcast_strides(spec.slopes)
-    if spec.key_mask is not None:
-        fields["key_mask"] = spec.key_mask.data_ptr()
-        fields["key_mask_strides"] = _broadcast_strides(spec.key_mask)
-    for name, mask, known in (
-        ("dense", spec.dense, spec.dense_summary),
-        ("bias", spec.bias, spec.bias_summary),
-    ):
-        if mask is None:
-            continue
-        summary = tile_summary(mask) if known is None else known
-        kept.append(summary)
-        fields[name] = mask.data_ptr()
-        fields[f"{name}_strides"] = _broadcast_strides(mask)
-        fields[f"{name}_summary"] = summary.data_ptr()
-        fields[f"{name}_summary_strides"] = tuple(
-            0 if size == 1 else stride
-            for size, stride in zip(mask.shape, summary.stride(), strict=True)
-        )
-    if spec.bias is not None:
-        fields["bias_dtype"] = _DTYPES[spec.bias.dtype]
     return fields, kept
 
 
@@ -461,32 +404,7 @@ def _norm_fields(
     matrix: Tensor, rms: bool, dropout_p: float, seed: Tensor | None
 ) -> dict[str, Any]:
     return {
-        "dtype": _DTYPES[matrix.dtype],
-        "rows": matrix.shape[0],
-        "columns": matrix.shape[1],
-        "rms": rms,
-        "dropout_p": dropout_p,
+        **norm_fields(matrix, rms, dropout_p),
         "seed": int(seed.item()) if seed is not None else 0,
         "num_threads": torch.get_num_threads(),
     }
-
-
-def _add(fields: dict[str, Any], name: str, tensor: Tensor) -> None:
-    fields[name] = tensor.data_ptr()
-    fields[f"{name}_strides"] = tensor.stride()
-
-
-def _broadcast_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides with 0 for every dimension of size 1."""
-    return tuple(
-        0 if size == 1 else stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -50,3 +51,15 @@ def kernel_limits(
         if problem.bias_dtype is not None and problem.bias_dtype not in dtypes:
             reasons.append(f"has no float mask of {problem.bias_dtype}")
     return reasons
+
+
+MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+
+
+@functools.cache
+def too_old(device: torch.device) -> list[str]:
+    """Why an NVIDIA GPU does not run kernels for GPUs."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= MIN_CAPABILITY:
+        return []
+    return [f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"]

@@ -7,13 +7,18 @@ import os
 from collections.abc import Iterator
 from types import ModuleType
 
-from fused_attn.backends import cpp, reference, triton
+from fused_attn.backends import cpp, cuda, reference, triton
 from fused_attn.backends.problem import Problem
 
 # In order of preference. Each has `unsupported(problem)`, whose empty list means "I take it", and
 # `not_automatic()`, whose empty list means that it may be chosen unasked; eager takes everything,
 # so it is last.
-BACKENDS: dict[str, ModuleType] = {"cpp": cpp, "triton": triton, "eager": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "cpp": cpp,
+    "cuda": cuda,
+    "triton": triton,
+    "eager": reference,
+}
 
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None
@@ -40,7 +45,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Within the block, every call of the process that names no backend uses this one.
 
     Args:
-        name: "cpp", "triton" or "eager".
+        name: "cpp", "cuda", "triton" or "eager".
 
     Raises:
         ValueError: there is no backend of that name.

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import weights_bwd
-from fused_attn.backends.problem import Problem, kernel_limits
+from fused_attn.backends.problem import Problem, kernel_limits, too_old
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
 HIP_ARCHS = ("gfx942",)
 
 
@@ -104,10 +103,7 @@ def _too_old(device: torch.device) -> list[str]:
         arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         wanted = ", ".join(HIP_ARCHS)
         return [] if arch in HIP_ARCHS else [f"runs on {wanted}, not on {arch}"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= MIN_CAPABILITY:
-        return []
-    return [f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"]
+    return too_old(device)
 
 
 def _attention() -> Any:

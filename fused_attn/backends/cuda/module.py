@@ -1,0 +1,81 @@
+"""The compiled module, and how its kernels are started."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+try:
+    from fused_attn import _cuda
+except ImportError as error:
+    _cuda = None  # type: ignore[assignment]
+    _missing = (
+        "was built without the CUDA module"
+        if importlib.util.find_spec("fused_attn._cuda") is None
+        else f"fused_attn._cuda cannot be imported: {error}"
+    )
+
+BLOCKS_PER_MULTIPROCESSOR = 2
+_emulated = False
+
+
+def use_module(module: Any) -> None:
+    """Takes an emulation of the compiled module, which runs its kernels on CPU tensors; for tests,
+    process-wide."""
+    global _cuda, _emulated
+    _cuda, _emulated = module, True
+
+
+def emulated() -> bool:
+    """Whether kernels run in an emulation, on CPU tensors."""
+    return _emulated
+
+
+def compiled() -> Any:
+    """The module: what csrc/bind_cuda.cpp defines."""
+    return _cuda
+
+
+def unavailable() -> list[str]:
+    """Why this backend cannot run on this machine."""
+    if _cuda is None:
+        return [_missing]
+    if _emulated:
+        return []
+    if torch.version.hip is not None:
+        return ["runs on NVIDIA GPUs only"]
+    return [] if torch.cuda.is_available() else ["torch sees no GPU"]
+
+
+def run(name: str, device: torch.device, fields: dict[str, Any]) -> None:
+    """Enqueues the kernels of a function of the module, on the device's current stream."""
+    with on_stream(device) as stream:
+        getattr(_cuda, name)(**fields, stream=stream)
+
+
+@contextlib.contextmanager
+def on_stream(device: torch.device) -> Iterator[int]:
+    """Within the block the device is torch's current one; the handle of its current stream."""
+    if device.type == "cpu":
+        yield 0
+        return
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
+
+
+def times_to_fill(blocks: int, device: torch.device) -> int:
+    """Into how many parts work for so many blocks is cut, so that all multiprocessors are busy."""
+    return max(1, -(-BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(device) // blocks))
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many the device has; a few of an emulation, so that it cuts work into parts, too."""
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

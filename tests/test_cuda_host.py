@@ -1,0 +1,113 @@
+"""The CUDA backend between torch and its kernels: layouts, pre-passes over masks, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKENDS
+
+if "cuda" not in BACKENDS:
+    pytest.skip("reason: needs a GPU, or CUDA_EMULATED=1", allow_module_level=True)
+
+from helpers import device_of
+
+from fused_attn.backends import AttentionProblem, cpp, cuda
+from fused_attn.backends.cuda.attention import CHUNK_BYTES, MAX_ROW_STRIDE, in_chunks
+from fused_attn.backends.cuda.module import compiled, run
+
+DEVICE = device_of("cuda")
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+ALMOST_ALL = 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("visible", [0.0, 1.0, ALMOST_ALL])
+@pytest.mark.parametrize("shape", [(2, 3, 40, 70), (1, 2, 33, 64), (2, 1, 1, 200), (1, 1, 64, 1)])
+def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(shape, generator=generator) < visible
+    if dtype != torch.bool:
+        mask = torch.zeros(shape, dtype=dtype).masked_fill(~mask, float("-inf"))
+        if visible == 1.0:
+            mask[..., -1, -1] = -0.0  # adds nothing
+        if visible == ALMOST_ALL:
+            mask[0, 0, 0, 0] = float("nan")
+    every_other = torch.stack([mask, mask], -1)[..., 0]
+    for tensor in (mask, mask.mT.contiguous().mT, every_other):
+        assert torch.equal(cuda.tile_summary(tensor.to(DEVICE)).cpu(), cpp.tile_summary(tensor))
+
+
+@pytest.mark.parametrize("seqlen", [1, 32, 33, 100])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ranges_of_document_ids(batch, seqlen):
+    """One row of ids is of all sequences; rows lie apart."""
+    sequences = 3
+    generator = torch.Generator().manual_seed(seqlen)
+    ids = torch.randint(-(2**31), 2**31 - 1, (batch, seqlen + 5), generator=generator)[:, :seqlen]
+    on_device = ids.to(DEVICE)
+    shape = (batch, -(-seqlen // compiled().ID_RANGE_TILE), 2)
+    ranges = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    fields = {"batch": sequences, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    for name, its_ranges in zip(("query", "key"), ranges, strict=True):
+        fields[f"{name}_documents"] = on_device.data_ptr()
+        fields[f"{name}_documents_stride"] = 0 if batch == 1 else on_device.stride(0)
+        fields[f"{name}_id_ranges"] = its_ranges.data_ptr()
+    run("id_ranges", DEVICE, fields)
+    runs = ids.split(compiled().ID_RANGE_TILE, 1)
+    want = torch.stack([torch.stack([r.amin(1), r.amax(1)], -1) for r in runs], 1)
+    assert all(torch.equal(got.cpu().long(), want) for got in ranges)
+
+
+def test_tensors_that_kernels_read_in_place():
+    for tensor in (
+        torch.randn(2, 3, 5, 8),
+        torch.randn(2, 5, 3, 8).transpose(1, 2),
+        torch.randn(2, 5, 3, 3, 8).unbind(2)[1].transpose(1, 2),
+        torch.randn(2, 1, 5, 8).expand(2, 3, 5, 8),
+        torch.randn(4 * 8)[4:].as_strided((1, 1, 3, 4), (1, 3, 4, 1)),  # of one row and batch
+        torch.randn(2, 3, 5, 64, dtype=torch.float16)[..., 8:16],
+        torch.randn(2, 3, 5, 0),
+    ):
+        assert in_chunks(tensor) is tensor
+
+
+def test_tensors_that_are_copied():
+    """Rows of the copy end in zeros."""
+    apart = torch.empty(MAX_ROW_STRIDE + 8)
+    for tensor in (
+        torch.randn(2, 3, 5, 7),
+        torch.randn(2, 3, 5, 4, dtype=torch.bfloat16),
+        torch.randn(2, 3, 5, 12)[..., :6],
+        torch.randn(2, 3, 5, 9)[..., :8],  # 9 floats from row to row
+        torch.randn(2, 3, 5, 16)[..., 2:10],  # begins within a chunk
+        torch.randn(2, 3, 5, 16)[..., ::2],
+        torch.randn(1, 1, 1, 1).expand(2, 3, 5, 8),
+        apart.as_strided((1, 1, 2, 8), (8, 8, MAX_ROW_STRIDE, 1)),
+        torch._neg_view(torch.randn(2, 3, 5, 8)),
+    ):
+        copy = in_chunks(tensor)
+        assert copy is not tensor and torch.equal(copy.nan_to_num(), tensor.nan_to_num())
+        step = CHUNK_BYTES // tensor.element_size()
+        assert copy.stride(3) == 1 and all(stride % step == 0 for stride in copy.stride()[:3])
+        whole = copy.as_strided((*copy.shape[:3], -(-copy.shape[3] // step) * step), copy.stride())
+        assert whole[..., copy.shape[3] :].eq(0).all()
+
+
+def test_errors_say_what_was_called():
+    rows = 2**40  # of a mask that is never read: its tiles are more than a grid can have
+    sizes = {"sizes": (1, 1, rows, 64), "strides": (0, 0, 0, 0), "is_bool": True}
+    with pytest.raises(RuntimeError, match=r"tile_summary.*1 1 1099511627776 64.*a grid can have"):
+        run("tile_summary", DEVICE, sizes)
+    with pytest.raises(ValueError, match="fields"):
+        run("tile_summary", DEVICE, {"summery": 0})
+
+
+def test_choice():
+    assert cuda.not_automatic()
+    problem = AttentionProblem(DEVICE, torch.float16, 256, 257)
+    assert cuda.unsupported(problem) == ["takes head_dim_v up to 256, not 257"]
+    for dims in ((0, 8), (8, 0)):  # rows without addresses
+        assert cuda.unsupported(AttentionProblem(DEVICE, torch.float16, *dims))
+    other = torch.device("cuda" if DEVICE.type == "cpu" else "cpu")
+    assert "runs on" in cuda.unsupported(AttentionProblem(other, torch.float16, 8, 8))[0]
+    assert cuda.unsupported(AttentionProblem(DEVICE, torch.float64, 8, 8))

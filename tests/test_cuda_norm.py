@@ -1,0 +1,100 @@
+"""The CUDA norms where test_norm.py's shapes do not lead: rounds of rows, wide and odd rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKENDS, assert_like_eager, device_of, short
+from test_norm import norm, tensors_of
+
+from fused_attn import functional as F
+from fused_attn.backends.cuda import norm as cuda_norm
+
+pytestmark = pytest.mark.skipif("cuda" not in BACKENDS, reason="needs a GPU, or CUDA_EMULATED=1")
+
+# Rows of a part of a warp, of a warp, of two teams and of one team of a block; single elements;
+# rows in stretches: of single elements, in the backward, and in both passes, where the sums for the
+# last columns have no room in shared memory (layer_norm_bwd.cuh).
+SHAPES = [(150, 64), (21, 512), (9, 1040), (5, 4096), (40, 333), (3, 4099), (3, 6401), (5, 12304)]
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """The backward has at most two blocks, which go over the rows in several rounds."""
+    monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 1)
+
+
+@pytest.mark.usefixtures("one_multiprocessor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_rounds_of_rows(kind, dropout_p, shape, dtype):
+    tensors = tensors_of(kind, shape, dropout_p > 0.0, True)
+    assert_like_eager(norm(kind, dropout_p=dropout_p), tensors, dtype, "cuda")
+
+
+def test_more_parts_than_a_warp_adds_up(monkeypatch):
+    """35 of the 36 that 20 multiprocessors would take; the 33rd is the first warp's second one."""
+    monkeypatch.setattr(cuda_norm, "num_multiprocessors", lambda device: 20)
+    tensors = tensors_of("layer_norm", (70, 1040), False, True)
+    assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
+
+
+def test_16_bit_row_in_stretches():
+    assert_like_eager(
+        norm("layer_norm"), tensors_of("layer_norm", (2, 24680), True, True), torch.bfloat16, "cuda"
+    )
+
+
+@pytest.mark.parametrize("columns", [12304, 6401])
+def test_cancellation_over_stretches(columns):
+    """The mean of the first stretch says nothing of the others."""
+    noise = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
+    tensors = {"input": noise + torch.linspace(-1.0e3, 1.0e3, columns)}
+    assert_like_eager(norm("layer_norm"), tensors, torch.float32, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_tensors_off_16_bytes(dtype):
+    def shifted(tensor):
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view_as(tensor)
+
+    def of(backend):
+        def call(input, weight, norm_bias):
+            return F.layer_norm(
+                shifted(input), 64, shifted(weight), norm_bias, backend=backend
+            ), input
+
+        return call
+
+    assert_like_eager(of, tensors_of("layer_norm", (33, 64), False, True), dtype, "cuda")
+
+
+@pytest.mark.parametrize("columns", [7, 24, 700, 4096, 12304])
+def test_bad_rows_stay_where_they_are(columns):
+    """Neighbours in a warp or block, or next in a thread, have their own sums."""
+    generator = torch.Generator().manual_seed(2)
+    clean = torch.randn(6, columns, generator=generator)
+    bad = clean.clone()
+    bad[2, 3], bad[0, -1] = float("nan"), float("inf")
+    grad = torch.randn(6, columns, generator=generator).to(device_of("cuda"))
+    runs = []
+    for rows in (clean, bad):
+        leaf = rows.to(device_of("cuda")).requires_grad_()
+        out = F.layer_norm(leaf, columns, backend="cuda")
+        out.backward(grad)
+        runs.append([out.detach().cpu(), leaf.grad.cpu()])
+    for good, got in zip(*runs, strict=True):
+        assert torch.equal(got[[1, 3, 4, 5]], good[[1, 3, 4, 5]])
+        assert got[[0, 2]].isnan().all()
+
+
+@pytest.mark.parametrize(("columns", "value"), [(3, 1.0e38), (12304, 2.0e34)])
+def test_huge_mean(columns, value):
+    """Its square overflows, and so does 0 minus the mean, beyond the last column, times rstd."""
+    leaf = torch.full((2, columns), value, device=device_of("cuda"), requires_grad=True)
+    weight = torch.ones(columns, device=device_of("cuda"), requires_grad=True)
+    out = F.layer_norm(leaf, columns, weight, eps=1e-12, backend="cuda")
+    out.sum().backward()
+    assert all(tensor.isfinite().all() for tensor in (out, leaf.grad, weight.grad))

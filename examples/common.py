@@ -1,0 +1,194 @@
+"""What the examples share: arguments, curves of two backends, progress, tables, plots, records."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["MPLBACKEND"] = "Agg"
+try:
+    import matplotlib.pyplot as plt
+    import torch
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    import fused_attn
+    from fused_attn import doctor
+    from fused_attn.backends import wanted_backend
+
+    for _module in ("sacrebleu", "safetensors", "tokenizers"):
+        if importlib.util.find_spec(_module) is None:
+            raise ImportError(f"No module named {_module!r}")
+except ImportError as error:
+    sys.exit(
+        f"{Path(sys.argv[0]).stem}: {error}; run `make env`, which installs what examples need"
+    )
+
+MAX_DIFFERENCE = 1e-3  # of two trainings on different kernels, relative to the loss
+TERMINAL = sys.stdout.isatty()
+if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # Korean, where the terminal has no letters for it
+console = Console(width=None if TERMINAL else 100, highlight=False, markup=False)
+
+
+@dataclass
+class Example:
+    """One run of an example.
+
+    Attributes:
+        name: of the example.
+        smoke, seed: little data and few steps; of everything that is drawn.
+        output: folder for the plots and for the figures as JSON.
+        backend: what computes, see `fused_attn.use_backend`.
+        flags: switches of this example alone: shared=True gives --shared and --no-shared.
+        figures: what is recorded.
+        shown: what was found, and what had to hold with whether it did.
+    """
+
+    name: str
+    smoke: bool
+    seed: int
+    output: Path
+    backend: str
+    flags: dict[str, bool] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+
+    def compare_curves(self, train: Callable[[], list[float]]) -> dict[str, list[float]]:
+        """The losses of `train` on the kernels and on the reference, which must agree.
+
+        Args:
+            train: builds a model, trains it without dropout, and returns the loss of each step. It
+                must draw its batches from torch's default generator, or not at random.
+        """
+        if self.backend == "eager":
+            console.print("\nLoss curves are not compared: this run is on the reference itself")
+            return {}
+        curves = {}
+        # What is drawn here changes nothing of what is drawn later.
+        with torch.random.fork_rng(devices=[]):
+            for name, backend in (("fused", self.backend), ("eager", "eager")):
+                with fused_attn.use_backend(backend):
+                    torch.manual_seed(self.seed)
+                    curves[name] = train()
+        pairs = list(zip(*curves.values(), strict=True))
+        worst = max(abs(fused - eager) / abs(eager) for fused, eager in pairs)
+        self.require(
+            worst < MAX_DIFFERENCE,
+            f"losses of {len(pairs)} steps without dropout, fused against eager, must "
+            f"differ by < {MAX_DIFFERENCE} of themselves, got {worst:.1e}",
+        )
+        self.figures["curves"] = {"steps": len(pairs), "max_relative_difference": worst}
+        return curves
+
+    def require(self, holds: bool, claim: str) -> None:
+        """Prints a claim and whether it holds; else the exit status is 1. Not in smoke mode."""
+        if not self.smoke:
+            console.print(f"{'Holds' if holds else 'FAILED'}: {claim}", soft_wrap=True)
+            self.shown.append({"holds": bool(holds), "text": claim})
+
+    def report(self, finding: str) -> None:
+        """Prints what was found, which is recorded among the claims."""
+        console.print(finding, soft_wrap=True)
+        self.shown.append({"text": finding})
+
+    @contextlib.contextmanager
+    def figure(self, name: str, *shape: int, size: tuple[float, float]) -> Iterator[Any]:
+        """Axes of a plot that is written at the end of the block.
+
+        Args:
+            name: of the plot; it is written as <example>_<name>.png.
+            shape, size: rows and columns of axes; width and height in inches.
+        """
+        canvas, axes = plt.subplots(*shape, figsize=size, layout="constrained")
+        yield axes
+        path = self.output / f"{self.name}_{name}.png"
+        canvas.savefig(path, dpi=100, metadata={"Software": None})  # the same data, the same file
+        plt.close(canvas)
+        console.print(f"Plot: {path}", soft_wrap=True)
+
+    def record(self) -> None:
+        """Writes the figures as JSON, with what they depend on."""
+        self.figures["seconds"] = round(time.perf_counter() - self.began, 1)
+        results = {
+            "example": self.name,
+            "smoke": self.smoke,
+            "seed": self.seed,
+            "backend": self.backend,
+            "machine": doctor.machine(),
+            "versions": doctor.versions(),
+            "shown": self.shown,
+            "figures": self.figures,
+        }
+        path = self.output / f"{self.name}.json"
+        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        console.print(f"Figures: {path} ({self.figures['seconds']:.0f} seconds)", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
+    """Reads the command line, `flags` too; in the block its backend computes; then it records."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--smoke", action="store_true", help="little data, few steps: does it run?")
+    best = next(row["name"] for row in doctor.backends() if row["automatic"])
+    parser.add_argument(
+        "--backend", choices=fused_attn.available_backends(), default=wanted_backend() or best,
+        help="eager is the reference; %(default)s without",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="folder of the results; without, demo_output")
+    for flag, default in flags.items():
+        option = f"--{flag.replace('_', '-')}"
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
+    args = vars(parser.parse_args())
+    run = Example(name, flags={flag: args.pop(flag) for flag in flags}, **args)
+    run.output = run.output or Path("demo_output", "smoke" if run.smoke else "")
+    try:
+        run.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=run.output).close()  # before minutes of training
+    except OSError as error:
+        parser.error(f"argument --output: {error}")
+    torch.manual_seed(run.seed)
+    with fused_attn.use_backend(run.backend):
+        yield run
+    run.record()
+    if failed := [shown["text"] for shown in run.shown if not shown.get("holds", True)]:
+        sys.exit(f"{name}: {'; '.join(failed)}")
+
+
+def progress(
+    items: Sequence[Any], title: str, losses: Callable[[], list[float]] = list
+) -> Iterator[Any]:
+    """The items, with a progress bar on a terminal, and ten lines elsewhere if there are losses."""
+    begin = time.perf_counter()
+    with Progress(console=console, disable=not TERMINAL, transient=True) as bar:
+        task = bar.add_task(title, total=len(items))
+        for i, item in enumerate(items, 1):
+            yield item
+            told = "".join(f", loss {loss:.4f}" for loss in losses())
+            bar.update(task, advance=1, description=title + told)
+            if told and not TERMINAL and i * 10 // len(items) > (i - 1) * 10 // len(items):
+                told += f", {time.perf_counter() - begin:.0f} s"
+                console.print(f"{title}: step {i} of {len(items)}{told}")
+
+
+def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints a table."""
+    drawn = Table(*header, box=box.SIMPLE_HEAD if TERMINAL else box.ASCII2, show_edge=False)
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    console.print(f"\n{title}", drawn, sep="\n")

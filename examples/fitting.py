@@ -1,0 +1,90 @@
+"""How the examples train: steps of AdamW, learning rates, curves of the loss, a score."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from common import progress
+from torch import Tensor
+
+COLORS = {"fused": "tab:blue", "eager": "tab:gray", "other": "tab:orange"}
+
+
+def train(
+    parameters: Iterable[Tensor],
+    loss: Callable[[Any], Tensor],
+    batches: Sequence[Any],
+    schedule: Callable[[int], float],
+    title: str,
+    *,
+    weight_decay: float = 0.01,
+    max_norm: float = 1.0,
+    after: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """One step of AdamW for each batch; returns their losses.
+
+    Args:
+        parameters, loss: what is trained, and the loss of a batch.
+        schedule: the learning rate of a step, counted from 1.
+        max_norm: gradients are scaled down to it.
+        after: called after each step with its number, to validate for example.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.98), weight_decay=weight_decay)
+    losses = []
+    for step, batch in enumerate(progress(batches, title, lambda: losses[-1:]), 1):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        value = loss(batch)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(trained, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+        after(step)
+    return losses
+
+
+def inverse_sqrt(peak: float, warmup: int) -> Callable[[int], float]:
+    """Linear to `peak`, then with 1 / sqrt(step): Vaswani et al. 2017, equation 3."""
+    return lambda step: peak * min(step / warmup, math.sqrt(warmup / step))
+
+
+def cosine(peak: float, warmup: int, steps: int) -> Callable[[int], float]:
+    """Linear to `peak`, then half a cosine down to 0 at `steps`."""
+
+    def rate(step: int) -> float:
+        done = max(0, step - warmup) / max(1, steps - warmup)
+        return peak * min(step / warmup, 0.5 * (1 + math.cos(math.pi * done)))
+
+    return rate
+
+
+def smoothed(values: Sequence[float], weight: float = 0.95) -> list[float]:
+    """A running mean, for plots: exponential, without the bias of its beginning."""
+    sums = itertools.accumulate(
+        values, lambda mean, value: weight * mean + (1 - weight) * value, initial=0.0
+    )
+    return [mean / (1 - weight**i) for i, mean in enumerate(sums) if i]
+
+
+def plot_curves(axis: Any, curves: dict[str, list[float]], title: str) -> None:
+    """Losses by step; the second curve is drawn over the first, in dots."""
+    for (name, losses), style in zip(curves.items(), ("-", ":"), strict=False):
+        axis.plot(losses, style, color=COLORS.get(name, COLORS["other"]), label=name)
+    axis.set(title=title, xlabel="step", ylabel="loss (nats)")
+    if curves:
+        axis.legend()
+
+
+def macro_f1(labels: Tensor, predicted: Tensor) -> float:
+    """F1 of each label that occurs, averaged: rare ones count as much as frequent ones."""
+    scores = []
+    for label in labels.unique():
+        hits = ((labels == label) & (predicted == label)).sum()
+        scores.append(2 * hits / ((labels == label).sum() + (predicted == label).sum()))
+    return torch.stack(scores).mean().item()

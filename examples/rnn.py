@@ -1,0 +1,192 @@
+"""What came before the Transformer: a recurrent network with attention translates.
+
+    python examples/rnn.py
+
+A GRU reads the English message in both directions, another one says the Korean one, and each of its
+states attends to all states of the first: Luong, Pham and Manning 2015, section 3.1, "global"
+attention with the dot score; the idea is that of Bahdanau, Cho and Bengio 2015. Same data, batches
+and scores as translate.py, whose figures it compares with if that has been run before.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import common
+import fitting
+import torch
+import translation
+from common import console
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from translation import BINS, BOS, EOS, LONGER_BY, PAD
+
+from fused_attn import doctor, masks
+from fused_attn.functional import scaled_dot_product_attention
+
+EPOCHS = 16
+SCHEDULE = fitting.inverse_sqrt(3e-3, 300)
+COLORS = {"Transformer": "tab:blue", "GRU": "tab:orange"}
+
+
+class Recurrent(torch.nn.Module):
+    """Encoder and decoder of one GRU layer each; attention between them.
+
+    Args:
+        vocabulary: tokens of both languages.
+        hidden: size of a decoder state; an encoder state is two halves, one for each direction.
+    """
+
+    def __init__(
+        self, vocabulary: int, *, embed_dim: int = 128, hidden: int = 256, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.source = torch.nn.Embedding(vocabulary, embed_dim)
+        self.target = torch.nn.Embedding(vocabulary, embed_dim)
+        self.encoder = torch.nn.GRU(embed_dim, hidden // 2, batch_first=True, bidirectional=True)
+        self.decoder = torch.nn.GRU(embed_dim, hidden, batch_first=True)
+        self.first = torch.nn.Linear(hidden, hidden)
+        self.combine = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.project = torch.nn.Linear(hidden, vocabulary)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor, masks.Mask]:
+        """Source (N, S) to what a decoder needs.
+
+        Returns:
+            States of the encoder (N, S, hidden), the decoder's state before its first token
+            (1, N, hidden), and the mask of the padding.
+        """
+        lengths = (source != PAD).sum(1)
+        x = self.dropout(self.source(source))
+        # Packed, or the backward direction would begin in the padding.
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        states, last = self.encoder(packed)
+        memory, _ = pad_packed_sequence(states, batch_first=True)
+        begin = torch.tanh(self.first(torch.cat([last[0], last[1]], dim=-1)))
+        return memory, begin[None], masks.padding(lengths)
+
+    def decode(
+        self, target: Tensor, state: Tensor, memory: Tensor, mask: masks.Mask
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (N, T, vocabulary) of what follows each position of the target (N, T), and the
+        state (1, N, hidden) behind the last one.
+
+        Attention does not feed back into the states, so that those of all positions attend in one
+        call (Luong's model without input feeding, section 3.3).
+        """
+        states, state = self.decoder(self.dropout(self.target(target)), state)  # (N, T, hidden)
+        context = attend(states, memory, mask)  # (N, T, hidden)
+        attentional = torch.tanh(self.combine(torch.cat([context, states], dim=-1)))  # equation 5
+        return self.project(self.dropout(attentional)), state
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Logits (N, T, vocabulary) by teacher forcing."""
+        memory, state, mask = self.encode(source)
+        return self.decode(target, state, memory, mask)[0]
+
+    @torch.no_grad()
+    def search(self, source: Tensor) -> Tensor:
+        """Greedy translations (N, T) of the source (N, S); the state is all that a step needs."""
+        memory, state, mask = self.encode(source)
+        last = torch.full((source.shape[0], 1), BOS)
+        ended = torch.zeros_like(last, dtype=torch.bool)
+        said: list[Tensor] = []
+        while not ended.all() and len(said) < source.shape[1] + LONGER_BY:
+            logits, state = self.decode(last, state, memory, mask)
+            last = logits.argmax(-1).masked_fill(ended, EOS)
+            ended |= last == EOS
+            said.append(last)
+        return torch.cat(said, dim=1)
+
+
+def attend(states: Tensor, memory: Tensor, mask: masks.Mask) -> Tensor:
+    """Global attention with the dot score: softmax(states @ memory^T) @ memory, one head.
+
+    The scores are not scaled (Luong et al. 2015, equation 8).
+
+    Args:
+        states: queries (N, T, hidden), of the decoder.
+        memory: keys and values (N, S, hidden), of the encoder.
+        mask: hides the padding of the memory.
+    """
+    query, key = states[:, None], memory[:, None]  # (N, 1, T or S, hidden)
+    return scaled_dot_product_attention(query, key, key, mask, scale=1.0)[:, 0]
+
+
+def transformer(run: common.Example) -> dict[str, Any] | None:
+    """The figures of translate.py in a run like this one; None if there are none."""
+    path = run.output / "translate.json"
+    found = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    own = {"seed": run.seed, "backend": run.backend, "machine": doctor.machine()}
+    alike = all(found.get(name) == value for name, value in own.items())
+    if alike and found["figures"].get("settings") == run.figures["settings"]:
+        return found["figures"]
+    console.print(
+        f"\nNot compared with the Transformer: {path} has no figures of such a run. "
+        "For a comparison, run `python examples/translate.py` first, with the same arguments",
+        soft_wrap=True,
+    )
+    return None
+
+
+def compare(run: common.Example, both: dict[str, dict[str, Any]]) -> None:
+    """Tables and a plot of how the systems do, by the length of the source."""
+    rows = [
+        (
+            name,
+            f"{figures['parameters']:,}",
+            figures["epochs"],
+            figures["seconds_per_epoch"],
+            *(figures["loss"].values()),
+            f"{figures['train']['all']['exact']:.1%}",
+            figures["held_out"]["all"]["chrf"],
+        )
+        for name, figures in both.items()
+    ]
+    header = ("", "parameters", "epochs", "s per epoch", "loss", "held-out", "exact", "chrF")
+    common.table("Loss, training pairs right to the letter, chrF of held-out pairs", header, rows)
+    for name, figures in both.items():
+        learnt, held_out = figures["train"]["all"]["exact"], figures["held_out"]["all"]["chrf"]
+        run.report(
+            f"{name}: {figures['epochs']} epochs of {figures['seconds_per_epoch']} s, loss "
+            f"{figures['loss']['held_out']} on held-out pairs, {learnt:.1%} of the training pairs "
+            f"right to the letter, chrF {held_out} on held-out pairs"
+        )
+
+    panels = [("train", "exact", "Training pairs right to the letter")]
+    panels += [("held_out", "chrf", "chrF of held-out pairs")]
+    with run.figure("lengths", 1, 2, size=(10, 4)) as axes:
+        for axis, (part, score, title) in zip(axes, panels, strict=True):
+            bins = [key for key in BINS if run.figures[part][key]["pairs"]]
+            counts = [run.figures[part][key]["pairs"] for key in bins]
+            values = {name: [f[part][key][score] for key in bins] for name, f in both.items()}
+            lines = zip(bins, counts, *values.values(), strict=True)
+            common.table(f"{title}, by tokens of the source", ("tokens", "pairs", *both), lines)
+            for name, column in values.items():
+                axis.plot(bins, column, "o-", label=name, color=COLORS[name])
+            axis.set(title=title, xlabel="tokens of the source", ylim=(0, None))
+            axis.legend()
+
+
+def main() -> None:
+    with common.example("rnn", __doc__) as run:
+        corpus = translation.load(run.smoke)
+        console.print(f"{len(corpus.train)} pairs to learn, {len(corpus.held_out)} held out")
+        build = partial(Recurrent, corpus.tokenizer.get_vocab_size())
+        translation.compare(run, corpus, partial(build, dropout=0.0), SCHEDULE)
+
+        model = build()
+        translation.fit(run, model, corpus, 2 if run.smoke else EPOCHS, SCHEDULE)
+        model.eval()
+        translation.evaluate(run, corpus, model.search)
+        both = {"GRU": run.figures}
+        if other := transformer(run):
+            both = {"Transformer": other, **both}
+        compare(run, both)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""A Vision Transformer that learns real handwritten digits, and shows where it looks.
+
+    python examples/vit.py
+
+It learns 4,000 digits of MNIST and is tested on 1,000 others. Pictures show where it looks
+(attention rollout), and which digits it gets wrong.
+
+Source: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", for the model; Abnar and Zuidema
+2020, "Quantifying Attention Flow in Transformers", for the rollout.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import common
+import data
+import fitting
+import torch
+import torch.nn.functional as F
+from common import Example, console
+from torch import Tensor, nn
+
+import fused_attn.nn
+
+MIN_ACCURACY = 0.95
+MAX_SECONDS = 300
+PATCH = 4  # pixels; 7 x 7 patches of a digit
+D_MODEL, NUM_HEADS, NUM_LAYERS, FEED_FORWARD = 64, 4, 4, 128
+BATCH, STEPS, LEARNING_RATE, WEIGHT_DECAY = 64, 2500, 3e-3, 0.05
+MAX_DIFFERENCE = 1e-4  # of logits, in float32
+
+
+class VisionTransformer(nn.Module):
+    """A pre-norm encoder over patches, whose first token, the class token, gives the class.
+
+    Args:
+        size: height and width of the images, a multiple of PATCH.
+        num_classes: what is told apart.
+
+    Source: Dosovitskiy et al. 2021, section 3.1.
+    """
+
+    def __init__(self, size: int, num_classes: int) -> None:
+        super().__init__()
+        # A convolution that steps by its own width is one linear layer, applied to each patch.
+        self.patches = nn.Conv2d(1, D_MODEL, kernel_size=PATCH, stride=PATCH)
+        self.class_token = nn.Parameter(torch.zeros(D_MODEL))
+        num_tokens = 1 + (size // PATCH) ** 2
+        self.positions = fused_attn.nn.LearnedPositionalEmbedding(
+            D_MODEL, num_tokens, batch_first=True
+        )
+        layer = fused_attn.nn.TransformerEncoderLayer(
+            D_MODEL, NUM_HEADS, FEED_FORWARD, dropout=0.0, activation="gelu", batch_first=True,
+            norm_first=True,
+        )  # fmt: skip
+        # No layer of a pre-norm model normalises the last sum: this norm does.
+        self.encoder = fused_attn.nn.TransformerEncoder(
+            layer, NUM_LAYERS, norm=fused_attn.nn.LayerNorm(D_MODEL)
+        )
+        self.head = nn.Linear(D_MODEL, num_classes)
+        nn.init.normal_(self.positions.weight, std=0.2)  # as large as patches are, to learn sooner
+        for parameter in self.encoder.parameters():  # the layers are copies of one: draw each anew
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(batch, size, size) to tokens with their positions, (batch, num_tokens, D_MODEL)."""
+        patches = self.patches(images[:, None]).flatten(2).transpose(1, 2)
+        class_token = self.class_token.expand(len(images), 1, D_MODEL)
+        return self.positions(torch.cat([class_token, patches], dim=1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, size, size) to logits (batch, num_classes)."""
+        return self.head(self.encoder(self.embed(images))[:, 0])
+
+
+@torch.no_grad()
+def attention_rollout(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor]:
+    """How much of each input token reaches each output token, if attention were all that mixes.
+
+    The layers are gone through one by one, as the encoder does, but with need_weights=True: a
+    second kernel then gives the weights, averaged over the heads. The residual connection passes
+    on each token itself, so that half of a layer is the identity; layers multiply.
+
+    Args:
+        model: in evaluation mode.
+        images: (batch, size, size).
+
+    Returns:
+        Logits, which are those of the model, and the rollout (batch, num_tokens, num_tokens), of
+        which each row sums to 1.
+
+    Source: Abnar and Zuidema 2020, section 3, "Attention rollout".
+    """
+    x = model.embed(images)
+    rollout = torch.eye(x.shape[1])
+    for layer in model.encoder.layers:
+        normed = layer.norm1(x)
+        attended, weights = layer.self_attn(normed, normed, normed, need_weights=True)
+        normed, x = layer.norm2(attended, residual=x, return_residual=True)
+        x = x + layer.linear2(layer.activation(layer.linear1(normed)))
+        mixing = weights + torch.eye(x.shape[1])
+        rollout = mixing / mixing.sum(-1, keepdim=True) @ rollout
+    return model.head(model.encoder.norm(x)[:, 0]), rollout
+
+
+def augment(images: Tensor) -> Tensor:
+    """Each image turned by up to 15 degrees, scaled by up to 10 % and shifted by up to 2 pixels."""
+    turn, scale, right, down = torch.rand(4, len(images)) * 2 - 1
+    angle, scale = turn * math.radians(15), 1 + 0.1 * scale
+    cos, sin = scale * angle.cos(), scale * angle.sin()
+    shift = 2 * 2 / images.shape[-1]  # the grid goes from -1 to 1
+    rows = [torch.stack([cos, -sin, right * shift]), torch.stack([sin, cos, down * shift])]
+    moves = torch.stack(rows).permute(2, 0, 1)  # (batch, 2, 3)
+    grid = F.affine_grid(moves, [len(images), 1, *images.shape[1:]], align_corners=False)
+    return F.grid_sample(images[:, None], grid, align_corners=False)[:, 0]
+
+
+def split(labels: Tensor, held_out: int) -> tuple[Tensor, Tensor]:
+    """Indices for training and for the test, which has `held_out` of each label."""
+    train, test = [], []
+    for label in labels.unique():
+        mixed = (labels == label).nonzero()[:, 0]
+        mixed = mixed[torch.randperm(len(mixed))]
+        test.append(mixed[:held_out])
+        train.append(mixed[held_out:])
+    return torch.cat(train), torch.cat(test)
+
+
+@torch.no_grad()
+def predict(model: VisionTransformer, images: Tensor) -> Tensor:
+    """The likeliest class of each image, (batch,)."""
+    return torch.cat([model(part).argmax(-1) for part in images.split(500)])
+
+
+def fit(
+    images: Tensor, labels: Tensor, steps: int, title: str
+) -> tuple[VisionTransformer, list[float]]:
+    """A model that was trained for so many batches, and the loss of each."""
+    model = VisionTransformer(images.shape[-1], len(labels.unique()))
+    epochs = math.ceil(steps * BATCH / len(labels))
+    order = torch.cat([torch.randperm(len(labels)) for _ in range(epochs)])
+    losses = fitting.train(
+        model.parameters(),
+        lambda rows: F.cross_entropy(model(augment(images[rows])), labels[rows]),
+        order.split(BATCH)[:steps],
+        fitting.cosine(LEARNING_RATE, warmup=steps // 10 + 1, steps=steps),
+        title,
+        weight_decay=WEIGHT_DECAY,
+    )
+    return model.eval(), losses
+
+
+def main() -> None:
+    with common.example("vit", __doc__) as run:
+        images, labels = data.digits()
+        train, test = split(labels, held_out=10 if run.smoke else 100)
+        steps, compared = (4, 2) if run.smoke else (STEPS, 200)
+        console.print(f"{len(train)} digits to learn from, {len(test)} others for the test")
+
+        began = time.perf_counter()
+        model, losses = fit(images[train], labels[train], steps, "training")
+        seconds = time.perf_counter() - began
+        predicted = predict(model, images[test])
+        report_test(run, images[test], labels[test], predicted)
+        parameters = sum(p.numel() for p in model.parameters())
+        run.figures |= {"train_seconds": round(seconds, 1), "parameters": parameters}
+        show_rollout(run, model, images[test], labels[test], predicted)
+        curves = run.compare_curves(
+            lambda: fit(images[train], labels[train], compared, "comparing")[1]
+        )
+        with run.figure("losses", 1, 2, size=(10, 4)) as (left, right):
+            fitting.plot_curves(left, {"training": fitting.smoothed(losses)}, "Smoothed loss")
+            fitting.plot_curves(right, curves, f"The first of {compared} steps, on two backends")
+
+        accuracy = run.figures["accuracy"]
+        run.require(
+            accuracy >= MIN_ACCURACY,
+            f"accuracy on {len(test)} held-out digits must be >= {MIN_ACCURACY}, got {accuracy}",
+        )
+        run.require(
+            seconds <= MAX_SECONDS,
+            f"training must take <= {MAX_SECONDS} seconds on two cores, got {seconds:.0f}",
+        )
+        difference = run.figures["rollout"]["max_difference_of_logits"]
+        run.require(
+            difference <= MAX_DIFFERENCE,
+            f"logits of the rollout must be within {MAX_DIFFERENCE} of the model's, got "
+            f"{difference:.1e}",
+        )
+
+
+def report_test(run: Example, images: Tensor, labels: Tensor, predicted: Tensor) -> None:
+    """The accuracy, which digits are taken for which, and pictures of the wrong ones."""
+    count = int(labels.max()) + 1
+    # Row: what the digit is, column: what it was taken for.
+    confusion = torch.bincount(labels * count + predicted, minlength=count**2).view(count, count)
+    wrong = (predicted != labels).nonzero()[:, 0]
+    accuracy = 1 - len(wrong) / len(labels)
+    run.figures |= {"accuracy": round(accuracy, 4), "confusion": confusion.tolist()}
+    header = ["digit", *(f"as {label}" for label in range(count))]
+    rows = [[label, *(n or "" for n in row)] for label, row in enumerate(confusion.tolist())]
+    common.table(f"Accuracy {accuracy:.1%}: {len(wrong)} of {len(labels)} are wrong", header, rows)
+    shown = wrong[:: math.ceil(len(wrong) / 30)][:30] if len(wrong) else wrong
+    with run.figure("wrong", 3, 10, size=(10, 3.8)) as axes:
+        for axis in axes.flat:
+            axis.axis("off")
+        for axis, i in zip(axes.flat, shown.tolist(), strict=False):
+            axis.imshow(images[i], cmap="gray_r")
+            axis.set_title(f"{labels[i]} as {predicted[i]}")
+
+
+def show_rollout(
+    run: Example, model: VisionTransformer, images: Tensor, labels: Tensor, predicted: Tensor
+) -> None:
+    """Pictures of what the class token attends to, and how much of that is ink."""
+    logits, rollout = attention_rollout(model, images)
+    with torch.no_grad():
+        difference = (logits - model(images)).abs().max().item()
+    side = images.shape[-1] // PATCH
+    seen = rollout[:, 0, 1:]  # by the class token, of each patch
+    seen = (seen / seen.sum(-1, keepdim=True)).view(-1, side, side)
+    ink = F.max_pool2d(images, PATCH) > 0.1
+    share, area = (seen * ink).sum((1, 2)).mean().item(), ink.float().mean().item()
+    run.report(
+        f"attention rollout: {share:.0%} of what the class token takes from patches is of those "
+        f"with ink, which are {area:.0%} of all"
+    )
+    run.figures["rollout"] = {
+        "max_difference_of_logits": difference,
+        "share_of_ink": round(share, 3),
+        "patches_with_ink": round(area, 3),
+    }
+    first = [(labels == label).nonzero()[0, 0].item() for label in labels.unique()]
+    with run.figure("rollout", 2, len(first), size=(12, 2.8)) as axes:
+        for (above, below), i in zip(axes.T, first, strict=True):
+            above.imshow(images[i], cmap="gray_r")
+            above.set_title(f"{labels[i]} as {predicted[i]}")
+            below.imshow(images[i], cmap="gray_r")
+            pixels = (0, 28, 28, 0)
+            below.imshow(seen[i], cmap="jet", alpha=0.5, interpolation="bilinear", extent=pixels)
+            above.axis("off")
+            below.axis("off")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""examples/bert.py with its data and its model: smoke run, and the parts that can be wrong."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from example_runs import run_example  # which lets examples/ be imported
+
+# isort: split
+import bert_data
+import bert_model
+from bert_data import CLS, IGNORED, MASK, PAD, SEP, SPECIAL
+from bert_model import Bert, BertConfig, PretrainingHeads, SentenceClassifier, TokenClassifier
+
+VOCAB = 1000
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    return *run_example("bert", folder), folder
+
+
+def test_smoke(smoke):
+    printed, figures, folder = smoke
+    assert (folder / "bert_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert figures["curves"]["max_relative_difference"] < 1e-3
+    assert 3 < figures["unigram_entropy"] < 7 and 3 < figures["mlm_loss"] < 8
+    assert 0 <= figures["nsp_accuracy"] <= 1
+    for task in ("form_cls", "form_mean", "form_mean_random"):
+        assert figures[task]["majority"] == 0.5 and 0 <= figures[task]["accuracy"] <= 1
+    for task in ("marks", "marks_random"):
+        assert 0.5 < figures[task]["majority"] < 1 and 0 <= figures[task]["macro_f1"] <= 1
+    assert "Held-out plays" in printed
+
+
+def test_masking_proportions():
+    torch.manual_seed(0)
+    ids = torch.randint(len(SPECIAL), VOCAB, (1000, 64))
+    masked, chosen = bert_data.mask_tokens(ids, VOCAB)
+    assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.005)
+    assert torch.equal(masked[~chosen], ids[~chosen])
+    became = (masked == MASK)[chosen].float().mean().item()
+    stayed = (masked == ids)[chosen].float().mean().item()
+    assert became == pytest.approx(0.8, abs=0.015)
+    assert stayed == pytest.approx(0.1, abs=0.015)
+    assert 1 - became - stayed == pytest.approx(0.1, abs=0.015)
+    drawn = masked[(masked != MASK) & (masked != ids)]
+    assert drawn.min() >= len(SPECIAL) and len(drawn.unique()) > VOCAB / 3
+
+
+def test_special_tokens_are_never_masked():
+    ids = torch.randint(len(SPECIAL), (200, 64))
+    masked, chosen = bert_data.mask_tokens(ids, VOCAB)
+    assert not chosen.any() and torch.equal(masked, ids)
+
+
+def test_segments_and_padding():
+    batch = bert_data.make_batch([[10, 11], [12]], [[20], [21, 22, 23]])
+    assert batch.ids.tolist() == [
+        [CLS, 10, 11, SEP, 20, SEP, PAD],
+        [CLS, 12, SEP, 21, 22, 23, SEP],
+    ]
+    assert batch.segments.tolist() == [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1]]
+    assert torch.equal(batch.padding, batch.ids == PAD)
+    single = bert_data.make_batch([[10, 11], [12]])
+    assert single.ids.tolist() == [[CLS, 10, 11, SEP], [CLS, 12, SEP, PAD]]
+    assert not single.segments.any()
+
+
+class Numbers:
+    """A tokenizer of lines that are numbers."""
+
+    def get_vocab_size(self):
+        return VOCAB
+
+    def encode_batch(self, lines, add_special_tokens):
+        return [SimpleNamespace(ids=[int(number) for number in line.split()]) for line in lines]
+
+
+def test_next_passages_are_labelled():
+    # Line i of work w is the numbers 300 w + 3 i + 5 and the two after it.
+    texts = [
+        "\n".join(" ".join(str(300 * w + 3 * i + 5 + j) for j in range(3)) for i in range(90))
+        for w in range(3)
+    ]
+    pairs = bert_data.Pairs(texts, Numbers(), max_seqlen=20)
+    torch.manual_seed(0)
+    drawn = [pairs.draw() for _ in range(400)]
+    assert 150 < sum(is_next for *_, is_next in drawn) < 250
+    assert len({len(first) + len(second) for first, second, _ in drawn}) > 3
+    for first, second, is_next in drawn:
+        assert first and second and len(first) + len(second) + 3 <= 20
+        for passage in (first, second):
+            assert passage == list(range(passage[0], passage[-1] + 1))
+        follows = second[0] == first[-1] + 1
+        same_work = (first[0] - 5) // 300 == (second[0] - 5) // 300
+        assert follows == same_work == bool(is_next)
+        # Neither of them is cut where they meet.
+        assert (first[-1] - 5) % 3 == 2 and (second[0] - 5) % 3 == 0
+
+
+def test_targets_are_what_stood_there():
+    texts = ["\n".join(str(5 + i % 900) for i in range(200)) for _ in range(2)]
+    pairs = bert_data.Pairs(texts, Numbers(), max_seqlen=20)
+    torch.manual_seed(0)
+    batch = pairs.batch(50)
+    # Numbers that follow one another: what is hidden can be read from the [CLS] side.
+    ids = batch.inputs.ids
+    assert batch.targets.shape == (int(batch.chosen.sum()),)
+    assert not batch.chosen[batch.inputs.padding | (ids == CLS) | (ids == SEP)].any()
+    assert (batch.targets >= len(SPECIAL)).all()
+    rows, columns = batch.chosen.nonzero().T
+    for row, column, target in zip(rows, columns, batch.targets, strict=True):
+        left = ids[row, column - 1]
+        if column > 1 and left >= len(SPECIAL) and not batch.chosen[row, column - 1]:
+            assert target == 5 + (left - 5 + 1) % 900
+
+
+def new_bert(dropout=0.0):
+    torch.manual_seed(0)
+    return Bert(BertConfig(VOCAB, 32, 2, 2, 64, 24, dropout))
+
+
+def test_loss_is_of_chosen_positions_only():
+    model = PretrainingHeads(new_bert())
+    batch = bert_data.make_batch([list(range(10, 20))], [list(range(30, 40))])
+    chosen = torch.zeros_like(batch.padding)
+    chosen[0, [2, 14]] = True
+    tokens, is_next = model(*batch, chosen)
+    assert tokens.shape == (2, VOCAB) and is_next.shape == (1, 2)
+    every, _ = model(*batch, torch.ones_like(chosen))
+    torch.testing.assert_close(tokens, every[[2, 14]])
+
+
+def test_decoder_is_tied():
+    model = PretrainingHeads(new_bert())
+    names = [name for name, p in model.named_parameters() if p.shape[0] == VOCAB]
+    assert names == ["decoder_bias", "bert.tokens.weight"]
+
+
+@pytest.mark.parametrize("kind", ["cls", "mean", "token"])
+def test_padding_does_not_change_logits(kind):
+    bert = new_bert().eval()
+    model = (
+        TokenClassifier(bert, 3) if kind == "token" else SentenceClassifier(bert, 3, kind)
+    ).eval()
+    texts = [list(range(10, 22)), [40, 41, 42]]
+    together = model(*bert_data.make_batch(texts))
+    for row, text in zip(together, texts, strict=True):
+        alone = model(*bert_data.make_batch([text]))[0]
+        row = row[: len(text) + 2] if kind == "token" else row
+        torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_differ_at_first():
+    layers = new_bert().encoder.layers
+    assert not torch.equal(layers[0].linear1.weight, layers[1].linear1.weight)
+    assert not torch.equal(layers[0].self_attn.in_proj_weight, layers[1].self_attn.in_proj_weight)
+
+
+def test_pooling_must_be_known():
+    with pytest.raises(ValueError, match="'cls' or 'mean', got 'max'"):
+        SentenceClassifier(new_bert(), 2, "max")
+
+
+def test_minilm_equals_transformers():
+    transformers = pytest.importorskip("transformers")
+    bert, tokenizer = bert_model.load_minilm()
+    bert.eval()
+    folder = bert_model.data.minilm()
+    theirs = transformers.BertModel.from_pretrained(folder, attn_implementation="eager").eval()
+    pairs = [("Hello there, world.", "How are you?"), ("To be or not to be", "no"), ("a", "b")]
+    encoded = tokenizer.encode_batch(pairs)
+    ids, padding = bert_data.pad_batch([text.ids for text in encoded])
+    segments, _ = bert_data.pad_batch([text.type_ids for text in encoded])
+    assert segments.any() and padding.any()
+    with torch.no_grad():
+        hidden = bert(ids, segments, padding)
+        expected = theirs(ids, attention_mask=(~padding).long(), token_type_ids=segments)
+    error = (hidden - expected.last_hidden_state)[~padding].abs().max()
+    assert error < 1e-5
+    assert (bert.pool_first(hidden) - expected.pooler_output).abs().max() < 1e-5
+
+
+def test_speeches_and_their_form():
+    text = """SCENE I.
+
+[Enter HAMLET.]
+
+HAMLET.
+To be, or not [aside] to be, that
+is the question: whether 'tis
+nobler in the mind.
+
+Hor.
+'Tis Here,
+And there
+(And gone).
+
+KING.
+One line."""
+    prose, verse = bert_data.speeches([text])
+    assert prose[0] == "To be, or not  to be, that"
+    assert bert_data.FORMS[bert_data.form_of(prose)] == "prose"
+    assert bert_data.FORMS[bert_data.form_of(verse)] == "verse"
+    assert bert_data.form_of(["A", "B", "C", "d", "E"]) is None
+
+
+def test_marks():
+    words, marks = bert_data.marks_of(["O, what a noble mind!", "Call'd: 'tis done. Go"])
+    assert words == ["o", "what", "a", "noble", "mind", "call'd", "'tis", "done", "go"]
+    named = [bert_data.MARKS[mark] for mark in marks]
+    assert named == [",", "none", "none", "none", "?!", ";:", "none", ".", "none"]
+
+
+def test_marks_stand_at_the_last_token_of_a_word():
+    tokenizer = bert_data.train_tokenizer(["to be or not to be " * 3], 40)
+    (row,), (labels,) = bert_data.mark_examples([["To be, or not.", "X"]], tokenizer, 64)
+    assert len(labels) == len(row) + 2
+    assert labels[0] == labels[-1] == IGNORED
+    assert [bert_data.MARKS[label] for label in labels if label != IGNORED] == [
+        "none", ",", "none", ".",
+    ]  # fmt: skip

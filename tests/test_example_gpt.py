@@ -1,0 +1,171 @@
+"""examples/gpt.py and gpt_model.py: their parts, and a run on little data."""
+
+import math
+
+import pytest
+import torch
+from example_runs import run_example
+from torch.testing import assert_close
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+import data
+import gpt
+import gpt_model
+
+from fused_attn import masks
+
+VOCABULARY = 50
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt")
+    return folder, *run_example("gpt", folder)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return gpt_model.GPT(VOCABULARY)
+
+
+def draw(*shape):
+    return torch.randint(VOCABULARY, shape)
+
+
+def test_smoke(run):
+    folder, printed, figures = run
+    assert figures["same_with_and_without_cache"] is True
+    assert figures["curves"]["max_relative_difference"] < 1e-3
+    assert 3 < figures["unigram_loss"] < 3.7
+    assert figures["bits_per_character"] == pytest.approx(
+        figures["validation_loss"] / math.log(2), abs=1e-3
+    )
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["validation_loss"]), rel=1e-3)
+    assert figures["sample"].startswith(gpt.PROMPT)
+    assert all(v["with_cache"] > 0 for v in figures["tokens_per_second"].values())
+    assert figures["sample"] in printed
+    for name in ("losses", "speed"):
+        assert (folder / f"gpt_{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rotation_depends_on_relative_positions_only():
+    query, key = torch.randn(2, 1, 2, 1, gpt_model.HEAD_DIM).double()
+
+    def score(i, j):
+        turned = (
+            gpt_model.rotate(x, gpt_model.rotation(at, 1).to(torch.complex128))
+            for x, at in ((query, i), (key, j))
+        )
+        first, second = turned
+        return (first * second).sum(-1)
+
+    assert_close(score(7, 3), score(104, 100), atol=1e-4, rtol=0)
+    assert_close(score(0, 0), (query * key).sum(-1))
+    assert not torch.allclose(score(7, 3), score(7, 4), atol=1e-2)
+
+
+def test_rotation_goes_on_behind_a_cache():
+    assert_close(gpt_model.rotation(0, 9)[4:], gpt_model.rotation(4, 5))
+
+
+def test_later_tokens_change_nothing_before(model):
+    tokens = draw(2, 100)
+    changed = tokens.clone()
+    changed[:, 60] = (tokens[:, 60] + 1) % VOCABULARY
+    before, after = model(tokens), model(changed)
+    assert_close(before[:, :60], after[:, :60], atol=1e-6, rtol=0)
+    assert not torch.allclose(before[:, 60:], after[:, 60:], atol=1e-3)
+
+
+def test_windowed_layer_sees_its_window(model):
+    window = gpt_model.WINDOW
+    x = torch.randn(1, 3 * window, gpt_model.D_MODEL)
+    changed = x.clone()
+    changed[:, 10] += 1
+    by = gpt_model.rotation(0, x.shape[1])
+    windowed, full = model.masks
+    attention = model.blocks[0].attention
+    first, second = (attention(t, by, windowed, None) for t in (x, changed))
+    differs = (first != second).any(-1)[0].nonzero()[:, 0]
+    assert (differs[0], differs[-1]) == (10, 10 + window - 1)
+    first, second = (attention(t, by, full, None) for t in (x, changed))
+    assert not torch.allclose(first[:, 10 + window :], second[:, 10 + window :], atol=1e-6)
+
+
+def test_heads_share_keys_as_if_they_were_repeated(model):
+    attention = model.blocks[1].attention
+    x = torch.randn(2, 20, gpt_model.D_MODEL)
+    by = gpt_model.rotation(0, 20)
+    query = attention.query(x).unflatten(-1, (gpt_model.NUM_HEADS, -1)).transpose(1, 2)
+    key, value = (
+        part.unflatten(-1, (gpt_model.NUM_HEADS_KV, -1))
+        .transpose(1, 2)
+        .repeat_interleave(gpt_model.NUM_HEADS // gpt_model.NUM_HEADS_KV, dim=1)
+        for part in attention.key_value(x).chunk(2, -1)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        gpt_model.rotate(query, by), gpt_model.rotate(key, by), value, is_causal=True
+    )
+    got = attention(x, by, masks.causal(), None)
+    assert_close(got, attention.out(expected.transpose(1, 2).flatten(2)), **TIGHT)
+
+
+@pytest.mark.parametrize("parts", [[1] * 150, [100] + [1] * 50, [30, 1, 70, 20, 1, 28]])
+def test_logits_with_caches_are_those_without(model, parts):
+    tokens = draw(2, 150)
+    caches = model.caches()
+    with torch.no_grad():
+        cached = [model(part, caches) for part in tokens.split(parts, dim=1)]
+        assert_close(torch.cat(cached, dim=1), model(tokens), **TIGHT)
+    assert [cache.length for cache in caches] == [150] * gpt_model.NUM_LAYERS
+    kept, _ = caches[0].kept
+    assert kept.shape[2] == gpt_model.WINDOW - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generation_with_a_cache_is_that_without(model, temperature):
+    prompt, count = draw(2, 5), gpt_model.WINDOW + 16
+    first, second, again = (
+        gpt_model.generate(model, prompt, count, temperature=temperature, seed=1, cached=cached)
+        for cached in (True, False, True)
+    )
+    assert first.shape == (2, 5 + count)
+    assert first[:, :5].equal(prompt)
+    assert first.equal(second)
+    assert first.equal(again)
+
+
+def test_seeds_differ(model):
+    first, second = (
+        gpt_model.generate(model, draw(1, 1), 20, temperature=1.0, seed=s) for s in (0, 1)
+    )
+    assert not first[:, 1:].equal(second[:, 1:])
+
+
+def test_held_out_works_are_not_in_the_others():
+    size, stride = 80, 20
+    works = {name: text.lower() for name, text in data.shakespeare().items()}
+    held_out = "\n".join(works[name] for name in gpt.HELD_OUT)
+    passages = {held_out[i : i + size] for i in range(len(held_out) - size)}
+    for name, text in works.items():
+        if name not in gpt.HELD_OUT:
+            starts = range(0, len(text) - size, stride)
+            assert passages.isdisjoint(text[i : i + size] for i in starts), name
+
+
+def test_unigram_loss():
+    train = torch.tensor([0] * 29 + [1] * 9)  # one more is counted of each
+    expected = -(3 * math.log(0.75) + math.log(0.25)) / 4
+    assert gpt.unigram_loss(train, torch.tensor([0, 0, 1, 0])) == pytest.approx(expected)
+
+
+def test_tokens_stand_for_characters():
+    train, test, characters = gpt.read_works()
+    works = data.shakespeare()
+    text = "\n\n".join(works[name] for name in gpt.HELD_OUT)
+    assert "".join(characters[i] for i in test.tolist()) == text
+    assert train.max() == len(characters) - 1

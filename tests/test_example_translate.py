@@ -1,0 +1,216 @@
+"""examples/translate.py and what it shares with rnn.py: masks, teacher forcing, search, scores."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import fitting
+import pytest
+import torch
+from example_runs import run_example  # which lets examples/ be imported
+
+# isort: split
+import common
+import data
+import translate
+import translation
+from translation import BOS, EOS, PAD, Batch
+
+WORDS = 30  # tokens of the small models here
+
+
+@pytest.fixture(scope="module")
+def corpus() -> translation.Corpus:
+    return translation.load(smoke=True)
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "separate"])
+def model(request) -> translate.Translator:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "num_heads": 2, "num_layers": 2, "dim_feedforward": 32}
+    return translate.Translator(WORDS, request.param, **sizes).eval()
+
+
+def sentences(*lengths: int) -> torch.Tensor:
+    """Random tokens (N, longest), padded."""
+    return translation.padded([torch.randint(EOS + 1, WORDS, (n,)) for n in lengths])
+
+
+def test_smoke(tmp_path):
+    out, figures = run_example("translate", tmp_path)
+    assert figures["curves"]["max_relative_difference"] < common.MAX_DIFFERENCE
+    assert figures["train"]["all"]["pairs"] + figures["held_out"]["all"]["pairs"] == 60
+    assert sum(n["pairs"] for key, n in figures["train"].items() if key != "all") == 54
+    for part in (figures["held_out"]["all"], figures["held_out_beams"]):
+        assert 0 <= part["exact"] <= 1 and 0 <= part["chrf"] <= 100
+    assert figures["cache_changes_nothing"] is True
+    for name in ("backends", "loss", "attention"):
+        assert (tmp_path / f"translate_{name}.png").read_bytes().startswith(b"\x89PNG"), name
+    assert "reference" in out
+
+
+def test_split_has_no_leak():
+    pairs = [("Open", "a"), ("OPEN…", "b"), *((f"File {i}", str(i)) for i in range(40))]
+    pairs += [("Bare", "c"), ("Naked", "c.")]
+    train, held_out = data.split_pairs(pairs)
+    keys = [
+        {re.sub(r"\W", "", text.lower()) for pair in part for text in pair}
+        for part in (train, held_out)
+    ]
+    assert not keys[0] & keys[1]
+    assert sorted(train + held_out) == sorted(pairs)
+    # Whatever is chosen, groups stay together.
+    for share in (0.3, 0.5, 0.7):
+        for part in data.split_pairs(pairs, share):
+            english = {pair[0] for pair in part}
+            assert ("Open" in english) == ("OPEN…" in english)
+            assert ("Bare" in english) == ("Naked" in english)
+    torch.manual_seed(7)  # the seed of a run does not change it
+    assert data.split_pairs(pairs) == (train, held_out)
+
+
+def test_tokens_give_the_text_back(corpus):
+    texts = [text for pair in corpus.train for text in pair]
+    tokens = [t.tolist() for t in corpus.encode(texts)]
+    assert all(t[-1] == EOS and BOS not in t and PAD not in t for t in tokens)
+    assert corpus.tokenizer.decode_batch(tokens) == texts
+
+
+def test_batches(corpus):
+    torch.manual_seed(0)
+    batches = corpus.batches(corpus.train, epochs=2)
+    assert len(batches) % 2 == 0
+    for batch in batches:
+        assert (batch.target[:, 0] == BOS).all()
+        for side in batch:
+            assert len(batch.source) == 1 or side.numel() <= translation.MAX_TOKENS
+            # <eos> once, and nothing but padding behind it
+            assert torch.equal((side == EOS).cumsum(1) - (side == EOS).long(), (side == PAD).long())
+    decode = corpus.tokenizer.decode_batch
+    epoch = batches[: len(batches) // 2]
+    pairs = [p for b in epoch for p in zip(*(decode(t.tolist()) for t in b), strict=True)]
+    assert sorted(pairs) == sorted(corpus.train)
+
+
+def test_group():
+    groups = translation.group([5, 1, 9, 2, 2, 30], max_tokens=10)
+    assert groups == [[1, 3, 4], [0], [2], [5]]
+
+
+def test_target_is_shifted():
+    target = torch.tensor([[BOS, 7, 8, EOS, PAD]])
+    read, said = Batch(target, target).shifted()
+    assert read.tolist() == [[BOS, 7, 8, EOS]] and said.tolist() == [[7, 8, EOS, PAD]]
+
+
+def test_loss_is_the_formula():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, WORDS, dtype=torch.float64)
+    target = torch.tensor([[BOS, 7, 8, EOS], [BOS, 9, EOS, PAD]])
+    loss = translation.batch_loss(lambda source, read: logits, Batch(target, target))
+    log_p, smoothing = logits.log_softmax(-1), translation.LABEL_SMOOTHING
+    expected = [
+        (1 - smoothing) * -log_p[n, t, target[n, t + 1]] + smoothing * -log_p[n, t].mean()
+        for n, t in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))  # not the padding
+    ]
+    assert math.isclose(loss, sum(expected) / len(expected), rel_tol=1e-12)
+
+
+def test_mean_loss_counts_tokens(corpus):
+    """Batches of different sizes weigh as many tokens as they have, in evaluation mode."""
+    torch.manual_seed(0)
+    model = translate.Translator(corpus.tokenizer.get_vocab_size(), True, d_model=16, num_heads=2)
+    pairs = sorted(corpus.train, key=lambda pair: len(pair[0]))[-12:]
+    one_by_one = [b for pair in pairs for b in corpus.batches([pair])]
+    together = corpus.batches(pairs)
+    assert len(together) < len(one_by_one)
+    means = [translation.mean_loss(model, batches) for batches in (one_by_one, together)]
+    assert math.isclose(*means, rel_tol=1e-5) and model.training
+
+
+@torch.no_grad()
+def test_padding_reaches_no_logits(model):
+    source, target = sentences(9, 4), sentences(8, 5)
+    logits = model(source, target)
+    for n, (s, t) in enumerate(((9, 8), (4, 5))):
+        alone = model(source[n : n + 1, :s], target[n : n + 1, :t])
+        torch.testing.assert_close(logits[n, :t], alone[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_future_reaches_no_logits(model):
+    source, target = sentences(6, 6), sentences(8, 8)
+    logits = model(source, target)
+    target[:, 5:] = sentences(3, 3)
+    changed = model(source, target)
+    torch.testing.assert_close(changed[:, :5], logits[:, :5])
+    assert not torch.allclose(changed[:, 5:], logits[:, 5:])
+
+
+def test_cached_search_is_recomputation(model):
+    source = sentences(12, 7, 3)
+    found, slow = model.search(source), model.search_uncached(source)
+    assert torch.equal(found, slow) and found.shape[1] > 1
+
+
+@torch.no_grad()
+def test_beams_are_likelier(model):
+    """By log-probability over length ** 0.6, on average: that is what they search for."""
+    source = sentences(6, 6, 6, 6)
+    likelihoods = []
+    for beams in (1, 8):
+        said = model.search(source, num_beams=beams)
+        ended = (said == EOS).cumsum(1) - (said == EOS).long() > 0
+        read = torch.cat([torch.full((4, 1), BOS), said[:, :-1]], dim=1)
+        found = model(source, read).log_softmax(-1).gather(2, said[..., None])[..., 0]
+        lengths = (~ended).sum(1) ** translate.LENGTH_PENALTY
+        likelihoods.append((found.masked_fill(ended, 0.0).sum(1) / lengths).mean())
+    assert likelihoods[1] > likelihoods[0]
+
+
+def test_embeddings(model):
+    """Scaled by sqrt(d_model), and positions added; one matrix where they are shared."""
+    shared = model.source is model.target
+    assert (model.project.weight is model.source.weight) == shared
+    names = {name for name, _ in model.named_parameters()}
+    assert ("target.weight" in names) == (not shared)
+    tokens = torch.tensor([[7, 8]])
+    table = model.positions.weight[:2]
+    torch.testing.assert_close(model.embed(tokens)[0], model.target.weight[[7, 8]] * 4 + table)
+    torch.testing.assert_close(model.embed(tokens[:, 1:], 1), model.embed(tokens)[:, 1:])
+
+
+def test_cross_attention(model):
+    source, target = sentences(6)[0], sentences(4)[0]
+    weights = model.cross_attention(source, target)
+    assert weights.shape == (4, 6)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(4))
+    assert not any(layer.multihead_attn._forward_hooks for layer in model.decoder.layers)
+
+
+def test_training_learns_by_heart():
+    """A few pairs: all parts of a step work together."""
+    torch.manual_seed(0)
+    model = translate.Translator(WORDS, True, dropout=0.0, d_model=32, num_layers=1)
+    source, target = sentences(5, 4, 3), sentences(4, 4, 4)
+    ends = torch.full((3, 1), EOS)
+    batch = Batch(source, torch.cat([torch.full((3, 1), BOS), target, ends], dim=1))
+    fitting.train(
+        model.parameters(),
+        lambda batch: translation.batch_loss(model, batch),
+        [batch] * 100,
+        fitting.inverse_sqrt(3e-3, 10),
+        "",
+    )
+    assert torch.equal(model.eval().search(source), torch.cat([target, ends], dim=1))
+
+
+def test_romanized():
+    assert translate.romanized("▁파일 Open") == "_pail Open"
+
+
+def test_scores():
+    found = translation.scores(["가나다", "라"], ["가나다", "마"])
+    assert found["exact"] == 0.5 and 0 < found["chrf"] < 100
+    assert translation.scores(["가"], ["가"]) == {"exact": 1.0, "chrf": 100.0}

@@ -1,0 +1,94 @@
+"""examples/vit.py: its parts, and a run on little data."""
+
+import pytest
+import torch
+from example_runs import run_example
+
+import fused_attn
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+import vit
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vit")
+    return folder, *run_example("vit", folder)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return vit.VisionTransformer(28, 10).eval()
+
+
+def test_smoke(run):
+    folder, printed, figures = run
+    assert 0 <= figures["accuracy"] <= 1
+    assert torch.tensor(figures["confusion"]).sum(1).tolist() == [10] * 10
+    assert figures["curves"]["max_relative_difference"] < 1e-3
+    assert figures["rollout"]["max_difference_of_logits"] < vit.MAX_DIFFERENCE
+    assert 0 < figures["rollout"]["share_of_ink"] < 1
+    assert "4900 digits to learn from, 100 others" in printed
+    for name in ("losses", "rollout", "wrong"):
+        assert (folder / f"vit_{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_patches_are_a_linear_layer_of_each(model):
+    images = torch.rand(2, 28, 28)
+    unfolded = torch.nn.functional.unfold(images[:, None], vit.PATCH, stride=vit.PATCH)
+    expected = unfolded.transpose(1, 2) @ model.patches.weight.flatten(1).T + model.patches.bias
+    positions = model.positions.weight
+    tokens = model.embed(images)
+    torch.testing.assert_close(tokens[:, 1:], expected + positions[1:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(tokens[0, 0], model.class_token + positions[0])
+
+
+def test_layers_begin_different(model):
+    first, second = (layer.linear1.weight for layer in model.encoder.layers[:2])
+    assert not torch.equal(first, second)
+
+
+def test_rollout(model):
+    images = torch.rand(3, 28, 28)
+    logits, rollout = vit.attention_rollout(model, images)
+    torch.testing.assert_close(logits, model(images), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rollout.sum(-1), torch.ones(3, 50), atol=1e-5, rtol=0)
+    assert (rollout >= 0).all()
+    # Half of each layer is the token itself.
+    assert (rollout.diagonal(dim1=1, dim2=2) > 0.5**vit.NUM_LAYERS).all()
+    with fused_attn.use_backend("eager"):
+        torch.testing.assert_close(rollout, vit.attention_rollout(model, images)[1])
+
+
+def test_rollout_of_one_layer_is_half_its_weights(model, monkeypatch):
+    monkeypatch.setattr(model.encoder, "layers", model.encoder.layers[:1])
+    images = torch.rand(2, 28, 28)
+    (layer,) = model.encoder.layers
+    normed = layer.norm1(model.embed(images))
+    query, key, _ = layer.self_attn._project(normed, normed, normed)
+    weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1).mean(1)
+    _, rollout = vit.attention_rollout(model, images)
+    torch.testing.assert_close(rollout, (weights + torch.eye(50)) / 2, atol=1e-5, rtol=1e-5)
+
+
+def test_augment(monkeypatch):
+    images = torch.rand(2, 28, 28)
+    moved = vit.augment(images)
+    assert moved.shape == images.shape
+    assert not torch.allclose(moved, images)
+    # No turn, no scaling, no shift; then a shift by 2 pixels to the left.
+    monkeypatch.setattr(torch, "rand", lambda *shape: torch.full(shape, 0.5))
+    torch.testing.assert_close(vit.augment(images), images, atol=1e-4, rtol=0)
+    draws = torch.tensor([0.5, 0.5, 1.0, 0.5])[:, None].expand(4, 2)
+    monkeypatch.setattr(torch, "rand", lambda *shape: draws)
+    torch.testing.assert_close(vit.augment(images)[..., :26], images[..., 2:], atol=1e-4, rtol=0)
+
+
+def test_split():
+    labels = torch.arange(10).repeat_interleave(50)
+    train, test = vit.split(labels, held_out=10)
+    assert labels[test].bincount().tolist() == [10] * 10
+    assert sorted(torch.cat([train, test]).tolist()) == list(range(500))

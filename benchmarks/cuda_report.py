@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from fused_attn import masks
-from fused_attn._terminal import show_table
 from fused_attn.backends import cuda
 from fused_attn.backends.cuda.module import compiled
-from fused_attn.mask_spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.tools.terminal import show_table
 
 ELEMENTS = {"float": "float32", "Half": "float16", "BFloat16": "bfloat16"}
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)

@@ -13,7 +13,7 @@ from gpu_shapes import COPY_BYTES, MATMUL_SIZE
 from measure import commit
 
 import fused_attn
-from fused_attn._timing import CALLS_A_ROUND, gpu_seconds
+from fused_attn.tools.timing import CALLS_A_ROUND, gpu_seconds
 
 Calls = Sequence[Callable[[], Any]]  # the same on each set of operands
 

@@ -20,7 +20,7 @@ from gpu_ways import COMPILING, OURS, Way
 from shapes import Attention
 from torch import Tensor
 
-from fused_attn._contract import results_of
+from fused_attn.tools.contract import results_of
 
 BACKWARD_FLOPS = 2.5  # times those of the forward: five matrix products instead of two
 _ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # operands of this size leave nothing in a cache of 50 MB

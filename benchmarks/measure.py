@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fused_attn import _cpu
-from fused_attn._timing import cpu_seconds
+from fused_attn.tools.timing import cpu_seconds
 
 # A machine whose peak moves by more than this between start and end of a case was throttled, or
 # shared: the case is measured again, and fails if that does not help.

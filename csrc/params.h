@@ -14,7 +14,7 @@ enum class DType : int64_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 constexpr int64_t kSummaryTileM = 32;
 constexpr int64_t kSummaryTileN = 64;
 
-// Positions stay below this, so that sums of a few fit into int32 (masks.py, UNLIMITED).
+// Positions stay below this, so that sums of a few fit into int32 (masks/mask.py, UNLIMITED).
 constexpr int64_t kUnlimited = int64_t{1} << 29;
 
 // What a summary says of one tile of a dense mask or bias.
@@ -24,7 +24,7 @@ enum SummaryValue : uint8_t {
   kAllVisible = 2,   // every position visible and nothing to add: need not be read
 };
 
-// One row of MaskSpec.bounds (mask_spec.py, BOUNDS).
+// One row of MaskSpec.bounds (masks/spec.py, BOUNDS).
 struct SequenceBounds {
   int64_t key_begin, key_end;      // keys outside are invisible
   int64_t query_begin, query_end;  // queries outside see nothing

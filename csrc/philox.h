@@ -1,7 +1,7 @@
 // Philox4x32-10, the generator of dropout masks, for host and device.
 //
-// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". fused_attn/philox.py
-// is the same in torch operations.
+// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+// fused_attn/core/philox.py is the same in torch operations.
 #pragma once
 
 #include <cstdint>

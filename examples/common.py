@@ -26,8 +26,8 @@ try:
     from rich.table import Table
 
     import fused_attn
-    from fused_attn import doctor
     from fused_attn.backends import wanted_backend
+    from fused_attn.tools import doctor
 
     for _module in ("sacrebleu", "safetensors", "tokenizers"):
         if importlib.util.find_spec(_module) is None:

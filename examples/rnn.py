@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from translation import BINS, BOS, EOS, LONGER_BY, PAD
 
-from fused_attn import doctor, masks
+from fused_attn import masks
 from fused_attn.functional import scaled_dot_product_attention
+from fused_attn.tools import doctor
 
 EPOCHS = 16
 SCHEDULE = fitting.inverse_sqrt(3e-3, 300)

@@ -2,6 +2,6 @@
 
 import sys
 
-from fused_attn.cli import main
+from fused_attn.tools.cli import main
 
 sys.exit(main())

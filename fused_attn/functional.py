@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn import _calls, _packing, autograd, masks, ops, philox
-from fused_attn._layout import readable_in_place
-from fused_attn._modes import statistics_dtype, transformed
-from fused_attn._shapes import canonical
-from fused_attn._validation import (
+from fused_attn import masks
+from fused_attn.backends import AttentionProblem, NormProblem, cpp, cuda, reference, select
+from fused_attn.core import autograd, ops, packed, philox
+from fused_attn.core import plans as _calls
+from fused_attn.core.layout import readable_in_place
+from fused_attn.core.shapes import canonical
+from fused_attn.core.torch_state import statistics_dtype, transformed
+from fused_attn.core.validation import (
     check_float,
     check_length,
     check_max_seqlen,
@@ -25,9 +28,8 @@ from fused_attn._validation import (
     checked_scale,
     checked_softcap,
 )
-from fused_attn.backends import AttentionProblem, NormProblem, cpp, cuda, reference, select
-from fused_attn.mask_spec import MaskSpec, normalize, remake
 from fused_attn.masks import Mask
+from fused_attn.masks.spec import MaskSpec, normalize, remake
 
 
 def scaled_dot_product_attention(
@@ -198,7 +200,7 @@ def varlen_attention(
     cu_seqlens_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
     check_same("cu_seqlens_k", "shape", cu_seqlens_k.shape, cu_seqlens_q.shape, "cu_seqlens_q")
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    mask = _packing.with_lengths(masks.as_mask(attn_mask, is_causal), *given)
+    mask = packed.with_lengths(masks.as_mask(attn_mask, is_causal), *given)
     spec = replace(
         normalize(
             mask, cu_seqlens_q.shape[0] - 1, num_heads, max_seqlen_q, max_seqlen_k, q,

@@ -156,7 +156,7 @@ def _register_integrations(model: Module) -> None:
 
         timm.register()
     if "transformers" in sys.modules:
-        from fused_attn.integrations import transformers_norms
+        from fused_attn.integrations.transformers import norms as transformers_norms
 
         transformers_norms.register(model)
 

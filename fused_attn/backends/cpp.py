@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._layout import gradient_layout, out_layout, readable_in_place
-from fused_attn._modes import statistics_dtype
 from fused_attn.backends.fields import (
     DTYPES,
     add,
@@ -22,7 +20,9 @@ from fused_attn.backends.fields import (
     summary_fields,
 )
 from fused_attn.backends.problem import Problem, kernel_limits
-from fused_attn.mask_spec import MaskSpec
+from fused_attn.core.layout import gradient_layout, out_layout, readable_in_place
+from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.masks.spec import MaskSpec
 
 try:
     from fused_attn import _cpu

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._layout import readable_in_place
-from fused_attn.mask_spec import MaskSpec
+from fused_attn.core.layout import readable_in_place
+from fused_attn.masks.spec import MaskSpec
 
 # enum DType of csrc/params.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_attn import _packing, mask_spec, philox
-from fused_attn._modes import statistics_dtype
-from fused_attn.mask_spec import MaskSpec
+from fused_attn.core import packed, philox
+from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.masks import spec as mask_spec
+from fused_attn.masks.spec import MaskSpec
 
 
 def unavailable() -> list[str]:
@@ -60,11 +61,11 @@ def attention(
     """
     if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
         cu_seqlens_q, total_q = spec.cu_seqlens_q, query.shape[2]
-        query = _packing.pad(query, cu_seqlens_q, spec.max_seqlen_q)
-        key, value = (_packing.pad(t, spec.cu_seqlens_k, spec.max_seqlen_k) for t in (key, value))
+        query = packed.pad(query, cu_seqlens_q, spec.max_seqlen_q)
+        key, value = (packed.pad(t, spec.cu_seqlens_k, spec.max_seqlen_k) for t in (key, value))
         spec = replace(spec, cu_seqlens_q=None, cu_seqlens_k=None)
         padded = attention(query, key, value, spec, scale, softcap, dropout_p, seed)
-        out, lse = (_packing.unpad(t, cu_seqlens_q, total_q) for t in padded)
+        out, lse = (packed.unpad(t, cu_seqlens_q, total_q) for t in padded)
         return out, lse
     weights, value, empty, lse = _weights(query, key, value, spec, scale, softcap, dropout_p, seed)
     # Where a row sees nothing, its gradient does not matter either, NaN included.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn import philox
-from fused_attn._layout import gradient_layout
-from fused_attn._modes import statistics_dtype
-from fused_attn.mask_spec import MaskSpec, materialize, of_head
+from fused_attn.core import philox
+from fused_attn.core.layout import gradient_layout
+from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.masks.spec import MaskSpec, materialize, of_head
 
 
 def attention_weights_bwd(

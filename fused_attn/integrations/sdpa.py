@@ -27,8 +27,8 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from fused_attn import functional
-from fused_attn._modes import in_transform
 from fused_attn.backends import AttentionProblem, select, wanted_backend
+from fused_attn.core.torch_state import in_transform
 
 _config: Any = torch.compiler.config
 _OP = torch.ops.aten.scaled_dot_product_attention.default

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fused_attn import functional, masks
 from fused_attn.masks import Mask
-from fused_attn.nn._causal import is_causal_mask
+from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.packing import Packing
-from fused_attn.weights import attention_with_weights
+from fused_attn.nn.weights import attention_with_weights
 
 
 @replaces(torch.nn.MultiheadAttention)

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_attn import masks
-from fused_attn._modes import plain_eager
+from fused_attn.core.torch_state import plain_eager
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
 from fused_attn.nn.norm import LayerNorm, RMSNorm

@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from fused_attn import masks
 from fused_attn.masks import Mask
-from fused_attn.nn._causal import is_causal_mask
+from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms

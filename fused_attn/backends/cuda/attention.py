@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._layout import gradient_layout, out_layout
 from fused_attn.backends.cuda.module import (
     BLOCKS_PER_MULTIPROCESSOR,
     compiled,
@@ -17,7 +16,8 @@ from fused_attn.backends.cuda.module import (
     times_to_fill,
 )
 from fused_attn.backends.fields import add, attention_fields, summary_fields
-from fused_attn.mask_spec import MaskSpec
+from fused_attn.core.layout import gradient_layout, out_layout
+from fused_attn.masks.spec import MaskSpec
 
 # Kernels read rows in chunks of so many bytes, and count within a tile in 32 bits.
 CHUNK_BYTES = 16

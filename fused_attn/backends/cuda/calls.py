@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fused_attn._layout import out_layout
 from fused_attn.backends.cuda.attention import (
     CHUNK_BYTES,
     MAX_DECODE_ROWS,
@@ -19,7 +18,8 @@ from fused_attn.backends.cuda.attention import (
 )
 from fused_attn.backends.cuda.module import compiled, on_stream
 from fused_attn.backends.fields import pointer
-from fused_attn.mask_spec import MaskSpec
+from fused_attn.core.layout import out_layout
+from fused_attn.masks.spec import MaskSpec
 
 
 def attention_call(

@@ -9,7 +9,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fused_attn._layout import gradient_layout, out_layout, readable_in_place
 from fused_attn.backends.triton import tiles
 from fused_attn.backends.triton.attention_tile import Cut, Rows, Settings
 from fused_attn.backends.triton.backward import (
@@ -36,8 +35,9 @@ from fused_attn.backends.triton.tuning import (
     padded,
 )
 from fused_attn.backends.triton.weights import attention_weights_kernel
-from fused_attn.mask_spec import MaskSpec
-from fused_attn.philox import dropout_scale
+from fused_attn.core.layout import gradient_layout, out_layout, readable_in_place
+from fused_attn.core.philox import dropout_scale
+from fused_attn.masks.spec import MaskSpec
 
 _NO_LISTS = TileLists(None, None, 1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn.backends.triton.launch import Arch, arch_of, launch
 from fused_attn.backends.triton.norm import Dropout, norm_bwd_kernel, norm_fwd_kernel
 from fused_attn.backends.triton.philox import dropout_threshold
-from fused_attn.philox import dropout_scale
+from fused_attn.core.philox import dropout_scale
 
 
 def norm_fwd(

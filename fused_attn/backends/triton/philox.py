@@ -1,4 +1,4 @@
-"""The dropout mask of the contract, in kernels; fused_attn/philox.py has the same in torch."""
+"""The dropout mask of the contract, in kernels; fused_attn/core/philox.py has the same in torch."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -10,7 +10,7 @@ import struct
 import triton
 import triton.language as tl
 
-from fused_attn.philox import UNIFORM_BITS
+from fused_attn.core.philox import UNIFORM_BITS
 
 
 def dropout_threshold(dropout_p: float) -> int:

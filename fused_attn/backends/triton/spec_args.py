@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn._layout import readable_in_place
 from fused_attn.backends.triton.masks import MaskArgs
 from fused_attn.backends.triton.tiles import Summaries
-from fused_attn.mask_spec import MaskSpec
+from fused_attn.core.layout import readable_in_place
+from fused_attn.masks.spec import MaskSpec
 
 
 def mask_args(spec: MaskSpec) -> MaskArgs:

@@ -5,8 +5,8 @@ candidates on the GPU it runs on, and prints rows to put here.
 
 Who measured: nobody yet. Every row is the largest tile of a list (large ones first: fewer reads of
 keys) that Triton 3.6 compiled without spills and within the chip's shared memory, for each kind of
-mask by itself. tests/test_ahead_of_time.py holds the rows to that (sm_86's are not in it). Several
-kinds at once may spill, up to hundreds of bytes.
+mask by itself. tests/backends/test_ahead_of_time.py holds the rows to that (sm_86's are not in it).
+Several kinds at once may spill, up to hundreds of bytes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""Packed sequences: where each lies, and a padded batch of them for the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_attn import masks
+from fused_attn.core.torch_state import captured, plain_eager, readable, stream_of
+from fused_attn.masks import Mask
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
+    """Raises ValueError where sequences do not fill the rows [0, total), or one is too long.
+
+    Values are looked at only where that costs nothing: not on a GPU, not in a graph.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
+    if not readable(cu_seqlens):
+        return
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if (first, last) != (0, total):
+        raise ValueError(f"{name} must go from 0 to {total}, got {first} to {last}")
+    lengths = cu_seqlens.diff()
+    if lengths.numel() == 0:
+        return
+    shortest, longest = (int(x) for x in torch.aminmax(lengths))
+    if shortest < 0 or longest > max_seqlen:
+        raise ValueError(
+            f"{name} must have steps in [0, {max_seqlen}], got [{shortest}, {longest}]"
+        )
+
+
+def with_lengths(mask: Mask | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Mask:
+    """The mask, of sequences of these lengths; kept on it, so that layers share what is derived."""
+    ends = (cu_seqlens_q, cu_seqlens_k)
+    keeps = mask is not None and plain_eager(*ends) and not any(t.is_inference() for t in ends)
+    keeps = keeps and not captured(*ends)
+    versions = tuple(t._version for t in ends) if keeps else ()
+    key = ("packed", stream_of(cu_seqlens_q.device))
+    kept = mask.specs.get(key) if keeps and mask is not None else None
+    if kept is not None and kept[0] is ends[0] and kept[1] is ends[1] and kept[2] == versions:
+        return kept[3]
+    whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
+    if mask is None:
+        return whole
+    whole = mask & whole
+    if keeps:
+        mask.specs[key] = (*ends, versions, whole)
+    return whole
+
+
+def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """(1, heads, total, dim) to (batch, heads, max_seqlen, dim); what fills up may be anything."""
+    _, num_heads, total, dim = packed.shape
+    index = cu_seqlens[:-1, None] + torch.arange(max_seqlen, device=packed.device)
+    rows = torch.cat([packed[0], packed.new_zeros(num_heads, 1, dim)], dim=1)
+    return rows[:, index.clamp(max=total)].transpose(0, 1)
+
+
+def unpad(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """(batch, heads, max_seqlen, ...) to (1, heads, total, ...)."""
+    batch, num_heads, max_seqlen = padded.shape[:3]
+    row = torch.arange(total, device=padded.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    index = sequence * max_seqlen + row - cu_seqlens[sequence]
+    rows = padded.transpose(0, 1).reshape(num_heads, batch * max_seqlen, *padded.shape[3:])
+    return rows[:, index][None]

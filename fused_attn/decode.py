@@ -1,0 +1,303 @@
+"""Attention of new tokens to a cache of keys and values, which may lie in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fused_attn import functional, masks
+from fused_attn.backends import get_backend, reference
+from fused_attn.core import autograd
+from fused_attn.core.torch_state import captured, plain_eager, readable, stream_of
+from fused_attn.core.validation import (
+    check_float,
+    check_length,
+    check_same,
+    checked_scale,
+    checked_softcap,
+)
+from fused_attn.masks import Mask
+from fused_attn.masks.spec import normalize, with_summaries
+
+
+def decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    cache_lengths: Tensor | Sequence[int],
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    block_table: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to the keys and values of a cache, and to new ones, which it takes in.
+
+    Kernels read only what a sequence has, whatever room its cache has. The backend "cuda" reads
+    pages where they are and takes in new keys in the same kernel, for up to 64 rows (seqlen_q times
+    num_heads / num_heads_kv) and dims that are whole chunks of 16 bytes; otherwise new keys are
+    written first, and pages are copied into one piece: where lengths are on a GPU, all pages that
+    block_table has room for.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64. Its
+            rows are the last ones of each sequence.
+        key_cache: (batch, num_heads_kv, max_len, head_dim), or with block_table (num_pages,
+            num_heads_kv, page_size, head_dim); num_heads may be a multiple of num_heads_kv.
+        value_cache: the same with head_dim_v.
+        cache_lengths: (batch,) integers, positions that are in the cache before the call; it is
+            not changed. Where they are not a torch operation's result (another library's kernel,
+            `.data`), pass a new tensor: what calls derive of one is kept until torch changes it.
+            What is behind them in the cache may be anything, NaN included.
+        key: (batch, num_heads_kv, seqlen_new, head_dim), written to positions cache_lengths[b] to
+            cache_lengths[b] + seqlen_new - 1 of the cache, and seen by query; None: nothing new.
+        value: the same with head_dim_v.
+        block_table: (batch, max_pages) int32 or int64; positions [i * page_size, (i + 1) *
+            page_size) of sequence b are in page block_table[b, i]. Entries beyond a sequence's end
+            may be anything. Pages that are written to must not be shared.
+        attn_mask: as in scaled_dot_product_attention, broadcastable to (batch, num_heads, seqlen_q,
+            max_len or max_pages * page_size), or a `fused_attn.masks.Mask`, whose tensors of keys
+            have that length; the end of a sequence is known to it: a sliding window is
+            masks.sliding_window(left, align="bottom_right"). Layers should share a Mask.
+        is_causal: the last query sees all positions, the one before all but the last, and so on
+            (bottom-right); combines with attn_mask.
+        scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
+        softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
+        return_lse: also return the natural log of the softmax denominator.
+        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
+
+    Returns:
+        out (batch, num_heads, seqlen_q, head_dim_v); with return_lse also lse, (batch, num_heads,
+        seqlen_q), float32 (float64 for float64), -inf for rows with no visible key.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or would need a gradient; the message has
+            expected and got. Values of cache_lengths and block_table are looked at on the CPU only.
+        NotImplementedError: the backend that was asked for does not take the problem.
+
+    Example:
+        >>> key_cache, value_cache = (torch.zeros(batch, num_heads_kv, 4096, 64) for _ in range(2))
+        >>> out = decode_attention(
+        ...     query, key_cache, value_cache, cache_lengths=lengths, key=key, value=value
+        ... )
+        >>> lengths += key.shape[2]
+
+    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+        PagedAttention", for the pages; Dao et al. 2023, "Flash-Decoding for long-context
+        inference".
+    """
+    given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    if (key is None) != (value is None):
+        missing, there = ("key", "value") if key is None else ("value", "key")
+        raise ValueError(f"{missing} must be given with {there}, got None")
+    if key is not None and value is not None:
+        given.update(key=key, value=value)
+    _check_tensors(given)
+    batch, num_heads, seqlen_q, head_dim = query.shape
+    seqlen_new = 0 if key is None else key.shape[2]
+    capacity = _checked_capacity(query, key_cache, block_table)
+    lengths = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
+    if block_table is not None:
+        _check_pages(block_table, key_cache, lengths, seqlen_new)
+    softcap, scale = checked_softcap(softcap), checked_scale(scale, head_dim)
+
+    # A single query sees all positions anyway.
+    is_causal = is_causal and seqlen_q != 1
+    mask = _with_lengths(masks.as_mask(attn_mask), is_causal, lengths, seqlen_new)
+    if torch.is_grad_enabled() and any(bias.requires_grad for bias in mask.biases):
+        raise ValueError(_NO_GRAD.format(name="attn_mask"))
+    spec = normalize(mask, batch, num_heads, seqlen_q, capacity, query)
+    name = functional._select_attention(query, value_cache, spec, backend)
+    module = get_backend(name)
+    result = None
+    if hasattr(module, "attention_decode") and plain_eager(
+        *given.values(), lengths, block_table, *mask.tensors()
+    ):
+        spec = with_summaries(spec, module.tile_summary)
+        result = module.attention_decode(
+            query, key_cache, value_cache, key, value, lengths, block_table, spec, scale, softcap
+        )
+        if result is not None and seqlen_new > 0:
+            for cache in (key_cache, value_cache):
+                if not cache.is_inference():
+                    increment_version(cache)
+    if result is None:
+        if key is not None and value is not None:
+            _write(key_cache, key, lengths, block_table)
+            _write(value_cache, value, lengths, block_table)
+        keys, values = key_cache, value_cache
+        if block_table is not None:
+            longest = capacity
+            if readable(lengths) and batch > 0:
+                longest = int(lengths.max()) + seqlen_new
+            keys, values = (_in_one_piece(t, block_table, longest) for t in (keys, values))
+        args = (query, keys, values, spec, scale, softcap, 0.0, None)
+        eager = name == "eager"
+        result = reference.attention(*args) if eager else autograd.attention(*args, name)
+    out, lse = result
+    return (out, lse) if return_lse else out
+
+
+# ---- what arguments must be ---------------------------------------------------------------------
+
+_NO_GRAD = (
+    "{name} must not require grad: caches are overwritten, so no gradient can go through them; "
+    "call decode_attention under torch.no_grad()"
+)
+
+
+def _check_tensors(given: dict[str, Tensor]) -> None:
+    query = given["query"]
+    for name, tensor in given.items():
+        check_float(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got {tuple(tensor.shape)}")
+        check_same(name, "dtype", tensor.dtype, query.dtype, "query")
+        check_same(name, "device", tensor.device, query.device, "query")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(_NO_GRAD.format(name=name))
+    key_cache, value_cache = given["key_cache"], given["value_cache"]
+    check_same("key_cache", "head_dim", key_cache.shape[3], query.shape[3], "query")
+    check_same(
+        "value_cache", "shape", tuple(value_cache.shape[:3]), tuple(key_cache.shape[:3]),
+        "key_cache but for the last dimension",
+    )  # fmt: skip
+    num_heads, num_heads_kv = query.shape[1], key_cache.shape[1]
+    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
+        raise ValueError(
+            f"key_cache must have num_heads_kv that divides num_heads {num_heads} (of query), "
+            f"got {num_heads_kv}"
+        )
+    if "key" not in given:
+        return
+    for name in ("key", "value"):
+        tensor, cache = given[name], given[f"{name}_cache"]
+        expected = (query.shape[0], num_heads_kv, given["key"].shape[2], cache.shape[3])
+        if tensor.shape != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
+        if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name}_cache must be written to, got an expanded tensor")
+
+
+def _checked_capacity(query: Tensor, key_cache: Tensor, block_table: Tensor | None) -> int:
+    """Positions that the cache has room for in each sequence."""
+    batch = query.shape[0]
+    if block_table is None:
+        check_same("key_cache", "batch", key_cache.shape[0], batch, "query")
+        capacity = key_cache.shape[2]
+    else:
+        if not isinstance(block_table, Tensor) or block_table.dtype not in _INTEGERS:
+            got = getattr(block_table, "dtype", type(block_table).__name__)
+            raise TypeError(f"block_table must be an int32 or int64 tensor, got {got}")
+        check_same("block_table", "device", block_table.device, query.device, "query")
+        if block_table.dim() != 2 or block_table.shape[0] != batch:
+            raise ValueError(
+                f"block_table must have shape ({batch}, max_pages), got {tuple(block_table.shape)}"
+            )
+        capacity = block_table.shape[1] * key_cache.shape[2]
+    check_length(max(capacity, query.shape[2]))
+    return capacity
+
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def _checked_lengths(
+    lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int
+) -> Tensor:
+    if not isinstance(lengths, Tensor):
+        try:
+            lengths = torch.as_tensor(lengths)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"cache_lengths must be a tensor or integers, got {lengths}") from error
+        lengths = lengths.long() if lengths.numel() == 0 else lengths
+    if lengths.dtype not in _INTEGERS:
+        raise TypeError(f"cache_lengths must be int32 or int64, got {lengths.dtype}")
+    if lengths.shape != query.shape[:1]:
+        raise ValueError(
+            f"cache_lengths must have shape ({query.shape[0]},), got {tuple(lengths.shape)}"
+        )
+    if readable(lengths) and lengths.numel():
+        least, most = (int(x) for x in torch.aminmax(lengths))
+        if least < 0 or most + seqlen_new > capacity:
+            raise ValueError(
+                f"cache_lengths must be in [0, {capacity - seqlen_new}] (room of the cache less "
+                f"{seqlen_new} new positions), got [{least}, {most}]"
+            )
+    return lengths.to(query.device)
+
+
+def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new: int) -> None:
+    """Raises ValueError where a page that is needed does not exist."""
+    if not (readable(block_table) and readable(lengths)) or block_table.numel() == 0:
+        return
+    num_pages, _, page_size, _ = cache.shape
+    needed = torch.arange(block_table.shape[1]) * page_size < (lengths + seqlen_new)[:, None]
+    wrong = needed & ((block_table < 0) | (block_table >= num_pages))
+    if wrong.any():
+        raise ValueError(
+            f"block_table must have pages in [0, {num_pages}) up to the end of each sequence, got "
+            f"{int(block_table[wrong][0])}"
+        )
+
+
+# ---- the mask -----------------------------------------------------------------------------------
+
+# What masks are kept on where the caller has none.
+_PLAIN, _CAUSAL = Mask(), masks.causal("bottom_right")
+
+
+def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int) -> Mask:
+    """The mask, of sequences that end behind the new positions; kept, so that layers share it."""
+    keeps = plain_eager(lengths) and not lengths.is_inference() and not captured(lengths)
+    home = (_CAUSAL if is_causal else _PLAIN) if mask is None else mask
+    facts = (lengths._version, is_causal, seqlen_new) if keeps else ()
+    key = ("decode", stream_of(lengths.device))
+    kept = home.specs.get(key) if keeps else None
+    if kept is not None and kept[0] is lengths and kept[1] == facts:
+        return kept[2]
+    whole = home & masks.padding(lengths if seqlen_new == 0 else lengths + seqlen_new)
+    if is_causal and mask is not None:
+        whole = whole & _CAUSAL
+    if keeps:
+        home.specs[key] = (lengths, facts, whole)
+    return whole
+
+
+# ---- backends without pages ---------------------------------------------------------------------
+
+
+def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
+    """Writes new rows behind those of the cache."""
+    position = lengths.to(torch.int64)[:, None] + torch.arange(new.shape[2], device=new.device)
+    if block_table is None:
+        holder = torch.arange(cache.shape[0], device=cache.device)[:, None]
+        row = position
+    else:
+        page_size = cache.shape[2]
+        holder = block_table.to(torch.int64).gather(1, position // page_size)
+        row = position % page_size
+    cache[holder, :, row] = new.transpose(1, 2)
+
+
+def _in_one_piece(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
+    """The pages of each sequence up to `longest`, one behind the other; behind them is room."""
+    num_pages, num_heads, page_size, dim = cache.shape
+    batch, max_pages = block_table.shape
+    used = min(-(-longest // max(page_size, 1)), max_pages)
+    whole = cache.new_empty(batch, num_heads, max_pages * page_size, dim)
+    if whole.numel() == 0 or num_pages == 0:
+        return whole
+    # Entries that no sequence needs may be anything.
+    table = block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
+    pages = whole.view(batch, num_heads, max_pages, page_size, dim)
+    pages[:, :, :used] = cache[table].transpose(1, 2)
+    return whole

@@ -1,0 +1,39 @@
+"""fused_attn as an attention implementation of Hugging Face transformers.
+
+After `register()`, "fused_attn" is a name for ``attn_implementation`` in ``from_config``,
+``from_pretrained`` and ``set_attn_implementation``.
+
+    attention.py     the attention of each layer, and which models take it
+    masks.py         the mask that the library asks for once a forward pass
+    encoders.py      encoders that drop padding, of BERT and its like
+    norms.py         RMS norms that `swap_modules` swaps
+
+Example:
+    >>> from fused_attn.integrations import transformers as integration
+    >>> integration.register()
+    >>> model = AutoModel.from_pretrained(name, attn_implementation="fused_attn")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Where each public name is defined. They are imported when they are asked for: that imports
+# transformers, which encoders.py and norms.py, that the rest of the package asks, do without.
+_HOMES = {
+    "NAME": "encoders",
+    "attention_forward": "attention",
+    "attention_mask": "masks",
+    "padded_stacks": "attention",
+    "register": "attention",
+    "set_implementation": "attention",
+    "unsupported": "attention",
+    "use_fused_attention": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

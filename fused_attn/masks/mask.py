@@ -1,0 +1,314 @@
+"""Attention masks that users compose.
+
+A `Mask` is a set of conditions combined with ``&``: a position is visible where all of them say
+so; float masks and ALiBi add to the scores. What kernels see of it is made in mask_spec.py; no
+other file asks what a mask means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.core.torch_state import readable
+
+# Larger than any sequence, and small enough that sums of a few stay inside int32, the type in
+# which kernels compare positions.
+UNLIMITED = 1 << 29
+ALIGNMENTS = ("top_left", "bottom_right")
+
+
+@dataclass(frozen=True)
+class _Band:
+    """Visible where -left <= j - (i + offset) <= right; the offset comes from `align`."""
+
+    left: int
+    right: int
+    align: str
+
+
+@dataclass(frozen=True)
+class _Padding:
+    key_lengths: Tensor
+    query_lengths: Tensor | None
+    side: str
+
+
+@dataclass(frozen=True)
+class _Documents:
+    query_ids: Tensor
+    key_ids: Tensor
+
+
+@dataclass(frozen=True)
+class _Alibi:
+    slopes: Tensor
+    align: str
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A composition of conditions on (batch, num_heads, seqlen_q, seqlen_k); combine with ``&``.
+
+    Make one with the functions of this module. A Mask is immutable and keeps what kernels derive
+    from it (tile summaries), so pass the same object to every layer that shares it. In-place
+    changes of its tensors by torch operations are noticed; through numpy or `.data` they are not.
+    """
+
+    bands: tuple[_Band, ...] = ()
+    paddings: tuple[_Padding, ...] = ()
+    prefixes: tuple[Tensor, ...] = ()
+    document_pairs: tuple[_Documents, ...] = ()
+    dense_masks: tuple[Tensor, ...] = ()
+    biases: tuple[Tensor, ...] = ()
+    slopes: tuple[_Alibi, ...] = ()
+    specs: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        pairs = zip(self.conditions(), other.conditions(), strict=True)
+        return Mask(*(own + others for own, others in pairs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles leave out what is kept: versions of other tensors mean nothing."""
+        return Mask, self.conditions()
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same conditions with every tensor on a device.
+
+        Args:
+            device: where query, key and value are.
+
+        Returns:
+            This mask if all of its tensors are there already; otherwise another one, which keeps
+            nothing of what kernels derived from this one.
+
+        Example:
+            >>> mask = (masks.causal() & masks.padding(lengths)).to(query.device)
+        """
+        moved = Mask(*_moved(self.conditions(), device))
+        pairs = zip(self.tensors(), moved.tensors(), strict=True)
+        return self if all(there is here for here, there in pairs) else moved
+
+    def conditions(self) -> tuple[Any, ...]:
+        """The fields that users compose, without what is kept."""
+        sequences = (self.bands, self.paddings, self.prefixes, self.document_pairs)
+        return (*sequences, self.dense_masks, self.biases, self.slopes)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the conditions."""
+        tensors = [*self.prefixes, *self.dense_masks, *self.biases]
+        for padding_ in self.paddings:
+            tensors.append(padding_.key_lengths)
+            if padding_.query_lengths is not None:
+                tensors.append(padding_.query_lengths)
+        for pair in self.document_pairs:
+            tensors += [pair.query_ids, pair.key_ids]
+        return tensors + [alibi_.slopes for alibi_ in self.slopes]
+
+    def versions(self) -> tuple[Any, ...]:
+        """Changes with the tensors; those made in inference mode have none."""
+        return tuple((t.data_ptr(), t._version, t.requires_grad) for t in self.tensors())
+
+
+def causal(align: str = "top_left") -> Mask:
+    """Look-ahead mask: query i sees keys up to i (Vaswani et al. 2017, section 3.2.3).
+
+    Args:
+        align: "top_left" compares i and j as they are; "bottom_right" lines the last query up
+            with the last key of its sequence (offset len_k - len_q), as decoding with a cache
+            needs.
+    """
+    return sliding_window(-1, 0, align=align)
+
+
+def sliding_window(left: int, right: int = 0, align: str = "top_left") -> Mask:
+    """Visible where i + offset - left <= j <= i + offset + right.
+
+    Args:
+        left: keys before the diagonal that are visible; -1 is unlimited.
+        right: keys after the diagonal that are visible; -1 is unlimited.
+        align: "top_left" (offset 0) or "bottom_right" (offset len_k - len_q of the sequence).
+
+    Source: Beltagy et al. 2020, "Longformer", section 3.1.
+    """
+    for name, value in (("left", left), ("right", right)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < -1:
+            raise ValueError(f"{name} must be >= 0, or -1 for unlimited, got {value}")
+    _check_align(align)
+    left = UNLIMITED if left == -1 else min(left, UNLIMITED)
+    right = UNLIMITED if right == -1 else min(right, UNLIMITED)
+    return Mask(bands=(_Band(left, right, align),))
+
+
+def padding(
+    key_lengths: Tensor | Sequence[int],
+    query_lengths: Tensor | Sequence[int] | None = None,
+    side: str = "right",
+) -> Mask:
+    """Sequences shorter than the tensor: only real keys are visible, only real queries see.
+
+    Args:
+        key_lengths: (batch,) integers, real keys of each sequence.
+        query_lengths: (batch,) integers, real queries; None means that all are real. The rows of
+            the others are 0.
+        side: where the padding is, "right" (real tokens first) or "left".
+    """
+    if side not in ("right", "left"):
+        raise ValueError(f'side must be "right" or "left", got {side!r}')
+    keys = _lengths("key_lengths", key_lengths)
+    queries = None if query_lengths is None else _lengths("query_lengths", query_lengths)
+    if queries is not None and queries.shape != keys.shape:
+        raise ValueError(
+            f"query_lengths must have shape {tuple(keys.shape)} (as key_lengths), "
+            f"got {tuple(queries.shape)}"
+        )
+    return Mask(paddings=(_Padding(keys, queries, side),))
+
+
+def prefix_lm(prefix_lengths: Tensor | Sequence[int]) -> Mask:
+    """Prefix language model: every query sees the prefix, and beyond it keys up to its own.
+
+    Args:
+        prefix_lengths: (batch,) integers.
+
+    Source: Raffel et al. 2020, "T5", section 3.2.1.
+    """
+    return Mask(prefixes=(_lengths("prefix_lengths", prefix_lengths),))
+
+
+def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
+    """Several documents packed into one sequence: equal ids see each other.
+
+    Args:
+        query_ids: (batch, seqlen_q) or (seqlen_q,) integers.
+        key_ids: (batch, seqlen_k) or (seqlen_k,) integers; None takes query_ids.
+    """
+    query = _ids("query_ids", query_ids)
+    key = query if key_ids is None else _ids("key_ids", key_ids)
+    return Mask(document_pairs=(_Documents(query, key),))
+
+
+def alibi(slopes: Tensor, align: str = "top_left") -> Mask:
+    """Attention with linear biases: adds -slope * |i + offset - j| to the scores.
+
+    Args:
+        slopes: float (num_heads,) or (batch, num_heads). Not differentiated.
+        align: offset as in `sliding_window`.
+
+    Source: Press et al. 2022, "Train Short, Test Long", section 3.
+    """
+    _check_align(align)
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
+        raise TypeError(f"slopes must be a float tensor, got {_describe(slopes)}")
+    if slopes.requires_grad:
+        raise ValueError("slopes must not require grad: use masks.bias to learn a bias")
+    if slopes.dim() not in (1, 2):
+        raise ValueError(
+            f"slopes must have shape (num_heads,) or (batch, num_heads), got {tuple(slopes.shape)}"
+        )
+    return Mask(slopes=(_Alibi(slopes, align),))
+
+
+def dense(mask: Tensor) -> Mask:
+    """An arbitrary mask: bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
+
+    Args:
+        mask: True = attend. One that does not depend on the query, such as (batch, 1, 1,
+            seqlen_k), is kept as a key mask and costs O(seqlen_k).
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask must be a bool tensor (True = attend), got {_describe(mask)}; "
+            "a float mask goes through masks.bias"
+        )
+    return Mask(dense_masks=(mask,))
+
+
+def bias(mask: Tensor) -> Mask:
+    """A float tensor added to the scaled (and soft-capped) scores; -inf masks.
+
+    Args:
+        mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); its gradient is computed in
+            its own shape.
+    """
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        raise TypeError(
+            f"mask must be a float tensor, got {_describe(mask)}; a bool mask goes through "
+            "masks.dense"
+        )
+    return Mask(biases=(mask,))
+
+
+def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | None:
+    """The Mask that an `attn_mask` argument stands for; None if everything is visible."""
+    if attn_mask is None:
+        mask = None
+    elif isinstance(attn_mask, Mask):
+        mask = attn_mask
+    elif not isinstance(attn_mask, Tensor):
+        raise TypeError(
+            f"attn_mask must be a bool tensor, a float tensor or a Mask, got {_describe(attn_mask)}"
+        )
+    elif attn_mask.is_nested or attn_mask.layout != torch.strided:
+        raise TypeError("attn_mask must be a dense tensor, not nested or sparse")
+    elif attn_mask.dtype == torch.bool:
+        mask = dense(attn_mask)
+    elif attn_mask.is_floating_point():
+        mask = bias(attn_mask)
+    else:
+        raise TypeError(f"attn_mask must be bool or float, got {attn_mask.dtype}")
+    if is_causal:
+        mask = causal() if mask is None else mask & causal()
+    return mask
+
+
+def _moved(condition: Any, device: torch.device | str) -> Any:
+    """A condition, or tuples of them, with tensors on a device."""
+    if isinstance(condition, Tensor):
+        return condition.to(device)
+    if isinstance(condition, tuple):
+        return tuple(_moved(part, device) for part in condition)
+    if not isinstance(condition, (_Padding, _Documents, _Alibi)):
+        return condition
+    parts = {f.name: _moved(getattr(condition, f.name), device) for f in fields(condition)}
+    return replace(condition, **parts)
+
+
+def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
+    if not isinstance(lengths, Tensor):
+        lengths = torch.as_tensor(lengths, device="cpu")
+        if lengths.numel() == 0:
+            lengths = lengths.long()
+    if lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():
+        raise TypeError(f"{name} must be integers, got {lengths.dtype}")
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} must have shape (batch,), got {tuple(lengths.shape)}")
+    if readable(lengths) and lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"{name} must be >= 0, got {int(lengths.min())}")
+    return lengths
+
+
+def _ids(name: str, ids: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} must be an integer tensor, got {_describe(ids)}")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"{name} must have shape (batch, seqlen), got {tuple(ids.shape)}")
+    return ids
+
+
+def _check_align(align: str) -> None:
+    if align not in ALIGNMENTS:
+        raise ValueError(f"align must be one of {ALIGNMENTS}, got {align!r}")
+
+
+def _describe(value: object) -> str:
+    return str(value.dtype) + " tensor" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,55 @@
+"""Whether a mask that a module is given is the causal one of torch.nn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fused_attn.core.torch_state import readable
+from fused_attn.masks import Mask
+
+# Tensor that owns the memory -> (version, {where the mask lies in it: verdict}).
+_verdicts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_MAX_VIEWS = 1024  # of one tensor; a program that takes more compares again
+
+
+def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
+    """The hint, or whether `mask` is the causal (L, L) mask of torch.nn where that can be seen.
+
+    The values are compared once, and again after an in-place change by torch operations (one
+    through numpy or `.data` is not noticed, as for Masks): the verdict is kept for the tensor, and
+    for slices of it, as long as it lives. Only masks on the CPU are looked at. On a GPU
+    that would take a synchronisation; there the mask is a dense one, of which a kernel sums up the
+    tiles, so that hidden tiles are skipped all the same. Nor is it looked at under torch.compile
+    (graph break), or if it is learned.
+
+    Args:
+        mask: (L, S), bool (True = ignored) or float (added to the scores).
+        hint: what the caller knows; None to find out.
+    """
+    if hint is not None:
+        return hint
+    if not isinstance(mask, Tensor) or mask.requires_grad or mask.dim() != 2:
+        return False
+    if mask.shape[0] != mask.shape[1] or not readable(mask):
+        return False
+    if mask.is_inference():  # keeps no version
+        return _compare(mask)
+    owner = mask if mask._base is None else mask._base
+    version, verdicts = _verdicts.get(owner, (None, {}))
+    if version != mask._version or len(verdicts) >= _MAX_VIEWS:
+        verdicts = {}
+        _verdicts[owner] = (mask._version, verdicts)
+    where = (mask.dtype, mask.data_ptr(), mask.shape, mask.stride())
+    if where not in verdicts:
+        verdicts[where] = _compare(mask)
+    return verdicts[where]
+
+
+def _compare(mask: Tensor) -> bool:
+    ignored = torch.ones(mask.shape, dtype=torch.bool).triu(1)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, ignored)
+    causal = torch.zeros(mask.shape, dtype=mask.dtype).masked_fill_(ignored, float("-inf"))
+    return torch.equal(mask, causal)

@@ -1,0 +1,425 @@
+"""What kernels see of a mask: `normalize` turns a `Mask` into a `MaskSpec`.
+
+With masks.py this is the only place that knows what a mask means: a diagonal band, one row of
+bounds a sequence, documents, dense tensors and slopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.core.torch_state import captured, plain_eager, readable, statistics_dtype, stream_of
+from fused_attn.masks import UNLIMITED, Mask
+
+# Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
+BOUNDS = (
+    "key_begin",
+    "key_end",
+    "query_begin",
+    "query_end",
+    "band_lo",
+    "band_hi",
+    "prefix_end",
+    "alibi_offset",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskSpec:
+    """What kernels see of a mask, and of how sequences are packed.
+
+    Field order is the argument order of the registered ops.
+
+    Attributes:
+        bias: float tensor added to the scores; -inf masks. Each dimension of
+            (batch, num_heads, seqlen_q, seqlen_k) has its size or 1.
+        bias_summary: uint8, see `tile_summaries`.
+        dense: bool tensor, True = visible, same broadcast shape as `bias`.
+        dense_summary: uint8, as `bias_summary`.
+        key_mask: bool tensor (batch or 1, num_heads or 1, 1, seqlen_k).
+        bounds: int64 (batch, 8), the columns of `BOUNDS`; replaces the three integers below.
+        query_documents: int64 (batch or 1, seqlen_q), values that fit into int32.
+        key_documents: int64 (batch or 1, seqlen_k), as query_documents.
+        slopes: float32 (batch or 1, num_heads), ALiBi.
+        cu_seqlens_q, cu_seqlens_k: int64 (batch + 1); sequence b is the rows [cu_seqlens[b],
+            cu_seqlens[b + 1]) of query, key and value, which have one batch then. Everything else
+            here is of each sequence, seqlen_q and seqlen_k being the maxima below.
+        band_lo, band_hi: visible where band_lo <= j - i <= band_hi.
+        alibi_offset: ALiBi adds -slope * |i + alibi_offset - j|.
+        max_seqlen_q, max_seqlen_k: rows of the longest packed sequence.
+    """
+
+    bias: Tensor | None = None
+    bias_summary: Tensor | None = None
+    dense: Tensor | None = None
+    dense_summary: Tensor | None = None
+    key_mask: Tensor | None = None
+    bounds: Tensor | None = None
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    band_lo: int = -UNLIMITED
+    band_hi: int = UNLIMITED
+    alibi_offset: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    def sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
+        """batch, seqlen_q and seqlen_k as masks see them."""
+        if self.cu_seqlens_q is None:
+            return query.shape[0], query.shape[2], key.shape[2]
+        return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
+
+    def flat(self) -> tuple[Any, ...]:
+        """The fields in order, as the registered ops take them."""
+        return (
+            self.bias,
+            self.bias_summary,
+            self.dense,
+            self.dense_summary,
+            self.key_mask,
+            self.bounds,
+            self.query_documents,
+            self.key_documents,
+            self.slopes,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.band_lo,
+            self.band_hi,
+            self.alibi_offset,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+        )
+
+
+_FIELDS = tuple(MaskSpec.__dataclass_fields__)
+NUM_SPEC_FIELDS = len(MaskSpec().flat())
+NUM_SPEC_INTEGERS = sum(isinstance(field, int) for field in MaskSpec().flat())  # come last
+
+
+# ---- Mask -> MaskSpec ---------------------------------------------------------------------------
+
+
+def normalize(
+    mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, query: Tensor
+) -> MaskSpec:
+    """What kernels see of `mask` for this shape; kept on the Mask, checked against its tensors."""
+    if mask is None:
+        return MaskSpec()
+    shape = (batch, num_heads, seqlen_q, seqlen_k)
+    tensors = mask.tensors()
+    if not plain_eager(*tensors) or any(b.requires_grad for b in mask.biases):
+        return _normalize(mask, shape, query.device)  # a spec with a graph must not be kept
+    if any(t.is_inference() for t in tensors) or captured(*tensors):  # they keep no version
+        return _normalize(mask, shape, query.device)
+    versions = mask.versions()
+    stream = stream_of(query.device)
+    key = (shape, query.device, stream, torch.is_inference_mode_enabled())
+    kept = mask.specs.get(key)
+    if kept is None or kept[0] != versions:
+        kept = (versions, _normalize(mask, shape, query.device))
+        mask.specs[key] = kept
+        for old in list(mask.specs)[:-16]:  # decoding changes seqlen_k every step: keep it bounded
+            mask.specs.pop(old, None)
+    return kept[1]
+
+
+def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
+    batch, num_heads = shape[:2]
+    for tensor in mask.tensors():
+        lengths_on_cpu = tensor.dim() == 1 and tensor.device.type == "cpu"
+        if tensor.device != device and not lengths_on_cpu:
+            raise ValueError(f"attn_mask must be on {device} (as query), got {tensor.device}")
+    key_masks: list[Tensor] = []
+    dense_masks: list[Tensor] = []
+    for tensor in mask.dense_masks:
+        tensor = _as_4d("attn_mask", tensor, shape)
+        (key_masks if tensor.shape[2] == 1 else dense_masks).append(tensor)
+    biases = [_as_4d("attn_mask", tensor, shape) for tensor in mask.biases]
+    if len(biases) > 1:  # the sum of 16-bit ones would be rounded before it is added
+        biases = [b.to(statistics_dtype(b.dtype)) for b in biases]
+    spec = MaskSpec(
+        bias=_reduce(biases, torch.add),
+        dense=_reduce(dense_masks, torch.logical_and),
+        key_mask=_reduce(key_masks, torch.logical_and),
+        slopes=_slopes(mask, batch, num_heads, device),
+        **_documents_fields(mask, shape),
+    )
+    return replace(spec, **_bounds_fields(mask, shape, device))
+
+
+def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> dict:
+    """Band, lengths, prefixes: scalars where they suffice, else the (batch, 8) table."""
+    batch, _, seqlen_q, seqlen_k = shape
+    columns: dict[str, Any] = {
+        "key_begin": 0,
+        "key_end": seqlen_k,
+        "query_begin": 0,
+        "query_end": seqlen_q,
+        "band_lo": -UNLIMITED,
+        "band_hi": UNLIMITED,
+        "prefix_end": 0,
+        "alibi_offset": 0,
+    }
+    for pad in mask.paddings:
+        keys = _sequence_lengths("key_lengths", pad.key_lengths, batch, seqlen_k, device)
+        queries: Any = seqlen_q
+        if pad.query_lengths is not None:
+            queries = _sequence_lengths("query_lengths", pad.query_lengths, batch, seqlen_q, device)
+        if pad.side == "right":
+            columns["key_end"] = _minimum(columns["key_end"], keys)
+            columns["query_end"] = _minimum(columns["query_end"], queries)
+        else:
+            columns["key_begin"] = _maximum(columns["key_begin"], seqlen_k - keys)
+            columns["query_begin"] = _maximum(columns["query_begin"], seqlen_q - queries)
+    bottom_right = columns["key_end"] - columns["query_end"]
+    for band in mask.bands:
+        offset = bottom_right if band.align == "bottom_right" else 0
+        if band.left < UNLIMITED:
+            columns["band_lo"] = _maximum(columns["band_lo"], offset - band.left)
+        if band.right < UNLIMITED:
+            columns["band_hi"] = _minimum(columns["band_hi"], offset + band.right)
+    if mask.prefixes:
+        prefixes = [
+            _sequence_lengths("prefix_lengths", p, batch, seqlen_k, device) for p in mask.prefixes
+        ]
+        # Two prefix masks are the one of the shorter prefix. 0 would be plain causal, and means
+        # "no prefix condition" in the table, so that case is stored as 1: key 0 is visible to
+        # query 0 anyway.
+        columns["prefix_end"] = _reduce(prefixes, torch.minimum).clamp(min=1)
+    if mask.slopes:
+        if len({a.align for a in mask.slopes}) > 1:
+            raise ValueError("alibi masks that are combined must have the same align")
+        if mask.slopes[0].align == "bottom_right":
+            columns["alibi_offset"] = bottom_right
+    if not any(isinstance(value, Tensor) for value in columns.values()):
+        return {name: columns[name] for name in ("band_lo", "band_hi", "alibi_offset")}
+    whole = [
+        column if isinstance(column, Tensor) else torch.full((batch,), column, device=device)
+        for column in (columns[name] for name in BOUNDS)
+    ]
+    return {"bounds": torch.stack(whole, dim=1)}
+
+
+def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
+    if not mask.document_pairs:
+        return {}
+    batch, _, seqlen_q, seqlen_k = shape
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    for pair in mask.document_pairs:
+        for name, ids, seqlen, into in (
+            ("query_ids", pair.query_ids, seqlen_q, queries),
+            ("key_ids", pair.key_ids, seqlen_k, keys),
+        ):
+            ids = ids[None] if ids.dim() == 1 else ids
+            if ids.shape[1] != seqlen or ids.shape[0] not in (1, batch):
+                raise ValueError(
+                    f"{name} must have shape ({batch}, {seqlen}) or ({seqlen},), "
+                    f"got {tuple(ids.shape)}"
+                )
+            into.append(ids)
+    if len(queries) == 1:
+        return _numbered(queries[0], keys[0])
+    # Several document masks: a pair of positions must agree in all of them, so the tuples of ids
+    # are numbered anew, queries and keys together.
+    stacked = [
+        torch.cat([q.expand(batch, -1), k.expand(batch, -1)], dim=1).to(torch.int64)
+        for q, k in zip(queries, keys, strict=True)
+    ]
+    tuples = torch.stack(stacked, dim=-1).reshape(-1, len(stacked))
+    numbers = torch.unique(tuples, dim=0, return_inverse=True)[1].reshape(batch, -1)
+    return {"query_documents": numbers[:, :seqlen_q], "key_documents": numbers[:, seqlen_q:]}
+
+
+def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
+    """Ids that fit into 32 bits, in which kernels compare them, and are equal where they were.
+
+    Without a look at values that are on a GPU: each id becomes its first place among all, sorted.
+    """
+    ids = [query_ids, key_ids]
+    if not all(_fits(t) for t in ids):
+        ids = [t.to(torch.int64) for t in ids]
+        every = torch.cat([t.flatten() for t in ids]).sort().values
+        ids = [torch.searchsorted(every, t.contiguous()) for t in ids]
+    query_ids, key_ids = (t.to(torch.int64) for t in ids)
+    return {"query_documents": query_ids, "key_documents": key_ids}
+
+
+def _fits(ids: Tensor) -> bool:
+    """Whether ids are known to fit into 32 bits."""
+    if ids.numel() == 0 or torch.iinfo(ids.dtype).max < 1 << 31:
+        return True
+    return readable(ids) and int(ids.min()) >= -(1 << 31) and int(ids.max()) < 1 << 31
+
+
+def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Tensor | None:
+    total = None
+    for alibi_ in mask.slopes:
+        slopes = alibi_.slopes if alibi_.slopes.dim() == 2 else alibi_.slopes[None]
+        if slopes.shape[1] != num_heads or slopes.shape[0] not in (1, batch):
+            raise ValueError(
+                f"slopes must have shape ({num_heads},) or ({batch}, {num_heads}), "
+                f"got {tuple(alibi_.slopes.shape)}"
+            )
+        slopes = slopes.detach().to(device=device, dtype=torch.float32)
+        total = slopes if total is None else total + slopes
+    return total
+
+
+def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """A 4-D view in which every broadcast dimension, also an expanded one, has size 1."""
+    if tensor.dim() > 4:
+        raise ValueError(f"{name} must have at most 4 dimensions, got {tuple(tensor.shape)}")
+    view = tensor[(None,) * (4 - tensor.dim())]
+    for dim, (have, want) in enumerate(zip(view.shape, shape, strict=True)):
+        if have not in (1, want):
+            raise ValueError(
+                f"{name} must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = "
+                f"{shape}, got {tuple(tensor.shape)}"
+            )
+        if have > 1 and view.stride(dim) == 0:
+            # The gradient of an expanded tensor has its whole shape, so that one is copied.
+            view = view.contiguous() if view.requires_grad else view.narrow(dim, 0, 1)
+    return view.resolve_neg()
+
+
+def _sequence_lengths(
+    name: str, lengths: Tensor, batch: int, limit: int, device: torch.device
+) -> Tensor:
+    if lengths.shape[0] != batch:
+        raise ValueError(f"{name} must have shape ({batch},), got {tuple(lengths.shape)}")
+    if readable(lengths) and lengths.numel() and int(lengths.max()) > limit:
+        raise ValueError(f"{name} must be <= {limit}, got {int(lengths.max())}")
+    return lengths.to(device=device, dtype=torch.int64).clamp(0, limit)
+
+
+def remake(spec: MaskSpec, tensor: Tensor) -> tuple[str, Callable[[Tensor], MaskSpec]] | None:
+    """How to make a spec anew, of another tensor that is laid out as the one it was made of.
+
+    Returns:
+        The field that the tensor is, and the function; None where the spec holds other tensors, or
+        a copy.
+    """
+    (name, *others) = (
+        name
+        for name, value in zip(_FIELDS, spec.flat(), strict=True)
+        if isinstance(value, Tensor) and not name.endswith("_summary")
+    )
+    view = getattr(spec, name)
+    if others or view.dtype != tensor.dtype or view.data_ptr() != tensor.data_ptr():
+        return None
+    shape, stride = view.shape, view.stride()
+    band_lo, band_hi, alibi_offset = spec.band_lo, spec.band_hi, spec.alibi_offset
+
+    def make(tensor: Tensor) -> MaskSpec:
+        fields: Any = {name: tensor.as_strided(shape, stride, tensor.storage_offset())}
+        return MaskSpec(band_lo=band_lo, band_hi=band_hi, alibi_offset=alibi_offset, **fields)
+
+    return name, make
+
+
+def of_head(spec: MaskSpec, h: int) -> MaskSpec:
+    """The spec of head h by itself, as if it were the only one."""
+    own: dict[str, Any] = {}
+    for name in ("bias", "dense", "key_mask", "slopes"):
+        tensor = getattr(spec, name)
+        own[name] = tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, h : h + 1]
+    return replace(spec, bias_summary=None, dense_summary=None, **own)
+
+
+# ---- what the reference sees --------------------------------------------------------------------
+
+
+def materialize(
+    spec: MaskSpec,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask as tensors, for the reference alone.
+
+    Returns:
+        visible, bool broadcastable to (batch, num_heads, seqlen_q, seqlen_k), and the additive
+        bias (float, same); None where there is nothing.
+    """
+    row = torch.arange(seqlen_q, device=device)[None, None, :, None]
+    column = torch.arange(seqlen_k, device=device)
+    distance = column - row
+    if spec.bounds is None:
+        offset: Any = spec.alibi_offset
+        conditions = []
+        if spec.band_lo > -UNLIMITED:
+            conditions.append(distance >= spec.band_lo)
+        if spec.band_hi < UNLIMITED:
+            conditions.append(distance <= spec.band_hi)
+    else:
+        # Each column as (batch, 1, 1, 1).
+        bound = dict(zip(BOUNDS, spec.bounds[:, :, None, None, None].unbind(1), strict=True))
+        offset = bound["alibi_offset"]
+        in_prefix = (column < bound["prefix_end"]) | (distance <= 0)
+        conditions = [
+            (column >= bound["key_begin"]) & (column < bound["key_end"]),
+            (row >= bound["query_begin"]) & (row < bound["query_end"]),
+            (distance >= bound["band_lo"]) & (distance <= bound["band_hi"]),
+            in_prefix | (bound["prefix_end"] == 0),
+        ]
+    if spec.query_documents is not None and spec.key_documents is not None:
+        pairs = spec.query_documents[:, :, None] == spec.key_documents[:, None, :]
+        conditions.append(pairs[:, None])
+    conditions += [m for m in (spec.dense, spec.key_mask) if m is not None]
+    bias_ = spec.bias
+    if bias_ is not None:
+        conditions.append(bias_ != float("-inf"))
+    if spec.slopes is not None:
+        linear = -spec.slopes[:, :, None, None].to(dtype) * (row + offset - column).abs()
+        bias_ = linear if bias_ is None else bias_ + linear
+    return _reduce(conditions, torch.logical_and), bias_
+
+
+# ---- tile summaries -----------------------------------------------------------------------------
+
+
+def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor] | None) -> MaskSpec:
+    """The spec with the tile summaries of its dense tensors, computed once a spec.
+
+    Args:
+        summarize: the backend's kernel; None if it uses none.
+    """
+    if summarize is None or not plain_eager(spec.dense, spec.bias):
+        return spec
+    for name in ("dense", "bias"):
+        tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
+        if tensor is not None and summary is None:
+            # The one mutation of a spec: what is derived is kept where its source is.
+            object.__setattr__(spec, f"{name}_summary", summarize(tensor.detach()))
+    return spec
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+
+
+def _reduce(tensors: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    total = None
+    for tensor in tensors:
+        total = tensor if total is None else combine(total, tensor)
+    return total

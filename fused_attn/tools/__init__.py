@@ -1,0 +1,1 @@
+"""What `fused-attn` runs: the command line and its tools."""

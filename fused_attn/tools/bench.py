@@ -1,0 +1,218 @@
+"""Attention timed against torch's F.scaled_dot_product_attention: `fused-attn bench`.
+
+Both get the same mask and run in turns. Nothing is timed before it is within the numerics
+contract.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_attn import functional, masks
+from fused_attn.backends import AttentionProblem, select, use_backend
+from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.masks import Mask
+from fused_attn.masks.spec import materialize, normalize
+from fused_attn.tools import contract, timing
+from fused_attn.tools.cases import DTYPES, Shape, make_mask
+
+OURS, PEER = "fused_attn", "sdpa"
+_MAX_SCORES = 2**22  # of what is checked: eager attention holds them, in float64 too
+
+
+@dataclass
+class Result:
+    """One measurement; its attributes are what JSON gets.
+
+    Attributes:
+        shape, mask: as they were asked for.
+        direction: "forward" or "backward".
+        backend: the one of fused_attn that was measured.
+        visible: the share of pairs of a query and a key that the mask lets through.
+        ok: fused_attn is within the numerics contract.
+        error, limit: of the result that is closest to its limit, `worst`.
+        milliseconds: medians; only of what is right.
+        speedup: how many times as fast as SDPA; None where one of the two is not right.
+        note: why there is no speedup.
+    """
+
+    shape: str
+    mask: str
+    dtype: str
+    direction: str
+    backend: str
+    visible: float
+    ok: bool
+    worst: str
+    error: float
+    limit: float
+    milliseconds: dict[str, float]
+    speedup: float | None = None
+    note: str = ""
+
+
+def measure(
+    shape: Shape,
+    mask: str,
+    dtype: str,
+    *,
+    backward: bool = False,
+    device: torch.device | str = "cpu",
+    backend: str | None = None,
+    rounds: int = 20,
+    advance: Callable[[], None] = lambda: None,
+) -> Result:
+    """Checks fused_attn on a problem, and times it and SDPA in turns.
+
+    Args:
+        shape: sizes.
+        mask: see `make_mask`. SDPA gets is_causal for "causal", and a tensor for all others.
+        dtype: one of `DTYPES`.
+        backward: of the backward pass alone, instead of the forward pass without gradients.
+        device: "cpu" or a GPU.
+        backend: of fused_attn; None is the automatic choice.
+        rounds: how often each is measured.
+        advance: called after each round, while nothing is measured.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: the backend does not take the problem.
+
+    Example:
+        >>> measure(Shape.parse("2,8,512,512,64"), "causal+padding", "float32").speedup
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    device, torch_dtype = torch.device(device), getattr(torch, dtype)
+    problem = AttentionProblem(device, torch_dtype, shape.head_dim, shape.head_dim)
+    chosen = select(problem, backend)
+    # To ask for what is chosen anyway would keep small calls away from their short cut.
+    context = contextlib.nullcontext() if chosen == select(problem) else use_backend(chosen)
+    operands = shape.operands(torch_dtype, device)
+    own_mask = make_mask(mask, shape)
+    own_mask = None if own_mask is None else own_mask.to(device)
+    visible, bias = _tensors(own_mask, shape, operands["query"])
+    part = _checked_part(shape)
+
+    def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _attend(query, key, value, own_mask)
+
+    def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with use_backend("eager"):
+            return _attend(query, key, value, _dense_mask(part, visible, bias, query.dtype))
+
+    peer = _peer(shape, mask == "causal", visible, bias, torch_dtype)
+    with context:
+        verdict = contract.check(own, eager, operands, torch_dtype, backward, part)
+        result = Result(
+            str(shape), mask, dtype, "backward" if backward else "forward", chosen,
+            _share(visible), verdict.ok, verdict.worst.name, verdict.worst.error,
+            verdict.worst.limit, {},
+        )  # fmt: skip
+        if not verdict.ok:
+            result.note = "fused_attn is not within the numerics contract: not timed"
+            return result
+        leaves = [t.requires_grad_(backward) for t in operands.values()]
+        with torch.set_grad_enabled(backward):
+            ways = {OURS: _timed(own, leaves)}
+            try:
+                agrees = verdict.agrees(_of_seen_rows(peer(*leaves), visible))
+                ways |= {PEER: _timed(peer, leaves)} if agrees else {}
+                result.note = "" if agrees else "SDPA computes something else"
+            except RuntimeError as error:  # what SDPA has against it
+                result.note = f"SDPA: {error}"
+            seconds = timing.medians(ways, device, rounds, advance)
+    result.milliseconds = {name: 1e3 * s for name, s in seconds.items()}
+    if PEER in seconds:
+        result.speedup = seconds[PEER] / seconds[OURS]
+    return result
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+    out = functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    return cast(Tensor, out)
+
+
+def _timed(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
+    """A call of the pass that gradients are enabled for."""
+    if not torch.is_grad_enabled():
+        return lambda: way(*leaves)
+    out = way(*leaves)
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def _tensors(mask: Mask | None, shape: Shape, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The mask as tensors: what is visible, and what is added to the scores."""
+    sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+    spec = normalize(mask, *sizes, query)
+    visible, bias = materialize(spec, *sizes, query.device, torch.float64)
+    if visible is not None:
+        first = visible[:, :, :1]
+        if torch.equal(first.expand_as(visible), visible):  # a mask of keys: torch gets no more
+            visible = first
+    return visible, bias
+
+
+def _peer(
+    shape: Shape, causal: bool, visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Callable[..., Tensor]:
+    """SDPA with the fewest and smallest arguments that say the same."""
+    mask = None if causal else visible
+    if bias is not None:
+        mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
+        mask = mask.to(dtype)
+
+    def peer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        gqa = shape.num_heads != shape.num_heads_kv
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, enable_gqa=gqa
+        )
+
+    return peer
+
+
+def _dense_mask(
+    part: Callable[[Tensor], Tensor],
+    visible: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Mask | None:
+    """The mask of the checked part, made of tensors."""
+    mask = None if visible is None else masks.dense(part(visible))
+    if bias is None:
+        return mask
+    added = masks.bias(part(bias).to(statistics_dtype(dtype)))
+    return added if mask is None else mask & added
+
+
+def _checked_part(shape: Shape) -> Callable[[Tensor], Tensor]:
+    """The first sequences and heads, as many as eager attention can hold, of what has them."""
+    group = shape.num_heads // shape.num_heads_kv
+    fitting = _MAX_SCORES // (group * shape.seqlen_q * shape.seqlen_k)
+    batch = min(shape.batch, max(1, fitting))
+    heads_kv = min(shape.num_heads_kv, max(1, fitting // batch))
+
+    def part(tensor: Tensor) -> Tensor:
+        heads = max(1, heads_kv * tensor.shape[1] // shape.num_heads_kv)
+        return tensor[:batch, :heads]
+
+    return part
+
+
+def _of_seen_rows(out: Tensor, visible: Tensor | None) -> Tensor:
+    """0 in rows that see no key, whatever SDPA makes of them."""
+    return out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+
+
+def _share(visible: Tensor | None) -> float:
+    if visible is None:
+        return 1.0
+    return round(visible.float().mean().item(), 4)

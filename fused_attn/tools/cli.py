@@ -1,0 +1,254 @@
+"""The command line: `fused-attn doctor`, `fused-attn compare`, `fused-attn bench`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_attn.tools import bench, doctor, plots, sources
+from fused_attn.tools.arguments import TOOL, USAGE, parser
+from fused_attn.tools.cases import Shape, make_mask
+from fused_attn.tools.compare import COLUMNS, compare
+from fused_attn.tools.terminal import progress, show_table
+
+# USAGE is 2; the last two are what a shell says of SIGINT and SIGPIPE.
+OK, FAILED, INTERRUPTED, BROKEN_PIPE = 0, 1, 130, 141
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    facts = doctor.diagnose(options.backend)
+    status = OK if facts["ok"] else FAILED
+    if _write_json(options.json, facts):
+        return status
+    versions = [(name, version or "not installed") for name, version in facts["versions"].items()]
+    show_table("Versions", ("package", "version"), versions)
+    show_table("Machine", ("what", "value"), list(_machine_rows(facts["machine"])))
+    rows = [(entry["name"], _availability(entry)) for entry in facts["backends"]]
+    show_table("Backends", ("backend", "state"), rows)
+    checks = facts["self_check"]
+    show_table(
+        f"Self-check, {facts['self_check_seconds']:.1f} s: forward and backward against float64",
+        ("backend", "problem", "type", "device", "worst", ">error", ">limit", ""),
+        [_check_row(check) for check in checks],
+        bad=[i for i, check in enumerate(checks) if not check["ok"]],
+    )
+    for problem in dict.fromkeys(f"{c['backend']}: {c['problem']}" for c in checks if c["problem"]):
+        print(_one_line(problem))
+    failed = sum(not check["ok"] for check in checks)
+    print(f"{failed} of {len(checks)} checks FAILED" if failed else "everything checked is right")
+    return status
+
+
+def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    forced = machine["FUSED_ATTN_CPU_ISA"]
+    yield "CPU", machine["cpu"]
+    yield "instruction set in use", machine["isa"]
+    yield "FUSED_ATTN_CPU_ISA", forced or "not set: the best that was built and is there"
+    yield "threads", str(machine["threads"])
+    for gpu in machine["gpus"]:
+        yield "GPU", f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}"
+    if not machine["gpus"]:
+        yield "GPU", "torch sees none"
+
+
+def _availability(entry: dict[str, Any]) -> str:
+    if entry["automatic"]:
+        return "available"
+    state = "available" if entry["available"] else "not available"
+    return f"{state}: {'; '.join(entry['reasons'])}"
+
+
+def _check_row(check: dict[str, Any]) -> tuple[str, ...]:
+    where = (check["backend"], check["name"], check["dtype"], check["device"])
+    if check["problem"]:
+        return (*where, "", "", "", "FAILED")
+    numbers = (f"{check['error']:.2e}", f"{check['limit']:.2e}")
+    return (*where, check["worst"], *numbers, "ok" if check["ok"] else "FAILED")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if options.png:
+        plots.require()
+    device = _device(options.device)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    source = sources.load(options.source, options.batch, options.seqlen, options.seed)
+    source = source.to(device, dtype)
+    backward = not options.no_backward
+    report = compare(source.model, *source.args, backward=backward, **source.kwargs)
+    report.notes[:0] = source.notes
+    if options.png:
+        plots.plot_comparison(report, options.png)
+    about = {"source": options.source, "seed": options.seed, "versions": doctor.versions()}
+    if not _write_json(options.json, about | report.to_dict()):
+        bad = [i for i, row in enumerate(report.rows) if row.binding and not row.ok]
+        show_table(report.title(), COLUMNS, report.cells(), bad)
+        print(*report.notes, report.verdict(), sep="\n")
+    return OK if report.ok else FAILED
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if options.png:
+        plots.require()
+    device = _device(options.device)
+    shapes = options.shape or [Shape.parse("2,8,512,512,64")]
+    dtypes = options.dtype or ["float32"]
+    cases = [
+        (shape, mask, dtype, backward)
+        for shape in shapes
+        for mask in options.mask or ["none", "causal", "padding"]
+        for dtype in dtypes
+        for backward in ([False, True] if options.backward else [False])
+    ]
+    for shape, mask, _, _ in cases:
+        make_mask(mask, shape)  # what is wrong with one is said before the first is measured
+    with _threads(options.threads):
+        machine = doctor.machine()
+        with progress("measuring", len(cases) * options.repeats) as advance:
+            results = [
+                bench.measure(
+                    shape, mask, dtype, backward=backward, device=device,
+                    backend=options.backend, rounds=options.repeats, advance=advance,
+                )
+                for shape, mask, dtype, backward in cases
+            ]  # fmt: skip
+    if options.png:
+        plots.plot_bench(results, options.png)
+    ok = all(result.ok for result in results)
+    facts = {
+        "ok": ok,
+        "versions": doctor.versions(),
+        "machine": machine,
+        "device": str(device),
+        "repeats": options.repeats,
+        "results": [dataclasses.asdict(result) for result in results],
+    }
+    if not _write_json(options.json, facts):
+        where = str(device) if device.type == "cuda" else f"threads: {machine['threads']}"
+        show_table(
+            f"Milliseconds ({where}; medians of {options.repeats} rounds)",
+            ("shape", "mask", ">visible", "type", "pass", "backend", ">fused_attn", ">SDPA",
+             ">speed-up", ""),
+            [_bench_row(result) for result in results],
+            bad=[i for i, result in enumerate(results) if not result.ok],
+        )  # fmt: skip
+        print("all within the numerics contract" if ok else "NOT within the numerics contract")
+    return OK if ok else FAILED
+
+
+def _bench_row(result: bench.Result) -> tuple[str, ...]:
+    times = [
+        f"{result.milliseconds[way]:.4g}" if way in result.milliseconds else "-"
+        for way in (bench.OURS, bench.PEER)
+    ]
+    speedup = "-" if result.speedup is None else f"{result.speedup:.2f}"
+    note = result.note
+    if not result.ok:
+        note += f"; {result.worst} is {result.error:.2e} off, {result.limit:.2e} allowed"
+    return (
+        result.shape, result.mask, f"{result.visible:.0%}", result.dtype, result.direction,
+        result.backend, *times, speedup, _one_line(note),
+    )  # fmt: skip
+
+
+# ---- what they share ----------------------------------------------------------------------------
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        elif not torch.cuda.is_available():
+            raise ValueError("--device cuda needs a GPU: torch sees none")
+    return device
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _write_json(path: Path | None, facts: dict[str, Any]) -> bool:
+    """Writes them where that was asked for; whether they are on stdout, which is only theirs then.
+
+    JSON has no infinity: an error that is infinite becomes a string.
+    """
+    if path is None:
+        return False
+    text = json.dumps(_strict(facts), indent=1)
+    if path == Path("-"):
+        print(text)
+        return True
+    path.write_text(text + "\n")
+    return False
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _one_line(message: object) -> str:
+    """A message without line breaks; of exceptions that are not about arguments, with the type."""
+    text = " ".join(str(message).split())
+    if isinstance(message, (ValueError, NotImplementedError)) and text:
+        return text
+    return f"{type(message).__name__}: {text}" if isinstance(message, Exception) else text
+
+
+_COMMANDS = {"doctor": _doctor, "compare": _compare, "bench": _bench}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: its arguments; None: those of the process.
+
+    Returns:
+        The exit status: 0, 1 where the numerics contract does not hold, 2 for errors.
+
+    Raises:
+        SystemExit: the arguments cannot be parsed, or ask for help.
+
+    Example:
+        >>> main(["bench", "--shape", "2,8,512,512,64", "--mask", "causal+padding"])
+    """
+    options = parser().parse_args(argv)
+    try:
+        status = _COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (
+        BrokenPipeError
+    ):  # of `fused-attn doctor | head`; the flush at the exit must not fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+        print(f"{TOOL} {options.command}: error: {_one_line(error)}", file=sys.stderr)
+        return USAGE
+    return status

@@ -1,0 +1,273 @@
+"""Numerics of a model with the fused modules against eager attention, layer by layer.
+
+The model runs three times on the same inputs, forward and backward: in float64 with eager
+attention (the truth), in its own type with eager attention, and in its own type with the fused
+modules. Both of the latter are measured against the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fused_attn.integrations.transformers.encoders import PackedStack
+from fused_attn.nn import TransformerEncoder
+from fused_attn.swap import (
+    SwapReport,
+    contains_fused_modules,
+    shown_name,
+    swap_modules,
+    transformers_models,
+)
+from fused_attn.tools import contract
+from fused_attn.tools.contract import GRAD_FACTOR, OUTPUT_FACTOR
+from fused_attn.tools.recording import Recorder, Tensors, copied, device_of
+from fused_attn.tools.terminal import aligned
+
+# Of `ComparisonReport.table`; ">" aligns to the right.
+COLUMNS = ("tensor", "kind", ">eager max", ">fused max", ">limit", ">eager rms", ">fused rms", "")
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """Errors of one tensor against float64.
+
+    Attributes:
+        name: module, parameter or model output.
+        kind: "output" (of the model), "layer output", "input grad" or "param grad".
+        eager_max, eager_rms: maximal and root mean square error of eager attention.
+        fused_max, fused_rms: the same of the fused modules.
+        limit: what the contract allows for fused_max.
+        ok: fused_max <= limit.
+        binding: the row counts for the verdict. Layer outputs do not: what they are off by has
+            gathered in the layers before.
+    """
+
+    name: str
+    kind: str
+    eager_max: float
+    eager_rms: float
+    fused_max: float
+    fused_rms: float
+    limit: float
+    ok: bool
+    binding: bool
+
+
+@dataclass
+class ComparisonReport:
+    """What `compare` found.
+
+    Attributes:
+        rows: one for each compared tensor, in the order of execution.
+        dtype: type of the model's parameters.
+        swap: what was swapped for the fused run.
+        notes: what the numbers do not show.
+    """
+
+    rows: list[ComparisonRow]
+    dtype: torch.dtype
+    swap: SwapReport
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """The outputs of the model and all gradients (at least one) are within the contract."""
+        binding = [row for row in self.rows if row.binding]
+        return bool(binding) and all(row.ok for row in binding)
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text, under `COLUMNS`."""
+        lines = []
+        for row in self.rows:
+            numbers = (row.eager_max, row.fused_max, row.limit, row.eager_rms, row.fused_rms)
+            verdict = ("ok" if row.ok else "ABOVE LIMIT") if row.binding else ""
+            lines.append((row.name, row.kind, *(f"{n:.2e}" for n in numbers), verdict))
+        return lines
+
+    def table(self) -> str:
+        """The rows as an aligned text table."""
+        return aligned(COLUMNS, self.cells())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in types that JSON knows."""
+        return {
+            "ok": self.ok,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "swapped": [dataclasses.asdict(s) for s in self.swap.swapped],
+            "skipped": [dataclasses.asdict(s) for s in self.swap.skipped],
+            "notes": list(self.notes),
+        }
+
+    def title(self) -> str:
+        """What the rows are of."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        swapped = len(self.swap.swapped)
+        return f"errors against float64, {dtype} model, {swapped} modules swapped"
+
+    def verdict(self) -> str:
+        """`ok` in words."""
+        binding = [row for row in self.rows if row.binding]
+        above = sum(not row.ok for row in binding)
+        if self.ok:
+            return f"within the contract: {len(binding)} outputs and gradients"
+        return f"ABOVE THE LIMIT: {above} of {len(binding)} outputs and gradients"
+
+    def __str__(self) -> str:
+        return "\n".join([self.title(), self.table(), *self.notes, self.verdict()])
+
+
+def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> ComparisonReport:
+    """Compare the numerics of the fused modules with eager attention, on the user's own model.
+
+    The model is copied, never modified, and runs in evaluation mode, without dropout. Layers are
+    looked into, so that padded batches are not packed, as they are else (see `fused_attn.nn`).
+
+    Args:
+        model: a model in float32, float16 or bfloat16, not swapped yet.
+        *args, **kwargs: what the model is called with. Float tensors among them are compared as
+            inputs too if they require grad.
+        backward: compare gradients as well, those of a fixed random projection of all outputs.
+
+    Returns:
+        Errors of outputs, layer outputs and gradients, and whether the contract holds: against
+        float64, outputs are at most 2 times and gradients at most 3 times as far off as eager,
+        plus one rounding of the largest value. For a gradient, that is the largest of its module:
+        the gradient of a key bias is 0 up to rounding of the values that cancel in it.
+
+    Raises:
+        ValueError: the model is swapped already, is float64, or nothing in it can be swapped.
+
+    Example:
+        >>> report = fused_attn.compare(model, input_ids, attention_mask=attention_mask)
+        >>> report.ok
+    """
+    dtype = _check(model)
+    fused_model = copy.deepcopy(model)
+    swap = swap_modules(fused_model)
+    for module in fused_model.modules():
+        # Batches stay padded, so that padded rows are compared as well.
+        if isinstance(module, TransformerEncoder):
+            module.enable_nested_tensor = False
+        elif isinstance(module, PackedStack):
+            module.zeroes_padding = False
+    if not swap.swapped:
+        raise ValueError(f"model must have modules that can be swapped, got none: {swap}")
+    recorder = Recorder(_watched(model, swap), backward, dtype)
+    with _eager_kernels():
+        with torch.autocast(device_of(model).type, enabled=False):
+            float64_model = _eager(copy.deepcopy(model).double())
+            inputs = copied(args, torch.float64), copied(kwargs, torch.float64)
+            truth = recorder.run(float64_model, *inputs)
+            del float64_model
+        eager_model = _eager(copy.deepcopy(model))
+        eager = recorder.run(eager_model, copied(args), copied(kwargs))
+        del eager_model
+    fused = recorder.run(fused_model, copied(args), copied(kwargs))
+    return _report(truth, eager, fused, dtype, swap)
+
+
+def _check(model: Module) -> torch.dtype:
+    if contains_fused_modules(model):
+        raise ValueError(
+            "model must be the original one, got one with fused modules; compare() swaps a copy "
+            "(SwapReport.restore() undoes a swap)"
+        )
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if not dtypes:
+        raise ValueError("model must have float parameters, got none")
+    if torch.float64 in dtypes:
+        raise ValueError(
+            "model must be float32, float16 or bfloat16, got float64, which is the reference"
+        )
+    # Of a model in mixed precision, the coarsest type.
+    return max(dtypes, key=lambda d: torch.finfo(d).eps)
+
+
+def _watched(model: Module, swap: SwapReport) -> set[str]:
+    """Names of attention and norm modules, also those that are not swapped, and what is around."""
+    inner = {entry.name for entry in swap.swapped} | {entry.name for entry in swap.skipped}
+    names = set()
+    for name, module in model.named_modules():
+        if shown_name(name) in inner or "attention" in type(module).__name__.lower():
+            parts = name.split(".")
+            names |= {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return names
+
+
+def _eager(model: Module) -> Module:
+    for _, hf_model in transformers_models(model):
+        from fused_attn.integrations import transformers as integration
+
+        integration.set_implementation(hf_model, "eager")
+    return model
+
+
+@contextlib.contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Attention of torch.nn in separate operations: no fused kernel, no fused encoder layer."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def _report(
+    truth: Tensors, eager: Tensors, fused: Tensors, dtype: torch.dtype, swap: SwapReport
+) -> ComparisonReport:
+    report = ComparisonReport([], dtype, swap)
+    largest = _largest_by_module(truth)
+    undefined = 0
+    for (name, kind), reference in truth.items():
+        if (name, kind) not in eager or reference.numel() == 0:
+            continue
+        factor = GRAD_FACTOR if kind.endswith("grad") else OUTPUT_FACTOR
+        eager_max, eager_rms = contract.errors(eager[name, kind], reference)
+        fused_max, fused_rms = contract.errors(fused.get((name, kind)), reference)
+        largest_value, own_dtype = largest[_scale_key(name, kind)], eager[name, kind].dtype
+        limit = contract.limit(factor, eager_max, largest_value, own_dtype)
+        ok = fused_max <= limit
+        errors = (eager_max, eager_rms, fused_max, fused_rms)
+        report.rows.append(ComparisonRow(name, kind, *errors, limit, ok, kind != "layer output"))
+        if kind == "output":
+            undefined += int((~reference.isfinite()).sum())
+    if any(row.kind == "output" and not row.ok for row in report.rows):
+        report.notes.append(
+            "the errors of an output gathered over all layers, and its largest may be a single "
+            "value, at a padded position too: see whether the rms errors agree, or compare what "
+            "is made of the output"
+        )
+    if undefined:
+        report.notes.append(
+            f"{undefined} values of the output are not finite with eager attention in float64 "
+            "(rows that see no key?) and are not compared"
+        )
+    return report
+
+
+def _largest_by_module(truth: Tensors) -> dict[tuple[str, str], float]:
+    largest: dict[tuple[str, str], float] = {}
+    for (name, kind), reference in truth.items():
+        key = _scale_key(name, kind)
+        largest[key] = max(largest.get(key, 0.0), contract.largest(reference))
+    return largest
+
+
+def _scale_key(name: str, kind: str) -> tuple[str, str]:
+    """What the largest value is taken of: the parameters of a module together, else the tensor."""
+    return (name.rpartition(".")[0] if kind == "param grad" else name), kind

@@ -1,0 +1,253 @@
+"""What this installation has, and whether it computes the right thing: `fused-attn doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.backends import (
+    AttentionProblem,
+    available_backends,
+    cpp,
+    get_backend,
+    use_backend,
+    wanted_backend,
+)
+from fused_attn.backends.registry import BACKENDS
+from fused_attn.masks import Mask
+from fused_attn.tools import contract
+
+# What fused_attn works with, where it is there.
+OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions by package; None for an optional one that is not installed."""
+    return {
+        "fused_attn": fused_attn.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{package: _version(package) for package in OPTIONAL_PACKAGES},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The CPU and what is used of it, and the GPUs; nothing that names the machine."""
+    return {
+        "cpu": cpu_model(),
+        "isa": _isa(),
+        "FUSED_ATTN_CPU_ISA": os.environ.get("FUSED_ATTN_CPU_ISA") or None,
+        "threads": torch.get_num_threads(),
+        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    listing = Path("/proc/cpuinfo")  # of Linux, on x86
+    for line in listing.read_text().splitlines() if listing.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def backends() -> list[dict[str, Any]]:
+    """Each backend, in order of preference, and what the registry has against it."""
+    rows = []
+    for name, module in BACKENDS.items():
+        unavailable, by_name_only = module.unavailable(), module.not_automatic()
+        rows.append(
+            {
+                "name": name,
+                "available": not unavailable,
+                "automatic": not unavailable and not by_name_only,
+                "reasons": unavailable + by_name_only,
+            }
+        )
+    return rows
+
+
+# ---- self-check ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """A small problem, forward and backward, on a backend.
+
+    Attributes:
+        worst: the result that is closest to its limit, or furthest beyond.
+        error, limit: how far off it is, and what the contract allows.
+        problem: what kept the backend from computing it; empty if nothing did.
+    """
+
+    name: str
+    backend: str
+    device: str
+    dtype: str
+    ok: bool
+    worst: str = ""
+    error: float | None = None
+    limit: float | None = None
+    problem: str = ""
+
+
+def self_check(backend: str | None = None) -> list[SelfCheck]:
+    """Masked attention and norms of every type against the reference in float64.
+
+    Args:
+        backend: the one that is checked; None is the one that FUSED_ATTN_BACKEND names, or else
+            all that are chosen unasked and have kernels.
+
+    Raises:
+        ValueError: there is no backend of that name.
+    """
+    wanted = backend or wanted_backend()
+    automatic = [name for name in available_backends() if not get_backend(name).not_automatic()]
+    names = [wanted] if wanted else [name for name in automatic if name != "eager"] or automatic
+    return [_checked(problem, name) for name in names for problem in _problems()]
+
+
+@dataclass(frozen=True)
+class _Problem:
+    name: str
+    dtype: torch.dtype
+    operands: dict[str, Tensor]
+    call: Callable[..., Any]
+
+
+def _problems() -> list[_Problem]:
+    """Sizes are odd, and of several tiles."""
+    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim = 2, 4, 2, 75, 141, 40
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    key_size = (batch, heads_kv, seqlen_k, head_dim)
+    qkv = {
+        "query": random(batch, heads, seqlen_q, head_dim),
+        "key": random(*key_size),
+        "value": random(*key_size),
+    }
+    tokens = {"input": random(33, 200), "weight": random(200), "residual": random(33, 200)}
+    padding = masks.padding([seqlen_k, 0])  # the second sequence sees nothing
+    documents = masks.documents(torch.arange(seqlen_q) // 30, torch.arange(seqlen_k) // 40)
+    window = masks.sliding_window(50, align="bottom_right")
+    alibi = masks.alibi(2.0 ** -torch.arange(1.0, heads + 1))
+    qkv_bias = qkv | {"bias": random(heads, seqlen_q, seqlen_k)}
+    listed = [
+        ("causal, padding", "float32", qkv, _attention(masks.causal() & padding)),
+        ("window, alibi", "float32", qkv, _attention(window & alibi)),
+        ("causal, padding", "bfloat16", qkv, _attention(masks.causal() & padding)),
+        ("documents, learned bias", "bfloat16", qkv_bias, _attention(documents)),
+        ("window, alibi", "float16", qkv, _attention(window & alibi)),
+        ("layer_norm of a sum", "float32", tokens, _norm(fused_attn.layer_norm)),
+        ("layer_norm of a sum", "bfloat16", tokens, _norm(fused_attn.layer_norm)),
+        ("rms_norm of a sum", "float16", tokens, _norm(fused_attn.rms_norm)),
+    ]
+    problems = []
+    for name, dtype_name, operands, call in listed:
+        dtype = getattr(torch, dtype_name)
+        problems.append(_Problem(name, dtype, {n: t.to(dtype) for n, t in operands.items()}, call))
+    return problems
+
+
+def _attention(mask: Mask) -> Callable[..., Any]:
+    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Any:
+        whole = mask.to(query.device)
+        if bias is not None:
+            whole = whole & masks.bias(bias)
+        return fused_attn.scaled_dot_product_attention(query, key, value, whole, enable_gqa=True)
+
+    return call
+
+
+def _norm(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(input: Tensor, weight: Tensor, residual: Tensor) -> Any:
+        return function(input, input.shape[1], weight, residual=residual)
+
+    return call
+
+
+def _checked(problem: _Problem, backend: str) -> SelfCheck:
+    on_cpu = AttentionProblem(torch.device("cpu"), problem.dtype, 1, 1)
+    device = "cuda" if get_backend(backend).unsupported(on_cpu) else "cpu"
+    row = functools.partial(
+        SelfCheck, problem.name, backend, device, str(problem.dtype).removeprefix("torch.")
+    )
+    unavailable = get_backend(backend).unavailable()
+    if unavailable:
+        return row(False, problem="; ".join(unavailable))
+    operands = {name: tensor.to(device) for name, tensor in problem.operands.items()}
+
+    def by(name: str) -> Callable[..., Any]:
+        def run(*tensors: Tensor) -> Any:
+            with use_backend(name):
+                return problem.call(*tensors)
+
+        return run
+
+    try:
+        verdict = contract.check(by(backend), by("eager"), operands, problem.dtype, True)
+    except Exception as error:  # whatever is broken here is what is to be found out
+        return row(False, problem=f"{type(error).__name__}: {error}")
+    worst = verdict.worst
+    return row(verdict.ok, worst.name, worst.error, worst.limit)
+
+
+def diagnose(backend: str | None = None) -> dict[str, Any]:
+    """Everything, in types that JSON knows.
+
+    Args:
+        backend: see `self_check`.
+    """
+    start = time.perf_counter()
+    checks = self_check(backend)
+    return {
+        "ok": all(check.ok for check in checks),
+        "versions": versions(),
+        "machine": machine(),
+        "backends": backends(),
+        "self_check": [dataclasses.asdict(check) for check in checks],
+        "self_check_seconds": round(time.perf_counter() - start, 3),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _isa() -> str:
+    """The instruction set in use, or why there is none."""
+    reasons = cpp.unavailable()
+    if reasons:
+        return f"none: {reasons[0]}"
+    try:
+        return cpp.isa()
+    except ValueError as error:  # FUSED_ATTN_CPU_ISA
+        return f"none: {error}"
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "capability": f"{properties.major}.{properties.minor}",
+    }

@@ -1,0 +1,179 @@
+"""The model and the inputs that `fused-attn compare` is asked to compare."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from fused_attn.tools.recording import copied
+
+DEFAULT_BATCH, DEFAULT_SEQLEN = 2, 32
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass
+class Source:
+    """A model, what it is called with, and what a reader should know of them."""
+
+    model: Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None) -> Source:
+        """On a device, with float parameters and inputs in a type (None: as they are)."""
+        self.model.to(device, dtype)
+        args, kwargs = copied((self.args, self.kwargs), dtype, device)
+        return Source(self.model, args, kwargs, self.notes)
+
+
+def load(source: str, batch: int | None = None, seqlen: int | None = None, seed: int = 0) -> Source:
+    """What `source` stands for.
+
+    Args:
+        source: a folder with a Hugging Face config.json, and weights if they are not to be random;
+            or "module:function", a function without arguments that returns (model, args) or
+            (model, args, kwargs).
+        batch, seqlen: sizes of the inputs of a folder's model; None: `DEFAULT_BATCH`, and
+            `DEFAULT_SEQLEN` or what the model takes.
+        seed: of random inputs, random weights, and whatever the function draws.
+
+    Raises:
+        ValueError, TypeError: source is something else, or the function returns something else.
+    """
+    torch.manual_seed(seed)
+    folder = Path(source)
+    if folder.is_dir():
+        return _from_folder(folder, DEFAULT_BATCH if batch is None else batch, seqlen)
+    module, colon, function = source.partition(":")
+    if not (module and colon and function) or "/" in source:
+        raise ValueError(
+            f"SOURCE must be a folder that is there, or module:function, got {source!r}"
+        )
+    if (batch, seqlen) != (None, None):
+        raise ValueError(f"--batch and --seqlen are for a folder: {source} has its own inputs")
+    return _from_function(module, function)
+
+
+def _from_function(module: str, name: str) -> Source:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as for `python -m`
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(f"SOURCE must name a function of {module}, got {name!r}")
+    returned = function()
+    parts = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    model, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, None, None)
+    sound = isinstance(model, Module) and isinstance(args, (tuple, list))
+    if not (sound and isinstance(kwargs, Mapping)):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(
+            f"{module}:{name} must return (model, args tuple) or (model, args tuple, kwargs dict), "
+            f"got ({got})"
+        )
+    return Source(model, tuple(args), dict(kwargs))
+
+
+# ---- Hugging Face -------------------------------------------------------------------------------
+
+
+def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"SOURCE must have a config.json, got the folder {str(folder)!r} without")
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "a folder needs transformers: pip install 'fused-attn[hf]'; or give module:function"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    model_class, notes = transformers.AutoModel, []
+    if any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+        model = model_class.from_pretrained(folder, local_files_only=True)
+    else:
+        notes.append(f"{folder} has no weights: they are random")
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        model = model_class.from_config(config)
+    model.config.use_cache = False  # it would be one more output
+    inputs = copied(hugging_face_inputs(model, batch, seqlen), model.dtype)
+    return Source(model, (), inputs, notes)
+
+
+def hugging_face_inputs(model: Any, batch: int, seqlen: int | None) -> dict[str, Tensor]:
+    """Random inputs of a model of transformers, by its config; text is padded.
+
+    Args:
+        batch: the first sequence is whole, the last one about half padding.
+        seqlen: tokens; None: `DEFAULT_SEQLEN`, or the most that the model takes.
+
+    Raises:
+        ValueError: the model takes something else than text, pixels or audio features.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    wanted = {model.main_input_name}
+    if hasattr(model, "get_text_features") and hasattr(model, "get_image_features"):
+        wanted |= {"input_ids", "pixel_values"}  # CLIP and its like
+    if model.config.is_encoder_decoder:
+        wanted.add("decoder_input_ids")
+    makers = {
+        "input_ids": lambda: _tokens(model.config, batch, seqlen),
+        "decoder_input_ids": lambda: _tokens(model.config, batch, seqlen),
+        "pixel_values": lambda: _pixels(model.config, batch),
+        "input_features": lambda: _features(model.config, batch),
+    }
+    inputs = {name: makers[name]() for name in makers if name in wanted}
+    if wanted - inputs.keys():
+        unknown = ", ".join(sorted(wanted - inputs.keys()))
+        raise ValueError(
+            f"inputs of a {type(model).__name__} are not known ({unknown}): give module:function"
+        )
+    for prefix in ("", "decoder_"):
+        tokens, mask_name = inputs.get(f"{prefix}input_ids"), f"{prefix}attention_mask"
+        if tokens is not None and mask_name in accepted:
+            inputs[mask_name] = _padding_mask(tokens)
+            tokens.masked_fill_(inputs[mask_name] == 0, _pad_token(model.config))
+    return inputs
+
+
+def _tokens(config: Any, batch: int, seqlen: int | None) -> Tensor:
+    text = config.get_text_config()
+    if seqlen is None:
+        seqlen = min(DEFAULT_SEQLEN, getattr(text, "max_position_embeddings", DEFAULT_SEQLEN))
+    tokens = torch.randint(text.vocab_size, (batch, seqlen))
+    # A padding token where none is meant would shift positions (RoBERTa).
+    return torch.where(tokens == _pad_token(config), (tokens + 1) % text.vocab_size, tokens)
+
+
+def _pad_token(config: Any) -> int:
+    text = config.get_text_config()
+    token = getattr(text, "pad_token_id", None)
+    return token if token is not None and 0 <= token < text.vocab_size else 0
+
+
+def _padding_mask(tokens: Tensor) -> Tensor:
+    """1 for real tokens: all of the first sequence, half of the last one."""
+    batch, seqlen = tokens.shape
+    padded = seqlen // 2 * torch.arange(batch) // max(batch - 1, 1)
+    return (torch.arange(seqlen) < (seqlen - padded)[:, None]).long()
+
+
+def _pixels(config: Any, batch: int) -> Tensor:
+    vision = getattr(config, "vision_config", config)
+    size = vision.image_size
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return torch.randn(batch, getattr(vision, "num_channels", 3), height, width)
+
+
+def _features(config: Any, batch: int) -> Tensor:
+    """Whisper's: its encoder halves their length."""
+    return torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)

@@ -1,0 +1,209 @@
+"""Every kernel compiles for every GPU that is supported, without spills, with its instructions."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from fused_attn import masks
+from fused_attn.masks import Mask
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("reason: interpreted kernels are not compiled", allow_module_level=True)
+
+from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
+
+from fused_attn.backends import triton as backend
+from fused_attn.backends.triton import norm_host
+from fused_attn.backends.triton.tuning import WIDTHS
+from fused_attn.masks.spec import MaskSpec, normalize
+
+# The matrix instructions for 16-bit types: of a group of warps (64 rows), and of a warp.
+GROUP_ROWS = 64
+GROUP_PRODUCTS = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "mfma"}
+BATCH, HEADS, LENGTH = 2, 8, 256
+
+
+def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
+    """One mask of each kind of code that a kernel has for masks."""
+    ids = torch.arange(LENGTH) // 64
+    return {
+        "causal": masks.causal(),  # no mask is the same kernel
+        "padding": masks.padding([200, 100]) & masks.prefix_lm([20, 0]),
+        "alibi": masks.causal() & masks.alibi(torch.ones(HEADS)),
+        "documents": masks.documents(ids) & masks.causal(),
+        "key_mask": masks.dense(torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool)),
+        "dense": masks.dense(torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
+        "bias": masks.causal() & masks.bias(torch.zeros(BATCH, HEADS, LENGTH, LENGTH, dtype=dtype)),
+    }
+
+
+def attention(
+    arch: str, dtype: torch.dtype, head_dim: int, mask: Mask | None,
+    dropout_p: float = 0.0, softcap: float = 0.0, packed: bool = False, seqlen_q: int = LENGTH,
+    head_dim_v: int | None = None, precision: str = "ieee", group: int = 1,
+) -> list[Compiled]:  # fmt: skip
+    """The kernels of forward and backward, or of decoding where seqlen_q is small."""
+    query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
+    key = torch.empty(BATCH, HEADS // group, LENGTH, head_dim, dtype=dtype)
+    value = torch.empty(BATCH, HEADS // group, LENGTH, head_dim_v or head_dim, dtype=dtype)
+    spec = normalize(mask, BATCH, HEADS, seqlen_q, LENGTH, query)
+    if packed:
+        cu_seqlens = torch.tensor([0, 100, LENGTH])
+        query, key, value = query[:1], key[:1], value[:1]
+        spec = MaskSpec(
+            *normalize(masks.padding([100, 156]), BATCH, HEADS, LENGTH, LENGTH, query).flat()[:9],
+            cu_seqlens, cu_seqlens, max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
+        )  # fmt: skip
+    seed = torch.zeros((), dtype=torch.int64)
+    options = (spec, 0.1, softcap, dropout_p, seed)
+    decodes = seqlen_q < LENGTH
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        with compiling_for(arch) as kernels:
+            out, lse, low = backend.attention_fwd(query, key, value, *options, not decodes)
+            if not decodes:
+                needs_bias = spec.bias is not None
+                grads = (out, lse, query, key, value, out, lse, low)
+                backend.attention_bwd(*grads, *options, needs_bias)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    return kernels
+
+
+def check(kernels: list[Compiled], arch: str, dtype: torch.dtype = torch.float32) -> None:
+    """No spills, shared memory that the chip has, and matrix instructions for 16-bit types."""
+    assert kernels
+    for kernel in kernels:
+        assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes a thread"
+        assert kernel.shared <= SHARED_LIMITS[arch], f"{kernel.name}: {kernel.shared} bytes"
+        if dtype.itemsize == 2 and kernel.name.startswith("attention_"):
+            products = GROUP_PRODUCTS if kernel.rows >= GROUP_ROWS else PRODUCTS
+            wanted = products.get(arch, PRODUCTS[arch])
+            assert wanted in kernel.text, f"{kernel.name} has no {wanted}"
+
+
+def thorough(cases: Iterable[tuple], core: Container[tuple]) -> list[Any]:
+    """Cases of which `make test` runs those in `core`: compiling them all takes half an hour."""
+    return [
+        pytest.param(*case, marks=[] if case in core else [pytest.mark.thorough]) for case in cases
+    ]
+
+
+NAMES = tuple(mask_classes(torch.float32))
+GRID = list(itertools.product(ARCHS, (torch.bfloat16, torch.float16, torch.float32), WIDTHS, NAMES))
+CORE = {
+    *(("sm_90", torch.bfloat16, 128, name) for name in NAMES),
+    *(("sm_90", torch.bfloat16, width, "causal") for width in WIDTHS),
+    *((arch, torch.float16, 128, "bias") for arch in ARCHS if arch != "sm_90"),
+    *((arch, torch.float32, 64, "causal") for arch in ARCHS),
+}
+
+
+@pytest.mark.parametrize(("arch", "dtype", "head_dim", "name"), thorough(GRID, CORE), ids=str)
+def test_attention(arch, dtype, head_dim, name):
+    """Each kernel for each width, type and kind of mask code."""
+    check(attention(arch, dtype, head_dim, mask_classes(dtype)[name]), arch, dtype)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"dropout_p": 0.1},
+    {"softcap": 2.0},
+    {"packed": True},
+    {"seqlen_q": 3},
+    {"head_dim": 80, "head_dim_v": 16},
+    {"group": 4},
+    {"group": 4, "head_dim": 128},
+    {"group": 4, "seqlen_q": 3},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "arch"),
+    thorough(
+        itertools.product(OPTIONS, ARCHS),
+        [(options, "sm_90") for options in OPTIONS[:4]] + [(OPTIONS[7], "gfx942")],
+    ),
+    ids=str,
+)
+def test_options(options, arch):
+    options = {"head_dim": 64, **options}
+    mask = None if "packed" in options else masks.causal(align="bottom_right")
+    kernels = attention(arch, torch.bfloat16, mask=mask, **options)
+    check(kernels, arch, torch.bfloat16)
+
+
+def test_lengths_do_not_compile_kernels_anew():
+    """A cache that grows, and batches of any length, take what is there already."""
+    served: dict[str, set[str]] = {}
+    for seqlen_q, seqlen_k in (
+        (1, 1),
+        (1, 47),
+        (1, 48),
+        (1, 2000),
+        (2, 64),
+        (1, 7),
+        (50, 7),
+        (64, 80),
+    ):
+        query = torch.empty(BATCH, HEADS, seqlen_q, 64, dtype=torch.bfloat16)
+        key = torch.empty(BATCH, HEADS, seqlen_k, 64, dtype=torch.bfloat16)
+        mask = masks.causal(align="bottom_right") & masks.padding([seqlen_k] * BATCH)
+        spec = normalize(mask, BATCH, HEADS, seqlen_q, seqlen_k, query)
+        with compiling_for("sm_90") as kernels:
+            backend.attention_fwd(query, key, key, spec, 0.1, 0.0, 0.0, None, False)
+        for kernel in kernels:
+            served.setdefault(kernel.name, set()).add(kernel.hash)
+    assert set(served) == {"attention_decode_kernel", "merge_parts_kernel", "attention_fwd_kernel"}
+    assert all(len(hashes) == 1 for hashes in served.values()), served
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "arch"),
+    thorough(
+        itertools.product((torch.float32, torch.bfloat16), ("causal", "bias"), ARCHS),
+        [(torch.bfloat16, "bias", "sm_90")],
+    ),
+)
+def test_weights(dtype, name, arch):
+    query = torch.empty(BATCH, HEADS, LENGTH, 128, dtype=dtype)
+    lse, seed = torch.empty(BATCH, HEADS, LENGTH), torch.zeros((), dtype=torch.int64)
+    spec = normalize(mask_classes(dtype)[name], BATCH, HEADS, LENGTH, LENGTH, query)
+    with compiling_for(arch) as kernels:
+        for average in (False, True):
+            backend.attention_weights(query, query, lse, lse, spec, 0.1, 0.0, 0.1, seed, average)
+    check(kernels, arch, dtype)
+
+
+def test_tf32_is_for_the_matrix_units():
+    kernels = attention("sm_80", torch.float32, 64, None, precision="tf32")
+    assert any("tf32" in kernel.text for kernel in kernels)
+    assert not any("tf32" in kernel.text for kernel in attention("sm_80", torch.float32, 64, None))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "arch"),
+    thorough(
+        itertools.product((torch.float32, torch.bfloat16), (64, 768, 4096, 65536), ARCHS),
+        [(torch.bfloat16, columns, arch) for columns in (768, 65536) for arch in ARCHS],
+    ),
+)
+def test_norm(dtype, columns, arch):
+    rows, weight = torch.empty(64, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
+    seed = torch.zeros((), dtype=torch.int64)
+    with compiling_for(arch) as kernels:
+        _, total, mean, rstd = norm_host.norm_fwd(
+            rows, rows, weight, weight, 1e-5, False, 0.1, seed
+        )
+        norm_host.norm_bwd(rows, rows, total, weight, mean, rstd, False, 0.1, seed, True, True)
+    check(kernels, arch)
+    wide = "_load_dwordx4" if arch == "gfx942" else ".v4."
+    assert all(wide in kernel.text for kernel in kernels)

@@ -1,0 +1,135 @@
+"""The Triton backend classifies tiles as csrc/block_ranges.h does, in both directions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import BACKENDS
+from mask_cases import MASKS
+
+if "triton" not in BACKENDS:
+    pytest.skip("reason: needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from helpers import device_of
+
+from fused_attn import masks
+from fused_attn.backends import cpp
+from fused_attn.backends.triton import attention
+from fused_attn.backends.triton.launch import launch
+from fused_attn.backends.triton.masks import Sizes, sequence_bounds
+from fused_attn.backends.triton.spec_args import mask_args
+from fused_attn.backends.triton.tiles import query_tiles
+from fused_attn.masks.spec import materialize, normalize
+
+SHAPE = (3, 2, 77, 300)  # batch, num_heads, seqlen_q, seqlen_k
+SKIP, PARTIAL, FULL = 0, 1, 2
+DEVICE = device_of("triton")
+PAIRS = list(itertools.combinations(("window", "ragged", "prefix", "documents", "dense_blocks"), 2))
+
+
+def combined(names, shape):
+    whole = MASKS[names[0]](*shape)
+    for name in names[1:]:
+        whole = whole & MASKS[name](*shape)
+    return whole
+
+
+def sizes_of(spec, shape):
+    batch, num_heads, seqlen_q, seqlen_k = shape
+    band = (spec.band_lo, spec.band_hi, spec.alibi_offset)
+    return Sizes(batch, num_heads, num_heads, seqlen_q, seqlen_k, seqlen_q, *band)
+
+
+# The CPU has no full tiles with ALiBi, whose bias is part of its mask code; here it is not.
+SINGLE = [(name,) for name in MASKS if not name.startswith("alibi")]
+
+
+@pytest.mark.parametrize("names", [*SINGLE, *PAIRS], ids="-".join)
+def test_kinds_are_those_of_the_cpu(names):
+    check_kinds(combined(names, SHAPE))
+
+
+def test_kinds_where_a_key_mask_hides_whole_tiles():
+    key = torch.arange(SHAPE[3])
+    seen = key >= torch.tensor([[[[128]]], [[[0]]], [[[290]]]])
+    kinds = check_kinds(masks.dense(seen))
+    assert (kinds == SKIP).any() and (kinds == FULL).any()
+
+
+def check_kinds(mask):
+    spec = normalize(mask, *SHAPE, torch.empty(0))
+    wanted, (panel, block) = cpp.tile_kinds(spec, *SHAPE, torch.float32)
+    # A last block that has fewer keys may be full for the CPU, which loads no others.
+    ragged = torch.arange(wanted.shape[3]) * block + block > SHAPE[3]
+    wanted = wanted.where(~ragged | (wanted != FULL), PARTIAL)
+    spec = normalize(mask.to(DEVICE), *SHAPE, torch.empty(0, device=DEVICE))
+    got = attention.tile_kinds(spec, sizes_of(spec, SHAPE), panel, block, DEVICE).cpu()
+    assert torch.equal(got.expand_as(wanted), wanted)
+    return got
+
+
+@pytest.mark.parametrize("name", ["dense", "dense_blocks", "key_mask", "bias_with_inf"])
+def test_summaries_are_those_of_the_cpu(name):
+    (tensor,) = MASKS[name](*SHAPE).tensors()
+    tensor = tensor[(None,) * (4 - tensor.dim())]
+    got = attention.tile_summary(tensor.to(DEVICE)).cpu()
+    assert torch.equal(got, cpp.tile_summary(tensor))
+
+
+@triton.jit
+def query_tiles_kernel(kinds, mask, sizes, num_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The kinds (batch, num_m, num_n) of a column of tiles, by `query_tiles`."""
+    b, n = tl.program_id(0), tl.program_id(1)
+    bounds = sequence_bounds(mask, sizes, b)
+    lo, hi, full_lo, full_hi = query_tiles(
+        bounds, n * BLOCK_N, n * BLOCK_N + BLOCK_N, sizes.seqlen_q, sizes.seqlen_k, BLOCK_M
+    )
+    for m in range(num_m):
+        visible = ((m >= lo) & (m < hi)).to(tl.int32)
+        full = ((m >= full_lo) & (m < full_hi)).to(tl.int32)
+        tl.store(kinds + (b * num_m + m) * tl.num_programs(1) + n, visible + full)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("causal",),
+        ("causal_bottom_right",),
+        ("window",),
+        ("window_right_only",),
+        ("padding",),
+        ("padding_left",),
+        ("ragged",),
+        ("ragged_left",),
+        ("prefix",),
+        ("prefix", "window"),
+        ("prefix", "padding_left"),
+        ("ragged", "causal_bottom_right"),
+    ],
+    ids="-".join,
+)
+def test_columns_of_tiles_agree_with_rows(names):
+    """The backward by keys and the one by queries see the same tiles."""
+    block_m, block_n = 16, 32
+    mask = combined(names, SHAPE).to(DEVICE)
+    spec = normalize(mask, *SHAPE, torch.empty(0, device=DEVICE))
+    sizes = sizes_of(spec, SHAPE)
+    rows = attention.tile_kinds(spec, sizes, block_m, block_n, DEVICE)[:, 0]
+    kinds = torch.full_like(rows, 9)
+    num_m, num_n = kinds.shape[1:]
+    launch(
+        query_tiles_kernel, DEVICE, (SHAPE[0], num_n), kinds, mask_args(spec), sizes, num_m,
+        BLOCK_M=block_m, BLOCK_N=block_n,
+    )  # fmt: skip
+    assert torch.equal(kinds == FULL, rows == FULL)
+    visible = materialize(spec, *SHAPE, DEVICE, torch.float32)[0]
+    visible = torch.ones(SHAPE).bool() if visible is None else visible.expand(SHAPE)[:, 0]
+    pad = (0, -SHAPE[3] % block_n, 0, -SHAPE[2] % block_m)
+    padded = torch.nn.functional.pad(visible.float(), pad)
+    shows = padded.unflatten(2, (-1, block_n)).unflatten(1, (-1, block_m)).amax((2, 4)) == 1
+    assert not (shows & (kinds == SKIP)).any()
+    assert torch.equal((kinds == SKIP) & (rows == SKIP), rows == SKIP)

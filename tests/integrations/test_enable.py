@@ -1,0 +1,392 @@
+"""Under fused_attn.enable(): who is intercepted, with which results, what stays torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from enable_helpers import counting, taken_over, torch_as_it_was  # noqa: F401
+from helpers import DTYPES, assert_like_eager, random_qkv, short
+from nn_helpers import assert_equal_in_float64, perturb, randn, random_mask, run
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as early_bound
+
+import fused_attn
+from fused_attn import functional
+from fused_attn.core import philox
+
+BATCH, HEADS, LEN_Q, LEN_K, DIM = 2, 4, 5, 7, 8
+FULL = (BATCH, HEADS, LEN_Q, LEN_K)
+MASK_SHAPES = [
+    (LEN_Q, LEN_K),
+    (1, LEN_K),
+    (LEN_Q, 1),
+    (HEADS, 1, LEN_K),
+    (1, 1, 1, LEN_K),
+    (BATCH, 1, 1, LEN_K),
+    (BATCH, 1, LEN_Q, LEN_K),
+    (1, HEADS, LEN_Q, LEN_K),
+    (BATCH, HEADS, 1, LEN_K),
+    FULL,
+]
+
+
+def qkv(dtype=torch.float64, grad=True, heads_kv=HEADS):
+    shapes = (HEADS, LEN_Q), (heads_kv, LEN_K), (heads_kv, LEN_K)
+    return [
+        torch.randn(BATCH, heads, seqlen, DIM, dtype=dtype, requires_grad=grad)
+        for heads, seqlen in shapes
+    ]
+
+
+def with_gradients(*tensors, **options):
+    """out of torch's function, and the gradients of the tensors that have one."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    out = F.scaled_dot_product_attention(*leaves, **options)
+    out.backward(torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).view(out.shape))
+    grads = {f"grad {i}": t.grad for i, t in enumerate(leaves) if t.grad is not None}
+    return {"out": out.detach(), **grads}
+
+
+def agrees_with_torch(*tensors, calls=1, **options):
+    """Float64 results are torch's, and ours computed them."""
+    expected = with_gradients(*tensors, **options)
+    with taken_over() as computed:
+        actual = with_gradients(*tensors, **options)
+    assert len(computed) == calls
+    assert_equal_in_float64(actual, expected)
+
+
+def torch_function(**options):
+    """function(backend) for `assert_like_eager`: torch's function, taken over; else our eager."""
+
+    def of(backend):
+        def call(query, key, value, bias=None):
+            args = (query, key, value, bias)
+            if backend == "eager":
+                return (functional.scaled_dot_product_attention(*args, **options, backend="eager"),)
+            with taken_over() as computed:
+                out = F.scaled_dot_product_attention(*args, **options)
+            assert len(computed) == 1
+            return (out,)
+
+        return call
+
+    return of
+
+
+# ---- who is intercepted -------------------------------------------------------------------------
+
+
+@torch.jit.script
+def scripted(query: torch.Tensor):
+    return F.scaled_dot_product_attention(query, query, query)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: F.scaled_dot_product_attention(q, q, q),
+        lambda q: early_bound(q, q, q),
+        lambda q: torch._C._nn.scaled_dot_product_attention(q, q, q),
+        lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q),
+        scripted,
+    ],
+    ids=["module attribute", "early-bound", "binding", "torch.ops", "TorchScript's C++"],
+)
+def test_callers(call):
+    query = torch.randn(BATCH, HEADS, LEN_Q, DIM)
+    expected = call(query)
+    with taken_over() as computed:
+        out = call(query)
+    assert len(computed) == 1
+    torch.testing.assert_close(out, expected)
+    with counting() as computed:
+        call(query)
+    assert not computed, "still taken over after the block"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_autograd(mode):
+    query, key, value = qkv()
+    with mode():
+        expected = F.scaled_dot_product_attention(query, key, value)
+        with taken_over() as computed:
+            out = F.scaled_dot_product_attention(query, key, value)
+    assert len(computed) == 1 and not out.requires_grad
+    torch.testing.assert_close(out, expected)
+
+
+def test_below_autograd():
+    """A kernel of an op with a gradient formula of its own, such as a custom op."""
+    query = torch.randn(BATCH, HEADS, LEN_Q, DIM, requires_grad=True)
+    with taken_over() as computed, torch._C._AutoDispatchBelowAutograd():
+        out = F.scaled_dot_product_attention(query, query, query)
+    assert len(computed) == 1 and not out.requires_grad
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("attn_mask", [None, "bool", "learned"])
+def test_multihead_attention(attn_mask, training):
+    module = perturb(torch.nn.MultiheadAttention(24, 3, batch_first=True).double())
+    module.train(training)
+    x = randn(BATCH, LEN_Q, 24)
+    mask = None if attn_mask is None else random_mask(attn_mask, LEN_Q, LEN_Q)
+    padding = torch.tensor([[False] * LEN_Q, [False] * 3 + [True] * 2])
+    options = {"key_padding_mask": padding, "attn_mask": mask, "need_weights": False}
+    expected = run(module, (x, x, x), options)
+    with taken_over() as computed:
+        actual = run(module, (x, x, x), options)
+    assert len(computed) == 1
+    assert_equal_in_float64(actual, expected)
+
+
+def test_encoder_layer_in_training():
+    module = torch.nn.TransformerEncoderLayer(24, 3, 16, dropout=0.0, batch_first=True).double()
+    x = randn(BATCH, LEN_Q, 24)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(LEN_Q, dtype=torch.float64)
+    expected = run(module, (x,), {"src_mask": causal, "is_causal": True})
+    with taken_over() as computed:
+        actual = run(module, (x,), {"src_mask": causal, "is_causal": True})
+    assert len(computed) == 1
+    assert_equal_in_float64(actual, expected)
+
+
+def test_inference_path_in_cpp_is_left_alone():
+    """It does not call the function; torch has a switch for it."""
+    module = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()  # not with odd heads
+    x = torch.randn(BATCH, LEN_Q, 24)
+    with torch.no_grad(), taken_over() as computed:
+        module(x, x, x, need_weights=False)
+        assert not computed
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            module(x, x, x, need_weights=False)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert len(computed) == 1
+
+
+# ---- with which results -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
+def test_masks(kind, shape):
+    if kind == "bool":
+        mask = torch.rand(shape) < 0.7
+        mask[..., 0] = True
+    else:
+        mask = torch.randn(shape, dtype=torch.float64, requires_grad=kind == "learned")
+    agrees_with_torch(*qkv(), mask)
+
+
+def test_masks_arrive_as_they_are():
+    mask = torch.ones(BATCH, 1, 1, LEN_K, dtype=torch.bool)
+    with taken_over() as computed:
+        F.scaled_dot_product_attention(*qkv(), mask)
+    assert computed[0][1] is mask
+
+
+def test_float32_mask_with_16_bit_query():
+    tensors = random_qkv(2, 4, 4, 33, 70, 16) | {"bias": torch.randn(4, 33, 70)}
+    assert_like_eager(torch_function(), tensors, torch.bfloat16, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True, "is_causal": True}],
+    ids=str,
+)
+def test_numerics(options, dtype):
+    heads_kv = 2 if "enable_gqa" in options else 4
+    tensors = random_qkv(2, 4, heads_kv, 33, 70, 16, 24)
+    assert_like_eager(torch_function(**options), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3, 4)], ids=["2-D", "3-D", "5-D"])
+def test_other_ranks(leading):
+    tensors = [randn(*leading, seqlen, DIM) for seqlen in (LEN_Q, LEN_K, LEN_K)]
+    agrees_with_torch(*tensors)
+    agrees_with_torch(*tensors, random_mask("learned", LEN_Q, LEN_K))
+
+
+def test_rows_that_see_nothing_are_zero():
+    query, key, value = qkv()
+    bias = torch.zeros(LEN_Q, LEN_K, dtype=torch.float64)
+    bias[2] = float("-inf")
+    bias.requires_grad_()
+    with taken_over():
+        results = with_gradients(query, key, value, bias)
+    assert (results["out"][:, :, 2] == 0.0).all()
+    assert all(t.isfinite().all() for t in results.values())
+
+
+def test_dropout():
+    query = torch.zeros(1, 2, 64, 8)
+    value = torch.eye(64).expand(1, 2, 64, 64)  # out is the weights
+    with taken_over() as computed:
+        torch.manual_seed(3)
+        first = F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
+        second = F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
+        torch.manual_seed(3)
+        again = F.scaled_dot_product_attention(query, query, value, dropout_p=0.25)
+        torch.manual_seed(3)
+        seed = philox.new_seed(torch.device("cpu"))
+    assert [p for p, _ in computed] == [0.25] * 3
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    keep = philox.attention_keep(seed, 0.25, 1, 2, 64, 64)
+    assert torch.equal(first != 0.0, keep)
+    torch.testing.assert_close(first, keep / (64 * 0.75))
+    assert abs(keep.float().mean() - 0.75) < 0.02
+
+
+def test_autocast_is_torchs():
+    query, key, value = qkv(torch.float32)
+    bias = torch.randn(LEN_Q, LEN_K, requires_grad=True)
+    with taken_over() as computed:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.scaled_dot_product_attention(query, key, value, bias)
+        cast = [t.bfloat16() for t in (query, key, value, bias)]
+        expected = F.scaled_dot_product_attention(*cast)
+    assert len(computed) == 2 and out.dtype == torch.bfloat16
+    assert computed[0][1].dtype == torch.bfloat16  # torch casts the mask too
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert bias.grad.dtype == query.grad.dtype == torch.float32
+
+
+def test_second_order():
+    tensors = [t.detach()[:1, :1, :3].requires_grad_() for t in qkv()]
+    tensors.append(torch.randn(3, 3, dtype=torch.float64, requires_grad=True))
+    with taken_over() as computed:
+        assert torch.autograd.gradcheck(F.scaled_dot_product_attention, tensors)
+        assert torch.autograd.gradgradcheck(F.scaled_dot_product_attention, tensors)
+    assert computed
+
+
+# ---- what stays torch's own ---------------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def nested(layout):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 8), (2, 5, 8)) if layout == torch.strided else ((3, 2, 8), (5, 2, 8))
+    rows = [torch.randn(shape, generator=generator) for shape in shapes]
+    whole = torch.nested.nested_tensor(rows, layout=layout)
+    return whole if layout == torch.strided else whole.transpose(1, 2)
+
+
+def attend(query, **options):
+    return F.scaled_dot_product_attention(query, query, query, **options)
+
+
+def tangent(query):
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        out = attend(forward_ad.make_dual(query, torch.ones_like(query)))
+        return forward_ad.unpack_dual(out).tangent
+
+
+def only(*backends):
+    def call(query):
+        with sdpa_kernel(list(backends)):
+            return attend(query)
+
+    return call
+
+
+def on_eager(query):
+    with fused_attn.use_backend("eager"):
+        return attend(query)
+
+
+def on_triton(query):
+    with fused_attn.use_backend("triton"):
+        return attend(query)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: torch.vmap(attend)(q),
+        lambda q: torch.func.grad(lambda t: attend(t).sum())(q),
+        lambda q: torch.func.vjp(attend, q)[1](q)[0],
+        tangent,
+        lambda q: attend(nested(torch.strided)).to_padded_tensor(0.0),
+        lambda q: attend(nested(torch.jagged)).values(),
+        lambda q: attend(q.as_subclass(Subclass)).as_subclass(torch.Tensor),
+        lambda q: attend(q.repeat(1, 1, 1, 40)),  # head_dim 320
+        lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q), is_causal=True),
+        only(SDPBackend.MATH),
+        on_eager,
+        on_triton,
+    ],
+    ids=[
+        "vmap", "grad", "vjp", "forward mode", "nested", "jagged", "subclass", "head_dim",
+        "causal and mask", "sdpa_kernel(MATH)", "eager asked for", "kernels of a GPU asked for",
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_falls_back(call):
+    query = torch.randn(BATCH, HEADS, LEN_Q, DIM)
+    expected = call(query)
+    with taken_over() as computed:
+        out = call(query)
+    assert not computed
+    assert torch.equal(out, expected)
+
+
+def test_fallback_is_differentiable():
+    tensors = [t.detach().repeat(1, 1, 1, 40).requires_grad_() for t in qkv()]
+    agrees_with_torch(*tensors, calls=0)
+
+
+def test_meta_device():
+    with taken_over() as computed:
+        out = attend(torch.empty(BATCH, HEADS, LEN_Q, DIM, device="meta"))
+    assert not computed and out.shape == (BATCH, HEADS, LEN_Q, DIM)
+
+
+def test_counts_as_flash_attention():
+    with taken_over() as computed:
+        only(SDPBackend.FLASH_ATTENTION)(torch.randn(BATCH, HEADS, LEN_Q, DIM))
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda q: F.scaled_dot_product_attention(q, q.double(), q),
+        lambda q: F.scaled_dot_product_attention(q, q[..., :4], q),
+        lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3]),
+        lambda q: F.scaled_dot_product_attention(q, q[:, :3], q[:, :3], enable_gqa=True),
+        lambda q: F.scaled_dot_product_attention(q[0, 0, 0], q, q),
+        lambda q: F.scaled_dot_product_attention(q[0, 0, 0, 0], q, q),
+        lambda q: F.scaled_dot_product_attention(q.int(), q.int(), q.int()),
+        lambda q: attend(q, attn_mask=torch.zeros(3, LEN_Q, LEN_Q)),
+        lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.int64)),
+        lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.bfloat16)),
+        lambda q: attend(q, attn_mask=torch.zeros(LEN_Q, LEN_Q, dtype=torch.float64)),
+        lambda q: attend(q, dropout_p=2.0),
+        lambda q: attend(q, dropout_p="much"),
+    ],
+    ids=[
+        "types", "head_dim", "heads", "gqa", "1-D", "0-D", "integers", "mask shape", "int mask",
+        "16-bit mask", "float64 mask", "probability", "no number",
+    ],
+)  # fmt: skip
+def test_wrong_arguments_get_torchs_errors(wrong):
+    query = torch.randn(BATCH, HEADS, LEN_Q, DIM)
+    messages = []
+    for context in (contextlib.nullcontext(), fused_attn.enabled()):
+        with context, pytest.raises((RuntimeError, TypeError)) as caught:
+            wrong(query)
+        messages.append((caught.type, str(caught.value)))
+    assert messages[0] == messages[1]

@@ -1,0 +1,448 @@
+"""Hugging Face BERT on fused_attn: equal to its eager attention, with structure for masks."""
+
+import copy
+
+import pytest
+import torch
+from nn_helpers import assert_equal_in_float64, assert_within_contract, run
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from transformers import BertConfig, BertLMHeadModel, BertModel  # noqa: E402
+from transformers.models.bert import modeling_bert  # noqa: E402
+
+import fused_attn  # noqa: E402
+import fused_attn.nn as fnn  # noqa: E402
+from fused_attn import masks  # noqa: E402
+from fused_attn.integrations import transformers as integration  # noqa: E402
+from fused_attn.masks import Mask  # noqa: E402
+from fused_attn.swap import swap_modules  # noqa: E402
+from fused_attn.tools.compare import compare  # noqa: E402
+
+BATCH, LENGTH = 3, 9
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def config(**kwargs):
+    return BertConfig(
+        vocab_size=50,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **kwargs,
+    )
+
+
+def inputs(padded=True):
+    ids = torch.randint(1, 50, (BATCH, LENGTH))
+    attention_mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    if padded:
+        attention_mask[1, 5:] = 0  # on the right
+        attention_mask[2, :3] = 0  # on the left
+    return {"input_ids": ids, "attention_mask": attention_mask}
+
+
+class Last(torch.nn.Module):
+    """The tensors of the output alone, for `run`; of hidden states those of real tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs):
+        out = self.model(**kwargs)
+        pooled = out.get("pooler_output")
+        if "decoder_input_ids" in kwargs:
+            return out.last_hidden_state, pooled
+        real = kwargs["attention_mask"].bool()
+        # The pooler takes the first token, which is padding in the last sequence.
+        return out.last_hidden_state[real], None if pooled is None else pooled[real[:, 0]]
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_bert_equals_eager(padded):
+    model = BertModel(config())
+    kwargs = inputs(padded)
+    fused = copy.deepcopy(model)
+    report = swap_modules(fused)
+    assert type(fused.embeddings.LayerNorm) is fnn.LayerNorm
+    assert fused.config._attn_implementation == "fused_attn"
+    assert "BertModel, sdpa attention" in str(report)
+    truth = run(Last(eager(copy.deepcopy(model).double())), (), kwargs)
+    assert_equal_in_float64(run(Last(copy.deepcopy(fused).double()), (), kwargs), truth)
+    single = run(Last(eager(copy.deepcopy(model))), (), kwargs)
+    actual = run(Last(fused), (), kwargs)
+    zero = [name for name in truth if name.endswith("key.bias")]
+    for name in zero:  # 0 but for rounding: the softmax does not feel what all keys share
+        scale = actual[name.replace("bias", "weight")].abs().max()
+        assert actual[name].abs().max() < 1e-5 * scale
+    without = [{k: v for k, v in r.items() if k not in zero} for r in (actual, single, truth)]
+    assert_within_contract(*without)
+
+
+def test_bert_compare(monkeypatch):
+    exact = modeling_bert.eager_attention_forward
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return exact(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_bert, "eager_attention_forward", counted)
+    report = compare(BertModel(config()), **inputs())
+    assert report.ok, str(report)
+    names = {row.name for row in report.rows}
+    assert {"encoder.layer.0.attention.self", "encoder.layer.1", "embeddings.LayerNorm"} <= names
+    assert "output.last_hidden_state" in names
+    assert len(calls) == 2 * 2, "two layers, in float64 and in float32"
+
+
+def test_bert_padding_is_a_key_mask(monkeypatch):
+    seen = []
+    attend = fused_attn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, *args, **kwargs):
+        seen.append(attn_mask)
+        return attend(query, key, value, attn_mask, *args, **kwargs)
+
+    monkeypatch.setattr(fused_attn.functional, "scaled_dot_product_attention", spy)
+    model = BertModel(config())
+    swap_modules(model)
+    model.encoder.layer[0].register_forward_hook(lambda *args: None)  # so that nothing is packed
+    model(**inputs())
+    assert [tuple(mask.shape) for mask in seen] == [(BATCH, 1, 1, LENGTH)] * 2
+    assert all(mask.dtype == torch.bool for mask in seen)
+    seen.clear()
+    model(inputs()["input_ids"])
+    assert seen == [None, None]
+
+
+def test_bert_with_a_sequence_of_padding_alone():
+    model = BertModel(config())
+    swap_modules(model)
+    kwargs = inputs()
+    kwargs["attention_mask"][0] = 0
+    out = model(**kwargs).last_hidden_state
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_bert_decoder_is_causal_with_structure(padded, monkeypatch):
+    model = BertLMHeadModel(config(is_decoder=True)).double()
+    kwargs = {**inputs(), "use_cache": False} if padded else {"input_ids": inputs()["input_ids"]}
+    if padded:
+        kwargs["attention_mask"][2, :3] = 1  # a causal row of padding alone: eager averages there
+    fused = copy.deepcopy(model)
+    swap_modules(fused)
+    expected = eager(model)(**kwargs).logits
+    real = kwargs.get("attention_mask", torch.ones(BATCH, LENGTH)).bool()
+    torch.testing.assert_close(fused(**kwargs).logits[real], expected[real])
+
+    seen = []
+    attend = fused_attn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, *args, **kwargs):
+        seen.append(attn_mask)
+        return attend(query, key, value, attn_mask, *args, **kwargs)
+
+    monkeypatch.setattr(fused_attn.functional, "scaled_dot_product_attention", spy)
+    fused(**kwargs)
+    for mask in seen:
+        assert isinstance(mask, Mask)
+        assert len(mask.bands) == 1
+        assert [m.shape[2] for m in mask.dense_masks] == [1] * padded
+
+
+def test_bert_decoder_with_a_cache():
+    model = BertLMHeadModel(config(is_decoder=True)).double().eval()
+    ids = inputs()["input_ids"]
+    fused = copy.deepcopy(model)
+    swap_modules(fused)
+    expected = eager(model)(ids).logits
+    first = fused(ids[:, :4], use_cache=True)
+    second = fused(ids[:, 4:8], past_key_values=first.past_key_values, use_cache=True)
+    third = fused(ids[:, 8:], past_key_values=second.past_key_values, use_cache=True)
+    actual = torch.cat([first.logits, second.logits, third.logits], dim=1)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_bert_cross_attention():
+    model = BertModel(config(is_decoder=True, add_cross_attention=True)).double().eval()
+    memory = torch.randn(BATCH, 6, 24, dtype=torch.float64)
+    memory_mask = torch.ones(BATCH, 6, dtype=torch.long)
+    memory_mask[0, 4:] = 0
+    kwargs = {
+        "input_ids": inputs()["input_ids"],
+        "encoder_hidden_states": memory,
+        "encoder_attention_mask": memory_mask,
+    }
+    fused = copy.deepcopy(model)
+    swap_modules(fused)
+    expected = eager(model)(**kwargs).last_hidden_state
+    torch.testing.assert_close(fused(**kwargs).last_hidden_state, expected)
+
+
+def test_bert_takes_a_4d_mask_of_the_user():
+    model = BertModel(config()).double()
+    visible = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.6
+    visible[..., 0] = True
+    bias = torch.zeros(visible.shape, dtype=torch.float64).masked_fill_(~visible, float("-inf"))
+    ids = inputs()["input_ids"]
+    fused = copy.deepcopy(model)
+    swap_modules(fused)
+    expected = eager(model)(ids, attention_mask=bias).last_hidden_state
+    for mask in (bias, visible):
+        actual = fused(ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(actual, expected)
+
+
+def test_bert_attention_dropout():
+    cfg = config()
+    cfg.attention_probs_dropout_prob = 0.5
+    model = BertModel(cfg)
+    swap_modules(model)
+    kwargs = inputs()
+
+    def hidden(seed):
+        torch.manual_seed(seed)
+        return model(**kwargs).last_hidden_state
+
+    assert not torch.equal(hidden(1), hidden(2))
+    assert torch.equal(hidden(1), hidden(1))
+    model.eval()
+    assert torch.equal(hidden(1), hidden(2))
+
+
+def test_bert_compile():
+    model = BertModel(config()).eval()
+    swap_modules(model)
+    kwargs = inputs()
+    real = kwargs["attention_mask"].bool()
+    expected = model(**kwargs).last_hidden_state
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**kwargs).last_hidden_state[real], expected[real])
+
+
+# ---- swapping -----------------------------------------------------------------------------------
+
+
+def test_restore():
+    model = BertModel(config())
+    wrapped = torch.nn.Sequential(model)  # a model inside of another is found
+    report = swap_modules(wrapped)
+    assert model.config._attn_implementation == "fused_attn"
+    report.restore()
+    assert model.config._attn_implementation == "sdpa"
+    assert type(model.embeddings.LayerNorm) is torch.nn.LayerNorm
+
+
+def test_norms_alone_leave_the_attention():
+    model = BertModel(config())
+    swap_modules(model, attention=False)
+    assert model.config._attn_implementation == "sdpa"
+    assert type(model.embeddings.LayerNorm) is fnn.LayerNorm
+
+
+def test_swapping_twice_and_comparing_a_swapped_model():
+    model = BertModel(config())
+    swap_modules(model)
+    assert not swap_modules(model).swapped
+    with pytest.raises(ValueError, match="got one with fused modules"):
+        compare(model, **inputs())
+
+
+def test_register_is_idempotent():
+    integration.register()
+    integration.register()
+    model = BertModel(config())
+    model.set_attn_implementation("fused_attn")
+    assert model(**inputs()).last_hidden_state.isfinite().all()
+
+
+# ---- the attention function ---------------------------------------------------------------------
+
+
+PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
+
+
+def attend(
+    module=None, query_heads=3, attention_mask=None, length=4, dtype=torch.float32, **kwargs
+):
+    torch.manual_seed(1)
+    query = torch.randn(2, query_heads, length, 8).to(dtype)
+    key, value = torch.randn(2, 3, 6, 8).to(dtype), torch.randn(2, 3, 6, 5).to(dtype)
+    module = torch.nn.Module() if module is None else module
+    out, weights = integration.attention_forward(
+        module, query, key, value, attention_mask, **kwargs
+    )
+    assert weights is None
+    assert out.shape == (2, length, query_heads, 5)
+    assert out.is_contiguous()
+    return out, (query, key, value)
+
+
+def reference(query, key, value, mask=None, **kwargs):
+    gqa = query.shape[1] != key.shape[1]
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, enable_gqa=gqa, **kwargs
+    ).transpose(1, 2)
+
+
+def test_attention_scaling_and_gqa():
+    out, qkv = attend(is_causal=False, query_heads=6, scaling=0.7)
+    torch.testing.assert_close(out, reference(*qkv, scale=0.7))
+
+
+def test_attention_softcap():
+    out, (query, key, value) = attend(is_causal=False, softcap=0.5)
+    scores = 0.5 * torch.tanh(query @ key.transpose(-2, -1) / 8**0.5 / 0.5)
+    torch.testing.assert_close(out, (scores.softmax(-1) @ value).transpose(1, 2))
+
+
+def test_attention_causality_of_argument_and_module():
+    module = torch.nn.Module()
+    for is_causal, attribute, expected in (
+        (True, False, True),
+        (False, True, False),
+        (None, True, True),
+        (None, False, False),
+        (None, None, True),
+    ):
+        module.__dict__.pop("is_causal", None)
+        if attribute is not None:
+            module.is_causal = attribute
+        out, qkv = attend(module, is_causal=is_causal)
+        torch.testing.assert_close(out, reference(*qkv, is_causal=expected))
+    # A single query is the last token of the sequence.
+    out, qkv = attend(length=1, is_causal=True)
+    torch.testing.assert_close(out, reference(*qkv))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_attention_2d_mask_is_padding(dtype):
+    out, qkv = attend(attention_mask=PADDING.to(dtype), is_causal=False)
+    torch.testing.assert_close(out, reference(*qkv, PADDING[:, None, None, :]))
+    # Padding says nothing of causality.
+    out, qkv = attend(attention_mask=PADDING[:1].to(dtype).expand(2, 6), is_causal=True)
+    mask = PADDING[:1, None, None, :] & torch.ones(4, 6, dtype=torch.bool).tril()
+    torch.testing.assert_close(out, reference(*qkv, mask))
+
+
+def test_attention_4d_mask_is_complete():
+    mask = torch.rand(2, 1, 4, 6) < 0.6
+    mask[..., 0] = True
+    out, qkv = attend(attention_mask=mask, is_causal=True)
+    torch.testing.assert_close(out, reference(*qkv, mask))
+    bias = torch.randn(2, 1, 4, 6)
+    out, qkv = attend(attention_mask=bias, is_causal=True)
+    torch.testing.assert_close(out, reference(*qkv, bias))
+    out, qkv = attend(attention_mask=masks.dense(mask))
+    torch.testing.assert_close(out, reference(*qkv, mask))
+
+
+def attend_with_sinks(query, key, value, mask, sinks):
+    """A sink is one more key, whose score is given and whose value is 0."""
+    scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
+    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = torch.cat([scores, sinks[None, :, None, None].expand(2, 6, 4, 1)], dim=-1)
+    return (scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_sinks(dtype):
+    mask = torch.rand(2, 1, 4, 6) < 0.6
+    mask[0, 0, 0] = False  # the sink alone: 0
+    sinks, weight = torch.randn(6).to(dtype), torch.randn(2, 4, 6, 5).to(dtype)
+
+    def result(function, dtype):
+        leaf = sinks.to(dtype, copy=True).requires_grad_()
+        out = function(leaf)
+        (out * weight.to(dtype)).sum().backward()
+        return {"out": out.detach(), "grad": leaf.grad}
+
+    def fused(leaf):
+        return attend(query_heads=6, attention_mask=mask, s_aux=leaf, dtype=dtype)[0]
+
+    def eager(leaf):
+        return attend_with_sinks(*(t.to(leaf.dtype) for t in qkv), mask, leaf)
+
+    _, qkv = attend(query_heads=6, is_causal=False, dtype=dtype)
+    actual = result(fused, dtype)
+    assert_within_contract(actual, result(eager, dtype), result(eager, torch.float64))
+    assert (actual["out"][0, 0] == 0).all()
+
+
+def test_attention_position_bias():
+    bias = torch.randn(1, 3, 4, 6)
+    out, qkv = attend(position_bias=bias, is_causal=False)
+    torch.testing.assert_close(out, reference(*qkv, bias))
+    causal = torch.ones(4, 6, dtype=torch.bool).tril()
+    out, qkv = attend(position_bias=bias, is_causal=True)
+    torch.testing.assert_close(out, reference(*qkv, bias.masked_fill(~causal, float("-inf"))))
+    key_mask = PADDING[:, None, None, :]
+    out, qkv = attend(position_bias=bias, attention_mask=key_mask)
+    torch.testing.assert_close(out, reference(*qkv, bias.masked_fill(~key_mask, float("-inf"))))
+
+
+def test_models_with_copies_of_the_config():
+    """T5: set_attn_implementation does not reach the configs of its encoder and decoder."""
+    cfg = transformers.T5Config(
+        vocab_size=50, d_model=24, num_layers=1, num_heads=3, d_ff=32, d_kv=8, dropout_rate=0.0
+    )
+    model = transformers.T5Model(cfg).double()
+    kwargs = {**inputs(), "decoder_input_ids": torch.randint(1, 50, (BATCH, 4))}
+    fused = copy.deepcopy(model)
+    report = swap_modules(fused, norm=False)  # the library's norms go through float32
+    assert fused.encoder.config._attn_implementation == "fused_attn"
+    integration.set_implementation(model, "eager")
+    assert model.decoder.config._attn_implementation == "eager"
+    assert_equal_in_float64(run(Last(fused), (), kwargs), run(Last(model), (), kwargs))
+    report.restore()
+    assert fused.encoder.config._attn_implementation == "sdpa"
+
+
+def test_attention_refuses_what_it_would_get_wrong():
+    with pytest.raises(NotImplementedError, match="indexer_scores"):
+        attend(indexer_scores=torch.zeros(3))
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
+        attend(cu_seq_lens_q=torch.tensor([0, 4]), use_cache=True)
+    with pytest.raises(NotImplementedError, match="sliding_window 3"):
+        attend(sliding_window=3)
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        attend(attention_mask=torch.ones(4))
+    attend(position_ids=torch.arange(4), s_aux=None, sliding_window=6)
+
+
+def test_bert_output_attentions_are_none_as_with_sdpa():
+    model = BertModel(config())
+    kwargs = {**inputs(), "output_attentions": True}
+    of_sdpa = model(**kwargs).attentions
+    swap_modules(model)
+    with pytest.warns(UserWarning, match='set_attn_implementation."eager"'):
+        out = model(**kwargs)
+    assert out.attentions == of_sdpa == ()
+
+
+def test_model_without_the_interface_is_left_alone(monkeypatch):
+    model = BertModel(config())
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    report = swap_modules(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert "AttentionInterface" in report.skipped[0].reason
+    model(**inputs())

@@ -1,0 +1,216 @@
+"""Hugging Face encoders on the real tokens of a padded batch, after `swap_modules`."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from nn_helpers import assert_equal_in_float64, assert_within_contract, perturb, run
+
+import fused_attn
+from fused_attn.integrations.transformers import encoders
+
+transformers = pytest.importorskip("transformers", reason="reason: transformers is not installed")
+integration = pytest.importorskip("fused_attn.integrations.transformers")
+
+BATCH, LENGTH, VOCABULARY = 3, 11, 50
+COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 1}
+BERT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,
+    "max_position_embeddings": 30,
+}  # fmt: skip
+DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
+FAMILIES = {
+    "Bert": BERT,
+    "Camembert": BERT,
+    "DistilBert": DISTILBERT,
+    "Electra": BERT | {"embedding_size": 16},
+    "Roberta": BERT,
+    "XLMRoberta": BERT,
+}
+REAL = {
+    "right": torch.arange(LENGTH) < torch.tensor([[4], [11], [2]]),
+    "left": torch.arange(LENGTH) >= torch.tensor([[4], [0], [9]]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """What each call of a stack was packed by."""
+    seen = []
+
+    def recorded(*args):
+        seen.append(real(*args))
+        return seen[-1]
+
+    real = encoders._packing
+    monkeypatch.setattr(encoders, "_packing", recorded)
+    return seen
+
+
+def model(name, dtype=torch.float64):
+    config = getattr(transformers, f"{name}Config")(**COMMON, **FAMILIES[name])
+    made = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager")
+    return perturb(made).to(dtype).eval()
+
+
+def inputs(real):
+    tokens = torch.randint(2, VOCABULARY, real.shape)
+    return {"input_ids": tokens.masked_fill(~real, 1), "attention_mask": real.long()}
+
+
+class Tokens(torch.nn.Module):
+    """The hidden states of a model's real tokens."""
+
+    def __init__(self, inner, real):
+        super().__init__()
+        self.inner, self.real = inner, real
+
+    def forward(self, **kwargs):
+        return self.inner(**kwargs).last_hidden_state[self.real]
+
+
+@pytest.mark.parametrize("padding", REAL)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_are_those_of_eager(name, padding, packings):
+    real = REAL[padding]
+    eager, call = model(name), inputs(real)
+    fused = copy.deepcopy(eager)
+    report = fused_attn.swap_modules(fused)
+    expected = run(Tokens(eager, real), (), call)
+    assert_equal_in_float64(run(Tokens(fused, real), (), call), expected)
+    assert len(packings) == 1 and packings[0] is not None
+    assert not fused(**call).last_hidden_state[~real].any()
+    single, ours = copy.deepcopy(eager).float(), copy.deepcopy(fused).float()
+    truth = Tokens(copy.deepcopy(single).double(), real)
+    results = (run(m, (), call) for m in (Tokens(ours, real), Tokens(single, real), truth))
+    # Key biases shift all scores of a row: their gradients are 0 but for what cancels.
+    assert_within_contract(
+        *({n: r for n, r in result.items() if "key.bias" not in n} for result in results)
+    )
+    report.restore()
+    again = fused(**call).last_hidden_state
+    assert torch.equal(again, eager(**call).last_hidden_state)
+
+
+def test_dropout_in_training(packings):
+    fused, call = model("Bert", torch.float32).train(), inputs(REAL["right"])
+    fused_attn.swap_modules(fused)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(fused(**call).last_hidden_state)
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    assert None not in packings and not outs[0][~REAL["right"]].any()
+
+
+def test_hidden_states_are_those_of_padded_batches(packings):
+    """Whoever looks into the layers sees shapes, so that nothing is packed then."""
+    eager, call = model("Bert"), inputs(REAL["right"])
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    states = fused(**call, output_hidden_states=True).hidden_states
+    for ours, theirs in zip(
+        states, eager(**call, output_hidden_states=True).hidden_states, strict=True
+    ):
+        torch.testing.assert_close(ours[REAL["right"]], theirs[REAL["right"]])
+        assert ours.shape == theirs.shape
+    seen = []
+    fused.encoder.layer[1].register_forward_hook(lambda m, a, out: seen.append(out.shape))
+    fused(**call)
+    assert seen == [(BATCH, LENGTH, 32)]
+    assert packings == [None, None]
+
+
+@pytest.mark.parametrize(
+    "change", ["own_layer", "own_method", "chunked", "no_padding", "masks", "decoder"]
+)
+def test_what_cannot_be_packed_is_not(change, packings):
+    eager, call = model("Bert"), inputs(REAL["right"])
+    if change == "own_method":
+        layer = eager.encoder.layer[1]
+        layer.feed_forward_chunk = lambda x: x - x.mean(1, keepdim=True)
+    if change == "chunked":
+        for layer in eager.encoder.layer:
+            layer.chunk_size_feed_forward = LENGTH
+    if change == "own_layer":
+        eager.encoder.layer[0].output.dense = torch.nn.Sequential(
+            eager.encoder.layer[0].output.dense
+        )
+    if change == "no_padding":
+        call = inputs(torch.ones(BATCH, LENGTH, dtype=torch.bool))
+    if change == "masks":
+        visible = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.7
+        visible[..., 0] = True
+        call["attention_mask"] = torch.zeros(visible.shape).double().masked_fill(~visible, -1e9)
+    if change == "decoder":
+        config = copy.deepcopy(eager.config)
+        config.is_decoder = True
+        eager = transformers.BertModel._from_config(config, attn_implementation="eager").double()
+        eager.eval()
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    out, expected = fused(**call).last_hidden_state, eager(**call).last_hidden_state
+    real = call["attention_mask"].bool() if call["attention_mask"].dim() == 2 else slice(None)
+    torch.testing.assert_close(out[real], expected[real])
+    assert all(packing is None for packing in packings)
+
+
+def test_padding_is_zero_whatever_there_is_of_it():
+    """Packed, with too little padding to be, and for those who look into the layers."""
+    fused = model("Bert")
+    fused_attn.swap_modules(fused)
+    little = torch.ones(8, LENGTH, dtype=torch.bool)
+    little[0, -1] = False
+    for real in (REAL["right"], little):
+        call = inputs(real)
+        first = fused(**call).last_hidden_state
+        fused(**call, output_hidden_states=True)
+        torch.testing.assert_close(fused(**call).last_hidden_state, first)
+        assert not first[~real].any()
+
+
+def test_arguments_by_position():
+    eager = model("Bert")
+    fused = copy.deepcopy(eager)
+    fused_attn.swap_modules(fused)
+    hidden = torch.randn(2, 5, 32, dtype=torch.float64)
+    for args in ((hidden, None, None, None, None, False), (hidden,)):
+        outs = [m.encoder(*args).last_hidden_state for m in (fused, eager)]
+        torch.testing.assert_close(*outs)
+
+
+def test_implementations_may_be_chosen_before_and_after(packings):
+    real = torch.tensor([[True], [False], [True]])
+    call = inputs(real)
+    fused = model("Bert")
+    fused.set_attn_implementation("eager")
+    integration.register()
+    fused.set_attn_implementation("fused_attn")
+    fused_attn.swap_modules(fused)
+    fused(**call)
+    assert packings and packings[-1] is not None
+    fused.set_attn_implementation("sdpa")
+    fused(**call)
+    assert packings[-1] is None
+
+
+def test_copies_and_pickles():
+    fused, call = model("Bert"), inputs(REAL["right"])
+    fused_attn.swap_modules(fused)
+    file = io.BytesIO()
+    torch.save(fused, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    expected = fused(**call).last_hidden_state
+    for other in (loaded, copy.deepcopy(fused)):
+        assert torch.equal(other(**call).last_hidden_state, expected)
+    with pytest.raises(AttributeError, match="PackedGPT2"):
+        encoders.PackedGPT2  # noqa: B018

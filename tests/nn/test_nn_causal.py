@@ -1,0 +1,131 @@
+"""How modules find out that a mask is the causal one: once, and without a synchronisation."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from nn_helpers import BATCH, EMBED, HEADS, LEN_Q, causal_bias, perturb, randn
+
+import fused_attn.nn as fnn
+from fused_attn import functional as F
+from fused_attn.core import plans as _calls
+from fused_attn.masks import recognize as _causal
+from fused_attn.masks.recognize import is_causal_mask
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """The masks whose values are looked at."""
+    seen = []
+    compare = _causal._compare
+    monkeypatch.setattr(_causal, "_compare", lambda mask: seen.append(mask) or compare(mask))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_mask_is_compared_once(dtype, compared):
+    mask = causal_bias(6, torch.float32)
+    mask = mask.isinf() if dtype == torch.bool else mask
+    other = torch.zeros_like(mask)
+    for _ in range(3):
+        assert is_causal_mask(mask, None)
+        assert not is_causal_mask(other, None)
+    assert len(compared) == 2
+
+
+def test_change_in_place_is_noticed(compared):
+    mask = causal_bias(6)
+    assert is_causal_mask(mask, None)
+    mask[0, 5] = 0.0
+    assert not is_causal_mask(mask, None)
+    mask.copy_(causal_bias(6))
+    assert is_causal_mask(mask, None)
+    assert len(compared) == 3
+
+
+def test_slices_of_a_buffer_are_compared_once_each(compared):
+    """A module that keeps one large mask takes a new slice of it in every call."""
+    buffer = causal_bias(9)
+    for _ in range(3):
+        assert is_causal_mask(buffer[:4, :4], None)
+        assert is_causal_mask(buffer[:7, :7], None)
+        assert is_causal_mask(buffer[2:6, 2:6], None)
+        assert not is_causal_mask(buffer[1:5, :4], None)
+    assert len(compared) == 4
+    buffer.zero_()
+    assert not is_causal_mask(buffer[:4, :4], None)
+
+
+def test_verdicts_are_bounded_and_do_not_keep_masks_alive(compared, monkeypatch):
+    gc.collect()
+    before = len(_causal._verdicts)
+    mask = causal_bias(6)
+    assert is_causal_mask(mask, None)
+    assert len(_causal._verdicts) == before + 1
+    compared.clear()
+    del mask
+    gc.collect()
+    assert len(_causal._verdicts) == before
+    monkeypatch.setattr(_causal, "_MAX_VIEWS", 2)
+    buffer = causal_bias(6)
+    for size in (2, 3, 4, 5):
+        assert is_causal_mask(buffer[:size, :size], None)
+    assert len(_causal._verdicts[buffer][1]) <= 2
+
+
+def test_masks_without_a_version_are_compared_at_each_call(compared):
+    with torch.inference_mode():
+        mask = causal_bias(6)
+        assert is_causal_mask(mask, None)
+        mask.zero_()
+        assert not is_causal_mask(mask, None)
+    assert len(compared) == 2
+
+
+def test_masks_elsewhere_are_not_looked_at(compared):
+    """On a device that would be a synchronisation; meta tensors have no values at all."""
+    assert not is_causal_mask(torch.ones(4, 4, dtype=torch.bool, device="meta"), None)
+    assert not is_causal_mask(causal_bias(4).requires_grad_(), None)
+    assert not compared
+
+
+@pytest.mark.parametrize("kind", ["attention", "weights", "appended", "encoder", "decoder"])
+def test_modules_recognise_the_mask_of_every_step(kind, compared, monkeypatch):
+    """One comparison for all calls and layers; what is attended with is a band, no dense mask."""
+    _calls._plans.clear()  # calls that look like an earlier one would not normalize
+    attended = []
+    normalize = F.normalize
+
+    def spy(mask, *args):
+        attended.append(mask)
+        return normalize(mask, *args)
+
+    monkeypatch.setattr(F, "normalize", spy)
+    monkeypatch.setattr("fused_attn.nn.weights.normalize", spy)
+    x, mask = torch.randn(LEN_Q, BATCH, EMBED), causal_bias(LEN_Q, torch.float32)
+    layer = {"d_model": EMBED, "nhead": HEADS, "dim_feedforward": 16}
+    if kind == "encoder":
+        module = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(**layer), 2)
+        args, call = (x,), {"mask": mask}
+    elif kind == "decoder":
+        module = fnn.TransformerDecoderLayer(**layer)
+        args, call = (x, x), {"tgt_mask": mask}
+    else:
+        module = fnn.MultiheadAttention(EMBED, HEADS, add_zero_attn=kind == "appended")
+        args, call = (x, x, x), {"attn_mask": mask, "need_weights": kind == "weights"}
+    for _ in range(3):
+        module(*args, **call)
+    assert len(compared) == 1
+    own = [mask for mask in attended if mask is not None]  # None: the decoder's other attention
+    assert own
+    assert all(m.bands and not m.biases and not m.dense_masks for m in own)
+
+
+def test_recognised_mask_gives_the_same_result():
+    ours = perturb(fnn.MultiheadAttention(EMBED, HEADS).double())
+    x, padding = randn(LEN_Q, BATCH, EMBED), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    learned = causal_bias(LEN_Q).requires_grad_()  # is not looked at
+    expected = ours(x, x, x, padding, attn_mask=learned)
+    torch.testing.assert_close(ours(x, x, x, padding, attn_mask=causal_bias(LEN_Q)), expected)

@@ -1,0 +1,373 @@
+"""The weights of attention: against eager attention, and MultiheadAttention's against torch's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import (
+    BACKENDS,
+    DTYPES,
+    FLOAT64_BACKENDS,
+    ISAS,
+    ONE_16_BIT_TYPE,
+    assert_like_eager,
+    device_of,
+    dropout_seed,
+    random_qkv,
+    runnable,
+    short,
+)
+from mask_cases import MASKS
+from nn_helpers import EMBED, HEADS, check_against_torch, perturb, randn, random_mask
+from torch.autograd import gradcheck, gradgradcheck
+
+import fused_attn.nn as fnn
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import cpp
+from fused_attn.core import ops, philox
+from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.nn.weights import attention_with_weights
+
+AVERAGE = pytest.mark.parametrize("average", [False, True], ids=["heads", "average"])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def with_weights(mask=None, **options):
+    """function(backend)(query, key, value, bias=None) for `assert_like_eager`."""
+
+    def of(backend):
+        def call(query, key, value, bias=None):
+            whole = None if mask is None else mask.to(query.device)
+            if bias is not None:
+                whole = masks.bias(bias) if whole is None else whole & masks.bias(bias)
+            return attention_with_weights(query, key, value, whole, backend=backend, **options)
+
+        return call
+
+    return of
+
+
+# ---- against eager attention --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@AVERAGE
+@pytest.mark.thinned("the average walks every head", average=[False])
+@pytest.mark.parametrize("name", [None, *MASKS])
+def test_masks(name, average, backend):
+    """Out, weights and every gradient through both; several tiles each way, some hidden."""
+    shape = (2, 3, 70, 150)
+    tensors = random_qkv(*shape[:2], 3, *shape[2:], 16)
+    mask = None if name is None else MASKS[name](*shape)
+    assert_like_eager(with_weights(mask, average=average), tensors, torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@AVERAGE
+@ONE_16_BIT_TYPE
+@pytest.mark.parametrize(
+    "bias", [(2, 4, 33, 150), (4, 1, 150), (33, 150), (33, 1)], ids=lambda s: "x".join(map(str, s))
+)
+def test_types_and_float_masks(bias, average, dtype, backend):
+    """With groups of heads, dropout, and the gradient of the float mask in its own shape."""
+    tensors = random_qkv(2, 4, 2, 33, 150, 40)
+    tensors["bias"] = torch.randn(bias, generator=torch.Generator().manual_seed(1))
+    function = with_weights(MASKS["ragged"](2, 4, 33, 150), average=average, dropout_p=0.25)
+    assert_like_eager(function, tensors, dtype, backend)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if runnable(isa)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@AVERAGE
+def test_instruction_sets(average, dtype, isa):
+    tensors = random_qkv(1, 2, 1, 70, 140, 33)
+    function = with_weights(masks.causal("bottom_right"), average=average, dropout_p=0.1)
+    with cpp.use_isa(isa):
+        assert_like_eager(function, tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 5, 0), (0, 2, 3, 4), (1, 2, 0, 3)], ids=str)
+@AVERAGE
+def test_small_and_empty(average, shape, backend):
+    batch, heads, seqlen_q, seqlen_k = shape
+    leaf = torch.randn(batch, heads, seqlen_q, 8, device=device_of(backend), requires_grad=True)
+    key = torch.randn(batch, heads, seqlen_k, 8, device=leaf.device)
+    _, weights = attention_with_weights(leaf, key, key, average=average, backend=backend)
+    own = (batch, seqlen_q, seqlen_k) if average else shape
+    torch.testing.assert_close(weights, torch.ones(own, device=leaf.device))  # of one key, or none
+    weights.sum().backward()
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@AVERAGE
+def test_nan_where_nobody_looks(average, backend):
+    """Hidden entries are exactly 0, so are rows that see nothing; what stands there is not seen."""
+    device = device_of(backend)
+    query, key, value = (t.to(device) for t in random_qkv(2, 2, 2, 70, 200, 16).values())
+    mask = masks.padding([150, 0], [70, 30]).to(device)
+    expected = attention_with_weights(query, key, value, mask, average=average, backend=backend)
+    poisoned = [t.clone() for t in (query, key, value)]
+    for tensor in poisoned[1:]:
+        tensor[0, :, 150:] = tensor[1] = float("nan")
+    poisoned[0][1] = float("nan")
+    leaves = [t.requires_grad_() for t in poisoned]
+    actual = attention_with_weights(*leaves, mask, average=average, backend=backend)
+    for got, want in zip(actual, expected, strict=True):
+        assert torch.equal(got, want)
+    weights = actual[1]
+    assert not weights[1].any()
+    assert not weights[0, ..., 150:].any()
+    assert weights[0, ..., :150].all()
+    (weights.square().sum() + actual[0].sum()).backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_is_that_of_the_output(backend):
+    """As in torch the weights are those that multiply values: dropped, scaled, then averaged."""
+    device, p = device_of(backend), 0.4
+    query, key, value = (t.to(device) for t in random_qkv(2, 3, 3, 40, 90, 16).values())
+    runs = []
+    for average in (False, True):
+        with dropout_seed(5):
+            run = attention_with_weights(
+                query, key, value, None, p, average=average, backend=backend
+            )
+        runs.append(run)
+    (out, weights), (_, mean) = runs
+    torch.testing.assert_close(weights @ value, out)
+    torch.testing.assert_close(weights.mean(1), mean)
+    with dropout_seed(5):
+        keep = philox.attention_keep(philox.new_seed(device), p, 2, 3, 40, 90)
+    assert torch.equal(weights != 0, keep)
+    _, plain = attention_with_weights(query, key, value, backend=backend)
+    torch.testing.assert_close(weights, plain * keep / (1 - p))
+
+
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
+@AVERAGE
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_gradcheck(dropout_p, average, backend):
+    def run(query, key, value, bias):
+        torch.manual_seed(2)
+        mask = masks.bias(bias) & masks.padding([7, 0]) & masks.sliding_window(-1, 2)
+        return attention_with_weights(
+            query, key, value, mask, dropout_p, average=average, backend=backend
+        )
+
+    inputs = tuple(
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 2, 5, 3), (2, 1, 7, 3), (2, 1, 7, 4), (1, 2, 5, 7))
+    )
+    assert gradcheck(run, inputs)
+    assert gradgradcheck(run, inputs, fast_mode=True)
+
+
+# ---- the ops ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@AVERAGE
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"dropout_p": 0.2}], ids=str)
+def test_opcheck(options, average, backend):
+    device, dropout_p = device_of(backend), options.get("dropout_p", 0.0)
+    query, key, value = (t.to(device) for t in random_qkv(2, 4, 2, 20, 70, 16).values())
+    mask = masks.causal()
+    if "bias" in options:
+        mask = mask & masks.bias(torch.randn(4, 20, 70, device=device))
+    spec = normalize(mask, 2, 4, 20, 70, query)
+    seed = philox.new_seed(device) if dropout_p else None
+    common = (*spec.flat(), 0.25, 0.0, dropout_p, seed)
+    _, lse, lse_low = ops.attention_fwd(query, key, value, *common, backend, True)
+    args = (query, key, lse, lse_low, *common, average)
+    torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, backend))
+    grad = torch.randn_like(ops.attention_weights(*args, backend))
+    torch.library.opcheck(
+        torch.ops.fused_attn.attention_weights_bwd.default,
+        (grad, *args, "bias" in options, backend),
+    )
+
+
+def test_op_errors():
+    query = torch.randn(1, 2, 3, 8)
+    lse = torch.zeros(1, 2, 3)
+    tail = (0.25, 0.0, 0.0, None, False, "cpp")
+    op = torch.ops.fused_attn.attention_weights
+    cu_seqlens = torch.tensor([0, 3])
+    packed = MaskSpec(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    with pytest.raises(ValueError, match="packed sequences have no weights"):
+        op(query, query, lse, lse, *packed.flat(), *tail)
+    with pytest.raises(ValueError, match=r"lse and lse_low must have shape \(1, 2, 3\)"):
+        op(query, query, lse[:, :1], lse, *MaskSpec().flat(), *tail)
+    with pytest.raises(ValueError, match="query, key and value must fit together"):
+        op(query, query[..., :4], lse, lse, *MaskSpec().flat(), *tail)
+    with pytest.raises(ValueError, match=r"grad_weights must have shape \(1, 2, 3, 3\)"):
+        torch.ops.fused_attn.attention_weights_bwd(
+            lse, query, query, lse, lse, *MaskSpec().flat(), *tail[:-1], False, "cpp"
+        )
+
+
+SCRIPT = """
+import json, sys, torch
+from fused_attn.nn import MultiheadAttention
+
+average = sys.argv[1] == "average"
+torch.set_num_threads(1)
+attention = MultiheadAttention(32, 16, batch_first=True)
+
+def step(length):
+    x = torch.randn(1, length, 32, requires_grad=True)
+    out, weights = attention(x, x, x, average_attn_weights=average)
+    (out.sum() + weights.square().mean()).backward()
+
+def resident(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+step(64)  # code and pools are loaded
+open("/proc/self/clear_refs", "w").write("5")  # forget the highest so far
+before = resident("VmRSS")
+step(1024)
+print(json.dumps(resident("VmHWM") - before))
+"""
+
+
+@AVERAGE
+def test_memory(average):
+    """Forward and backward hold no (num_heads, L, S) tensor, of 67 MB here, for the average."""
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "average" if average else "heads"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (json.loads(run.stdout) < 60e6) == average
+
+
+# ---- MultiheadAttention -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@AVERAGE
+@pytest.mark.parametrize("appended", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "learned", "padding+bool3d"])
+def test_module_against_torch(kind, appended, average, batch_first):
+    """Longer than a tile, so that some are hidden; torch.nn puts appended keys last."""
+    batch, length = 2, 70
+    constructor = {"add_bias_kv": appended, "add_zero_attn": appended, "batch_first": batch_first}
+    theirs = perturb(torch.nn.MultiheadAttention(EMBED, HEADS, **constructor).double())
+    x = randn(batch, length, EMBED) if batch_first else randn(length, batch, EMBED)
+    if kind == "causal":
+        ignored = torch.ones(length, length, dtype=torch.bool).triu(1)
+        call = {"attn_mask": ignored, "is_causal": True}
+        truth = {"attn_mask": ignored}
+    elif kind == "learned":
+        call = truth = {"attn_mask": random_mask("learned", length, length)}
+    else:
+        call = truth = {
+            "attn_mask": random_mask("bool", batch * HEADS, length, length),
+            "key_padding_mask": random_mask("bool", batch, length),
+        }
+    options = {"average_attn_weights": average}
+    args, fused = (x, x, x), fnn.MultiheadAttention
+    check_against_torch(theirs, fused, args, {**call, **options}, {**truth, **options})
+
+
+def test_output_is_the_fused_one_and_the_weights_come_from_its_op(monkeypatch):
+    """need_weights=True, the default, changes nothing of the output."""
+    calls = []
+    for name in ("attention_fwd", "attention_weights"):
+        real = getattr(ops, name)
+        monkeypatch.setattr(
+            ops, name, lambda *a, real=real, name=name: calls.append(name) or real(*a)
+        )
+    ours = fnn.MultiheadAttention(EMBED, HEADS)
+    x = torch.randn(40, 2, EMBED)
+    out, _ = ours(x, x, x)
+    assert calls == ["attention_fwd", "attention_weights"]
+    assert torch.equal(out, ours(x, x, x, need_weights=False)[0])
+
+
+def test_causal_and_appended_keys_stay_structure(monkeypatch):
+    """Neither padding nor causality becomes a dense mask, also with keys that all queries see."""
+    seen = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, *args):
+        seen.append(attn_mask)
+        return attend(query, key, value, attn_mask, *args)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    ours = fnn.MultiheadAttention(EMBED, HEADS, add_bias_kv=True, add_zero_attn=True)
+    x, padding = torch.randn(9, 2, EMBED), torch.zeros(2, 9, dtype=torch.bool)
+    ours(x, x, x, padding, need_weights=False, is_causal=True)
+    (mask,) = seen
+    assert len(mask.bands) == 1
+    assert not mask.biases
+    assert [tuple(m.shape) for m in mask.dense_masks] == [(2, 1, 1, 11)]
+
+
+def test_dropout_as_in_torch():
+    """Both return the weights that they multiplied the values with: their rows have other sums."""
+    x = torch.randn(1, 30, EMBED)
+    for cls in (torch.nn.MultiheadAttention, fnn.MultiheadAttention):
+        module = cls(EMBED, HEADS, dropout=0.5, batch_first=True)
+        with torch.no_grad():
+            out, weights = module(x, x, x, average_attn_weights=False)
+            value = torch.nn.functional.linear(x, *(p.chunk(3)[2] for p in projections(module)))
+            heads = value.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            again = module.out_proj((weights @ heads).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(again, out)
+        assert 0.4 < (weights == 0).float().mean() < 0.6
+        assert not torch.allclose(weights.sum(-1), torch.ones(1, HEADS, 30), atol=0.1)
+
+
+def projections(module):
+    return module.in_proj_weight, module.in_proj_bias
+
+
+@AVERAGE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype, average):
+    ours = fnn.MultiheadAttention(EMBED, HEADS)
+    x = torch.randn(7, 2, EMBED)
+    with torch.autocast("cpu", dtype):
+        out, weights = ours(x, x, x, average_attn_weights=average)
+    assert out.dtype == weights.dtype == dtype
+    weights.float().square().sum().backward()
+    assert ours.in_proj_weight.grad.isfinite().all()
+
+
+@AVERAGE
+def test_compile_and_export(average):
+    ours = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True).double()
+    x = randn(2, 5, EMBED)
+    call = {"average_attn_weights": average, "is_causal": True}
+    expected = ours(x, x, x, **call)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, x, x, **call), expected)
+    grads = [torch.autograd.grad(f(x, x, x, **call)[1].square().sum(), x) for f in (ours, compiled)]
+    torch.testing.assert_close(*grads)
+    program = torch.export.export(ours.eval(), (x.detach(),) * 3, call)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert "fused_attn.attention_weights.default" in names
+
+
+def test_flops_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    query, key, value = random_qkv(1, 2, 2, 30, 50, 16).values()
+    query.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        attention_with_weights(query, key, value)[1].sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 30 * 50 * 16 * (2 + 1 + 3)

@@ -1,0 +1,293 @@
+"""Calls that take the plan of an earlier one, and memory that earlier calls have left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+import fused_attn
+from fused_attn import Mask, _cpu, masks
+from fused_attn import functional as F
+from fused_attn.core import plans as _calls
+from fused_attn.masks import spec as mask_spec
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    _calls._plans.clear()
+
+
+def qkv(*shape, dtype=torch.float32):
+    return [torch.randn(*shape).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_second_call_is_the_first(dtype):
+    for options in ({}, {"is_causal": True}, {"scale": 0.5}, {"softcap": 3.0}):
+        first, second = qkv(2, 3, 40, 16, dtype=dtype), qkv(2, 3, 40, 16, dtype=dtype)
+        F.scaled_dot_product_attention(*first, **options)
+        before = len(_calls._plans)
+        got = F.scaled_dot_product_attention(*second, **options)
+        assert len(_calls._plans) == before  # the plan was found
+        _calls._plans.clear()
+        assert torch.equal(got, F.scaled_dot_product_attention(*second, **options))
+
+
+def call(q, k, v, mask, **options):
+    """out, lse and, where they are wanted, gradients."""
+    torch.manual_seed(0)
+    result = F.scaled_dot_product_attention(q, k, v, mask, **options)
+    results = list(result) if isinstance(result, tuple) else [result]
+    if results[0].requires_grad:
+        results += torch.autograd.grad(results[0].square().sum(), (q, k, v))
+    return results
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.rand(40, 40) > 0.3,
+        lambda: (torch.rand(2, 1, 80, 40) > 0.3)[:, :, ::2],
+        lambda: torch.rand(2, 1, 1, 40) > 0.3,
+        lambda: (torch.rand(3, 1, 40) > 0.3).expand(3, 40, 40),
+        lambda: torch.randn(3, 40, 40),
+        lambda: torch.randn(40, 3, 40).transpose(0, 1),
+        lambda: masks.padding([40, 13]) & masks.causal(),
+        lambda: masks.bias(torch.randn(1, 3, 40, 40)) & masks.dense(torch.rand(40, 40) > 0.2),
+    ],
+    ids=["bool", "strided", "key", "expanded", "float", "transposed", "lengths", "bias"],
+)
+def test_masks_have_plans(make, options, grad):
+    """Another mask of the same layout, and the same one with other values."""
+    tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
+    first = make()
+    call(*tensors, first, **options)
+    own = isinstance(first, Mask)
+    plans = first.plans if own else _calls._plans
+    assert len(plans) == 1
+    mask = first if own else make()
+    for change in (False, True):
+        if change:  # in place
+            changed = mask.tensors()[0] if own else mask
+            changed = changed if changed._base is None else changed._base
+            changed.copy_(changed.flip(-1))
+        got = call(*tensors, mask, **options)
+        assert len(plans) == 1
+        plans.clear()
+        if own:
+            mask.specs.clear()
+        for a, b in zip(got, call(*tensors, mask, **options), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_what_a_mask_learns_has_no_plan():
+    q, k, v = qkv(2, 3, 40, 16)
+    bias = torch.randn(3, 40, 40, requires_grad=True)
+    mask = masks.bias(torch.randn(3, 40, 40))
+    for _ in range(2):
+        F.scaled_dot_product_attention(q, k, v, bias).sum().backward()
+        F.scaled_dot_product_attention(q, k, v, mask)
+    assert bias.grad is not None
+    mask.tensors()[0].requires_grad_()
+    F.scaled_dot_product_attention(q, k, v, mask).sum().backward()
+    assert mask.tensors()[0].grad is not None
+
+
+def test_a_learnt_mask_does_not_take_the_plan_of_another():
+    q, k, v = qkv(2, 2, 16, 8)
+    q.requires_grad_()
+    base = torch.randn(1, 1, 16, 16)
+    F.scaled_dot_product_attention(q, k, v, base.expand(2, 2, 16, 16))
+    grads = []
+    for backend in (None, "eager"):
+        mask = base.clone().expand(2, 2, 16, 16).requires_grad_()
+        out = F.scaled_dot_product_attention(q, k, v, mask, backend=backend)
+        grads += torch.autograd.grad(out.square().sum(), mask)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_plans_do_not_keep_masks_alive(grad):
+    q, k, v = (t.requires_grad_(grad) for t in qkv(1, 2, 16, 8))
+    mask = torch.zeros(1, 2, 16, 16)
+    alive = weakref.ref(mask.untyped_storage())
+    for _ in range(2):
+        F.scaled_dot_product_attention(q, k, v, mask)
+    assert len(_calls._plans) == 1
+    mask = None
+    gc.collect()
+    assert alive() is None
+
+
+def test_options_that_may_change_have_no_plan():
+    q, k, v = qkv(1, 2, 16, 8)
+    causal = torch.tensor(True)
+    first = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    causal.fill_(False)
+    assert not torch.equal(first, F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+    eps = torch.tensor(1e-5)
+    first = F.layer_norm(q, 8, eps=eps)
+    eps.fill_(10.0)
+    assert not torch.equal(first, F.layer_norm(q, 8, eps=eps))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dropout_p": [0.1]}, "dropout_p must be a float"),
+        ({"scale": [1.0]}, "scale must be a float"),
+        ({"scale": 1j}, "scale must be a float"),
+        ({"softcap": torch.tensor(5.0)}, "softcap must be a float"),
+        ({"attn_mask": torch.zeros(16, 16).to_sparse()}, "attn_mask must be a dense tensor"),
+        ({"query": torch.nested.nested_tensor([torch.randn(2, 16, 8)])}, "must be a dense tensor"),
+    ],
+)
+def test_what_has_no_signature_gets_its_message(change, message):
+    q, k, v = qkv(1, 2, 16, 8)
+    with pytest.raises(TypeError, match=message):
+        F.scaled_dot_product_attention(**({"query": q, "key": k, "value": v} | change))
+
+
+def test_second_norm_is_the_first():
+    w, b = torch.randn(48), torch.randn(48)
+    for run in (
+        lambda x: F.layer_norm(x, 48, w, b),
+        lambda x: F.layer_norm(x, (48,), None, b),
+        lambda x: F.layer_norm(x, (4, 48)),
+        lambda x: F.rms_norm(x, 48, w),
+        lambda x: F.layer_norm(x, 48, w.requires_grad_(), b),
+        lambda x: F.layer_norm(x, 48, residual=x + 1, dropout_p=0.5, return_residual=True)[1],
+    ):
+        x, y = torch.randn(2, 4, 48), torch.randn(2, 4, 48)
+        run(x)
+        torch.manual_seed(0)
+        got = run(y)
+        assert len(_calls._plans) == 1
+        _calls._plans.clear()
+        torch.manual_seed(0)
+        assert torch.equal(got, run(y))
+        _calls._plans.clear()
+
+
+def test_options_do_not_share_a_plan():
+    q, k, v = qkv(1, 2, 33, 8)
+    plain = F.scaled_dot_product_attention(q, k, v)
+    assert not torch.equal(plain, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert not torch.equal(plain, F.scaled_dot_product_attention(q, k, v, scale=0.1))
+    x = torch.randn(4, 8)
+    assert not torch.equal(F.layer_norm(x, 8), F.rms_norm(x, 8))
+    assert not torch.equal(F.layer_norm(x, 8), F.layer_norm(x, (4, 8)))
+
+
+def test_what_watches_or_chooses_keeps_a_call_away(monkeypatch):
+    q, k, v = qkv(1, 2, 33, 8)
+    plain = F.scaled_dot_product_attention(q, k, v)
+    key = next(iter(_calls._plans))
+    monkeypatch.setitem(_calls._plans, key, lambda *_: pytest.fail("the plan was taken"))
+    with fused_attn.use_backend("eager"):
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+    out = F.scaled_dot_product_attention(q.requires_grad_(), k, v)
+    assert out.requires_grad
+    q.requires_grad_(False)
+    F.scaled_dot_product_attention(q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v)
+    F.scaled_dot_product_attention(q, k, v, return_lse=True)
+    got = torch.vmap(lambda t: F.scaled_dot_product_attention(t, t, t))(torch.stack([q, q]))
+    assert got.shape == (2, *q.shape)
+    with pytest.raises(ValueError, match="head_dim"):
+        F.scaled_dot_product_attention(q, k[..., :4], v)
+
+
+def test_plans_are_bounded():
+    for n in range(1, _calls._MAX_PLANS + 10):
+        _calls.keep(n, None, lambda: lambda *_: torch.empty(0))
+    assert len(_calls._plans) <= _calls._MAX_PLANS
+
+
+def test_pooled_outputs_are_their_own():
+    """Large outputs come from a pool: alive together they never share memory."""
+    q, k, v = qkv(2, 8, 512, 64)
+    kept = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
+    again = [F.scaled_dot_product_attention(q, k, v + i) for i in range(4)]
+    for a, b in zip(kept, again, strict=True):
+        assert a.data_ptr() != b.data_ptr()
+        assert torch.equal(a, b)
+    del kept, a
+    view = again[0].transpose(1, 2).reshape(2, 512, 512)[0]
+    want = view.clone()
+    del again, b
+    for i in range(4):
+        F.scaled_dot_product_attention(q, k, v - i)
+    assert torch.equal(view, want)  # a view keeps its memory
+
+
+def test_pool_gives_the_same_memory_again():
+    def new():
+        return torch.from_dlpack(_cpu.pooled_tensor((1000, 1000), (1000, 1), 0))
+
+    _cpu.release_workspace()
+    first = new()
+    address = first.data_ptr()
+    assert new().data_ptr() != address
+    _cpu.release_workspace()
+    del first
+    assert new().data_ptr() == address
+
+
+def test_a_plan_does_not_take_what_validation_refuses():
+    q, k, v = qkv(1, 2, 33, 8)
+    F.scaled_dot_product_attention(q, k, v)
+    with pytest.raises(TypeError, match="dropout_p"):
+        F.scaled_dot_product_attention(q, k, v, dropout_p=False)
+
+
+def test_pooled_outputs_take_part_in_autograd():
+    x = torch.randn(1024, 512, requires_grad=True)
+    w, b = torch.ones(512, requires_grad=True), torch.zeros(512, requires_grad=True)
+    out = F.layer_norm(x, 512, w, b)
+    out.mul_(2.0)  # in place: it is no view
+    out.sum().backward()
+    assert torch.allclose(b.grad, torch.full((512,), 2048.0))
+
+
+def test_threads_do_not_share_workspace():
+    problems = [qkv(1, 4, 200 + 30 * i, 64) for i in range(6)]
+    wants = [F.scaled_dot_product_attention(*x) for x in problems]
+    failures = []
+
+    def work(i):
+        results = (F.scaled_dot_product_attention(*problems[i]) for _ in range(20))
+        failures.extend(i for got in results if not torch.equal(got, wants[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_graph_in_the_making_neither_takes_nor_leaves_what_is_kept(monkeypatch):
+    """Its tensors will be others when it is replayed."""
+    x, mask = qkv(1, 2, 40, 16), masks.dense(torch.rand(40, 40) < 0.5)
+
+    def kept():
+        F.scaled_dot_product_attention(*x, mask)
+        return *mask.specs.values(), *mask.plans.values()
+
+    before = kept()
+    assert before
+    for module in (_calls, mask_spec):
+        monkeypatch.setattr(module, "captured", lambda *tensors: bool(tensors))
+    assert all(_calls.find(key, mask) is None for key in mask.plans)
+    assert kept() == before
+    mask.specs.clear()
+    mask.plans.clear()
+    assert not kept()

@@ -1,0 +1,151 @@
+"""A few queries against many keys without gradients: the decode kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    BACKENDS,
+    DTYPES,
+    ISAS,
+    ONE_16_BIT_TYPE,
+    assert_outputs_like_eager,
+    attention,
+    device_of,
+    random_qkv,
+    runnable,
+    short,
+)
+from mask_cases import MASKS
+
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import cpp
+from fused_attn.masks.spec import normalize
+
+
+def check(tensors, mask, dtype, backend="cpp", **options):
+    """out and lse of a call without gradients, within the contract."""
+    assert_outputs_like_eager(attention(mask, enable_gqa=True, **options), tensors, dtype, backend)
+
+
+@ONE_16_BIT_TYPE
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("seqlen_q", [1, 3, 16])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, seqlen_q, dtype, backend):
+    shape = (2, 4, 2, seqlen_q, 300)
+    check(random_qkv(*shape, 40, 24), MASKS[name](2, 4, seqlen_q, 300), dtype, backend)
+
+
+def test_is_another_kernel():
+    """Rounded in another order than where a backward follows, or this file tests nothing."""
+    tensors = random_qkv(1, 4, 4, 1, 2000, 64)
+    q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
+    args = (q, k, v, normalize(masks.as_mask(None, False), 1, 4, 1, 2000, q), 0.3, 0.0, 0.0, None)
+    outs = [cpp.attention_fwd(*args, for_backward=flag)[0] for flag in (True, False)]
+    assert not torch.equal(*outs)
+    torch.testing.assert_close(*outs)
+
+
+def test_compiled_calls_take_it_too():
+    query, key, value = (t.float() for t in random_qkv(1, 4, 4, 1, 2000, 64).values())
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(
+            compiled(query, key, value), F.scaled_dot_product_attention(query, key, value)
+        )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_isas(isa, dtype):
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    with cpp.use_isa(isa):
+        check(random_qkv(1, 8, 1, 2, 1000, 64), masks.causal(align="bottom_right"), dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_softcap_scale_and_single_head(dtype, backend):
+    check(random_qkv(1, 1, 1, 1, 5000, 128), None, dtype, backend, softcap=5.0, scale=0.3)
+    check(random_qkv(1, 1, 1, 2, 700, 5), None, dtype, backend, scale=-0.3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_is_that_of_the_reference(backend):
+    mask = masks.padding([333, 100])
+    check(random_qkv(2, 4, 2, 5, 333, 16), mask, torch.float32, backend, dropout_p=0.4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_invisible_nan_stays_where_it_is(dtype, backend):
+    tensors = random_qkv(2, 2, 2, 3, 400, 32)
+    for name in ("key", "value"):
+        tensors[name][0, :, 300:] = float("nan")
+        tensors[name][1, :, 7] = float("inf")
+    seen = torch.ones(2, 1, 3, 400, dtype=torch.bool)
+    seen[0, :, :, 300:] = False
+    seen[1, :, 1:, 7] = False
+    *x, seen = (t.to(device_of(backend)) for t in (*tensors.values(), seen))
+    x = [t.to(dtype) for t in x]
+    out = F.scaled_dot_product_attention(*x, seen, backend=backend)
+    assert out[0].isfinite().all()
+    assert not out[1, :, 0].isfinite().any()
+    if backend == "cpp":  # the only one that keeps the queries of a tile apart
+        assert out[1, :, 1:].isfinite().all()
+
+
+@ONE_16_BIT_TYPE
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+def test_head_dims(dim, dtype, backend):
+    tensors = random_qkv(1, 4, 2, 3, 400, dim)
+    check(tensors, masks.sliding_window(300, align="bottom_right"), dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [masks.dense, lambda t: masks.bias(t.float().log())])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_that_share_keys_see_others(rows, kind, backend):
+    """Whole tiles that one head of a group sees and another does not, and some that none sees."""
+    seen = torch.zeros(2, 4, rows, 640, dtype=torch.bool)
+    seen[:, 0, :, :256] = seen[:, 1, :, 192:448] = seen[:, 2, :, :128] = True
+    seen[1, :, :, 128:256] = True
+    tensors = random_qkv(2, 4, 1, rows, 640, 32)
+    for name in ("key", "value"):
+        tensors[name][0, :, 448:] = tensors[name][1, :, 448:] = float("nan")
+    for mask in (seen, seen[:, :, :1]):
+        check(tensors, kind(mask), torch.float32, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed(is_causal, backend):
+    """Some sequences without queries, some without keys."""
+    lengths_q, lengths_k = (3, 0, 1, 5, 2), (300, 40, 0, 129, 7)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(sum(lengths), heads, 32, generator=generator)
+        for name, heads, lengths in (
+            ("query", 4, lengths_q), ("key", 2, lengths_k), ("value", 2, lengths_k),
+        )
+    }  # fmt: skip
+
+    def of(backend):
+        def call(query, key, value):
+            ends = (
+                torch.tensor((0, *n)).cumsum(0).to(query.device) for n in (lengths_q, lengths_k)
+            )
+            return F.varlen_attention(
+                query, key, value, *ends, 5, 300, is_causal=is_causal, return_lse=True,
+                backend=backend,
+            )  # fmt: skip
+
+        return call
+
+    assert_outputs_like_eager(of, tensors, torch.float32, backend)

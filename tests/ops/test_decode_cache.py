@@ -1,0 +1,259 @@
+"""decode_attention: keys and values in a cache, which takes in new ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    BACKENDS,
+    DTYPES,
+    ONE_16_BIT_TYPE,
+    assert_outputs_like_eager,
+    device_of,
+    random_qkv,
+    short,
+)
+from mask_cases import MASKS
+
+import fused_attn
+from fused_attn import decode as decoding
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import get_backend
+
+CAPACITY, PAGE = 304, 16
+# Some sequences have nothing yet, or fill the cache; the new positions go across pages.
+LENGTHS = {0: (0, 37, CAPACITY), 1: (0, 37, CAPACITY - 1), 19: (0, 37, CAPACITY - 19)}
+LAYOUTS = ["whole", "pages", "transposed"]
+KERNELS_OF_CACHES = [name for name in BACKENDS if hasattr(get_backend(name), "attention_decode")]
+
+
+class Cache:
+    """Keys and values of sequences in a cache, with NaN wherever no sequence has a position.
+
+    Args:
+        key, value: (batch, num_heads_kv, CAPACITY, dim); sequence b has the first
+            lengths[b] + new of them, the last `new` of which are not in the cache yet.
+    """
+
+    def __init__(self, key, value, lengths, new, layout):
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=key.device)
+        self.table = None
+        position = torch.arange(CAPACITY, device=key.device)
+        inside = position < self.lengths[:, None]
+        late = inside.logical_not() & (position < self.lengths[:, None] + new)
+        self.before, self.after, self.new = [], [], []
+        for whole in (key, value):
+            first = whole.masked_fill(~inside[:, None, :, None], torch.nan)
+            both = torch.where(late[:, None, :, None], whole, first)
+            batch, heads, _, dim = whole.shape
+            rows = whole.transpose(1, 2)[late].view(batch, new, heads, dim).transpose(1, 2)
+            self.new.append(rows.contiguous() if new else None)
+            self.before.append(self._laid_out(first, layout))
+            self.after.append(self._laid_out(both, layout))
+
+    def _laid_out(self, whole, layout):
+        if layout == "whole":
+            return whole.contiguous()
+        if layout == "transposed":
+            return whole.transpose(1, 2).contiguous().transpose(1, 2)
+        batch, heads, _, dim = whole.shape
+        pages = whole.unflatten(2, (-1, PAGE)).transpose(1, 2)
+        count = pages.shape[0] * pages.shape[1]
+        order = torch.randperm(count + 2, generator=torch.Generator().manual_seed(0))[:count]
+        order = order.to(whole.device)
+        self.table = order.view(batch, -1).to(torch.int32)
+        shuffled = whole.new_full((count + 2, heads, PAGE, dim), torch.nan)
+        shuffled[order] = pages.flatten(0, 1)
+        unused = torch.arange(self.table.shape[1], device=whole.device) * PAGE
+        self.table[unused >= self.lengths[:, None] + 19] = -(10**6)
+        return shuffled
+
+    def attend(self, query, mask, backend, **options):
+        key, value = self.new
+        return fused_attn.decode_attention(
+            query, *self.before, cache_lengths=self.lengths, key=key, value=value,
+            block_table=self.table, attn_mask=mask, return_lse=True, backend=backend, **options,
+        )  # fmt: skip
+
+
+def cached(lengths, new, layout, mask=None, **options):
+    """function(backend)(query, key, value) for `assert_outputs_like_eager`: the reference without a
+    cache."""
+
+    def of(backend):
+        def call(query, key, value):
+            whole = None if mask is None else mask.to(query.device)
+            if backend != "eager":
+                cache = Cache(key, value, lengths, new, layout)
+                results = cache.attend(query, whole, backend, **options)
+                for got, expected in zip(cache.before, cache.after, strict=True):
+                    assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
+                return results
+            own = masks.padding([n + new for n in lengths])
+            own = own if whole is None else whole & own
+            if options.get("is_causal", True):
+                own = own & masks.causal("bottom_right")
+            rest = {n: v for n, v in options.items() if n != "is_causal"}
+            return F.scaled_dot_product_attention(
+                query, key, value, own, enable_gqa=True, return_lse=True, backend="eager", **rest
+            )
+
+        return call
+
+    return of
+
+
+def check_cached(shape, new, layout, dtype, backend, mask=None, **options):
+    """shape: num_heads, num_heads_kv, seqlen_q, head_dim, head_dim_v."""
+    num_heads, num_heads_kv, seqlen_q, *dims = shape
+    tensors = random_qkv(3, num_heads, num_heads_kv, seqlen_q, CAPACITY, *dims)
+    function = cached(LENGTHS[new], new, layout, mask, **options)
+    assert_outputs_like_eager(function, tensors, dtype, backend)
+
+
+@ONE_16_BIT_TYPE
+@pytest.mark.thinned("torch operations copy pages", layout=["whole", "transposed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("new", LENGTHS)
+def test_cache(new, layout, dtype, backend):
+    # Head dimensions of whole chunks, and others; one tile of rows, and several.
+    for shape in ((4, 2, 1, 40, 24), (4, 2, 19, 64, 64), (1, 1, 3, 36, 5)):
+        check_cached(shape, new, layout, dtype, backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("new", LENGTHS)
+def test_cache_of_the_reference(new, layout):
+    query, key, value = random_qkv(3, 4, 2, 3, CAPACITY, 8).values()
+    cache = Cache(key, value, LENGTHS[new], new, layout)
+    results = cache.attend(query, None, "eager")
+    expected = cached(LENGTHS[new], new, layout)("eager")(query, key, value)
+    torch.testing.assert_close(results, expected)
+
+
+@ONE_16_BIT_TYPE
+@pytest.mark.thinned("as without a cache", name=set(MASKS) - {"window", "padding", "dense_full"})
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_caches(name, dtype, backend):
+    mask = MASKS[name](3, 4, 5, CAPACITY)
+    check_cached((4, 2, 5, 32, 32), 19, "pages", dtype, backend, mask)
+    check_cached((4, 2, 5, 32, 32), 1, "whole", dtype, backend, mask, is_causal=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_window_of_caches(backend):
+    window = masks.sliding_window(30, align="bottom_right")
+    options = {"softcap": 3.0, "scale": 0.2}
+    check_cached((4, 1, 2, 128, 96), 1, "pages", torch.float32, backend, window, **options)
+
+
+@pytest.mark.parametrize("backend", KERNELS_OF_CACHES)
+def test_pages_are_read_where_they_are(backend, monkeypatch):
+    def never(*args):
+        raise AssertionError("pages were copied, or new keys written twice")
+
+    for name in ("_write", "_in_one_piece"):
+        monkeypatch.setattr(decoding, name, never)
+    tensors = random_qkv(3, 4, 2, 2, CAPACITY, 64)
+    query, key, value = (t.to(device_of(backend), torch.bfloat16) for t in tensors.values())
+    cache = Cache(key, value, LENGTHS[1], 1, "pages")
+    versions = [t._version for t in cache.before]
+    cache.attend(query, None, backend)
+    assert [t._version for t in cache.before] == [v + 1 for v in versions]
+
+
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+def test_decoding_step_by_step(backend):
+    """Lengths that change in place, one Mask for all steps, and a batch of prompts before."""
+    tensors = random_qkv(2, 4, 2, 24, 24, 16)
+    query, key, value = (t.to(device_of(backend)) for t in tensors.values())
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    caches = [torch.full((2, 2, 40, 16), torch.nan, device=key.device) for _ in range(2)]
+    lengths = torch.zeros(2, dtype=torch.int64, device=key.device)
+    mask = masks.sliding_window(30, align="bottom_right")
+    for rows in (slice(0, 20), slice(20, 21), slice(21, 22), slice(22, 24)):
+        new = {"key": key[:, :, rows], "value": value[:, :, rows]}
+        out = fused_attn.decode_attention(
+            query[:, :, rows], *caches, cache_lengths=lengths, attn_mask=mask, backend=backend,
+            **new,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected[:, :, rows])
+        lengths += out.shape[2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_caches_in_inference_mode(backend):
+    with torch.inference_mode():
+        check_cached((4, 2, 2, 64, 64), 19, "pages", torch.float32, backend)
+
+
+def test_compiled_caches():
+    tensors = random_qkv(2, 4, 2, 2, CAPACITY, 16)
+
+    def step(cache, query):
+        return cache.attend(query, None, None)
+
+    caches = [Cache(tensors["key"], tensors["value"], (5, 40), 19, "pages") for _ in range(2)]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = [f(c, tensors["query"]) for f, c in zip((step, compiled), caches, strict=True)]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+    for got, expected in zip(caches[1].before, caches[1].after, strict=True):
+        assert torch.equal(got.nan_to_num(1e4), expected.nan_to_num(1e4))
+
+
+def _arguments(**changes):
+    cache, new = torch.zeros(2, 2, 40, 8), torch.zeros(2, 2, 3, 8)
+    arguments = {
+        "query": torch.zeros(2, 4, 3, 8), "key_cache": cache, "value_cache": cache.clone(),
+        "cache_lengths": torch.tensor([5, 6]), "key": new, "value": new,
+    }  # fmt: skip
+    return arguments | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": None}, "value must be given with key"),
+        ({"key": torch.zeros(2, 2, 3, 4)}, r"key must have shape \(2, 2, 3, 8\), got"),
+        ({"value": torch.zeros(2, 2, 2, 8)}, r"value must have shape \(2, 2, 3, 8\), got"),
+        ({"query": torch.zeros(2, 4, 3)}, "query must have 4 dimensions"),
+        ({"query": torch.zeros(2, 3, 3, 8)}, "num_heads_kv that divides num_heads 3"),
+        ({"query": torch.zeros(1, 4, 3, 8)}, r"key must have shape \(1, 2, 3, 8\), got"),
+        (
+            {"query": torch.zeros(1, 4, 3, 8), "key": None, "value": None},
+            "key_cache must have batch 1",
+        ),
+        ({"value_cache": torch.zeros(2, 2, 41, 8)}, "value_cache must have shape"),
+        ({"key_cache": torch.zeros(2, 2, 40, 8).half()}, "key_cache must have dtype"),
+        ({"key_cache": torch.zeros(1, 2, 40, 8).expand(2, -1, -1, -1)}, "got an expanded tensor"),
+        ({"query": torch.zeros(2, 4, 3, 8, requires_grad=True)}, "query must not require grad"),
+        ({"attn_mask": torch.zeros(3, 40, requires_grad=True)}, "attn_mask must not require grad"),
+        ({"attn_mask": torch.zeros(3, 41)}, "attn_mask must be broadcastable"),
+        ({"cache_lengths": torch.tensor([5])}, r"cache_lengths must have shape \(2,\)"),
+        ({"cache_lengths": [5, 38]}, r"cache_lengths must be in \[0, 37\] .*got \[5, 38\]"),
+        ({"block_table": torch.zeros(3, 1).int()}, r"block_table must have shape \(2, max_pages\)"),
+        ({"block_table": torch.tensor([[0], [2]])}, r"must have pages in \[0, 2\) .* got 2"),
+    ],
+)  # fmt: skip
+def test_errors_of_caches(changes, message):
+    with pytest.raises(ValueError, match=message):
+        fused_attn.decode_attention(**_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_lengths": torch.zeros(2)}, {"cache_lengths": None}, {"cache_lengths": [[1], []]},
+        {"block_table": torch.zeros(2, 1)}, {"key": 1, "value": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_types_of_caches(changes):
+    with pytest.raises(TypeError, match=f"{next(iter(changes))} must be"):
+        fused_attn.decode_attention(**_arguments(**changes))

@@ -1,0 +1,126 @@
+"""One dropout mask for a seed: every backend, instruction set, tile size and number of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKENDS, device_of, runnable
+
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import cpp
+from fused_attn.core import philox
+
+ISAS = ["avx512", "avx2", "generic"]
+SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
+
+
+def kept_by_attention(backend, dropout_p, dtype=torch.float32, mask=None):
+    """Which weights a backend keeps: with value = identity, out is the weights themselves."""
+    batch, heads, seqlen_q, seqlen_k = SHAPE
+    there = {"dtype": dtype, "device": device_of(backend)}
+    torch.manual_seed(11)
+    zeros = torch.zeros(batch, heads, seqlen_q, 8, **there)
+    keys = torch.zeros(batch, heads, seqlen_k, 8, **there)
+    value = torch.eye(seqlen_k, **there).expand(batch, heads, -1, -1)
+    out = F.scaled_dot_product_attention(zeros, keys, value, mask, dropout_p, backend=backend)
+    return (out != 0).cpu()
+
+
+def expected_by_attention(backend, dropout_p):
+    torch.manual_seed(11)
+    return philox.attention_keep(philox.new_seed(device_of(backend)).cpu(), dropout_p, *SHAPE)
+
+
+def test_generator_against_known_answers():
+    """The vectors that Random123 publishes for philox4x32-10 (kat_vectors)."""
+    every = 0xFFFFFFFF
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    for counter, key, want in (
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((every,) * 4, (every,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (pi, (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        seed = key[0] | key[1] << 32
+        seed = seed - (1 << 64) if seed >= 1 << 63 else seed
+        words = philox.philox4x32(
+            tuple(torch.tensor(c) for c in counter), torch.tensor(seed, dtype=torch.int64)
+        )
+        assert tuple(int(w) for w in words) == want
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_attention_mask_is_the_one_of_the_contract(dtype, dropout_p, backend):
+    """float64 has other tiles than float32."""
+    got = kept_by_attention(backend, dropout_p, dtype)
+    assert torch.equal(got, expected_by_attention(backend, dropout_p))
+    assert abs(got.double().mean().item() - (1 - dropout_p)) < 0.02
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_attention_mask_on_every_isa_and_number_of_threads(threads, isa):
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with cpp.use_isa(isa):
+            assert cpp.isa() == isa
+            got = kept_by_attention("cpp", 0.3)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got, expected_by_attention("cpp", 0.3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_do_not_move_the_dropout_mask(backend):
+    visible = torch.ones(SHAPE[2:], dtype=torch.bool).tril()
+    got = kept_by_attention(backend, 0.3, mask=masks.causal())
+    assert torch.equal(got, expected_by_attention(backend, 0.3) & visible)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+@pytest.mark.parametrize("columns", [3, 64, 193])
+def test_norm_mask(columns, backend):
+    x = torch.ones(50, columns, device=device_of(backend))
+    torch.manual_seed(4)
+    total = F.rms_norm(x, columns, dropout_p=0.4, return_residual=True, backend=backend)[1].cpu()
+    torch.manual_seed(4)
+    keep = philox.norm_keep(philox.new_seed(x.device).cpu(), 0.4, 50, columns)
+    assert torch.equal(total != 0, keep)
+    torch.testing.assert_close(total[keep], torch.full_like(total[keep], 1 / 0.6))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("columns", [3, 64, 193])
+def test_norm_mask_on_every_isa(columns, isa):
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    with cpp.use_isa(isa):
+        test_norm_mask(columns, "cpp")
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_seed_comes_from_torch(backend):
+    first = kept_by_attention(backend, 0.5)
+    assert torch.equal(first, kept_by_attention(backend, 0.5))
+    torch.manual_seed(12)
+    x = torch.randn(1, 1, 40, 8, device=device_of(backend))
+    one, two = (F.scaled_dot_product_attention(x, x, x, None, 0.5, backend=backend) for _ in "ab")
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_dropout_of_everything_and_of_nothing(backend):
+    x = torch.randn(1, 2, 20, 8, device=device_of(backend), requires_grad=True)
+    out = F.scaled_dot_product_attention(x, x, x, None, 1.0, backend=backend)
+    assert out.eq(0).all()
+    out.sum().backward()
+    assert x.grad.eq(0).all()
+    before = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+    F.scaled_dot_product_attention(x, x, x, None, 0.0, backend=backend)
+    after = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+    assert all(map(torch.equal, before, after))  # nothing is drawn without need

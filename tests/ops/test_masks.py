@@ -1,0 +1,195 @@
+"""Masks against what their docstrings say, position by position, in plain Python."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import BACKENDS, device_of
+
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.masks.spec import materialize, normalize
+
+BATCH, HEADS, LEN_Q, LEN_K = 2, 2, 6, 9
+
+
+def real(length, seqlen, side, position):
+    """Whether a position of a padded sequence is a real token."""
+    return position < length if side == "right" else position >= seqlen - length
+
+
+def offset(align, b, key_lengths=None, query_lengths=None, side="right"):
+    """Of the diagonal: for bottom_right, the last real query sees up to the last real key."""
+    if align == "top_left":
+        return 0
+    last_key, last_query = LEN_K - 1, LEN_Q - 1
+    if side == "right":
+        last_key = LEN_K - 1 if key_lengths is None else key_lengths[b] - 1
+        last_query = LEN_Q - 1 if query_lengths is None else query_lengths[b] - 1
+    return last_key - last_query
+
+
+IDS_Q, IDS_K = [[0, 0, 5, 5, -7, 2**40]] * BATCH, [[0, 5, 5, 5, -7, -7, 2**40, 2**40, 1]] * BATCH
+KEYS, QUERIES = [9, 4], [3, 6]
+SLOPES = torch.tensor([[0.5, 0.25], [1.0, 2.0]])
+
+# name -> (mask, visible(b, h, i, j))
+CASES = {
+    "causal": (masks.causal(), lambda b, h, i, j: j <= i),
+    "causal_bottom_right": (
+        masks.causal("bottom_right"),
+        lambda b, h, i, j: j <= i + offset("bottom_right", b),
+    ),
+    "window": (masks.sliding_window(2, 1), lambda b, h, i, j: i - 2 <= j <= i + 1),
+    "window_of_itself": (masks.sliding_window(0, 0), lambda b, h, i, j: i == j),
+    "window_left_unlimited": (masks.sliding_window(-1, 2), lambda b, h, i, j: j <= i + 2),
+    "window_right_unlimited": (masks.sliding_window(1, -1), lambda b, h, i, j: j >= i - 1),
+    "window_bottom_right": (
+        masks.sliding_window(1, 1, align="bottom_right"),
+        lambda b, h, i, j: abs(j - i - offset("bottom_right", b)) <= 1,
+    ),
+    "padding": (
+        masks.padding(KEYS, QUERIES),
+        lambda b, h, i, j: (
+            real(KEYS[b], LEN_K, "right", j) and real(QUERIES[b], LEN_Q, "right", i)
+        ),
+    ),
+    "padding_left": (
+        masks.padding(KEYS, QUERIES, side="left"),
+        lambda b, h, i, j: real(KEYS[b], LEN_K, "left", j) and real(QUERIES[b], LEN_Q, "left", i),
+    ),
+    "ragged_bottom_right": (
+        masks.padding(KEYS, QUERIES) & masks.causal("bottom_right"),
+        lambda b, h, i, j: (
+            j < KEYS[b] and i < QUERIES[b] and j <= i + offset("bottom_right", b, KEYS, QUERIES)
+        ),
+    ),
+    "ragged_left_bottom_right": (
+        masks.causal("bottom_right") & masks.padding(KEYS, QUERIES, side="left"),
+        lambda b, h, i, j: (
+            real(KEYS[b], LEN_K, "left", j)
+            and real(QUERIES[b], LEN_Q, "left", i)
+            and j <= i + offset("bottom_right", b, KEYS, QUERIES, "left")
+        ),
+    ),
+    "two_paddings_bottom_right": (
+        masks.padding([9, 9]) & masks.padding(KEYS) & masks.padding([9, 8])
+        & masks.causal("bottom_right"),
+        lambda b, h, i, j: j < KEYS[b] and j <= i + offset("bottom_right", b, KEYS),
+    ),
+    "prefix": (masks.prefix_lm([0, 4]), lambda b, h, i, j: j <= i or j < [0, 4][b]),
+    "prefix_and_window": (
+        masks.prefix_lm([0, 4]) & masks.sliding_window(2, -1) & masks.prefix_lm([8, 5]),
+        lambda b, h, i, j: (j <= i or j < [0, 4][b]) and j >= i - 2,
+    ),
+    "documents": (
+        masks.documents(torch.tensor(IDS_Q), torch.tensor(IDS_K)),
+        lambda b, h, i, j: IDS_Q[b][i] == IDS_K[b][j],
+    ),
+    "two_documents": (
+        masks.documents(torch.tensor(IDS_Q), torch.tensor(IDS_K))
+        & masks.documents(torch.arange(LEN_Q) % 2, torch.arange(LEN_K) % 2),
+        lambda b, h, i, j: IDS_Q[b][i] == IDS_K[b][j] and i % 2 == j % 2,
+    ),
+}  # fmt: skip
+
+
+def expected_of(visible):
+    return torch.tensor(
+        [
+            [[[visible(b, h, i, j) for j in range(LEN_K)] for i in range(LEN_Q)]
+             for h in range(HEADS)]
+            for b in range(BATCH)
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_visible_as_documented(name):
+    mask, visible = CASES[name]
+    shape = (BATCH, HEADS, LEN_Q, LEN_K)
+    spec = normalize(mask, *shape, torch.empty(0))
+    got, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
+    assert bias is None
+    assert torch.equal(got.expand(shape), expected_of(visible))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_see_what_is_documented(name, backend):
+    """With value = identity, out is nonzero where a key is visible."""
+    mask, visible = CASES[name]
+    there = device_of(backend)
+    x = torch.zeros(BATCH, HEADS, LEN_Q, 4, device=there)
+    value = torch.eye(LEN_K, device=there).expand(BATCH, HEADS, -1, -1)
+    keys = torch.zeros(BATCH, HEADS, LEN_K, 4, device=there)
+    out = F.scaled_dot_product_attention(x, keys, value, mask.to(there), backend=backend)
+    assert torch.equal(out.cpu() != 0, expected_of(visible))
+
+
+@pytest.mark.parametrize("align", masks.ALIGNMENTS)
+def test_alibi_as_documented(align):
+    mask = masks.alibi(SLOPES, align)
+    shape = (BATCH, HEADS, LEN_Q, LEN_K)
+    spec = normalize(mask, *shape, torch.empty(0))
+    _, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
+    for b in range(BATCH):
+        for h in range(HEADS):
+            for i in range(LEN_Q):
+                for j in range(LEN_K):
+                    want = -SLOPES[b, h].item() * abs(i + offset(align, b) - j)
+                    assert bias[b, h, i, j].item() == want
+
+
+def test_combination_commutes_and_types():
+    one, two = masks.padding([5, 9]), masks.padding([8, 3]) & masks.causal("bottom_right")
+    x, y = torch.randn(BATCH, HEADS, LEN_Q, 4), torch.randn(BATCH, HEADS, LEN_K, 4)
+    results = [F.scaled_dot_product_attention(x, y, y, m) for m in (one & two, two & one)]
+    assert torch.equal(*results)
+    with pytest.raises(TypeError):
+        one & torch.ones(3)
+
+
+def test_copies_do_not_take_over_what_is_kept():
+    visible = torch.ones(LEN_Q, LEN_K, dtype=torch.bool)
+    visible.fill_(True)
+    mask = masks.dense(visible)
+    x, y = torch.randn(BATCH, HEADS, LEN_Q, 4), torch.randn(BATCH, HEADS, LEN_K, 4)
+    F.scaled_dot_product_attention(x, y, y, mask)
+    for twin in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert not twin.specs
+        twin.dense_masks[0][:, 4:] = False
+        want = F.scaled_dot_product_attention(x, y[:, :, :4], y[:, :, :4])
+        torch.testing.assert_close(F.scaled_dot_product_attention(x, y, y, twin), want)
+
+
+EVERY_CONDITION = (
+    masks.causal() & masks.padding(KEYS, QUERIES) & masks.prefix_lm([0, 4])
+    & masks.documents(torch.tensor(IDS_Q), torch.tensor(IDS_K)) & masks.alibi(SLOPES)
+    & masks.dense(torch.ones(LEN_Q, LEN_K, dtype=torch.bool)) & masks.bias(torch.rand(LEN_Q, LEN_K))
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_to_moves_every_tensor_and_nothing_else(device):
+    x, y = torch.randn(BATCH, HEADS, LEN_Q, 4), torch.randn(BATCH, HEADS, LEN_K, 4)
+    F.scaled_dot_product_attention(x, y, y, EVERY_CONDITION)
+    assert EVERY_CONDITION.specs
+    moved = EVERY_CONDITION.to(device)
+    assert not moved.specs and moved.to(device) is moved
+    assert {t.device.type for t in moved.tensors()} == {device}
+    assert [t.shape for t in moved.tensors()] == [t.shape for t in EVERY_CONDITION.tensors()]
+    assert moved.bands == EVERY_CONDITION.bands
+    assert [p.side for p in moved.paddings] == [p.side for p in EVERY_CONDITION.paddings]
+    if device != "meta":  # which holds no values
+        back = moved.to("cpu").tensors()
+        assert all(map(torch.equal, back, EVERY_CONDITION.tensors()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_to_where_it_is_gives_the_mask_itself(name):
+    mask, _ = CASES[name]
+    assert mask.to("cpu") is mask

@@ -1,0 +1,276 @@
+"""The registered ops under torch's own machinery: opcheck, compile, export, autocast, modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKENDS, device_of, random_qkv
+from mask_cases import MASKS
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fused_attn
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.core import ops, philox
+from fused_attn.masks import spec as mask_spec
+
+SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
+
+
+def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0, for_backward=True):
+    """The arguments of attention_fwd."""
+    there = device_of(backend)
+    query, key, value = (t.to(there) for t in random_qkv(*SHAPE, 16, 24).values())
+    whole = None if mask is None else MASKS[mask](2, 4, *SHAPE[3:]).to(there)
+    if bias:
+        own = masks.bias(torch.randn(4, *SHAPE[3:], device=there))
+        whole = own if whole is None else whole & own
+    spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query)
+    seed = philox.new_seed(there) if dropout_p else None
+    return (query, key, value, *spec.flat(), 0.25, softcap, dropout_p, seed, backend, for_backward)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": "ragged", "dropout_p": 0.2},
+        {"mask": "dense", "bias": True},
+        {"mask": "documents", "softcap": 2.0},
+        {"mask": "alibi"},
+        {"mask": "causal", "for_backward": False},
+    ],
+    ids=str,
+)
+def test_opcheck_attention(options, backend):
+    args = op_arguments(backend, **options)
+    torch.library.opcheck(torch.ops.fused_attn.attention_fwd.default, args)
+    if not options.get("for_backward", True):
+        return
+    out, lse, lse_low = ops.attention_fwd(*args)
+    for grad_lse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(
+            torch.ops.fused_attn.attention_bwd.default,
+            (
+                torch.randn_like(out), grad_lse, *args[:3], out, lse, lse_low, *args[3:-2],
+                options.get("bias", False), backend,
+            ),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_opcheck_norm(residual, rms, dropout_p, backend):
+    x, other, weight, bias = (
+        torch.randn(shape, device=device_of(backend)) if wanted else None
+        for shape, wanted in (((6, 20), True), ((6, 20), residual), ((20,), True), ((20,), not rms))
+    )
+    seed = philox.new_seed(x.device) if dropout_p else None
+    args = (x, other, weight, bias, 1e-5, rms, dropout_p, seed, backend)
+    torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, args)
+    _, total, mean, rstd = ops.norm_fwd(*args)
+    total = total if total.numel() else x
+    torch.library.opcheck(
+        torch.ops.fused_attn.norm_bwd.default,
+        (x, None, total, weight, mean, rstd, rms, dropout_p, seed, True, not rms, backend),
+    )
+
+
+def attend(query, key, value, bias, lengths):
+    mask = masks.causal() & masks.padding(lengths) & masks.bias(bias)
+    out = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True, softcap=5.0)
+    return F.layer_norm(out, out.shape[-1], residual=out)
+
+
+def attend_inputs():
+    tensors = random_qkv(*SHAPE, 16)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    return *leaves, torch.randn(4, *SHAPE[3:], requires_grad=True), torch.tensor([70, 31])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile_with_gradients(compiler, dynamic):
+    inputs = attend_inputs()
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler, dynamic=dynamic)
+    results = []
+    for function in (attend, compiled):
+        out = function(*inputs)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs[:4])))
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_compile_notices_use_backend():
+    """The choice is part of what the compiled code is guarded by."""
+    compiled = torch.compile(
+        lambda x: F.scaled_dot_product_attention(x, x, x), fullgraph=True, backend="aot_eager"
+    )
+    x = torch.randn(1, 2, 300, 64)
+    first = compiled(x)
+    with fused_attn.use_backend("eager"):
+        second = compiled(x)
+    assert torch.equal(first, F.scaled_dot_product_attention(x, x, x))
+    assert torch.equal(second, F.scaled_dot_product_attention(x, x, x, backend="eager"))
+
+
+def test_compiled_dropout_draws_anew():
+    compiled = torch.compile(
+        lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.5), backend="aot_eager"
+    )
+    x = torch.randn(1, 1, 40, 8)
+    assert not torch.equal(compiled(x), compiled(x))
+
+
+def test_export():
+    class Attend(torch.nn.Module):
+        def forward(self, query, key, value, bias, lengths):
+            return attend(query, key, value, bias, lengths)
+
+    inputs = tuple(t.detach() for t in attend_inputs())
+    seqlen = torch.export.Dim("seqlen_q", min=2, max=512)
+    shapes = ({2: seqlen}, None, None, {1: seqlen}, None)
+    program = torch.export.export(Attend(), inputs, dynamic_shapes=shapes)
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert "fused_attn.attention_fwd.default" in targets
+    torch.testing.assert_close(program.module()(*inputs), attend(*inputs))
+    _, key, value, _, lengths = inputs
+    longer = (torch.randn(2, 4, 50, 16), key, value, torch.randn(4, 50, 70), lengths)
+    torch.testing.assert_close(program.module()(*longer), attend(*longer))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_autocast(backend):
+    query, key, value = (t.to(device_of(backend)) for t in random_qkv(*SHAPE, 16).values())
+    leaf = query.clone().requires_grad_()
+    with torch.autocast(query.device.type, dtype=torch.bfloat16):
+        out = F.scaled_dot_product_attention(leaf, key, value, enable_gqa=True, backend=backend)
+        peer = torch.nn.functional.scaled_dot_product_attention(leaf, key, value, enable_gqa=True)
+        normed = F.layer_norm(query, 16, backend=backend)
+    assert out.dtype == peer.dtype == torch.bfloat16
+    assert normed.dtype == torch.float32
+    out.float().sum().backward()
+    assert leaf.grad.dtype == torch.float32
+    direct = F.scaled_dot_product_attention(
+        query.bfloat16(), key.bfloat16(), value.bfloat16(), enable_gqa=True, backend=backend
+    )
+    assert torch.equal(out, direct)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant):
+    inputs = attend_inputs()
+    plain = torch.autograd.grad(attend(*inputs).sum(), inputs[:4])
+    out = checkpoint(attend, *inputs, use_reentrant=reentrant)
+    for leaf in inputs[:4]:
+        leaf.grad = None
+    out.sum().backward()
+    assert all(torch.equal(leaf.grad, g) for leaf, g in zip(inputs[:4], plain, strict=True))
+
+
+def test_selective_checkpoint_sees_the_op():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    seen = []
+
+    def policy(context, op, *args, **kwargs):
+        seen.append(op)
+        return CheckpointPolicy.MUST_SAVE
+
+    inputs = attend_inputs()
+    out = checkpoint(
+        attend, *inputs, use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )  # fmt: skip
+    out.sum().backward()
+    assert torch.ops.fused_attn.attention_fwd.default in seen
+
+
+def test_flop_counter():
+    query, key, value = random_qkv(*SHAPE, 16, 24).values()
+    query.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        F.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
+    product = 2 * 2 * 4 * 33 * 70
+    assert counter.get_total_flops() == product * (16 + 24) + product * (3 * 16 + 2 * 24)
+    packed = torch.randn(7, 2, 8, requires_grad=True)
+    where = (torch.tensor([0, 3, 7]),) * 2
+    with FlopCounterMode(display=False) as counter:
+        F.varlen_attention(packed, packed, packed, *where, 4, 4).sum().backward()
+    assert counter.get_total_flops() == 7 * (2 * 2 * 7 * 4 * 8)
+
+
+def test_fake_and_meta_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(2, 4, 30, 16, requires_grad=True)
+        mask = torch.ones(30, 30, dtype=torch.bool)
+        out = F.scaled_dot_product_attention(x, x, x, mask)
+        assert out.shape == x.shape
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+    meta = torch.empty(2, 4, 30, 16, device="meta")
+    assert F.scaled_dot_product_attention(meta, meta, meta, is_causal=True).shape == meta.shape
+    assert F.layer_norm(meta, 16).shape == meta.shape
+
+
+def test_functorch():
+    x = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64)
+
+    def loss(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss))(x)
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(sum(loss(row) for row in leaf), leaf)
+    torch.testing.assert_close(each, want)
+
+
+def test_eager_calls_bypass_the_op(monkeypatch):
+    """Plain calls do not pay for torch.ops; with a mode around them they go through it."""
+    calls = []
+    real = torch.ops.fused_attn.attention_fwd
+
+    def counted(*args):
+        calls.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(torch.ops.fused_attn, "attention_fwd", counted)
+    x = torch.randn(1, 1, 4, 8)
+    F.scaled_dot_product_attention(x, x, x)
+    assert not calls
+    with FlopCounterMode(display=False):
+        F.scaled_dot_product_attention(x, x, x)
+    assert calls
+
+
+def test_masks_keep_their_summary_and_notice_changes():
+    visible = torch.ones(200, 200, dtype=torch.bool)
+    mask = masks.dense(visible)
+    x = torch.randn(1, 1, 200, 8)
+    full = F.scaled_dot_product_attention(x, x, x, mask)
+    (kept,) = mask.specs.values()
+    summary = kept[1].dense_summary
+    F.scaled_dot_product_attention(x, x, x, mask)
+    (again,) = mask.specs.values()
+    assert again[1].dense_summary is summary
+    visible[:, 100:] = False
+    half = F.scaled_dot_product_attention(x, x, x, mask)
+    assert not torch.equal(full, half)
+    assert torch.equal(half, F.scaled_dot_product_attention(x, x, x, visible.clone()))
+
+
+def test_inference_mode_then_training():
+    """What a Mask keeps from inference mode does not get into a graph."""
+    mask = masks.padding([5, 3]) & masks.dense(torch.ones(5, 5, dtype=torch.bool))
+    x = torch.randn(2, 1, 5, 8)
+    with torch.inference_mode():
+        F.scaled_dot_product_attention(x, x, x, mask)
+    leaf = x.clone().requires_grad_()
+    F.scaled_dot_product_attention(leaf, leaf, leaf, mask).sum().backward()
+    assert torch.isfinite(leaf.grad).all()

@@ -1,0 +1,86 @@
+"""Tiles with nothing visible are skipped, and those with everything visible read no mask."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from mask_cases import MASKS
+
+from fused_attn import masks
+from fused_attn.backends import cpp
+from fused_attn.masks.spec import materialize, normalize
+
+SHAPE = (3, 2, 301, 650)  # batch, num_heads, seqlen_q, seqlen_k
+# Document ranges overlap where ids are shuffled, and a summary cell may be larger than a tile.
+INEXACT = {"documents_shuffled", "dense", "dense_full", "dense_transposed", "dense_per_query"}
+
+
+def classify(mask, dtype):
+    """Kinds by the kernels, and what is true: (batch, heads, panels, blocks) none / all visible."""
+    like = torch.empty(0, dtype=dtype)
+    spec = normalize(mask, *SHAPE, like)
+    kinds, (panel, block) = cpp.tile_kinds(spec, *SHAPE, dtype)
+    visible, bias = materialize(spec, *SHAPE, like.device, torch.float32)
+    visible = torch.ones(SHAPE) if visible is None else visible.expand(SHAPE).float()
+    plain = visible
+    if bias is not None:
+        plain = visible * (bias == 0).expand(SHAPE)
+    pad = (0, -SHAPE[3] % block, 0, -SHAPE[2] % panel)
+
+    def tiles(tensor, value):
+        padded = torch.nn.functional.pad(tensor, pad, value=value)
+        cut = padded.unflatten(3, (-1, block)).unflatten(2, (-1, panel))
+        return cut.movedim(4, 3)  # (batch, heads, panels, blocks, panel, block)
+
+    none = tiles(visible, 0.0).amax((-1, -2)) == 0
+    every = tiles(plain, 1.0).amin((-1, -2)) == 1
+    return kinds, none, every
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_classification_of_one_mask(name, dtype):
+    kinds, none, every = classify(MASKS[name](SHAPE[0], SHAPE[1], *SHAPE[2:]), dtype)
+    assert none[kinds == 0].all() and every[kinds == 2].all()
+    if name not in INEXACT and not name.startswith("alibi"):
+        assert torch.equal(kinds == 0, none)
+        assert torch.equal(kinds == 2, every)
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(MASKS, 2)), ids="-".join)
+def test_classification_of_two_masks(pair):
+    """Never wrong; where one mask alone skips a tile, both do."""
+    if pair == ("alibi", "alibi_batch"):
+        pytest.skip("reason: alibi masks of different alignment do not combine")
+    one, two = (MASKS[name](SHAPE[0], SHAPE[1], *SHAPE[2:]) for name in pair)
+    kinds, none, every = classify(one & two, torch.float32)
+    assert none[kinds == 0].all() and every[kinds == 2].all()
+    if "bias" in pair[0] and "bias" in pair[1]:
+        return  # they become one float mask
+    bottom_right = {"causal_bottom_right", "window_right_only"}
+    if bottom_right & set(pair) and any("ragged" in n or "padding" in n for n in pair):
+        return  # lengths move the diagonal
+    for mask in (one, two):
+        assert (kinds[classify(mask, torch.float32)[0] == 0] == 0).all()
+
+
+def test_work_goes_down_with_the_mask():
+    """Half the tiles under a causal mask, an eighth in blocks, a band in a window."""
+    length = 4096
+
+    def share(mask):
+        spec = normalize(mask, 1, 1, length, length, torch.empty(0))
+        kinds, (_, block) = cpp.tile_kinds(spec, 1, 1, length, length, torch.float32)
+        return (kinds > 0).float().mean().item(), block / length
+
+    for mask, exact in (
+        (masks.causal(), 0.5),
+        (masks.sliding_window(512), 512 / length),
+        (masks.documents(torch.arange(length) // 512), 1 / 8),
+        (masks.dense((torch.arange(length) // 512)[:, None] == torch.arange(length) // 512), 1 / 8),
+        (masks.padding([length // 4]), 1 / 4),
+    ):
+        got, one_block = share(mask)
+        assert exact <= got + 0.01 and got <= exact + 2 * one_block

@@ -1,0 +1,27 @@
+"""The CUDA kernels compiled for the CPU (tests/cuda_emulator), for tests of the backend "cuda".
+
+`make emulator` builds them; the tests take them where CUDA_EMULATED=1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+
+from fused_attn.backends import cuda
+
+MODULE = "_cuda_emulated"
+BUILD_DIR = Path(__file__).resolve().parents[2] / "build" / "cuda_emulator"
+
+
+def use() -> None:
+    """From here on the backend "cuda" runs on CPU tensors, with the emulated kernels."""
+    path = BUILD_DIR / f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        raise FileNotFoundError(f"CUDA_EMULATED=1 needs {path}: make emulator")
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cuda.use_module(module)

@@ -1,0 +1,38 @@
+"""Runs an example as a user does, on little data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for _module in ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers"):
+    pytest.importorskip(_module)
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # tests import them
+# Downloads fail, by whatever honours these.
+NO_NETWORK = {
+    "HF_HUB_OFFLINE": "1",
+    "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9",
+}
+
+
+def run_example(name: str, folder: Path, *args: str) -> tuple[str, dict[str, Any]]:
+    """What `examples/<name>.py --smoke` printed, and the figures that it wrote to `folder`."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--smoke", "--output", str(folder)]
+    done = subprocess.run(
+        [*command, *args],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+        env=os.environ | NO_NETWORK,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads((folder / f"{name}.json").read_text("utf-8"))["figures"]

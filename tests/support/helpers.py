@@ -1,0 +1,292 @@
+"""The numerics contract, in one place, and what the tests need to apply it.
+
+Against the reference in float64, the largest error of an output is at most 2 times, of a gradient
+at most 3 times that of eager attention in the same type, plus one rounding of the largest value.
+No test has another tolerance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import cuda_emulation
+import pytest
+import torch
+from torch import Tensor
+
+import fused_attn
+from fused_attn import functional as F
+from fused_attn.backends import AttentionProblem, cpp, cuda, get_backend, triton
+from fused_attn.core import philox
+from fused_attn.tools.compare import GRAD_FACTOR, OUTPUT_FACTOR
+
+if os.environ.get("CUDA_EMULATED") == "1":
+    cuda_emulation.use()
+
+BACKENDS = [name for name in fused_attn.available_backends() if name != "eager"]
+ISAS = ["amx", "avx512_bf16", "avx512", "avx2", "generic"]
+# Of these, a test runs those that its backend takes: conftest.py leaves out the others.
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+INTERPRETED = "triton" in BACKENDS and triton.interpreted()
+# Their kernels run on the CPU one step after the other, and take seconds where others take none.
+SLOW_BACKENDS = ["cuda"] * cuda.emulated() + ["triton"] * INTERPRETED
+# For grids of types and something else: the types differ in how tiles are read and written, which
+# test_shapes, and of the norms test_weight_of_the_same_type, do in float16 too.
+ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 is there", dtype=[torch.float16])
+
+
+def takes(backend: str, dtype: torch.dtype, device: str | None = None) -> bool:
+    """Whether a backend computes in a type, on its own device if none is named."""
+    where = device_of(backend) if device is None else torch.device(device)
+    return not get_backend(backend).unsupported(AttentionProblem(where, dtype, 8, 8))
+
+
+def device_of(backend: str) -> torch.device:
+    """Where a backend's calls need their tensors: on the CPU if it runs there."""
+    return torch.device("cpu" if takes(backend, torch.float32, "cpu") else "cuda")
+
+
+FLOAT64_BACKENDS = [name for name in BACKENDS if takes(name, torch.float64)]
+
+
+def most_exact(backend: str) -> torch.dtype:
+    """The type in which a backend is closest to the mathematics."""
+    return torch.float64 if takes(backend, torch.float64) else torch.float32
+
+
+def short(dtype: torch.dtype) -> str:
+    return {
+        torch.float32: "f32",
+        torch.float64: "f64",
+        torch.bfloat16: "bf16",
+        torch.float16: "f16",
+    }[dtype]
+
+
+def assert_contract(
+    name: str, got: Tensor, truth: Tensor, eager: Tensor, factor: float, eager_scale: float = 1.0
+) -> None:
+    """got is within the contract; both are compared with truth (float64).
+
+    Args:
+        eager: the same in eager attention.
+        eager_scale: what eager's error is multiplied by: where got is float64 there is no truth of
+            a higher precision, so eager ran in float32 and its error is scaled. Truth then has
+            an error of eager attention, and a rounding, of its own: against a long double softmax
+            it was off by 8.9e-16 where a result that was off by 5.0e-16 was called wrong.
+    """
+    assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(truth.shape)}"
+    finite = torch.isfinite(truth)
+    assert torch.equal(got.double()[~finite], truth[~finite]), f"{name}: infinities differ"
+    if not finite.any():
+        return
+    error = (got.double() - truth).masked_fill(~finite, 0.0).abs()
+    allowed = eager_scale * (eager.double() - truth).masked_fill(~finite, 0.0).abs().max().item()
+    roundings = 2 if got.dtype == torch.float64 else 1
+    largest = truth.masked_fill(~finite, 0.0).abs().max().item()
+    rounding = roundings * largest * torch.finfo(got.dtype).eps
+    factor += eager_scale != 1.0  # truth's own error
+    limit = factor * allowed + rounding
+    worst = error.max().item()
+    if not worst <= limit:  # also where it is NaN
+        index = torch.unravel_index(error.nan_to_num(float("inf")).argmax(), error.shape)
+        at = tuple(int(i) for i in index)
+        raise AssertionError(
+            f"{name}: error {worst:.3e} at {at} (got {got[at].item():.8g}, truth "
+            f"{truth[at].item():.8g}); allowed {limit:.3e} = {factor} x {allowed:.3e} (eager) + "
+            f"{rounding:.3e}"
+        )
+
+
+def run_with_gradients(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    seed: int = 7,
+    device: torch.device | None = None,
+) -> dict[str, Tensor]:
+    """Outputs ("out0", ...) and gradients ("grad_query", ...) of function(**tensors) in a type.
+
+    Tensors that are float32 while others are not (a mask) keep their type, except in float64. The
+    gradients of the outputs are the same for every type and function, and so is dropout. The
+    function runs on `device`; what it computed is on the CPU.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    leaves = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        keep = half and tensor.dtype == torch.float32 and name in ("bias", "weight", "norm_bias")
+        leaves[name] = tensor.detach().to(device, tensor.dtype if keep else dtype, copy=True)
+        as_strided_like(leaves, name, tensor)
+        leaves[name].requires_grad_()
+    with dropout_seed(seed):
+        outputs = function(**leaves)
+    generator = torch.Generator().manual_seed(seed)
+    loss = outputs[0].new_zeros((), dtype=torch.float64)
+    for output in outputs:
+        weights = torch.randn(output.shape, generator=generator)
+        finite = torch.isfinite(output)
+        weights = exact_in_16_bits(weights).to(output.device)
+        loss = loss + (output.masked_fill(~finite, 0.0).double() * weights).sum()
+    loss.backward()
+    result = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
+    for name, leaf in leaves.items():
+        result[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return {name: tensor.cpu() for name, tensor in result.items()}
+
+
+@contextlib.contextmanager
+def dropout_seed(seed: int) -> Iterator[None]:
+    """Within the block, calls on every device drop the same: from one seed, torch's generator of a
+    GPU draws other numbers than that of the CPU, from which all of them are drawn here."""
+    new_seed = philox.new_seed
+
+    def drawn_on_the_cpu(device: torch.device) -> Tensor:
+        return new_seed(torch.device("cpu")).to(device)
+
+    torch.manual_seed(seed)
+    with mock.patch.object(philox, "new_seed", drawn_on_the_cpu):
+        yield
+
+
+def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    """Gives the copy of a tensor its strides, where it is a permutation of a dense one."""
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        return
+    leaf = leaves[name]
+    copy = torch.empty_like(tensor, dtype=leaf.dtype, device=leaf.device)  # keeps the strides
+    leaves[name] = copy.copy_(leaf)
+
+
+def exact_in_16_bits(tensor: Tensor) -> Tensor:
+    """float64 with values that float16 and bfloat16 hold exactly, so that every type sees the same
+    gradient."""
+    return tensor.to(torch.bfloat16).to(torch.float64)
+
+
+def assert_like_eager(
+    function: Callable[..., Callable[..., tuple[Tensor, ...]]],
+    tensors: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    backend: str,
+) -> dict[str, Tensor]:
+    """function(backend)(**tensors) is within the contract, outputs and every gradient.
+
+    The backend runs on its device, the truth and eager attention on the CPU.
+
+    Returns:
+        What the backend computed.
+    """
+    exact = {name: None if t is None else round_inputs(t, dtype) for name, t in tensors.items()}
+    eager_dtype = torch.float32 if dtype == torch.float64 else dtype
+    scale = 1.0
+    if dtype == torch.float64:
+        exact = {n: None if t is None else round_inputs(t, torch.float32) for n, t in exact.items()}
+        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    truth = run_with_gradients(function("eager"), exact, torch.float64)
+    eager = run_with_gradients(function("eager"), exact, eager_dtype)
+    got = run_with_gradients(function(backend), exact, dtype, device=device_of(backend))
+    assert got.keys() == truth.keys()
+    for name in truth:
+        factor = GRAD_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
+        assert_contract(name, got[name], truth[name].double(), eager[name], factor, scale)
+    return got
+
+
+def assert_outputs_like_eager(
+    function: Callable[..., Callable[..., tuple[Tensor, ...]]],
+    tensors: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    backend: str,
+) -> None:
+    """The same for a call without gradients, which may run another kernel."""
+    eager_dtype = torch.float32 if dtype == torch.float64 else dtype
+    scale = torch.finfo(dtype).eps / torch.finfo(eager_dtype).eps
+
+    def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
+        leaves = {n: t.to(device_of(backend), dtype) for n, t in exact.items()}
+        with dropout_seed(7):
+            return [output.cpu() for output in function(backend)(**leaves)]
+
+    outputs = run(dtype, backend), run(torch.float64, "eager"), run(eager_dtype, "eager")
+    for i, (got, truth, eager) in enumerate(zip(*outputs, strict=True)):
+        assert_contract(f"out{i}", got, truth, eager, OUTPUT_FACTOR, scale)
+
+
+def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inputs that the type holds exactly: the contract is about the computation."""
+    if tensor.dtype != torch.float32 or dtype in (torch.float32, torch.float64):
+        return tensor
+    rounded = torch.empty_like(tensor)
+    return rounded.copy_(tensor.to(dtype))
+
+
+def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., tuple]]:
+    """function(backend)(query, key, value, bias=None) for `assert_like_eager`.
+
+    Args:
+        mask: a Mask; a float mask goes in as the tensor `bias`, which is differentiated.
+        options: of scaled_dot_product_attention.
+    """
+
+    def of(backend: str) -> Callable[..., tuple[Tensor, ...]]:
+        def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> tuple:
+            whole = None if mask is None else mask.to(query.device)
+            if bias is not None:
+                own = fused_attn.masks.bias(bias)
+                whole = own if whole is None else whole & own
+            return F.scaled_dot_product_attention(
+                query, key, value, whole, return_lse=True, backend=backend, **options
+            )
+
+        return call
+
+    return of
+
+
+def random_qkv(
+    batch: int,
+    num_heads: int,
+    num_heads_kv: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    seed: int = 0,
+    transposed: bool = False,
+) -> dict[str, Tensor | None]:
+    """query, key and value, float32; transposed: laid out as (batch, seqlen, heads, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+
+    def make(heads: int, seqlen: int, dim: int) -> Tensor:
+        if transposed:
+            return torch.randn(batch, seqlen, heads, dim, generator=generator).transpose(1, 2)
+        return torch.randn(batch, heads, seqlen, dim, generator=generator)
+
+    return {
+        "query": make(num_heads, seqlen_q, head_dim),
+        "key": make(num_heads_kv, seqlen_k, head_dim),
+        "value": make(num_heads_kv, seqlen_k, head_dim_v),
+    }
+
+
+def leaves_of(tensors: Iterable[Tensor], dtype: torch.dtype, backend: str) -> list[Tensor]:
+    """Copies on the backend's device that gradients can be taken by."""
+    device = device_of(backend)
+    return [t.detach().to(device, dtype, copy=True).requires_grad_() for t in tensors]
+
+
+def runnable(isa: str) -> bool:
+    """Whether the kernels of an instruction set can run here."""
+    try:
+        with cpp.use_isa(isa):
+            return True
+    except ValueError:
+        return False

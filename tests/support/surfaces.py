@@ -1,0 +1,141 @@
+"""The README's table of surfaces: where the package can be used, what of it, which test shows it.
+
+`python tests/support/surfaces.py` writes it; tests/repo/test_readme.py holds it to the code.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from hf_families import FAMILIES
+
+from fused_attn.nn._from_torch import REPLACEMENTS, qualified_name
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- surfaces: begin -->", "<!-- surfaces: end -->"
+
+
+def _names(*names: str) -> str:
+    return ", ".join(names)
+
+
+# What is used, what of it is supported, and the tests: a file, and functions of it.
+SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
+    (
+        "`fused_attn.nn`, `swap_modules` on torch.nn",
+        _names(*(qualified_name(source).removeprefix("torch.nn.") for source in REPLACEMENTS)),
+        {
+            "test_nn_attention": (),
+            "test_nn_transformer": (),
+            "test_nn_arguments": ("test_signatures_are_those_of_torch",),
+            "test_swap": (),
+        },
+    ),
+    (
+        "`need_weights=True`",
+        "every mask, averaged or not, dropout, gradients, second order",
+        {"test_nn_weights": ("test_module_against_torch", "test_memory")},
+    ),
+    (
+        "padding removed end to end",
+        "TransformerEncoder with a bool `src_key_padding_mask`, BERT and its like; training too",
+        {"test_nn_packing": (), "test_transformers_packing": ("test_results_are_those_of_eager",)},
+    ),
+    (
+        "decoding with caches, `generate`",
+        "TransformerDecoder, greedy and beam search",
+        {"test_nn_generation": ()},
+    ),
+    (
+        "known defects of torch.nn",
+        "not shared",
+        {"test_torch_defects": ()},
+    ),
+    (
+        "`fused_attn.enable()`",
+        "F.scaled_dot_product_attention under any name; what no kernel takes stays torch's",
+        {"test_enable": (), "test_enable_switch": (), "test_enable_compile": ()},
+    ),
+    (
+        'transformers, `attn_implementation="fused_attn"`, `swap_modules`',
+        _names(*dict.fromkeys(family.name for family in FAMILIES)),
+        {
+            "test_transformers_families": ("test_family_equals_eager",),
+            "test_swap_transformers": ("test_family", "test_restore"),
+            "test_swap_norms": (),
+            "test_transformers_generate": ("test_generate_equals_eager",),
+            "test_transformers_masks": (),
+        },
+    ),
+    (
+        "transformers, models with an attention of their own",
+        "warn and keep it",
+        {"test_transformers_families": ("test_models_with_their_own_attention_decline",)},
+    ),
+    (
+        "sentence-transformers",
+        "MiniLM by `model_kwargs`",
+        {"test_transformers_families": ("test_sentence_transformers_with_the_weights_of_minilm",)},
+    ),
+    (
+        "timm",
+        "ViT, DeiT, Swin: `enable()`, LayerNorm swapped",
+        {"test_timm": ("test_forward_and_backward",)},
+    ),
+    (
+        "torch.compile, export, checkpointing, autocast",
+        "functions, modules, transformers",
+        {
+            "test_ops": ("test_export", "test_checkpoint", "test_autocast"),
+            "test_nn_compile": (),
+            "test_transformers_families": ("test_family_compiles",),
+        },
+    ),
+    (
+        "`fused-attn doctor`, `compare`, `bench`",
+        "tables, JSON, PNG",
+        {"test_cli": (), "test_bench": ()},
+    ),
+]
+
+
+def table() -> str:
+    """The table in Markdown.
+
+    Raises:
+        ValueError: a test that it names is not there.
+    """
+    rows = ["| surface | what is supported | tests |", "|---|---|---|"]
+    for surface, supported, tests in SURFACES:
+        where = []
+        for file, functions in tests.items():
+            _check(file, functions)
+            named = ", ".join(f"`{function}`" for function in functions)
+            where.append(f"[{file}]({_path(file)})" + (f": {named}" if named else ""))
+        rows.append(f"| {surface} | {supported} | {'; '.join(where)} |")
+    return "\n".join(rows)
+
+
+def _path(file: str) -> str:
+    (path,) = (ROOT / "tests").rglob(f"{file}.py")
+    return path.relative_to(ROOT).as_posix()
+
+
+def _check(file: str, functions: tuple[str, ...]) -> None:
+    tree = ast.parse((ROOT / _path(file)).read_text())
+    there = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if missing := set(functions) - there:
+        raise ValueError(f"{_path(file)} has no {', '.join(sorted(missing))}")
+
+
+def with_table(readme: str) -> str:
+    """The README with the table as it should be."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(with_table(path.read_text()))

@@ -1,0 +1,89 @@
+"""What `bench` measures, and the check that comes before it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_attn.tools import bench, contract
+from fused_attn.tools.cases import MASKS, Shape, make_mask
+from fused_attn.tools.compare import GRAD_FACTOR, OUTPUT_FACTOR
+
+
+def test_shapes():
+    for text in ("2,8,512,256,64", "2,8/2,512,256,64"):
+        assert str(Shape.parse(text)) == text
+    shape = Shape.parse("2,8/2,512,256,64")
+    operands = shape.operands(torch.bfloat16, torch.device("cpu"))
+    assert [tuple(t.shape) for t in operands.values()] == [
+        (2, 8, 512, 64), (2, 2, 256, 64), (2, 2, 256, 64),
+    ]  # fmt: skip
+    assert make_mask("none", shape) is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    ["none", *MASKS, "window:5", "documents:9", "causal+padding+alibi", "window:5+documents:9"],
+)
+def test_bench_gives_sdpa_the_same_mask(mask):
+    for backward in (False, True):
+        result = bench.measure(
+            Shape.parse("3,4/2,33,47,16"), mask, "float32", backward=backward, rounds=1
+        )
+        assert result.ok and result.speedup is not None, result
+    everything = mask in ("none", "alibi", "documents")  # one document
+    assert result.visible == 1.0 if everything else 0.0 < result.visible < 1.0
+
+
+def test_bench_checks_a_part_of_what_is_large(monkeypatch):
+    monkeypatch.setattr(bench, "_MAX_SCORES", 33 * 47 * 4)
+    shape = Shape.parse("3,4/2,33,47,16")
+    part = bench._checked_part(shape)
+    assert part(torch.empty(3, 4, 33, 47)).shape == (2, 2, 33, 47)
+    assert part(torch.empty(3, 2, 47, 16)).shape == (2, 1, 47, 16)
+    assert part(torch.empty(1, 1, 33, 47)).shape == (1, 1, 33, 47)
+    result = bench.measure(shape, "padding+alibi", "float32", backward=True, rounds=1)
+    assert result.ok and result.speedup is not None, result
+
+
+@pytest.mark.parametrize(("worse", "ok"), [(0.0, True), (0.9, True), (1.1, False)])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_check_draws_the_line_at_the_limit(worse, ok, gradient):
+    """Results that are off by a share of what the contract allows, computed here by hand."""
+    x = torch.linspace(-2.0, 2.0, 64)
+    eps = torch.finfo(torch.float32).eps
+    eager_error = 1e-3
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, out_error, grad_error):
+            ctx.grad_error = grad_error
+            return x + out_error
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad + ctx.grad_error, None, None
+
+    def eager(x):
+        error = 0.0 if x.dtype == torch.float64 else eager_error
+        return Off.apply(x, error, error)
+
+    def own(x):
+        allowed = OUTPUT_FACTOR * eager_error + eps * 2.0
+        # The gradient of the output is random, and larger than 1.
+        allowed_grad = GRAD_FACTOR * eager_error + eps
+        errors = (0.0, worse * allowed_grad) if gradient else (worse * allowed, 0.0)
+        return Off.apply(x, *errors)
+
+    verdict = contract.check(own, eager, {"x": x}, torch.float32, True)
+    assert [finding.name for finding in verdict.findings] == ["out", "grad x"]
+    assert verdict.ok == ok
+    assert verdict.findings[not gradient].ok
+    assert verdict.agrees(x + 9 * eager_error) and not verdict.agrees(x + 11 * eager_error)
+
+
+def test_nan_is_not_right():
+    def nan(x):
+        return x * float("nan")
+
+    assert not contract.check(nan, lambda x: x, {"x": torch.ones(3)}, torch.float32, False).ok

@@ -1,0 +1,433 @@
+"""fused-attn: exit statuses, tables, JSON, PNG, and errors on one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fused_attn
+from fused_attn import functional
+from fused_attn.tools import bench, cli, plots, sources
+from fused_attn.tools.cases import MASKS
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--shape", "2,4/2,33,47,16", "--repeats", "2"]
+BOX = "─━│┃╸"
+
+
+def run(capsys, *argv):
+    """Exit status, stdout, stderr."""
+    try:
+        status = cli.main(argv)
+    except SystemExit as leaving:
+        status = leaving.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def assert_plain(text):
+    assert "\x1b" not in text and not set(BOX) & set(text)
+
+
+def assert_one_line_error(result, *words):
+    status, out, err = result
+    assert (status, out) == (2, "")
+    assert err.startswith("fused-attn") and err.endswith("\n") and err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def example():
+    """What `compare` gets by module:function."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    return layer, (torch.randn(2, 5, 16),), {"src_mask": torch.zeros(5, 5)}
+
+
+def just_a_model():
+    return example()[0]
+
+
+def failing():
+    raise RuntimeError("two\nlines")
+
+
+def off(function):
+    """A kernel that is off by more than the contract allows."""
+    return lambda *args, **kwargs: function(*args, **kwargs) * 1.001
+
+
+# ---- help and arguments -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["compare"], ["bench"]])
+def test_help_has_examples(capsys, command):
+    status, out, _ = run(capsys, *command, "--help")
+    assert status == 0
+    assert f"\n  fused-attn {' '.join(command)}" in out[out.index("examples:") :]
+    assert_plain(out)
+
+
+def test_masks_are_in_the_help(capsys):
+    out = run(capsys, "bench", "--help")[1]
+    assert all(f"\n  {name} " in out for name in MASKS)
+
+
+def test_version(capsys):
+    assert run(capsys, "--version")[1] == f"fused-attn {fused_attn.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["nothing"], ["'nothing'"]),
+        (["bench", "--shape", "1,2,3"], ["--shape", "'1,2,3'"]),
+        (["bench", "--shape", "1,3/2,8,8,8"], ["divides", "'1,3/2,8,8,8'"]),
+        (["bench", "--mask", "causal,moon"], ["joined by +", "'moon'"]),
+        (["bench", "--mask", "causal:4"], ["'causal:4'"]),
+        (["bench", "--dtype", "int8"], ["float32, bfloat16, float16", "'int8'"]),
+        (["bench", "--device", "moon"], ["'moon'"]),
+        (["bench", "--repeats", "0"], ["positive integer"]),
+        (["bench", *SMALL, "--backend", "cpp", "--shape", "1,1,8,8,300"], ["up to 256, not 300"]),
+        (["bench", "--json", "no/such/folder.json"], ["no/such/folder.json"]),
+        (["compare", "no/such/folder"], ["module:function", "'no/such/folder'"]),
+        (["compare", "no_such_module:f"], ["ModuleNotFoundError", "no_such_module"]),
+        (["compare", "test_cli:nothing"], ["function of test_cli", "'nothing'"]),
+        (["compare", "test_cli:just_a_model"], ["(model, args tuple)", "got (Trans"]),
+        (["compare", "test_cli:failing"], ["RuntimeError: two lines"]),
+        (["compare", "test_cli:example", "--batch", "3"], ["--batch and --seqlen"]),
+        (["compare", "."], ["config.json"]),
+    ],
+    ids=" ".join,
+)
+def test_errors_are_one_line(capsys, argv, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert_one_line_error(run(capsys, *argv), *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reason: there is a GPU")
+def test_no_gpu_is_a_one_line_error(capsys):
+    assert_one_line_error(run(capsys, "bench", "--device", "cuda"), "torch sees none")
+
+
+def test_traceback_on_demand(capsys):
+    status, _, err = run(capsys, "compare", "test_cli:failing", "--traceback")
+    assert status == 2
+    assert "Traceback" in err and "in failing" in err
+
+
+def test_plots_need_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(capsys, "bench", *SMALL, "--png", str(tmp_path / "a.png"))
+    assert_one_line_error(result, "fused-attn[cli]")
+
+
+# ---- doctor -------------------------------------------------------------------------------------
+
+
+def test_doctor(capsys):
+    status, out, err = run(capsys, "doctor")
+    assert (status, err) == (0, "")
+    assert_plain(out)
+    for name, module in fused_attn.backends.registry.BACKENDS.items():
+        (row,) = re.findall(rf"^{name}  +((?:not )?available.*)$", out, re.MULTILINE)
+        assert all(reason in row for reason in module.unavailable() + module.not_automatic())
+    assert fused_attn.backends.cpp.isa() in out
+    assert "everything checked is right" in out
+
+
+def test_doctor_json(capsys, tmp_path):
+    status, out, _ = run(capsys, "doctor", "--json")
+    facts = json.loads(out)
+    assert (status, facts["ok"]) == (0, True)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert {"transformers", "timm", "triton"} < facts["versions"].keys()
+    assert facts["machine"].keys() == {"cpu", "isa", "FUSED_ATTN_CPU_ISA", "threads", "gpus"}
+    available = [entry["name"] for entry in facts["backends"] if entry["available"]]
+    assert tuple(available) == fused_attn.available_backends()
+    assert {check["dtype"] for check in facts["self_check"]} == set(bench.DTYPES)
+    for check in facts["self_check"]:
+        assert check["backend"] == "cpp" and 0 < check["error"] <= check["limit"]
+    assert run(capsys, "doctor", "--json", str(tmp_path / "facts.json"))[1].startswith("Versions")
+    assert json.loads((tmp_path / "facts.json").read_text()).keys() == facts.keys()
+
+
+@pytest.mark.parametrize("kernel", ["attention_bwd", "norm_fwd"])
+def test_doctor_finds_a_wrong_kernel(capsys, monkeypatch, kernel):
+    right = getattr(fused_attn.backends.cpp, kernel)
+
+    def wrong(*args):
+        first, *rest = right(*args)
+        return first * 1.1, *rest
+
+    monkeypatch.setattr(fused_attn.backends.cpp, kernel, wrong)
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1
+    assert re.search(r"\d of \d checks FAILED", out)
+
+
+def test_doctor_says_why_a_backend_does_not_run(capsys, monkeypatch):
+    monkeypatch.setattr(fused_attn.backends.cpp, "unavailable", lambda: ["was not built"])
+    status, out, _ = run(capsys, "doctor", "--backend", "cpp")
+    assert status == 1
+    assert "not available: was not built" in out
+    assert out.count("cpp: was not built\n") == 1
+
+
+def test_doctor_of_a_wrong_instruction_set():
+    env = {**os.environ, "FUSED_ATTN_CPU_ISA": "moon"}
+    done = module("doctor", "--json", env=env)
+    facts = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert facts["machine"]["FUSED_ATTN_CPU_ISA"] == "moon"
+    assert "must be one of" in facts["machine"]["isa"]
+
+
+# ---- compare ------------------------------------------------------------------------------------
+
+
+def test_compare_function(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="reason: needs matplotlib")
+    json_file, png_file = tmp_path / "a.json", tmp_path / "a.png"
+    files = ("--json", str(json_file), "--png", str(png_file))
+    status, out, err = run(capsys, "compare", "test_cli:example", "--dtype", "bfloat16", *files)
+    assert (status, err) == (0, "")
+    assert_plain(out)
+    assert "bfloat16 model" in out and "within the contract" in out
+    facts = json.loads(json_file.read_text())
+    assert facts["ok"] and facts["dtype"] == "bfloat16"
+    assert {"rows", "swapped", "skipped", "notes", "seed", "source", "versions"} < facts.keys()
+    assert any(row["kind"] == "param grad" for row in facts["rows"])
+    assert png_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_is_repeatable_by_seed(capsys):
+    def rows(seed):
+        argv = ("compare", "test_cli:example", "--no-backward", "--json", "-", "--seed", seed)
+        return json.loads(run(capsys, *argv)[1])["rows"]
+
+    assert rows("1") == rows("1") != rows("2")
+    assert not any(row["kind"].endswith("grad") for row in rows("1"))
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_compare_fails_where_the_contract_does(capsys, monkeypatch, factor):
+    norm = functional.layer_norm
+    monkeypatch.setattr(functional, "layer_norm", lambda *a, **k: norm(*a, **k) * factor)
+    status, out, _ = run(capsys, "compare", "test_cli:example")
+    assert status == 1
+    assert "ABOVE" in out
+    status, out, _ = run(capsys, "compare", "test_cli:example", "--json", "-")
+    assert (status, json.loads(out, parse_constant=pytest.fail)["ok"]) == (1, False)
+
+
+def hugging_face_model(kind):
+    transformers = pytest.importorskip("transformers", reason="reason: needs transformers")
+    text = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    layer = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    layer |= {"intermediate_size": 24}
+    sizes = {
+        "Bert": text | layer | {"max_position_embeddings": 9},
+        "ViT": layer | {"image_size": 8, "patch_size": 4},
+        "T5": text | {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes[kind])
+    return getattr(transformers, f"{kind}Model")(config)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_compare_folder(capsys, tmp_path, weights):
+    model = hugging_face_model("Bert")
+    (model if weights else model.config).save_pretrained(tmp_path)
+    capsys.readouterr()
+    status, out, err = run(capsys, "compare", str(tmp_path), "--batch", "3", "--json", "-")
+    assert (status, err) == (0, "")
+    facts = json.loads(out)
+    assert any("has no weights" in note for note in facts["notes"]) != weights
+    assert any(
+        row["name"] == "encoder.layer.0.attention.self.query.weight" for row in facts["rows"]
+    )
+    if weights:
+        loaded = sources.load(str(tmp_path)).model.state_dict()
+        assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["Bert", "ViT", "T5"])
+def test_inputs_of_hugging_face_models(kind):
+    model = hugging_face_model(kind).eval()
+    inputs = sources.hugging_face_inputs(model, 3, None if kind == "Bert" else 8)
+    names = {
+        "Bert": {"input_ids", "attention_mask"},
+        "ViT": {"pixel_values"},
+        "T5": {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"},
+    }
+    assert inputs.keys() == names[kind]
+    assert model(**inputs).last_hidden_state.shape[0] == 3
+    if kind != "ViT":
+        mask = inputs["attention_mask"]
+        length = 9 if kind == "Bert" else 8
+        assert mask.sum(1).tolist() == [length, length - 2, length - 4]
+        assert torch.equal(inputs["input_ids"] == 0, mask == 0)
+
+
+def test_inputs_that_are_not_known(monkeypatch):
+    model = hugging_face_model("Bert")
+    monkeypatch.setattr(type(model), "main_input_name", "smells")
+    with pytest.raises(ValueError, match=r"smells.*module:function"):
+        sources.hugging_face_inputs(model, 2, 8)
+
+
+# ---- bench --------------------------------------------------------------------------------------
+
+
+def test_bench(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="reason: needs matplotlib")
+    json_file, png_file = tmp_path / "a.json", tmp_path / "a.png"
+    status, out, err = run(
+        capsys, "bench", *SMALL, "--shape", "1,2,8,8,8", "--mask", "none,causal+padding",
+        "--dtype", "float32", "--dtype", "bfloat16", "--backward", "--threads", "1",
+        "--json", str(json_file), "--png", str(png_file),
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert_plain(out)
+    facts = json.loads(json_file.read_text())
+    assert facts["ok"] and facts["machine"]["threads"] == 1
+    assert len(facts["results"]) == 2 * 2 * 2 * 2
+    assert len({tuple(r[k] for k in list(r)[:4]) for r in facts["results"]}) == 16
+    for result in facts["results"]:
+        ours, theirs = (result["milliseconds"][way] for way in (bench.OURS, bench.PEER))
+        assert result["speedup"] == pytest.approx(theirs / ours)
+        assert result["backend"] == "cpp" and 0 < result["error"] <= result["limit"]
+        assert f"{result['speedup']:.2f}" in out
+    assert png_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_refuses_a_speedup_of_what_is_wrong(capsys, monkeypatch):
+    right = functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention",
+        lambda *args, **kwargs: right(*args, **kwargs)
+        * (1.0 if fused_attn.backends.wanted_backend() == "eager" else 1.001),
+    )  # fmt: skip
+    status, out, _ = run(capsys, "bench", *SMALL, "--mask", "causal")
+    assert status == 1
+    assert "NOT within the numerics contract" in out and "not timed" in out
+    facts = json.loads(run(capsys, "bench", *SMALL, "--mask", "causal", "--json", "-")[1])
+    (result,) = facts["results"]
+    assert not facts["ok"] and result["error"] > result["limit"]
+    assert (result["speedup"], result["milliseconds"]) == (None, {})
+
+
+def test_bench_without_a_peer(capsys, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", off(F.scaled_dot_product_attention))
+    status, out, _ = run(capsys, "bench", *SMALL, "--mask", "causal")
+    assert status == 0
+    assert "SDPA computes something else" in out
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no\nkernel")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", refuse)
+    status, out, _ = run(capsys, "bench", *SMALL, "--mask", "causal")
+    assert status == 0
+    assert re.search(r" -  +- +SDPA: no kernel$", out, re.MULTILINE)
+
+
+def test_bench_measures_the_backend_that_is_asked_for(capsys):
+    facts = json.loads(run(capsys, "bench", *SMALL, "--backend", "eager", "--json", "-")[1])
+    assert {result["backend"] for result in facts["results"]} == {"eager"}
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu(capsys):
+    argv = ("bench", "--device", "cuda", "--backend", "triton", "--dtype", "bfloat16", "--backward")
+    status, out, _ = run(capsys, *argv, "--shape", "2,4/2,200,200,64", "--json", "-")
+    assert status == 0
+    assert all(result["speedup"] for result in json.loads(out)["results"])
+
+
+# ---- as a process -------------------------------------------------------------------------------
+
+
+def module(*argv, **options):
+    command = [sys.executable, "-m", "fused_attn", *argv]
+    env = options.pop("env", os.environ) | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    return subprocess.run(command, text=True, capture_output=True, env=env, timeout=120)
+
+
+def test_installed_command():
+    tomllib = pytest.importorskip("tomllib", reason="reason: needs Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"fused-attn": "fused_attn.tools.cli:main"}
+    assert project["optional-dependencies"]["cli"] == ["rich", "matplotlib"]
+
+
+def test_package_imports_nothing_of_the_command_line():
+    code = "import fused_attn, sys; print(*sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, env=env)
+    imported = set(done.stdout.split())
+    assert "fused_attn.tools.compare" in imported
+    own = {f"fused_attn.tools.{name}" for name in ("cli", "bench", "doctor", "arguments", "plots")}
+    assert not imported & (own | {"rich", "matplotlib"})
+
+
+def test_terminal_and_pipe():
+    """One process with stdout on a terminal, its stderr in a pipe."""
+    pytest.importorskip("rich", reason="reason: needs rich")
+    terminal, stdout = pty.openpty()
+    command = [sys.executable, "-m", "fused_attn", "bench", *SMALL, "--mask", "causal"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}
+    env.pop("NO_COLOR", None)
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=env, timeout=120)
+    os.close(stdout)
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # the end, on Linux
+            break
+        if not part:
+            break
+        shown += part
+    os.close(terminal)
+    text = shown.decode()
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "\x1b[" in text and "─" in text and "2,4/2,33,47,16" in text
+
+
+def test_progress_bar_is_for_terminals(monkeypatch, capsys):
+    pytest.importorskip("rich", reason="reason: needs rich")
+    assert run(capsys, "bench", *SMALL, "--mask", "causal")[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "measuring" in run(capsys, "bench", *SMALL, "--mask", "causal")[2]
+
+
+def test_without_rich_a_terminal_gets_plain_text(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    status, out, _ = run(capsys, "bench", *SMALL, "--mask", "causal")
+    assert status == 0
+    assert_plain(out)
+
+
+def test_plots_of_large_models_have_no_labels(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="reason: needs matplotlib")
+    model, args, kwargs = example()
+    report = fused_attn.compare(model, *args, **kwargs)
+    plots.plot_comparison(report, tmp_path / "labelled.png")
+    monkeypatch.setattr(plots, "_MAX_LABELS", 3)
+    plots.plot_comparison(report, tmp_path / "bare.png")
+    sizes = [(tmp_path / name).stat().st_size for name in ("labelled.png", "bare.png")]
+    assert sizes[0] > sizes[1] > 0

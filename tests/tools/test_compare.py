@@ -1,0 +1,284 @@
+"""compare: right numbers, a verdict that can be bad, and a model that is left as it was."""
+
+import json
+
+import pytest
+import torch
+
+import fused_attn.nn as fnn
+from fused_attn import functional
+from fused_attn.swap import SwapReport, swap_modules
+from fused_attn.tools.compare import ComparisonReport, ComparisonRow, compare
+from fused_attn.tools.recording import Recorder
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def transformer(**kwargs):
+    defaults = {"d_model": 32, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    return torch.nn.Transformer(**defaults, dim_feedforward=48, batch_first=True, **kwargs)
+
+
+def transformer_call(dtype=torch.float32):
+    padding = torch.zeros(3, 9, dtype=torch.bool)
+    padding[1, 4:] = True
+    args = (torch.randn(3, 9, 32, dtype=dtype), torch.randn(3, 7, 32, dtype=dtype))
+    return args, {
+        "tgt_mask": torch.nn.Transformer.generate_square_subsequent_mask(7, dtype=dtype),
+        "src_key_padding_mask": padding,
+        "memory_key_padding_mask": padding,
+    }
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformer_is_within_the_contract(dtype, norm_first):
+    model = transformer(norm_first=norm_first).to(dtype)
+    args, kwargs = transformer_call(dtype)
+    report = compare(model, *args, **kwargs)
+    assert report.ok, str(report)
+    rows = {(row.name, row.kind): row for row in report.rows}
+    for name in ("encoder.layers.0.self_attn", "decoder.layers.0", "decoder.norm", "encoder"):
+        assert (name, "layer output") in rows
+    for name, _ in model.named_parameters():
+        assert (name, "param grad") in rows
+    assert ("decoder.layers.0.norm2", "input grad") in rows
+    eps = torch.finfo(dtype).eps
+    for row in report.rows:
+        assert 0.0 < row.eager_rms <= row.eager_max < 100 * eps, row
+        assert 0.0 < row.fused_rms <= row.fused_max, row
+    assert rows["output", "output"].binding
+    assert not rows["encoder", "layer output"].binding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_measured_against_float64(dtype):
+    """One norm: every number can be computed by hand."""
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16)).to(dtype)
+    x = torch.randn(64, 16, dtype=dtype)
+    report = compare(model, x)
+    generator = torch.Generator().manual_seed(0)
+    projection = torch.randn(64, 16, generator=generator, dtype=torch.float64).to(dtype)
+
+    def by_hand(norm, to):
+        weight, bias = (p.detach().to(to).requires_grad_() for p in model.parameters())
+        out = norm(x.to(to), (16,), weight, bias)
+        out.backward(projection.to(to))
+        return [t.detach().double() for t in (out, weight.grad, bias.grad)]
+
+    truth = by_hand(torch.nn.functional.layer_norm, torch.float64)
+    eager = by_hand(torch.nn.functional.layer_norm, dtype)
+    fused = by_hand(functional.layer_norm, dtype)
+    rows = {(row.name, row.kind): row for row in report.rows}
+    keys = [("output", "output"), ("0.weight", "param grad"), ("0.bias", "param grad")]
+    largest_grad = max(truth[1].abs().max(), truth[2].abs().max())
+    for index, (key, factor, largest) in enumerate(
+        zip(keys, (2.0, 3.0, 3.0), (truth[0].abs().max(), largest_grad, largest_grad), strict=True)
+    ):
+        row = rows[key]
+        eager_error = (eager[index] - truth[index]).abs()
+        fused_error = (fused[index] - truth[index]).abs()
+        assert row.eager_max == eager_error.max().item()
+        assert row.fused_max == fused_error.max().item()
+        assert row.eager_rms == pytest.approx(eager_error.square().mean().sqrt().item())
+        rounding = torch.finfo(dtype).eps * largest.item()
+        assert row.limit == pytest.approx(factor * row.eager_max + rounding)
+
+
+def test_fused_modules_are_what_is_measured(monkeypatch):
+    """A kernel that is off is reported, and in the right rows."""
+    exact = functional.scaled_dot_product_attention
+
+    def off_by_a_little(*args, **kwargs):
+        return exact(*args, **kwargs) * (1 + 1e-4)
+
+    args, kwargs = transformer_call()
+    model = transformer()
+    assert compare(model, *args, **kwargs).ok
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", off_by_a_little)
+    report = compare(model, *args, **kwargs)
+    assert not report.ok
+    bad = {row.name for row in report.rows if not row.ok}
+    assert {"encoder.layers.0.self_attn", "output"} <= bad
+    assert "ABOVE LIMIT" in str(report)
+    assert max(row.eager_max for row in report.rows) < 1e-4
+
+
+def test_gradients_that_are_off_are_reported(monkeypatch):
+    exact = functional.layer_norm
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (1 + 1e-4)
+
+    monkeypatch.setattr(
+        functional, "layer_norm", lambda x, *args, **kwargs: exact(Scale.apply(x), *args, **kwargs)
+    )
+    args, kwargs = transformer_call()
+    report = compare(transformer(), *args, **kwargs)
+    assert not report.ok
+    assert all(row.ok for row in report.rows if row.kind.endswith("output"))
+    assert compare(transformer(), *args, **kwargs, backward=False).ok
+
+
+def test_nan_is_above_the_limit(monkeypatch):
+    exact = functional.layer_norm
+
+    def broken(*args, **kwargs):
+        out = exact(*args, **kwargs)
+        return out.index_fill(-1, torch.tensor([0]), float("nan"))
+
+    monkeypatch.setattr(functional, "layer_norm", broken)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16))
+    assert not compare(model, torch.randn(4, 16), backward=False).ok
+
+
+def test_the_model_is_left_as_it_was():
+    model = transformer(dropout=0.5)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    args, kwargs = transformer_call()
+    rng = torch.random.get_rng_state()
+    compare(model, *args, **kwargs)
+    assert torch.equal(torch.random.get_rng_state(), rng)
+    assert all(m.training for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(type(m).__module__.startswith("torch.") for m in model.modules())
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.encoder.layers[0].activation is torch.nn.functional.relu
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_gradients_that_the_model_already_has_do_not_count():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16))
+    x = torch.randn(4, 16)
+    expected = compare(model, x).to_dict()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    assert compare(model, x).to_dict() == expected
+    assert all(p.grad.eq(7.0).all() for p in model.parameters())
+
+
+def test_inputs_that_require_grad_are_compared():
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    report = compare(attention, x, x, x, need_weights=False)
+    rows = {(row.name, row.kind) for row in report.rows}
+    assert {("input[0]", "input grad"), ("output[0]", "output")} <= rows
+    assert ("in_proj_weight", "param grad") in rows
+    assert x.grad is None
+
+
+def test_relus_do_not_decide_the_verdict():
+    """In bfloat16, values cross 0 between runs; the gradients there say nothing of attention."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(
+            torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
+            torch.nn.Linear(32, 32),
+            torch.nn.ReLU(),
+        ).bfloat16()
+        report = compare(model, torch.randn(2, 9, 32, dtype=torch.bfloat16))
+        assert report.ok, str(report)
+
+
+def test_relus_are_on_the_side_of_the_first_run():
+    recorder = Recorder(set(), True, torch.float32)
+
+    def run(x, model):
+        (x,) = (torch.tensor(x, requires_grad=True),)
+        kept = recorder.run(model, (x,), {})
+        return kept["output", "output"].tolist(), kept["input[0]", "input grad"].ne(0).tolist()
+
+    def model():
+        linear = torch.nn.Linear(1, 1, bias=False)
+        linear.weight.data.fill_(1.0)
+        return torch.nn.Sequential(linear, torch.nn.ReLU())
+
+    assert run([[2.0], [-2.0]], model()) == ([[2.0], [0.0]], [[True], [False]])
+    assert run([[-1.0], [1.0]], model()) == ([[-1.0], [0.0]], [[True], [False]])
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8)
+    Recorder(set(), True, torch.float32).run(layer, (torch.randn(3, 2, 8),), {})
+    assert layer.activation is not torch.nn.functional.relu
+
+
+def test_rows_that_see_no_key_are_noted():
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [True] * 5])
+    report = compare(attention, x, x, x, padding, backward=False)
+    assert report.ok
+    assert any("not finite with eager attention" in note for note in report.notes)
+    assert report.notes[0] in str(report)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_report_as_text_and_json(backward):
+    args, kwargs = transformer_call()
+    report = compare(transformer(), *args, **kwargs, backward=backward)
+    table = report.table().splitlines()
+    assert len(table) == len(report.rows) + 1
+    assert any(row.kind == "param grad" for row in report.rows) == backward
+    assert "within the contract" in str(report)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["ok"] is True
+    assert data["dtype"] == "float32"
+    assert len(data["rows"]) == len(report.rows)
+    assert data["rows"][0]["name"] == report.rows[0].name
+    assert data["swapped"][0]["from_type"] == "torch.nn.Transformer"
+
+
+def test_verdict_counts_only_binding_rows():
+    def row(ok, binding):
+        return ComparisonRow("a", "layer output", 0.0, 0.0, 1.0, 1.0, 0.5, ok, binding)
+
+    def verdict(*rows):
+        return ComparisonReport(list(rows), torch.float32, SwapReport()).ok
+
+    assert verdict(row(True, True), row(False, False))
+    assert not verdict(row(True, True), row(False, True))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="got one with fused modules"):
+        compare(fnn.LayerNorm(4), torch.randn(2, 4))
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4))
+    swap_modules(model)
+    with pytest.raises(ValueError, match="got one with fused modules"):
+        compare(model, torch.randn(2, 4))
+    with pytest.raises(ValueError, match="got float64"):
+        compare(torch.nn.LayerNorm(4).double(), torch.randn(2, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="must have modules that can be swapped"):
+        compare(torch.nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(ValueError, match="must have float parameters"):
+        compare(torch.nn.Identity(), torch.randn(2, 4))
+
+
+def test_nothing_compared_is_not_ok():
+    class Argmax(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(4)
+
+        def forward(self, x):
+            return self.norm(x).argmax(-1)
+
+    assert not compare(Argmax(), torch.randn(3, 4)).ok
+
+
+def test_an_output_above_the_limit_is_explained(monkeypatch):
+    model, x = torch.nn.Sequential(torch.nn.LayerNorm(64)), torch.randn(50, 64)
+    assert not any("gathered" in note for note in compare(model, x).notes)
+    norm = functional.layer_norm
+    monkeypatch.setattr(functional, "layer_norm", lambda *a, **k: norm(*a, **k) * 1.001)
+    report = compare(model, x)
+    assert not report.ok
+    assert any("gathered" in note for note in report.notes)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_attn import functional, masks
-from fused_attn.backends import get_backend, reference
+from fused_attn import masks
+from fused_attn.backends import CacheUpdate, problem_of, select
 from fused_attn.core import autograd
-from fused_attn.core.torch_state import captured, plain_eager, readable, stream_of
-from fused_attn.core.validation import (
-    check_float,
-    check_length,
-    check_same,
-    checked_scale,
-    checked_softcap,
-)
+from fused_attn.core.torch_state import plain_eager, readable
+from fused_attn.core.validation import attention_call, check_float, check_length, check_same
 from fused_attn.masks import Mask
+from fused_attn.masks.memo import recall, recall_of
 from fused_attn.masks.spec import normalize, with_summaries
 
 
@@ -101,30 +97,24 @@ def decode_attention(
     if key is not None and value is not None:
         given.update(key=key, value=value)
     _check_tensors(given)
-    batch, num_heads, seqlen_q, head_dim = query.shape
+    batch, num_heads, seqlen_q, _ = query.shape
     seqlen_new = 0 if key is None else key.shape[2]
     capacity = _checked_capacity(query, key_cache, block_table)
     lengths = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
     if block_table is not None:
         _check_pages(block_table, key_cache, lengths, seqlen_new)
-    softcap, scale = checked_softcap(softcap), checked_scale(scale, head_dim)
-
     # A single query sees all positions anyway.
     is_causal = is_causal and seqlen_q != 1
     mask = _with_lengths(masks.as_mask(attn_mask), is_causal, lengths, seqlen_new)
     if torch.is_grad_enabled() and any(bias.requires_grad for bias in mask.biases):
         raise ValueError(_NO_GRAD.format(name="attn_mask"))
     spec = normalize(mask, batch, num_heads, seqlen_q, capacity, query)
-    name = functional._select_attention(query, value_cache, spec, backend)
-    module = get_backend(name)
+    call = attention_call(query, key_cache, value_cache, spec, scale, softcap, 0.0)
+    chosen = select(problem_of(call), backend)
     result = None
-    if hasattr(module, "attention_decode") and plain_eager(
-        *given.values(), lengths, block_table, *mask.tensors()
-    ):
-        spec = with_summaries(spec, module.tile_summary)
-        result = module.attention_decode(
-            query, key_cache, value_cache, key, value, lengths, block_table, spec, scale, softcap
-        )
+    if plain_eager(*given.values(), lengths, block_table, *mask.tensors()):
+        call = replace(call, mask=with_summaries(spec, chosen.tile_summary))
+        result = chosen.attention_decode(call, CacheUpdate(key, value, lengths, block_table))
         if result is not None and seqlen_new > 0:
             for cache in (key_cache, value_cache):
                 if not cache.is_inference():
@@ -133,15 +123,14 @@ def decode_attention(
         if key is not None and value is not None:
             _write(key_cache, key, lengths, block_table)
             _write(value_cache, value, lengths, block_table)
-        keys, values = key_cache, value_cache
         if block_table is not None:
             longest = capacity
             if readable(lengths) and batch > 0:
                 longest = int(lengths.max()) + seqlen_new
-            keys, values = (_in_one_piece(t, block_table, longest) for t in (keys, values))
-        args = (query, keys, values, spec, scale, softcap, 0.0, None)
-        eager = name == "eager"
-        result = reference.attention(*args) if eager else autograd.attention(*args, name)
+            caches = (key_cache, value_cache)
+            keys, values = (_in_one_piece(cache, block_table, longest) for cache in caches)
+            call = replace(call, key=keys, value=values)
+        result = autograd.attention(call, chosen)
     out, lse = result
     return (out, lse) if return_lse else out
 
@@ -251,25 +240,21 @@ def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new
 
 # ---- the mask -----------------------------------------------------------------------------------
 
-# What masks are kept on where the caller has none.
-_PLAIN, _CAUSAL = Mask(), masks.causal("bottom_right")
+_CAUSAL = masks.causal("bottom_right")
 
 
 def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int) -> Mask:
     """The mask, of sequences that end behind the new positions; kept, so that layers share it."""
-    keeps = plain_eager(lengths) and not lengths.is_inference() and not captured(lengths)
-    home = (_CAUSAL if is_causal else _PLAIN) if mask is None else mask
-    facts = (lengths._version, is_causal, seqlen_new) if keeps else ()
-    key = ("decode", stream_of(lengths.device))
-    kept = home.specs.get(key) if keeps else None
-    if kept is not None and kept[0] is lengths and kept[1] == facts:
-        return kept[2]
-    whole = home & masks.padding(lengths if seqlen_new == 0 else lengths + seqlen_new)
-    if is_causal and mask is not None:
-        whole = whole & _CAUSAL
-    if keeps:
-        home.specs[key] = (lengths, facts, whole)
-    return whole
+
+    def make() -> Mask:
+        whole = masks.padding(lengths + seqlen_new)  # a new tensor: what is kept holds no length
+        whole = whole & _CAUSAL if is_causal else whole
+        return whole if mask is None else mask & whole
+
+    key = ("decode", is_causal, seqlen_new)
+    if mask is None:
+        return recall_of(lengths, key, [lengths], make)
+    return recall(mask.memo, key, [lengths], lengths.device, make)
 
 
 # ---- backends without pages ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The backends and the choice among them, with reasons."""
 
-from fused_attn.backends.problem import AttentionProblem, NormProblem
+from fused_attn.backends.base import Backend, CacheUpdate
+from fused_attn.backends.problem import AttentionProblem, NormProblem, problem_of
 from fused_attn.backends.registry import (
     available_backends,
     get_backend,
@@ -11,9 +12,12 @@ from fused_attn.backends.registry import (
 
 __all__ = [
     "AttentionProblem",
+    "Backend",
+    "CacheUpdate",
     "NormProblem",
     "available_backends",
     "get_backend",
+    "problem_of",
     "select",
     "use_backend",
     "wanted_backend",

@@ -8,36 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.core.layout import readable_in_place
-from fused_attn.masks.spec import MaskSpec
 
 # enum DType of csrc/params.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 def attention_fields(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: AttentionCall,
     out: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
     summaries: Iterable[tuple[str, Tensor | None, Tensor | None]],
     summarize: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The fields of AttentionParams but for seed and threads.
 
     Args:
-        query, key, value, out: as the kernels read and write them.
+        call, out: tensors as the kernels read and write them.
         summaries: masks that the kernels want a summary of: field, tensor, and its summary or None.
         summarize: the backend's `tile_summary`.
 
     Returns:
         The fields, and tensors that must outlive the call.
     """
-    batch, seqlen_q, seqlen_k = spec.sizes(query, key)
+    query, key, value, spec = call.query, call.key, call.value, call.mask
+    batch, seqlen_q, seqlen_k = call.sizes()
     kept = [query, key, value]
     fields: dict[str, Any] = {
         "dtype": DTYPES[query.dtype],
@@ -49,9 +44,9 @@ def attention_fields(
         "total_q": query.shape[2],
         "head_dim": query.shape[3],
         "head_dim_v": value.shape[3],
-        "softmax_scale": scale,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
+        "softmax_scale": call.scale,
+        "softcap": call.softcap,
+        "dropout_p": call.dropout_p,
         "band_lo": spec.band_lo,
         "band_hi": spec.band_hi,
         "alibi_offset": spec.alibi_offset,
@@ -112,14 +107,14 @@ def summary_fields(tensor: Tensor, tile: tuple[int, int]) -> tuple[Tensor, dict[
     }
 
 
-def norm_fields(matrix: Tensor, rms: bool, dropout_p: float) -> dict[str, Any]:
+def norm_fields(call: NormCall) -> dict[str, Any]:
     """The fields of NormParams that are neither tensors nor the seed and threads."""
     return {
-        "dtype": DTYPES[matrix.dtype],
-        "rows": matrix.shape[0],
-        "columns": matrix.shape[1],
-        "rms": rms,
-        "dropout_p": dropout_p,
+        "dtype": DTYPES[call.input.dtype],
+        "rows": call.input.shape[0],
+        "columns": call.input.shape[1],
+        "rms": call.rms,
+        "dropout_p": call.dropout_p,
     }
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.core.torch_state import transformed
+
 
 @dataclass(frozen=True)
 class AttentionProblem:
@@ -32,6 +35,22 @@ class NormProblem:
 
 
 Problem = AttentionProblem | NormProblem
+
+
+def problem_of(call: AttentionCall | NormCall) -> Problem:
+    """What of a call the choice depends on."""
+    if isinstance(call, NormCall):
+        input = call.input
+        return NormProblem(input.device, input.dtype, input.shape[1], transformed())
+    query, bias = call.query, call.mask.bias
+    return AttentionProblem(
+        query.device,
+        query.dtype,
+        query.shape[3],
+        call.value.shape[3],
+        None if bias is None else bias.dtype,
+        transformed(),
+    )
 
 
 def kernel_limits(

@@ -5,27 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from types import ModuleType
 
-from fused_attn.backends import cpp, cuda, reference, triton
+from fused_attn.backends.base import Backend
+from fused_attn.backends.cpp import CppBackend
+from fused_attn.backends.cuda import CudaBackend
+from fused_attn.backends.eager import EagerBackend
 from fused_attn.backends.problem import Problem
+from fused_attn.backends.triton import TritonBackend
 
-# In order of preference. Each has `unsupported(problem)`, whose empty list means "I take it", and
-# `not_automatic()`, whose empty list means that it may be chosen unasked; eager takes everything,
-# so it is last.
-BACKENDS: dict[str, ModuleType] = {
-    "cpp": cpp,
-    "cuda": cuda,
-    "triton": triton,
-    "eager": reference,
+# In order of preference; eager takes everything, so it is last.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (CppBackend(), CudaBackend(), TritonBackend(), EagerBackend())
 }
 
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None
 
 
-def get_backend(name: str) -> ModuleType:
-    """The module of a backend.
+def get_backend(name: str) -> Backend:
+    """The backend of a name.
 
     Raises:
         ValueError: there is no backend of that name.
@@ -37,7 +36,7 @@ def get_backend(name: str) -> ModuleType:
 
 def available_backends() -> tuple[str, ...]:
     """Names of the backends that can run on this machine, in order of preference."""
-    return tuple(name for name, module in BACKENDS.items() if not module.unavailable())
+    return tuple(name for name, backend in BACKENDS.items() if not backend.unavailable())
 
 
 @contextlib.contextmanager
@@ -64,12 +63,12 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def wanted_backend() -> str | None:
-    """What `use_backend` or FUSED_ATTN_BACKEND asks for, in that order."""
+    """The name that `use_backend` or FUSED_ATTN_BACKEND asks for, in that order."""
     return _override or os.environ.get("FUSED_ATTN_BACKEND") or None
 
 
-def select(problem: Problem, backend: str | None = None) -> str:
-    """The name of the backend for a problem.
+def select(problem: Problem, backend: str | None = None) -> Backend:
+    """The backend for a problem.
 
     A backend that is asked for by the `backend` argument, `use_backend` or FUSED_ATTN_BACKEND (in
     that order) is the only candidate; otherwise the first that takes the problem.
@@ -79,14 +78,13 @@ def select(problem: Problem, backend: str | None = None) -> str:
         ValueError: there is no backend of that name.
     """
     wanted = backend or wanted_backend()
-    candidates = (wanted,) if wanted else tuple(BACKENDS)
+    candidates = (get_backend(wanted),) if wanted else tuple(BACKENDS.values())
     refusals = []
-    for name in candidates:
-        module = get_backend(name)
-        reasons = module.unsupported(problem)
+    for candidate in candidates:
+        reasons = candidate.unsupported(problem)
         if not wanted:
-            reasons = reasons + module.not_automatic()
+            reasons = reasons + candidate.not_automatic()
         if not reasons:
-            return name
-        refusals.append(f"{name}: {'; '.join(reasons)}")
+            return candidate
+        refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
     raise NotImplementedError(f"no backend takes {problem}: " + " | ".join(refusals))

@@ -10,27 +10,23 @@ import torch
 from torch import Tensor
 
 from fused_attn.core import philox
-from fused_attn.core.layout import gradient_layout
+from fused_attn.core.call import AttentionCall
+from fused_attn.core.flat import empty_strided
 from fused_attn.core.torch_state import statistics_dtype
-from fused_attn.masks.spec import MaskSpec, materialize, of_head
+from fused_attn.masks.materialize import materialize, of_head
 
 
 def attention_weights_bwd(
-    grad_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
+    call: AttentionCall,
     lse: Tensor,
     lse_low: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
+    grad_weights: Tensor,
     average: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cpp.attention_weights_bwd`: with P = exp(S - lse) and G the gradient of the weights after
-    dropout, dS = P (G - rowsum(P G))."""
+    """As `Backend.attention_weights_bwd`: with P = exp(S - lse) and G the gradient of the weights
+    after dropout, dS = P (G - rowsum(P G))."""
+    query, key, spec, scale, softcap = call.query, call.key, call.mask, call.scale, call.softcap
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_k, group = key.shape[2], num_heads // max(key.shape[1], 1)
     dtype = statistics_dtype(query.dtype)
@@ -53,12 +49,11 @@ def attention_weights_bwd(
         scores = scores if bias is None else scores + bias[:, 0]
         weights = torch.exp(scores - lse[:, h, :, None]) * torch.exp(-lse_low[:, h, :, None])
         grad = grad_weights.to(dtype) / num_heads if average else grad_weights[:, h].to(dtype)
-        if dropout_p > 0.0:
-            assert seed is not None
-            keep = philox.attention_keep(
-                seed, dropout_p, batch, num_heads, seqlen_q, seqlen_k, heads=slice(h, h + 1)
-            )
-            grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(dropout_p))
+        if call.dropout_p > 0.0:
+            assert call.seed is not None
+            sizes = (batch, num_heads, seqlen_q, seqlen_k)
+            keep = philox.attention_keep(call.seed, call.dropout_p, *sizes, heads=slice(h, h + 1))
+            grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(call.dropout_p))
         if visible is not None:
             weights, grad = (t.masked_fill(~visible, 0.0) for t in (weights, grad))
         grad = weights * (grad - (weights * grad).sum(-1, keepdim=True))
@@ -68,11 +63,7 @@ def attention_weights_bwd(
         grad = grad if tanh is None else grad * (1.0 - tanh * tanh)
         grad_query[:, h] = grad @ k * scale
         grad_key[:, h // group] += grad.transpose(-2, -1) @ q * scale
-    if needs_bias and spec.bias is not None:
-        grad_bias = grad_bias.to(spec.bias.dtype)
-    return _laid_out(grad_query, query.dtype), _laid_out(grad_key, key.dtype), grad_bias
-
-
-def _laid_out(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    shape, strides = gradient_layout(grad)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=grad.device).copy_(grad)
+    grads = call.gradients(empty_strided, needs_bias)
+    for grad, sums in ((grads.query, grad_query), (grads.key, grad_key), (grads.bias, grad_bias)):
+        grad.copy_(sums)
+    return grads.query, grads.key, grads.bias

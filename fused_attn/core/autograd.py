@@ -1,309 +1,287 @@
-"""autograd.Function classes around the ops.
+"""autograd.Functions around the ops.
 
-The backward of each is itself a Function, whose backward differentiates the reference: first
-order runs on the kernels, higher orders on eager math with the same dropout mask.
+First order runs on the kernels; the backward of a backward differentiates the reference in eager
+math, with the same dropout mask. A call goes into `apply` whole, and its tensors beside it, where
+autograd and torch.compile see them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_attn.backends import get_backend, reference
+from fused_attn.backends import Backend, reference
 from fused_attn.core import ops
+from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
+from fused_attn.core.flat import Flat
 from fused_attn.core.layout import readable_in_place
-from fused_attn.masks.spec import NUM_SPEC_FIELDS, NUM_SPEC_INTEGERS, MaskSpec, with_summaries
-
-_NUM_SCALARS = NUM_SPEC_INTEGERS + 3  # and scale, softcap, dropout_p
+from fused_attn.masks.spec import with_summaries
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """out, lse by the kernels of a backend; see `reference.attention`."""
-    query, key, value = (readable_in_place(t) for t in (query, key, value))
-    spec = with_summaries(spec, get_backend(backend).tile_summary)
-    args = (query, key, value, *spec.flat(), scale, softcap, dropout_p, seed, backend)
-    if not _needs_grad(query, key, value, spec.bias):
-        return ops.attention_fwd(*args, False)[:2]
-    return _Attention.apply(*args)[:2]
+def attention(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    if backend.differentiable:
+        return backend.attention_fwd(call, False)[:2]
+    call = _readable(call, backend)
+    if _needs_grad(call):
+        return _Attention.apply(call, backend, *call.tensors())[:2]
+    return ops.attention_fwd(call, backend, False)[:2]
 
 
 def attention_with_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    average: bool,
-    backend: str,
+    call: AttentionCall, average: bool, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """out, and the weights that made it; see `reference.attention_weights`."""
-    query, key, value = (readable_in_place(t) for t in (query, key, value))
-    spec = with_summaries(spec, get_backend(backend).tile_summary)
-    options = (*spec.flat(), scale, softcap, dropout_p, seed)
-    args = (query, key, value, *options, backend)
-    if _needs_grad(query, key, value, spec.bias):
-        out, lse, lse_low = _Attention.apply(*args)
+    """out, and the weights that made it."""
+    if backend.differentiable:
+        out, lse, lse_low = backend.attention_fwd(call, True)
+        return out, backend.attention_weights(call, lse, lse_low, average)
+    call = _readable(call, backend)
+    needs_grad = _needs_grad(call)
+    if needs_grad:
+        out, lse, lse_low = _Attention.apply(call, backend, *call.tensors())
     else:
-        out, lse, lse_low = ops.attention_fwd(*args, True)
+        out, lse, lse_low = ops.attention_fwd(call, backend, True)
     # The weights are a function of query, key and bias: that lse is known is no business of theirs.
-    weights = _Weights.apply if _needs_grad(query, key, spec.bias) else ops.attention_weights
-    return out, weights(query, key, lse.detach(), lse_low, *options, average, backend)
+    lse = lse.detach()
+    if needs_grad:
+        return out, _Weights.apply(call, lse, lse_low, average, backend, *call.tensors())
+    return out, ops.attention_weights(call, lse, lse_low, average, backend)
 
 
-def norm(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    dropout_p: float,
-    seed: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """out and residual + dropout(input) by the kernels of a backend; see `reference.norm`."""
-    args = (input, residual, weight, bias, eps, rms, dropout_p, seed, backend)
-    if _needs_grad(input, residual, weight, bias):
-        out, total, _, _ = _Norm.apply(*args)
+def norm(call: NormCall, backend: Backend) -> tuple[Tensor, Tensor]:
+    """out and residual + dropout(input)."""
+    if backend.differentiable:
+        out, total = backend.norm_fwd(call)[:2]
+    elif _needs_grad(call):
+        out, total = _Norm.apply(call, backend, *call.tensors())[:2]
     else:
-        out, total, _, _ = ops.norm_fwd(*args)
-    has_total = residual is not None or dropout_p > 0.0
-    return out, total if has_total else input
+        out, total = ops.norm_fwd(call, backend)[:2]
+    return out, total if call.has_total else call.input
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _readable(call: AttentionCall, backend: Backend) -> AttentionCall:
+    """The call as kernels read it."""
+    q, k, v = (readable_in_place(t) for t in (call.query, call.key, call.value))
+    mask = with_summaries(call.mask, backend.tile_summary)
+    if q is call.query and k is call.key and v is call.value and mask is call.mask:
+        return call
+    return replace(call, query=q, key=k, value=v, mask=mask)
+
+
+def _needs_grad(call: Flat) -> bool:
+    return torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in call.tensors()
+    )
+
+
+def _wanted(ctx: Any, name: str) -> bool:
+    """Whether the backward has to give a gradient of a tensor of the call, which came last."""
+    tensors = ctx.call.TENSORS
+    return ctx.needs_input_grad[tensors.index(name) - len(tensors)]
 
 
 # forward takes ctx: with a setup_context of its own, apply would inspect signatures at every call,
-# which takes longer than a small kernel. (No functorch transform comes here, see _modes.)
+# which takes longer than a small kernel. (No functorch transform comes here, see torch_state.)
 
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = ops.attention_fwd(*inputs, True)
-        query, key, value, *options, seed, backend = inputs
-        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
+    def forward(
+        ctx: Any, call: AttentionCall, backend: Backend, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        outputs = ops.attention_fwd(call, backend, True)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(query, key, value, *output, seed, *tensors)
-        ctx.scalars, ctx.backend = scalars, backend
-        return output
+        ctx.mark_non_differentiable(outputs.lse_low)
+        ctx.save_for_backward(*outputs, *tensors)
+        ctx.call, ctx.backend = call.without_tensors(), backend
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
-        query, key, value, out, lse, lse_low, seed, *tensors = ctx.saved_tensors
-        nothing = (None,) * (len(tensors) - 1 + len(ctx.scalars) + 2)
         if grad_out is None and grad_lse is None:
-            return (None, None, None, None, *nothing)
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        needs_bias = ctx.needs_input_grad[3]
-        args = (
-            grad_out, grad_lse, query, key, value, out, lse, lse_low, *tensors, *ctx.scalars, seed,
-            needs_bias, ctx.backend,
-        )  # fmt: skip
-        grads = _run_backward(_AttentionBackward, ops.attention_bwd, args)
-        return (*grads[:3], grads[3] if needs_bias else None, *nothing)
+            return (None, None, *ctx.call.by_tensor())
+        out, lse, lse_low, *tensors = ctx.saved_tensors
+        call, outputs = ctx.call.with_tensors(tensors), AttentionOutputs(out, lse, lse_low)
+        given = torch.zeros_like(out) if grad_out is None else grad_out
+        needs_bias = _wanted(ctx, "bias")
 
+        def run() -> Any:
+            return ops.attention_bwd(call, outputs, given, grad_lse, needs_bias, ctx.backend)
 
-class _AttentionBackward(Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        grad_out, grad_lse, query, key, value, _, _, _, *options, seed, _, _ = inputs
-        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad_out, grad_lse, query, key, value, seed, *tensors)
-        ctx.scalars = scalars
-        return ops.attention_bwd(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
-        grad_out, grad_lse, query, key, value, seed, bias, *tensors = ctx.saved_tensors
-        *integers, scale, softcap, dropout_p = ctx.scalars
-
-        def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Any:
-            spec = MaskSpec(bias, *tensors, *integers)
-            assert len(spec.flat()) == NUM_SPEC_FIELDS
-            return reference.attention(query, key, value, spec, scale, softcap, dropout_p, seed)
-
-        grads = _second_order(run, (query, key, value, bias), (grad_out, grad_lse), grad_grads)
-        (grad_query, grad_key, grad_value, grad_bias), (grad_grad_out, grad_grad_lse) = grads
-        nothing = (None,) * (len(tensors) + len(ctx.scalars) + 3)
-        return (
-            grad_grad_out, grad_grad_lse, grad_query, grad_key, grad_value, None, None, None,
-            grad_bias, *nothing,
-        )  # fmt: skip
+        grads = _differentiated(
+            run, call, call.DIFFERENTIABLE, (given, grad_lse), reference.attention
+        )
+        by_name = dict(zip(call.DIFFERENTIABLE, grads, strict=True))
+        if not needs_bias:
+            del by_name["bias"]
+        return (None, None, *call.by_tensor(**by_name))
 
 
 class _Weights(Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, lse, lse_low, *options, seed, average, backend = inputs
-        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
-        ctx.save_for_backward(query, key, lse, lse_low, seed, *tensors)
-        ctx.scalars, ctx.average, ctx.backend = scalars, average, backend
-        return ops.attention_weights(*inputs)
+    def forward(
+        ctx: Any,
+        call: AttentionCall,
+        lse: Tensor,
+        lse_low: Tensor,
+        average: bool,
+        backend: Backend,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(lse, lse_low, *tensors)
+        ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
+        return ops.attention_weights(call, lse, lse_low, average, backend)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
-        query, key, lse, lse_low, seed, *tensors = ctx.saved_tensors
-        needs_bias = ctx.needs_input_grad[4]
-        args = (
-            grad_weights, query, key, lse, lse_low, *tensors, *ctx.scalars, seed, ctx.average,
-            needs_bias, ctx.backend,
-        )  # fmt: skip
-        grads = _run_backward(_WeightsBackward, ops.attention_weights_bwd, args)
-        nothing = (None,) * (len(tensors) - 1 + len(ctx.scalars) + 3)
-        return (*grads[:2], None, None, grads[2] if needs_bias else None, *nothing)
+        lse, lse_low, *tensors = ctx.saved_tensors
+        call, average = ctx.call.with_tensors(tensors), ctx.average
+        needs_bias = _wanted(ctx, "bias")
 
+        def run() -> Any:
+            return ops.attention_weights_bwd(
+                call, lse, lse_low, grad_weights, average, needs_bias, ctx.backend
+            )
 
-class _WeightsBackward(Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        grad_weights, query, key, _, _, *options, seed, average, _, _ = inputs
-        tensors, scalars = options[:-_NUM_SCALARS], options[-_NUM_SCALARS:]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad_weights, query, key, seed, *tensors)
-        ctx.scalars, ctx.average = scalars, average
-        return ops.attention_weights_bwd(*inputs)
+        def weights(call: AttentionCall) -> tuple[Tensor]:
+            return (reference.attention_weights(call, average),)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
-        grad_weights, query, key, seed, bias, *tensors = ctx.saved_tensors
-        *integers, scale, softcap, dropout_p = ctx.scalars
-
-        def run(query: Tensor, key: Tensor, bias: Tensor | None) -> Any:
-            spec = MaskSpec(bias, *tensors, *integers)
-            options = (scale, softcap, dropout_p, seed, ctx.average)
-            return (reference.attention_weights(query, key, spec, *options),)
-
-        grads = _second_order(run, (query, key, bias), (grad_weights,), grad_grads)
-        (grad_query, grad_key, grad_bias), (grad_grad,) = grads
-        nothing = (None,) * (len(tensors) + len(ctx.scalars) + 4)
-        return (grad_grad, grad_query, grad_key, None, None, grad_bias, *nothing)
+        grads = _differentiated(run, call, ("query", "key", "bias"), (grad_weights,), weights)
+        by_name = {"query": grads[0], "key": grads[1]}
+        if needs_bias:
+            by_name["bias"] = grads[2]
+        return (None, None, None, None, None, *call.by_tensor(**by_name))
 
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = ops.norm_fwd(*inputs)
-        input, residual, weight, bias, eps, rms, dropout_p, seed, backend = inputs
-        _, total, mean, rstd = output
+    def forward(
+        ctx: Any, call: NormCall, backend: Backend, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        outputs = ops.norm_fwd(call, backend)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(mean, rstd)
-        # Second order differentiates the reference, which starts from input and residual; the
-        # kernel needs the sum alone, which is input where nothing was added.
-        has_total = residual is not None or dropout_p > 0.0
-        ctx.save_for_backward(
-            total if has_total else input, input, residual, weight, bias, mean, rstd, seed
-        )
-        ctx.options = (eps, rms, dropout_p, backend)
-        return output
+        ctx.mark_non_differentiable(outputs.mean, outputs.rstd)
+        # The kernel needs the sum alone, which is input where nothing was added; second order
+        # differentiates the reference, which starts from input and residual.
+        total = outputs.total if call.has_total else call.input
+        ctx.save_for_backward(total, outputs.mean, outputs.rstd, *tensors)
+        ctx.call, ctx.backend = call.without_tensors(), backend
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None, *_: Any) -> Any:
-        total, input, residual, weight, bias, mean, rstd, seed = ctx.saved_tensors
-        eps, rms, dropout_p, backend = ctx.options
-        nothing = (None,) * 5
-        if residual is None and dropout_p == 0.0:
+        total, mean, rstd, *tensors = ctx.saved_tensors
+        call = ctx.call.with_tensors(tensors)
+        if not call.has_total:
             grad_total = None  # of the empty output; torch.compile hands zeros in
         if grad_out is None and grad_total is None:
-            return (None, None, None, None, *nothing)
-        if grad_out is None:
-            grad_out = torch.zeros_like(total)
-        args = (
-            grad_out, grad_total, total, weight, mean, rstd, rms, dropout_p, seed,
-            ctx.needs_input_grad[2], ctx.needs_input_grad[3], backend,
-        )  # fmt: skip
-        if _records():
-            grads = _NormBackward.apply(*args, input, residual, bias, eps)
-        else:
-            grads = ops.norm_bwd(*args)
-        grad_input, grad_residual, grad_weight, grad_bias = grads
-        return (
-            grad_input if dropout_p > 0.0 else grad_residual,
-            None if residual is None else grad_residual,
-            _like(grad_weight, weight) if ctx.needs_input_grad[2] else None,
-            _like(grad_bias, bias) if ctx.needs_input_grad[3] else None,
-            *nothing,
-        )
+            return (None, None, *call.by_tensor())
+        given = torch.zeros_like(total) if grad_out is None else grad_out
+        of_total = replace(call, input=total, residual=None)
+        needs = _wanted(ctx, "weight"), _wanted(ctx, "bias")
+
+        def run() -> Any:
+            return ops.norm_bwd(of_total, mean, rstd, given, grad_total, *needs, ctx.backend)
+
+        # Without dropout the gradient of input is that of the sum, and so is residual's.
+        dropped = call.dropout_p > 0.0
+        of_sum = "residual" if call.residual is not None else None if dropped else "input"
+        names = ("input" if dropped else None, of_sum, "weight", "bias")
+        grads = _differentiated(run, call, names, (given, grad_total), reference.norm)
+        by_name = {"input": grads[0] if dropped else grads[1]}
+        if call.residual is not None:
+            by_name["residual"] = grads[1]
+        if call.weight is not None and needs[0]:
+            by_name["weight"] = grads[2].to(call.weight.dtype)
+        if call.bias is not None and needs[1]:
+            by_name["bias"] = grads[3].to(call.bias.dtype)
+        return (None, None, *call.by_tensor(**by_name))
 
 
-class _NormBackward(Function):
+# ---- second order -------------------------------------------------------------------------------
+
+Names = tuple[str | None, ...]
+Reference = Callable[[Any], Sequence[Tensor]]
+
+
+def _differentiated(
+    run: Callable[[], tuple[Tensor, ...]],
+    call: Flat,
+    names: Names,
+    grad_outputs: tuple[Tensor | None, ...],
+    function: Reference,
+) -> tuple[Tensor, ...]:
+    """run(), which can itself be differentiated where the backward runs with create_graph=True.
+
+    Args:
+        run: computes gradients of function(call) under grad_outputs, by the kernels.
+        names: the tensor of the call that each gradient is of; None for one that is not to be.
+        grad_outputs: one for each output of function, None where there is none.
+        function: the same as a differentiable function of the call.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return run()
+    what = (run, call.without_tensors(), names, len(grad_outputs), function)
+    return _Backward.apply(*what, *grad_outputs, *call.tensors())
+
+
+class _Backward(Function):
+    """A backward pass by the kernels, whose own backward differentiates the reference."""
+
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        grad_out, grad_total, _, weight, _, _, rms, dropout_p, seed, *_ = inputs
-        input, residual, bias, eps = inputs[12:]
+    def forward(
+        ctx: Any,
+        run: Callable[[], tuple[Tensor, ...]],
+        call: Flat,
+        names: Names,
+        num_outputs: int,
+        function: Reference,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad_out, grad_total, input, residual, weight, bias, seed)
-        ctx.options = (eps, rms, dropout_p)
-        return ops.norm_bwd(*inputs[:12])
+        ctx.save_for_backward(*tensors)
+        ctx.what = (call, names, num_outputs, function)
+        return tuple(run())
 
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
-        grad_out, grad_total, input, residual, weight, bias, seed = ctx.saved_tensors
+        call, names, num_outputs, function = ctx.what
+        grad_outputs = ctx.saved_tensors[:num_outputs]
+        tensors = list(ctx.saved_tensors[num_outputs:])
+        indices = [call.TENSORS.index(name) for name in call.DIFFERENTIABLE]
+        of_name = {n: g for n, g in zip(names, grad_grads, strict=True) if n is not None}
 
-        def run(
-            input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
-        ) -> Any:
-            eps, rms, dropout_p = ctx.options
-            return reference.norm(input, residual, weight, bias, eps, rms, dropout_p, seed)
+        def run(*inputs: Tensor | None) -> Sequence[Tensor]:
+            for index, tensor in zip(indices, inputs, strict=True):
+                tensors[index] = tensor
+            return function(call.with_tensors(tensors))
 
-        order = list(grad_grads)
-        if ctx.options[2] == 0.0:  # the gradient of input is residual's, and came as that
-            order[0], order[1] = (order[1], None) if residual is None else (None, order[1])
-        grads = _second_order(run, (input, residual, weight, bias), (grad_out, grad_total), order)
-        (grad_input, grad_residual, grad_weight, grad_bias), (grad_grad_out, grad_grad_total) = (
-            grads
+        for_inputs, for_outputs = _second_order(
+            run,
+            [tensors[index] for index in indices],
+            grad_outputs,
+            [of_name.get(name) for name in call.DIFFERENTIABLE],
         )
-        return (
-            grad_grad_out, grad_grad_total, None, grad_weight, *(None,) * 8,
-            grad_input, grad_residual, grad_bias, None,
-        )  # fmt: skip
-
-
-def _like(grad: Tensor, parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else grad.to(parameter.dtype)
-
-
-def _records() -> bool:
-    """backward runs with create_graph=True."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def _run_backward(function: Any, op: Any, args: tuple[Any, ...]) -> Any:
-    return function.apply(*args) if _records() else op(*args)
+        by_name = dict(zip(call.DIFFERENTIABLE, for_inputs, strict=True))
+        return (None,) * 5 + (*for_outputs, *call.by_tensor(**by_name))
 
 
 def _second_order(
-    run: Any,
-    inputs: tuple[Tensor | None, ...],
-    grad_outputs: tuple[Tensor | None, ...],
-    grad_grads: Any,
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
+    grad_grads: Sequence[Tensor | None],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Gradients of (gradients of run(*inputs) under grad_outputs), weighted by grad_grads.
 
     Args:
         run: differentiable function of `inputs`, with as many outputs as `grad_outputs`.
-        inputs: what it was differentiated by; None and integers stay out.
+        inputs: what it was differentiated by; None stays out.
         grad_outputs: None where there was none.
         grad_grads: one for each of inputs, None where there is none.
 
@@ -312,9 +290,9 @@ def _second_order(
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(_device_type(inputs), enabled=False):
-        inputs = tuple(_tracked(t) for t in inputs)
-        grad_outputs = tuple(_tracked(t) for t in grad_outputs)
-        kept = [i for i, t in enumerate(inputs) if t is not None]
+        inputs = [_tracked(t) for t in inputs]
+        grad_outputs = [_tracked(t) for t in grad_outputs]
+        there = [i for i, t in enumerate(inputs) if t is not None]
         known = [t for t in inputs if t is not None]
         outputs = run(*inputs)
         pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None]
@@ -326,9 +304,9 @@ def _second_order(
             allow_unused=True,
         )
         weighted = [
-            (f, grad_grads[i])
-            for i, f in zip(kept, first, strict=True)
-            if f is not None and grad_grads[i] is not None and f.requires_grad
+            (f, grad)
+            for i, f in zip(there, first, strict=True)
+            if f is not None and (grad := grad_grads[i]) is not None and f.requires_grad
         ]
         sources = known + [g for _, g in pairs]
         second: Any = (None,) * len(sources)
@@ -341,9 +319,9 @@ def _second_order(
                 allow_unused=True,
             )
     for_inputs: list[Tensor | None] = [None] * len(inputs)
-    for i, grad in zip(kept, second[: len(kept)], strict=True):
+    for i, grad in zip(there, second[: len(there)], strict=True):
         for_inputs[i] = grad
-    rest = iter(second[len(kept) :])
+    rest = iter(second[len(there) :])
     for_outputs = [None if g is None else next(rest) for g in grad_outputs]
     return for_inputs, for_outputs
 
@@ -359,5 +337,5 @@ def _tracked(tensor: Tensor | None) -> Tensor | None:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-def _device_type(tensors: tuple[Tensor | None, ...]) -> str:
+def _device_type(tensors: Sequence[Tensor | None]) -> str:
     return next(t.device.type for t in tensors if t is not None)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.core.torch_state import captured, plain_eager, readable, stream_of
+from fused_attn.core.torch_state import readable
 from fused_attn.masks import Mask
+from fused_attn.masks.memo import recall
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
@@ -35,20 +36,11 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
 def with_lengths(mask: Mask | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Mask:
     """The mask, of sequences of these lengths; kept on it, so that layers share what is derived."""
     ends = (cu_seqlens_q, cu_seqlens_k)
-    keeps = mask is not None and plain_eager(*ends) and not any(t.is_inference() for t in ends)
-    keeps = keeps and not captured(*ends)
-    versions = tuple(t._version for t in ends) if keeps else ()
-    key = ("packed", stream_of(cu_seqlens_q.device))
-    kept = mask.specs.get(key) if keeps and mask is not None else None
-    if kept is not None and kept[0] is ends[0] and kept[1] is ends[1] and kept[2] == versions:
-        return kept[3]
-    whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
     if mask is None:
-        return whole
-    whole = mask & whole
-    if keeps:
-        mask.specs[key] = (*ends, versions, whole)
-    return whole
+        return masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
+    return recall(
+        mask.memo, "packed", ends, ends[0].device, lambda: mask & with_lengths(None, *ends)
+    )
 
 
 def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

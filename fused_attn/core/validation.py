@@ -8,8 +8,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from fused_attn import masks
+from fused_attn.core import philox
+from fused_attn.core.call import AttentionCall
 from fused_attn.core.packed import check_cu_seqlens
+from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.masks.spec import MaskSpec, normalize
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -64,8 +67,8 @@ def check_max_seqlen(name: str, seqlen: int) -> None:
 
 
 def check_length(seqlen: int) -> None:
-    if seqlen >= masks.UNLIMITED:
-        raise ValueError(f"query and key must be shorter than {masks.UNLIMITED}")
+    if seqlen >= UNLIMITED:
+        raise ValueError(f"query and key must be shorter than {UNLIMITED}")
 
 
 def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
@@ -85,3 +88,61 @@ def checked_softcap(softcap: float | None) -> float:
     if not softcap > 0.0 or math.isinf(softcap):
         raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
     return float(softcap)
+
+
+def check_norm(
+    input: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> None:
+    check_float("input", input)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise ValueError(f"input must end in normalized_shape {shape}, got {tuple(input.shape)}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        check_float(name, parameter)
+        if tuple(parameter.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} (normalized_shape), got {tuple(parameter.shape)}"
+            )
+        check_same(name, "device", parameter.device, input.device, "input")
+    if residual is not None:
+        check_float("residual", residual)
+        if residual.shape != input.shape:
+            raise ValueError(
+                f"residual must have shape {tuple(input.shape)} (as input), "
+                f"got {tuple(residual.shape)}"
+            )
+        check_same("residual", "dtype", residual.dtype, input.dtype, "input")
+        check_same("residual", "device", residual.device, input.device, "input")
+
+
+def attention_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | MaskSpec | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+) -> AttentionCall:
+    """The call of tensors in their canonical form, with a new seed where it drops.
+
+    Raises:
+        ValueError, TypeError: an option is wrong, or the mask does not fit.
+    """
+    batch, num_heads, seqlen_q, head_dim = query.shape
+    dropout_p, softcap = checked_probability(dropout_p), checked_softcap(softcap)
+    scale = checked_scale(scale, head_dim)
+    check_length(max(seqlen_q, key.shape[2]))
+    if not isinstance(mask, MaskSpec):
+        mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query)
+    if mask.bias is not None and mask.bias.dtype == torch.float64 != query.dtype:
+        raise ValueError(
+            f"attn_mask must be bool, float32 or {query.dtype} (as query), got float64"
+        )
+    seed = philox.new_seed(query.device) if dropout_p > 0.0 else None
+    return AttentionCall(query, key, value, mask, scale, softcap, dropout_p, seed)

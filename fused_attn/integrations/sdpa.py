@@ -200,7 +200,7 @@ def _has_kernel(
     """Whether the choice of a backend falls on kernels; kept, as it takes as long as a call."""
     problem = AttentionProblem(device, dtype, head_dim, head_dim_v, bias_dtype)
     try:
-        return select(problem, backend) != "eager"
+        return not select(problem, backend).differentiable
     except NotImplementedError:  # the backend that is asked for does not take it
         return False
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.core.torch_state import readable
+from fused_attn.masks.memo import Memo
 
 # Larger than any sequence, and small enough that sums of a few stay inside int32, the type in
 # which kernels compare positions.
@@ -56,7 +57,8 @@ class Mask:
 
     Make one with the functions of this module. A Mask is immutable and keeps what kernels derive
     from it (tile summaries), so pass the same object to every layer that shares it. In-place
-    changes of its tensors by torch operations are noticed; through numpy or `.data` they are not.
+    changes of its tensors by torch operations are noticed; through numpy or `.data` they are not
+    (see `memo.recall`).
     """
 
     bands: tuple[_Band, ...] = ()
@@ -66,8 +68,7 @@ class Mask:
     dense_masks: tuple[Tensor, ...] = ()
     biases: tuple[Tensor, ...] = ()
     slopes: tuple[_Alibi, ...] = ()
-    specs: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    memo: Memo = field(default_factory=dict, repr=False, compare=False)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -111,10 +112,6 @@ class Mask:
         for pair in self.document_pairs:
             tensors += [pair.query_ids, pair.key_ids]
         return tensors + [alibi_.slopes for alibi_ in self.slopes]
-
-    def versions(self) -> tuple[Any, ...]:
-        """Changes with the tensors; those made in inference mode have none."""
-        return tuple((t.data_ptr(), t._version, t.requires_grad) for t in self.tensors())
 
 
 def causal(align: str = "top_left") -> Mask:

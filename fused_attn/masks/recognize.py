@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fused_attn.core.torch_state import readable
-from fused_attn.masks import Mask
-
-# Tensor that owns the memory -> (version, {where the mask lies in it: verdict}).
-_verdicts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_MAX_VIEWS = 1024  # of one tensor; a program that takes more compares again
+from fused_attn.masks.mask import Mask
+from fused_attn.masks.memo import recall_of
 
 
 def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
@@ -34,17 +30,10 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
         return False
     if mask.shape[0] != mask.shape[1] or not readable(mask):
         return False
-    if mask.is_inference():  # keeps no version
-        return _compare(mask)
+    # Slices of one tensor are other objects in each call: their owner's memo has their verdicts.
     owner = mask if mask._base is None else mask._base
-    version, verdicts = _verdicts.get(owner, (None, {}))
-    if version != mask._version or len(verdicts) >= _MAX_VIEWS:
-        verdicts = {}
-        _verdicts[owner] = (mask._version, verdicts)
-    where = (mask.dtype, mask.data_ptr(), mask.shape, mask.stride())
-    if where not in verdicts:
-        verdicts[where] = _compare(mask)
-    return verdicts[where]
+    where = ("causal", mask.dtype, mask.data_ptr(), mask.shape, mask.stride())
+    return recall_of(owner, where, [owner], lambda: _compare(mask))
 
 
 def _compare(mask: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """What kernels see of a mask: `normalize` turns a `Mask` into a `MaskSpec`.
 
-With masks.py this is the only place that knows what a mask means: a diagonal band, one row of
-bounds a sequence, documents, dense tensors and slopes.
+A diagonal band, one row of bounds a sequence, documents, dense tensors and slopes say all that a
+mask may mean.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.core.torch_state import captured, plain_eager, readable, statistics_dtype, stream_of
-from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.core.flat import Flat, flattens
+from fused_attn.core.torch_state import plain_eager, readable, statistics_dtype
+from fused_attn.masks.mask import UNLIMITED, Mask
+from fused_attn.masks.memo import recall
 
 # Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
 BOUNDS = (
@@ -29,11 +31,13 @@ BOUNDS = (
 )
 
 
+@flattens
 @dataclass(frozen=True, eq=False)
-class MaskSpec:
+class MaskSpec(Flat):
     """What kernels see of a mask, and of how sequences are packed.
 
-    Field order is the argument order of the registered ops.
+    Field order is the argument order of the registered ops, and the C++ struct MaskParams
+    (csrc/params.h) has the same names.
 
     Attributes:
         bias: float tensor added to the scores; -inf masks. Each dimension of
@@ -77,32 +81,6 @@ class MaskSpec:
             return query.shape[0], query.shape[2], key.shape[2]
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
 
-    def flat(self) -> tuple[Any, ...]:
-        """The fields in order, as the registered ops take them."""
-        return (
-            self.bias,
-            self.bias_summary,
-            self.dense,
-            self.dense_summary,
-            self.key_mask,
-            self.bounds,
-            self.query_documents,
-            self.key_documents,
-            self.slopes,
-            self.cu_seqlens_q,
-            self.cu_seqlens_k,
-            self.band_lo,
-            self.band_hi,
-            self.alibi_offset,
-            self.max_seqlen_q,
-            self.max_seqlen_k,
-        )
-
-
-_FIELDS = tuple(MaskSpec.__dataclass_fields__)
-NUM_SPEC_FIELDS = len(MaskSpec().flat())
-NUM_SPEC_INTEGERS = sum(isinstance(field, int) for field in MaskSpec().flat())  # come last
-
 
 # ---- Mask -> MaskSpec ---------------------------------------------------------------------------
 
@@ -113,22 +91,9 @@ def normalize(
     """What kernels see of `mask` for this shape; kept on the Mask, checked against its tensors."""
     if mask is None:
         return MaskSpec()
-    shape = (batch, num_heads, seqlen_q, seqlen_k)
-    tensors = mask.tensors()
-    if not plain_eager(*tensors) or any(b.requires_grad for b in mask.biases):
-        return _normalize(mask, shape, query.device)  # a spec with a graph must not be kept
-    if any(t.is_inference() for t in tensors) or captured(*tensors):  # they keep no version
-        return _normalize(mask, shape, query.device)
-    versions = mask.versions()
-    stream = stream_of(query.device)
-    key = (shape, query.device, stream, torch.is_inference_mode_enabled())
-    kept = mask.specs.get(key)
-    if kept is None or kept[0] != versions:
-        kept = (versions, _normalize(mask, shape, query.device))
-        mask.specs[key] = kept
-        for old in list(mask.specs)[:-16]:  # decoding changes seqlen_k every step: keep it bounded
-            mask.specs.pop(old, None)
-    return kept[1]
+    shape, device = (batch, num_heads, seqlen_q, seqlen_k), query.device
+    key = (shape, device)
+    return recall(mask.memo, key, mask.tensors(), device, lambda: _normalize(mask, shape, device))
 
 
 def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
@@ -146,9 +111,9 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
     if len(biases) > 1:  # the sum of 16-bit ones would be rounded before it is added
         biases = [b.to(statistics_dtype(b.dtype)) for b in biases]
     spec = MaskSpec(
-        bias=_reduce(biases, torch.add),
-        dense=_reduce(dense_masks, torch.logical_and),
-        key_mask=_reduce(key_masks, torch.logical_and),
+        bias=reduced(biases, torch.add),
+        dense=reduced(dense_masks, torch.logical_and),
+        key_mask=reduced(key_masks, torch.logical_and),
         slopes=_slopes(mask, batch, num_heads, device),
         **_documents_fields(mask, shape),
     )
@@ -193,7 +158,7 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         # Two prefix masks are the one of the shorter prefix. 0 would be plain causal, and means
         # "no prefix condition" in the table, so that case is stored as 1: key 0 is visible to
         # query 0 anyway.
-        columns["prefix_end"] = _reduce(prefixes, torch.minimum).clamp(min=1)
+        columns["prefix_end"] = reduced(prefixes, torch.minimum).clamp(min=1)
     if mask.slopes:
         if len({a.align for a in mask.slopes}) > 1:
             raise ValueError("alibi masks that are combined must have the same align")
@@ -301,102 +266,16 @@ def _sequence_lengths(
     return lengths.to(device=device, dtype=torch.int64).clamp(0, limit)
 
 
-def remake(spec: MaskSpec, tensor: Tensor) -> tuple[str, Callable[[Tensor], MaskSpec]] | None:
-    """How to make a spec anew, of another tensor that is laid out as the one it was made of.
-
-    Returns:
-        The field that the tensor is, and the function; None where the spec holds other tensors, or
-        a copy.
-    """
-    (name, *others) = (
-        name
-        for name, value in zip(_FIELDS, spec.flat(), strict=True)
-        if isinstance(value, Tensor) and not name.endswith("_summary")
-    )
-    view = getattr(spec, name)
-    if others or view.dtype != tensor.dtype or view.data_ptr() != tensor.data_ptr():
-        return None
-    shape, stride = view.shape, view.stride()
-    band_lo, band_hi, alibi_offset = spec.band_lo, spec.band_hi, spec.alibi_offset
-
-    def make(tensor: Tensor) -> MaskSpec:
-        fields: Any = {name: tensor.as_strided(shape, stride, tensor.storage_offset())}
-        return MaskSpec(band_lo=band_lo, band_hi=band_hi, alibi_offset=alibi_offset, **fields)
-
-    return name, make
-
-
-def of_head(spec: MaskSpec, h: int) -> MaskSpec:
-    """The spec of head h by itself, as if it were the only one."""
-    own: dict[str, Any] = {}
-    for name in ("bias", "dense", "key_mask", "slopes"):
-        tensor = getattr(spec, name)
-        own[name] = tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, h : h + 1]
-    return replace(spec, bias_summary=None, dense_summary=None, **own)
-
-
-# ---- what the reference sees --------------------------------------------------------------------
-
-
-def materialize(
-    spec: MaskSpec,
-    batch: int,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The mask as tensors, for the reference alone.
-
-    Returns:
-        visible, bool broadcastable to (batch, num_heads, seqlen_q, seqlen_k), and the additive
-        bias (float, same); None where there is nothing.
-    """
-    row = torch.arange(seqlen_q, device=device)[None, None, :, None]
-    column = torch.arange(seqlen_k, device=device)
-    distance = column - row
-    if spec.bounds is None:
-        offset: Any = spec.alibi_offset
-        conditions = []
-        if spec.band_lo > -UNLIMITED:
-            conditions.append(distance >= spec.band_lo)
-        if spec.band_hi < UNLIMITED:
-            conditions.append(distance <= spec.band_hi)
-    else:
-        # Each column as (batch, 1, 1, 1).
-        bound = dict(zip(BOUNDS, spec.bounds[:, :, None, None, None].unbind(1), strict=True))
-        offset = bound["alibi_offset"]
-        in_prefix = (column < bound["prefix_end"]) | (distance <= 0)
-        conditions = [
-            (column >= bound["key_begin"]) & (column < bound["key_end"]),
-            (row >= bound["query_begin"]) & (row < bound["query_end"]),
-            (distance >= bound["band_lo"]) & (distance <= bound["band_hi"]),
-            in_prefix | (bound["prefix_end"] == 0),
-        ]
-    if spec.query_documents is not None and spec.key_documents is not None:
-        pairs = spec.query_documents[:, :, None] == spec.key_documents[:, None, :]
-        conditions.append(pairs[:, None])
-    conditions += [m for m in (spec.dense, spec.key_mask) if m is not None]
-    bias_ = spec.bias
-    if bias_ is not None:
-        conditions.append(bias_ != float("-inf"))
-    if spec.slopes is not None:
-        linear = -spec.slopes[:, :, None, None].to(dtype) * (row + offset - column).abs()
-        bias_ = linear if bias_ is None else bias_ + linear
-    return _reduce(conditions, torch.logical_and), bias_
-
-
 # ---- tile summaries -----------------------------------------------------------------------------
 
 
-def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor] | None) -> MaskSpec:
+def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None]) -> MaskSpec:
     """The spec with the tile summaries of its dense tensors, computed once a spec.
 
     Args:
-        summarize: the backend's kernel; None if it uses none.
+        summarize: the backend's kernel; gives None if it uses none.
     """
-    if summarize is None or not plain_eager(spec.dense, spec.bias):
+    if not plain_eager(spec.dense, spec.bias):
         return spec
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
@@ -418,7 +297,8 @@ def _maximum(a: Any, b: Any) -> Any:
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
-def _reduce(tensors: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Any:
+def reduced(tensors: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """All of the tensors combined; None if there is none."""
     total = None
     for tensor in tensors:
         total = tensor if total is None else combine(total, tensor)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_attn import functional, masks
-from fused_attn.backends import reference
-from fused_attn.core import autograd, ops, philox
-from fused_attn.core.validation import checked_probability, checked_scale
+from fused_attn import masks
+from fused_attn.backends import problem_of, select
+from fused_attn.core import autograd
+from fused_attn.core.autocast import autocast
+from fused_attn.core.validation import attention_call
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import normalize
 
 
 def attention_with_weights(
@@ -49,15 +49,7 @@ def attention_with_weights(
     Example:
         >>> out, weights = attention_with_weights(query, key, value, is_causal=True, average=True)
     """
-    query, key, value = ops.autocast(query, key, value)
-    dropout_p = checked_probability(dropout_p)
-    batch, num_heads, seqlen_q, head_dim = query.shape
+    query, key, value = autocast(query, key, value)
     mask = masks.as_mask(attn_mask, is_causal)
-    spec = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query)
-    name = functional._select_attention(query, value, spec, backend)
-    seed = philox.new_seed(query.device) if dropout_p > 0.0 else None
-    options = (spec, checked_scale(None, head_dim), 0.0, dropout_p, seed)
-    if name == "eager":
-        out, _ = reference.attention(query, key, value, *options)
-        return out, reference.attention_weights(query, key, *options, average)
-    return autograd.attention_with_weights(query, key, value, *options, average, name)
+    call = attention_call(query, key, value, mask, None, None, dropout_p)
+    return autograd.attention_with_weights(call, average, select(problem_of(call), backend))

@@ -19,7 +19,8 @@ from fused_attn import functional, masks
 from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import materialize, normalize
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import normalize
 from fused_attn.tools import contract, timing
 from fused_attn.tools.cases import DTYPES, Shape, make_mask
 
@@ -92,9 +93,10 @@ def measure(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device, torch_dtype = torch.device(device), getattr(torch, dtype)
     problem = AttentionProblem(device, torch_dtype, shape.head_dim, shape.head_dim)
-    chosen = select(problem, backend)
+    chosen = select(problem, backend).name
     # To ask for what is chosen anyway would keep small calls away from their short cut.
-    context = contextlib.nullcontext() if chosen == select(problem) else use_backend(chosen)
+    asks = chosen != select(problem).name
+    context = use_backend(chosen) if asks else contextlib.nullcontext()
     operands = shape.operands(torch_dtype, device)
     own_mask = make_mask(mask, shape)
     own_mask = None if own_mask is None else own_mask.to(device)

@@ -116,7 +116,8 @@ def self_check(backend: str | None = None) -> list[SelfCheck]:
     """
     wanted = backend or wanted_backend()
     automatic = [name for name in available_backends() if not get_backend(name).not_automatic()]
-    names = [wanted] if wanted else [name for name in automatic if name != "eager"] or automatic
+    kernels = [name for name in automatic if not get_backend(name).differentiable]
+    names = [wanted] if wanted else kernels or automatic
     return [_checked(problem, name) for name in names for problem in _problems()]
 
 
@@ -235,7 +236,7 @@ def _version(package: str) -> str | None:
 
 def _isa() -> str:
     """The instruction set in use, or why there is none."""
-    reasons = cpp.unavailable()
+    reasons = get_backend("cpp").unavailable()
     if reasons:
         return f"none: {reasons[0]}"
     try:

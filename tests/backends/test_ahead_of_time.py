@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Container, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
 
-from fused_attn.backends import triton as backend
-from fused_attn.backends.triton import norm_host
+from fused_attn.backends import get_backend
 from fused_attn.backends.triton.tuning import WIDTHS
+from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.masks.spec import MaskSpec, normalize
+
+BACKEND = get_backend("triton")
 
 # The matrix instructions for 16-bit types: of a group of warps (64 rows), and of a warp.
 GROUP_ROWS = 64
@@ -63,17 +66,16 @@ def attention(
             cu_seqlens, cu_seqlens, max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
         )  # fmt: skip
     seed = torch.zeros((), dtype=torch.int64)
-    options = (spec, 0.1, softcap, dropout_p, seed)
+    call = AttentionCall(query, key, value, spec, 0.1, softcap, dropout_p, seed)
     decodes = seqlen_q < LENGTH
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         with compiling_for(arch) as kernels:
-            out, lse, low = backend.attention_fwd(query, key, value, *options, not decodes)
+            outputs = BACKEND.attention_fwd(call, not decodes)
             if not decodes:
-                needs_bias = spec.bias is not None
-                grads = (out, lse, query, key, value, out, lse, low)
-                backend.attention_bwd(*grads, *options, needs_bias)
+                out, lse, _ = outputs
+                BACKEND.attention_bwd(call, outputs, out, lse, spec.bias is not None)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     return kernels
@@ -159,7 +161,7 @@ def test_lengths_do_not_compile_kernels_anew():
         mask = masks.causal(align="bottom_right") & masks.padding([seqlen_k] * BATCH)
         spec = normalize(mask, BATCH, HEADS, seqlen_q, seqlen_k, query)
         with compiling_for("sm_90") as kernels:
-            backend.attention_fwd(query, key, key, spec, 0.1, 0.0, 0.0, None, False)
+            BACKEND.attention_fwd(AttentionCall(query, key, key, spec, 0.1), False)
         for kernel in kernels:
             served.setdefault(kernel.name, set()).add(kernel.hash)
     assert set(served) == {"attention_decode_kernel", "merge_parts_kernel", "attention_fwd_kernel"}
@@ -177,9 +179,10 @@ def test_weights(dtype, name, arch):
     query = torch.empty(BATCH, HEADS, LENGTH, 128, dtype=dtype)
     lse, seed = torch.empty(BATCH, HEADS, LENGTH), torch.zeros((), dtype=torch.int64)
     spec = normalize(mask_classes(dtype)[name], BATCH, HEADS, LENGTH, LENGTH, query)
+    call = AttentionCall(query, query, query, spec, 0.1, 0.0, 0.1, seed)
     with compiling_for(arch) as kernels:
         for average in (False, True):
-            backend.attention_weights(query, query, lse, lse, spec, 0.1, 0.0, 0.1, seed, average)
+            BACKEND.attention_weights(call, lse, lse, average)
     check(kernels, arch, dtype)
 
 
@@ -200,10 +203,10 @@ def test_norm(dtype, columns, arch):
     rows, weight = torch.empty(64, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
     seed = torch.zeros((), dtype=torch.int64)
     with compiling_for(arch) as kernels:
-        _, total, mean, rstd = norm_host.norm_fwd(
-            rows, rows, weight, weight, 1e-5, False, 0.1, seed
-        )
-        norm_host.norm_bwd(rows, rows, total, weight, mean, rstd, False, 0.1, seed, True, True)
+        call = NormCall(rows, rows, weight, weight, 1e-5, False, 0.1, seed)
+        _, total, mean, rstd = BACKEND.norm_fwd(call)
+        of_total = replace(call, input=total, residual=None)
+        BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
     check(kernels, arch)
     wide = "_load_dwordx4" if arch == "gfx942" else ".v4."
     assert all(wide in kernel.text for kernel in kernels)

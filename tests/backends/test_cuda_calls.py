@@ -1,4 +1,4 @@
-"""Calls of the CUDA backend that take the plan of an earlier one."""
+"""Calls of the CUDA backend, one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import fused_attn
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import cuda, registry
-from fused_attn.core import plans as _calls
 
 DEVICE = device_of("cuda")
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -23,8 +22,7 @@ HEADS, LENGTH, HEAD_DIM = 2, 100, 16
 
 
 @pytest.fixture(autouse=True)
-def _plans():
-    _calls._plans.clear()
+def _backend():
     with fused_attn.use_backend("cuda"):
         yield
 
@@ -61,19 +59,16 @@ def kernels_of(call):
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"return_lse": True}], ids=str)
-def test_second_call_is_the_first(name, options, monkeypatch):
+def test_second_call_is_the_first(name, options):
     first, second = MASKS[name](), MASKS[name]()
     if not isinstance(first, torch.Tensor):
-        second = first  # a plan is of one mask object
+        second = first  # what is kept is a Mask's
     tensors = qkv()
     F.scaled_dot_product_attention(*qkv(), first, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "normalize", lambda *_: pytest.fail("there was no plan"))
-        got = F.scaled_dot_product_attention(*tensors, second, **options)
-        kernels = kernels_of(lambda: F.scaled_dot_product_attention(*tensors, second, **options))
-    _calls._plans.clear()
+    got = F.scaled_dot_product_attention(*tensors, second, **options)
+    kernels = kernels_of(lambda: F.scaled_dot_product_attention(*tensors, second, **options))
     if isinstance(second, fused_attn.Mask):
-        second.plans.clear()
+        second.memo.clear()
     want = F.scaled_dot_product_attention(*tensors, second, **options)
     assert "attention_fwd_kernel" in kernels
     for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, want)), strict=True):
@@ -85,7 +80,6 @@ def test_decoding():
     tensors = qkv(seqlen_q=1)
     got = F.scaled_dot_product_attention(*tensors)
     assert "attention_decode_kernel" in kernels_of(lambda: F.scaled_dot_product_attention(*tensors))
-    _calls._plans.clear()
     assert torch.equal(got, F.scaled_dot_product_attention(*tensors))
 
 
@@ -93,21 +87,18 @@ def test_tensors_that_begin_elsewhere():
     """Of the same strides, but not where a chunk of 16 bytes begins."""
     query, key, value = qkv()
     want = F.scaled_dot_product_attention(query, key, value)
-    (plan,) = _calls._plans.values()
     moved = torch.empty(query.numel() + 1, dtype=query.dtype, device=DEVICE)[1:].view_as(query)
     moved.copy_(query)
     assert moved.data_ptr() % 16
     assert torch.equal(F.scaled_dot_product_attention(moved, key, value), want)
-    assert torch.equal(plan(moved, key, value, None), want)
 
 
-def test_what_is_not_read_in_place_has_a_plan():
+def test_what_is_not_read_in_place():
     for dim in (5, 16):
         tensors = [torch.randn(2, HEADS, LENGTH, dim, device=DEVICE) for _ in range(3)]
         tensors[0].requires_grad_()
         first = F.scaled_dot_product_attention(*tensors)
         assert torch.equal(F.scaled_dot_product_attention(*tensors), first)
-    assert len(_calls._plans) == 2
 
 
 def test_second_norm_is_the_first():
@@ -115,18 +106,15 @@ def test_second_norm_is_the_first():
     x, y = torch.randn(2, 30, 48, device=DEVICE)
     F.layer_norm(x, 48, weight)
     got = F.layer_norm(y, 48, weight)
-    assert len(_calls._plans) == 1
-    _calls._plans.clear()
     assert torch.equal(got, F.layer_norm(y, 48, weight))
 
 
-def test_plans_are_of_a_backend(monkeypatch):
+def test_calls_are_of_a_backend(monkeypatch):
     tensors = qkv(dtype=torch.float32)
     got = F.scaled_dot_product_attention(*tensors)
     with fused_attn.use_backend("eager"):
         assert not torch.equal(F.scaled_dot_product_attention(*tensors), got)
     assert not torch.equal(F.scaled_dot_product_attention(*tensors, backend="eager"), got)
-    assert len(_calls._plans) == 1
     monkeypatch.setattr(registry, "_override", None)
     assert not torch.equal(F.scaled_dot_product_attention(*tensors), got)
     assert torch.equal(F.scaled_dot_product_attention(*tensors, backend="cuda"), got)

@@ -11,11 +11,12 @@ if "cuda" not in BACKENDS:
 
 from helpers import device_of
 
-from fused_attn.backends import AttentionProblem, cpp, cuda
+from fused_attn.backends import AttentionProblem, get_backend
 from fused_attn.backends.cuda.attention import CHUNK_BYTES, MAX_ROW_STRIDE, in_chunks
 from fused_attn.backends.cuda.module import compiled, run
 
 DEVICE = device_of("cuda")
+CUDA = get_backend("cuda")
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 ALMOST_ALL = 0.98
 
@@ -34,7 +35,9 @@ def test_summaries_are_those_of_the_cpu(shape, visible, dtype):
             mask[0, 0, 0, 0] = float("nan")
     every_other = torch.stack([mask, mask], -1)[..., 0]
     for tensor in (mask, mask.mT.contiguous().mT, every_other):
-        assert torch.equal(cuda.tile_summary(tensor.to(DEVICE)).cpu(), cpp.tile_summary(tensor))
+        assert torch.equal(
+            CUDA.tile_summary(tensor.to(DEVICE)).cpu(), get_backend("cpp").tile_summary(tensor)
+        )
 
 
 @pytest.mark.parametrize("seqlen", [1, 32, 33, 100])
@@ -103,11 +106,11 @@ def test_errors_say_what_was_called():
 
 
 def test_choice():
-    assert cuda.not_automatic()
+    assert CUDA.not_automatic()
     problem = AttentionProblem(DEVICE, torch.float16, 256, 257)
-    assert cuda.unsupported(problem) == ["takes head_dim_v up to 256, not 257"]
+    assert CUDA.unsupported(problem) == ["takes head_dim_v up to 256, not 257"]
     for dims in ((0, 8), (8, 0)):  # rows without addresses
-        assert cuda.unsupported(AttentionProblem(DEVICE, torch.float16, *dims))
+        assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float16, *dims))
     other = torch.device("cuda" if DEVICE.type == "cpu" else "cpu")
-    assert "runs on" in cuda.unsupported(AttentionProblem(other, torch.float16, 8, 8))[0]
-    assert cuda.unsupported(AttentionProblem(DEVICE, torch.float64, 8, 8))
+    assert "runs on" in CUDA.unsupported(AttentionProblem(other, torch.float16, 8, 8))[0]
+    assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float64, 8, 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BACKENDS, assert_like_eager, device_of, short
-from test_norm import norm, tensors_of
+from norm_cases import norm, tensors_of
 
 from fused_attn import functional as F
 from fused_attn.backends.cuda import norm as cuda_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BACKENDS, assert_like_eager, device_of, short
-from test_norm import norm, tensors_of
+from norm_cases import norm, tensors_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in BACKENDS, reason="needs a GPU, or TRITON_INTERPRET=1"

@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from nn_helpers import assert_equal_in_float64, perturb, randn, random_mask, run
 
 import fused_attn
-from fused_attn.backends import cpp
+from fused_attn.backends import get_backend
 
 BATCH, LEN, EMBED, HEADS = 2, 5, 24, 3
+
+
+CPP = get_backend("cpp")
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +32,8 @@ def _nothing_compiled():
 def kernel_calls():
     """Calls of the forward kernel by the registered op, and of the backward one."""
     with (
-        mock.patch.object(cpp, "attention_fwd", wraps=cpp.attention_fwd) as forward,
-        mock.patch.object(cpp, "attention_bwd", wraps=cpp.attention_bwd) as backward,
+        mock.patch.object(CPP, "attention_fwd", wraps=CPP.attention_fwd) as forward,
+        mock.patch.object(CPP, "attention_bwd", wraps=CPP.attention_bwd) as backward,
     ):
         yield lambda: (forward.call_count, backward.call_count)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from enable_helpers import OP, counting, taken_over, torch_as_it_was  # noqa: F401
 
 import fused_attn
-from fused_attn.backends import registry
+from fused_attn.backends import Backend, registry
 from fused_attn.integrations import sdpa
 
 
@@ -105,10 +105,10 @@ assert state() == before and torch.nn.functional.scaled_dot_product_attention is
 # ---- the choice on CUDA -------------------------------------------------------------------------
 
 
-class Kernels:
+class Kernels(Backend):
     """A backend for CUDA; the ones that are there need a GPU to say so."""
 
-    tile_summary = None
+    name = "triton"
 
     def __init__(self, automatic):
         self.automatic = automatic

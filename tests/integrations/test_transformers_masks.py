@@ -22,7 +22,8 @@ from transformers.masking_utils import (  # noqa: E402
 from fused_attn import masks  # noqa: E402
 from fused_attn.integrations.transformers.masks import ModelMask, attention_mask  # noqa: E402
 from fused_attn.masks import Mask  # noqa: E402
-from fused_attn.masks.spec import materialize, normalize  # noqa: E402
+from fused_attn.masks.materialize import materialize  # noqa: E402
+from fused_attn.masks.spec import normalize  # noqa: E402
 
 SHAPE = (2, 1, 4, 6)
 PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)

@@ -9,9 +9,8 @@ import torch
 from nn_helpers import BATCH, EMBED, HEADS, LEN_Q, causal_bias, perturb, randn
 
 import fused_attn.nn as fnn
-from fused_attn import functional as F
-from fused_attn.core import plans as _calls
-from fused_attn.masks import recognize as _causal
+from fused_attn.core import validation
+from fused_attn.masks import memo, recognize
 from fused_attn.masks.recognize import is_causal_mask
 
 
@@ -19,8 +18,8 @@ from fused_attn.masks.recognize import is_causal_mask
 def compared(monkeypatch):
     """The masks whose values are looked at."""
     seen = []
-    compare = _causal._compare
-    monkeypatch.setattr(_causal, "_compare", lambda mask: seen.append(mask) or compare(mask))
+    compare = recognize._compare
+    monkeypatch.setattr(recognize, "_compare", lambda mask: seen.append(mask) or compare(mask))
     return seen
 
 
@@ -60,19 +59,19 @@ def test_slices_of_a_buffer_are_compared_once_each(compared):
 
 def test_verdicts_are_bounded_and_do_not_keep_masks_alive(compared, monkeypatch):
     gc.collect()
-    before = len(_causal._verdicts)
+    before = len(memo._of_tensors)
     mask = causal_bias(6)
     assert is_causal_mask(mask, None)
-    assert len(_causal._verdicts) == before + 1
+    assert len(memo._of_tensors) == before + 1
     compared.clear()
     del mask
     gc.collect()
-    assert len(_causal._verdicts) == before
-    monkeypatch.setattr(_causal, "_MAX_VIEWS", 2)
+    assert len(memo._of_tensors) == before
+    monkeypatch.setattr(memo, "_LIMIT_OF_TENSOR", 2)
     buffer = causal_bias(6)
     for size in (2, 3, 4, 5):
         assert is_causal_mask(buffer[:size, :size], None)
-    assert len(_causal._verdicts[buffer][1]) <= 2
+    assert len(memo._of_tensors[buffer]) <= 2
 
 
 def test_masks_without_a_version_are_compared_at_each_call(compared):
@@ -94,16 +93,14 @@ def test_masks_elsewhere_are_not_looked_at(compared):
 @pytest.mark.parametrize("kind", ["attention", "weights", "appended", "encoder", "decoder"])
 def test_modules_recognise_the_mask_of_every_step(kind, compared, monkeypatch):
     """One comparison for all calls and layers; what is attended with is a band, no dense mask."""
-    _calls._plans.clear()  # calls that look like an earlier one would not normalize
     attended = []
-    normalize = F.normalize
+    normalize = validation.normalize
 
     def spy(mask, *args):
         attended.append(mask)
         return normalize(mask, *args)
 
-    monkeypatch.setattr(F, "normalize", spy)
-    monkeypatch.setattr("fused_attn.nn.weights.normalize", spy)
+    monkeypatch.setattr(validation, "normalize", spy)
     x, mask = torch.randn(LEN_Q, BATCH, EMBED), causal_bias(LEN_Q, torch.float32)
     layer = {"d_model": EMBED, "nhead": HEADS, "dim_feedforward": 16}
     if kind == "encoder":

@@ -28,8 +28,9 @@ from torch.autograd import gradcheck, gradgradcheck
 import fused_attn.nn as fnn
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.backends import cpp
+from fused_attn.backends import cpp, get_backend
 from fused_attn.core import ops, philox
+from fused_attn.core.call import AttentionCall
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.nn.weights import attention_with_weights
 
@@ -189,33 +190,36 @@ def test_opcheck(options, average, backend):
         mask = mask & masks.bias(torch.randn(4, 20, 70, device=device))
     spec = normalize(mask, 2, 4, 20, 70, query)
     seed = philox.new_seed(device) if dropout_p else None
-    common = (*spec.flat(), 0.25, 0.0, dropout_p, seed)
-    _, lse, lse_low = ops.attention_fwd(query, key, value, *common, backend, True)
-    args = (query, key, lse, lse_low, *common, average)
-    torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, backend))
-    grad = torch.randn_like(ops.attention_weights(*args, backend))
+    call = AttentionCall(query, key, value, spec, 0.25, 0.0, dropout_p, seed)
+    _, lse, lse_low = ops.attention_fwd(call, get_backend(backend), True)
+    args = (*call.flat(), lse, lse_low)
+    torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, average, backend))
+    grad = torch.randn(call.weights_shape(average), device=device)
     torch.library.opcheck(
         torch.ops.fused_attn.attention_weights_bwd.default,
-        (grad, *args, "bias" in options, backend),
+        (*args, grad, average, "bias" in options, backend),
     )
 
 
 def test_op_errors():
     query = torch.randn(1, 2, 3, 8)
     lse = torch.zeros(1, 2, 3)
-    tail = (0.25, 0.0, 0.0, None, False, "cpp")
     op = torch.ops.fused_attn.attention_weights
     cu_seqlens = torch.tensor([0, 3])
     packed = MaskSpec(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+
+    def flat(key=query, spec=packed):
+        return AttentionCall(query, key, key, spec, 0.25).flat()
+
     with pytest.raises(ValueError, match="packed sequences have no weights"):
-        op(query, query, lse, lse, *packed.flat(), *tail)
+        op(*flat(), lse, lse, False, "cpp")
     with pytest.raises(ValueError, match=r"lse and lse_low must have shape \(1, 2, 3\)"):
-        op(query, query, lse[:, :1], lse, *MaskSpec().flat(), *tail)
+        op(*flat(spec=MaskSpec()), lse[:, :1], lse, False, "cpp")
     with pytest.raises(ValueError, match="query, key and value must fit together"):
-        op(query, query[..., :4], lse, lse, *MaskSpec().flat(), *tail)
+        op(*flat(query[..., :4], MaskSpec()), lse, lse, False, "cpp")
     with pytest.raises(ValueError, match=r"grad_weights must have shape \(1, 2, 3, 3\)"):
         torch.ops.fused_attn.attention_weights_bwd(
-            lse, query, query, lse, lse, *MaskSpec().flat(), *tail[:-1], False, "cpp"
+            *flat(spec=MaskSpec()), lse, lse, lse, False, False, "cpp"
         )
 
 

@@ -1,4 +1,4 @@
-"""Calls that take the plan of an earlier one, and memory that earlier calls have left."""
+"""Calls one after the other: the short way and the whole one, what is kept, what memory is left."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ import torch
 import fused_attn
 from fused_attn import Mask, _cpu, masks
 from fused_attn import functional as F
-from fused_attn.core import plans as _calls
-from fused_attn.masks import spec as mask_spec
-
-
-@pytest.fixture(autouse=True)
-def _no_plans():
-    _calls._plans.clear()
+from fused_attn.masks import memo
 
 
 def qkv(*shape, dtype=torch.float32):
     return [torch.randn(*shape).to(dtype) for _ in range(3)]
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    """Sends calls through the registered ops."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def whole_way(*args, **options):
+    with Watching():
+        return F.scaled_dot_product_attention(*args, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -30,11 +36,8 @@ def test_second_call_is_the_first(dtype):
     for options in ({}, {"is_causal": True}, {"scale": 0.5}, {"softcap": 3.0}):
         first, second = qkv(2, 3, 40, 16, dtype=dtype), qkv(2, 3, 40, 16, dtype=dtype)
         F.scaled_dot_product_attention(*first, **options)
-        before = len(_calls._plans)
         got = F.scaled_dot_product_attention(*second, **options)
-        assert len(_calls._plans) == before  # the plan was found
-        _calls._plans.clear()
-        assert torch.equal(got, F.scaled_dot_product_attention(*second, **options))
+        assert torch.equal(got, whole_way(*second, **options))
 
 
 def call(q, k, v, mask, **options):
@@ -63,14 +66,12 @@ def call(q, k, v, mask, **options):
     ],
     ids=["bool", "strided", "key", "expanded", "float", "transposed", "lengths", "bias"],
 )
-def test_masks_have_plans(make, options, grad):
+def test_masks_in_turn(make, options, grad):
     """Another mask of the same layout, and the same one with other values."""
     tensors = [t.requires_grad_(grad) for t in qkv(2, 3, 40, 16)]
     first = make()
     call(*tensors, first, **options)
     own = isinstance(first, Mask)
-    plans = first.plans if own else _calls._plans
-    assert len(plans) == 1
     mask = first if own else make()
     for change in (False, True):
         if change:  # in place
@@ -78,15 +79,13 @@ def test_masks_have_plans(make, options, grad):
             changed = changed if changed._base is None else changed._base
             changed.copy_(changed.flip(-1))
         got = call(*tensors, mask, **options)
-        assert len(plans) == 1
-        plans.clear()
         if own:
-            mask.specs.clear()
+            mask.memo.clear()
         for a, b in zip(got, call(*tensors, mask, **options), strict=True):
             assert torch.equal(a, b)
 
 
-def test_what_a_mask_learns_has_no_plan():
+def test_what_a_mask_learns():
     q, k, v = qkv(2, 3, 40, 16)
     bias = torch.randn(3, 40, 40, requires_grad=True)
     mask = masks.bias(torch.randn(3, 40, 40))
@@ -99,7 +98,7 @@ def test_what_a_mask_learns_has_no_plan():
     assert mask.tensors()[0].grad is not None
 
 
-def test_a_learnt_mask_does_not_take_the_plan_of_another():
+def test_a_learnt_mask_after_another():
     q, k, v = qkv(2, 2, 16, 8)
     q.requires_grad_()
     base = torch.randn(1, 1, 16, 16)
@@ -113,19 +112,18 @@ def test_a_learnt_mask_does_not_take_the_plan_of_another():
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_plans_do_not_keep_masks_alive(grad):
+def test_calls_do_not_keep_masks_alive(grad):
     q, k, v = (t.requires_grad_(grad) for t in qkv(1, 2, 16, 8))
     mask = torch.zeros(1, 2, 16, 16)
     alive = weakref.ref(mask.untyped_storage())
     for _ in range(2):
         F.scaled_dot_product_attention(q, k, v, mask)
-    assert len(_calls._plans) == 1
     mask = None
     gc.collect()
     assert alive() is None
 
 
-def test_options_that_may_change_have_no_plan():
+def test_options_that_may_change():
     q, k, v = qkv(1, 2, 16, 8)
     causal = torch.tensor(True)
     first = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -148,7 +146,7 @@ def test_options_that_may_change_have_no_plan():
         ({"query": torch.nested.nested_tensor([torch.randn(2, 16, 8)])}, "must be a dense tensor"),
     ],
 )
-def test_what_has_no_signature_gets_its_message(change, message):
+def test_what_is_refused_gets_its_message(change, message):
     q, k, v = qkv(1, 2, 16, 8)
     with pytest.raises(TypeError, match=message):
         F.scaled_dot_product_attention(**({"query": q, "key": k, "value": v} | change))
@@ -168,14 +166,12 @@ def test_second_norm_is_the_first():
         run(x)
         torch.manual_seed(0)
         got = run(y)
-        assert len(_calls._plans) == 1
-        _calls._plans.clear()
         torch.manual_seed(0)
-        assert torch.equal(got, run(y))
-        _calls._plans.clear()
+        with Watching():
+            assert torch.equal(got, run(y))
 
 
-def test_options_do_not_share_a_plan():
+def test_options_are_kept_apart():
     q, k, v = qkv(1, 2, 33, 8)
     plain = F.scaled_dot_product_attention(q, k, v)
     assert not torch.equal(plain, F.scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -185,11 +181,9 @@ def test_options_do_not_share_a_plan():
     assert not torch.equal(F.layer_norm(x, 8), F.layer_norm(x, (4, 8)))
 
 
-def test_what_watches_or_chooses_keeps_a_call_away(monkeypatch):
+def test_what_watches_or_chooses_is_heard():
     q, k, v = qkv(1, 2, 33, 8)
     plain = F.scaled_dot_product_attention(q, k, v)
-    key = next(iter(_calls._plans))
-    monkeypatch.setitem(_calls._plans, key, lambda *_: pytest.fail("the plan was taken"))
     with fused_attn.use_backend("eager"):
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), plain)
     with torch.autocast("cpu", torch.bfloat16):
@@ -203,12 +197,6 @@ def test_what_watches_or_chooses_keeps_a_call_away(monkeypatch):
     assert got.shape == (2, *q.shape)
     with pytest.raises(ValueError, match="head_dim"):
         F.scaled_dot_product_attention(q, k[..., :4], v)
-
-
-def test_plans_are_bounded():
-    for n in range(1, _calls._MAX_PLANS + 10):
-        _calls.keep(n, None, lambda: lambda *_: torch.empty(0))
-    assert len(_calls._plans) <= _calls._MAX_PLANS
 
 
 def test_pooled_outputs_are_their_own():
@@ -241,7 +229,7 @@ def test_pool_gives_the_same_memory_again():
     assert new().data_ptr() == address
 
 
-def test_a_plan_does_not_take_what_validation_refuses():
+def test_validation_comes_first():
     q, k, v = qkv(1, 2, 33, 8)
     F.scaled_dot_product_attention(q, k, v)
     with pytest.raises(TypeError, match="dropout_p"):
@@ -280,14 +268,12 @@ def test_a_graph_in_the_making_neither_takes_nor_leaves_what_is_kept(monkeypatch
 
     def kept():
         F.scaled_dot_product_attention(*x, mask)
-        return *mask.specs.values(), *mask.plans.values()
+        return [entry.value for entry in mask.memo.values()]
 
     before = kept()
     assert before
-    for module in (_calls, mask_spec):
-        monkeypatch.setattr(module, "captured", lambda *tensors: bool(tensors))
-    assert all(_calls.find(key, mask) is None for key in mask.plans)
+    monkeypatch.setattr(memo, "captured", lambda *tensors: bool(tensors))
     assert kept() == before
-    mask.specs.clear()
-    mask.plans.clear()
-    assert not kept()
+    mask.memo.clear()
+    F.scaled_dot_product_attention(*x, mask)
+    assert not mask.memo

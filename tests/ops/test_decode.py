@@ -20,8 +20,9 @@ from mask_cases import MASKS
 
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.backends import cpp
-from fused_attn.masks.spec import normalize
+from fused_attn.backends import cpp, get_backend
+from fused_attn.core.call import AttentionCall
+from fused_attn.masks.spec import MaskSpec
 
 
 def check(tensors, mask, dtype, backend="cpp", **options):
@@ -43,8 +44,8 @@ def test_is_another_kernel():
     """Rounded in another order than where a backward follows, or this file tests nothing."""
     tensors = random_qkv(1, 4, 4, 1, 2000, 64)
     q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
-    args = (q, k, v, normalize(masks.as_mask(None, False), 1, 4, 1, 2000, q), 0.3, 0.0, 0.0, None)
-    outs = [cpp.attention_fwd(*args, for_backward=flag)[0] for flag in (True, False)]
+    call = AttentionCall(q, k, v, MaskSpec(), 0.3)
+    outs = [get_backend("cpp").attention_fwd(call, flag).out for flag in (True, False)]
     assert not torch.equal(*outs)
     torch.testing.assert_close(*outs)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import BACKENDS, FLOAT64_BACKENDS, assert_like_eager, attention, random_qkv
 from mask_cases import MASKS
-from test_norm import norm, tensors_of
+from norm_cases import norm, tensors_of
 from torch.autograd import gradcheck, gradgradcheck
 
 from fused_attn import functional as F

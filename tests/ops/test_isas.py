@@ -6,10 +6,11 @@ import pytest
 import torch
 from helpers import DTYPES, ISAS, assert_like_eager, attention, random_qkv, runnable, short
 from mask_cases import MASKS
-from test_norm import norm, tensors_of
+from norm_cases import norm, tensors_of
 
 from fused_attn import functional, masks
-from fused_attn.backends import cpp
+from fused_attn.backends import cpp, get_backend
+from fused_attn.core.call import NormCall
 
 
 @pytest.fixture(params=ISAS)
@@ -43,22 +44,27 @@ def test_norm(kind, dtype, isa):
     assert_like_eager(norm(kind, dropout_p=0.2), tensors, dtype, "cpp")
 
 
+def total_of(input, residual):
+    call = NormCall(input, residual, None, None, 1.0, True)
+    return get_backend("cpp").norm_fwd(call).total
+
+
 def test_float16_conversions_are_those_of_the_processor(isa):
     """Every float16, subnormals, infinities and NaN included, goes through a norm unharmed."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = every[torch.isfinite(every)].reshape(-1, 1)
     zero = torch.zeros_like(x)
-    kept = cpp.norm_fwd(x, zero, None, None, 1.0, True, 0.0, None)[1]
+    kept = total_of(x, zero)
     assert torch.equal(kept, x + zero)
     for dtype in (torch.float16, torch.bfloat16):
         odd = torch.tensor([[float("inf")], [float("-inf")], [float("nan")]], dtype=dtype)
-        total = cpp.norm_fwd(odd, torch.zeros_like(odd), None, None, 1.0, True, 0.0, None)[1]
+        total = total_of(odd, torch.zeros_like(odd))
         assert torch.equal(total[:2], odd[:2]) and total[2].isnan().all()
     # Sums that have to be rounded: to even, over the largest, under the smallest.
     big = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)) * 3e4
     for dtype in (torch.float16, torch.bfloat16):
         a, b = big.to(dtype), big.flip(0).to(dtype) * 2**-7
-        total = cpp.norm_fwd(a, b, None, None, 1.0, True, 0.0, None)[1]
+        total = total_of(a, b)
         want = (a.float() + b.float()).to(dtype)
         torch.testing.assert_close(total, want, rtol=0.0, atol=0.0, equal_nan=True)
 

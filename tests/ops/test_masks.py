@@ -11,7 +11,8 @@ from helpers import BACKENDS, device_of
 
 from fused_attn import functional as F
 from fused_attn import masks
-from fused_attn.masks.spec import materialize, normalize
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import normalize
 
 BATCH, HEADS, LEN_Q, LEN_K = 2, 2, 6, 9
 
@@ -160,7 +161,7 @@ def test_copies_do_not_take_over_what_is_kept():
     x, y = torch.randn(BATCH, HEADS, LEN_Q, 4), torch.randn(BATCH, HEADS, LEN_K, 4)
     F.scaled_dot_product_attention(x, y, y, mask)
     for twin in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
-        assert not twin.specs
+        assert not twin.memo
         twin.dense_masks[0][:, 4:] = False
         want = F.scaled_dot_product_attention(x, y[:, :, :4], y[:, :, :4])
         torch.testing.assert_close(F.scaled_dot_product_attention(x, y, y, twin), want)
@@ -177,9 +178,9 @@ EVERY_CONDITION = (
 def test_to_moves_every_tensor_and_nothing_else(device):
     x, y = torch.randn(BATCH, HEADS, LEN_Q, 4), torch.randn(BATCH, HEADS, LEN_K, 4)
     F.scaled_dot_product_attention(x, y, y, EVERY_CONDITION)
-    assert EVERY_CONDITION.specs
+    assert EVERY_CONDITION.memo
     moved = EVERY_CONDITION.to(device)
-    assert not moved.specs and moved.to(device) is moved
+    assert not moved.memo and moved.to(device) is moved
     assert {t.device.type for t in moved.tensors()} == {device}
     assert [t.shape for t in moved.tensors()] == [t.shape for t in EVERY_CONDITION.tensors()]
     assert moved.bands == EVERY_CONDITION.bands

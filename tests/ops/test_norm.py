@@ -13,40 +13,13 @@ from helpers import (
     leaves_of,
     short,
 )
+from norm_cases import norm, tensors_of
 
 from fused_attn import functional as F
 
 # rows, columns: one element, odd sizes around a vector, more rows than parts of the weight sum,
 # a row of 64 Ki elements.
 SHAPES = [(1, 1), (3, 16), (5, 37), (130, 96), (1100, 33), (2, 65536)]
-
-
-def norm(kind: str, **options):
-    """function(backend)(input, residual, weight, norm_bias) for `assert_like_eager`."""
-
-    def of(backend):
-        def call(input, residual=None, weight=None, norm_bias=None):
-            columns = input.shape[-1]
-            common = {"residual": residual, "return_residual": True, "backend": backend, **options}
-            if kind == "layer_norm":
-                return F.layer_norm(input, columns, weight, norm_bias, 1e-5, **common)
-            return F.rms_norm(input, columns, weight, 1e-6, **common)
-
-        return call
-
-    return of
-
-
-def tensors_of(kind, shape, residual, affine):
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"input": torch.randn(shape, generator=generator) * 2 + 1}
-    if residual:
-        tensors["residual"] = torch.randn(shape, generator=generator)
-    if affine:
-        tensors["weight"] = torch.rand(shape[1], generator=generator) + 0.5
-        if kind == "layer_norm":
-            tensors["norm_bias"] = torch.randn(shape[1], generator=generator)
-    return tensors
 
 
 @ONE_16_BIT_TYPE

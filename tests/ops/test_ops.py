@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import BACKENDS, device_of, random_qkv
@@ -12,14 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import fused_attn
 from fused_attn import functional as F
 from fused_attn import masks
+from fused_attn.backends import get_backend
 from fused_attn.core import ops, philox
+from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.masks import spec as mask_spec
 
 SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
 
 
-def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0, for_backward=True):
-    """The arguments of attention_fwd."""
+def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
     there = device_of(backend)
     query, key, value = (t.to(there) for t in random_qkv(*SHAPE, 16, 24).values())
     whole = None if mask is None else MASKS[mask](2, 4, *SHAPE[3:]).to(there)
@@ -28,7 +31,7 @@ def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0, for
         whole = own if whole is None else whole & own
     spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query)
     seed = philox.new_seed(there) if dropout_p else None
-    return (query, key, value, *spec.flat(), 0.25, softcap, dropout_p, seed, backend, for_backward)
+    return AttentionCall(query, key, value, spec, 0.25, softcap, dropout_p, seed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -45,19 +48,17 @@ def op_arguments(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0, for
     ids=str,
 )
 def test_opcheck_attention(options, backend):
-    args = op_arguments(backend, **options)
-    torch.library.opcheck(torch.ops.fused_attn.attention_fwd.default, args)
-    if not options.get("for_backward", True):
+    for_backward = options.pop("for_backward", True)
+    call, attention = call_of(backend, **options), torch.ops.fused_attn
+    torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), for_backward, backend))
+    if not for_backward:
         return
-    out, lse, lse_low = ops.attention_fwd(*args)
+    outputs = ops.attention_fwd(call, get_backend(backend), True)
+    out, lse, _ = outputs
+    needs_bias = options.get("bias", False)
     for grad_lse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(
-            torch.ops.fused_attn.attention_bwd.default,
-            (
-                torch.randn_like(out), grad_lse, *args[:3], out, lse, lse_low, *args[3:-2],
-                options.get("bias", False), backend,
-            ),
-        )  # fmt: skip
+        rest = (*outputs, torch.randn_like(out), grad_lse, needs_bias, backend)
+        torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -70,14 +71,12 @@ def test_opcheck_norm(residual, rms, dropout_p, backend):
         for shape, wanted in (((6, 20), True), ((6, 20), residual), ((20,), True), ((20,), not rms))
     )
     seed = philox.new_seed(x.device) if dropout_p else None
-    args = (x, other, weight, bias, 1e-5, rms, dropout_p, seed, backend)
-    torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, args)
-    _, total, mean, rstd = ops.norm_fwd(*args)
-    total = total if total.numel() else x
-    torch.library.opcheck(
-        torch.ops.fused_attn.norm_bwd.default,
-        (x, None, total, weight, mean, rstd, rms, dropout_p, seed, True, not rms, backend),
-    )
+    call = NormCall(x, other, weight, bias, 1e-5, rms, dropout_p, seed)
+    torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, (*call.flat(), backend))
+    _, total, mean, rstd = ops.norm_fwd(call, get_backend(backend))
+    of_total = replace(call, input=total if call.has_total else x, residual=None)
+    rest = (mean, rstd, x, None, True, not rms, backend)
+    torch.library.opcheck(torch.ops.fused_attn.norm_bwd.default, (*of_total.flat(), *rest))
 
 
 def attend(query, key, value, bias, lengths):
@@ -254,11 +253,11 @@ def test_masks_keep_their_summary_and_notice_changes():
     mask = masks.dense(visible)
     x = torch.randn(1, 1, 200, 8)
     full = F.scaled_dot_product_attention(x, x, x, mask)
-    (kept,) = mask.specs.values()
-    summary = kept[1].dense_summary
+    (kept,) = mask.memo.values()
+    summary = kept.value.dense_summary
     F.scaled_dot_product_attention(x, x, x, mask)
-    (again,) = mask.specs.values()
-    assert again[1].dense_summary is summary
+    (again,) = mask.memo.values()
+    assert again.value.dense_summary is summary
     visible[:, 100:] = False
     half = F.scaled_dot_product_attention(x, x, x, mask)
     assert not torch.equal(full, half)

@@ -10,7 +10,8 @@ from mask_cases import MASKS
 
 from fused_attn import masks
 from fused_attn.backends import cpp
-from fused_attn.masks.spec import materialize, normalize
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import normalize
 
 SHAPE = (3, 2, 301, 650)  # batch, num_heads, seqlen_q, seqlen_k
 # Document ranges overlap where ids are shuffled, and a summary cell may be larger than a tile.

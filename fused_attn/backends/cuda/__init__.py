@@ -2,68 +2,101 @@
 
 module.py               the compiled module, or its emulation in the tests
 attention.py, norm.py   tensors to the fields of csrc/params.h
-calls.py                the same for calls that look like an earlier one
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fused_attn.backends import weights_bwd
-from fused_attn.backends.cuda.attention import (
-    attention_bwd,
-    attention_decode,
-    attention_fwd,
-    attention_weights,
-    tile_summary,
-)
-from fused_attn.backends.cuda.calls import attention_call
+from fused_attn.backends.base import Backend, CacheUpdate
+from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import emulated, unavailable, use_module
-from fused_attn.backends.cuda.norm import norm_bwd, norm_fwd
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
+from fused_attn.core.call import (
+    AttentionCall,
+    AttentionGradients,
+    AttentionOutputs,
+    NormCall,
+    NormGradients,
+    NormOutputs,
+)
 
-__all__ = [
-    "attention_bwd",
-    "attention_call",
-    "attention_decode",
-    "attention_fwd",
-    "attention_weights",
-    "attention_weights_bwd",
-    "emulated",
-    "norm_bwd",
-    "norm_fwd",
-    "not_automatic",
-    "tile_summary",
-    "unavailable",
-    "unsupported",
-    "use_module",
-]
+__all__ = ["CudaBackend", "emulated", "use_module"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
 
-def unsupported(problem: Problem) -> list[str]:
-    """Why this backend does not take a problem; empty if it does."""
-    reasons = unavailable()
-    device, own = problem.device.type, "cpu" if emulated() else "cuda"
-    if device != own:
-        reasons.append(f"runs on {own}, not on {device}")
-    elif device == "cuda" and not reasons:
-        reasons += too_old(problem.device)
-    if isinstance(problem, AttentionProblem) and 0 in (problem.head_dim, problem.head_dim_v):
-        reasons.append("takes no head_dim of 0")  # its rows have no addresses
-    return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
+class CudaBackend(Backend):
+    """Kernels in CUDA C++, compiled with the package."""
 
+    name = "cuda"
 
-def not_automatic() -> list[str]:
-    """Why this backend is chosen only where it is asked for by name."""
-    return ["has not run on a GPU yet: it is chosen by name only"]
+    def unavailable(self) -> list[str]:
+        return unavailable()
 
+    def unsupported(self, problem: Problem) -> list[str]:
+        reasons = self.unavailable()
+        device, own = problem.device.type, "cpu" if emulated() else "cuda"
+        if device != own:
+            reasons.append(f"runs on {own}, not on {device}")
+        elif device == "cuda" and not reasons:
+            reasons += too_old(problem.device)
+        if isinstance(problem, AttentionProblem) and 0 in (problem.head_dim, problem.head_dim_v):
+            reasons.append("takes no head_dim of 0")  # its rows have no addresses
+        return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-def attention_weights_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cpp.attention_weights_bwd`, in eager math."""
-    return weights_bwd.attention_weights_bwd(*args)
+    def not_automatic(self) -> list[str]:
+        return ["has not run on a GPU yet: it is chosen by name only"]
+
+    def tile_summary(self, tensor: Tensor) -> Tensor:
+        return attention.tile_summary(tensor)
+
+    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+        outputs = call.outputs(self.empty, for_backward)
+        attention.attention_fwd(call, outputs)
+        return outputs
+
+    def attention_bwd(
+        self,
+        call: AttentionCall,
+        outputs: AttentionOutputs,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs_bias: bool,
+    ) -> AttentionGradients:
+        grads = call.gradients(self.empty, needs_bias)
+        attention.attention_bwd(call, outputs, grad_out, grad_lse, grads)
+        return grads
+
+    def attention_weights(
+        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+    ) -> Tensor:
+        weights = call.weights(self.empty, average)
+        attention.attention_weights(call, lse, lse_low, average, weights)
+        return weights
+
+    def attention_decode(
+        self, call: AttentionCall, update: CacheUpdate
+    ) -> tuple[Tensor, Tensor] | None:
+        return attention.attention_decode(call, update, self.empty)
+
+    def norm_fwd(self, call: NormCall) -> NormOutputs:
+        outputs = call.outputs(self.empty)
+        norm.norm_fwd(call, outputs)
+        return outputs
+
+    def norm_bwd(
+        self,
+        call: NormCall,
+        mean: Tensor,
+        rstd: Tensor,
+        grad_out: Tensor,
+        grad_total: Tensor | None,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> NormGradients:
+        grads = call.gradients(self.empty, needs_weight, needs_bias)
+        norm.norm_bwd(call, mean, rstd, grad_out, grad_total, grads)
+        return grads

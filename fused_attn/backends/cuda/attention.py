@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_attn.backends.base import CacheUpdate
 from fused_attn.backends.cuda.module import (
     BLOCKS_PER_MULTIPROCESSOR,
     compiled,
@@ -16,8 +18,7 @@ from fused_attn.backends.cuda.module import (
     times_to_fill,
 )
 from fused_attn.backends.fields import add, attention_fields, summary_fields
-from fused_attn.core.layout import gradient_layout, out_layout
-from fused_attn.masks.spec import MaskSpec
+from fused_attn.core.call import AttentionCall, AttentionGradients, AttentionOutputs, Empty
 
 # Kernels read rows in chunks of so many bytes, and count within a tile in 32 bits.
 CHUNK_BYTES = 16
@@ -29,65 +30,33 @@ MAX_DECODE_ROWS = 64
 MIN_KEYS_PER_SPLIT = 128  # two tiles
 
 
-def attention_fwd(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    for_backward: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cpp.attention_fwd`."""
-    out = torch.empty_strided(*out_layout(query, value), dtype=query.dtype, device=query.device)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    lse_low = torch.empty_like(lse) if for_backward else lse.new_empty(0)
-    batch, seqlen_q, seqlen_k = spec.sizes(query, key)
+def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
+    """Computes the outputs; no backward follows where lse_low is empty."""
+    query, (out, lse, lse_low) = call.query, outputs
+    for_backward = lse_low.numel() > 0
+    batch, seqlen_q, seqlen_k = call.sizes()
     if 0 in (lse.numel(), batch, seqlen_q, seqlen_k):
-        return out.zero_(), lse.fill_(-math.inf), lse_low.zero_()
-    fields, _kept = call_fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
+        out.zero_(), lse.fill_(-math.inf), lse_low.zero_()
+        return
+    fields, _alive = call_fields(call, out)
     fields["lse"] = lse.data_ptr()
     if for_backward:
         fields["lse_low"] = lse_low.data_ptr()
-    elif decode_rows(query, key, seqlen_q) <= MAX_DECODE_ROWS:
-        _run_decode(query, key, value, lse, fields)
-        return out, lse, lse_low
+    elif decode_rows(query, call.key, seqlen_q) <= MAX_DECODE_ROWS:
+        _run_decode(call, lse, fields)
+        return
     run("attention_fwd", query.device, fields)
-    return out, lse, lse_low
 
 
 def attention_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
+    call: AttentionCall, update: CacheUpdate, empty: Empty
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of attention to a cache, behind whose rows the new ones are written.
-
-    Args:
-        query: (batch, num_heads, seqlen_q, head_dim).
-        key_cache, value_cache: (batch, num_heads_kv, max_len, dim), or (num_pages, num_heads_kv,
-            page_size, dim) with a block table.
-        key, value: (batch, num_heads_kv, seqlen_new, dim), or None.
-        lengths: (batch,) integers, rows that the cache has of each sequence.
-        block_table: (batch, max_pages) integers, or None.
-        spec: the mask, whose bounds end each sequence.
-
-    Returns:
-        None where the kernel does not take the problem; nothing has been written then.
-    """
+    """As `Backend.attention_decode`."""
+    query, key_cache, value_cache = call.query, call.key, call.value
     batch, num_heads, seqlen_q, _ = query.shape
     num_pages, page_size = (1, key_cache.shape[2])
-    if block_table is not None:
-        num_pages = block_table.shape[1]
+    if update.block_table is not None:
+        num_pages = update.block_table.shape[1]
     seqlen_k = num_pages * page_size
     if 0 in (batch, num_heads, seqlen_q, seqlen_k, query.shape[3], value_cache.shape[3]):
         return None
@@ -95,23 +64,20 @@ def attention_decode(
         return None
     if any(in_chunks(cache) is not cache for cache in (key_cache, value_cache)):
         return None  # a copy would be written to
-    out = torch.empty_strided(
-        *out_layout(query, value_cache), dtype=query.dtype, device=query.device
-    )
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    fields, kept = call_fields(query, key_cache, value_cache, out, spec, scale, softcap, 0.0, None)
+    out, lse, _ = call.outputs(empty, False)
+    fields, alive = call_fields(call, out)
     fields["seqlen_k"], fields["lse"] = seqlen_k, lse.data_ptr()
-    if block_table is not None:
-        kept.append(block_table.to(torch.int32).contiguous())
-        fields["block_table"], fields["block_table_stride"] = kept[-1].data_ptr(), num_pages
+    if update.block_table is not None:
+        alive.append(update.block_table.to(torch.int32).contiguous())
+        fields["block_table"], fields["block_table_stride"] = alive[-1].data_ptr(), num_pages
         fields["page_size"] = page_size
-    if key is not None and value is not None:
-        for name, new in (("new_key", key), ("new_value", value)):
-            kept.append(in_chunks(new))
-            add(fields, name, kept[-1])
-        kept.append(lengths.to(query.device, torch.int32).clamp(min=0))
-        fields["cache_lengths"], fields["seqlen_new"] = kept[-1].data_ptr(), key.shape[2]
-    _run_decode(query, key_cache, value_cache, lse, fields)
+    if update.key is not None and update.value is not None:
+        for name, new in (("new_key", update.key), ("new_value", update.value)):
+            alive.append(in_chunks(new))
+            add(fields, name, alive[-1])
+        alive.append(update.lengths.to(query.device, torch.int32).clamp(min=0))
+        fields["cache_lengths"], fields["seqlen_new"] = alive[-1].data_ptr(), update.key.shape[2]
+    _run_decode(call, lse, fields)
     return out, lse
 
 
@@ -120,11 +86,11 @@ def decode_rows(query: Tensor, key: Tensor, seqlen_q: int) -> int:
     return query.shape[1] // key.shape[1] * seqlen_q
 
 
-def _run_decode(
-    query: Tensor, key: Tensor, value: Tensor, lse: Tensor, fields: dict[str, Any]
-) -> None:
-    num_splits = fields["num_splits"] = num_decode_splits(query, key, fields)
-    splits = lse.new_empty((*lse.shape, num_splits, 2 + value.shape[3]) if num_splits > 1 else 0)
+def _run_decode(call: AttentionCall, lse: Tensor, fields: dict[str, Any]) -> None:
+    query = call.query
+    num_splits = fields["num_splits"] = num_decode_splits(query, call.key, fields)
+    shape = (*lse.shape, num_splits, 2 + call.value.shape[3])
+    splits = lse.new_empty(shape if num_splits > 1 else 0)
     fields["splits"] = splits.data_ptr()
     run("attention_decode", query.device, fields)
 
@@ -139,128 +105,93 @@ def num_decode_splits(query: Tensor, key: Tensor, fields: dict[str, Any]) -> int
 
 
 def attention_bwd(
+    call: AttentionCall,
+    outputs: AttentionOutputs,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `cpp.attention_bwd`."""
-    grad_query, grad_key, grad_value = (
-        torch.empty_strided(*gradient_layout(t), dtype=t.dtype, device=t.device)
-        for t in (query, key, value)
-    )
-    grad_bias = query.new_empty(0)
-    if 0 in (query.shape[1], *spec.sizes(query, key)):
-        for tensor in (grad_query, grad_key, grad_value):
+    grads: AttentionGradients,
+) -> None:
+    """Computes the gradients; that of bias where it is not empty."""
+    query, spec, lse = call.query, call.mask, outputs.lse
+    if 0 in (query.shape[1], *call.sizes()):
+        for tensor in grads:
             tensor.zero_()
-        if needs_bias and spec.bias is not None:
-            grad_bias = spec.bias.new_zeros(spec.bias.shape)
-        return grad_query, grad_key, grad_value, grad_bias
-    out, grad_out = in_chunks(out), in_chunks(grad_out)
-    fields, _kept = call_fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
-    fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
+        return
+    out, grad_out = in_chunks(outputs.out), in_chunks(grad_out)
+    fields, _alive = call_fields(call, out)
+    fields["lse"], fields["lse_low"] = lse.data_ptr(), outputs.lse_low.data_ptr()
     add(fields, "grad_out", grad_out)
-    add(fields, "grad_query", grad_query)
-    add(fields, "grad_key", grad_key)
-    add(fields, "grad_value", grad_value)
+    add(fields, "grad_query", grads.query)
+    add(fields, "grad_key", grads.key)
+    add(fields, "grad_value", grads.value)
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float32).contiguous().resolve_neg()
         fields["grad_lse"] = grad_lse.data_ptr()
-    row_statistics = lse.new_empty(3, query.shape[1], _statistics_rows(spec, query, key))
+    row_statistics = lse.new_empty(3, query.shape[1], _statistics_rows(call))
     fields["row_statistics"] = row_statistics.data_ptr()
-    if needs_bias and spec.bias is not None:
-        grad_bias = _bias_parts(spec.bias, spec, query, key)
-        fields["grad_bias_parts"] = grad_bias.data_ptr()
-        fields["num_bias_parts"] = grad_bias.shape[0]
+    bias_parts = None
+    if grads.bias.numel() > 0 and spec.bias is not None:
+        bias_parts = _bias_parts(spec.bias, call)
+        fields["grad_bias_parts"] = bias_parts.data_ptr()
+        fields["num_bias_parts"] = bias_parts.shape[0]
         fields["bias_sizes"] = tuple(spec.bias.shape)
-    elif _adds_atomically(query, value):
+    elif _adds_atomically(query, call.value):
         grad_query_sums = lse.new_empty(*lse.shape, -(-query.shape[3] // 8) * 8)
         fields["grad_query_sums"] = grad_query_sums.data_ptr()
     fields["deterministic"] = "grad_query_sums" not in fields
     run("attention_bwd", query.device, fields)
-    if needs_bias and spec.bias is not None:
-        grad_bias = _add_parts(grad_bias, spec.bias)
-    return grad_query, grad_key, grad_value, grad_bias
+    if bias_parts is not None:
+        # Of broadcast queries or keys each tile has one row or column.
+        dims = [0] + [d + 1 for d in (2, 3) if grads.bias.shape[d] == 1]
+        grads.bias.copy_(bias_parts.sum(dims).reshape(grads.bias.shape))
 
 
 def attention_weights(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    lse_low: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    average: bool,
-) -> Tensor:
-    """As `cpp.attention_weights`."""
-    batch, num_heads, seqlen_q, _ = query.shape
-    shape = (batch, *(() if average else (num_heads,)), seqlen_q, key.shape[2])
-    weights = query.new_empty(shape)
-    if weights.numel() == 0 or num_heads == 0:
-        return weights.zero_()
+    call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool, weights: Tensor
+) -> None:
+    """Computes the weights."""
+    query, key = call.query, call.key
+    if weights.numel() == 0 or query.shape[1] == 0:
+        weights.zero_()
+        return
     value, out = key.new_empty(*key.shape[:3], 0), query.new_empty(*query.shape[:3], 0)
-    fields, _kept = call_fields(query, key, value, out, spec, scale, softcap, dropout_p, seed)
+    fields, _alive = call_fields(replace(call, value=value), out)
     lse, lse_low = lse.contiguous(), lse_low.contiguous()
     fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
     fields["weights"], fields["average"] = weights.data_ptr(), average
     run("attention_weights", query.device, fields)
-    return weights
 
 
 def tile_summary(tensor: Tensor) -> Tensor:
-    """As `cpp.tile_summary`."""
+    """As `Backend.tile_summary`."""
     summary, fields = summary_fields(tensor, compiled().SUMMARY_TILE)
     run("tile_summary", tensor.device, fields)
     return summary
 
 
-def call_fields(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[dict[str, Any], list[Tensor]]:
+def call_fields(call: AttentionCall, out: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
     """The fields of AttentionParams and of GpuParams but for a pass's own workspaces, and tensors
     that must outlive the launch: memory that is freed then is not given away before the kernel has
     run, unless to another stream."""
-    query, key, value = (in_chunks(t) for t in (query, key, value))
+    query, key, value = (in_chunks(t) for t in (call.query, call.key, call.value))
+    call, spec = replace(call, query=query, key=key, value=value), call.mask
     summaries = (
         ("dense", spec.dense, spec.dense_summary),
         ("bias", spec.bias, spec.bias_summary),
         ("key_mask", spec.key_mask, None),
     )
-    fields, kept = attention_fields(
-        query, key, value, out, spec, scale, softcap, dropout_p, summaries, tile_summary
-    )
+    fields, alive = attention_fields(call, out, summaries, tile_summary)
     fields["tf32"] = wants_tf32()
-    if dropout_p > 0.0:
-        assert seed is not None
-        kept.append(seed.to(query.device))
-        fields["seed_address"] = kept[-1].data_ptr()
+    if call.dropout_p > 0.0:
+        assert call.seed is not None
+        alive.append(call.seed.to(query.device))
+        fields["seed_address"] = alive[-1].data_ptr()
     for name, ids in (("query", spec.query_documents), ("key", spec.key_documents)):
         if ids is not None:
             shape = (ids.shape[0], -(-ids.shape[1] // compiled().ID_RANGE_TILE), 2)
-            kept.append(ids.new_empty(shape, dtype=torch.int32))
-            fields[f"{name}_id_ranges"] = kept[-1].data_ptr()
-    return fields, kept
+            alive.append(ids.new_empty(shape, dtype=torch.int32))
+            fields[f"{name}_id_ranges"] = alive[-1].data_ptr()
+    return fields, alive
 
 
 def wants_tf32() -> bool:
@@ -294,21 +225,21 @@ def _adds_atomically(query: Tensor, value: Tensor) -> bool:
     return max(query.shape[3], value.shape[3]) <= compiled().MAX_ADDED_HEAD_DIM
 
 
-def _statistics_rows(spec: MaskSpec, query: Tensor, key: Tensor) -> int:
+def _statistics_rows(call: AttentionCall) -> int:
     """Rows of a head in the row statistics: each sequence begins with a tile."""
     tile = compiled().STATISTICS_TILE
-    batch, seqlen_q, _ = spec.sizes(query, key)
-    if spec.cu_seqlens_q is not None:
-        return (query.shape[2] // tile + batch + 1) * tile
+    batch, seqlen_q, _ = call.sizes()
+    if call.mask.cu_seqlens_q is not None:
+        return (call.query.shape[2] // tile + batch + 1) * tile
     return batch * -(-seqlen_q // tile) * tile
 
 
-def _bias_parts(bias: Tensor, spec: MaskSpec, query: Tensor, key: Tensor) -> Tensor:
+def _bias_parts(bias: Tensor, call: AttentionCall) -> Tensor:
     """Workspace (num_parts, own_batch, own_heads, rows, columns) of the gradient of a float mask:
     of each of its entries so many blocks share the heads that all multiprocessors are busy, and of
     broadcast queries or keys each tile has one row or column."""
     own_batch, own_heads, own_rows, own_columns = bias.shape
-    batch, seqlen_q, seqlen_k = spec.sizes(query, key)
+    query, (batch, seqlen_q, seqlen_k) = call.query, call.sizes()
     tile = compiled().score_tile(query.element_size())
     num_m, num_n = -(-seqlen_q // tile), -(-seqlen_k // tile)
     shared = batch * query.shape[1] // (own_batch * own_heads)
@@ -318,9 +249,3 @@ def _bias_parts(bias: Tensor, spec: MaskSpec, query: Tensor, key: Tensor) -> Ten
         seqlen_q if own_rows > 1 else num_m, seqlen_k if own_columns > 1 else num_n,
         dtype=torch.float32, device=query.device,
     )  # fmt: skip
-
-
-def _add_parts(parts: Tensor, bias: Tensor) -> Tensor:
-    """The gradient of a float mask in its shape and type, of what kernels left in `_bias_parts`."""
-    dims = [0] + [d + 1 for d in (2, 3) if bias.shape[d] == 1]
-    return parts.sum(dims).reshape(bias.shape).to(bias.dtype)

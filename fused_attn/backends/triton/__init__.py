@@ -19,77 +19,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends import weights_bwd
+from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import Problem, kernel_limits, too_old
+from fused_attn.core.call import (
+    AttentionCall,
+    AttentionGradients,
+    AttentionOutputs,
+    NormCall,
+    NormGradients,
+    NormOutputs,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 HIP_ARCHS = ("gfx942",)
 
 
+class TritonBackend(Backend):
+    """Kernels that are compiled when a problem first comes."""
+
+    name = "triton"
+
+    def unavailable(self) -> list[str]:
+        if not _has_triton():
+            return ["triton is not installed"]
+        if not torch.cuda.is_available() and not interpreted():
+            return ["torch sees no GPU"]
+        return []
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        reasons = self.unavailable()
+        device = problem.device.type
+        if device != "cuda" and not (interpreted() and device == "cpu"):
+            reasons.append(f"runs on cuda, not on {device}")
+        elif device == "cuda" and not reasons:
+            reasons += _too_old(problem.device)
+        return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
+
+    def not_automatic(self) -> list[str]:
+        return ["has not run on a GPU yet: it is chosen by name only"]
+
+    def tile_summary(self, tensor: Tensor) -> Tensor:
+        return _attention().tile_summary(tensor)
+
+    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+        outputs = call.outputs(self.empty, for_backward)
+        _attention().attention_fwd(call, outputs)
+        return outputs
+
+    def attention_bwd(
+        self,
+        call: AttentionCall,
+        outputs: AttentionOutputs,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs_bias: bool,
+    ) -> AttentionGradients:
+        grads = call.gradients(self.empty, needs_bias)
+        _attention().attention_bwd(call, outputs, grad_out, grad_lse, grads)
+        return grads
+
+    def attention_weights(
+        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+    ) -> Tensor:
+        weights = call.weights(self.empty, average)
+        _attention().attention_weights(call, lse, lse_low, average, weights)
+        return weights
+
+    def norm_fwd(self, call: NormCall) -> NormOutputs:
+        outputs = call.outputs(self.empty)
+        _norm().norm_fwd(call, outputs)
+        return outputs
+
+    def norm_bwd(
+        self,
+        call: NormCall,
+        mean: Tensor,
+        rstd: Tensor,
+        grad_out: Tensor,
+        grad_total: Tensor | None,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> NormGradients:
+        grads = call.gradients(self.empty, needs_weight, needs_bias)
+        _norm().norm_bwd(call, mean, rstd, grad_out, grad_total, grads)
+        return grads
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def unavailable() -> list[str]:
-    """Why this backend cannot run on this machine."""
-    if not _has_triton():
-        return ["triton is not installed"]
-    if not torch.cuda.is_available() and not interpreted():
-        return ["torch sees no GPU"]
-    return []
-
-
-def unsupported(problem: Problem) -> list[str]:
-    """Why this backend does not take a problem; empty if it does."""
-    reasons = unavailable()
-    device = problem.device.type
-    if device != "cuda" and not (interpreted() and device == "cpu"):
-        reasons.append(f"runs on cuda, not on {device}")
-    elif device == "cuda" and not reasons:
-        reasons += _too_old(problem.device)
-    return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
-
-
-def not_automatic() -> list[str]:
-    """Why this backend is chosen only where it is asked for by name."""
-    return ["has not run on a GPU yet: it is chosen by name only"]
-
-
-def attention_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cpp.attention_fwd`."""
-    return _attention().attention_fwd(*args)
-
-
-def attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `cpp.attention_bwd`."""
-    return _attention().attention_bwd(*args)
-
-
-def attention_weights(*args: Any) -> Tensor:
-    """As `cpp.attention_weights`."""
-    return _attention().attention_weights(*args)
-
-
-def attention_weights_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cpp.attention_weights_bwd`, in eager math."""
-    return weights_bwd.attention_weights_bwd(*args)
-
-
-def norm_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `cpp.norm_fwd`."""
-    return _norm().norm_fwd(*args)
-
-
-def norm_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `cpp.norm_bwd`."""
-    return _norm().norm_bwd(*args)
-
-
-def tile_summary(tensor: Tensor) -> Tensor:
-    """As `cpp.tile_summary`."""
-    return _attention().tile_summary(tensor)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,100 +36,76 @@ from fused_attn.backends.triton.tuning import (
     padded,
 )
 from fused_attn.backends.triton.weights import attention_weights_kernel
-from fused_attn.core.layout import gradient_layout, out_layout, readable_in_place
+from fused_attn.core.call import AttentionCall, AttentionGradients, AttentionOutputs
+from fused_attn.core.layout import readable_in_place
 from fused_attn.core.philox import dropout_scale
 from fused_attn.masks.spec import MaskSpec
 
 _NO_LISTS = TileLists(None, None, 1)
 
 
-def attention_fwd(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    for_backward: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cpp.attention_fwd`."""
-    out = torch.empty_strided(*out_layout(query, value), dtype=query.dtype, device=query.device)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    lse_low = torch.empty_like(lse) if for_backward else lse.new_empty(0)
-    problem = _Problem(query, key, value, spec, scale, softcap, dropout_p, seed)
-    if 0 in (lse.numel(), problem.sizes.batch, problem.sizes.seqlen_q):
-        return out.zero_(), lse.fill_(float("-inf")), lse_low.zero_()
-    if problem.sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
-        _decode(problem, out, lse)
-        return out, lse, lse_low
-    cut = problem.config("fwd")
-    num_m = -(-problem.sizes.seqlen_q // cut.block_m)
+def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
+    """Computes the outputs; no backward follows where lse_low is empty."""
+    out, lse, lse_low = outputs
+    for_backward = lse_low.numel() > 0
+    args = LaunchArguments(call)
+    sizes = args.sizes
+    if 0 in (lse.numel(), sizes.batch, sizes.seqlen_q):
+        out.zero_(), lse.fill_(float("-inf")), lse_low.zero_()
+        return
+    if sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
+        _decode(args, out, lse)
+        return
+    cut = args.config("fwd")
+    num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
-        attention_fwd_kernel, problem.device,
-        (num_m * problem.sizes.batch * problem.sizes.num_heads,), *problem.qkv, _rows(out), lse,
-        lse_low if for_backward else None, *problem.common, problem.lists(cut),
-        *problem.sizes, problem.settings, **problem.compiled_for(cut),
+        attention_fwd_kernel, args.device, (num_m * sizes.batch * sizes.num_heads,),
+        *args.qkv, _rows(out), lse, lse_low if for_backward else None, *args.common,
+        args.lists(cut), *sizes, args.settings, **args.compiled_for(cut),
     )  # fmt: skip
-    return out, lse, lse_low
 
 
-def _decode(problem: _Problem, out: Tensor, lse: Tensor) -> None:
+def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
     """out and lse of a few queries, without a backward."""
-    sizes = problem.sizes
+    sizes = args.sizes
     rows = sizes.num_heads // sizes.num_heads_kv * sizes.seqlen_q
-    cut = problem.config("decode")
+    cut = args.config("decode")
     num_m = -(-rows // cut.block_m)
     programs = sizes.batch * sizes.num_heads_kv * num_m
-    wanted = -(-PROGRAMS_PER_CORE * arch_of(problem.device).num_cores // programs)
+    wanted = -(-PROGRAMS_PER_CORE * arch_of(args.device).num_cores // programs)
     longest = -(-sizes.seqlen_k // DECODE_KEYS_PER_PART)
     num_parts = max(1, min(wanted, longest, DECODE_MAX_PARTS))
     maximum, total = (lse.new_empty(lse.numel(), num_parts) for _ in range(2))
-    weighted = lse.new_empty(lse.numel(), num_parts, problem.head_dim_v)
+    weighted = lse.new_empty(lse.numel(), num_parts, args.head_dim_v)
     parts = Parts(maximum, total, weighted)
-    compiled_for = problem.compiled_for(cut, packed_heads=True)
+    compiled_for = args.compiled_for(cut, packed_heads=True)
     launch(
-        attention_decode_kernel, problem.device, (programs * num_parts,), *problem.qkv, parts,
-        *problem.common, _NO_LISTS, *problem.sizes, problem.settings, num_parts, **compiled_for,
+        attention_decode_kernel, args.device, (programs * num_parts,), *args.qkv, parts,
+        *args.common, _NO_LISTS, *args.sizes, args.settings, num_parts, **compiled_for,
     )  # fmt: skip
     launch(
-        merge_parts_kernel, problem.device, (lse.numel(),), parts, _rows(out), lse,
-        sizes.num_heads, sizes.total_q, problem.settings, num_parts, cut=compiled_for["cut"],
+        merge_parts_kernel, args.device, (lse.numel(),), parts, _rows(out), lse,
+        sizes.num_heads, sizes.total_q, args.settings, num_parts, cut=compiled_for["cut"],
         num_warps=1,
     )  # fmt: skip
 
 
 def attention_bwd(
+    call: AttentionCall,
+    outputs: AttentionOutputs,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `cpp.attention_bwd`."""
-    grad_query, grad_key, grad_value = (
-        torch.empty_strided(*gradient_layout(t), dtype=t.dtype, device=t.device)
-        for t in (query, key, value)
-    )
-    grad_bias = query.new_empty(0)
-    problem = _Problem(query, key, value, spec, scale, softcap, dropout_p, seed)
-    sizes = problem.sizes
+    grads: AttentionGradients,
+) -> None:
+    """Computes the gradients; that of bias where it is not empty."""
+    query, (out, lse, lse_low) = call.query, outputs
+    needs_bias = grads.bias.numel() > 0
+    args = LaunchArguments(call)
+    sizes = args.sizes
     if 0 in (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k):
-        for tensor in (grad_query, grad_key, grad_value):
+        for tensor in grads:
             tensor.zero_()
-        if needs_bias and spec.bias is not None:
-            grad_bias = torch.zeros_like(spec.bias, memory_format=torch.contiguous_format)
-        return grad_query, grad_key, grad_value, grad_bias
+        return
     # The tensors of these stay alive until the kernels are launched.
     out_rows, grad_out_rows = (_rows(_readable(t)) for t in (out, grad_out))
     if grad_lse is not None:
@@ -136,89 +113,79 @@ def attention_bwd(
     factor = torch.empty_like(lse) if query.dtype == torch.float32 else None
     stats = RowStatistics(torch.empty_like(lse), factor, torch.empty_like(lse), grad_lse)
     heads = sizes.batch * sizes.num_heads
-    cut = problem.config("statistics")
+    cut = args.config("statistics")
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
-        row_statistics_kernel, problem.device, (num_m * heads,), out_rows, grad_out_rows, lse,
-        lse_low, stats, problem.cu_seqlens_q, *problem.sizes, **problem.compiled_for(cut),
+        row_statistics_kernel, args.device, (num_m * heads,), out_rows, grad_out_rows, lse,
+        lse_low, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
     )  # fmt: skip
-    cut = problem.config("dq")
+    cut = args.config("dq")
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
-        attention_bwd_dq_kernel, problem.device, (num_m * heads,), *problem.qkv, grad_out_rows,
-        _rows(grad_query), *problem.common, problem.lists(cut), *problem.sizes,
-        problem.settings, stats, CONSISTENT=needs_bias, **problem.compiled_for(cut),
+        attention_bwd_dq_kernel, args.device, (num_m * heads,), *args.qkv, grad_out_rows,
+        _rows(grads.query), *args.common, args.lists(cut), *args.sizes,
+        args.settings, stats, CONSISTENT=needs_bias, **args.compiled_for(cut),
     )  # fmt: skip
     if needs_bias:
-        grad_bias = _grad_bias(problem, grad_out_rows, stats)
-    cut = problem.config("dkdv")
+        _grad_bias(args, grad_out_rows, stats, grads.bias)
+    cut = args.config("dkdv")
     num_n = -(-sizes.seqlen_k // cut.block_n)
     launch(
-        attention_bwd_dkdv_kernel, problem.device, (num_n * sizes.batch * sizes.num_heads_kv,),
-        *problem.qkv, grad_out_rows, _rows(grad_key), _rows(grad_value), *problem.common,
-        problem.lists(cut, of_keys=True), *problem.sizes, problem.settings, stats,
-        GROUP=sizes.num_heads // sizes.num_heads_kv, **problem.compiled_for(cut),
+        attention_bwd_dkdv_kernel, args.device, (num_n * sizes.batch * sizes.num_heads_kv,),
+        *args.qkv, grad_out_rows, _rows(grads.key), _rows(grads.value), *args.common,
+        args.lists(cut, of_keys=True), *args.sizes, args.settings, stats,
+        GROUP=sizes.num_heads // sizes.num_heads_kv, **args.compiled_for(cut),
     )  # fmt: skip
-    return grad_query, grad_key, grad_value, grad_bias
 
 
-def _grad_bias(problem: _Problem, grad_out: Rows, stats: RowStatistics) -> Tensor:
-    """The gradient of the float mask, in its own shape and type."""
-    bias, sizes = problem.spec.bias, problem.sizes
-    assert bias is not None
-    own_batch, own_heads, own_rows, own_columns = bias.shape
-    cut = problem.config("bias")
-    kinds = tile_kinds(problem.spec, sizes, cut.block_m, cut.block_n, problem.device)
+def _grad_bias(
+    args: LaunchArguments, grad_out: Rows, stats: RowStatistics, grad_bias: Tensor
+) -> None:
+    """The gradient of the float mask."""
+    sizes = args.sizes
+    own_batch, own_heads, own_rows, own_columns = grad_bias.shape
+    cut = args.config("bias")
+    kinds = tile_kinds(args.spec, sizes, cut.block_m, cut.block_n, args.device)
     _, kinds_heads, num_m, num_n = kinds.shape
     tiles_of_mask = num_m * num_n * own_batch * own_heads
     shared = sizes.batch * sizes.num_heads // (own_batch * own_heads)
-    wanted = -(-PROGRAMS_PER_CORE * arch_of(problem.device).num_cores // tiles_of_mask)
+    wanted = -(-PROGRAMS_PER_CORE * arch_of(args.device).num_cores // tiles_of_mask)
     num_parts = max(1, min(shared, wanted))
     rows, columns = own_rows > 1, own_columns > 1
     parts = torch.empty(
         num_parts, own_batch, own_heads,
         sizes.seqlen_q if rows else num_m, sizes.seqlen_k if columns else num_n,
-        dtype=torch.float32, device=problem.device,
+        dtype=torch.float32, device=args.device,
     )  # fmt: skip
     launch(
-        attention_bwd_bias_kernel, problem.device, (tiles_of_mask * num_parts,), *problem.qkv,
-        grad_out, *problem.common, kinds, kinds_heads, *problem.sizes, problem.settings, stats,
+        attention_bwd_bias_kernel, args.device, (tiles_of_mask * num_parts,), *args.qkv,
+        grad_out, *args.common, kinds, kinds_heads, *args.sizes, args.settings, stats,
         parts, own_batch, own_heads, num_parts, OWN_ROWS=rows, OWN_COLUMNS=columns,
-        **problem.compiled_for(cut),
+        **args.compiled_for(cut),
     )  # fmt: skip
     broadcast = [0] * (num_parts > 1) + [3] * (not rows) + [4] * (not columns)
     total = parts.sum(broadcast) if broadcast else parts
-    return total.reshape(bias.shape).to(bias.dtype)
+    grad_bias.copy_(total.reshape(grad_bias.shape))
 
 
 def attention_weights(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    lse_low: Tensor,
-    spec: MaskSpec,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    average: bool,
-) -> Tensor:
-    """As `cpp.attention_weights`."""
-    problem = _Problem(query, key, key, spec, scale, softcap, dropout_p, seed)
-    sizes = problem.sizes
-    own = (sizes.batch,) if average else (sizes.batch, sizes.num_heads)
-    weights = query.new_empty(*own, sizes.seqlen_q, sizes.seqlen_k)
+    call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool, weights: Tensor
+) -> None:
+    """Computes the weights."""
+    args = LaunchArguments(replace(call, value=call.key))
+    sizes = args.sizes
     if weights.numel() == 0 or sizes.num_heads == 0:
-        return weights.zero_()
-    cut = problem.config("bias")
-    kinds = tile_kinds(spec, sizes, cut.block_m, cut.block_n, problem.device)
-    seed, _, _, mask = problem.common
+        weights.zero_()
+        return
+    cut = args.config("bias")
+    kinds = tile_kinds(call.mask, sizes, cut.block_m, cut.block_n, args.device)
+    owners = math.prod(weights.shape[:-2])
+    seed, _, _, mask = args.common
     launch(
-        attention_weights_kernel, problem.device, (math.prod(own) * math.prod(kinds.shape[2:]),),
-        *problem.qkv[:2], lse.contiguous(), lse_low.contiguous(), weights, seed, mask, kinds,
-        kinds.shape[1], *sizes, problem.settings, AVERAGE=average, **problem.compiled_for(cut),
+        attention_weights_kernel, args.device, (owners * math.prod(kinds.shape[2:]),),
+        *args.qkv[:2], lse.contiguous(), lse_low.contiguous(), weights, seed, mask, kinds,
+        kinds.shape[1], *sizes, args.settings, AVERAGE=average, **args.compiled_for(cut),
     )  # fmt: skip
-    return weights
 
 
 def tile_kinds(
@@ -238,7 +205,7 @@ def tile_kinds(
 
 
 def tile_summary(tensor: Tensor) -> Tensor:
-    """As `cpp.tile_summary`."""
+    """As `Backend.tile_summary`."""
     batch, num_heads, seqlen_q, seqlen_k = tensor.shape
     num_m = -(-seqlen_q // tiles.SUMMARY_TILE_M.value)
     num_n = -(-seqlen_k // tiles.SUMMARY_TILE_N.value)
@@ -255,25 +222,17 @@ def tile_summary(tensor: Tensor) -> Tensor:
     return summary
 
 
-class _Problem:
+class LaunchArguments:
     """What the kernels of a call share."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spec: MaskSpec,
-        scale: float,
-        softcap: float,
-        dropout_p: float,
-        seed: Tensor | None,
-    ) -> None:
+    def __init__(self, call: AttentionCall) -> None:
+        query, key, value, spec = call.query, call.key, call.value, call.mask
+        scale, softcap, dropout_p = call.scale, call.softcap, call.dropout_p
         self.spec = spec
         self.device, self.dtype = query.device, query.dtype
         self.head_dim, self.head_dim_v = query.shape[3], value.shape[3]
         self.qkv = [_rows(_readable(t)) for t in (query, key, value)]
-        batch, seqlen_q, seqlen_k = spec.sizes(query, key)
+        batch, seqlen_q, seqlen_k = call.sizes()
         self.sizes = Sizes(
             batch, query.shape[1], key.shape[1], seqlen_q, seqlen_k, query.shape[2],
             spec.band_lo, spec.band_hi, spec.alibi_offset,
@@ -292,7 +251,7 @@ class _Problem:
         self.cu_seqlens_q, cu_seqlens_k = (
             None if t is None else t.contiguous() for t in cu_seqlens
         )
-        seed = seed if dropout_p > 0.0 else None
+        seed = call.seed if dropout_p > 0.0 else None
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
     def config(self, kind: str) -> Config:

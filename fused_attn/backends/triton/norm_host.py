@@ -11,80 +11,58 @@ from torch import Tensor
 from fused_attn.backends.triton.launch import Arch, arch_of, launch
 from fused_attn.backends.triton.norm import Dropout, norm_bwd_kernel, norm_fwd_kernel
 from fused_attn.backends.triton.philox import dropout_threshold
+from fused_attn.core.call import NormCall, NormGradients, NormOutputs
 from fused_attn.core.philox import dropout_scale
 
 
-def norm_fwd(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, residual + dropout(input) (empty if it is input), mean (empty for rms), rstd."""
-    input = input.contiguous()
+def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
+    """Computes the outputs."""
+    input = call.input.contiguous()
     rows, columns = input.shape
-    has_total = residual is not None or dropout_p > 0.0
-    out = torch.empty_like(input)
-    total = torch.empty_like(input) if has_total else input.new_empty(0)
-    mean = input.new_empty(0 if rms else rows, dtype=torch.float32)
-    rstd = input.new_empty(rows, dtype=torch.float32)
     if input.numel() == 0:
-        return out, total, mean, rstd
+        return
     config = _config(columns, FWD_LIMITS, arch_of(input.device))
     launch(
         norm_fwd_kernel,
         input.device,
         (triton.cdiv(rows, config.block_rows),),
         input,
-        _contiguous(residual),
-        _contiguous(weight),
-        _contiguous(bias),
-        _dropout(dropout_p, seed),
-        out,
-        total if has_total else None,
-        None if rms else mean,
-        rstd,
+        _contiguous(call.residual),
+        _contiguous(call.weight),
+        _contiguous(call.bias),
+        _dropout(call),
+        outputs.out,
+        outputs.total if call.has_total else None,
+        None if call.rms else outputs.mean,
+        outputs.rstd,
         rows,
-        eps,
+        call.eps,
         COLUMNS=columns,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLS=config.block_cols,
         num_warps=config.num_warps,
     )
-    return out, total, mean, rstd
 
 
 def norm_bwd(
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
+    call: NormCall,
     mean: Tensor,
     rstd: Tensor,
-    rms: bool,
-    dropout_p: float,
-    seed: Tensor | None,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of input (empty where it is residual's), residual, weight and bias."""
-    total = total.contiguous()
+    grad_out: Tensor,
+    grad_total: Tensor | None,
+    grads: NormGradients,
+) -> None:
+    """Computes the gradients; those of weight and bias where they are not empty."""
+    total = call.input.contiguous()
     rows, columns = total.shape
-    grad_residual = torch.empty_like(total)
-    grad_input = torch.empty_like(total) if dropout_p > 0.0 else total.new_empty(0)
-    grad_weight = rstd.new_zeros(columns if needs_weight else 0)
-    grad_bias = rstd.new_zeros(columns if needs_bias else 0)
     if total.numel() == 0:
-        return grad_input, grad_residual, grad_weight, grad_bias
+        grads.weight.zero_(), grads.bias.zero_()
+        return
     arch = arch_of(total.device)
     config = _config(columns, BWD_LIMITS, arch)
     programs = min(triton.cdiv(rows, config.block_rows), config.programs_per_core * arch.num_cores)
-    weight_sums = rstd.new_empty(programs, columns) if needs_weight else None
-    bias_sums = rstd.new_empty(programs, columns) if needs_bias else None
+    weight_sums = rstd.new_empty(programs, columns) if grads.weight.numel() else None
+    bias_sums = rstd.new_empty(programs, columns) if grads.bias.numel() else None
     launch(
         norm_bwd_kernel,
         total.device,
@@ -92,12 +70,12 @@ def norm_bwd(
         grad_out.contiguous(),
         _contiguous(grad_total),
         total,
-        _contiguous(weight),
-        None if rms else mean,
+        _contiguous(call.weight),
+        None if call.rms else mean,
         rstd,
-        _dropout(dropout_p, seed),
-        grad_input if dropout_p > 0.0 else None,
-        grad_residual,
+        _dropout(call),
+        grads.input if call.dropout_p > 0.0 else None,
+        grads.total,
         weight_sums,
         bias_sums,
         rows,
@@ -107,10 +85,9 @@ def norm_bwd(
         num_warps=config.num_warps,
     )
     if weight_sums is not None:
-        grad_weight = weight_sums.sum(0)
+        torch.sum(weight_sums, 0, out=grads.weight)
     if bias_sums is not None:
-        grad_bias = bias_sums.sum(0)
-    return grad_input, grad_residual, grad_weight, grad_bias
+        torch.sum(bias_sums, 0, out=grads.bias)
 
 
 class Config(NamedTuple):
@@ -167,7 +144,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _dropout(dropout_p: float, seed: Tensor | None) -> Dropout | None:
-    if dropout_p == 0.0:
+def _dropout(call: NormCall) -> Dropout | None:
+    if call.dropout_p == 0.0:
         return None
-    return Dropout(seed, dropout_threshold(dropout_p), dropout_scale(dropout_p))
+    return Dropout(call.seed, dropout_threshold(call.dropout_p), dropout_scale(call.dropout_p))

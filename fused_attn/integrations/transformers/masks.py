@@ -31,7 +31,8 @@ from transformers.masking_utils import (
 
 from fused_attn import masks
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import materialize, normalize
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import normalize
 
 # Every closure that one of these makes has the same code object, and no other function has it.
 _AND = and_masks().__code__
@@ -151,7 +152,7 @@ def attention_mask(
         mask = _mask(structure, shape, q_offset, kv_offset, device) if q_length > 1 else None
         if mask is not None:
             mask = mask if keys is None else mask & masks.dense(keys)
-            fields: tuple[Any, ...] = (*mask.conditions(), {}, {}, shape, device)
+            fields: tuple[Any, ...] = (*mask.conditions(), {}, shape, device)
             return ModelMask(*fields)
     return sdpa_mask(
         batch_size=batch_size,

@@ -1,0 +1,145 @@
+"""What a backend is: the passes, and when it takes a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_attn.backends import weights_bwd
+from fused_attn.backends.problem import Problem
+from fused_attn.core.call import (
+    AttentionCall,
+    AttentionGradients,
+    AttentionOutputs,
+    NormCall,
+    NormGradients,
+    NormOutputs,
+)
+from fused_attn.core.flat import empty_strided
+
+
+class CacheUpdate(NamedTuple):
+    """What `decode_attention` adds to a cache, and where it lies.
+
+    Attributes:
+        key, value: (batch, num_heads_kv, seqlen_new, dim), or None.
+        lengths: (batch,) integers, rows that the cache has of each sequence.
+        block_table: (batch, max_pages) integers, or None.
+    """
+
+    key: Tensor | None
+    value: Tensor | None
+    lengths: Tensor
+    block_table: Tensor | None
+
+
+class Backend:
+    """One way to compute the ops; the registry has an object of each.
+
+    Attributes:
+        name: what users ask for.
+        differentiable: whether its passes are torch operations, which autograd, torch.compile and
+            torch.func go through; else they are kernels, and the passes below their derivatives.
+    """
+
+    name: ClassVar[str]
+    differentiable: ClassVar[bool] = False
+
+    def unavailable(self) -> list[str]:
+        """Why this backend cannot run on this machine; empty if it can."""
+        return []
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        """Why this backend does not take a problem; empty if it does."""
+        return []
+
+    def not_automatic(self) -> list[str]:
+        """Why this backend is chosen only where it is asked for by name; empty if it is chosen
+        unasked."""
+        return []
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """An uninitialised tensor: where the results of passes go."""
+        return empty_strided(shape, strides, dtype, device)
+
+    def tile_summary(self, tensor: Tensor) -> Tensor | None:
+        """What each 32 x 64 tile of a dense mask or bias shows: uint8, enum SummaryValue of
+        csrc/params.h; None where the passes want no summaries."""
+        return None
+
+    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+        """The outputs. Not for_backward: lse_low is empty, and a few queries may be computed in
+        another order than the backward's."""
+        raise NotImplementedError
+
+    def attention_bwd(
+        self,
+        call: AttentionCall,
+        outputs: AttentionOutputs,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs_bias: bool,
+    ) -> AttentionGradients:
+        """The gradients under grad_out and grad_lse."""
+        raise NotImplementedError
+
+    def attention_weights(
+        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+    ) -> Tensor:
+        """The weights after dropout, from the lse of `attention_fwd` and what rounding took of it;
+        call.value is not looked at."""
+        raise NotImplementedError
+
+    def attention_weights_bwd(
+        self,
+        call: AttentionCall,
+        lse: Tensor,
+        lse_low: Tensor,
+        grad_weights: Tensor,
+        average: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and bias (empty if not needed) by `attention_weights`."""
+        return weights_bwd.attention_weights_bwd(
+            call, lse, lse_low, grad_weights, average, needs_bias
+        )
+
+    def attention_decode(
+        self, call: AttentionCall, update: CacheUpdate
+    ) -> tuple[Tensor, Tensor] | None:
+        """out and lse of attention to a cache, behind whose rows the new ones are written.
+
+        Args:
+            call: with the cache as key and value, (batch, num_heads_kv, max_len, dim), or with a
+                block table (num_pages, num_heads_kv, page_size, dim); its mask ends each sequence.
+
+        Returns:
+            None where no kernel takes the problem; nothing has been written then.
+        """
+        return None
+
+    def norm_fwd(self, call: NormCall) -> NormOutputs:
+        """The outputs."""
+        raise NotImplementedError
+
+    def norm_bwd(
+        self,
+        call: NormCall,
+        mean: Tensor,
+        rstd: Tensor,
+        grad_out: Tensor,
+        grad_total: Tensor | None,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> NormGradients:
+        """The gradients; `call` has the sum that was normalised as its input, and no residual."""
+        raise NotImplementedError

@@ -1,0 +1,30 @@
+"""The backend "eager": the reference, which takes every problem."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fused_attn.backends import reference
+from fused_attn.backends.base import Backend
+from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+
+
+class EagerBackend(Backend):
+    """Plain torch operations, with the score matrix; autograd differentiates them."""
+
+    name = "eager"
+    differentiable = True
+
+    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+        out, lse = reference.attention(call)
+        return AttentionOutputs(out, lse, lse.new_empty(0))
+
+    def attention_weights(
+        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+    ) -> Tensor:
+        return reference.attention_weights(call, average)
+
+    def norm_fwd(self, call: NormCall) -> NormOutputs:
+        out, total = reference.norm(call)
+        nothing = out.new_empty(0)
+        return NormOutputs(out, total, nothing, nothing)

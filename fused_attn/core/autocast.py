@@ -1,0 +1,28 @@
+"""The types in which autocast wants the ops to compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, float32 and 16-bit tensors in its type, as torch does for attention."""
+    device_type = tensors[0].device.type
+    if not _autocasts(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Under autocast, the types that torch gives its norms: float32 on CUDA, any on the CPU."""
+    device_type = input.device.type
+    if device_type != "cuda" or not _autocasts(device_type) or input.dtype == torch.float64:
+        return input, residual
+    return input.float(), None if residual is None else residual.float()
+
+
+def _autocasts(device_type: str) -> bool:
+    available = torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)

@@ -1,0 +1,237 @@
+"""Calls as values: what an operation is asked to do, whole, and what its outputs look like.
+
+A call goes from the public function to the kernel as one object. It is the only place that knows
+the shapes of outputs and gradients, for every backend and for torch.compile's fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fused_attn.core.flat import Flat, flattens
+from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.masks.spec import MaskSpec
+
+
+class Empty(Protocol):
+    """A backend's way to an uninitialised tensor."""
+
+    def __call__(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor: ...
+
+
+class AttentionOutputs(NamedTuple):
+    """Results of a forward.
+
+    Attributes:
+        out: (batch, num_heads, seqlen_q, head_dim_v), laid out as (batch, seqlen_q, num_heads,
+            head_dim_v), which the projection that follows reads without a copy.
+        lse: (batch, num_heads, seqlen_q), float32 (float64 for float64).
+        lse_low: what rounding took from lse, likewise; empty where no backward follows.
+    """
+
+    out: Tensor
+    lse: Tensor
+    lse_low: Tensor
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of a call's tensors, in their types; bias is empty where it is not wanted."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+
+
+@flattens
+@dataclass(frozen=True, eq=False)
+class AttentionCall(Flat):
+    """Attention: softmax(mask(scale * query @ key^T)) @ value.
+
+    Attributes:
+        query: (batch, num_heads, seqlen_q, head_dim). Of packed sequences (see MaskSpec) there is
+            one batch, here and in key and value.
+        key: (batch, num_heads_kv, seqlen_k, head_dim).
+        value: (batch, num_heads_kv, seqlen_k, head_dim_v).
+        mask: what is visible, and what is added to the scores.
+        scale: multiplies query @ key^T.
+        softcap: 0 for none, else the scores become softcap * tanh(scores / softcap).
+        dropout_p: probability of dropping a weight.
+        seed: int64 scalar tensor, needed where dropout_p > 0.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: MaskSpec
+    scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("query", "key", "value", "bias")
+
+    def sizes(self) -> tuple[int, int, int]:
+        """batch, seqlen_q and seqlen_k as masks see them."""
+        return self.mask.sizes(self.query, self.key)
+
+    def outputs(self, empty: Empty, for_backward: bool) -> AttentionOutputs:
+        """Uninitialised results."""
+        query = self.query
+        batch, num_heads, seqlen_q, _ = query.shape
+        shape = (batch, num_heads, seqlen_q, self.value.shape[3])
+        dtype, device = statistics_dtype(query.dtype), query.device
+        rows = (batch, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1)
+        return AttentionOutputs(
+            empty(*_heads_inside(shape), query.dtype, device),
+            empty(*rows, dtype, device),
+            empty(*(rows if for_backward else _NOTHING), dtype, device),
+        )
+
+    def gradients(self, empty: Empty, needs_bias: bool) -> AttentionGradients:
+        """Uninitialised gradients, laid out as (batch, seqlen, num_heads, head_dim), which the
+        projections before read without a copy; that of bias is contiguous."""
+        query, bias = self.query, self.mask.bias
+        wanted = bias if needs_bias else None
+        q, k, v = (
+            empty(*_heads_inside(t.shape), t.dtype, t.device) for t in (query, self.key, self.value)
+        )
+        return AttentionGradients(
+            q,
+            k,
+            v,
+            empty(*_NOTHING, query.dtype, query.device)
+            if wanted is None
+            else empty(*_contiguous(wanted.shape), wanted.dtype, wanted.device),
+        )
+
+    def weights(self, empty: Empty, average: bool) -> Tensor:
+        """Uninitialised weights: (batch, num_heads, seqlen_q, seqlen_k), or without num_heads for
+        their average."""
+        query = self.query
+        return empty(*_contiguous(self.weights_shape(average)), query.dtype, query.device)
+
+    def weights_shape(self, average: bool) -> tuple[int, ...]:
+        """The shape of `weights`."""
+        batch, num_heads, seqlen_q, _ = self.query.shape
+        heads = () if average else (num_heads,)
+        return (batch, *heads, seqlen_q, self.key.shape[2])
+
+
+class NormOutputs(NamedTuple):
+    """Results of a norm's forward.
+
+    Attributes:
+        out: (rows, columns).
+        total: residual + dropout(input), (rows, columns); empty where that is input.
+        mean: (rows,), float32 (float64 for float64); empty for RMS norms.
+        rstd: (rows,), likewise.
+    """
+
+    out: Tensor
+    total: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+
+class NormGradients(NamedTuple):
+    """Gradients of a norm's call.
+
+    Attributes:
+        input: (rows, columns); empty where it is that of `total` (without dropout).
+        total: (rows, columns), of residual + dropout(input), and so of residual.
+        weight, bias: (columns,) in the type of rstd; empty where they are not wanted.
+    """
+
+    input: Tensor
+    total: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+@flattens
+@dataclass(frozen=True, eq=False)
+class NormCall(Flat):
+    """norm(residual + dropout(input)) over rows.
+
+    Attributes:
+        input: (rows, columns).
+        residual: as input, or None.
+        weight, bias: (columns,), or None.
+        eps: added to the variance, or to the mean square.
+        rms: RMS norm instead of layer norm.
+        dropout_p: probability of dropping an element of input.
+        seed: int64 scalar tensor, needed where dropout_p > 0.
+    """
+
+    input: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    rms: bool
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("input", "residual", "weight", "bias")
+
+    @property
+    def has_total(self) -> bool:
+        """Whether what is normalised is something else than input."""
+        return self.residual is not None or self.dropout_p > 0.0
+
+    def outputs(self, empty: Empty) -> NormOutputs:
+        """Uninitialised results."""
+        like = self.input
+        rows, dtype = like.shape[0], statistics_dtype(like.dtype)
+        matrix = _contiguous(like.shape)
+        return NormOutputs(
+            empty(*matrix, like.dtype, like.device),
+            empty(*(matrix if self.has_total else _NOTHING), like.dtype, like.device),
+            empty((0 if self.rms else rows,), (1,), dtype, like.device),
+            empty((rows,), (1,), dtype, like.device),
+        )
+
+    def gradients(self, empty: Empty, needs_weight: bool, needs_bias: bool) -> NormGradients:
+        """Uninitialised gradients."""
+        like = self.input
+        columns, dtype = like.shape[1], statistics_dtype(like.dtype)
+        matrix = _contiguous(like.shape)
+        return NormGradients(
+            empty(*(matrix if self.dropout_p > 0.0 else _NOTHING), like.dtype, like.device),
+            empty(*matrix, like.dtype, like.device),
+            empty((columns if needs_weight else 0,), (1,), dtype, like.device),
+            empty((columns if needs_bias else 0,), (1,), dtype, like.device),
+        )
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
+_NOTHING: Layout = ((0,), (1,))
+
+
+def _contiguous(shape: Sequence[int]) -> Layout:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * size
+    return tuple(shape), tuple(reversed(strides))
+
+
+def _heads_inside(shape: Sequence[int]) -> Layout:
+    """(batch, num_heads, seqlen, dim) laid out as (batch, seqlen, num_heads, dim).
+
+    Strides for a fresh tensor, not a transpose of one: that would be a view to autograd, which
+    restricts in-place operations on it."""
+    batch, num_heads, seqlen, dim = shape
+    return (batch, num_heads, seqlen, dim), (seqlen * num_heads * dim, dim, num_heads * dim, 1)

@@ -1,0 +1,136 @@
+"""The one way from a call to the flat list of arguments that torch.library wants, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+FlatT = TypeVar("FlatT", bound="Flat")
+
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+}
+
+
+class Flat:
+    """Base of frozen dataclasses that travel whole, and flat where torch has to see their tensors.
+
+    The flat form has the fields in their order, those of a nested Flat in its place. What converts
+    is compiled once a class, from its fields, by `flattens`: a new field is a line in the class.
+
+    Attributes:
+        NAMES: of all fields, flat.
+        TENSORS: of those that are tensors, or None.
+        SCHEMA: the fields as parameters of a torch.library schema.
+    """
+
+    NAMES: ClassVar[tuple[str, ...]]
+    TENSORS: ClassVar[tuple[str, ...]]
+    SCHEMA: ClassVar[str]
+
+    def flat(self) -> tuple[Any, ...]:
+        """The values of `NAMES`."""
+        raise NotImplementedError
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The values of `TENSORS`."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_flat(cls: type[FlatT], values: Sequence[Any]) -> FlatT:
+        """The call whose `flat()` begins with these values."""
+        raise NotImplementedError
+
+    def with_tensors(self: FlatT, tensors: Sequence[Tensor | None]) -> FlatT:
+        """This call with other tensors, in the order of `TENSORS`."""
+        raise NotImplementedError
+
+    def without_tensors(self: FlatT) -> FlatT:
+        """What remains for a backward whose tensors autograd keeps."""
+        return self.with_tensors((None,) * len(self.TENSORS))
+
+    @classmethod
+    def by_tensor(cls, **values: Any) -> tuple[Any, ...]:
+        """A value for each of `TENSORS`, None for those that are not named."""
+        unknown = values.keys() - set(cls.TENSORS)
+        assert not unknown, f"{cls.__name__} has no tensors {unknown}"
+        return tuple(values.get(name) for name in cls.TENSORS)
+
+
+def flattens(cls: type[FlatT]) -> type[FlatT]:
+    """Class decorator: gives a frozen dataclass what `Flat` promises."""
+    leaves = list(_leaves(cls, ""))
+    names = [path.rpartition(".")[2] for path, _ in leaves]
+    assert len(set(names)) == len(names), f"fields of {cls.__name__} need names of their own"
+    tensors = [path for path, type_ in leaves if _TYPES[type_].startswith("Tensor")]
+    cls.NAMES = tuple(names)
+    cls.TENSORS = tuple(path.rpartition(".")[2] for path in tensors)
+    cls.SCHEMA = ", ".join(f"{_TYPES[t]} {n}" for (_, t), n in zip(leaves, names, strict=True))
+    index = {path: i for i, (path, _) in enumerate(leaves)}
+    tensor_index = {path: i for i, path in enumerate(tensors)}
+
+    def of_values(path: str) -> str:
+        return f"values[{index[path]}]"
+
+    def of_tensors(path: str) -> str:
+        return f"tensors[{tensor_index[path]}]" if path in tensor_index else f"self.{path}"
+
+    scope: dict[str, Any] = {"cls": cls}
+    whole, new = _tuple(path for path, _ in leaves), _tuple(tensors)
+    source = (
+        f"def flat(self): return ({whole})\n"
+        f"def tensors(self): return ({new})\n"
+        f"def of_flat(values): return {_construction(cls, '', of_values, scope)}\n"
+        f"def with_tensors(self, tensors): return {_construction(cls, '', of_tensors, scope)}\n"
+    )
+    exec(source, scope)
+    for name in ("flat", "tensors", "with_tensors"):
+        setattr(cls, name, scope[name])
+    cls.of_flat = staticmethod(scope["of_flat"])  # type: ignore[method-assign]
+    return cls
+
+
+def empty_strided(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The allocation of a backend that has none of its own, and of the fakes."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _leaves(cls: type, prefix: str) -> Iterable[tuple[str, Any]]:
+    """Paths and types of the fields, depth first."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _leaves(typing.cast(type, hints[field.name]), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, hints[field.name]
+
+
+def _tuple(paths: Iterable[str]) -> str:
+    return "".join(f"self.{path}, " for path in paths)
+
+
+def _construction(cls: type, prefix: str, value: Any, scope: dict[str, Any]) -> str:
+    """The expression that makes a `cls`, with value(path) for each of its leaves."""
+    hints = typing.get_type_hints(cls)
+    arguments = []
+    for field in dataclasses.fields(cls):
+        type_, path = hints[field.name], prefix + field.name
+        nested = dataclasses.is_dataclass(type_)
+        arguments.append(
+            _construction(typing.cast(type, type_), f"{path}.", value, scope)
+            if nested
+            else value(path)
+        )
+    scope[cls.__name__] = cls
+    return f"{cls.__name__}({', '.join(arguments)})"

@@ -1,0 +1,70 @@
+"""What the reference sees of a mask: tensors of (batch, num_heads, seqlen_q, seqlen_k)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.masks.mask import UNLIMITED
+from fused_attn.masks.spec import BOUNDS, MaskSpec, reduced
+
+
+def materialize(
+    spec: MaskSpec,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask as tensors, for the reference alone.
+
+    Returns:
+        visible, bool broadcastable to (batch, num_heads, seqlen_q, seqlen_k), and the additive
+        bias (float, same); None where there is nothing.
+    """
+    row = torch.arange(seqlen_q, device=device)[None, None, :, None]
+    column = torch.arange(seqlen_k, device=device)
+    distance = column - row
+    if spec.bounds is None:
+        offset: Any = spec.alibi_offset
+        conditions = []
+        if spec.band_lo > -UNLIMITED:
+            conditions.append(distance >= spec.band_lo)
+        if spec.band_hi < UNLIMITED:
+            conditions.append(distance <= spec.band_hi)
+    else:
+        # Each column as (batch, 1, 1, 1).
+        bound = dict(zip(BOUNDS, spec.bounds[:, :, None, None, None].unbind(1), strict=True))
+        offset = bound["alibi_offset"]
+        in_prefix = (column < bound["prefix_end"]) | (distance <= 0)
+        conditions = [
+            (column >= bound["key_begin"]) & (column < bound["key_end"]),
+            (row >= bound["query_begin"]) & (row < bound["query_end"]),
+            (distance >= bound["band_lo"]) & (distance <= bound["band_hi"]),
+            in_prefix | (bound["prefix_end"] == 0),
+        ]
+    if spec.query_documents is not None and spec.key_documents is not None:
+        pairs = spec.query_documents[:, :, None] == spec.key_documents[:, None, :]
+        conditions.append(pairs[:, None])
+    conditions += [m for m in (spec.dense, spec.key_mask) if m is not None]
+    bias_ = spec.bias
+    if bias_ is not None:
+        conditions.append(bias_ != float("-inf"))
+    if spec.slopes is not None:
+        linear = -spec.slopes[:, :, None, None].to(dtype) * (row + offset - column).abs()
+        bias_ = linear if bias_ is None else bias_ + linear
+    return reduced(conditions, torch.logical_and), bias_
+
+
+def of_head(spec: MaskSpec, h: int) -> MaskSpec:
+    """The spec of head h by itself, as if it were the only one."""
+    own: dict[str, Any] = {}
+    for name in ("bias", "dense", "key_mask", "slopes"):
+        tensor = getattr(spec, name)
+        own[name] = tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, h : h + 1]
+    return replace(spec, bias_summary=None, dense_summary=None, **own)

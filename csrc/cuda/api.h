@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "params.h"
+#include "cuda/gpu_params.h"
 
 namespace fused_attn {
 

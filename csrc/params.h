@@ -110,12 +110,6 @@ struct AttentionWeightsParams {
   bool average;   // over the heads
 };
 
-// How the kernels of an instruction set classify the tiles of a problem; for tests and tools.
-struct TileKindsParams {
-  AttentionParams problem;  // sizes, dtype and mask
-  uint8_t* kinds;           // (batch, num_heads, panels, blocks): 0 skipped, 1 partial, 2 full
-};
-
 // norm(residual + dropout(input)); every matrix is (rows, columns), contiguous.
 struct NormParams {
   DType dtype;  // of input, residual, out, total and their gradients

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind_fields.h"
+#include "cpu/debug.h"
 #include "cpu/dispatch.h"
 #include "cpu/workspace_pool.h"
 

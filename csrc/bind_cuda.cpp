@@ -11,6 +11,8 @@
 
 #include "bind_fields.h"
 #include "cuda/api.h"
+#include "cuda/gpu_params.h"
+#include "cuda/launch_records.h"
 #include "cuda/tile_sizes.h"
 
 // tests/cuda_emulator compiles this file under another name.

@@ -5,8 +5,8 @@
 // last row alone.
 #pragma once
 
+#include "host_device.h"
 #include "params.h"
-#include "philox.h"
 
 namespace fused_attn {
 namespace {

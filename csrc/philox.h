@@ -6,14 +6,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define FUSED_ATTN_HOST_DEVICE __host__ __device__ inline
-// A loop that is short or rare: unrolled, it would take registers from the loops around it.
-#define FUSED_ATTN_ROLLED _Pragma("unroll 1")
-#else
-#define FUSED_ATTN_HOST_DEVICE inline
-#define FUSED_ATTN_ROLLED
-#endif
+#include "host_device.h"
 
 namespace fused_attn {
 namespace {  // each instruction set has its own copy (design: no shared inline functions)

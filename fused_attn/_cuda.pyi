@@ -1,4 +1,4 @@
-"""The compiled CUDA kernels (csrc/bind_cuda.cpp); the fields are those of csrc/params.h."""
+"""The compiled CUDA kernels (csrc/bind_cuda.cpp); fields: csrc/params.h, cuda/gpu_params.h."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,7 @@
 // The kernels of one instruction set, and the choice among them.
 #pragma once
 
+#include "cpu/debug.h"
 #include "params.h"
 
 namespace fused_attn {

@@ -7,6 +7,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/norm.h"
 #include "cpu/peak.h"
+#include "cpu/tile_kinds.h"
 #include "cpu/tile_summary.h"
 
 #define FUSED_ATTN_PASTE_(a, b) a##b
@@ -56,27 +57,6 @@ bool run_attention_weights(const AttentionWeightsParams& p) {
 bool run_norm_fwd(const NormParams& p) { return run_as<NormFwd>(p.dtype, p); }
 
 bool run_norm_bwd(const NormBwdParams& p) { return run_as<NormBwd>(p.fwd.dtype, p); }
-
-template <class T>
-struct TileKinds {
-  using A = Acc<T>;
-
-  static bool run(const TileKindsParams& params) {
-    const AttentionParams& p = params.problem;
-    MaskView<A> mask;
-    if (!mask.init(p)) return false;
-    uint8_t* out = params.kinds;
-    for (int64_t head = 0; head < p.batch * p.num_heads; ++head) {
-      for (int64_t i = 0; i < p.seqlen_q; i += kPanel<A>) {
-        for (int64_t j = 0; j < p.seqlen_k; j += kBlockN) {
-          *out++ = static_cast<uint8_t>(mask.classify(head / p.num_heads, head % p.num_heads, i, j,
-                                                      min64(j + kBlockN, p.seqlen_k)));
-        }
-      }
-    }
-    return true;
-  }
-};
 
 bool run_tile_kinds(const TileKindsParams& p) { return run_as<TileKinds>(p.problem.dtype, p); }
 

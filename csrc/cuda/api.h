@@ -2,9 +2,8 @@
 #pragma once
 
 #include <stdexcept>
-#include <vector>
 
-#include "params.h"
+#include "cuda/gpu_params.h"
 
 namespace fused_attn {
 
@@ -12,14 +11,6 @@ namespace fused_attn {
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-
-// Where a thread has a list, its launches are written down there, and not done.
-struct LaunchRecord {
-  const char* kernel;
-  int64_t blocks;
-  int threads, shared_size;
-};
-inline thread_local std::vector<LaunchRecord>* launch_records = nullptr;
 
 void run_attention_fwd(const AttentionParams& params, const GpuParams& gpu);
 void run_attention_bwd(const AttentionBwdParams& params, const GpuParams& gpu);

@@ -1,7 +1,7 @@
 // The passes of attention, each compiled for the lines of head_dims.inc (sources.cmake).
 #pragma once
 
-#include "params.h"
+#include "cuda/gpu_params.h"
 
 namespace fused_attn {
 

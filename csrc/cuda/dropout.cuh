@@ -4,8 +4,8 @@
 // share the work: each computes one group, and hands out what the others need.
 #pragma once
 
+#include "cuda/gpu_params.h"
 #include "cuda/intrinsics.cuh"
-#include "params.h"
 #include "philox.h"
 
 namespace fused_attn {

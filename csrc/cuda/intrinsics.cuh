@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "philox.h"
+#include "host_device.h"
 
 namespace fused_attn {
 
@@ -41,14 +41,6 @@ struct alignas(16) Chunk {
 #include <cuda_runtime.h>
 
 #include <type_traits>
-
-#define FUSED_ATTN_DEVICE __device__ __forceinline__
-// A kernel for blocks of so many threads, of which so many fit onto a multiprocessor together.
-#define FUSED_ATTN_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
-#define FUSED_ATTN_ARGUMENT const __grid_constant__
-#define FUSED_ATTN_UNROLL _Pragma("unroll")
-#define FUSED_ATTN_PRAGMA(text) _Pragma(#text)
-#define FUSED_ATTN_UNROLL_BY(times) FUSED_ATTN_PRAGMA(unroll times)
 
 namespace fused_attn {
 

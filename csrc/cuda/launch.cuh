@@ -5,6 +5,7 @@
 
 #include "cuda/api.h"
 #include "cuda/intrinsics.cuh"
+#include "cuda/launch_records.h"
 
 namespace fused_attn {
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "block_ranges.h"
+#include "cuda/gpu_params.h"
 #include "cuda/intrinsics.cuh"
 
 namespace fused_attn {

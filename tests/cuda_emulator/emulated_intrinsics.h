@@ -6,14 +6,10 @@
 
 #include <type_traits>
 
+#include "host_device.h"
 #include "numbers.h"
 #include "schedule.h"
 
-#define FUSED_ATTN_DEVICE inline
-#define FUSED_ATTN_KERNEL(threads, blocks) void
-#define FUSED_ATTN_ARGUMENT const
-#define FUSED_ATTN_UNROLL
-#define FUSED_ATTN_UNROLL_BY(times)
 // Where an operation stands in a kernel.
 #define FUSED_ATTN_SITE int line = __builtin_LINE(), const char *file = __builtin_FILE()
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of attention: tensors to the fields of csrc/params.h."""
+"""The CUDA kernels of attention: tensors to the fields of csrc/params.h and gpu_params.h."""
 
 from __future__ import annotations
 

@@ -1,0 +1,40 @@
+// After the passes of the backward: gradients of queries from their sums in float32.
+#include "cuda/attention_bwd_rows.cuh"
+#include "cuda/attention_passes.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+FUSED_ATTN_KERNEL(kRowPassThreads, 8)
+attention_bwd_finish_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
+  const AttentionParams& p = args.params.fwd;
+  const OwnedTile own = owned_statistics(p);
+  if (own.count <= 0) return;
+  const SequenceRows rows = query_rows(p, own.b);
+  const int64_t lse_at = lse_begin(p, own.b, own.h) + own.begin;
+  const float scale = static_cast<float>(p.softmax_scale);
+  for (int row = thread_id() / kRowLanes; row < own.count; row += kRowStep) {
+    const float* sums =
+        args.gpu.grad_query_sums + (lse_at + row) * grad_query_sums_stride(p.head_dim);
+    T* grad_query = row_of(static_cast<T*>(args.params.grad_query), args.params.grad_query_strides,
+                           rows.batch, own.h, rows.first + own.begin + row);
+    for (int64_t c = lane_id() % kRowLanes; c < p.head_dim; c += kRowLanes) {
+      grad_query[c] = from_float<T>(sums[c] * scale);
+    }
+  }
+}
+
+}  // namespace
+
+void run_attention_bwd_finish(const AttentionBwdParams& p, const GpuParams& gpu) {
+  for_element(p.fwd, [&](auto element) {
+    if constexpr (sizeof(element) == 2) {  // float32 is never added up atomically
+      launch("attention_bwd_finish_kernel", attention_bwd_finish_kernel<decltype(element)>,
+             statistics_blocks(p.fwd), kRowPassThreads, 0, AttentionBwdArgs{p, gpu},
+             stream_of(gpu));
+    }
+  });
+}
+
+}  // namespace fused_attn

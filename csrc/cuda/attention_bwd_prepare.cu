@@ -1,0 +1,70 @@
+// Before the passes of the backward: statistics of each query's row, and zeros where gradients of
+// queries are added up.
+#include "cuda/attention_bwd_rows.cuh"
+#include "cuda/attention_passes.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+FUSED_ATTN_DEVICE float dot(const T* a, const T* b, int64_t count) {
+  constexpr int kPerChunk = 16 / sizeof(T);
+  float sum = 0.0f;
+  FUSED_ATTN_UNROLL_BY(2)  // by more, loads in float32 take all registers
+  for (int64_t c = lane_id() % kRowLanes * kPerChunk; c < count; c += kRowLanes * kPerChunk) {
+    const Chunk x = load_chunk(a + c), y = load_chunk(b + c);
+    FUSED_ATTN_UNROLL
+    for (int e = 0; e < kPerChunk; ++e) sum = multiply_add(element<T>(x, e), element<T>(y, e), sum);
+  }
+  FUSED_ATTN_UNROLL
+  for (int lanes = 1; lanes < kRowLanes; lanes *= 2) sum += shuffle_xor(sum, lanes);
+  return sum;
+}
+
+template <class T, bool kGeneral>
+FUSED_ATTN_KERNEL(kRowPassThreads, 8)
+attention_bwd_prepare_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
+  const AttentionParams& p = args.params.fwd;
+  const Units<T, kGeneral> units(p);
+  const OwnedTile own = owned_statistics(p);
+  if (own.count <= 0) return;
+  const SequenceRows rows = query_rows(p, own.b);
+  const RowStatistics stats = row_statistics(p, args.gpu, own.b, own.h);
+  const int64_t lse_at = lse_begin(p, own.b, own.h) + own.begin;
+  for (int row = thread_id() / kRowLanes; row < kStatisticsTile; row += kRowStep) {
+    const bool inside = row < own.count;
+    const int64_t at = own.begin + row, read = inside ? at : own.begin;
+    const T* out =
+        row_of(static_cast<const T*>(p.out), p.out_strides, rows.batch, own.h, rows.first + read);
+    const T* grad_out = row_of(static_cast<const T*>(args.params.grad_out),
+                               args.params.grad_out_strides, rows.batch, own.h, rows.first + read);
+    const float product = dot(out, grad_out, p.head_dim_v);
+    if (lane_id() % kRowLanes == 0) {
+      const LogSum log_sum = inside ? load_lse(p, lse_at + row, units) : kSeesNothing;
+      float delta = 0.0f;
+      if (log_sum.exponent != kInfinity) {
+        const float* grad_lse = static_cast<const float*>(args.params.grad_lse);
+        delta = grad_lse == nullptr ? product : product - grad_lse[lse_at + row];
+      }
+      stats.lse[at] = log_sum.exponent;
+      stats.factor[at] = log_sum.factor;
+      stats.delta[at] = delta;
+    }
+    if (args.gpu.grad_query_sums == nullptr || !inside) continue;
+    const int64_t stride = grad_query_sums_stride(p.head_dim);
+    float* sums = args.gpu.grad_query_sums + (lse_at + row) * stride;
+    for (int64_t c = lane_id() % kRowLanes; c < stride; c += kRowLanes) sums[c] = 0.0f;
+  }
+}
+
+}  // namespace
+
+void run_attention_bwd_prepare(const AttentionBwdParams& p, const GpuParams& gpu) {
+  for_type<0>(p.fwd, [&](auto element, auto general) {
+    launch("attention_bwd_prepare_kernel",
+           attention_bwd_prepare_kernel<decltype(element), decltype(general)::value>,
+           statistics_blocks(p.fwd), kRowPassThreads, 0, AttentionBwdArgs{p, gpu}, stream_of(gpu));
+  });
+}
+
+}  // namespace fused_attn

@@ -1,0 +1,28 @@
+// What attention_bwd_prepare.cu and attention_bwd_finish.cu share: how rows of queries are dealt
+// out.
+#pragma once
+
+#include "cuda/attention_bwd_tile.cuh"
+
+namespace fused_attn {
+
+constexpr int kRowPassThreads = 128;
+// Lanes that share a row: each reads 16 bytes of it at a time, 64 16-bit elements together.
+constexpr int kRowLanes = 8;
+constexpr int kRowStep = kRowPassThreads / kRowLanes;
+
+// A block has kStatisticsTile rows of a head of a sequence, also those behind its end.
+FUSED_ATTN_DEVICE OwnedTile owned_statistics(const AttentionParams& p) {
+  const int64_t tiles = statistics_tiles(p.seqlen_q);
+  const int64_t m = block_id() % tiles, bh = block_id() / tiles;
+  OwnedTile own{static_cast<int>(bh / p.num_heads), static_cast<int>(bh % p.num_heads),
+                static_cast<int>(m * kStatisticsTile), 0};
+  own.count = static_cast<int>(min64(kStatisticsTile, query_rows(p, own.b).count - own.begin));
+  return own;
+}
+
+inline int64_t statistics_blocks(const AttentionParams& p) {
+  return statistics_tiles(p.seqlen_q) * p.batch * p.num_heads;
+}
+
+}  // namespace fused_attn

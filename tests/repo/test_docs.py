@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "examples/README.md"]
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which tells of the past
+FOLDERS = ("csrc", "fused_attn", "tests", "benchmarks", "examples", "docs")
 # [`symbol`](file), in which the file defines the symbol.
 SYMBOL = re.compile(r"\[`([^`\]]+)`\]\(([^)#:]+)\)")
 
@@ -32,6 +34,17 @@ def test_symbols(page):
     ]
     assert not missing
     assert not re.search(r"\]\([^)]*#L\d*\)", text), "a link names a symbol, not a line"
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_files(page):
+    """Paths from the root, and sources by their names, wherever a page mentions them."""
+    text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
+    paths = set(re.findall(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text))
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    sources = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
+    named = set(re.findall(r"(?<![\w/.])\w+\.(?:py|h|cuh|cpp|cu|inc|cmake)\b", text))
+    assert not named - sources - {"setup.py"}
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "quadratic-cost.md"])

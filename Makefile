@@ -112,8 +112,8 @@ BENCH = $(BIN)/python -m pytest -q -m "not gpu" --benchmark-columns=median
 MODELS = benchmarks/test_models.py
 LENGTHS = benchmarks/test_lengths.py
 
-# Nothing else may run meanwhile. The results that back the README's table are committed.
-bench: env ## measure everything against its peers; results, plots and the README's table
+# Nothing else may run meanwhile. The results that back the tables of docs/performance.md are committed.
+bench: env ## measure everything against its peers; results, plots, docs/performance.md
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
 	$(BENCH) $(LENGTHS) --results lengths.json

@@ -1,4 +1,4 @@
-"""The records of a GPU as a table, for the terminal and for the README."""
+"""The records of a GPU as a table, for the terminal and for docs/performance.md."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def text(results: dict[str, Any]) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """For the README."""
+    """For docs/performance.md."""
     table = [HEADER, ["---"] * len(HEADER), *rows(results)]
     lines = [ceilings(results), "", *("| " + " | ".join(row) + " |" for row in table)]
     lines += ["", "The ratio is to the fastest peer. Sizes: benchmarks/gpu_shapes.py."]

@@ -1,22 +1,20 @@
-"""The pages in docs/ and examples/: what they link to is there."""
+"""The pages of the repository: what they link to is there, and has what they name."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
-import doc_links
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "examples/README.md"]
-
-
-@pytest.mark.parametrize("page", sorted(doc_links.DOCS.glob("*.md")), ids=lambda p: p.name)
-def test_lines(page):
-    """`python tests/support/doc_links.py` mends the numbers."""
-    text = page.read_text("utf-8")
-    assert doc_links.with_lines(text) == text
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "examples/README.md"]
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which tells of the past
+FOLDERS = ("csrc", "fused_attn", "tests", "benchmarks", "examples", "docs")
+# [`symbol`](file), in which the file defines the symbol.
+SYMBOL = re.compile(r"\[`([^`\]]+)`\]\(([^)#:]+)\)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -26,6 +24,84 @@ def test_files(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_symbols(page):
+    text = page.read_text("utf-8")
+    missing = [
+        f"{symbol} in {link}"
+        for symbol, link in SYMBOL.findall(text)
+        if not defines(page.parent / link, symbol)
+    ]
+    assert not missing
+    assert not re.search(r"\]\([^)]*#L\d*\)", text), "a link names a symbol, not a line"
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_files(page):
+    """Paths from the root, and sources by their names, wherever a page mentions them."""
+    text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
+    paths = set(re.findall(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text))
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    sources = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
+    named = set(re.findall(r"(?<![\w/.])\w+\.(?:py|h|cuh|cpp|cu|inc|cmake)\b", text))
+    assert not named - sources - {"setup.py"}
+
+
 @pytest.mark.parametrize("page", ["architecture.md", "quadratic-cost.md"])
 def test_pages_point_at_code(page):
-    assert doc_links.LINK.search((doc_links.DOCS / page).read_text("utf-8"))
+    assert SYMBOL.search((DOCS / page).read_text("utf-8"))
+
+
+def test_what_is_not_defined_is_found(tmp_path):
+    python, cpp = tmp_path / "file.py", tmp_path / "file.h"
+    python.write_text(
+        "LIMIT: int = other(1)\n"
+        "class Call:\n    shape: tuple\n    def run(self):\n        self.out = 1\n"
+    )
+    cpp.write_text("// gone() was here\nstruct Tile {\n  int rows;\n};\n")
+    there = ["LIMIT", "Call", "Call.shape", "Call.run", "Call.out"]
+    assert all(defines(python, name) for name in there)
+    assert defines(cpp, "Tile") and defines(cpp, "Tile::rows")
+    assert not any(defines(python, name) for name in ("other", "run", "Call.LIMIT", "Call.run.out"))
+    assert not any(defines(cpp, name) for name in ("gone", "Tile::columns", "row"))
+
+
+def defines(path: Path, symbol: str) -> bool:
+    """Whether a file has a function, class, constant or field of that name.
+
+    Args:
+        symbol: `name` or `Class.member`; in C++ `Class::member`, whose parts must be words of the
+            file outside of its comments.
+    """
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        return symbol in _names(ast.parse(text).body)
+    code = re.sub(r"//.*", "", text)
+    return all(re.search(rf"\b{re.escape(part)}\b", code) for part in symbol.split("::"))
+
+
+def _names(body: list[ast.stmt], prefix: str = "") -> set[str]:
+    """What the statements of a module or a class define, members as Class.member."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(prefix + node.name)
+            names |= {f"{prefix}{name}" for name in _attributes(node)} if prefix else set()
+        elif isinstance(node, ast.ClassDef):
+            names |= {prefix + node.name, *_names(node.body, f"{prefix}{node.name}.")}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {prefix + t.id for t in targets if isinstance(t, ast.Name)}
+    return names
+
+
+def _attributes(method: ast.FunctionDef) -> set[str]:
+    """What a method assigns to attributes of self."""
+    return {
+        node.attr
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }

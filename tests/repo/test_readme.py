@@ -1,4 +1,4 @@
-"""The code in the README runs, block after block, as a reader would type it."""
+"""What the README and the pages of docs/ say is so: code, commands, tables, length."""
 
 from __future__ import annotations
 
@@ -7,21 +7,62 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md"]
+WITH_CODE = [page for page in PAGES if "```python" in page.read_text("utf-8")]
+MAX_LINES = 150
+RUNS = {"README.md": 4, "models.md": 5, "masks.md": 3}  # how many blocks of code a page has
 
 
-def test_python_blocks_run():
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+def test_readme_is_short():
+    text = README.read_text("utf-8")
+    assert len(text.splitlines()) <= MAX_LINES
+    assert len(re.findall(r"!\[", text)) == 1, "one plot"
+
+
+def test_readme_names_every_page():
+    text = README.read_text("utf-8")
+    assert not [page.name for page in DOCS if f"](docs/{page.name})" not in text]
+
+
+def test_pages_with_code():
+    assert {page.name for page in WITH_CODE} == RUNS.keys()
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.name)
+def test_python_blocks_run(page):
+    """Block after block, as a reader would type them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == RUNS[page.name]
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, str(README), "exec"), names)
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_are_there(page):
+    """Those in blocks and in backquotes: targets of make, and what fused-attn takes."""
+    from fused_attn.tools import arguments
+
+    text = page.read_text("utf-8")
+    code = "\n".join(
+        [*re.findall(r"^    (.*)$", text, re.MULTILINE), *re.findall(r"`(.*?)`", text)]
+    )
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = re.findall(r"^make ([a-z -]+?)(?= *(?:#|[A-Z]|$))", code, re.MULTILINE)
+    assert not {target for line in made for target in line.split()} - targets
+    for line in re.findall(r"^fused-attn (.+?)(?: *#.*)?$", code, re.MULTILINE):
+        if line != "...":
+            arguments.parser().parse_args(line.split())
 
 
 def test_every_mask_is_listed():
     from fused_attn import masks
 
-    listed = set(re.findall(r"^\| `(\w+)\(", README.read_text(), re.MULTILINE))
+    page = (ROOT / "docs/masks.md").read_text("utf-8")
+    listed = set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE))
     made = {
         name
         for name, value in vars(masks).items()
@@ -30,10 +71,40 @@ def test_every_mask_is_listed():
     assert listed == made
 
 
+def test_every_backend_has_a_status():
+    """Those that are there, and those that are planned."""
+    from fused_attn.backends.registry import BACKENDS
+
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", README.read_text("utf-8"), re.MULTILINE)
+    there = {name for name, status in rows if status != "planned"}
+    assert there == BACKENDS.keys()
+
+
+def test_values_of_environment_variables_are_listed():
+    from fused_attn.backends.registry import BACKENDS
+
+    page = (ROOT / "docs/install.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(FUSED_ATTN_\w+)` \|.*\| (.*) \|$", page, re.MULTILINE))
+    assert re.findall(r"`(\w+)`", rows["FUSED_ATTN_BACKEND"]) == list(BACKENDS)
+    isas = re.findall(r"^FUSED_ATTN_ISA\((\w+)\)", (ROOT / "csrc/cpu/isas.inc").read_text(), re.M)
+    assert re.findall(r"`(\w+)`", rows["FUSED_ATTN_CPU_ISA"]) == isas
+
+
 def test_table_of_surfaces_is_up_to_date():
     """`python tests/support/surfaces.py` writes it; it fails where a test that it names is gone."""
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
     import surfaces
 
-    readme = README.read_text()
-    assert surfaces.with_table(readme) == readme
+    page = surfaces.PAGE.read_text("utf-8")
+    assert surfaces.with_table(page) == page
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
+def test_figures_are_those_of_the_results(name, monkeypatch):
+    """`python benchmarks/report.py` writes them."""
+    pytest.importorskip("matplotlib", reason="reason: matplotlib is not installed")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import report
+
+    text = (ROOT / name).read_text("utf-8")
+    assert report.with_results(ROOT / name, text) == text

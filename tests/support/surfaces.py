@@ -1,6 +1,7 @@
-"""The README's table of surfaces: where the package can be used, what of it, which test shows it.
+"""The table of surfaces: where the package can be used, what of it, which test shows it.
 
-`python tests/support/surfaces.py` writes it; tests/repo/test_readme.py holds it to the code.
+`python tests/support/surfaces.py` writes it to docs/support.md; tests/repo/test_readme.py
+holds it to the code.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from hf_families import FAMILIES
 from fused_attn.nn._from_torch import REPLACEMENTS, qualified_name
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- surfaces: begin -->", "<!-- surfaces: end -->"
 
 
@@ -112,7 +114,7 @@ def table() -> str:
         for file, functions in tests.items():
             _check(file, functions)
             named = ", ".join(f"`{function}`" for function in functions)
-            where.append(f"[{file}]({_path(file)})" + (f": {named}" if named else ""))
+            where.append(f"[{file}](../{_path(file)})" + (f": {named}" if named else ""))
         rows.append(f"| {surface} | {supported} | {'; '.join(where)} |")
     return "\n".join(rows)
 
@@ -129,13 +131,12 @@ def _check(file: str, functions: tuple[str, ...]) -> None:
         raise ValueError(f"{_path(file)} has no {', '.join(sorted(missing))}")
 
 
-def with_table(readme: str) -> str:
-    """The README with the table as it should be."""
-    before, rest = readme.split(BEGIN)
+def with_table(page: str) -> str:
+    """The page with the table as it should be."""
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(with_table(path.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")

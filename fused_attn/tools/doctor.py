@@ -23,7 +23,6 @@ from fused_attn.backends import (
     available_backends,
     cpp,
     get_backend,
-    use_backend,
     wanted_backend,
 )
 from fused_attn.backends.registry import BACKENDS
@@ -193,15 +192,11 @@ def _checked(problem: _Problem, backend: str) -> SelfCheck:
         return row(False, problem="; ".join(unavailable))
     operands = {name: tensor.to(device) for name, tensor in problem.operands.items()}
 
-    def by(name: str) -> Callable[..., Any]:
-        def run(*tensors: Tensor) -> Any:
-            with use_backend(name):
-                return problem.call(*tensors)
-
-        return run
-
     try:
-        verdict = contract.check(by(backend), by("eager"), operands, problem.dtype, True)
+        verdict = contract.check(
+            contract.by(backend, problem.call), contract.by("eager", problem.call), operands,
+            problem.dtype, True,
+        )  # fmt: skip
     except Exception as error:  # whatever is broken here is what is to be found out
         return row(False, problem=f"{type(error).__name__}: {error}")
     worst = verdict.worst

@@ -7,7 +7,7 @@ import torch
 
 from fused_attn.tools import bench, contract
 from fused_attn.tools.cases import MASKS, Shape, make_mask
-from fused_attn.tools.compare import GRAD_FACTOR, OUTPUT_FACTOR
+from fused_attn.tools.contract import GRAD_FACTOR, OUTPUT_FACTOR
 
 
 def test_shapes():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-import fused_attn
 from fused_attn.tools import contract
 
 
@@ -19,15 +18,8 @@ def check(
     gradients: bool,
 ) -> None:  # fmt: skip
     """call(*operands), and its gradients, against eager attention in float64 and in `dtype`."""
-
-    def by(backend: str) -> Callable[..., Tensor]:
-        def run(*own: Tensor) -> Tensor:
-            with fused_attn.use_backend(backend):
-                return call(*own)
-
-        return run
-
-    check_part(name, dtype, by("cpp"), by("eager"), list(operands), gradients)
+    own, eager = contract.by("cpp", call), contract.by("eager", call)
+    check_part(name, dtype, own, eager, list(operands), gradients)
 
 
 def check_part(
@@ -49,11 +41,7 @@ def check_part(
     """
     named = {str(i): tensor for i, tensor in enumerate(operands)}
     verdict = contract.check(own, eager, named, dtype, gradients, part)
-    for finding in verdict.findings:
-        assert finding.ok, (
-            f"{finding.name} of {name} is wrong: {finding.error:.3e} off, {finding.limit:.3e} "
-            "allowed"
-        )
+    verdict.require(name)
     return verdict.agrees
 
 
@@ -70,8 +58,6 @@ def check_model(
     """
     with torch.no_grad():
         truth = theirs(copy.deepcopy(model).double().eval())[real]
-        expected = theirs(model.eval())[real].double()
-        got = ours()[real].double()
-    limit = 2 * (expected - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
-    error = (got - truth).abs().max()
-    assert error <= limit, f"error {error:.3g} is more than {limit:.3g}"
+        expected, got = theirs(model.eval())[real], ours()[real]
+    finding = contract.judge("the model's output", got, truth, expected, gradient=False)
+    assert finding.ok, str(finding)

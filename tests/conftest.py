@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, SLOW_BACKENDS, device_of, takes
+import triton_interpreter
+from helpers import BACKENDS, INTERPRETED, SLOW_BACKENDS, device_of, takes
+
+if INTERPRETED:
+    triton_interpreter.repair()
 
 
 @pytest.hookimpl(tryfirst=True)  # -m sees the markers that are added here

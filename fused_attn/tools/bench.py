@@ -15,17 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_attn import functional, masks
+from fused_attn import functional
 from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.masks import Mask
-from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
 from fused_attn.tools import contract, timing
-from fused_attn.tools.cases import DTYPES, Shape, make_mask
+from fused_attn.tools.cases import (
+    DTYPES,
+    Shape,
+    as_dense_mask,
+    as_one_tensor,
+    make_mask,
+    tensors_of,
+)
 
 OURS, PEER = "fused_attn", "sdpa"
-_MAX_SCORES = 2**22  # of what is checked: eager attention holds them, in float64 too
 
 
 @dataclass
@@ -100,15 +104,17 @@ def measure(
     operands = shape.operands(torch_dtype, device)
     own_mask = make_mask(mask, shape)
     own_mask = None if own_mask is None else own_mask.to(device)
-    visible, bias = _tensors(own_mask, shape, operands["query"])
-    part = _checked_part(shape)
+    visible, bias = tensors_of(own_mask, shape, device)
+    part = shape.reduced().part_of(shape)
+    seen, added = (None if t is None else part(t) for t in (visible, bias))
 
     def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _attend(query, key, value, own_mask)
 
     def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own_bias = None if added is None else added.to(statistics_dtype(query.dtype))
         with use_backend("eager"):
-            return _attend(query, key, value, _dense_mask(part, visible, bias, query.dtype))
+            return _attend(query, key, value, as_dense_mask(seen, own_bias))
 
     peer = _peer(shape, mask == "causal", visible, bias, torch_dtype)
     with context:
@@ -151,26 +157,11 @@ def _timed(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[],
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def _tensors(mask: Mask | None, shape: Shape, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The mask as tensors: what is visible, and what is added to the scores."""
-    sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
-    spec = normalize(mask, *sizes, query)
-    visible, bias = materialize(spec, *sizes, query.device, torch.float64)
-    if visible is not None:
-        first = visible[:, :, :1]
-        if torch.equal(first.expand_as(visible), visible):  # a mask of keys: torch gets no more
-            visible = first
-    return visible, bias
-
-
 def _peer(
     shape: Shape, causal: bool, visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Callable[..., Tensor]:
     """SDPA with the fewest and smallest arguments that say the same."""
-    mask = None if causal else visible
-    if bias is not None:
-        mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
-        mask = mask.to(dtype)
+    mask = None if causal else as_one_tensor(visible, bias, dtype)
 
     def peer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         gqa = shape.num_heads != shape.num_heads_kv
@@ -179,34 +170,6 @@ def _peer(
         )
 
     return peer
-
-
-def _dense_mask(
-    part: Callable[[Tensor], Tensor],
-    visible: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Mask | None:
-    """The mask of the checked part, made of tensors."""
-    mask = None if visible is None else masks.dense(part(visible))
-    if bias is None:
-        return mask
-    added = masks.bias(part(bias).to(statistics_dtype(dtype)))
-    return added if mask is None else mask & added
-
-
-def _checked_part(shape: Shape) -> Callable[[Tensor], Tensor]:
-    """The first sequences and heads, as many as eager attention can hold, of what has them."""
-    group = shape.num_heads // shape.num_heads_kv
-    fitting = _MAX_SCORES // (group * shape.seqlen_q * shape.seqlen_k)
-    batch = min(shape.batch, max(1, fitting))
-    heads_kv = min(shape.num_heads_kv, max(1, fitting // batch))
-
-    def part(tensor: Tensor) -> Tensor:
-        heads = max(1, heads_kv * tensor.shape[1] // shape.num_heads_kv)
-        return tensor[:batch, :heads]
-
-    return part
 
 
 def _of_seen_rows(out: Tensor, visible: Tensor | None) -> Tensor:

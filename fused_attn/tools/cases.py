@@ -1,17 +1,20 @@
-"""The attention problems that `bench` measures: sizes and masks that can be named in a shell."""
+"""Attention problems that can be named in a shell, for `bench`, tests and benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.masks import Mask
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import normalize
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_SCORES = 2**22  # of what is checked: eager attention holds them, in float64 too
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,47 @@ class Shape:
             heads += f"/{self.num_heads_kv}"
         return f"{self.batch},{heads},{self.seqlen_q},{self.seqlen_k},{self.head_dim}"
 
-    def operands(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    def operands(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    ) -> dict[str, Tensor]:
         """query, key and value, the same every time."""
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(seed)
+        # On a GPU a float32 copy of a long cache would take as much again, twice.
+        drawn = dtype if generator.device.type == "cuda" else torch.float32
         sizes = {"query": (self.num_heads, self.seqlen_q)}
         sizes |= dict.fromkeys(("key", "value"), (self.num_heads_kv, self.seqlen_k))
         return {
             name: torch.randn(
-                self.batch, *size, self.head_dim, generator=generator, device=device
+                self.batch, *size, self.head_dim, generator=generator, dtype=drawn, device=device
             ).to(dtype)
             for name, size in sizes.items()
         }
+
+    def reduced(self, batch: int | None = None) -> Shape:
+        """As many of the sequences and heads as eager attention can hold the scores of.
+
+        Args:
+            batch: how many sequences there have to be, whatever fits.
+        """
+        group = self.num_heads // self.num_heads_kv
+        fitting = MAX_SCORES // (group * self.seqlen_q * self.seqlen_k)
+        if batch is None:
+            batch = min(self.batch, max(1, fitting))
+        heads_kv = min(self.num_heads_kv, max(1, fitting // batch))
+        return replace(self, batch=batch, num_heads=heads_kv * group, num_heads_kv=heads_kv)
+
+    def part_of(self, whole: Shape) -> Callable[[Tensor], Tensor]:
+        """The first sequences and heads, as many as are here, of tensors of the whole.
+
+        Tensors are ([batch,] heads, rows, columns); those of one head stay.
+        """
+
+        def part(tensor: Tensor) -> Tensor:
+            heads = max(1, self.num_heads_kv * tensor.shape[-3] // whole.num_heads_kv)
+            tensor = tensor[..., :heads, :, :]
+            return tensor[: self.batch] if tensor.dim() == 4 else tensor
+
+        return part
 
 
 # ---- masks --------------------------------------------------------------------------------------
@@ -91,8 +124,23 @@ def _documents(shape: Shape, size: int) -> Mask:
     )
 
 
+def _ragged_documents(shape: Shape, size: int) -> Mask:
+    longest = max(shape.seqlen_q, shape.seqlen_k)
+    starts = torch.randperm(longest, generator=torch.Generator().manual_seed(0))
+    ids = torch.zeros(longest, dtype=torch.long)
+    ids[starts[: longest // size]] = 1
+    ids = ids.cumsum(0)
+    return masks.documents(ids[: shape.seqlen_q], ids[: shape.seqlen_k])
+
+
 def _alibi(shape: Shape, _: int) -> Mask:
     return masks.alibi(2.0 ** (-8.0 / shape.num_heads * torch.arange(1.0, shape.num_heads + 1)))
+
+
+def _blocks(shape: Shape, size: int, shift: int = 0) -> Mask:
+    rows = (torch.arange(shape.seqlen_q) + shift) // size
+    columns = (torch.arange(shape.seqlen_k) + shift) // size
+    return masks.dense(rows[:, None] == columns)
 
 
 def _random(shape: Shape, _: int) -> Mask:
@@ -122,7 +170,16 @@ MASKS = {
     "padding": MaskKind("sequences of a quarter to all of seqlen_k", _padding),
     "prefix": MaskKind("causal beyond the first quarter of the keys", _prefix),
     "documents": MaskKind("documents of 256 tokens; documents:SIZE of SIZE", _documents, size=256),
+    "ragged_documents": MaskKind(
+        "documents of any length, 256 on average, or SIZE", _ragged_documents, size=256
+    ),
     "alibi": MaskKind("a linear bias, another slope for each head", _alibi),
+    "blocks": MaskKind("a bool tensor, blocks of 256 on the diagonal, or SIZE", _blocks, size=256),
+    "ragged_blocks": MaskKind(
+        "the same, with edges that no tile has",
+        lambda shape, size: _blocks(shape, size, shift=37),
+        size=256,
+    ),
     "random": MaskKind("a bool tensor, half of it true", _random),
 }  # fmt: skip
 
@@ -148,3 +205,43 @@ def make_mask(text: str, shape: Shape) -> Mask | None:
         own = kind.make(shape, int(size or kind.size))
         mask = own if mask is None else mask & own
     return mask
+
+
+# ---- masks as tensors ---------------------------------------------------------------------------
+
+
+def tensors_of(
+    mask: Mask | None, shape: Shape, device: torch.device | str, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is visible, and what is added to the scores; None for everything and nothing.
+
+    Args:
+        dtype: of what is added.
+
+    Returns:
+        Tensors that broadcast to (batch, num_heads, seqlen_q, seqlen_k).
+    """
+    sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+    spec = normalize(mask, *sizes, torch.empty(0, device=device))
+    visible, bias = materialize(spec, *sizes, torch.device(device), dtype)
+    if visible is not None:
+        first = visible[:, :, :1]
+        if torch.equal(first.expand_as(visible), visible):  # a mask of keys: torch gets no more
+            visible = first
+    return visible, bias
+
+
+def as_one_tensor(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as torch takes it: bool, or float with -inf."""
+    if bias is None:
+        return visible
+    mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
+    return mask.to(dtype)
+
+
+def as_dense_mask(visible: Tensor | None, bias: Tensor | None) -> Mask | None:
+    """A Mask that is made of tensors."""
+    mask = None if visible is None else masks.dense(visible)
+    if bias is None:
+        return mask
+    return masks.bias(bias) if mask is None else mask & masks.bias(bias)

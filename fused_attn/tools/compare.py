@@ -28,7 +28,6 @@ from fused_attn.swap import (
     transformers_models,
 )
 from fused_attn.tools import contract
-from fused_attn.tools.contract import GRAD_FACTOR, OUTPUT_FACTOR
 from fused_attn.tools.recording import Recorder, Tensors, copied, device_of
 from fused_attn.tools.terminal import aligned
 
@@ -236,7 +235,7 @@ def _report(
     for (name, kind), reference in truth.items():
         if (name, kind) not in eager or reference.numel() == 0:
             continue
-        factor = GRAD_FACTOR if kind.endswith("grad") else OUTPUT_FACTOR
+        factor = contract.factor_of(kind.endswith("grad"))
         eager_max, eager_rms = contract.errors(eager[name, kind], reference)
         fused_max, fused_rms = contract.errors(fused.get((name, kind)), reference)
         largest_value, own_dtype = largest[_scale_key(name, kind)], eager[name, kind].dtype

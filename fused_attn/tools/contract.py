@@ -1,8 +1,8 @@
-"""The numerics contract: how far off a result may be, and a check of calls against it.
+"""The numerics contract: how far off a result may be, and checks against it.
 
 Against eager attention in float64, an output is at most OUTPUT_FACTOR times, a gradient at most
 GRAD_FACTOR times as far off as eager attention in the same type, plus one rounding of the largest
-value.
+value. The package's tools, the tests and the benchmarks all ask here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_attn.backends import use_backend
+
 OUTPUT_FACTOR = 2.0
 GRAD_FACTOR = 3.0
 PEER_FACTOR = 10.0  # what is off by more than this many times eager's error is another problem
+
+
+# ---- the rule -----------------------------------------------------------------------------------
+
+
+def factor_of(gradient: bool) -> float:
+    """How many times as far off as eager attention a gradient, or an output, may be."""
+    return GRAD_FACTOR if gradient else OUTPUT_FACTOR
+
+
+def limit(factor: float, eager_error: float, largest_value: float, dtype: torch.dtype) -> float:
+    """The error that the contract allows for a result in `dtype`."""
+    roundings = 2 if dtype == torch.float64 else 1  # the truth has one of its own
+    return factor * eager_error + roundings * torch.finfo(dtype).eps * largest_value
 
 
 def errors(tensor: Tensor | None, reference: Tensor) -> tuple[float, float]:
     """Maximal and root mean square error where the reference is finite; inf for NaN."""
     if tensor is None:
         return math.inf, math.inf
-    error = (tensor.to(reference.dtype) - reference)[reference.isfinite()].abs()
-    if error.numel() == 0:
+    count = int(reference.isfinite().sum())
+    if count == 0:
         return 0.0, 0.0
-    error = error.nan_to_num(nan=math.inf, posinf=math.inf)
-    return error.max().item(), error.square().mean().sqrt().item()
+    error = _deviation(tensor, reference)
+    return error.max().item(), math.sqrt(error.square().sum().item() / count)
 
 
 def largest(reference: Tensor) -> float:
@@ -37,22 +53,82 @@ def largest(reference: Tensor) -> float:
     return finite.max().item() if finite.numel() else 0.0
 
 
-def limit(factor: float, eager_error: float, largest_value: float, dtype: torch.dtype) -> float:
-    """The error that the contract allows for a result in `dtype`."""
-    return factor * eager_error + torch.finfo(dtype).eps * largest_value
+def _deviation(tensor: Tensor, reference: Tensor) -> Tensor:
+    """How far off each element is: 0 where the reference is not finite, inf for NaN."""
+    error = (tensor.to(reference.dtype) - reference).abs()
+    error = error.nan_to_num(nan=math.inf, posinf=math.inf)
+    return error.masked_fill(~reference.isfinite(), 0.0)
+
+
+# ---- one result ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The largest error of an output or a gradient, and what the contract allows for it."""
+    """The largest error of an output or a gradient, and what the contract allows for it.
+
+    Attributes:
+        where: the place and the numbers behind the two, in words.
+    """
 
     name: str
     error: float
     limit: float
+    where: str = ""
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.limit
+        return self.error <= self.limit < math.inf
+
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.3e}{self.where}"
+
+
+def judge(
+    name: str,
+    got: Tensor,
+    truth: Tensor,
+    eager: Tensor,
+    *,
+    gradient: bool,
+    eager_scale: float = 1.0,
+) -> Finding:
+    """How far `got` is off, and how far it may be.
+
+    Args:
+        truth: by eager attention in float64. Where it is not finite, `got` has to be the same.
+        eager: by eager attention, in the type of `got`.
+        eager_scale: what eager's error is multiplied by: where got is float64 there is no truth of
+            a higher precision, so eager ran in float32 and its error is scaled. Truth then has
+            an error of eager attention of its own: against a long double softmax it was off by
+            8.9e-16 where a result that was off by 5.0e-16 was called wrong.
+    """
+    if got.shape != truth.shape:
+        return Finding(name, math.inf, 0.0, f": shape {_size(got)}, not {_size(truth)}")
+    truth = truth.double()
+    undefined = ~truth.isfinite()
+    if not torch.equal(got[undefined].double(), truth[undefined]):
+        return Finding(name, math.inf, 0.0, ": infinities differ")
+    factor = factor_of(gradient) + (eager_scale != 1.0)
+    eager_error = eager_scale * errors(eager, truth)[0]
+    allowed = limit(factor, eager_error, largest(truth), got.dtype)
+    error = _deviation(got, truth)
+    if error.numel() == 0:
+        return Finding(name, 0.0, allowed)
+    index = torch.unravel_index(error.argmax(), error.shape)
+    at = tuple(int(i) for i in index)
+    return Finding(
+        name, error[at].item(), allowed,
+        f" at {at} (got {got[at].item():.8g}, truth {truth[at].item():.8g}); allowed "
+        f"{allowed:.3e} = {factor:g} x {eager_error:.3e} (eager) + a rounding",
+    )  # fmt: skip
+
+
+def _size(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+# ---- a call -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,6 +151,22 @@ class Verdict:
     def worst(self) -> Finding:
         """The finding that is closest to its limit, or furthest beyond."""
         return max(self.findings, key=lambda f: f.error / f.limit if f.limit else f.error)
+
+    def require(self, what: str) -> None:
+        """Raises an AssertionError where a result of `what` is wrong."""
+        for finding in self.findings:
+            if not finding.ok:
+                raise AssertionError(f"{what} is wrong: {finding}")
+
+
+def by(backend: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call on a backend."""
+
+    def run(*operands: Any) -> Any:
+        with use_backend(backend):
+            return call(*operands)
+
+    return run
 
 
 def check(
@@ -122,11 +214,10 @@ def check(
     num_outs = len(got) - len(parts) if gradients else len(got)
     names = [f"out{i}" for i in range(num_outs)] if num_outs > 1 else ["out"]
     names += [f"grad {name}" for name in operands] if gradients else []
-    findings = []
-    for i, (name, t, e, g) in enumerate(zip(names, truth, rounded, got, strict=True)):
-        factor = OUTPUT_FACTOR if i < num_outs else GRAD_FACTOR
-        allowed = limit(factor, errors(e, t)[0], largest(t), dtype)
-        findings.append(Finding(name, errors(g, t)[0], allowed))
+    findings = [
+        judge(name, g, t, e, gradient=i >= num_outs)
+        for i, (name, t, e, g) in enumerate(zip(names, truth, rounded, got, strict=True))
+    ]
 
     first = truth[0]
     peer_limit = PEER_FACTOR * limit(1.0, errors(rounded[0], first)[0], largest(first), dtype)

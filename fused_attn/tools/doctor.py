@@ -23,12 +23,12 @@ from fused_attn.backends import (
     available_backends,
     cpp,
     get_backend,
-    use_backend,
     wanted_backend,
 )
 from fused_attn.backends.registry import BACKENDS
 from fused_attn.masks import Mask
 from fused_attn.tools import contract
+from fused_attn.tools.cases import Shape, make_mask
 
 # What fused_attn works with, where it is there.
 OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")
@@ -131,30 +131,27 @@ class _Problem:
 
 def _problems() -> list[_Problem]:
     """Sizes are odd, and of several tiles."""
-    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim = 2, 4, 2, 75, 141, 40
+    shape = Shape(
+        batch=2, num_heads=4, num_heads_kv=2, seqlen_q=75, seqlen_k=141, head_dim=40
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
 
-    key_size = (batch, heads_kv, seqlen_k, head_dim)
-    qkv = {
-        "query": random(batch, heads, seqlen_q, head_dim),
-        "key": random(*key_size),
-        "value": random(*key_size),
-    }
+    qkv = shape.operands(torch.float32)
     tokens = {"input": random(33, 200), "weight": random(200), "residual": random(33, 200)}
-    padding = masks.padding([seqlen_k, 0])  # the second sequence sees nothing
-    documents = masks.documents(torch.arange(seqlen_q) // 30, torch.arange(seqlen_k) // 40)
-    window = masks.sliding_window(50, align="bottom_right")
-    alibi = masks.alibi(2.0 ** -torch.arange(1.0, heads + 1))
-    qkv_bias = qkv | {"bias": random(heads, seqlen_q, seqlen_k)}
+    # The second sequence sees nothing.
+    causal = masks.causal() & masks.padding([shape.seqlen_k, 0])
+    window = masks.sliding_window(50, align="bottom_right") & _named("alibi", shape)
+    documents = _named("documents:40", shape)
+    qkv_bias = qkv | {"bias": random(shape.num_heads, shape.seqlen_q, shape.seqlen_k)}
     listed = [
-        ("causal, padding", "float32", qkv, _attention(masks.causal() & padding)),
-        ("window, alibi", "float32", qkv, _attention(window & alibi)),
-        ("causal, padding", "bfloat16", qkv, _attention(masks.causal() & padding)),
+        ("causal, padding", "float32", qkv, _attention(causal)),
+        ("window, alibi", "float32", qkv, _attention(window)),
+        ("causal, padding", "bfloat16", qkv, _attention(causal)),
         ("documents, learned bias", "bfloat16", qkv_bias, _attention(documents)),
-        ("window, alibi", "float16", qkv, _attention(window & alibi)),
+        ("window, alibi", "float16", qkv, _attention(window)),
         ("layer_norm of a sum", "float32", tokens, _norm(fused_attn.layer_norm)),
         ("layer_norm of a sum", "bfloat16", tokens, _norm(fused_attn.layer_norm)),
         ("rms_norm of a sum", "float16", tokens, _norm(fused_attn.rms_norm)),
@@ -164,6 +161,12 @@ def _problems() -> list[_Problem]:
         dtype = getattr(torch, dtype_name)
         problems.append(_Problem(name, dtype, {n: t.to(dtype) for n, t in operands.items()}, call))
     return problems
+
+
+def _named(text: str, shape: Shape) -> Mask:
+    mask = make_mask(text, shape)
+    assert mask is not None
+    return mask
 
 
 def _attention(mask: Mask) -> Callable[..., Any]:
@@ -194,15 +197,11 @@ def _checked(problem: _Problem, backend: str) -> SelfCheck:
         return row(False, problem="; ".join(unavailable))
     operands = {name: tensor.to(device) for name, tensor in problem.operands.items()}
 
-    def by(name: str) -> Callable[..., Any]:
-        def run(*tensors: Tensor) -> Any:
-            with use_backend(name):
-                return problem.call(*tensors)
-
-        return run
-
     try:
-        verdict = contract.check(by(backend), by("eager"), operands, problem.dtype, True)
+        verdict = contract.check(
+            contract.by(backend, problem.call), contract.by("eager", problem.call), operands,
+            problem.dtype, True,
+        )  # fmt: skip
     except Exception as error:  # whatever is broken here is what is to be found out
         return row(False, problem=f"{type(error).__name__}: {error}")
     worst = verdict.worst

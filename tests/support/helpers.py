@@ -1,7 +1,5 @@
-"""The numerics contract, in one place, and what the tests need to apply it.
+"""What the tests need to apply the numerics contract (fused_attn/tools/contract.py).
 
-Against the reference in float64, the largest error of an output is at most 2 times, of a gradient
-at most 3 times that of eager attention in the same type, plus one rounding of the largest value.
 No test has another tolerance.
 """
 
@@ -22,7 +20,7 @@ import fused_attn
 from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, cpp, cuda, get_backend, triton
 from fused_attn.core import philox
-from fused_attn.tools.compare import GRAD_FACTOR, OUTPUT_FACTOR
+from fused_attn.tools import contract
 
 if os.environ.get("CUDA_EMULATED") == "1":
     cuda_emulation.use()
@@ -68,38 +66,17 @@ def short(dtype: torch.dtype) -> str:
 
 
 def assert_contract(
-    name: str, got: Tensor, truth: Tensor, eager: Tensor, factor: float, eager_scale: float = 1.0
+    name: str, got: Tensor, truth: Tensor, eager: Tensor, eager_scale: float = 1.0
 ) -> None:
-    """got is within the contract; both are compared with truth (float64).
+    """got is within the contract, that of gradients if its name begins with "grad".
 
     Args:
-        eager: the same in eager attention.
-        eager_scale: what eager's error is multiplied by: where got is float64 there is no truth of
-            a higher precision, so eager ran in float32 and its error is scaled. Truth then has
-            an error of eager attention, and a rounding, of its own: against a long double softmax
-            it was off by 8.9e-16 where a result that was off by 5.0e-16 was called wrong.
+        truth, eager, eager_scale: as in `contract.judge`.
     """
-    assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(truth.shape)}"
-    finite = torch.isfinite(truth)
-    assert torch.equal(got.double()[~finite], truth[~finite]), f"{name}: infinities differ"
-    if not finite.any():
-        return
-    error = (got.double() - truth).masked_fill(~finite, 0.0).abs()
-    allowed = eager_scale * (eager.double() - truth).masked_fill(~finite, 0.0).abs().max().item()
-    roundings = 2 if got.dtype == torch.float64 else 1
-    largest = truth.masked_fill(~finite, 0.0).abs().max().item()
-    rounding = roundings * largest * torch.finfo(got.dtype).eps
-    factor += eager_scale != 1.0  # truth's own error
-    limit = factor * allowed + rounding
-    worst = error.max().item()
-    if not worst <= limit:  # also where it is NaN
-        index = torch.unravel_index(error.nan_to_num(float("inf")).argmax(), error.shape)
-        at = tuple(int(i) for i in index)
-        raise AssertionError(
-            f"{name}: error {worst:.3e} at {at} (got {got[at].item():.8g}, truth "
-            f"{truth[at].item():.8g}); allowed {limit:.3e} = {factor} x {allowed:.3e} (eager) + "
-            f"{rounding:.3e}"
-        )
+    finding = contract.judge(
+        name, got, truth, eager, gradient=name.startswith("grad"), eager_scale=eager_scale
+    )
+    assert finding.ok, str(finding)
 
 
 def run_with_gradients(
@@ -193,8 +170,7 @@ def assert_like_eager(
     got = run_with_gradients(function(backend), exact, dtype, device=device_of(backend))
     assert got.keys() == truth.keys()
     for name in truth:
-        factor = GRAD_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
-        assert_contract(name, got[name], truth[name].double(), eager[name], factor, scale)
+        assert_contract(name, got[name], truth[name].double(), eager[name], scale)
     return got
 
 
@@ -216,7 +192,7 @@ def assert_outputs_like_eager(
 
     outputs = run(dtype, backend), run(torch.float64, "eager"), run(eager_dtype, "eager")
     for i, (got, truth, eager) in enumerate(zip(*outputs, strict=True)):
-        assert_contract(f"out{i}", got, truth, eager, OUTPUT_FACTOR, scale)
+        assert_contract(f"out{i}", got, truth, eager, scale)
 
 
 def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,8 @@
-"""One mask of every kind, for shapes with at least two sequences of at least 4 positions."""
+"""One mask of every kind, for shapes with at least two sequences of at least 4 positions.
+
+The kinds that have a name (fused_attn/tools/cases.py), and what is odd: sequences of no length,
+windows on both sides, steep slopes, tensors of every broadcast shape.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import torch
 
 from fused_attn import masks
 from fused_attn.masks import Mask
+from fused_attn.tools.cases import Shape, make_mask
 
 
 def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
@@ -32,15 +37,17 @@ def _dense(*shape: int, seed: int, visible: float = 0.5) -> torch.Tensor:
     return mask
 
 
-def _blocks(seqlen_q: int, seqlen_k: int, block: int) -> torch.Tensor:
-    """Block-diagonal: whole tiles with nothing and with everything visible."""
-    return torch.arange(seqlen_q)[:, None] // block == torch.arange(seqlen_k) // block
+def _named(text: str) -> Callable[[int, int, int, int], Mask]:
+    def make(batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> Mask:
+        return make_mask(text, Shape(batch, num_heads, num_heads, seqlen_q, seqlen_k, 1))
+
+    return make
 
 
 # name -> mask of (batch, num_heads, seqlen_q, seqlen_k)
 MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
-    "causal": lambda b, h, m, n: masks.causal(),
-    "causal_bottom_right": lambda b, h, m, n: masks.causal("bottom_right"),
+    "causal": _named("causal"),
+    "causal_bottom_right": _named("causal_bottom_right"),
     "window": lambda b, h, m, n: masks.sliding_window(n // 5, n // 9),
     "window_right_only": lambda b, h, m, n: masks.sliding_window(-1, 3, align="bottom_right"),
     "padding": lambda b, h, m, n: masks.padding(_lengths(b, n, 1)),
@@ -62,7 +69,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     ),
     "dense": lambda b, h, m, n: masks.dense(_dense(m, n, seed=9)),
     "dense_full": lambda b, h, m, n: masks.dense(_dense(b, h, m, n, seed=10)),
-    "dense_blocks": lambda b, h, m, n: masks.dense(_blocks(m, n, 64)),
+    "dense_blocks": _named("blocks:64"),  # whole tiles with nothing and with everything visible
     "dense_transposed": lambda b, h, m, n: masks.dense(_dense(b, 1, n, m, seed=11).mT),
     "dense_per_query": lambda b, h, m, n: masks.dense(_dense(b, 1, m, 1, seed=12)),
     "key_mask": lambda b, h, m, n: masks.dense(_dense(b, 1, 1, n, seed=13)),

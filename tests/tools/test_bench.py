@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_attn.tools import bench, contract
+from fused_attn.tools import bench, cases, contract
 from fused_attn.tools.cases import MASKS, Shape, make_mask
-from fused_attn.tools.compare import GRAD_FACTOR, OUTPUT_FACTOR
+from fused_attn.tools.contract import GRAD_FACTOR, OUTPUT_FACTOR
 
 
 def test_shapes():
@@ -23,7 +23,17 @@ def test_shapes():
 
 @pytest.mark.parametrize(
     "mask",
-    ["none", *MASKS, "window:5", "documents:9", "causal+padding+alibi", "window:5+documents:9"],
+    [
+        "none",
+        *MASKS,
+        "window:5",
+        "documents:9",
+        "ragged_documents:9",
+        "blocks:9",
+        "ragged_blocks:9",
+        "causal+padding+alibi",
+        "window:5+documents:9",
+    ],
 )
 def test_bench_gives_sdpa_the_same_mask(mask):
     for backward in (False, True):
@@ -31,14 +41,15 @@ def test_bench_gives_sdpa_the_same_mask(mask):
             Shape.parse("3,4/2,33,47,16"), mask, "float32", backward=backward, rounds=1
         )
         assert result.ok and result.speedup is not None, result
-    everything = mask in ("none", "alibi", "documents")  # one document
+    one = ("documents", "ragged_documents", "blocks", "ragged_blocks")  # document, block
+    everything = mask in ("none", "alibi", *one)
     assert result.visible == 1.0 if everything else 0.0 < result.visible < 1.0
 
 
 def test_bench_checks_a_part_of_what_is_large(monkeypatch):
-    monkeypatch.setattr(bench, "_MAX_SCORES", 33 * 47 * 4)
+    monkeypatch.setattr(cases, "MAX_SCORES", 33 * 47 * 4)
     shape = Shape.parse("3,4/2,33,47,16")
-    part = bench._checked_part(shape)
+    part = shape.reduced().part_of(shape)
     assert part(torch.empty(3, 4, 33, 47)).shape == (2, 2, 33, 47)
     assert part(torch.empty(3, 2, 47, 16)).shape == (2, 1, 47, 16)
     assert part(torch.empty(1, 1, 33, 47)).shape == (1, 1, 33, 47)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fused_attn.backends.triton import interpreted
-from fused_attn.backends.triton.interpreter import repair
 
 
 @dataclass(frozen=True)
@@ -49,5 +48,4 @@ def launch(
         with torch.cuda.device(device):
             kernel[grid](*args, **meta)
     else:
-        repair()
         kernel[grid](*args, **meta)

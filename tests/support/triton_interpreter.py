@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter compute what a GPU does; only with TRITON_INTERPRET=1.
+"""Makes Triton's interpreter compute what a GPU does; tests/conftest.py asks for it.
 
 Seen in Triton 3.6: bfloat16 operands of a product are multiplied as the integers that hold them,
 conversions to bfloat16 are cut off instead of rounded, and loop bounds fail with numpy 2.4 and
@@ -8,15 +8,13 @@ of integers is checked for overflow; without the two it is three times as fast.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 
-@functools.cache
 def repair() -> None:
-    """Patches the interpreter, once a process."""
+    """Patches the interpreter; to be called once a process."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

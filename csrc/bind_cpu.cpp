@@ -1,11 +1,11 @@
-// The module fused_attn._cpu: the CPU kernels, by the fields of params.h.
-#include <pybind11/stl.h>
-
-#include <array>
+// The module fused_attn._cpu: the CPU kernels.
+#include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind_fields.h"
@@ -15,11 +15,6 @@
 
 namespace fused_attn {
 namespace {
-
-void read(Fields& f, TileKindsParams* p) {
-  read(f, &p->problem);
-  f.pointer("kinds", &p->kinds);
-}
 
 template <class Params>
 const KernelTable& kernels_for(const Params&) {
@@ -37,112 +32,300 @@ void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params)
   if (!(kernels_for(params).*entry)(params)) throw std::bad_alloc();
 }
 
-template <class Params>
-void run(bool (*KernelTable::*entry)(const Params&), const py::kwargs& kwargs) {
-  run_entry(entry, params_of<Params>(kwargs));
+// Summaries of a call's masks that Python has none of, for as long as the call.
+class Summaries {
+ public:
+  void complete(const TensorView& mask, int64_t num_threads, DenseTensor* tensor) {
+    if (!mask.there || tensor->summary != nullptr) return;
+    SummaryParams p{};
+    int64_t step = 1;
+    for (int i = 3; i >= 0; --i) {
+      const int64_t tile = i == 2 ? kSummaryTileM : i == 3 ? kSummaryTileN : 1;
+      p.sizes[i] = mask.shape[i];
+      p.strides[i] = mask.strides[i];
+      tensor->summary_strides[i] = mask.shape[i] == 1 ? 0 : step;
+      step *= (mask.shape[i] + tile - 1) / tile;
+    }
+    memory_.emplace_back(step);
+    p.data = mask.data;
+    p.is_bool = !mask.is_float();
+    p.dtype = mask.dtype();
+    tensor->summary = p.summary = memory_.back().data();
+    p.num_threads = num_threads;
+    py::gil_scoped_release release;
+    kernels().tile_summary(p);
+  }
+
+ private:
+  std::vector<std::vector<uint8_t>> memory_;
+};
+
+void complete_mask(const py::handle& spec, AttentionParams* p, Summaries* summaries) {
+  summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias")), p->num_threads, &p->mask.bias);
+  summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense")), p->num_threads, &p->mask.dense);
 }
 
-// A forward whose fields are read once, for calls that differ in their tensors' addresses alone.
-class AttentionCall {
- public:
-  // mask, sizes: as of ChangingMask.
-  AttentionCall(const std::string& mask, const std::array<int64_t, 4>& sizes,
-                const py::kwargs& fields)
-      : params_(params_of<AttentionParams>(fields)), mask_(mask, sizes, params_.mask, false) {}
+uint64_t seed_of(const py::handle& call) {
+  const TensorView seed = view_of(FUSED_ATTN_ATTRIBUTE(call, "seed"));
+  return seed.data == nullptr ? 0 : static_cast<uint64_t>(*static_cast<const int64_t*>(seed.data));
+}
 
-  void run(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out, uintptr_t mask,
-           int64_t threads) const {
-    AttentionParams params = params_;
-    std::vector<uint8_t> summary(mask_.summary_size);
-    SummaryParams of_mask = mask_.set(&params.mask, mask, summary.data());
-    if (mask_.summary_size > 0) {
-      py::gil_scoped_release release;
-      of_mask.num_threads = threads;
-      kernels().tile_summary(of_mask);
-    }
-    params.query = reinterpret_cast<const void*>(query);
-    params.key = reinterpret_cast<const void*>(key);
-    params.value = reinterpret_cast<const void*>(value);
-    params.out = reinterpret_cast<void*>(out);
-    params.num_threads = threads;
-    run_entry(&KernelTable::attention_fwd, params);
-  }
+// What of a call is looked at on the CPU alone.
+void complete(const py::handle& call, AttentionParams* p, Summaries* summaries) {
+  p->seed = seed_of(call);
+  complete_mask(FUSED_ATTN_ATTRIBUTE(call, "mask"), p, summaries);
+}
+void complete(const py::handle& call, AttentionBwdParams* p, Summaries* s) {
+  complete(call, &p->fwd, s);
+}
+void complete(const py::handle& call, AttentionWeightsParams* p, Summaries* s) {
+  complete(call, &p->fwd, s);
+}
+void complete(const py::handle& call, NormParams* p, Summaries*) { p->seed = seed_of(call); }
+void complete(const py::handle& call, NormBwdParams* p, Summaries*) { p->fwd.seed = seed_of(call); }
 
- private:
-  AttentionParams params_;
-  ChangingMask mask_;
-};
+// A call, and the fields that a pass adds to it.
+template <class Params>
+void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
+         const py::kwargs& kwargs) {
+  Params params{};
+  Fields fields(kwargs);
+  read_call(call, &params);
+  read(fields, &params);
+  fields.finish();
+  Summaries summaries;
+  complete(call, &params, &summaries);
+  run_entry(entry, params);
+}
 
-// The same for a norm's forward; mean and rstd are not kept.
-class NormCall {
- public:
-  explicit NormCall(const py::kwargs& fields) : params_(params_of<NormParams>(fields)) {}
+void tile_summary(const py::kwargs& kwargs) {
+  SummaryParams params{};
+  Fields fields(kwargs);
+  read(fields, &params);
+  fields.finish();
+  py::gil_scoped_release release;
+  kernels().tile_summary(params);
+}
 
-  void run(uintptr_t input, uintptr_t weight, uintptr_t bias, uintptr_t out,
-           int64_t threads) const {
-    NormParams params = params_;
-    params.input = reinterpret_cast<const void*>(input);
-    params.weight = reinterpret_cast<const void*>(weight);
-    params.bias = reinterpret_cast<const void*>(bias);
-    params.out = reinterpret_cast<void*>(out);
-    params.num_threads = threads;
-    run_entry(&KernelTable::norm_fwd, params);
-  }
+void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
+  TileKindsParams params{};
+  Fields fields(kwargs);
+  read_call(call, &params.problem);
+  fields.pointer("kinds", &params.kinds);
+  fields.number("num_threads", &params.problem.num_threads);
+  fields.finish();
+  Summaries summaries;
+  complete(call, &params.problem, &summaries);
+  run_entry(&KernelTable::tile_kinds, params);
+}
 
- private:
-  NormParams params_;
-};
+// ---- new tensors --------------------------------------------------------------------------------
 
-// The parts of DLPack's interface (dlpack.h, version 0.8) that a tensor on the CPU needs.
-struct DLTensor {
-  void* data;
-  int32_t device_type, device_id;
-  int32_t ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-};
+// Smaller blocks stay with malloc, which reuses them; taking one from the pool costs 4
+// microseconds.
+constexpr int64_t kPooledFrom = 1 << 20;
 
-struct DLManagedTensor {
-  DLTensor tensor;
-  void* context;
-  void (*deleter)(DLManagedTensor*);
-};
-
-// An uninitialised tensor in pooled memory, as a capsule for torch.from_dlpack. dtype: as DType.
-py::capsule pooled_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
-  constexpr int kMaxDims = 4, kCpu = 1, kFloat = 2, kBfloat = 4;
+// An uninitialised dense tensor; a large one in memory that earlier ones have left. It needs
+// torch's C functions.
+py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, DType dtype) {
   struct Managed {
-    DLManagedTensor base;
-    int64_t shape[kMaxDims], strides[kMaxDims];
+    DLManagedTensorVersioned base;
+    int64_t shape[TensorView::kMaxDims], strides[TensorView::kMaxDims];
+    bool pooled;
   };
-  const bool is_bfloat = static_cast<DType>(dtype) == DType::kBFloat16;
-  const int bits = dtype == 0 ? 32 : dtype == 1 ? 64 : 16;
+  const bool is_bfloat = dtype == DType::kBFloat16;
+  const int bits = dtype == DType::kFloat32 ? 32 : dtype == DType::kFloat64 ? 64 : 16;
   auto managed = std::make_unique<Managed>();
-  const int ndim = static_cast<int>(shape.size());
-  if (ndim > kMaxDims) throw std::invalid_argument("a pooled tensor has up to 4 dimensions");
-  int64_t last = 0;
+  int64_t numel = 1;
   for (int i = 0; i < ndim; ++i) {
-    managed->shape[i] = py::cast<int64_t>(shape[i]);
-    managed->strides[i] = py::cast<int64_t>(strides[i]);
-    last += (managed->shape[i] - 1) * managed->strides[i];
+    managed->shape[i] = shape[i];
+    managed->strides[i] = strides[i];
+    numel *= shape[i];
   }
-  void* const data = take_workspace((last + 1) * bits / 8);
+  constexpr int64_t kAlignment = 64;
+  const int64_t size = (numel * bits / 8 + kAlignment) / kAlignment * kAlignment;
+  managed->pooled = size >= kPooledFrom;
+  void* const data = managed->pooled ? take_workspace(size) : std::aligned_alloc(kAlignment, size);
   if (data == nullptr) throw std::bad_alloc();
-  managed->base = {{data, kCpu, 0, ndim, static_cast<uint8_t>(is_bfloat ? kBfloat : kFloat),
-                    static_cast<uint8_t>(bits), 1, managed->shape, managed->strides, 0},
+  managed->base = {1,
+                   0,
                    nullptr,
-                   [](DLManagedTensor* self) {
-                     give_workspace(self->tensor.data);
-                     delete reinterpret_cast<Managed*>(self);
-                   }};
-  // Whoever takes the tensor renames the capsule, and calls the deleter.
-  return py::capsule(managed.release(), "dltensor", [](PyObject* capsule) {
-    if (!PyCapsule_IsValid(capsule, "dltensor")) return;
-    auto* const self = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-    self->deleter(self);
-  });
+                   [](DLManagedTensorVersioned* self) {
+                     auto* const own = reinterpret_cast<Managed*>(self);
+                     own->pooled ? give_workspace(self->tensor.data) : std::free(self->tensor.data);
+                     delete own;
+                   },
+                   0,
+                   {data, kDLCpu, 0, ndim, static_cast<uint8_t>(is_bfloat ? kDLBfloat : kDLFloat),
+                    static_cast<uint8_t>(bits), 1, managed->shape, managed->strides, 0}};
+  void* object = nullptr;
+  if (exchange_api->managed_tensor_to_py_object(&managed.release()->base, &object) != 0) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
+// The same by Python's shape and strides.
+py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
+  int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
+  const int ndim = static_cast<int>(shape.size());
+  if (ndim > TensorView::kMaxDims) throw std::invalid_argument("a tensor has too many dimensions");
+  for (int i = 0; i < ndim; ++i) {
+    sizes[i] = py::cast<int64_t>(shape[i]);
+    steps[i] = py::cast<int64_t>(strides[i]);
+  }
+  return new_tensor(sizes, steps, ndim, static_cast<DType>(dtype));
+}
+
+// ---- whole calls --------------------------------------------------------------------------------
+
+// torch.Tensor and torch.nn.Parameter: what is neither may be anything.
+PyObject *tensor_type = nullptr, *parameter_type = nullptr;
+
+// Tells the module of torch: these types, and torch.Tensor.__dlpack_c_exchange_api__ or None.
+void set_torch(const py::handle& tensor, const py::handle& parameter, const py::object& api) {
+  tensor_type = tensor.ptr();
+  parameter_type = parameter.ptr();
+  set_exchange_api(api);
+}
+
+bool is_true(const py::object& value) { return value.ptr() == Py_True; }
+
+// A tensor on the CPU of one of the float types that is what it seems: neither a subclass, nor
+// nested, sparse or lazily negated, nor one that a gradient is wanted of.
+bool plain_view(const py::handle& tensor, bool grad_enabled, TensorView* view) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+  if (type != tensor_type && type != parameter_type) return false;
+  if (grad_enabled && is_true(FUSED_ATTN_ATTRIBUTE(tensor, "requires_grad"))) return false;
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  const auto negated =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), is_neg));
+  DLTensor raw;
+  if (!negated || is_true(negated) ||
+      exchange_api->dltensor_from_py_object(tensor.ptr(), &raw) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (raw.ndim > TensorView::kMaxDims) return false;
+  *view = view_of(raw);
+  return view->device_type == kDLCpu && view->is_float();
+}
+
+bool contiguous_from(const TensorView& view, int first_dim) {
+  int64_t step = 1;
+  for (int i = view.ndim - 1; i >= first_dim; --i) {
+    if (view.shape[i] > 1 && view.strides[i] != step) return false;
+    step *= view.shape[i];
+  }
+  return true;
+}
+
+// No backend is asked for in the environment, and torch has C functions.
+bool short_way() {
+  const char* const wanted = std::getenv("FUSED_ATTN_BACKEND");
+  return exchange_api != nullptr && (wanted == nullptr || *wanted == '\0');
+}
+
+// A forward without gradients in one call; None where the whole way has to look at it.
+//
+// spec: a MaskSpec for these shapes, or None; scale: None is 1 / sqrt(head_dim).
+py::object attention(const py::handle& query, const py::handle& key, const py::handle& value,
+                     const py::handle& spec, const py::handle& scale, bool enable_gqa,
+                     bool grad_enabled, int64_t num_threads) {
+  TensorView q, k, v;
+  if (!short_way() || !plain_view(query, grad_enabled, &q) || !plain_view(key, grad_enabled, &k) ||
+      !plain_view(value, grad_enabled, &v)) {
+    return py::none();
+  }
+  constexpr int64_t kMaxHeadDim = 256;
+  const bool fits =
+      q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && q.dtype() == k.dtype() &&
+      q.dtype() == v.dtype() && q.numel() > 0 && k.numel() > 0 && v.numel() > 0 &&
+      k.shape[0] == q.shape[0] && k.shape[3] == q.shape[3] && v.shape[0] == k.shape[0] &&
+      v.shape[1] == k.shape[1] && v.shape[2] == k.shape[2] && q.shape[3] <= kMaxHeadDim &&
+      v.shape[3] <= kMaxHeadDim && q.shape[2] < kUnlimited && k.shape[2] < kUnlimited &&
+      contiguous_from(q, 3) && contiguous_from(k, 3) && contiguous_from(v, 3);
+  if (!fits) return py::none();
+  const int64_t num_heads = q.shape[1];
+  if (num_heads != k.shape[1] && !(enable_gqa && num_heads % k.shape[1] == 0)) return py::none();
+  AttentionParams p{};
+  read_operands(q, k, v, &p);
+  p.num_threads = num_threads;
+  p.softmax_scale =
+      scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : py::cast<double>(scale);
+  p.mask.band_lo = -kUnlimited;
+  p.mask.band_hi = kUnlimited;
+  Summaries summaries;
+  if (!spec.is_none()) {
+    read_mask(spec, &p.mask);
+    complete_mask(spec, &p, &summaries);
+  }
+  const int64_t shape[] = {p.batch, num_heads, p.seqlen_q, p.head_dim_v};
+  const int64_t strides[] = {p.seqlen_q * num_heads * p.head_dim_v, p.head_dim_v,
+                             num_heads * p.head_dim_v, 1};
+  py::object out = new_tensor(shape, strides, 4, p.dtype);
+  p.out = view_of(out).data;
+  for (int i = 0; i < 3; ++i) p.out_strides[i] = strides[i];
+  run_entry(&KernelTable::attention_fwd, p);
+  return out;
+}
+
+// The same for a norm over the last dimensions, whose sizes are normalized_shape.
+py::object norm(const py::handle& input, const py::tuple& normalized_shape,
+                const py::handle& weight, const py::handle& bias, const py::handle& residual,
+                double eps, bool rms, bool grad_enabled, int64_t num_threads) {
+  TensorView x;
+  if (!short_way() || !plain_view(input, grad_enabled, &x)) return py::none();
+  const int num_dims = static_cast<int>(normalized_shape.size());
+  if (num_dims == 0 || num_dims > x.ndim || x.numel() == 0 || !contiguous_from(x, 0)) {
+    return py::none();
+  }
+  NormParams p{};
+  p.columns = 1;
+  for (int i = 0; i < num_dims; ++i) {
+    const int64_t size = x.shape[x.ndim - num_dims + i];
+    if (size != py::cast<int64_t>(normalized_shape[i])) return py::none();
+    p.columns *= size;
+  }
+  p.dtype = x.dtype();
+  p.rows = x.numel() / p.columns;
+  p.rms = rms;
+  p.eps = eps;
+  p.input = x.data;
+  p.num_threads = num_threads;
+  const DType statistics = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  for (const auto& [parameter, data] : {std::pair{weight, &p.weight}, std::pair{bias, &p.bias}}) {
+    if (parameter.is_none()) continue;
+    TensorView view;
+    if (!plain_view(parameter, grad_enabled, &view) || view.dtype() != statistics ||
+        view.ndim != num_dims || !contiguous_from(view, 0)) {
+      return py::none();
+    }
+    for (int i = 0; i < num_dims; ++i) {
+      if (view.shape[i] != x.shape[x.ndim - num_dims + i]) return py::none();
+    }
+    *data = view.data;
+  }
+  if (!residual.is_none()) {
+    TensorView view;
+    if (!plain_view(residual, grad_enabled, &view) || view.dtype() != p.dtype ||
+        view.ndim != x.ndim || !contiguous_from(view, 0)) {
+      return py::none();
+    }
+    for (int i = 0; i < x.ndim; ++i) {
+      if (view.shape[i] != x.shape[i]) return py::none();
+    }
+    p.residual = view.data;
+  }
+  int64_t strides[TensorView::kMaxDims], step = 1;
+  for (int i = x.ndim - 1; i >= 0; --i) {
+    strides[i] = step;
+    step *= x.shape[i];
+  }
+  py::object out = new_tensor(x.shape, strides, x.ndim, p.dtype);
+  p.out = view_of(out).data;
+  run_entry(&KernelTable::norm_fwd, p);
+  return out;
 }
 
 }  // namespace
@@ -150,27 +333,28 @@ py::capsule pooled_tensor(const py::tuple& shape, const py::tuple& strides, int6
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of fused_attn; call them through fused_attn.backends.cpp.";
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
-  m.def("attention_fwd", [](const py::kwargs& f) { run(&KernelTable::attention_fwd, f); });
-  m.def("attention_bwd", [](const py::kwargs& f) { run(&KernelTable::attention_bwd, f); });
-  m.def("attention_weights", [](const py::kwargs& f) { run(&KernelTable::attention_weights, f); });
-  m.def("norm_fwd", [](const py::kwargs& f) { run(&KernelTable::norm_fwd, f); });
-  m.def("norm_bwd", [](const py::kwargs& f) { run(&KernelTable::norm_bwd, f); });
-  m.def("tile_summary", [](const py::kwargs& f) {
-    const SummaryParams params = params_of<SummaryParams>(f);
-    py::gil_scoped_release release;
-    kernels().tile_summary(params);
-  });
-  m.def("tile_kinds", [](const py::kwargs& f) { run(&KernelTable::tile_kinds, f); });
+  m.attr("CALL_FIELDS") = call_fields();
+#define FUSED_ATTN_PASS(name)                                         \
+  m.def(#name, [](const py::object& call, const py::kwargs& fields) { \
+    run(&KernelTable::name, call, fields);                            \
+  })
+  FUSED_ATTN_PASS(attention_fwd);
+  FUSED_ATTN_PASS(attention_bwd);
+  FUSED_ATTN_PASS(attention_weights);
+  FUSED_ATTN_PASS(norm_fwd);
+  FUSED_ATTN_PASS(norm_bwd);
+#undef FUSED_ATTN_PASS
+  m.def("attention", &attention);
+  m.def("norm", &norm);
+  m.def("set_torch", &set_torch);
+  m.def("empty_tensor", &empty_tensor);
+  m.def("tile_summary", &tile_summary);
+  m.def("tile_kinds", &tile_kinds);
   m.def("tile_size", [](int64_t dtype) {
     return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
   });
-  py::class_<AttentionCall>(m, "AttentionCall")
-      .def(py::init<const std::string&, const std::array<int64_t, 4>&, const py::kwargs&>())
-      .def("run", &AttentionCall::run);
-  py::class_<NormCall>(m, "NormCall").def(py::init<const py::kwargs&>()).def("run", &NormCall::run);
   m.def("multiply_add_peak", [](int64_t threads) { return kernels().multiply_add_peak(threads); });
   m.def("pair_peak", [](int64_t threads) { return kernels().pair_peak(threads); });
-  m.def("pooled_tensor", &pooled_tensor);
   m.def("release_workspace", &release_workspace);
   m.def("isa", [] { return kernels().isa; });
   m.def("set_isa", &set_isa, py::arg("isa").none(false));

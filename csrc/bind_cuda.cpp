@@ -1,9 +1,6 @@
-// The module fused_attn._cuda: the CUDA kernels, by the fields of params.h.
+// The module fused_attn._cuda: the CUDA kernels.
 //
 // Calls are enqueued on the stream that they name, and return: nothing here waits for a GPU.
-#include <pybind11/stl.h>
-
-#include <array>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -23,40 +20,47 @@
 namespace fused_attn {
 namespace {
 
-void read(Fields& f, GpuParams* p) {
-  f.pointer("stream", &p->stream);
-  f.number("tf32", &p->tf32);
-  f.number("deterministic", &p->deterministic);
-  f.pointer("seed_address", &p->seed);
-  f.pointer("query_id_ranges", &p->query_id_ranges);
-  f.pointer("key_id_ranges", &p->key_id_ranges);
-  f.pointer("row_statistics", &p->row_statistics);
-  f.pointer("grad_query_sums", &p->grad_query_sums);
-  f.pointer("grad_bias_parts", &p->grad_bias_parts);
-  f.number("num_bias_parts", &p->num_bias_parts);
-  f.integers("bias_sizes", p->bias_sizes);
-  f.pointer("splits", &p->splits);
-  f.number("num_splits", &p->num_splits);
+#define FIELD(type, name) fields.number(#name, &p->name);
+#define POINTER(type, name) fields.pointer(#name, &p->name);
+#define ROWS(type, name) fields.rows(#name, &p->name, p->name##_strides);
+#define SIZES(name) fields.sizes(#name, p->name);
+
+void read(Fields& fields, GpuParams* p) {
+#include "fields/gpu.inc"
 }
 
-void read(Fields& f, CacheParams* p) {
-  f.pointer("block_table", &p->block_table);
-  f.number("block_table_stride", &p->block_table_stride);
-  f.number("page_size", &p->page_size);
-  f.pointer("cache_lengths", &p->lengths);
-  f.tensor("new_key", &p->new_key, p->new_key_strides);
-  f.tensor("new_value", &p->new_value, p->new_value_strides);
-  f.number("seqlen_new", &p->seqlen_new);
+void read(Fields& fields, CacheParams* p) {
+#include "fields/cache.inc"
 }
+
+#undef FIELD
+#undef POINTER
+#undef ROWS
+#undef SIZES
 
 // Workspace of norm_bwd.
 struct PartialSums {
   float* data;
   int64_t num_parts;
 };
-void read(Fields& f, PartialSums* p) {
-  f.pointer("partial_sums", &p->data);
-  f.number("num_parts", &p->num_parts);
+void read(Fields& fields, PartialSums* p) {
+  fields.pointer("partial_sums", &p->data);
+  fields.number("num_parts", &p->num_parts);
+}
+
+// A mask that does not depend on the query has a summary on GPUs.
+template <class Params>
+void read_key_mask_summary(const py::handle&, Fields&, Params*) {}
+void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionParams* p) {
+  const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
+  read_summary(view_of(FUSED_ATTN_ATTRIBUTE(spec, "key_mask")), fields.tensor("key_mask_summary"),
+               &p->mask.key_mask);
+}
+void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionBwdParams* p) {
+  read_key_mask_summary(call, fields, &p->fwd);
+}
+void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionWeightsParams* p) {
+  read_key_mask_summary(call, fields, &p->fwd);
 }
 
 // ---- what a call was, where it fails ------------------------------------------------------------
@@ -115,84 +119,23 @@ void run_described(const char* name, const Params& params, const Run& run) {
   }
 }
 
-// Reads each part of a call from the same fields, and hands them all to `entry`.
+void read_call(const py::handle&, SummaryParams*) {}
+
+// Reads the call and each part of what a pass adds to it, and hands them all to `entry`.
 template <class Params, class... More>
-void run(const char* name, void (*entry)(const Params&, const More&...), const py::kwargs& kwargs) {
+void run(const char* name, void (*entry)(const Params&, const More&...), const py::handle& call,
+         const py::kwargs& kwargs) {
   Params params{};
   std::tuple<More...> more{};
   Fields fields(kwargs);
+  read_call(call, &params);
+  read_key_mask_summary(call, fields, &params);
   read(fields, &params);
   std::apply([&](More&... parts) { (read(fields, &parts), ...); }, more);
   fields.finish();
   run_described(name, params,
                 [&] { std::apply([&](const More&... parts) { entry(params, parts...); }, more); });
 }
-
-// A forward whose fields are read once, for calls that differ in their tensors' addresses alone.
-class AttentionCall {
- public:
-  // mask, sizes: as of ChangingMask; decodes: by attention_decode.
-  AttentionCall(const std::string& mask, const std::array<int64_t, 4>& sizes, bool decodes,
-                const py::kwargs& kwargs)
-      : mask_("", sizes, {}, true), decodes_(decodes) {
-    Fields fields(kwargs);
-    read(fields, &params_);
-    read(fields, &gpu_);
-    fields.finish();
-    mask_ = ChangingMask(mask, sizes, params_.mask, true);
-    const auto ranges = [this](int64_t seqlen, int64_t stride) {
-      const int64_t runs = (seqlen + kIdRangeTile - 1) / kIdRangeTile;
-      return (stride == 0 ? 1 : params_.batch) * runs * 2 * sizeof(int32_t);
-    };
-    const MaskParams& m = params_.mask;
-    key_ranges_ = aligned(mask_.summary_size);
-    const bool documents = m.query_documents != nullptr;
-    query_ranges_ = key_ranges_;
-    if (documents) query_ranges_ += aligned(ranges(params_.seqlen_k, m.key_documents_stride));
-    splits_ = query_ranges_;
-    if (documents) splits_ += aligned(ranges(params_.seqlen_q, m.query_documents_stride));
-    const int64_t batch = params_.cu_seqlens_q == nullptr ? params_.batch : 1;
-    const int64_t rows = batch * params_.num_heads * params_.total_q;
-    const int64_t splits = gpu_.num_splits > 1 ? gpu_.num_splits : 0;
-    workspace_size_ = splits_ + rows * splits * (2 + params_.head_dim_v) * sizeof(float);
-  }
-
-  int64_t workspace_size() const { return workspace_size_; }
-
-  void run(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out, uintptr_t mask,
-           uintptr_t workspace, uintptr_t stream, bool tf32) const {
-    AttentionParams params = params_;
-    GpuParams gpu = gpu_;
-    gpu.stream = reinterpret_cast<void*>(stream);
-    gpu.tf32 = tf32;
-    if (params.mask.query_documents != nullptr) {
-      gpu.query_id_ranges = reinterpret_cast<int32_t*>(workspace + query_ranges_);
-      gpu.key_id_ranges = reinterpret_cast<int32_t*>(workspace + key_ranges_);
-    }
-    if (gpu.num_splits > 1) gpu.splits = reinterpret_cast<float*>(workspace + splits_);
-    const SummaryParams of_mask =
-        mask_.set(&params.mask, mask, reinterpret_cast<uint8_t*>(workspace));
-    params.query = reinterpret_cast<const void*>(query);
-    params.key = reinterpret_cast<const void*>(key);
-    params.value = reinterpret_cast<const void*>(value);
-    params.out = reinterpret_cast<void*>(out);
-    run_described(decodes_ ? "attention_decode" : "attention_fwd", params, [&] {
-      if (mask_.summary_size > 0) run_tile_summary(of_mask, gpu);
-      if (decodes_) return run_attention_decode(params, {}, gpu);
-      run_attention_fwd(params, gpu);
-    });
-  }
-
- private:
-  static int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
-
-  AttentionParams params_{};
-  GpuParams gpu_{};
-  ChangingMask mask_;
-  bool decodes_;
-  // Parts of a call's workspace, whose beginning is the summary of its mask.
-  int64_t key_ranges_, query_ranges_, splits_, workspace_size_;
-};
 
 // What the calls of a function would start: (kernel, blocks, threads, shared memory) each.
 py::list launches_of(const py::function& calls) {
@@ -221,11 +164,13 @@ void norm_bwd(const NormBwdParams& params, const PartialSums& sums, const GpuPar
 PYBIND11_MODULE(FUSED_ATTN_CUDA_MODULE, m) {
   m.doc() = "CUDA kernels of fused_attn; call them through fused_attn.backends.cuda.";
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
+  m.attr("CALL_FIELDS") = call_fields();
   m.attr("ID_RANGE_TILE") = kIdRangeTile;
   m.attr("STATISTICS_TILE") = kStatisticsTile;
   m.attr("MAX_ADDED_HEAD_DIM") = kMaxAddedHeadDim;
 #define FUSED_ATTN_DEFINE(name, entry) \
-  m.def(name, [](const py::kwargs& fields) { run(name, &entry, fields); })
+  m.def(name,                          \
+        [](const py::object& call, const py::kwargs& fields) { run(name, &entry, call, fields); })
   FUSED_ATTN_DEFINE("attention_fwd", run_attention_fwd);
   FUSED_ATTN_DEFINE("attention_bwd", run_attention_bwd);
   FUSED_ATTN_DEFINE("attention_decode", run_attention_decode);
@@ -235,10 +180,7 @@ PYBIND11_MODULE(FUSED_ATTN_CUDA_MODULE, m) {
   FUSED_ATTN_DEFINE("norm_fwd", run_norm_fwd);
   FUSED_ATTN_DEFINE("norm_bwd", norm_bwd);
 #undef FUSED_ATTN_DEFINE
-  py::class_<AttentionCall>(m, "AttentionCall")
-      .def(py::init<const std::string&, const std::array<int64_t, 4>&, bool, const py::kwargs&>())
-      .def_property_readonly("workspace_size", &AttentionCall::workspace_size)
-      .def("run", &AttentionCall::run);
+  m.def("set_exchange_api", &set_exchange_api);
   m.def("launches_of", &launches_of);
   m.def("norm_bwd_parts", &norm_bwd_parts);
   m.def("score_tile", &score_tile);

@@ -1,23 +1,19 @@
-// The fields of params.h by name, for both modules: pointers and strides are integers.
+// Calls of Python (fused_attn/core/call.py) and fields by name, as the structs of params.h.
 //
-// Python checks shapes and types (backends/fields.py); here a missing field is absent (null, 0) and
-// a field that does not exist is an error.
+// Python checks shapes and types; here a missing field is absent (null, 0), and one that no struct
+// has is an error that names it.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
-#include <array>
-#include <stdexcept>
 #include <string>
+#include <vector>
 
-#include "params.h"
+#include "tensors.h"
 
 namespace fused_attn {
 namespace {
 
-namespace py = pybind11;
-
-// Reads a dict of fields; finish() throws if one was never asked for.
+// Reads fields by name from keyword arguments: tensors, or addresses; finish() throws if one was
+// never asked for.
 class Fields {
  public:
   explicit Fields(const py::kwargs& fields) : fields_(fields) {}
@@ -27,214 +23,272 @@ class Fields {
     if (PyObject* value = find(name)) *out = py::cast<T>(py::handle(value));
   }
 
-  // Negative Python integers are two's complement: a seed may be any int64.
-  void bits(const char* name, uint64_t* out) {
-    if (PyObject* value = find(name)) {
-      *out = PyLong_AsUnsignedLongLongMask(value);
-      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    }
-  }
-
-  void dtype(const char* name, DType* out) {
-    int64_t value = 0;
+  void number(const char* name, DType* out) {
+    auto value = static_cast<int64_t>(*out);
     number(name, &value);
     *out = static_cast<DType>(value);
   }
 
+  TensorView tensor(const char* name) {
+    PyObject* value = find(name);
+    return value == nullptr ? TensorView{} : view_of(value);
+  }
+
   template <class T>
   void pointer(const char* name, T** out) {
-    uintptr_t address = 0;
-    number(name, &address);
-    *out = reinterpret_cast<T*>(address);
-  }
-
-  template <int kSize>
-  void integers(const std::string& name, int64_t (&out)[kSize]) {
-    PyObject* value = find(name.c_str());
+    PyObject* const value = find(name);
     if (value == nullptr) return;
-    const auto tuple = py::reinterpret_borrow<py::tuple>(value);
-    // Strides of a tensor come whole: the last, which is 1, is not read where it has no place.
-    if (tuple.size() != kSize && tuple.size() != kSize + 1) {
-      throw std::invalid_argument(name + " has " + std::to_string(tuple.size()) + " integers");
-    }
-    for (int i = 0; i < kSize; ++i) out[i] = py::cast<int64_t>(tuple[i]);
+    void* const address =
+        PyLong_Check(value) ? PyLong_AsVoidPtr(value) : view_of(py::handle(value)).data;
+    *out = static_cast<T*>(address);
   }
 
-  // A tensor and its strides.
   template <class T>
-  void tensor(const char* name, T** data, int64_t (&strides)[3]) {
-    pointer(name, data);
-    integers(std::string(name) + "_strides", strides);
+  void rows(const char* name, T** out, int64_t (&strides)[3]) {
+    const TensorView view = tensor(name);
+    if (!view.there) return;
+    *out = view.data;
+    for (int i = 0; i < 3; ++i) strides[i] = view.strides[i];
   }
 
-  void dense(const std::string& name, DenseTensor* out) {
-    pointer(name.c_str(), &out->data);  // null also where the tensor has no element
-    integers(name + "_strides", out->strides);
-    pointer((name + "_summary").c_str(), &out->summary);
-    integers(name + "_summary_strides", out->summary_strides);
+  void sizes(const char* name, int64_t (&out)[4]) {
+    if (PyObject* value = find(name)) {
+      const auto tuple = py::reinterpret_borrow<py::tuple>(value);
+      for (int i = 0; i < 4; ++i) out[i] = py::cast<int64_t>(tuple[i]);
+    }
   }
 
   void finish() const {
-    if (used_ == fields_.size()) return;
-    throw std::invalid_argument("there are " + std::to_string(fields_.size()) +
-                                " fields, of which the kernel knows " + std::to_string(used_));
+    if (asked_.size() == fields_.size()) return;
+    std::string unknown;
+    for (const auto& [key, value] : fields_) {
+      const auto name = py::cast<std::string>(key);
+      bool known = false;
+      for (const std::string& asked : asked_) known = known || asked == name;
+      if (!known) unknown += (unknown.empty() ? "" : ", ") + name;
+    }
+    throw std::invalid_argument("kernels have no field " + unknown);
   }
 
  private:
   PyObject* find(const char* name) {
     PyObject* value = PyDict_GetItemString(fields_.ptr(), name);
-    used_ += value != nullptr;
+    if (value != nullptr) asked_.emplace_back(name);
     return value;
   }
 
   const py::kwargs& fields_;
-  size_t used_ = 0;
+  std::vector<std::string> asked_;
 };
 
-void read(Fields& f, MaskParams* mask) {
-  f.dense("bias", &mask->bias);
-  f.dtype("bias_dtype", &mask->bias_dtype);
-  f.dense("dense", &mask->dense);
-  f.dense("key_mask", &mask->key_mask);
-  f.pointer("bounds", &mask->bounds);
-  f.number("band_lo", &mask->band_lo);
-  f.number("band_hi", &mask->band_hi);
-  f.number("alibi_offset", &mask->alibi_offset);
-  f.pointer("query_documents", &mask->query_documents);
-  f.number("query_documents_stride", &mask->query_documents_stride);
-  f.pointer("key_documents", &mask->key_documents);
-  f.number("key_documents_stride", &mask->key_documents_stride);
-  f.pointer("slopes", &mask->slopes);
-  f.integers("slopes_strides", mask->slopes_strides);
+#define FIELD(type, name) fields.number(#name, &p->name);
+#define POINTER(type, name) fields.pointer(#name, &p->name);
+#define ROWS(type, name) fields.rows(#name, &p->name, p->name##_strides);
+#define SIZES(name) fields.sizes(#name, p->name);
+#define BROADCAST(name)
+#define BY_SEQUENCE(type, name)
+#define BY_HEAD(type, name)
+
+void read(Fields& fields, AttentionParams* p) {
+#include "fields/attention.inc"
 }
 
-void read(Fields& f, AttentionParams* p) {
-  f.dtype("dtype", &p->dtype);
-  f.number("batch", &p->batch);
-  f.number("num_heads", &p->num_heads);
-  f.number("num_heads_kv", &p->num_heads_kv);
-  f.number("seqlen_q", &p->seqlen_q);
-  f.number("seqlen_k", &p->seqlen_k);
-  f.number("head_dim", &p->head_dim);
-  f.number("head_dim_v", &p->head_dim_v);
-  f.tensor("query", &p->query, p->query_strides);
-  f.tensor("key", &p->key, p->key_strides);
-  f.tensor("value", &p->value, p->value_strides);
-  f.tensor("out", &p->out, p->out_strides);
-  f.pointer("lse", &p->lse);
-  f.pointer("lse_low", &p->lse_low);
-  f.pointer("cu_seqlens_q", &p->cu_seqlens_q);
-  f.pointer("cu_seqlens_k", &p->cu_seqlens_k);
-  f.number("total_q", &p->total_q);
-  f.number("softmax_scale", &p->softmax_scale);
-  f.number("softcap", &p->softcap);
-  f.number("dropout_p", &p->dropout_p);
-  f.bits("seed", &p->seed);
-  read(f, &p->mask);
-  f.number("num_threads", &p->num_threads);
+void read(Fields& fields, AttentionBwdParams* p) {
+  read(fields, &p->fwd);
+#include "fields/attention_bwd.inc"
 }
 
-void read(Fields& f, AttentionBwdParams* p) {
-  read(f, &p->fwd);
-  f.tensor("grad_out", &p->grad_out, p->grad_out_strides);
-  f.pointer("grad_lse", &p->grad_lse);
-  f.tensor("grad_query", &p->grad_query, p->grad_query_strides);
-  f.tensor("grad_key", &p->grad_key, p->grad_key_strides);
-  f.tensor("grad_value", &p->grad_value, p->grad_value_strides);
-  f.pointer("grad_bias", &p->grad_bias);
-  f.tensor("grad_weights", &p->grad_weights, p->grad_weights_strides);
-  f.number("grad_weights_factor", &p->grad_weights_factor);
-  f.pointer("row_sums", &p->row_sums);
+void read(Fields& fields, AttentionWeightsParams* p) {
+  read(fields, &p->fwd);
+  fields.pointer("weights", &p->weights);
+  fields.number("average", &p->average);
 }
 
-void read(Fields& f, AttentionWeightsParams* p) {
-  read(f, &p->fwd);
-  f.pointer("weights", &p->weights);
-  f.number("average", &p->average);
+void read(Fields& fields, NormParams* p) {
+#include "fields/norm.inc"
 }
 
-void read(Fields& f, NormParams* p) {
-  f.dtype("dtype", &p->dtype);
-  f.number("rows", &p->rows);
-  f.number("columns", &p->columns);
-  f.number("rms", &p->rms);
-  f.number("eps", &p->eps);
-  f.number("dropout_p", &p->dropout_p);
-  f.bits("seed", &p->seed);
-  f.pointer("input", &p->input);
-  f.pointer("residual", &p->residual);
-  f.pointer("weight", &p->weight);
-  f.pointer("bias", &p->bias);
-  f.pointer("out", &p->out);
-  f.pointer("total", &p->total);
-  f.pointer("mean", &p->mean);
-  f.pointer("rstd", &p->rstd);
-  f.number("num_threads", &p->num_threads);
+void read(Fields& fields, NormBwdParams* p) {
+  read(fields, &p->fwd);
+#include "fields/norm_bwd.inc"
 }
 
-void read(Fields& f, NormBwdParams* p) {
-  read(f, &p->fwd);
-  f.pointer("grad_out", &p->grad_out);
-  f.pointer("grad_total", &p->grad_total);
-  f.pointer("grad_input", &p->grad_input);
-  f.pointer("grad_residual", &p->grad_residual);
-  f.pointer("grad_weight", &p->grad_weight);
-  f.pointer("grad_bias", &p->grad_bias);
+void read(Fields& fields, SummaryParams* p) {
+  const TensorView tensor = fields.tensor("tensor");
+  p->data = tensor.data;
+  p->is_bool = !tensor.is_float();
+  p->dtype = tensor.dtype();
+  for (int i = 0; i < 4; ++i) {
+    p->sizes[i] = tensor.shape[i];
+    p->strides[i] = tensor.strides[i];
+  }
+  fields.pointer("summary", &p->summary);
+  fields.number("num_threads", &p->num_threads);
 }
 
-void read(Fields& f, SummaryParams* p) {
-  f.pointer("data", &p->data);
-  f.number("is_bool", &p->is_bool);
-  f.dtype("dtype", &p->dtype);
-  f.integers("sizes", p->sizes);
-  f.integers("strides", p->strides);
-  f.pointer("summary", &p->summary);
-  f.number("num_threads", &p->num_threads);
+#include "fields/end.inc"
+
+// ---- calls --------------------------------------------------------------------------------------
+
+void read_broadcast(const TensorView& view, DenseTensor* out) {
+  if (!view.there) return;
+  out->data = view.data;
+  for (int i = 0; i < 4; ++i) out->strides[i] = view.broadcast_stride(i);
 }
 
-template <class Params>
-Params params_of(const py::kwargs& kwargs) {
-  Params params{};
-  Fields fields(kwargs);
-  read(fields, &params);
-  fields.finish();
-  return params;
+// Tiles along a broadcast dimension are one; the size of the mask says so, not that of its summary.
+void read_summary(const TensorView& mask, const TensorView& summary, DenseTensor* out) {
+  if (!mask.there || !summary.there) return;
+  out->summary = static_cast<const uint8_t*>(summary.data);
+  for (int i = 0; i < 4; ++i) {
+    out->summary_strides[i] = mask.shape[i] == 1 ? 0 : summary.strides[i];
+  }
 }
 
-// A mask tensor whose address changes from call to call, and how it is summed up.
-struct ChangingMask {
-  DenseTensor MaskParams::* tensor = nullptr;  // null: every call has the same mask
-  SummaryParams summary{};
-  int64_t summary_size = 0;  // 0: it has none
-
-  // name: the field of its address, or ""; sizes: its own, broadcast ones as 1.
-  ChangingMask(const std::string& name, const std::array<int64_t, 4>& sizes, const MaskParams& mask,
-               bool summed_up_key_masks) {
-    if (name == "dense") tensor = &MaskParams::dense;
-    if (name == "bias") tensor = &MaskParams::bias;
-    if (name == "key_mask") tensor = &MaskParams::key_mask;
-    if (tensor == nullptr || (name == "key_mask" && !summed_up_key_masks)) return;
-    summary.is_bool = name != "bias";
-    summary.dtype = mask.bias_dtype;
-    for (int i = 0; i < 4; ++i) {
-      summary.sizes[i] = sizes[i];
-      summary.strides[i] = (mask.*tensor).strides[i];
+// What kernels read as an array, or as rows that are arrays.
+void check_dense(const TensorView& view, const char* name, int first_dim) {
+  int64_t step = 1;
+  for (int i = view.ndim - 1; i >= first_dim; --i) {
+    if (view.shape[i] > 1 && view.strides[i] != step) {
+      throw std::invalid_argument(std::string(name) + " must be contiguous");
     }
-    const auto tiles = [](int64_t n, int64_t tile) { return (n + tile - 1) / tile; };
-    summary_size =
-        sizes[0] * sizes[1] * tiles(sizes[2], kSummaryTileM) * tiles(sizes[3], kSummaryTileN);
+    step *= view.shape[i];
   }
+}
 
-  // Puts a call's mask into its parameters; what makes its summary, at that address, if it has one.
-  SummaryParams set(MaskParams* mask, uintptr_t address, uint8_t* to) const {
-    SummaryParams of_call = summary;
-    if (tensor == nullptr) return of_call;
-    DenseTensor& own = mask->*tensor;
-    own.data = of_call.data = reinterpret_cast<const void*>(address);
-    own.summary = of_call.summary = summary_size == 0 ? nullptr : to;
-    return of_call;
+template <class T>
+T integer(const py::handle& value) {
+  return static_cast<T>(py::cast<int64_t>(value));
+}
+
+// A MaskSpec.
+void read_mask(const py::handle& spec, MaskParams* p) {
+#define FIELD(type, name) p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name));
+#define POINTER(type, name)                                                             \
+  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.there) { \
+    check_dense(view, #name, 0);                                                        \
+    p->name = static_cast<type*>(view.data);                                            \
   }
-};
+#define ROWS(type, name)
+#define SIZES(name)
+#define BROADCAST(name)                                               \
+  const TensorView name = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); \
+  read_broadcast(name, &p->name);
+#define BY_SEQUENCE(type, name)                                                         \
+  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.there) { \
+    check_dense(view, #name, 1);                                                        \
+    p->name = static_cast<type*>(view.data);                                            \
+    p->name##_stride = view.broadcast_stride(0);                                        \
+  }
+#define BY_HEAD(type, name)                                                             \
+  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.there) { \
+    p->name = static_cast<type*>(view.data);                                            \
+    for (int i = 0; i < 2; ++i) p->name##_strides[i] = view.broadcast_stride(i);        \
+  }
+  // clang-format off: the order matters
+#include "fields/mask.inc"
+#include "fields/end.inc"
+  // clang-format on
+  if (bias.there) {
+    p->bias_dtype = bias.dtype();
+    read_summary(bias, view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias_summary")), &p->bias);
+  }
+  if (dense.there) {
+    read_summary(dense, view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense_summary")), &p->dense);
+  }
+}
+
+// Sizes and rows of query, key and value.
+void read_operands(const TensorView& query, const TensorView& key, const TensorView& value,
+                   AttentionParams* p) {
+  check_dense(query, "query", 3);
+  check_dense(key, "key", 3);
+  check_dense(value, "value", 3);
+  p->dtype = query.dtype();
+  p->batch = query.shape[0];
+  p->num_heads = query.shape[1];
+  p->num_heads_kv = key.shape[1];
+  p->seqlen_q = p->total_q = query.shape[2];
+  p->seqlen_k = key.shape[2];
+  p->head_dim = query.shape[3];
+  p->head_dim_v = value.shape[3];
+  p->query = query.data;
+  p->key = key.data;
+  p->value = value.data;
+  for (int i = 0; i < 3; ++i) {
+    p->query_strides[i] = query.strides[i];
+    p->key_strides[i] = key.strides[i];
+    p->value_strides[i] = value.strides[i];
+  }
+}
+
+// An AttentionCall, but for its seed.
+void read_call(const py::handle& call, AttentionParams* p) {
+  read_operands(view_of(FUSED_ATTN_ATTRIBUTE(call, "query")),
+                view_of(FUSED_ATTN_ATTRIBUTE(call, "key")),
+                view_of(FUSED_ATTN_ATTRIBUTE(call, "value")), p);
+  p->softmax_scale = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "scale"));
+  p->softcap = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "softcap"));
+  p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
+  const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
+  read_mask(spec, &p->mask);
+  const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
+  if (!ends_q.there) return;
+  const TensorView ends_k = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_k"));
+  check_dense(ends_q, "cu_seqlens_q", 0);
+  check_dense(ends_k, "cu_seqlens_k", 0);
+  p->cu_seqlens_q = static_cast<const int64_t*>(ends_q.data);
+  p->cu_seqlens_k = static_cast<const int64_t*>(ends_k.data);
+  p->batch = ends_q.shape[0] - 1;
+  p->seqlen_q = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_q"));
+  p->seqlen_k = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_k"));
+}
+void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
+void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }
+
+// A NormCall, but for its seed.
+void read_call(const py::handle& call, NormParams* p) {
+  const TensorView input = view_of(FUSED_ATTN_ATTRIBUTE(call, "input"));
+  p->dtype = input.dtype();
+  p->rows = input.shape[0];
+  p->columns = input.shape[1];
+  p->input = input.data;
+  p->residual = view_of(FUSED_ATTN_ATTRIBUTE(call, "residual")).data;
+  p->weight = view_of(FUSED_ATTN_ATTRIBUTE(call, "weight")).data;
+  p->bias = view_of(FUSED_ATTN_ATTRIBUTE(call, "bias")).data;
+  p->rms = py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "rms"));
+  p->eps = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "eps"));
+  p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
+}
+
+// The call of a backward has what was normalised as its input.
+void read_call(const py::handle& call, NormBwdParams* p) {
+  read_call(call, &p->fwd);
+  p->fwd.total = const_cast<void*>(p->fwd.input);
+}
+
+// Names of the attributes that are read of calls and of their masks: Python compares them.
+py::list call_fields() {
+  py::list names;
+  for (const char* name :
+       {"query", "key", "value", "scale", "softcap", "dropout_p", "seed", "bias_summary",
+        "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "input",
+        "residual", "weight", "bias", "eps", "rms"}) {
+    names.append(name);
+  }
+#define FIELD(type, name) names.append(#name);
+#define POINTER(type, name) names.append(#name);
+#define ROWS(type, name)
+#define SIZES(name)
+#define BROADCAST(name) names.append(#name);
+#define BY_SEQUENCE(type, name) names.append(#name);
+#define BY_HEAD(type, name) names.append(#name);
+  // clang-format off: the order matters
+#include "fields/mask.inc"
+#include "fields/end.inc"
+  // clang-format on
+  return names;
+}
 
 }  // namespace
 }  // namespace fused_attn

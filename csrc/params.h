@@ -41,65 +41,23 @@ struct DenseTensor {
   int64_t summary_strides[4];
 };
 
+// The fields of these structs are listed in fields/*.inc, of which the bindings' reader
+// (bind_fields.h) and its messages are made too: a new field is a line there.
+#include "fields/declare.inc"
+
 struct MaskParams {
-  DenseTensor bias;  // of bias_dtype, added to the scores
+#include "fields/mask.inc"
   DType bias_dtype;
-  DenseTensor dense;             // bool, nonzero = visible
-  DenseTensor key_mask;          // bool, does not depend on the query (stride 0); a summary on GPUs
-  const SequenceBounds* bounds;  // (batch); null: the scalars below
-  int64_t band_lo, band_hi, alibi_offset;
-  const int64_t* query_documents;  // (batch, seqlen_q)
-  int64_t query_documents_stride;  // of batch
-  const int64_t* key_documents;    // (batch, seqlen_k)
-  int64_t key_documents_stride;    // of batch
-  const float* slopes;             // (batch, num_heads), ALiBi
-  int64_t slopes_strides[2];
 };
 
 struct AttentionParams {
-  DType dtype;  // of query, key, value, out and their gradients
-  int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  const void* query;  // (batch, num_heads, seqlen_q, head_dim)
-  const void* key;    // (batch, num_heads_kv, seqlen_k, head_dim)
-  const void* value;  // (batch, num_heads_kv, seqlen_k, head_dim_v)
-  void* out;          // (batch, num_heads, seqlen_q, head_dim_v)
-  // (batch, num_heads, total_q), float or double, contiguous. lse + lse_low is the log-sum-exp to
-  // twice the precision: rounding lse alone would scale all weights that the backward computes
-  // anew. Null: not wanted; without lse_low, no backward follows.
-  void* lse;
-  void* lse_low;
-  // Strides of (batch, head, row).
-  int64_t query_strides[3], key_strides[3], value_strides[3], out_strides[3];
-  // Packed sequences: the tensors have one batch, in which sequence b is the rows
-  // [cu_seqlens[b], cu_seqlens[b + 1]); batch, seqlen_q and seqlen_k are the number of sequences
-  // and the most rows that one has. Masks see each sequence for itself. Null: not packed.
-  const int64_t *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
-  int64_t total_q;                             // rows of a head in lse: seqlen_q if not packed
-  double softmax_scale;
-  double softcap;    // 0: none
-  double dropout_p;  // 0: none
-  uint64_t seed;
+#include "fields/attention.inc"
   MaskParams mask;
-  int64_t num_threads;
 };
 
 struct AttentionBwdParams {
-  AttentionParams fwd;   // out and lse are inputs here
-  const void* grad_out;  // (batch, num_heads, seqlen_q, head_dim_v)
-  const void* grad_lse;  // (batch, num_heads, seqlen_q), float or double, contiguous; null: 0
-  void* grad_query;      // as query
-  void* grad_key;        // as key
-  void* grad_value;      // as value
-  // Contiguous, float or double: the shape of bias with its broadcast dimensions as 1. Null: not
-  // wanted.
-  void* grad_bias;
-  int64_t grad_out_strides[3], grad_query_strides[3], grad_key_strides[3], grad_value_strides[3];
-  // Gradient of the weights times this factor, (batch, num_heads, seqlen_q, seqlen_k) of dtype,
-  // added to that by out; null: none, and no row_sums.
-  const void* grad_weights;
-  int64_t grad_weights_strides[3];
-  double grad_weights_factor;
-  void* row_sums;  // workspace like lse: the sum of that gradient times the weights, by row
+  AttentionParams fwd;
+#include "fields/attention_bwd.inc"
 };
 
 // The weights P that the forward multiplied values with, after dropout, from its lse and lse_low;
@@ -112,32 +70,15 @@ struct AttentionWeightsParams {
 
 // norm(residual + dropout(input)); every matrix is (rows, columns), contiguous.
 struct NormParams {
-  DType dtype;  // of input, residual, out, total and their gradients
-  int64_t rows, columns;
-  bool rms;  // rms_norm instead of layer_norm
-  double eps;
-  double dropout_p;
-  uint64_t seed;
-  const void* input;
-  const void* residual;  // null: none
-  const void* weight;    // (columns), float or double; null: 1
-  const void* bias;      // (columns), float or double; null: 0
-  void* out;
-  void* total;  // residual + dropout(input); null: not wanted
-  void* mean;   // (rows), float or double; null for rms, or where it is not wanted
-  void* rstd;   // (rows), float or double; null: not wanted
-  int64_t num_threads;
+#include "fields/norm.inc"
 };
 
 struct NormBwdParams {
-  NormParams fwd;          // total, mean, rstd and weight are inputs here
-  const void* grad_out;    // (rows, columns)
-  const void* grad_total;  // (rows, columns); null: 0
-  void* grad_input;        // null where it is grad_residual (no dropout)
-  void* grad_residual;
-  void* grad_weight;  // (columns), float or double; null: not wanted
-  void* grad_bias;    // (columns), float or double; null: not wanted
+  NormParams fwd;
+#include "fields/norm_bwd.inc"
 };
+
+#include "fields/end.inc"
 
 // Classifies the tiles of a dense mask (bool) or bias (of dtype).
 struct SummaryParams {

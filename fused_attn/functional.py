@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.backends import problem_of, select
+from fused_attn.backends import first_backend, problem_of, select
 from fused_attn.core import autograd, packed, philox
 from fused_attn.core.autocast import autocast, autocast_norm
 from fused_attn.core.call import NormCall
 from fused_attn.core.shapes import canonical
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.core.torch_state import statistics_dtype, unwatched
 from fused_attn.core.validation import (
     attention_call,
     check_float,
@@ -27,7 +27,7 @@ from fused_attn.core.validation import (
     checked_probability,
 )
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, normalize, spec_at_once
 
 
 def scaled_dot_product_attention(
@@ -83,6 +83,11 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
+    plain = softcap is None and backend is None and not return_lse and _is_zero(dropout_p)
+    if plain and type(is_causal) is bool and unwatched():
+        out = _at_once(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_float(name, tensor)
     query, key, value = autocast(query, key, value)
@@ -94,6 +99,32 @@ def scaled_dot_product_attention(
     if len(leading) != 3:
         out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)
     return (out, lse) if return_lse else out
+
+
+def _is_zero(dropout_p: object) -> bool:
+    return type(dropout_p) in (float, int) and dropout_p == 0.0
+
+
+def _at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """out by a backend that does all in one, or None: small calls spend their time on the way."""
+    backend, spec = first_backend(), None
+    if backend is None or not (scale is None or type(scale) in (float, int)):
+        return None
+    if attn_mask is not None or is_causal:
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+            return None
+        spec = spec_at_once(attn_mask, is_causal, query, key)
+        if spec is None:
+            return None
+    return backend.attention_at_once(query, key, value, spec, scale, bool(enable_gqa))
 
 
 def varlen_attention(
@@ -288,6 +319,12 @@ def _norm(
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not return_residual and backend is None and _is_zero(dropout_p) and unwatched():
+        first = first_backend()
+        if first is not None and type(eps) is float:
+            out = first.norm_at_once(input, shape, weight, bias, residual, eps, rms)
+            if out is not None:
+                return out
     check_norm(input, shape, weight, bias, residual)
     dropout_p = checked_probability(dropout_p)
     input, residual = autocast_norm(input, residual)

@@ -111,7 +111,7 @@ struct KeyValueRows {
         b(own.b),
         h(own.h_kv),
         length(cache.seqlen_new == 0 ? static_cast<int>(p.seqlen_k)
-                                     : load_global(cache.lengths + own.b)) {}
+                                     : load_global(cache.cache_lengths + own.b)) {}
 
   FUSED_ATTN_DEVICE KeyValueRow<T> in_cache(int j) const {
     SequenceRows rows = key_rows(p, b);

@@ -64,7 +64,7 @@ struct Dropout {
 // Cheap enough to be made for each tile: kept, it would take registers.
 FUSED_ATTN_DEVICE Dropout dropout_of(const AttentionParams& p, const GpuParams& gpu) {
   const bool drops = p.dropout_p > 0.0;
-  return {drops ? static_cast<uint64_t>(load_global(gpu.seed)) : 0, gpu.dropout_threshold};
+  return {drops ? static_cast<uint64_t>(load_global(gpu.seed_address)) : 0, gpu.dropout_threshold};
 }
 
 }  // namespace fused_attn

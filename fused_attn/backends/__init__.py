@@ -4,6 +4,7 @@ from fused_attn.backends.base import Backend, CacheUpdate
 from fused_attn.backends.problem import AttentionProblem, NormProblem, problem_of
 from fused_attn.backends.registry import (
     available_backends,
+    first_backend,
     get_backend,
     select,
     use_backend,
@@ -16,6 +17,7 @@ __all__ = [
     "CacheUpdate",
     "NormProblem",
     "available_backends",
+    "first_backend",
     "get_backend",
     "problem_of",
     "select",

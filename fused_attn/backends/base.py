@@ -19,6 +19,7 @@ from fused_attn.core.call import (
     NormOutputs,
 )
 from fused_attn.core.flat import empty_strided
+from fused_attn.masks.spec import MaskSpec
 
 
 class CacheUpdate(NamedTuple):
@@ -74,6 +75,38 @@ class Backend:
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
         """What each 32 x 64 tile of a dense mask or bias shows: uint8, enum SummaryValue of
         csrc/params.h; None where the passes want no summaries."""
+        return None
+
+    def attention_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec | None,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor | None:
+        """out of a call that nothing watches: validation, choice, allocation and kernel in one.
+
+        Args:
+            spec: the mask of these shapes; None is no mask.
+
+        Returns:
+            None where the whole way has to look at the arguments, or gradients are wanted.
+        """
+        return None
+
+    def norm_at_once(
+        self,
+        input: Tensor,
+        shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        rms: bool,
+    ) -> Tensor | None:
+        """The same for norm(residual + input) over the last dimensions, which are `shape`."""
         return None
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:

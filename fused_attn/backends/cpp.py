@@ -1,4 +1,4 @@
-"""The CPU kernels (csrc/cpu): tensors to the fields of csrc/params.h."""
+"""The CPU kernels (csrc/cpu), which read calls and the fields that a pass adds (csrc/fields)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends.base import Backend
-from fused_attn.backends.fields import (
-    DTYPES,
-    add,
-    attention_fields,
-    contiguous_as,
-    norm_fields,
-    pointer,
-    summary_fields,
-)
+from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.core.call import (
     AttentionCall,
@@ -37,6 +29,13 @@ try:
     from fused_attn import _cpu
 except ImportError as error:  # pragma: no cover - a broken installation
     _cpu, _import_error = None, str(error)  # type: ignore[assignment]
+
+# A capsule of C functions that read and make tensors, from torch 2.10 on; without it small calls
+# take longer, and large outputs are torch's.
+_EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+if _cpu is not None:
+    check_fields(_cpu.CALL_FIELDS)
+    _cpu.set_torch(Tensor, torch.nn.Parameter, _EXCHANGE_API)
 
 MAX_HEAD_DIM = 256
 # Smaller blocks stay with malloc, which reuses them; taking one from the pool costs 4 microseconds.
@@ -65,21 +64,49 @@ class CppBackend(Backend):
         device: torch.device,
     ) -> Tensor:
         """An uninitialised dense tensor; a large one in memory that earlier ones have left."""
-        if math.prod(shape) * dtype.itemsize < _POOLED_FROM or len(shape) > 4:
+        if _EXCHANGE_API is None or math.prod(shape) * dtype.itemsize < _POOLED_FROM:
             return torch.empty_strided(shape, strides, dtype=dtype)
-        return torch.from_dlpack(_cpu.pooled_tensor(tuple(shape), tuple(strides), DTYPES[dtype]))
+        return _cpu.empty_tensor(tuple(shape), tuple(strides), DTYPES[dtype])
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
-        summary, fields = summary_fields(tensor, _cpu.SUMMARY_TILE)
-        _cpu.tile_summary(**fields, num_threads=torch.get_num_threads())
+        summary = empty_summary(tensor, _cpu.SUMMARY_TILE)
+        _cpu.tile_summary(tensor=tensor, summary=summary, num_threads=torch.get_num_threads())
         return summary
 
+    def attention_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec | None,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor | None:
+        return _cpu.attention(
+            query, key, value, spec, scale, enable_gqa,
+            torch.is_grad_enabled(), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def norm_at_once(
+        self,
+        input: Tensor,
+        shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        rms: bool,
+    ) -> Tensor | None:
+        return _cpu.norm(
+            input, shape, weight, bias, residual, eps, rms,
+            torch.is_grad_enabled(), torch.get_num_threads(),
+        )  # fmt: skip
+
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
-        outputs = call.outputs(self.empty, for_backward)
-        fields, _alive = self._fields(call, outputs.out)
-        if for_backward:
-            fields["lse_low"] = outputs.lse_low.data_ptr()
-        _cpu.attention_fwd(**fields, lse=outputs.lse.data_ptr())
+        call = call.readable()
+        out, lse, lse_low = outputs = call.outputs(self.empty, for_backward)
+        low = {"lse_low": lse_low} if for_backward else {}
+        _cpu.attention_fwd(call, out=out, lse=lse, **low, num_threads=torch.get_num_threads())
         return outputs
 
     def attention_bwd(
@@ -90,26 +117,30 @@ class CppBackend(Backend):
         grad_lse: Tensor | None,
         needs_bias: bool,
     ) -> AttentionGradients:
+        call = call.readable()
         grads = call.gradients(self.empty, needs_bias)
-        grad_out, lse = readable_in_place(grad_out), outputs.lse
-        fields, _alive = self._fields(call, outputs.out)
-        fields["lse"], fields["lse_low"] = lse.data_ptr(), outputs.lse_low.data_ptr()
-        add(fields, "grad_out", grad_out)
-        add(fields, "grad_query", grads.query)
-        add(fields, "grad_key", grads.key)
-        add(fields, "grad_value", grads.value)
+        lse = outputs.lse
+        fields = {
+            **outputs._asdict(),
+            "grad_out": readable_in_place(grad_out),
+            "grad_query": grads.query,
+            "grad_key": grads.key,
+            "grad_value": grads.value,
+        }
         if grad_lse is not None:
-            grad_lse = grad_lse.to(lse.dtype).contiguous().resolve_neg()
-            fields["grad_lse"] = grad_lse.data_ptr()
-        _run_bwd(fields, lse, grads.bias if needs_bias else None)
+            fields["grad_lse"] = grad_lse.to(lse.dtype).contiguous().resolve_neg()
+        _run_bwd(call, fields, lse, grads.bias if needs_bias else None)
         return grads
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
     ) -> Tensor:
         weights = call.weights(self.empty, average)
-        fields, _alive = self._weights_fields(call, lse, lse_low)
-        _cpu.attention_weights(**fields, weights=weights.data_ptr(), average=average)
+        call, fields = _of_weights(call, lse, lse_low)
+        threads = torch.get_num_threads()
+        _cpu.attention_weights(
+            call, **fields, weights=weights, average=average, num_threads=threads
+        )
         return weights
 
     def attention_weights_bwd(
@@ -123,32 +154,23 @@ class CppBackend(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = call.gradients(self.empty, needs_bias)
         grad_weights, num_heads = readable_in_place(grad_weights), call.query.shape[1]
-        fields, _alive = self._weights_fields(call, lse, lse_low)
-        add(fields, "grad_query", grads.query)
-        add(fields, "grad_key", grads.key)
-        heads = grad_weights[:, None].expand(-1, num_heads, -1, -1) if average else grad_weights
-        add(fields, "grad_weights", heads)
-        fields["grad_weights_factor"] = 1.0 / max(num_heads, 1) if average else 1.0
-        row_sums = torch.empty_like(lse)
-        fields["row_sums"] = row_sums.data_ptr()
-        _run_bwd(fields, lse, grads.bias if needs_bias else None)
+        if average:
+            grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
+        call, fields = _of_weights(call, lse, lse_low)
+        fields |= {
+            "grad_query": grads.query,
+            "grad_key": grads.key,
+            "grad_weights": grad_weights,
+            "grad_weights_factor": 1.0 / max(num_heads, 1) if average else 1.0,
+            "row_sums": torch.empty_like(lse),
+        }
+        _run_bwd(call, fields, lse, grads.bias if needs_bias else None)
         return grads.query, grads.key, grads.bias
 
     def norm_fwd(self, call: NormCall) -> NormOutputs:
-        input, residual = call.input.contiguous(), call.residual
+        call = call.readable()
         outputs = call.outputs(self.empty)
-        residual = None if residual is None else residual.contiguous()
-        statistics = outputs.rstd.dtype
-        weight, bias = contiguous_as(call.weight, statistics), contiguous_as(call.bias, statistics)
-        _cpu.norm_fwd(
-            **self._norm_fields(call),
-            eps=call.eps,
-            input=input.data_ptr(),
-            residual=pointer(residual),
-            weight=pointer(weight),
-            bias=pointer(bias),
-            **{name: t.data_ptr() for name, t in outputs._asdict().items()},
-        )
+        _cpu.norm_fwd(call, **outputs._asdict(), num_threads=torch.get_num_threads())
         return outputs
 
     def norm_bwd(
@@ -161,51 +183,21 @@ class CppBackend(Backend):
         needs_weight: bool,
         needs_bias: bool,
     ) -> NormGradients:
-        total, grad_out = call.input.contiguous(), grad_out.contiguous()
-        grad_total = None if grad_total is None else grad_total.contiguous()
-        weight = contiguous_as(call.weight, mean.dtype)
+        call = call.readable()
         grads = call.gradients(self.empty, needs_weight, needs_bias)
         _cpu.norm_bwd(
-            **self._norm_fields(call),
-            total=total.data_ptr(),
-            weight=pointer(weight),
-            mean=mean.data_ptr(),
-            rstd=rstd.data_ptr(),
-            grad_out=grad_out.data_ptr(),
-            grad_total=pointer(grad_total),
-            grad_input=grads.input.data_ptr(),
-            grad_residual=grads.total.data_ptr(),
-            grad_weight=grads.weight.data_ptr(),
-            grad_bias=grads.bias.data_ptr(),
+            call,
+            mean=mean,
+            rstd=rstd,
+            grad_out=grad_out.contiguous(),
+            grad_total=None if grad_total is None else grad_total.contiguous(),
+            grad_input=grads.input,
+            grad_residual=grads.total,
+            grad_weight=grads.weight,
+            grad_bias=grads.bias,
+            num_threads=torch.get_num_threads(),
         )
         return grads
-
-    def _fields(self, call: AttentionCall, out: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
-        """The fields of AttentionParams, and tensors that must outlive the call."""
-        q, k, v = (readable_in_place(t) for t in (call.query, call.key, call.value))
-        if not (q is call.query and k is call.key and v is call.value):
-            call = replace(call, query=q, key=k, value=v)
-        spec = call.mask
-        summaries = (
-            ("dense", spec.dense, spec.dense_summary),
-            ("bias", spec.bias, spec.bias_summary),
-        )
-        fields, alive = attention_fields(call, out, summaries, self.tile_summary)
-        return {**fields, **_run_options(call)}, alive
-
-    def _weights_fields(
-        self, call: AttentionCall, lse: Tensor, lse_low: Tensor
-    ) -> tuple[dict[str, Any], list[Tensor]]:
-        """`_fields` of a problem without values, whose lse is known."""
-        query, key = call.query, call.key
-        value, out = key.new_empty(*key.shape[:3], 0), query.new_empty(*query.shape[:3], 0)
-        fields, alive = self._fields(replace(call, value=value), out)
-        lse, lse_low = lse.contiguous(), lse_low.contiguous()
-        fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
-        return fields, [*alive, out, lse, lse_low]
-
-    def _norm_fields(self, call: NormCall) -> dict[str, Any]:
-        return {**norm_fields(call), **_run_options(call)}
 
 
 def isa() -> str:
@@ -237,21 +229,28 @@ def tile_kinds(
     kinds = torch.empty(shape, dtype=torch.uint8)
     empty = torch.empty(batch, num_heads, seqlen_q, 0, dtype=dtype)
     keys = torch.empty(batch, num_heads, seqlen_k, 0, dtype=dtype)
-    fields, _alive = CppBackend()._fields(AttentionCall(empty, keys, keys, spec, 1.0), empty)
-    _cpu.tile_kinds(**fields, kinds=kinds.data_ptr())
+    call = AttentionCall(empty, keys, keys, spec, 1.0)
+    _cpu.tile_kinds(call, kinds=kinds, num_threads=torch.get_num_threads())
     return kinds, (panel, block)
 
 
-def _run_options(call: AttentionCall | NormCall) -> dict[str, Any]:
-    seed = 0 if call.dropout_p == 0.0 or call.seed is None else int(call.seed.item())
-    return {"seed": seed, "num_threads": torch.get_num_threads()}
+def _of_weights(
+    call: AttentionCall, lse: Tensor, lse_low: Tensor
+) -> tuple[AttentionCall, dict[str, Any]]:
+    """A call without values, whose lse is known, and what it adds."""
+    query, key = call.query, call.key
+    call = replace(call, value=key.new_empty(*key.shape[:3], 0)).readable()
+    out = query.new_empty(*query.shape[:3], 0)
+    return call, {"out": out, "lse": lse.contiguous(), "lse_low": lse_low.contiguous()}
 
 
-def _run_bwd(fields: dict[str, Any], lse: Tensor, grad_bias: Tensor | None) -> None:
+def _run_bwd(
+    call: AttentionCall, fields: dict[str, Any], lse: Tensor, grad_bias: Tensor | None
+) -> None:
     """Runs the backward; gradients of a float mask are added up in the type of lse."""
-    if grad_bias is None:
-        _cpu.attention_bwd(**fields)
-        return
-    sums = torch.zeros_like(grad_bias, dtype=lse.dtype)
-    _cpu.attention_bwd(**fields, grad_bias=sums.data_ptr())
-    grad_bias.copy_(sums)
+    sums = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=lse.dtype)
+    if sums is not None:
+        fields = {**fields, "grad_bias": sums}
+    _cpu.attention_bwd(call, **fields, num_threads=torch.get_num_threads())
+    if grad_bias is not None and sums is not None:
+        grad_bias.copy_(sums)

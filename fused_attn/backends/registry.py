@@ -19,6 +19,8 @@ BACKENDS: dict[str, Backend] = {
     for backend in (CppBackend(), CudaBackend(), TritonBackend(), EagerBackend())
 }
 
+_FIRST = next(iter(BACKENDS.values()))
+
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None
 
@@ -65,6 +67,11 @@ def use_backend(name: str) -> Iterator[None]:
 def wanted_backend() -> str | None:
     """The name that `use_backend` or FUSED_ATTN_BACKEND asks for, in that order."""
     return _override or os.environ.get("FUSED_ATTN_BACKEND") or None
+
+
+def first_backend() -> Backend | None:
+    """The backend that is asked first, where none is asked for by `use_backend`."""
+    return _FIRST if _override is None else None
 
 
 def select(problem: Problem, backend: str | None = None) -> Backend:

@@ -19,7 +19,6 @@ from fused_attn.backends import Backend, reference
 from fused_attn.core import ops
 from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
 from fused_attn.core.flat import Flat
-from fused_attn.core.layout import readable_in_place
 from fused_attn.masks.spec import with_summaries
 
 
@@ -66,11 +65,9 @@ def norm(call: NormCall, backend: Backend) -> tuple[Tensor, Tensor]:
 
 def _readable(call: AttentionCall, backend: Backend) -> AttentionCall:
     """The call as kernels read it."""
-    q, k, v = (readable_in_place(t) for t in (call.query, call.key, call.value))
+    call = call.readable()
     mask = with_summaries(call.mask, backend.tile_summary)
-    if q is call.query and k is call.key and v is call.value and mask is call.mask:
-        return call
-    return replace(call, query=q, key=k, value=v, mask=mask)
+    return call if mask is call.mask else replace(call, mask=mask)
 
 
 def _needs_grad(call: Flat) -> bool:

@@ -7,13 +7,14 @@ the shapes of outputs and gradients, for every backend and for torch.compile's f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fused_attn.core.flat import Flat, flattens
+from fused_attn.core.layout import readable_in_place
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.masks.spec import MaskSpec
 
@@ -85,6 +86,13 @@ class AttentionCall(Flat):
     def sizes(self) -> tuple[int, int, int]:
         """batch, seqlen_q and seqlen_k as masks see them."""
         return self.mask.sizes(self.query, self.key)
+
+    def readable(self) -> AttentionCall:
+        """This call with query, key and value as kernels read them."""
+        q, k, v = (readable_in_place(t) for t in (self.query, self.key, self.value))
+        if q is self.query and k is self.key and v is self.value:
+            return self
+        return replace(self, query=q, key=k, value=v)
 
     def outputs(self, empty: Empty, for_backward: bool) -> AttentionOutputs:
         """Uninitialised results."""
@@ -191,6 +199,20 @@ class NormCall(Flat):
         """Whether what is normalised is something else than input."""
         return self.residual is not None or self.dropout_p > 0.0
 
+    def readable(self) -> NormCall:
+        """This call as kernels read it: contiguous, parameters in the type of the statistics."""
+        dtype = statistics_dtype(self.input.dtype)
+        input, residual = _dense(self.input), _dense(self.residual)
+        weight, bias = _dense(self.weight, dtype), _dense(self.bias, dtype)
+        if (
+            input is self.input
+            and residual is self.residual
+            and weight is self.weight
+            and bias is self.bias
+        ):
+            return self
+        return replace(self, input=input, residual=residual, weight=weight, bias=bias)
+
     def outputs(self, empty: Empty) -> NormOutputs:
         """Uninitialised results."""
         like = self.input
@@ -214,6 +236,12 @@ class NormCall(Flat):
             empty((columns if needs_weight else 0,), (1,), dtype, like.device),
             empty((columns if needs_bias else 0,), (1,), dtype, like.device),
         )
+
+
+def _dense(tensor: Any, dtype: torch.dtype | None = None) -> Any:
+    if tensor is None:
+        return None
+    return tensor.to(dtype or tensor.dtype).contiguous()
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides

@@ -26,6 +26,19 @@ def plain_eager(*tensors: Tensor | None) -> bool:
     return all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
 
 
+def unwatched() -> bool:
+    """As `plain_eager` whatever the tensors; no transform, tangents or autocast either."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+    )
+
+
 def transformed() -> bool:
     """Under a torch.func transform or with forward-mode tangents, which no kernel can follow."""
     return not torch.compiler.is_compiling() and in_transform()

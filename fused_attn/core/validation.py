@@ -77,7 +77,7 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
     check_same(name, "device", cu_seqlens.device, rows.device, "query")
     check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
-    return cu_seqlens.to(torch.int64)
+    return cu_seqlens.to(torch.int64).contiguous()
 
 
 def checked_softcap(softcap: float | None) -> float:

@@ -82,6 +82,9 @@ class MaskSpec(Flat):
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
 
 
+_CAUSAL = MaskSpec(band_hi=0)
+
+
 # ---- Mask -> MaskSpec ---------------------------------------------------------------------------
 
 
@@ -94,6 +97,38 @@ def normalize(
     shape, device = (batch, num_heads, seqlen_q, seqlen_k), query.device
     key = (shape, device)
     return recall(mask.memo, key, mask.tensors(), device, lambda: _normalize(mask, shape, device))
+
+
+def spec_at_once(
+    attn_mask: Tensor | Mask | None, is_causal: bool, query: Tensor, key: Tensor
+) -> MaskSpec | None:
+    """`normalize` of an `attn_mask` argument where that takes no look at it; else None."""
+    if attn_mask is None:
+        return _CAUSAL
+    if is_causal or query.dim() != 4 or key.dim() != 4:
+        return None
+    batch, num_heads, seqlen_q, _ = query.shape
+    shape = (batch, num_heads, seqlen_q, key.shape[2])
+    if isinstance(attn_mask, Mask):
+        try:
+            spec = normalize(attn_mask, *shape, query)
+        except ValueError:  # the tensors may be what is wrong
+            return None
+        bias = spec.bias
+        learnt = bias is not None and (bias.requires_grad or bias.dtype == torch.float64)
+        return spec if not learnt and plain_eager(*attn_mask.tensors()) else None
+    if type(attn_mask) is not Tensor or attn_mask.dim() != 4 or attn_mask.layout != torch.strided:
+        return None
+    if attn_mask.requires_grad or attn_mask.device != query.device or attn_mask.is_neg():
+        return None
+    for have, want, stride in zip(attn_mask.shape, shape, attn_mask.stride(), strict=True):
+        if have != 1 and (have != want or stride == 0):
+            return None
+    dtype = attn_mask.dtype
+    if dtype == torch.bool:
+        by_key = attn_mask.shape[2] == 1
+        return MaskSpec(key_mask=attn_mask) if by_key else MaskSpec(dense=attn_mask)
+    return MaskSpec(bias=attn_mask) if dtype in (query.dtype, torch.float32) else None
 
 
 def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
@@ -214,7 +249,7 @@ def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
         ids = [t.to(torch.int64) for t in ids]
         every = torch.cat([t.flatten() for t in ids]).sort().values
         ids = [torch.searchsorted(every, t.contiguous()) for t in ids]
-    query_ids, key_ids = (t.to(torch.int64) for t in ids)
+    query_ids, key_ids = (t.to(torch.int64).contiguous() for t in ids)
     return {"query_documents": query_ids, "key_documents": key_ids}
 
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import fused_attn
+from fused_attn import _cpu, masks
 from fused_attn import functional as F
-from fused_attn import masks
+from fused_attn.backends.fields import check_fields
+from fused_attn.core.call import AttentionCall
+from fused_attn.masks.spec import MaskSpec
 
 Q = torch.randn(2, 4, 5, 8)
 K = torch.randn(2, 4, 7, 8)
@@ -229,7 +232,15 @@ def test_unsupported_shape_falls_to_eager():
 
 def test_unknown_field_is_an_error():
     """The boundary to C++ takes no field that it does not know."""
-    from fused_attn import _cpu
+    x = torch.randn(1, 1, 4, 8)
+    call = AttentionCall(x, x, x, MaskSpec(), 1.0)
+    with pytest.raises(ValueError, match="kernels have no field no_such_field"):
+        _cpu.attention_fwd(call, no_such_field=1)
 
-    with pytest.raises(ValueError, match="of which the kernel knows 0"):
-        _cpu.attention_fwd(no_such_field=1)
+
+def test_unknown_field_of_a_call_is_an_error():
+    """A module that was built before a field came must not ignore it."""
+    known = set(_cpu.CALL_FIELDS)
+    check_fields(known)
+    with pytest.raises(ImportError, match="does not read dense, softcap of calls"):
+        check_fields(known - {"softcap", "dense"})

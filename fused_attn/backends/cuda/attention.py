@@ -17,8 +17,9 @@ from fused_attn.backends.cuda.module import (
     run,
     times_to_fill,
 )
-from fused_attn.backends.fields import add, attention_fields, summary_fields
+from fused_attn.backends.fields import empty_summary
 from fused_attn.core.call import AttentionCall, AttentionGradients, AttentionOutputs, Empty
+from fused_attn.masks.spec import with_summaries
 
 # Kernels read rows in chunks of so many bytes, and count within a tile in 32 bits.
 CHUNK_BYTES = 16
@@ -38,14 +39,14 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     if 0 in (lse.numel(), batch, seqlen_q, seqlen_k):
         out.zero_(), lse.fill_(-math.inf), lse_low.zero_()
         return
-    fields, _alive = call_fields(call, out)
-    fields["lse"] = lse.data_ptr()
+    call, fields = call_fields(call, out)
+    fields["lse"] = lse
     if for_backward:
-        fields["lse_low"] = lse_low.data_ptr()
+        fields["lse_low"] = lse_low
     elif decode_rows(query, call.key, seqlen_q) <= MAX_DECODE_ROWS:
         _run_decode(call, lse, fields)
         return
-    run("attention_fwd", query.device, fields)
+    run("attention_fwd", query.device, call, fields)
 
 
 def attention_decode(
@@ -65,18 +66,16 @@ def attention_decode(
     if any(in_chunks(cache) is not cache for cache in (key_cache, value_cache)):
         return None  # a copy would be written to
     out, lse, _ = call.outputs(empty, False)
-    fields, alive = call_fields(call, out)
-    fields["seqlen_k"], fields["lse"] = seqlen_k, lse.data_ptr()
+    call, fields = call_fields(call, out)
+    fields["seqlen_k"], fields["lse"] = seqlen_k, lse
     if update.block_table is not None:
-        alive.append(update.block_table.to(torch.int32).contiguous())
-        fields["block_table"], fields["block_table_stride"] = alive[-1].data_ptr(), num_pages
+        fields["block_table"] = update.block_table.to(torch.int32).contiguous()
+        fields["block_table_stride"] = num_pages
         fields["page_size"] = page_size
     if update.key is not None and update.value is not None:
-        for name, new in (("new_key", update.key), ("new_value", update.value)):
-            alive.append(in_chunks(new))
-            add(fields, name, alive[-1])
-        alive.append(update.lengths.to(query.device, torch.int32).clamp(min=0))
-        fields["cache_lengths"], fields["seqlen_new"] = alive[-1].data_ptr(), update.key.shape[2]
+        fields["new_key"], fields["new_value"] = in_chunks(update.key), in_chunks(update.value)
+        fields["cache_lengths"] = update.lengths.to(query.device, torch.int32).clamp(min=0)
+        fields["seqlen_new"] = update.key.shape[2]
     _run_decode(call, lse, fields)
     return out, lse
 
@@ -87,20 +86,20 @@ def decode_rows(query: Tensor, key: Tensor, seqlen_q: int) -> int:
 
 
 def _run_decode(call: AttentionCall, lse: Tensor, fields: dict[str, Any]) -> None:
-    query = call.query
-    num_splits = fields["num_splits"] = num_decode_splits(query, call.key, fields)
+    query, (batch, seqlen_q, seqlen_k) = call.query, call.sizes()
+    sizes = (batch, seqlen_q, fields.get("seqlen_k", seqlen_k))
+    num_splits = fields["num_splits"] = num_decode_splits(query, call.key, *sizes)
     shape = (*lse.shape, num_splits, 2 + call.value.shape[3])
-    splits = lse.new_empty(shape if num_splits > 1 else 0)
-    fields["splits"] = splits.data_ptr()
-    run("attention_decode", query.device, fields)
+    fields["splits"] = lse.new_empty(shape if num_splits > 1 else 0)
+    run("attention_decode", query.device, call, fields)
 
 
-def num_decode_splits(query: Tensor, key: Tensor, fields: dict[str, Any]) -> int:
+def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> int:
     """Into how many parts keys are cut: as many as all multiprocessors take at once."""
-    rows = decode_rows(query, key, fields["seqlen_q"])
-    blocks = fields["batch"] * key.shape[1] * -(-rows // DECODE_BLOCK_ROWS)
+    rows = decode_rows(query, key, seqlen_q)
+    blocks = batch * key.shape[1] * -(-rows // DECODE_BLOCK_ROWS)
     at_once = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
-    longest = -(-fields["seqlen_k"] // MIN_KEYS_PER_SPLIT)
+    longest = -(-seqlen_k // MIN_KEYS_PER_SPLIT)
     return max(1, min(longest, at_once // blocks))
 
 
@@ -118,28 +117,28 @@ def attention_bwd(
             tensor.zero_()
         return
     out, grad_out = in_chunks(outputs.out), in_chunks(grad_out)
-    fields, _alive = call_fields(call, out)
-    fields["lse"], fields["lse_low"] = lse.data_ptr(), outputs.lse_low.data_ptr()
-    add(fields, "grad_out", grad_out)
-    add(fields, "grad_query", grads.query)
-    add(fields, "grad_key", grads.key)
-    add(fields, "grad_value", grads.value)
+    call, fields = call_fields(call, out)
+    fields |= {
+        "lse": lse,
+        "lse_low": outputs.lse_low,
+        "grad_out": grad_out,
+        "grad_query": grads.query,
+        "grad_key": grads.key,
+        "grad_value": grads.value,
+        "row_statistics": lse.new_empty(3, query.shape[1], _statistics_rows(call)),
+    }
     if grad_lse is not None:
-        grad_lse = grad_lse.to(torch.float32).contiguous().resolve_neg()
-        fields["grad_lse"] = grad_lse.data_ptr()
-    row_statistics = lse.new_empty(3, query.shape[1], _statistics_rows(call))
-    fields["row_statistics"] = row_statistics.data_ptr()
+        fields["grad_lse"] = grad_lse.to(torch.float32).contiguous().resolve_neg()
     bias_parts = None
     if grads.bias.numel() > 0 and spec.bias is not None:
         bias_parts = _bias_parts(spec.bias, call)
-        fields["grad_bias_parts"] = bias_parts.data_ptr()
+        fields["grad_bias_parts"] = bias_parts
         fields["num_bias_parts"] = bias_parts.shape[0]
         fields["bias_sizes"] = tuple(spec.bias.shape)
     elif _adds_atomically(query, call.value):
-        grad_query_sums = lse.new_empty(*lse.shape, -(-query.shape[3] // 8) * 8)
-        fields["grad_query_sums"] = grad_query_sums.data_ptr()
+        fields["grad_query_sums"] = lse.new_empty(*lse.shape, -(-query.shape[3] // 8) * 8)
     fields["deterministic"] = "grad_query_sums" not in fields
-    run("attention_bwd", query.device, fields)
+    run("attention_bwd", query.device, call, fields)
     if bias_parts is not None:
         # Of broadcast queries or keys each tile has one row or column.
         dims = [0] + [d + 1 for d in (2, 3) if grads.bias.shape[d] == 1]
@@ -155,43 +154,40 @@ def attention_weights(
         weights.zero_()
         return
     value, out = key.new_empty(*key.shape[:3], 0), query.new_empty(*query.shape[:3], 0)
-    fields, _alive = call_fields(replace(call, value=value), out)
-    lse, lse_low = lse.contiguous(), lse_low.contiguous()
-    fields["lse"], fields["lse_low"] = lse.data_ptr(), lse_low.data_ptr()
-    fields["weights"], fields["average"] = weights.data_ptr(), average
-    run("attention_weights", query.device, fields)
+    call, fields = call_fields(replace(call, value=value), out)
+    fields |= {"lse": lse.contiguous(), "lse_low": lse_low.contiguous()}
+    fields |= {"weights": weights, "average": average}
+    run("attention_weights", query.device, call, fields)
 
 
 def tile_summary(tensor: Tensor) -> Tensor:
     """As `Backend.tile_summary`."""
-    summary, fields = summary_fields(tensor, compiled().SUMMARY_TILE)
-    run("tile_summary", tensor.device, fields)
+    summary = empty_summary(tensor, compiled().SUMMARY_TILE)
+    run("tile_summary", tensor.device, None, {"tensor": tensor, "summary": summary})
     return summary
 
 
-def call_fields(call: AttentionCall, out: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
-    """The fields of AttentionParams and of GpuParams but for a pass's own workspaces, and tensors
-    that must outlive the launch: memory that is freed then is not given away before the kernel has
-    run, unless to another stream."""
+def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[str, Any]]:
+    """The call as kernels read it, and what it adds but for a pass's own workspaces.
+
+    All these tensors must outlive the launch: memory that is freed then is not given away before
+    the kernel has run, unless to another stream.
+    """
     query, key, value = (in_chunks(t) for t in (call.query, call.key, call.value))
-    call, spec = replace(call, query=query, key=key, value=value), call.mask
-    summaries = (
-        ("dense", spec.dense, spec.dense_summary),
-        ("bias", spec.bias, spec.bias_summary),
-        ("key_mask", spec.key_mask, None),
-    )
-    fields, alive = attention_fields(call, out, summaries, tile_summary)
+    spec = with_summaries(call.mask, tile_summary)
+    call = replace(call, query=query, key=key, value=value, mask=spec)
+    fields: dict[str, Any] = {"out": out}
+    if spec.key_mask is not None:
+        fields["key_mask_summary"] = tile_summary(spec.key_mask)
     fields["tf32"] = wants_tf32()
     if call.dropout_p > 0.0:
         assert call.seed is not None
-        alive.append(call.seed.to(query.device))
-        fields["seed_address"] = alive[-1].data_ptr()
+        fields["seed_address"] = call.seed.to(query.device)
     for name, ids in (("query", spec.query_documents), ("key", spec.key_documents)):
         if ids is not None:
             shape = (ids.shape[0], -(-ids.shape[1] // compiled().ID_RANGE_TILE), 2)
-            alive.append(ids.new_empty(shape, dtype=torch.int32))
-            fields[f"{name}_id_ranges"] = alive[-1].data_ptr()
-    return fields, alive
+            fields[f"{name}_id_ranges"] = ids.new_empty(shape, dtype=torch.int32)
+    return call, fields
 
 
 def wants_tf32() -> bool:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from fused_attn.backends.fields import check_fields
+from fused_attn.core.call import AttentionCall, NormCall
+
 try:
     from fused_attn import _cuda
 except ImportError as error:
@@ -20,6 +23,15 @@ except ImportError as error:
         else f"fused_attn._cuda cannot be imported: {error}"
     )
 
+
+def _introduce(module: Any) -> None:
+    check_fields(module.CALL_FIELDS)
+    module.set_exchange_api(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+
+
+if _cuda is not None:
+    _introduce(_cuda)
+
 BLOCKS_PER_MULTIPROCESSOR = 2
 _emulated = False
 
@@ -29,6 +41,7 @@ def use_module(module: Any) -> None:
     process-wide."""
     global _cuda, _emulated
     _cuda, _emulated = module, True
+    _introduce(module)
 
 
 def emulated() -> bool:
@@ -52,10 +65,15 @@ def unavailable() -> list[str]:
     return [] if torch.cuda.is_available() else ["torch sees no GPU"]
 
 
-def run(name: str, device: torch.device, fields: dict[str, Any]) -> None:
+def run(
+    name: str,
+    device: torch.device,
+    call: AttentionCall | NormCall | None,
+    fields: dict[str, Any],
+) -> None:
     """Enqueues the kernels of a function of the module, on the device's current stream."""
     with on_stream(device) as stream:
-        getattr(_cuda, name)(**fields, stream=stream)
+        getattr(_cuda, name)(call, **fields, stream=stream)
 
 
 @contextlib.contextmanager

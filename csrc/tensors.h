@@ -1,0 +1,143 @@
+// Tensors of torch, read and made without its headers, for both modules.
+//
+// torch.Tensor offers C functions for that from 2.10 on (__dlpack_c_exchange_api__, DLPack 1.2);
+// older versions are asked attribute by attribute. The structs are those of DLPack's dlpack.h.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "params.h"
+
+namespace fused_attn {
+namespace {
+
+namespace py = pybind11;
+
+struct DLTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+struct DLManagedTensorVersioned {
+  uint32_t major, minor;
+  void* context;
+  void (*deleter)(DLManagedTensorVersioned*);
+  uint64_t flags;
+  DLTensor tensor;
+};
+
+struct DLPackExchangeAPI {
+  uint32_t major, minor;
+  DLPackExchangeAPI* previous;
+  void* managed_tensor_allocator;
+  void* managed_tensor_from_py_object;
+  int (*managed_tensor_to_py_object)(DLManagedTensorVersioned*, void**);
+  int (*dltensor_from_py_object)(void*, DLTensor*);
+  void* current_work_stream;
+};
+
+constexpr int kDLCpu = 1, kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
+
+// Null: torch has none, or it is switched off.
+inline const DLPackExchangeAPI* exchange_api = nullptr;
+
+// Takes torch.Tensor.__dlpack_c_exchange_api__, or None.
+void set_exchange_api(const py::object& capsule) {
+  exchange_api = nullptr;
+  if (capsule.is_none()) return;
+  auto* api = static_cast<const DLPackExchangeAPI*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (api == nullptr) throw py::error_already_set();
+  if (api->major == 1 && api->dltensor_from_py_object != nullptr) exchange_api = api;
+}
+
+// An attribute, whose name is made a Python string once.
+#define FUSED_ATTN_ATTRIBUTE(owner, name)                               \
+  [&](const py::handle& of) {                                           \
+    static PyObject* const interned = PyUnicode_InternFromString(name); \
+    PyObject* const value = PyObject_GetAttr(of.ptr(), interned);       \
+    if (value == nullptr) throw py::error_already_set();                \
+    return py::reinterpret_steal<py::object>(value);                    \
+  }(owner)
+
+// What kernels see of a tensor, for as long as that lives.
+struct TensorView {
+  static constexpr int kMaxDims = 8;
+  void* data = nullptr;
+  int device_type = 0, ndim = 0;
+  uint8_t code = 0, bits = 0;
+  int64_t shape[kMaxDims], strides[kMaxDims];
+  bool there = false;  // false: None was given
+
+  DType dtype() const {
+    if (code == kDLBfloat) return DType::kBFloat16;
+    return bits == 32 ? DType::kFloat32 : bits == 64 ? DType::kFloat64 : DType::kFloat16;
+  }
+  bool is_float() const { return code == kDLFloat || code == kDLBfloat; }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int i = 0; i < ndim; ++i) count *= shape[i];
+    return count;
+  }
+  // Where a dimension has one element, its stride says nothing.
+  int64_t broadcast_stride(int dim) const { return shape[dim] == 1 ? 0 : strides[dim]; }
+};
+
+void copy_shape(const int64_t* shape, const int64_t* strides, int ndim, TensorView* view) {
+  if (ndim > TensorView::kMaxDims) throw std::invalid_argument("a tensor has too many dimensions");
+  view->ndim = ndim;
+  std::memcpy(view->shape, shape, ndim * sizeof(int64_t));
+  std::memcpy(view->strides, strides, ndim * sizeof(int64_t));
+}
+
+// The same by Python attributes, of torch before 2.10.
+TensorView view_by_attributes(const py::handle& tensor) {
+  TensorView view;
+  view.there = true;
+  view.data = reinterpret_cast<void*>(py::cast<uintptr_t>(tensor.attr("data_ptr")()));
+  const py::tuple shape = tensor.attr("shape"), strides = tensor.attr("stride")();
+  int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
+  const int ndim = static_cast<int>(shape.size());
+  for (int i = 0; i < ndim && i < TensorView::kMaxDims; ++i) {
+    sizes[i] = py::cast<int64_t>(shape[i]);
+    steps[i] = py::cast<int64_t>(strides[i]);
+  }
+  copy_shape(sizes, steps, ndim, &view);
+  view.bits = static_cast<uint8_t>(8 * py::cast<int>(tensor.attr("element_size")()));
+  const bool is_bfloat = py::str(tensor.attr("dtype")).cast<std::string>() == "torch.bfloat16";
+  const bool is_float = py::cast<bool>(tensor.attr("is_floating_point")());
+  view.code = is_bfloat ? kDLBfloat : is_float ? kDLFloat : kDLInt;
+  view.device_type = py::cast<bool>(tensor.attr("is_cpu")) ? kDLCpu : 0;
+  return view;
+}
+
+TensorView view_of(const DLTensor& raw) {
+  TensorView view;
+  view.there = true;
+  view.data = static_cast<char*>(raw.data) + raw.byte_offset;
+  view.device_type = raw.device_type;
+  view.code = raw.code;
+  view.bits = raw.bits;
+  copy_shape(raw.shape, raw.strides, raw.ndim, &view);
+  return view;
+}
+
+TensorView view_of(const py::handle& tensor) {
+  if (tensor.is_none()) return {};
+  if (exchange_api == nullptr) return view_by_attributes(tensor);
+  DLTensor raw;
+  if (exchange_api->dltensor_from_py_object(tensor.ptr(), &raw) != 0) throw py::error_already_set();
+  return view_of(raw);
+}
+
+}  // namespace
+}  // namespace fused_attn

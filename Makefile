@@ -16,8 +16,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-isas lint format \
-	sdist-check bench bench-models bench-lengths bench-quick examples gpu-build gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-isas clang-test \
+	lint format sdist-check bench bench-models bench-lengths bench-quick examples gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -87,6 +87,20 @@ RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
 test-isas: env ## run the numerics tests on each instruction set that this CPU has
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
+
+# The package lies in build/clang, and Python has to take it from there, not from this tree.
+CLANG ?= clang++
+CLANG_PYTHON = PYTHONPATH="$(CURDIR)/build/clang" $(BIN)/python -P
+clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt installs, and test them
+	@echo 'int main() {}' | $(CLANG) -x c++ -fopenmp=libomp -o /dev/null - 2>/dev/null \
+		|| { apt-get update -q && apt-get install -q -y clang libomp-dev; } || { echo "make: no\
+	 $(CLANG) with OpenMP, and apt-get installs none: install Clang and libomp" >&2; exit 1; }
+	@rm -rf build/clang
+	@FUSED_ATTN_CUDA=0 CXX=$(CLANG) PATH="$(CURDIR)/$(BIN):$$PATH" \
+		$(BIN)/python setup.py -q build --build-lib build/clang
+	@$(CLANG_PYTHON) -c 'from fused_attn import _cpu; print(_cpu.__file__); assert "/build/clang/" in _cpu.__file__'
+	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
+		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
 
 lint: $(VENV)/installed ## check style, spelling and types
 	$(BIN)/ruff check

@@ -12,8 +12,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# One for each Python version and ABI. It stays, so that the next build compiles what changed only.
-BUILD_DIR = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}"
+# One for each Python version and ABI, and each compiler that is named: CMake asks CXX but once. It
+# stays, so that the next build compiles what changed only.
+COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))
+BUILD_DIR = ROOT / "build" / "-".join(["cmake", sysconfig.get_config_var("SOABI"), *COMPILER])
 CUDA_SWITCH = {None: "AUTO", "": "AUTO", "0": "OFF", "1": "ON"}
 
 

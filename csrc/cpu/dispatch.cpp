@@ -30,10 +30,18 @@ namespace {
 bool runs_generic() { return true; }
 
 #if defined(__x86_64__)
-// What CMakeLists.txt lets the compiler use, feature by feature.
+// A register of cpuid: 0 to 3 are EAX to EDX.
+unsigned cpuid_register(unsigned leaf, unsigned subleaf, int which) {
+  unsigned registers[4] = {};
+  __get_cpuid_count(leaf, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]);
+  return registers[which];
+}
+
+// What CMakeLists.txt lets the compiler use, feature by feature; by cpuid where the built-in does
+// not know a name, as Clang 14 and GCC 10 do not know f16c.
 bool runs_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+         (cpuid_register(1, 0, 2) >> 29 & 1) != 0;
 }
 
 bool runs_avx512() {
@@ -41,20 +49,13 @@ bool runs_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-// A register of cpuid leaf 7: 0 to 3 are EAX to EDX.
-unsigned cpuid_leaf_7(unsigned subleaf, int which) {
-  unsigned registers[4] = {};
-  __get_cpuid_count(7, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]);
-  return registers[which];
-}
-
-bool runs_avx512_bf16() { return runs_avx512() && (cpuid_leaf_7(1, 0) >> 5 & 1) != 0; }
+bool runs_avx512_bf16() { return runs_avx512() && (cpuid_register(7, 1, 0) >> 5 & 1) != 0; }
 
 // The tile registers are there for a process that asks for them. Each thread that uses them pays
 // 8 KiB in its signal frames, so Linux refuses where an alternate signal stack is too small.
 bool runs_amx() {
 #if defined(__linux__)
-  const unsigned features = cpuid_leaf_7(0, 3);
+  const unsigned features = cpuid_register(7, 0, 3);
   const bool has_bf16 = (features >> 22 & 1) != 0, has_tiles = (features >> 24 & 1) != 0;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h
   return runs_avx512_bf16() && has_bf16 && has_tiles &&

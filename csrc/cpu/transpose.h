@@ -1,6 +1,8 @@
 // Transposing: queries become vector lanes on the way in, rows again on the way out.
 #pragma once
 
+#include <utility>
+
 #include "cpu/simd.h"
 
 namespace fused_attn {
@@ -94,24 +96,41 @@ __attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64
   }
 }
 
+// Clang has no __builtin_shuffle, and GCC before 12 nothing else.
+#if defined(__clang__)
+// Lane i is the sum of lanes 2 i and 2 i + 1 of both vectors, side by side.
+template <class T, int... kLane>
+inline Vec<T> pair_sums(Vec<T> a, Vec<T> b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, (2 * kLane)...) +
+         __builtin_shufflevector(a, b, (2 * kLane + 1)...);
+}
+#endif
+
 // Lane i is the sum of the lanes of rows[i]: neighbours are added, level by level, which takes half
 // the shuffles of a transpose.
 template <class T>
 inline Vec<T> lane_sums(const Vec<T> (&rows)[kLanes<T>]) {
   constexpr int kLane = kLanes<T>;
+#if !defined(__clang__)
   Vec<Int<T>> even, odd;
   for (int l = 0; l < kLane; ++l) {
     even[l] = 2 * l;
     odd[l] = 2 * l + 1;
   }
+#endif
   Vec<T> sums[kLane];
   memcpy(sums, rows, sizeof(sums));
 #pragma GCC unroll 8
   for (int count = kLane / 2; count > 0; count /= 2) {
 #pragma GCC unroll 8
     for (int i = 0; i < count; ++i) {
+#if defined(__clang__)
+      sums[i] =
+          pair_sums<T>(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, kLane>());
+#else
       sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even) +
                 __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd);
+#endif
     }
   }
   return sums[0];

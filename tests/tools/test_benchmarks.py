@@ -1,4 +1,4 @@
-"""The GPU benchmarks at toy sizes on CPU tensors, so that none fails on its first GPU."""
+"""The benchmarks at toy sizes on CPU tensors, so that none fails on its first GPU."""
 
 from __future__ import annotations
 
@@ -125,6 +125,28 @@ def test_norm(shape, group, runner):
     norm_benchmarks.test_norm(replace(shape, rows=40, columns=64), BF16, group, runner)
     record = only_record(runner)
     assert record["speedup"].keys() >= {"torch", "compiled"}, record["not_available"]
+
+
+CPU_ATTENTION = [
+    ("backward", shape)
+    for shape, dtype in shapes.BACKWARD["cpu"]
+    if dtype == BF16 and (shape.masked or shape.softcap)
+] + [("training", shape) for shape, dtype in shapes.TRAINING["cpu"] if dtype == BF16]
+
+
+@pytest.mark.parametrize(("group", "shape"), CPU_ATTENTION, ids=lambda v: getattr(v, "name", v))
+def test_attention_on_a_cpu(group, shape, runner):
+    runner.gpu, runner.backend = False, None
+    passes = "both" if group == "training" else group
+    benchmarks.attention(runner, group, small(shape), BF16, passes, work={})
+    assert not runner.records[0]["not_available"]
+    assert runner.records[0]["speedup"].keys() == {"sdpa", "eager"}
+
+
+def test_packed_on_a_cpu(runner):
+    runner.gpu, runner.backend = False, None
+    benchmarks.test_packed(small(shapes.PACKED["cpu"][0][0]), BF16, "packed", runner)
+    assert runner.records[0]["speedup"].keys() == {"sdpa"}
 
 
 def test_a_wrong_result_is_not_timed(runner, monkeypatch):

@@ -1,25 +1,19 @@
-"""The fixtures `compare` (CPU) and `runner` (GPU): check, measure, record; results as JSON."""
+"""The fixture `runner`: checks, measures and records, on a CPU or on the first GPU."""
 
 from __future__ import annotations
 
-import json
-import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_measure
-import gpu_table
-import measure
 import pytest
+import tables
 import torch
-from gpu_run import Runner, slug
-from measure import ceilings, commit, peak_memory, unthrottled
-
-import fused_attn
-from fused_attn import _cpu
-from fused_attn.tools.doctor import cpu_model
+from measure import CpuMeter, GpuMeter
+from runner import Runner, slug
 
 RESULTS = Path(__file__).parent / "results"
+_RUNNERS = pytest.StashKey[dict[str, Runner]]()  # "cpu" and "gpu", once they are used
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,14 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    config.stash[_RECORDS] = []
-    config.stash[_RUNNERS] = []
-    if config.getoption("--quick"):
-        measure.ROUND_SECONDS, measure.MIN_ROUNDS = 0.25, 3
-
-
-_RECORDS = pytest.StashKey[list[dict[str, Any]]]()
-_RUNNERS = pytest.StashKey[list[Runner]]()  # one, where there is a GPU
+    config.stash[_RUNNERS] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,118 +41,65 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        elif "gpu" in item.keywords and config.getoption("--quick") and not _is_quick(item):
+        elif config.getoption("--quick") and not _is_quick(item):
             item.add_marker(not_quick)
     items.sort(key=lambda item: "gpu" in item.keywords and not _is_quick(item))
 
 
 def _is_quick(item: Any) -> bool:
-    return item.callspec.params["shape"].quick
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return parameters["shape"].quick if "shape" in parameters else True
 
 
-@pytest.fixture(scope="session")
-def gpu_runner(request: pytest.FixtureRequest) -> Runner:
-    """Measures on the first GPU."""
-    config, device = request.config, torch.device("cuda", 0)
-    backend = config.getoption("--gpu-backend")
-    target, machine = config.getoption("--results"), gpu_measure.machine(device)
+@pytest.fixture
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """The session's of the test's device; on a GPU while there is time."""
+    on = "gpu" if request.node.get_closest_marker("gpu") else "cpu"
+    runners = request.config.stash[_RUNNERS]
+    if on not in runners:
+        runners[on] = _gpu_runner(request.config) if on == "gpu" else _cpu_runner(request.config)
+    if runners[on].spent() > 1.0:
+        pytest.skip("no time left: see --gpu-seconds")
+    if on == "cpu":
+        runners[on].show = _in_the_table(request.getfixturevalue("benchmark"))
+    return runners[on]
+
+
+def _in_the_table(benchmark: Any) -> Callable[[dict[str, Any], Callable[[], Any]], None]:
+    """Shows a record among pytest-benchmark's."""
+
+    def show(record: dict[str, Any], call: Callable[[], Any]) -> None:
+        benchmark.extra_info.update(record)
+        benchmark.pedantic(call, rounds=3, warmup_rounds=1)
+
+    return show
+
+
+def _cpu_runner(config: pytest.Config) -> Runner:
+    quick, target = config.getoption("--quick"), config.getoption("--results")
+    meter = CpuMeter(quick)
+    return Runner(
+        meter, torch.device("cpu"), None, meter.ceilings(), meter.machine(), quick=quick,
+        path=None if target is None else RESULTS / target,
+    )  # fmt: skip
+
+
+def _gpu_runner(config: pytest.Config) -> Runner:
+    device = torch.device("cuda", 0)
+    backend, target = config.getoption("--gpu-backend"), config.getoption("--results")
+    meter = GpuMeter(device)
+    machine = meter.machine()
     path = None if target is None else RESULTS / target
     if path is not None:
         path = path.with_stem(f"{path.stem}-{backend}-{slug(machine['gpu'])}")
-    runner = Runner(
-        device, backend, gpu_measure.ceilings(device), machine,
-        config.getoption("--gpu-seconds"), path, quick=config.getoption("--quick"),
+    return Runner(
+        meter, device, backend, meter.ceilings(), machine, gpu=True,
+        seconds=config.getoption("--gpu-seconds"), path=path, quick=config.getoption("--quick"),
     )  # fmt: skip
-    config.stash[_RUNNERS].append(runner)
-    return runner
-
-
-@pytest.fixture
-def runner(gpu_runner: Runner) -> Runner:
-    """The session's, while there is time."""
-    if gpu_runner.spent() > 1.0:
-        pytest.skip("no time left: see --gpu-seconds")
-    return gpu_runner
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for runner in config.stash[_RUNNERS]:
-        terminalreporter.section("on the GPU")
-        terminalreporter.line(gpu_table.text(runner.results()))
-
-
-@pytest.fixture(scope="session")
-def machine() -> dict[str, Any]:
-    """What the ceilings of this machine are at the start of the run."""
-    return ceilings()
-
-
-@pytest.fixture
-def compare(request: pytest.FixtureRequest, benchmark: Any, machine: dict[str, Any]) -> Any:
-    """compare(group, shape, dtype, ways, flops, bytes, check): measures ways, the first is ours."""
-
-    def run(
-        group: str,
-        shape: Any,
-        dtype: torch.dtype,
-        ways: dict[str, Any],
-        *,
-        flops: float = 0.0,
-        bytes: float = 0.0,
-        check: Any = None,
-    ) -> None:
-        if request.config.getoption("--quick"):
-            if not shape.quick:
-                pytest.skip("reason: not among the quick cases")
-            ways = {name: way for name, way in ways.items() if name != "eager"}
-        if check is not None:
-            check()
-        seconds = unthrottled(ways)
-        ours = next(iter(ways))
-        record = {
-            "group": group,
-            "name": shape.name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "source": shape.source,
-            "milliseconds": {name: round(1e3 * s, 4) for name, s in seconds.items()},
-            "speedup": {
-                name: round(s / seconds[ours], 2) for name, s in seconds.items() if name != ours
-            },
-            "gflops": round(flops / seconds[ours] / 1e9, 1),
-            "share_of_peak": round(flops / seconds[ours] / machine["multiply_add"], 3),
-            "share_of_copy": round(bytes / seconds[ours] / machine["copy"], 3),
-            "memory": {name: peak_memory(way) for name, way in ways.items()},
-        }
-        request.config.stash[_RECORDS].append(record)
-        benchmark.extra_info.update(record)
-        benchmark.pedantic(ways[ours], rounds=3, warmup_rounds=1)
-
-    return run
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    records = session.config.stash[_RECORDS]
-    target = session.config.getoption("--results")
-    if not records or target is None:
-        return
-    path = RESULTS / target
-    path.parent.mkdir(exist_ok=True)
-    results = {
-        "machine": _machine(),
-        "ceilings": {name: round(value / 1e9, 1) for name, value in ceilings().items()},
-        "records": records,
-    }
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _machine() -> dict[str, Any]:
-    """What the figures depend on; nothing that names the machine."""
-    return {
-        "cpu": cpu_model(),
-        "isa": _cpu.isa(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fused_attn": fused_attn.__version__,
-        "commit": commit(),
-    }
+    for on, runner in config.stash[_RUNNERS].items():
+        if on == "gpu":
+            terminalreporter.section("on the GPU")
+            terminalreporter.line(tables.gpu_text(runner.results()))

@@ -1,85 +1,216 @@
-"""Timing of several ways to compute the same thing, side by side in one run."""
+"""How a CPU and a GPU are measured: several ways to compute the same thing, in turns."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+import fused_attn
 from fused_attn import _cpu
-from fused_attn.tools.timing import cpu_seconds
+from fused_attn.tools.doctor import cpu_model
+from fused_attn.tools.timing import CALLS_A_ROUND, cpu_seconds, gpu_seconds
+
+Calls = Sequence[Callable[[], Any]]  # the same on each set of operands
 
 # A machine whose peak moves by more than this between start and end of a case was throttled, or
 # shared: the case is measured again, and fails if that does not help.
 THROTTLE_LIMIT = 0.15
-ROUND_SECONDS = 0.5  # a way
-MIN_ROUNDS, MAX_ROUNDS = 5, 60
+MAX_ROUNDS = 60
+WAY_SECONDS, MIN_SAMPLES, MAX_SAMPLES = 0.1, 10, 50  # on a GPU
+MATMUL_SIZE, COPY_BYTES = 8192, 1 << 30  # of a GPU's ceilings
 
 
-def medians(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of a call, by way.
+class Meter(Protocol):
+    """What a device's figures are taken by."""
 
-    Ways are interleaved, so that what disturbs the machine disturbs all.
+    peak: str  # the ceiling of arithmetic
+
+    def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+        """Median seconds of a call, by way; they are interleaved, and each takes all sets.
+
+        What disturbs the machine, or changes its clock, does so for all.
+        """
+
+    def host_seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+        """The same from call to call, as Python sees it."""
+
+    def memory(self, call: Callable[[], Any]) -> int | None:
+        """Bytes that a call takes at its highest; None where that is not told."""
+
+    def ceilings(self) -> dict[str, float]:
+        """What the machine reaches now: FLOP/s and bytes/s (read and written)."""
+
+    def machine(self) -> dict[str, Any]:
+        """What the figures depend on; nothing that names the machine."""
+
+
+class CpuMeter:
+    """Measures on the CPU.
+
+    Args:
+        quick: fewer rounds.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    begin = time.perf_counter()
-    while True:
-        for name, way in ways.items():
-            taken[name].append(cpu_seconds(way))
-        rounds = len(next(iter(taken.values())))
-        spent = time.perf_counter() - begin
-        if rounds >= MAX_ROUNDS or (rounds >= MIN_ROUNDS and spent > ROUND_SECONDS * len(ways)):
-            return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+    peak = "multiply_add"
+
+    def __init__(self, quick: bool = False) -> None:
+        self.round_seconds, self.min_rounds = (0.25, 3) if quick else (0.5, 5)
+
+    def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+        """Taken again where the machine was slower after than before."""
+        threads = torch.get_num_threads()
+        for _ in range(3):
+            before = _cpu.multiply_add_peak(threads)
+            result = self._medians(ways)
+            after = _cpu.multiply_add_peak(threads)
+            if abs(after / before - 1) < THROTTLE_LIMIT:
+                return result
+        raise RuntimeError(
+            f"the machine is throttled: {before / 1e9:.0f} -> {after / 1e9:.0f} GFLOP/s"
+        )
+
+    host_seconds = seconds
+
+    def _medians(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        begin = time.perf_counter()
+        for turn in range(MAX_ROUNDS):
+            for name, calls in ways.items():
+                taken[name].append(cpu_seconds(calls[turn % len(calls)]))
+            spent = time.perf_counter() - begin
+            if turn + 1 >= self.min_rounds and spent > self.round_seconds * len(ways):
+                break
+        return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+    def memory(self, call: Callable[[], Any]) -> int | None:
+        """Resident memory."""
+        call()
+        _cpu.release_workspace()
+        ctypes.CDLL(None).malloc_trim(0)  # or what earlier calls have left would be used
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # forget the highest so far
+        except OSError:
+            return None
+        before = _status("VmRSS")
+        call()
+        return max(0, _status("VmHWM") - before)
+
+    def ceilings(self) -> dict[str, float]:
+        """Multiply-add of float32, pairs of bfloat16, copying and reading."""
+        threads = torch.get_num_threads()
+        source = torch.ones(16 << 20)
+        target = torch.empty_like(source)
+        seconds = {
+            name: self._medians({name: [call]})[name]
+            for name, call in (("copy", lambda: target.copy_(source)), ("read", source.sum))
+        }
+        return {
+            "multiply_add": _cpu.multiply_add_peak(threads),
+            "pairs": _cpu.pair_peak(threads),
+            "copy": 2 * source.nbytes / seconds["copy"],
+            "read": source.nbytes / seconds["read"],
+        }
+
+    def machine(self) -> dict[str, Any]:
+        return {
+            "cpu": cpu_model(),
+            "isa": _cpu.isa(),
+            "threads": torch.get_num_threads(),
+            **_versions(),
+        }
 
 
-def ceilings() -> dict[str, float]:
-    """What the machine reaches now: FLOP/s of multiply-add and of bfloat16 pairs, bytes/s."""
-    threads = torch.get_num_threads()
-    source = torch.ones(16 << 20)
-    target = torch.empty_like(source)
-    copy = medians({"copy": lambda: target.copy_(source)})["copy"]
-    read = medians({"read": source.sum})["read"]
+class GpuMeter:
+    """Measures on a GPU: CUDA events around calls that the host has queued ahead."""
+
+    peak = "matmul"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+        """The first call of a round is not counted."""
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        turn = 0
+        while unfinished := [name for name in ways if not _enough(taken[name])]:
+            for name in unfinished:
+                taken[name] += gpu_seconds(ways[name], turn)
+            turn += CALLS_A_ROUND + 1
+        return {name: statistics.median(samples) for name, samples in taken.items()}
+
+    def host_seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
+        """Of kernels that are shorter than what a call takes of the host."""
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(20):
+            for name, calls in ways.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for i in range(100):
+                    calls[i % len(calls)]()
+                torch.cuda.synchronize()
+                taken[name].append((time.perf_counter() - start) / 100)
+        return {name: statistics.median(samples) for name, samples in taken.items()}
+
+    def memory(self, call: Callable[[], Any]) -> int | None:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def ceilings(self) -> dict[str, float]:
+        """Copying, and a product of bfloat16 matrices."""
+        source = torch.randn(COPY_BYTES // 4, device=self.device)
+        target = torch.empty_like(source)
+        size = (MATMUL_SIZE, MATMUL_SIZE)
+        a, b = (torch.randn(size, dtype=torch.bfloat16, device=self.device) for _ in "ab")
+        seconds = self.seconds({"copy": [lambda: target.copy_(source)], "matmul": [lambda: a @ b]})
+        return {
+            "copy": 2 * source.nbytes / seconds["copy"],
+            "matmul": 2 * MATMUL_SIZE**3 / seconds["matmul"],
+        }
+
+    def machine(self) -> dict[str, Any]:
+        import triton
+
+        properties = torch.cuda.get_device_properties(self.device)
+        return {
+            "gpu": properties.name,
+            "cores": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda or torch.version.hip,
+            "cudnn": torch.backends.cudnn.version(),
+            "triton": triton.__version__,
+            **_versions(),
+        }
+
+
+def _enough(samples: list[float]) -> bool:
+    """Whether a way was measured for long enough on a GPU."""
+    for_long = sum(samples) >= WAY_SECONDS and len(samples) >= MIN_SAMPLES
+    return for_long or len(samples) >= MAX_SAMPLES
+
+
+def _versions() -> dict[str, str]:
     return {
-        "multiply_add": _cpu.multiply_add_peak(threads),
-        "pairs": _cpu.pair_peak(threads),
-        "copy": 2 * source.nbytes / copy,
-        "read": source.nbytes / read,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fused_attn": fused_attn.__version__,
+        "commit": _commit(),
     }
 
 
-def unthrottled(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """`medians`, taken again where the machine was slower after than before."""
-    threads = torch.get_num_threads()
-    for _ in range(3):
-        before = _cpu.multiply_add_peak(threads)
-        result = medians(ways)
-        after = _cpu.multiply_add_peak(threads)
-        if abs(after / before - 1) < THROTTLE_LIMIT:
-            return result
-    raise RuntimeError(f"the machine is throttled: {before / 1e9:.0f} -> {after / 1e9:.0f} GFLOP/s")
-
-
-def peak_memory(way: Callable[[], Any]) -> int | None:
-    """Bytes of resident memory that a call takes at its highest; None where that is not told."""
-    way()
-    _cpu.release_workspace()
-    ctypes.CDLL(None).malloc_trim(0)  # or what earlier calls have left would be used
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # forget the highest so far
-    except OSError:
-        return None
-    before = _status("VmRSS")
-    way()
-    return max(0, _status("VmHWM") - before)
-
-
-def commit() -> str:
+def _commit() -> str:
     """The short hash of what is measured; empty outside of a clone."""
     try:
         told = subprocess.run(

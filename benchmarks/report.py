@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import examples_table
-import gpu_table
 import matplotlib
+import tables
 
 matplotlib.use("Agg")
-import lengths_table
+import lengths_plot
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
@@ -29,51 +29,11 @@ GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
 
-def table(results: dict[str, Any]) -> str:
-    """Speedups over torch, a row for each case."""
-    machine, ceilings = results["machine"], results["ceilings"]
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for record in results["records"]:
-        rows.setdefault((record["group"], record["name"]), {})[record["dtype"]] = record
-    lines = [
-        f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
-        f"{machine['torch']}. Ceilings in the same run: {ceilings['multiply_add']:.0f} GFLOP/s of "
-        f"float32 multiply-add, {ceilings['pairs']:.0f} of bfloat16 pairs, "
-        f"{ceilings['copy']:.0f} GB/s copied.",
-        "",
-        "| case | float32 | bfloat16 | float16 |",
-        "|---|---|---|---|",
-    ]
-    for (group, name), by_dtype in rows.items():
-        cells = [_cell(by_dtype.get(dtype)) for dtype in ("float32", "bfloat16", "float16")]
-        lines.append(f"| {group}, {name} | " + " | ".join(cells) + " |")
-    lines += ["", "Milliseconds, and how many times as fast as torch. Sizes: benchmarks/shapes.py."]
-    return "\n".join(lines)
-
-
-def models_table(results: dict[str, Any]) -> str:
-    """Whole models: times of ours and of what it is compared with."""
-    machine = results["machine"]
-    lines = [
-        f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
-        f"{machine['torch']}, float32; 44 % of each batch is padding.",
-        "",
-        "| model | compared with | ms, theirs | ms, ours | times as fast |",
-        "|---|---|---|---|---|",
-    ]
-    for record in results["records"]:
-        ours, theirs = record["milliseconds"].values()
-        ((peer, speedup),) = record["speedup"].items()
-        name = f"{record['group']}, {record['name']} ({record['source']})"
-        lines.append(f"| {name} | {peer} | {theirs:.4g} | {ours:.4g} | {speedup:.2f} |")
-    return "\n".join(lines)
-
-
 def headline(results: dict[str, Any]) -> str:
     """The table of whole models in words: what training gains, and what inference gains."""
     machine, best = results["machine"], dict.fromkeys(("model training", "model inference"), 0.0)
     for record in results["records"]:
-        best[record["group"]] = max(best[record["group"]], _speedup(record))
+        best[record["group"]] = max(best[record["group"]], tables.over_torch(record))
     sentences = (
         "On padded batches, a training step of `nn.TransformerEncoder` is "
         f"{best['model training']:.1f} times as fast after the swap as before it, and sentences "
@@ -81,19 +41,6 @@ def headline(results: dict[str, Any]) -> str:
         f"on {machine['threads']} threads of {machine['cpu']} with the `{machine['isa']}` kernels."
     )
     return textwrap.fill(sentences, 108, break_on_hyphens=False)
-
-
-def _cell(record: dict[str, Any] | None) -> str:
-    if record is None:
-        return ""
-    speedup = _speedup(record)
-    milliseconds = record["milliseconds"]["fused_attn"]
-    return f"{milliseconds:.3g} ({speedup:.1f}x)"
-
-
-def _speedup(record: dict[str, Any]) -> float:
-    """Over torch's own kernels, which come before eager attention."""
-    return next(iter(record["speedup"].values()))
 
 
 def plot(results: dict[str, Any], group: str, path: Path) -> None:
@@ -104,7 +51,7 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(1.2 + 0.7 * len(names), 3.6), layout="constrained")
     width = 0.8 / len(dtypes)
     for i, dtype in enumerate(dtypes):
-        at = {r["name"]: _speedup(r) for r in records if r["dtype"] == dtype}
+        at = {r["name"]: tables.over_torch(r) for r in records if r["dtype"] == dtype}
         axes.bar(
             [x + i * width for x in range(len(names)) if names[x] in at],
             [at[name] for name in names if name in at],
@@ -129,8 +76,8 @@ def main() -> None:
     for page in (README, PERFORMANCE_PAGE):
         page.write_text(with_results(page, page.read_text("utf-8")), "utf-8")
     lengths = json.loads((HERE / "results" / "lengths.json").read_text())
-    lengths_table.plot(lengths, HERE / "results" / "lengths.svg")
-    write_into(LENGTHS_PAGE, LENGTHS_BEGIN, LENGTHS_END, lengths_table.markdown(lengths))
+    lengths_plot.draw(lengths, HERE / "results" / "lengths.svg")
+    write_into(LENGTHS_PAGE, LENGTHS_BEGIN, LENGTHS_END, tables.lengths(lengths))
     shown = examples_table.markdown(HERE / "results" / "examples", "../benchmarks/results/examples")
     write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, shown)
 
@@ -141,12 +88,12 @@ def with_results(page: Path, text: str) -> str:
     models = json.loads((results / "models.json").read_text())
     if page == README:
         return replaced(text, HEADLINE_BEGIN, HEADLINE_END, headline(models))
-    text = replaced(text, BEGIN, END, table(json.loads((results / "cpu.json").read_text())))
-    text = replaced(text, MODELS_BEGIN, MODELS_END, models_table(models))
+    text = replaced(text, BEGIN, END, tables.cpu(json.loads((results / "cpu.json").read_text())))
+    text = replaced(text, MODELS_BEGIN, MODELS_END, tables.models(models))
     gpus = sorted(results.glob("gpu-*.json"))
     if gpus:
-        tables = [gpu_table.markdown(json.loads(path.read_text())) for path in gpus]
-        text = replaced(text, GPU_BEGIN, GPU_END, "\n\n".join(tables))
+        shown = [tables.gpu(json.loads(path.read_text())) for path in gpus]
+        text = replaced(text, GPU_BEGIN, GPU_END, "\n\n".join(shown))
     return text
 
 

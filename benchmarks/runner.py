@@ -1,0 +1,307 @@
+"""Checks, measures and records one problem at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Calls, Meter
+from shapes import Attention, aims
+from torch import Tensor
+from torch.nn import Module
+from ways import COMPILING, OURS, Apart, Peers, Way, attention
+
+from fused_attn.tools import contract
+from fused_attn.tools.contract import results_of
+
+FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # five matrix products instead of two
+_ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # operands of this size leave nothing in a cache of 50 MB
+Check = Callable[[], Callable[[Any], bool] | None]  # raises, or returns what peers are held to
+
+
+@dataclass
+class Runner:
+    """The session's records.
+
+    Attributes:
+        backend: of ours; None is the automatic choice.
+        gpu: with what is compared on a GPU, and rotated sets of operands.
+        seconds: of the session; after half of it no peer is compiled.
+        path: where the records go after each case; None: nowhere.
+        quick: without the peers that take long.
+        show: called with each record, and with the call of ours.
+    """
+
+    meter: Meter
+    device: torch.device
+    backend: str | None
+    ceilings: dict[str, float]
+    machine: dict[str, Any]
+    gpu: bool = False
+    seconds: float = math.inf
+    path: Path | None = None
+    quick: bool = False
+    show: Callable[[dict[str, Any], Callable[[], Any]], None] = lambda record, call: None
+    records: list[dict[str, Any]] = field(default_factory=list)
+    begin: float = field(default_factory=time.monotonic)
+    _unmasked: dict[Any, float] = field(default_factory=dict)
+
+    def spent(self) -> float:
+        """The share of the session's time that is gone."""
+        return (time.monotonic() - self.begin) / self.seconds
+
+    def run(
+        self,
+        group: str,
+        shape: Any,
+        dtype: torch.dtype,
+        own: Way,
+        peers: Peers,
+        sets: Sequence[Sequence[Tensor]],
+        check: Check,
+        *,
+        work: dict[str, float],
+        passes: str = "forward",
+        of_host: bool = False,
+    ) -> None:
+        """Measures ours and the peers, once ours is right.
+
+        Args:
+            sets: operands; with gradients where these are wanted.
+            work: "flops" or "bytes" of a call, and "tile_flops" of its visible tiles.
+            passes: "forward", "backward" or "both".
+            of_host: what a call takes of the host is measured, not of the device.
+        """
+        record = self._begun(group, shape, dtype)
+        if not self.quick and peers.keys() & set(COMPILING):
+            torch.compiler.reset()  # or torch gives up compiling after a few problems
+        calls: dict[str, Calls] = {}
+        with torch.set_grad_enabled(passes != "forward"):  # which peers are compiled for
+            try:
+                agrees = check()
+                record["check"] = "passed"
+                record["first_call_seconds"] = {}
+                calls[OURS] = self._prepared(OURS, own, sets, passes, record)
+            except Exception as error:
+                record["check"] = f"FAILED: {_reason(error)}"
+                self._write()
+                raise
+            record["not_available"] = self._add_peers(calls, peers, sets, passes, record, agrees)
+            self._measure(record, shape, calls, work, of_host)
+
+    def time(
+        self, group: str, shape: Any, dtype: torch.dtype, ways: dict[str, Callable[[], Any]]
+    ) -> None:
+        """Measures calls that have no operands, and were checked before."""
+        record = self._begun(group, shape, dtype)
+        record["check"] = "passed"
+        calls = {name: [way] for name, way in ways.items() if not (self.quick and name == "eager")}
+        self._measure(record, shape, calls, {}, False)
+
+    def _begun(self, group: str, shape: Any, dtype: torch.dtype) -> dict[str, Any]:
+        record = {
+            "group": group, "name": shape.name, "dtype": str(dtype).removeprefix("torch."),
+            "source": shape.source,
+        }  # fmt: skip
+        self.records.append(record)
+        return record
+
+    def _measure(
+        self,
+        record: dict[str, Any],
+        shape: Any,
+        calls: dict[str, Calls],
+        work: dict[str, float],
+        of_host: bool,
+    ) -> None:
+        timer = self.meter.host_seconds if of_host else self.meter.seconds
+        self._note(record, shape, timer(calls), work)
+        record["memory"] = {name: self.meter.memory(each[0]) for name, each in calls.items()}
+        self._write()
+        self.show(record, calls[OURS][0])
+
+    def _add_peers(
+        self,
+        calls: dict[str, Calls],
+        peers: Peers,
+        sets: Sequence[Sequence[Tensor]],
+        passes: str,
+        record: dict[str, Any],
+        agrees: Callable[[Any], bool] | None,
+    ) -> dict[str, str]:
+        """Why each peer that is not among the calls now is not."""
+        reasons = {}
+        for name, make in peers.items():
+            compiles = name in COMPILING
+            if (self.quick and (compiles or name == "eager")) or (compiles and self.spent() > 0.5):
+                reasons[name] = "left out to save time"
+                continue
+            try:
+                calls[name] = self._prepared(name, make(), sets, passes, record, agrees)
+            except Exception as error:  # whatever a peer has against it
+                reasons[name] = _reason(error)
+        return reasons
+
+    def _prepared(
+        self,
+        name: str,
+        way: Way | Apart,
+        sets: Sequence[Sequence[Tensor]],
+        passes: str,
+        record: dict[str, Any],
+        agrees: Callable[[Any], bool] | None = None,
+    ) -> Calls:
+        """The call on each set, made once."""
+        if isinstance(way, Apart):
+            way, sets, agrees = way.way, [way.operands], None
+        start = time.perf_counter()
+        calls: list[Callable[[], Any]] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why torch does not take a kernel
+            for i, operands in enumerate(sets):
+                outs = way(*operands)
+                if i == 0 and agrees is not None and not agrees(outs):
+                    raise ValueError("computes something else: 10 times as far off as eager")
+                calls.append(_call(way, operands, outs, passes))
+                calls[-1]()
+                if i == 0:
+                    self._synchronize()
+                    record["first_call_seconds"][name] = round(time.perf_counter() - start, 2)
+        return calls
+
+    def _note(
+        self, record: dict[str, Any], shape: Any, seconds: dict[str, float], work: dict[str, float]
+    ) -> None:
+        """What the times mean."""
+        ours = seconds[OURS]
+        others = {name: s for name, s in seconds.items() if not name.startswith(OURS)}
+        record["milliseconds"] = {name: round(1e3 * s, 5) for name, s in seconds.items()}
+        record["speedup"] = {name: round(s / ours, 3) for name, s in others.items()}
+        if "flops" in work:
+            rate = work["flops"] / ours
+            record["gflops"] = round(rate / 1e9, 1)
+            record["share_of_peak"] = round(rate / self.ceilings[self.meter.peak], 3)
+        if "bytes" in work:
+            record["gigabytes_a_second"] = round(work["bytes"] / ours / 1e9, 1)
+            record["share_of_copy"] = round(work["bytes"] / ours / self.ceilings["copy"], 3)
+        if "tile_flops" in work:
+            rate = work["tile_flops"] / ours
+            record["share_of_unmasked"] = round(rate / self._unmasked_rate(record, shape), 3)
+        if "sdpa" in others:
+            record["times_sdpa"] = record["speedup"]["sdpa"]
+        if self.gpu:
+            record["aims"] = {
+                name: {"wanted": wanted, "met": record[name] >= wanted}
+                for name, wanted in aims(record["group"], shape).items()
+            }
+
+    def _unmasked_rate(self, record: dict[str, Any], shape: Attention) -> float:
+        """FLOP/s of ours where the same operands see everything."""
+        dtype, passes = getattr(torch, record["dtype"]), record["group"]
+        shape = replace(shape, mask="none", bias=False, name="", quick=False)
+        key = (shape, dtype, passes)
+        if key not in self._unmasked:
+            own = attention(shape, self.backend, self.device)
+            operands = shape.operands(dtype, self.device)
+            sets = [[t.requires_grad_(passes != "forward") for t in operands]]
+            calls = self._prepared(OURS, own, sets, passes, {"first_call_seconds": {}})
+            seconds = self.meter.seconds({OURS: calls})[OURS]
+            self._unmasked[key] = FLOPS[passes] * shape.flops() / seconds
+        return self._unmasked[key]
+
+    def work(self, shape: Attention, passes: str) -> dict[str, float]:
+        """FLOPs of what is visible, by pairs and on a GPU by tiles."""
+        whole = FLOPS[passes] * shape.flops()
+        work = {"flops": whole * shape.visible_pairs(self.device)}
+        if self.gpu and shape.masked:
+            work["tile_flops"] = whole * shape.visible_tiles(self.device)
+        return work
+
+    def sets(self, make: Callable[[int], Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+        """make(seed); on a GPU as often as it takes for operands to leave its cache."""
+        sets = [make(0)]
+        size = sum(t.nbytes for t in sets[0])
+        wanted = min(_MAX_SETS, -(-_ROTATED_BYTES // size)) if self.gpu else 1
+        return sets + [make(seed) for seed in range(1, wanted)]
+
+    def results(self) -> dict[str, Any]:
+        """Everything, as it is written."""
+        return {
+            **({} if self.backend is None else {"backend": self.backend}),
+            "machine": self.machine,
+            "ceilings": {name: round(value / 1e9, 1) for name, value in self.ceilings.items()},
+            "records": self.records,
+        }
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _write(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self.path is None:
+            return
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(self.results(), indent=1) + "\n")
+
+
+def slug(name: str) -> str:
+    """A GPU's name as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def checked(
+    name: str, own: Way, eager: Way, operands: Sequence[Tensor], *args: Any
+) -> Callable[[Any], bool]:
+    """Whether a peer's results are those of the same problem; raises if ours is wrong.
+
+    Args:
+        args: of `contract.check`, from the type on.
+    """
+    named = {str(i): tensor for i, tensor in enumerate(operands)}
+    verdict = contract.check(own, eager, named, *args)
+    verdict.require(name)
+    return verdict.agrees
+
+
+def check_model(
+    ours: Callable[[], Tensor], theirs: Callable[[Module], Tensor], model: Module, real: Tensor
+) -> None:
+    """The contract on a model's output for its real tokens, in float32.
+
+    Args:
+        ours: the output that is timed.
+        theirs: the output of the model that it is given, which is also called with one in float64.
+        model: with torch's attention.
+        real: (batch, seqlen) bool.
+    """
+    with torch.no_grad():
+        truth = theirs(copy.deepcopy(model).double().eval())[real]
+        expected, got = theirs(model.eval())[real], ours()[real]
+    finding = contract.judge("the model's output", got, truth, expected, gradient=False)
+    assert finding.ok, str(finding)
+
+
+def _call(way: Way, operands: Sequence[Tensor], results: Any, passes: str) -> Callable[[], Any]:
+    if passes == "forward":
+        return lambda: way(*operands)
+    outs = results_of(results)
+    grads = [torch.randn_like(out) for out in outs]
+    if passes == "backward":
+        return lambda: torch.autograd.grad(outs, operands, grads, retain_graph=True)
+    return lambda: torch.autograd.grad(results_of(way(*operands)), operands, grads)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:160]

@@ -1,0 +1,165 @@
+"""Results as tables, for the terminal and for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fused_attn.tools.terminal import aligned
+
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+LENGTH_WAYS = ("eager", "sdpa", "fused_attn")
+GPU_HEADER = ["case", "ms", "rate", "of ceiling", "best peer", "ratio", "aims"]
+_AIMS = {
+    "gflops": "{:,.0f} GFLOP/s",
+    "share_of_unmasked": "{:.0%} of unmasked",
+    "share_of_copy": "{:.0%} of copy",
+    "times_sdpa": "{:.1f}x sdpa",
+}
+
+
+def cpu(results: dict[str, Any]) -> str:
+    """Speedups over torch, a row for each case."""
+    ceilings = results["ceilings"]
+    by_case: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in results["records"]:
+        by_case.setdefault((record["group"], record["name"]), {})[record["dtype"]] = record
+    about = (
+        f"{_cpu_machine(results)}. Ceilings in the same run: {ceilings['multiply_add']:.0f} "
+        f"GFLOP/s of float32 multiply-add, {ceilings['pairs']:.0f} of bfloat16 pairs, "
+        f"{ceilings['copy']:.0f} GB/s copied."
+    )
+    rows = [
+        [f"{group}, {name}", *(_cpu_cell(records.get(dtype)) for dtype in DTYPES)]
+        for (group, name), records in by_case.items()
+    ]
+    below = "Milliseconds, and how many times as fast as torch. Sizes: benchmarks/shapes.py."
+    return _page(about, ["case", *DTYPES], rows, below)
+
+
+def _cpu_machine(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    return (
+        f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
+        f"{machine['torch']}"
+    )
+
+
+def _cpu_cell(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    return f"{record['milliseconds']['fused_attn']:.3g} ({over_torch(record):.1f}x)"
+
+
+def over_torch(record: dict[str, Any]) -> float:
+    """The speedup over torch's own kernels, which come before eager attention."""
+    return next(iter(record["speedup"].values()))
+
+
+def models(results: dict[str, Any]) -> str:
+    """Whole models: times of ours and of what it is compared with."""
+    rows = []
+    for record in results["records"]:
+        ours, theirs = record["milliseconds"].values()
+        ((peer, speedup),) = record["speedup"].items()
+        name = f"{record['group']}, {record['name']} ({record['source']})"
+        rows.append([name, peer, f"{theirs:.4g}", f"{ours:.4g}", f"{speedup:.2f}"])
+    about = f"{_cpu_machine(results)}, float32; 44 % of each batch is padding."
+    return _page(about, ["model", "compared with", "ms, theirs", "ms, ours", "times as fast"], rows)
+
+
+def lengths(results: dict[str, Any]) -> str:
+    """Times and memory of a layer, a row for each mask and length."""
+    rows = []
+    for record in results["records"]:
+        times, memory, faster = record["milliseconds"], record["memory"], record["speedup"]
+        cells = [record["name"], str(length_of(record))]
+        cells += [f"{times[way]:.3g}" for way in LENGTH_WAYS]
+        cells += [f"{faster[way]:.1f}" for way in ("eager", "sdpa")]
+        rows.append(cells + [_megabytes(memory[way]) for way in LENGTH_WAYS])
+    header = ["mask", "length", "ms: eager", "torch", "ours", "times as fast: eager", "torch"]
+    header += ["MB: eager", "torch", "ours"]
+    source = results["records"][0]["source"].capitalize()
+    return _page(f"{_cpu_machine(results)}, float32. {source}.", header, rows, numbers=True)
+
+
+def length_of(record: dict[str, Any]) -> int:
+    """Tokens of a record of `lengths`."""
+    return int(record["group"].removeprefix("length "))
+
+
+def _megabytes(taken: int | None) -> str:
+    return "" if taken is None else f"{taken / 1e6:.0f}"
+
+
+def _page(
+    about: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    below: str = "",
+    numbers: bool = False,
+) -> str:
+    """A table in markdown, and what is said about it.
+
+    Args:
+        numbers: all columns but the first are aligned to the right.
+    """
+    rule = ["---", *(["---:" if numbers else "---"] * (len(header) - 1))]
+    lines = [about, "", "| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, "", below] if below else lines)
+
+
+# ---- of a GPU -----------------------------------------------------------------------------------
+
+
+def gpu_text(results: dict[str, Any]) -> str:
+    """Aligned for a terminal; then what could not be measured, and why."""
+    table = [GPU_HEADER, *map(_gpu_row, results["records"])]
+    lines = [_gpu_machine(results), "", aligned(table[0], table[1:])]
+    lines += [
+        f"{record['group']} {record['name']}: {name} is not there: {reason}"
+        for record in results["records"]
+        for name, reason in record.get("not_available", {}).items()
+    ]
+    return "\n".join(lines)
+
+
+def gpu(results: dict[str, Any]) -> str:
+    """For a page."""
+    rows = [_gpu_row(record) for record in results["records"]]
+    below = "The ratio is to the fastest peer. Sizes: benchmarks/shapes.py."
+    return _page(_gpu_machine(results), GPU_HEADER, rows, below)
+
+
+def _gpu_row(record: dict[str, Any]) -> list[str]:
+    case = f"{record['group']} {record['name']} {DTYPES[record['dtype']]}"
+    if "milliseconds" not in record:
+        failed = record.get("check", "").startswith("FAILED")
+        return [case, "", "", "", "", "", record["check"] if failed else "not measured"]
+    rate, share = "", ""
+    if "gflops" in record:
+        rate, share = f"{record['gflops'] / 1e3:.0f} TFLOP/s", f"{record['share_of_peak']:.0%}"
+    elif "gigabytes_a_second" in record:
+        rate, share = f"{record['gigabytes_a_second']:.0f} GB/s", f"{record['share_of_copy']:.0%}"
+    peer, ratio = "", ""
+    if record["speedup"]:
+        peer, speedup = min(record["speedup"].items(), key=lambda item: item[1])
+        ratio = f"{speedup:.2f}x"
+    aims = [
+        f"{_AIMS[name].format(record[name])} ({'met' if aim['met'] else 'NOT MET'}: "
+        f"{_AIMS[name].format(aim['wanted'])})"
+        for name, aim in record["aims"].items()
+    ]
+    ours = record["milliseconds"]["fused_attn"]
+    return [case, f"{ours:.4g}", rate, share, peer, ratio, ", ".join(aims)]
+
+
+def _gpu_machine(results: dict[str, Any]) -> str:
+    """One line on the machine and what it reaches."""
+    machine, limits = results["machine"], results["ceilings"]
+    return (
+        f"{machine['gpu']}, `{results['backend']}` kernels, torch {machine['torch']}, Triton "
+        f"{machine['triton']}. Ceilings in the same run: {limits['matmul'] / 1e3:.0f} TFLOP/s of a "
+        f"bfloat16 product, {limits['copy']:.0f} GB/s copied."
+    )

@@ -1,0 +1,181 @@
+"""The benchmarks at toy sizes on CPU tensors, so that none fails on its first GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import shapes
+import tables
+import test_attention_speed as benchmarks
+import test_norm_speed as norm_benchmarks
+import ways
+from runner import Runner, slug
+from shapes import BF16
+
+from fused_attn.tools.cases import Shape
+
+
+def firsts(problems, kind):
+    """The first shape of each kind."""
+    return list({kind(shape): shape for shape, *_ in reversed(problems["gpu"])}.values())
+
+
+ATTENTION = firsts(shapes.BACKWARD, lambda s: (s.mask, s.bias, s.dropout_p))
+NORMS = firsts(shapes.NORMS, lambda s: (s.kind, s.residual))
+PACKED, CALL, DECODE = (p["gpu"][0][0] for p in (shapes.PACKED, shapes.CALL, shapes.DECODE))
+
+
+class Untimed:
+    """A Meter that calls, and takes no time."""
+
+    peak = "matmul"
+
+    def seconds(self, ways):
+        for calls in ways.values():
+            calls[-1]()
+        return dict.fromkeys(ways, 1e-3)
+
+    host_seconds = seconds
+
+    def memory(self, call):
+        return 0
+
+
+@pytest.fixture
+def runner(monkeypatch, tmp_path):
+    """As on a GPU, on the CPU; nothing is compiled, which FlexAttention would be even so."""
+
+    def compiled(function):
+        return dense_flex if function.__name__ == "flex_attention" else function
+
+    monkeypatch.setattr(ways, "compiled", compiled)
+    return Runner(
+        Untimed(), torch.device("cpu"), "cpp", {"copy": 1e9, "matmul": 1e12},
+        {"gpu": "none", "torch": "", "triton": ""}, gpu=True, path=tmp_path / "gpu.json",
+    )  # fmt: skip
+
+
+def dense_flex(query, key, value, score_mod, block_mask, enable_gqa):
+    """What FlexAttention does with these arguments."""
+    sizes = (*query.shape[:3], key.shape[2])
+    at = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    group = query.shape[1] // key.shape[1]
+    assert enable_gqa == (group > 1)
+    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    scores = (query @ key.transpose(-2, -1)).float() / query.shape[3] ** 0.5
+    if score_mod is not None:
+        scores = score_mod(scores, *at)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask.mask_mod(*at), float("-inf"))
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+def small(shape, seqlen=96):
+    heads_kv = 4 if shape.size.num_heads == shape.size.num_heads_kv else 2
+    size = Shape(2, 4, heads_kv, min(shape.size.seqlen_q, seqlen), seqlen, 16)
+    return replace(shape, size=size, mask=re.sub(r":\d+", ":32", shape.mask))
+
+
+def only_record(runner):
+    """What was recorded, which is what was written."""
+    (record,) = json.loads(runner.path.read_text())["records"]
+    assert record["check"] == "passed" and record["milliseconds"]["fused_attn"] == 1.0
+    assert record["name"] in tables.gpu_text(runner.results())
+    assert record["name"] in tables.gpu(runner.results())
+    return record
+
+
+@pytest.mark.parametrize("group", ["forward", "backward"])
+@pytest.mark.parametrize("shape", ATTENTION, ids=lambda shape: shape.name)
+def test_attention(shape, group, runner):
+    shape = small(shape)
+    benchmarks.attention(runner, group, shape, BF16, group, work=runner.work(shape, group))
+    record = only_record(runner)
+    peers = {"sdpa"} if shape.dropout_p else {"sdpa", "flex"}
+    assert record["speedup"].keys() >= peers, record["not_available"]
+    assert ("share_of_unmasked" in record) == shape.masked
+
+
+@pytest.mark.parametrize("shape", [DECODE, CALL], ids=lambda s: s.name)
+def test_other_attention(shape, runner):
+    decode = shape.size.seqlen_q == 1
+    function = benchmarks.test_decode if decode else benchmarks.test_call
+    function(small(shape, 200 if decode else 32), BF16, runner)
+    assert only_record(runner)["speedup"].keys() >= {"sdpa", "flex"}
+
+
+@pytest.mark.parametrize("group", ["packed forward", "packed backward"])
+def test_packed(group, runner):
+    benchmarks.test_packed(small(PACKED), BF16, group, runner)
+    record = only_record(runner)
+    assert record["speedup"].keys() >= {"nested"}, record["not_available"]
+
+
+@pytest.mark.parametrize("group", ["norm forward", "norm backward"])
+@pytest.mark.parametrize("shape", NORMS, ids=lambda shape: shape.name)
+def test_norm(shape, group, runner):
+    norm_benchmarks.test_norm(replace(shape, rows=40, columns=64), BF16, group, runner)
+    record = only_record(runner)
+    assert record["speedup"].keys() >= {"torch", "compiled"}, record["not_available"]
+
+
+CPU_ATTENTION = [
+    ("backward", shape)
+    for shape, dtype in shapes.BACKWARD["cpu"]
+    if dtype == BF16 and (shape.masked or shape.softcap)
+] + [("training", shape) for shape, dtype in shapes.TRAINING["cpu"] if dtype == BF16]
+
+
+@pytest.mark.parametrize(("group", "shape"), CPU_ATTENTION, ids=lambda v: getattr(v, "name", v))
+def test_attention_on_a_cpu(group, shape, runner):
+    runner.gpu, runner.backend = False, None
+    passes = "both" if group == "training" else group
+    benchmarks.attention(runner, group, small(shape), BF16, passes, work={})
+    assert not runner.records[0]["not_available"]
+    assert runner.records[0]["speedup"].keys() == {"sdpa", "eager"}
+
+
+def test_packed_on_a_cpu(runner):
+    runner.gpu, runner.backend = False, None
+    benchmarks.test_packed(small(shapes.PACKED["cpu"][0][0]), BF16, "packed", runner)
+    assert runner.records[0]["speedup"].keys() == {"sdpa"}
+
+
+def test_a_wrong_result_is_not_timed(runner, monkeypatch):
+    shape, right = small(shapes.GPU_MASKED[0]), ways.attention
+
+    def wrong(shape, backend, device):
+        call = right(shape, backend, device)
+        return call if backend == "eager" else lambda *operands: 1.1 * call(*operands)
+
+    monkeypatch.setattr(ways, "attention", wrong)
+    with pytest.raises(AssertionError, match="wrong"):
+        benchmarks.attention(runner, "forward", shape, BF16, work=runner.work(shape, "forward"))
+    (record,) = runner.records
+    assert record["check"].startswith("FAILED") and "speedup" not in record
+    assert "FAILED" in tables.gpu_text(runner.results())
+
+
+def test_a_peer_that_computes_something_else_is_left_out(runner, monkeypatch):
+    shape = small(shapes.GPU_MASKED[0])
+    monkeypatch.setattr(ways, "_flex_mask", lambda mask: lambda b, h, i, j: i > j + 5)
+    benchmarks.attention(runner, "forward", shape, BF16, work=runner.work(shape, "forward"))
+    assert "something else" in only_record(runner)["not_available"]["flex"]
+
+
+def test_visible_shares():
+    shape = replace(shapes.GPU_MASKED[0], size=Shape.parse("4,16,256,256,128"))
+    assert shape.visible_pairs() == pytest.approx(257 / 512)
+    assert shape.visible_tiles() == pytest.approx(6 / 8)
+
+
+def test_slug():
+    assert slug("NVIDIA H200") == "nvidia-h200"

@@ -14,6 +14,8 @@ from helpers import device_of
 from fused_attn.backends import AttentionProblem, get_backend
 from fused_attn.backends.cuda.attention import CHUNK_BYTES, MAX_ROW_STRIDE, in_chunks
 from fused_attn.backends.cuda.module import compiled, run
+from fused_attn.core.call import AttentionCall
+from fused_attn.masks.spec import MaskSpec
 
 DEVICE = device_of("cuda")
 CUDA = get_backend("cuda")
@@ -50,12 +52,10 @@ def test_ranges_of_document_ids(batch, seqlen):
     on_device = ids.to(DEVICE)
     shape = (batch, -(-seqlen // compiled().ID_RANGE_TILE), 2)
     ranges = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    fields = {"batch": sequences, "seqlen_q": seqlen, "seqlen_k": seqlen}
-    for name, its_ranges in zip(("query", "key"), ranges, strict=True):
-        fields[f"{name}_documents"] = on_device.data_ptr()
-        fields[f"{name}_documents_stride"] = 0 if batch == 1 else on_device.stride(0)
-        fields[f"{name}_id_ranges"] = its_ranges.data_ptr()
-    run("id_ranges", DEVICE, fields)
+    x = torch.zeros(sequences, 1, seqlen, 8, device=DEVICE)
+    spec = MaskSpec(query_documents=on_device, key_documents=on_device)
+    fields = {"query_id_ranges": ranges[0], "key_id_ranges": ranges[1]}
+    run("id_ranges", DEVICE, AttentionCall(x, x, x, spec, 1.0), fields)
     runs = ids.split(compiled().ID_RANGE_TILE, 1)
     want = torch.stack([torch.stack([r.amin(1), r.amax(1)], -1) for r in runs], 1)
     assert all(torch.equal(got.cpu().long(), want) for got in ranges)
@@ -98,11 +98,12 @@ def test_tensors_that_are_copied():
 
 def test_errors_say_what_was_called():
     rows = 2**40  # of a mask that is never read: its tiles are more than a grid can have
-    sizes = {"sizes": (1, 1, rows, 64), "strides": (0, 0, 0, 0), "is_bool": True}
+    mask = torch.zeros((), dtype=torch.bool, device=DEVICE).expand(1, 1, rows, 64)
+    fields = {"tensor": mask, "summary": None}
     with pytest.raises(RuntimeError, match=r"tile_summary.*1 1 1099511627776 64.*a grid can have"):
-        run("tile_summary", DEVICE, sizes)
-    with pytest.raises(ValueError, match="fields"):
-        run("tile_summary", DEVICE, {"summery": 0})
+        run("tile_summary", DEVICE, None, fields)
+    with pytest.raises(ValueError, match="no field summery"):
+        run("tile_summary", DEVICE, None, {"tensor": mask[:, :, :64], "summery": 0})
 
 
 def test_choice():

@@ -15,7 +15,7 @@ from fused_attn.core import autograd, packed, philox
 from fused_attn.core.autocast import autocast, autocast_norm
 from fused_attn.core.call import NormCall
 from fused_attn.core.shapes import canonical
-from fused_attn.core.torch_state import statistics_dtype, unwatched
+from fused_attn.core.torch_state import learns, statistics_dtype, unwatched
 from fused_attn.core.validation import (
     attention_call,
     check_float,
@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
     plain = softcap is None and backend is None and not return_lse and _is_zero(dropout_p)
-    if plain and type(is_causal) is bool and unwatched():
+    if plain and type(is_causal) is bool and unwatched() and not learns(query):
         out = _at_once(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is not None:
             return out
@@ -319,7 +319,8 @@ def _norm(
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not return_residual and backend is None and _is_zero(dropout_p) and unwatched():
+    plain = not return_residual and backend is None and _is_zero(dropout_p)
+    if plain and unwatched() and not learns(input):
         first = first_backend()
         if first is not None and type(eps) is float:
             out = first.norm_at_once(input, shape, weight, bias, residual, eps, rms)
@@ -333,15 +334,20 @@ def _norm(
     columns = math.prod(shape)
     rows = input.numel() // columns if columns else 0
     call = NormCall(
-        input.resolve_neg().reshape(rows, columns),
-        None if residual is None else residual.resolve_neg().reshape(rows, columns),
-        None if weight is None else weight.resolve_neg().reshape(columns),
-        None if bias is None else bias.resolve_neg().reshape(columns),
+        _reshaped(input, (rows, columns)),
+        None if residual is None else _reshaped(residual, (rows, columns)),
+        None if weight is None else _reshaped(weight, (columns,)),
+        None if bias is None else _reshaped(bias, (columns,)),
         eps,
         rms,
         dropout_p,
         philox.new_seed(input.device) if dropout_p > 0.0 else None,
     )
     out, total = autograd.norm(call, select(problem_of(call), backend))
-    out = out.reshape(input.shape)
-    return (out, total.reshape(input.shape)) if return_residual else out
+    out = _reshaped(out, input.shape)
+    return (out, _reshaped(total, input.shape)) if return_residual else out
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.shape == shape else tensor.reshape(shape)

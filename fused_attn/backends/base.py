@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -64,8 +63,8 @@ class Backend:
 
     def empty(
         self,
-        shape: Sequence[int],
-        strides: Sequence[int],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +37,6 @@ if _cpu is not None:
     _cpu.set_torch(Tensor, torch.nn.Parameter, _EXCHANGE_API)
 
 MAX_HEAD_DIM = 256
-# Smaller blocks stay with malloc, which reuses them; taking one from the pool costs 4 microseconds.
-_POOLED_FROM = 1 << 20
 
 
 class CppBackend(Backend):
@@ -58,15 +55,15 @@ class CppBackend(Backend):
 
     def empty(
         self,
-        shape: Sequence[int],
-        strides: Sequence[int],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
         """An uninitialised dense tensor; a large one in memory that earlier ones have left."""
-        if _EXCHANGE_API is None or math.prod(shape) * dtype.itemsize < _POOLED_FROM:
+        if _EXCHANGE_API is None:
             return torch.empty_strided(shape, strides, dtype=dtype)
-        return _cpu.empty_tensor(tuple(shape), tuple(strides), DTYPES[dtype])
+        return _cpu.empty_tensor(shape, strides, DTYPES[dtype])
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         summary = empty_summary(tensor, _cpu.SUMMARY_TILE)

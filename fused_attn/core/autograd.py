@@ -179,7 +179,7 @@ class _Norm(Function):
         if grad_out is None and grad_total is None:
             return (None, None, *call.by_tensor())
         given = torch.zeros_like(total) if grad_out is None else grad_out
-        of_total = replace(call, input=total, residual=None)
+        of_total = call.of_total(total)
         needs = _wanted(ctx, "weight"), _wanted(ctx, "bias")
 
         def run() -> Any:

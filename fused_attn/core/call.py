@@ -24,8 +24,8 @@ class Empty(Protocol):
 
     def __call__(
         self,
-        shape: Sequence[int],
-        strides: Sequence[int],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor: ...
@@ -201,8 +201,8 @@ class NormCall(Flat):
 
     def readable(self) -> NormCall:
         """This call as kernels read it: contiguous, parameters in the type of the statistics."""
-        dtype = statistics_dtype(self.input.dtype)
-        input, residual = _dense(self.input), _dense(self.residual)
+        own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
+        input, residual = _dense(self.input, own), _dense(self.residual, own)
         weight, bias = _dense(self.weight, dtype), _dense(self.bias, dtype)
         if (
             input is self.input
@@ -212,6 +212,11 @@ class NormCall(Flat):
         ):
             return self
         return replace(self, input=input, residual=residual, weight=weight, bias=bias)
+
+    def of_total(self, total: Tensor) -> NormCall:
+        """The call as the backward sees it: the sum that was normalised, and no residual."""
+        options = (self.eps, self.rms, self.dropout_p, self.seed)
+        return NormCall(total, None, self.weight, self.bias, *options)
 
     def outputs(self, empty: Empty) -> NormOutputs:
         """Uninitialised results."""
@@ -238,10 +243,10 @@ class NormCall(Flat):
         )
 
 
-def _dense(tensor: Any, dtype: torch.dtype | None = None) -> Any:
-    if tensor is None:
-        return None
-    return tensor.to(dtype or tensor.dtype).contiguous()
+def _dense(tensor: Any, dtype: torch.dtype) -> Any:
+    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(dtype).contiguous()
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides

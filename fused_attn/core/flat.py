@@ -61,9 +61,9 @@ class Flat:
     @classmethod
     def by_tensor(cls, **values: Any) -> tuple[Any, ...]:
         """A value for each of `TENSORS`, None for those that are not named."""
-        unknown = values.keys() - set(cls.TENSORS)
-        assert not unknown, f"{cls.__name__} has no tensors {unknown}"
-        return tuple(values.get(name) for name in cls.TENSORS)
+        by_tensor = tuple([values.pop(name, None) for name in cls.TENSORS])
+        assert not values, f"{cls.__name__} has no tensors {', '.join(values)}"
+        return by_tensor
 
 
 def flattens(cls: type[FlatT]) -> type[FlatT]:
@@ -100,7 +100,7 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
 
 
 def empty_strided(
-    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The allocation of a backend that has none of its own, and of the fakes."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-_PLAIN_TYPES = (Tensor, Parameter)
+_PLAIN_TYPES = frozenset({Tensor, Parameter, type(None)})
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:
@@ -23,7 +23,7 @@ def plain_eager(*tensors: Tensor | None) -> bool:
         or torch._C._get_tracing_state() is not None
     ):
         return False
-    return all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
+    return _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 def unwatched() -> bool:
@@ -37,6 +37,11 @@ def unwatched() -> bool:
         or forward_ad._current_level >= 0
         or torch.is_autocast_enabled("cpu")
     )
+
+
+def learns(tensor: object) -> bool:
+    """A gradient of the tensor is wanted."""
+    return torch.is_grad_enabled() and getattr(tensor, "requires_grad", False)
 
 
 def transformed() -> bool:

@@ -1,0 +1,148 @@
+"""Calls as values: their flat form, their outputs, and what a new field or a new backend takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_attn import _cpu
+from fused_attn import functional as F
+from fused_attn.backends import (
+    AttentionProblem,
+    Backend,
+    available_backends,
+    reference,
+    registry,
+    select,
+)
+from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
+from fused_attn.core.flat import empty_strided, flattens
+from fused_attn.masks.spec import MaskSpec
+
+
+def some_call(cls=AttentionCall, **more):
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (5, 7, 7))
+    spec = MaskSpec(key_mask=torch.ones(2, 1, 1, 7, dtype=torch.bool), band_hi=3)
+    return cls(q, k, v, spec, 0.5, dropout_p=0.1, seed=torch.tensor(3), **more)
+
+
+@pytest.mark.parametrize(
+    "call", [some_call(), NormCall(*torch.randn(2, 3, 4), None, None, 1.0, True)]
+)
+def test_flat_and_back(call):
+    flat = call.flat()
+    again = type(call).of_flat(flat)
+    assert len(flat) == len(call.NAMES) and all(
+        a is b for a, b in zip(flat, again.flat(), strict=True)
+    )
+    assert type(call).of_flat((*flat, "more")).flat() == flat  # what an op has behind the call
+    bare = call.without_tensors()
+    assert all(t is None for t in bare.tensors()) and len(call.tensors()) == len(call.TENSORS)
+    back = bare.with_tensors(call.tensors())
+    assert all(a is b for a, b in zip(flat, back.flat(), strict=True))
+
+
+def test_a_new_field_is_one_line():
+    """It is in the schema, in the flat form and, if a tensor, among those that autograd sees."""
+
+    @flattens
+    @dataclass(frozen=True, eq=False)
+    class WithSinks(AttentionCall):
+        sinks: Tensor | None = None
+
+    assert (*AttentionCall.NAMES, "sinks") == WithSinks.NAMES
+    assert (*AttentionCall.TENSORS, "sinks") == WithSinks.TENSORS
+    assert f"{AttentionCall.SCHEMA}, Tensor? sinks" == WithSinks.SCHEMA
+    sinks = torch.zeros(4)
+    call = some_call(WithSinks, sinks=sinks)
+    assert WithSinks.of_flat(call.flat()).sinks is sinks
+    assert call.by_tensor(sinks=1)[-1] == 1
+    with pytest.raises(AssertionError, match="no tensors sunk"):
+        call.by_tensor(sunk=1)
+
+
+def test_kernels_read_every_field():
+    """A field that Python adds has to be known to the modules (backends/fields.py checks it)."""
+    assert set(AttentionCall.NAMES) | set(NormCall.NAMES) == set(_cpu.CALL_FIELDS)
+    flat = {f.name for f in fields(AttentionCall)} - {"mask"} | {f.name for f in fields(MaskSpec)}
+    assert flat == set(AttentionCall.NAMES)
+
+
+def test_outputs_are_what_fakes_say():
+    call = some_call()
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = call.with_tensors(
+            [None if t is None else mode.from_tensor(t) for t in call.tensors()]
+        )
+        shapes = [(t.shape, t.stride(), t.dtype) for t in fake.outputs(empty_strided, True)]
+    real = registry.get_backend("cpp").attention_fwd(call, True)
+    assert shapes == [(t.shape, t.stride(), t.dtype) for t in real]
+
+
+class Toy(Backend):
+    """A backend in a file of its own would look like this; eager math, for heads of 3 alone."""
+
+    name = "toy"
+    differentiable = True
+
+    def unsupported(self, problem):
+        return [] if getattr(problem, "head_dim", 0) == 3 else ["takes head_dim 3 alone"]
+
+    def attention_fwd(self, call, for_backward):
+        Toy.calls += 1
+        out, lse = reference.attention(call)
+        return AttentionOutputs(out, lse, lse.new_empty(0))
+
+
+def test_a_new_backend_is_one_entry(monkeypatch):
+    """It is chosen, named in errors, and asked for by name, without another edit."""
+    monkeypatch.setattr(registry, "BACKENDS", {"toy": Toy(), **registry.BACKENDS})
+    monkeypatch.setattr(registry, "_FIRST", registry.BACKENDS["toy"])
+    monkeypatch.setattr(Toy, "calls", 0, raising=False)
+    assert available_backends()[0] == "toy"
+    x, wide = torch.randn(1, 2, 5, 3, requires_grad=True), torch.randn(1, 2, 5, 4)
+    out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert Toy.calls == 1 and out.requires_grad
+    F.scaled_dot_product_attention(wide, wide, wide)
+    assert Toy.calls == 1
+    with pytest.raises(NotImplementedError, match="toy: takes head_dim 3 alone"):
+        F.scaled_dot_product_attention(wide, wide, wide, backend="toy")
+    with pytest.raises(ValueError, match="backend must be one of toy, cpp"):
+        registry.get_backend("toys")
+    call = AttentionCall(x, x, x, MaskSpec(), 1.0)
+    assert select(AttentionProblem(x.device, x.dtype, 3, 3)).name == "toy"
+    with pytest.raises(NotImplementedError):
+        Backend().attention_fwd(call, False)
+
+
+def test_without_the_c_functions_of_torch():
+    """Before torch 2.10 tensors are read by their attributes."""
+    tensors = [torch.randn(2, 3, 9, 16, dtype=t) for t in (torch.float32, torch.bfloat16)]
+    mask = torch.rand(2, 1, 9, 9) > 0.3
+    backend = registry.get_backend("cpp")
+
+    def run():
+        results = []
+        for x in tensors:
+            leaf = x.clone().requires_grad_()
+            out = F.scaled_dot_product_attention(leaf, leaf, leaf, mask)
+            norm = F.layer_norm(out, 16)
+            results += [out, norm, *torch.autograd.grad(norm.square().sum(), leaf)]
+        return results
+
+    want = run()
+    api = torch.Tensor.__dlpack_c_exchange_api__
+    module = type(backend).__module__
+    try:
+        _cpu.set_torch(torch.Tensor, torch.nn.Parameter, None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"{module}._EXCHANGE_API", None)
+            got = run()
+            plain = F.scaled_dot_product_attention(*[tensors[0]] * 3)
+    finally:
+        _cpu.set_torch(torch.Tensor, torch.nn.Parameter, api)
+    assert torch.equal(plain, F.scaled_dot_product_attention(*[tensors[0]] * 3))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -34,7 +34,7 @@ class Skipped:
 
 @dataclass
 class SwapReport:
-    """What `swap_modules` did to a model.
+    """A report of `swap_modules`.
 
     Attributes:
         swapped: the modules (and Hugging Face models) that are fused now. A module that stands in
@@ -140,7 +140,7 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
 
 
 def contains_fused_modules(model: Module) -> bool:
-    """Whether a module of `fused_attn.nn`, or a model on "fused_attn" attention, is in `model`."""
+    """True if `model` has a module of `fused_attn.nn`, or a model on "fused_attn" attention."""
     if any(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules()):
         return True
     return any(
@@ -172,7 +172,7 @@ def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:
 
 
 def _obstacle(module: Module, target: type[Module]) -> str | None:
-    """Why a module that `target` is meant for stays as it is; None if it can be swapped."""
+    """The reason why a module for `target` stays as it is; None if it can be swapped."""
     if reason := wrapped(module):
         return reason
     if REPLACEMENTS.get(type(module)) is not target:
@@ -182,7 +182,7 @@ def _obstacle(module: Module, target: type[Module]) -> str | None:
 
 
 def _unknown_norm(module: Module, norm: bool) -> str | None:
-    """Why something that looks like a norm is left alone; None for anything else."""
+    """The reason why a module that looks like a norm stays as it is; None for all others."""
     looks_like_one = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
     if not norm or not looks_like_one or isinstance(module, FromTorch) or any(module.children()):
         return None
@@ -252,5 +252,5 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
 
 
 def shown_name(name: str) -> str:
-    """How reports call a module: by its name, which is empty for the model itself."""
+    """The name of a module in reports; `name` is empty for the model itself."""
     return name or "(the model)"

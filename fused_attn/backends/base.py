@@ -1,4 +1,4 @@
-"""What a backend is: the passes, and when it takes a problem."""
+"""The base of all backends: the passes, and the reasons not to take a problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fused_attn.masks.spec import MaskSpec
 
 
 class CacheUpdate(NamedTuple):
-    """What `decode_attention` adds to a cache, and where it lies.
+    """The rows that `decode_attention` adds to a cache, and their place there.
 
     Attributes:
         key, value: (batch, num_heads_kv, seqlen_new, dim), or None.
@@ -49,16 +49,15 @@ class Backend:
     differentiable: ClassVar[bool] = False
 
     def unavailable(self) -> list[str]:
-        """Why this backend cannot run on this machine; empty if it can."""
+        """Reasons why this backend cannot run on this machine; empty if it can."""
         return []
 
     def unsupported(self, problem: Problem) -> list[str]:
-        """Why this backend does not take a problem; empty if it does."""
+        """Reasons why this backend does not take a problem; empty if it does."""
         return []
 
     def not_automatic(self) -> list[str]:
-        """Why this backend is chosen only where it is asked for by name; empty if it is chosen
-        unasked."""
+        """Reasons why this backend has to be asked for by name; empty if it is chosen unasked."""
         return []
 
     def empty(
@@ -72,7 +71,7 @@ class Backend:
         return empty_strided(shape, strides, dtype, device)
 
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
-        """What each 32 x 64 tile of a dense mask or bias shows: uint8, enum SummaryValue of
+        """A summary of each 32 x 64 tile of a dense mask or bias: uint8, enum SummaryValue of
         csrc/params.h; None where the passes want no summaries."""
         return None
 

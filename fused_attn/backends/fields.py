@@ -1,4 +1,4 @@
-"""What the backends whose kernels are compiled modules have in common: csrc/params.h in Python."""
+"""csrc/params.h in Python: the common part of the backends whose kernels are compiled modules."""
 
 from __future__ import annotations
 

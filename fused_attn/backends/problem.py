@@ -1,4 +1,4 @@
-"""What the choice of a backend may depend on."""
+"""Problems: the properties of a call that the choice of a backend may depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_attn.core.torch_state import transformed
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """A call of scaled_dot_product_attention."""
+    """The properties of a call of scaled_dot_product_attention."""
 
     device: torch.device
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class NormProblem:
-    """A call of layer_norm or rms_norm."""
+    """The properties of a call of layer_norm or rms_norm."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,7 +38,7 @@ Problem = AttentionProblem | NormProblem
 
 
 def problem_of(call: AttentionCall | NormCall) -> Problem:
-    """What of a call the choice depends on."""
+    """The properties of a call that the choice depends on."""
     if isinstance(call, NormCall):
         input = call.input
         return NormProblem(input.device, input.dtype, input.shape[1], transformed())
@@ -56,7 +56,7 @@ def problem_of(call: AttentionCall | NormCall) -> Problem:
 def kernel_limits(
     problem: Problem, dtypes: Collection[torch.dtype], max_head_dim: int
 ) -> list[str]:
-    """Why a backend of kernels for these types and head dimensions does not take a problem."""
+    """Reasons why kernels for these types and head dimensions do not take a problem."""
     reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]
     if problem.transformed:
         reasons.append("has no derivatives under torch.func and in forward mode")
@@ -77,7 +77,7 @@ MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
 
 @functools.cache
 def too_old(device: torch.device) -> list[str]:
-    """Why an NVIDIA GPU does not run kernels for GPUs."""
+    """Reasons why an NVIDIA GPU is too old for the kernels; empty if it is not."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
         return []

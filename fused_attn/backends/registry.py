@@ -1,4 +1,4 @@
-"""Which backend computes a problem, and why the others do not."""
+"""The choice of the backend for a problem, and the reasons against the others."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _attention(
 def _taken(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
 ) -> bool:
-    """Whether a call that is valid is one for our kernels."""
+    """True if a valid call is one for our kernels."""
     if in_transform() or not torch.backends.cuda.flash_sdp_enabled():
         return False
     if query.dim() < 2 or value.dim() < 2:
@@ -197,7 +197,7 @@ def _has_kernel(
     bias_dtype: torch.dtype | None,
     backend: str | None,
 ) -> bool:
-    """Whether the choice of a backend falls on kernels; kept, as it takes as long as a call."""
+    """True if the choice of a backend falls on kernels; cached: it takes as long as a call."""
     problem = AttentionProblem(device, dtype, head_dim, head_dim_v, bias_dtype)
     try:
         return not select(problem, backend).differentiable

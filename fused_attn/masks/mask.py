@@ -77,7 +77,7 @@ class Mask:
         return Mask(*(own + others for own, others in pairs))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles leave out what is kept: versions of other tensors mean nothing."""
+        """Copies and pickles leave out the memo: versions of other tensors mean nothing."""
         return Mask, self.conditions()
 
     def to(self, device: torch.device | str) -> Mask:
@@ -98,7 +98,7 @@ class Mask:
         return self if all(there is here for here, there in pairs) else moved
 
     def conditions(self) -> tuple[Any, ...]:
-        """The fields that users compose, without what is kept."""
+        """The fields that users compose, without the memo."""
         sequences = (self.bands, self.paddings, self.prefixes, self.document_pairs)
         return (*sequences, self.dense_masks, self.biases, self.slopes)
 
@@ -220,7 +220,7 @@ def dense(mask: Tensor) -> Mask:
 
     Args:
         mask: True = attend. One that does not depend on the query, such as (batch, 1, 1,
-            seqlen_k), is kept as a key mask and costs O(seqlen_k).
+            seqlen_k), is stored as a key mask and costs O(seqlen_k).
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(

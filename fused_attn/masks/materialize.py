@@ -1,4 +1,4 @@
-"""What the reference sees of a mask: tensors of (batch, num_heads, seqlen_q, seqlen_k)."""
+"""Masks as tensors of (batch, num_heads, seqlen_q, seqlen_k), for the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a mask that a module is given is the causal one of torch.nn."""
+"""Recognition of the causal mask of torch.nn among the masks that modules are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels see of a mask: `normalize` turns a `Mask` into a `MaskSpec`.
+"""Masks as kernels see them: `normalize` turns a `Mask` into a `MaskSpec`.
 
 A diagonal band, one row of bounds a sequence, documents, dense tensors and slopes say all that a
 mask may mean.
@@ -34,7 +34,7 @@ BOUNDS = (
 @flattens
 @dataclass(frozen=True, eq=False)
 class MaskSpec(Flat):
-    """What kernels see of a mask, and of how sequences are packed.
+    """A mask as kernels see it, and the packing of the sequences.
 
     Field order is the argument order of the registered ops, and the C++ struct MaskParams
     (csrc/params.h) has the same names.
@@ -91,7 +91,7 @@ _CAUSAL = MaskSpec(band_hi=0)
 def normalize(
     mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, query: Tensor
 ) -> MaskSpec:
-    """What kernels see of `mask` for this shape; kept on the Mask, checked against its tensors."""
+    """The spec of `mask` for this shape; stored on the Mask, checked against its tensors."""
     if mask is None:
         return MaskSpec()
     shape, device = (batch, num_heads, seqlen_q, seqlen_k), query.device
@@ -254,7 +254,7 @@ def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
 
 
 def _fits(ids: Tensor) -> bool:
-    """Whether ids are known to fit into 32 bits."""
+    """True if ids are known to fit into 32 bits."""
     if ids.numel() == 0 or torch.iinfo(ids.dtype).max < 1 << 31:
         return True
     return readable(ids) and int(ids.min()) >= -(1 << 31) and int(ids.max()) < 1 << 31

@@ -1,4 +1,4 @@
-"""What every module of `fused_attn.nn` has in common: it is a torch.nn class with another forward.
+"""The base of all modules of `fused_attn.nn`: each is a torch.nn class with another forward.
 
 Constructors, initialisation, state_dict keys and unpickling are inherited, so all that differs
 from the torch class is what `forward` calls.
@@ -86,7 +86,7 @@ def convert(module: Module) -> Module:
 
 
 def wrapped(module: Module) -> str | None:
-    """What gave `module` a class of its own, made from the class that it had; None if nothing."""
+    """The reason why torch replaced the class of `module` by one derived from it, or None."""
     if is_parametrized(module):
         return "parametrized: swap first, then register the parametrization"
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -96,7 +96,7 @@ def wrapped(module: Module) -> str | None:
 
 
 def patched(module: Module) -> str | None:
-    """Why calls of `module` do not reach the forward of its class; None if they do."""
+    """The reason why calls of `module` do not reach the forward of its class; None if they do."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     if module.__dict__.get("_compiled_call_impl") is not None:

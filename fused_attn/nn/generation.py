@@ -13,7 +13,7 @@ from fused_attn.nn.transformer import TransformerDecoder
 
 
 class Generated(NamedTuple):
-    """What `generate` returns.
+    """The result of `generate`.
 
     Attributes:
         tokens: (N, longest) int64 without <bos>; behind <eos> there is <eos>.
@@ -109,9 +109,9 @@ def _greedy(
         ended = last == eos
         lengths[active[ended]] = t + 1
         if ended.any():
-            kept = (~ended).nonzero().squeeze(1)
-            active, last = active[kept], last[kept]
-            cache.select(kept, kept)
+            alive = (~ended).nonzero().squeeze(1)
+            active, last = active[alive], last[alive]
+            cache.select(alive, alive)
     return Generated(tokens[:, : int(lengths.max()) if batch else 0], lengths, scores)
 
 
@@ -128,7 +128,7 @@ class _Hypotheses:
         del self.best[self.size :]
 
     def complete(self, log_probability: float, length: int, max_length: int) -> bool:
-        """Whether nothing that continues hypotheses of this log-probability at most can join."""
+        """True if no continuation of a hypothesis with this log-probability, or less, can join."""
         longest = max_length if self.length_penalty > 0 else length
         return (
             len(self.best) == self.size
@@ -160,7 +160,7 @@ def _beams(
         total = (scores.reshape(-1, 1) + steps).reshape(len(active), -1)
         # Of twice as many as there are beams, at least that many do not end (one <eos> a beam).
         values, at = total.topk(min(2 * num_beams, total.shape[1]))
-        kept, items = [], []
+        survivors, items = [], []
         for item, row in enumerate(active):
             chosen: list[tuple[float, int, list[int]]] = []
             candidates = zip(values[item].tolist(), at[item].tolist(), strict=True)
@@ -177,13 +177,13 @@ def _beams(
             if chosen and not ended[row].complete(chosen[0][0], t + 1, max_length):
                 while len(chosen) < num_beams:  # fewer tokens than beams: the rest counts nothing
                     chosen.append((float("-inf"), *chosen[0][1:]))
-                kept.append(chosen)
+                survivors.append(chosen)
                 items.append(item)
         active = [active[item] for item in items]
-        beams = [[tokens for _, _, tokens in chosen] for chosen in kept]
-        scores = torch.tensor([[s for s, _, _ in chosen] for chosen in kept], device=device)
+        beams = [[tokens for _, _, tokens in chosen] for chosen in survivors]
+        scores = torch.tensor([[s for s, _, _ in chosen] for chosen in survivors], device=device)
         last = torch.tensor([tokens[-1] for b in beams for tokens in b], device=device)
-        rows = [origin for chosen in kept for _, origin, _ in chosen]
+        rows = [origin for chosen in survivors for _, origin, _ in chosen]
         cache.select(
             torch.tensor(rows, dtype=torch.int64, device=device),
             torch.tensor(items, dtype=torch.int64, device=device),

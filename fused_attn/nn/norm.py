@@ -12,7 +12,7 @@ from fused_attn.nn._nested import on_padded
 
 
 class Norm(FromTorch):
-    """What `swap_modules` swaps as a norm."""
+    """Base of the modules that `swap_modules` swaps as norms."""
 
     def _forward_nested(self, input: Tensor) -> Tensor:
         """torch's layers hand nested tensors to their norms in inference."""

@@ -37,7 +37,7 @@ BY_TOKEN = (
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a padded batch are.
+    """The places of the tokens in a padded batch.
 
     Attributes:
         index: (total,) int64, for each real token its row in the flattened padded batch; the
@@ -65,7 +65,7 @@ class Packing:
 def packing_of(
     ignored: Tensor, mask: Tensor | Mask | None, is_causal: bool, batch_first: bool
 ) -> Packing | None:
-    """How to pack a batch; None where it does not pay, or would change results.
+    """The packing of a batch; None where it does not pay, or would change results.
 
     The values of `ignored` are read: on a GPU that waits for the device, once for the whole stack.
 
@@ -102,7 +102,7 @@ def can_pack(
     layers: Iterable[Module],
     norm: Module | None,
 ) -> bool:
-    """Whether layers give each token the same on a packed batch, and nobody sees the difference.
+    """True if a packed batch gives each token the same result, and nobody sees the difference.
 
     That is so where each module of theirs works on tokens one by one, attention aside, and has no
     hooks; masks have to be of relative positions, or tensors.
@@ -117,7 +117,7 @@ def can_pack(
 
 
 def watched(*tensors: Tensor) -> bool:
-    """Whether shapes are seen (graphs, modes, hooks of all modules), or values cannot be read."""
+    """True if something sees shapes (graphs, modes, global hooks), or values cannot be read."""
     return (
         not plain_eager(*tensors)
         or tensors[0].is_meta
@@ -132,7 +132,7 @@ def _as_mask(mask: Tensor, seqlen: int) -> Mask:
 
 
 def _relative(mask: Mask) -> bool:
-    """Whether a mask is of bands and ALiBi alone, none of which depends on the sequence's end."""
+    """True if a mask has only bands and ALiBi, and none depends on the sequence's end."""
     aligned = [band.align for band in mask.bands] + [alibi.align for alibi in mask.slopes]
     return set(aligned) <= {"top_left"} and not (
         mask.paddings or mask.prefixes or mask.document_pairs or mask.dense_masks or mask.biases
@@ -154,7 +154,7 @@ def _is_pointwise(activation: object) -> bool:
 
 
 def alone(module: Module) -> bool:
-    """Whether a module has no hooks and no method of its own, and a norm is of one dimension."""
+    """True for a module without hooks or methods of its own; a norm must be of one dimension."""
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
         any(callable(value) and hasattr(type(module), n) for n, value in module.__dict__.items())
         or module._forward_hooks

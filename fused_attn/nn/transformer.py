@@ -26,7 +26,7 @@ from fused_attn.nn.packing import Packing, alone, can_pack, packing_of
 
 
 class _Layer(FromTorch):
-    """What the encoder and the decoder layer share."""
+    """Base of the encoder layer and the decoder layer."""
 
     self_attn: Any  # MultiheadAttention, or what the user put in its place
     linear1: torch.nn.Linear
@@ -288,7 +288,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         ignored: Tensor | None,
         is_causal: bool,
     ) -> Packing | None:
-        """How to pack src for the layers, or None; arguments as forward has them."""
+        """The packing of src for the layers, or None; arguments as forward has them."""
         if not self.enable_nested_tensor or ignored is None:
             return None
         if not all(_takes_masks(layer, "self_attn") for layer in self.layers):
@@ -363,13 +363,13 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
 
     @property
     def batch_first(self) -> bool:
-        """Whether batches are (N, T, d_model), as the layers have it."""
+        """True if batches are (N, T, d_model); the layers decide."""
         return self.layers[0].self_attn.batch_first
 
     def prepare(
         self, memory: Tensor, memory_key_padding_mask: Tensor | None = None
     ) -> DecoderCache:
-        """What `step` needs to decode with this memory, whose keys and values are projected here.
+        """A cache with which `step` decodes; the keys and values of the memory are projected here.
 
         Args:
             memory: (S, N, d_model), or (N, S, d_model) with batch_first.

@@ -1,1 +1,1 @@
-"""What `fused-attn` runs: the command line and its tools."""
+"""The command line `fused-attn` and its tools."""

@@ -74,7 +74,7 @@ def measure(
     rounds: int = 20,
     advance: Callable[[], None] = lambda: None,
 ) -> Result:
-    """Checks fused_attn on a problem, and times it and SDPA in turns.
+    """Checks fused_attn on one shape and mask, and times it and SDPA in turns.
 
     Args:
         shape: sizes.

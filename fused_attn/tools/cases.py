@@ -1,4 +1,4 @@
-"""Attention problems that can be named in a shell, for `bench`, tests and benchmarks."""
+"""Attention calls that can be named in a shell, for `bench`, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SCORES = 2**22  # of what is checked: eager attention holds them, in float64
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of an attention problem, as in `fused_attn.scaled_dot_product_attention`.
+    """Sizes of an attention call, as in `fused_attn.scaled_dot_product_attention`.
 
     Example:
         >>> Shape.parse("2,8/2,512,512,64")  # 8 heads of queries, 2 of keys and values
@@ -213,7 +213,7 @@ def make_mask(text: str, shape: Shape) -> Mask | None:
 def tensors_of(
     mask: Mask | None, shape: Shape, device: torch.device | str, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What is visible, and what is added to the scores; None for everything and nothing.
+    """Two tensors: what is visible (None: everything), and what is added to scores (None: nothing).
 
     Args:
         dtype: of what is added.

@@ -63,7 +63,7 @@ class ComparisonRow:
 
 @dataclass
 class ComparisonReport:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
         rows: one for each compared tensor, in the order of execution.
@@ -108,7 +108,7 @@ class ComparisonReport:
         }
 
     def title(self) -> str:
-        """What the rows are of."""
+        """A line that says what the rows are of."""
         dtype = str(self.dtype).removeprefix("torch.")
         swapped = len(self.swap.swapped)
         return f"errors against float64, {dtype} model, {swapped} modules swapped"
@@ -268,5 +268,5 @@ def _largest_by_module(truth: Tensors) -> dict[tuple[str, str], float]:
 
 
 def _scale_key(name: str, kind: str) -> tuple[str, str]:
-    """What the largest value is taken of: the parameters of a module together, else the tensor."""
+    """The key of a largest value: a module's, for all its parameters, or else a tensor's."""
     return (name.rpartition(".")[0] if kind == "param grad" else name), kind

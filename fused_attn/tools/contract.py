@@ -19,14 +19,14 @@ from fused_attn.backends import use_backend
 
 OUTPUT_FACTOR = 2.0
 GRAD_FACTOR = 3.0
-PEER_FACTOR = 10.0  # what is off by more than this many times eager's error is another problem
+PEER_FACTOR = 10.0  # what is off by more than this many times eager's error computes something else
 
 
 # ---- the rule -----------------------------------------------------------------------------------
 
 
 def factor_of(gradient: bool) -> float:
-    """How many times as far off as eager attention a gradient, or an output, may be."""
+    """The factor by which a gradient, or an output, may be further off than eager attention."""
     return GRAD_FACTOR if gradient else OUTPUT_FACTOR
 
 
@@ -54,7 +54,7 @@ def largest(reference: Tensor) -> float:
 
 
 def _deviation(tensor: Tensor, reference: Tensor) -> Tensor:
-    """How far off each element is: 0 where the reference is not finite, inf for NaN."""
+    """The error of each element: 0 where the reference is not finite, inf for NaN."""
     error = (tensor.to(reference.dtype) - reference).abs()
     error = error.nan_to_num(nan=math.inf, posinf=math.inf)
     return error.masked_fill(~reference.isfinite(), 0.0)
@@ -93,7 +93,7 @@ def judge(
     gradient: bool,
     eager_scale: float = 1.0,
 ) -> Finding:
-    """How far `got` is off, and how far it may be.
+    """The largest error of `got`, and the limit for it.
 
     Args:
         truth: by eager attention in float64. Where it is not finite, `got` has to be the same.
@@ -133,11 +133,11 @@ def _size(tensor: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
         findings: outputs first, then the gradients of the operands.
-        agrees: whether the results of a peer are those of the same problem.
+        agrees: whether the results of a peer are those of the same operands and mask.
     """
 
     findings: list[Finding]

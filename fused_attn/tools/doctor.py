@@ -1,4 +1,4 @@
-"""What this installation has, and whether it computes the right thing: `fused-attn doctor`."""
+"""The command `fused-attn doctor`: what is installed, and whether it computes right."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def backends() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """A small problem, forward and backward, on a backend.
+    """The result of a small case, forward and backward, on a backend.
 
     Attributes:
         worst: the result that is closest to its limit, or furthest beyond.
         error, limit: how far off it is, and what the contract allows.
-        problem: what kept the backend from computing it; empty if nothing did.
+        problem: the reason why the backend did not compute it; empty if it did.
     """
 
     name: str
@@ -118,18 +118,18 @@ def self_check(backend: str | None = None) -> list[SelfCheck]:
     automatic = [name for name in available_backends() if not get_backend(name).not_automatic()]
     kernels = [name for name in automatic if not get_backend(name).differentiable]
     names = [wanted] if wanted else kernels or automatic
-    return [_checked(problem, name) for name in names for problem in _problems()]
+    return [_checked(case, name) for name in names for case in _cases()]
 
 
 @dataclass(frozen=True)
-class _Problem:
+class _Case:
     name: str
     dtype: torch.dtype
     operands: dict[str, Tensor]
     call: Callable[..., Any]
 
 
-def _problems() -> list[_Problem]:
+def _cases() -> list[_Case]:
     """Sizes are odd, and of several tiles."""
     shape = Shape(
         batch=2, num_heads=4, num_heads_kv=2, seqlen_q=75, seqlen_k=141, head_dim=40
@@ -156,11 +156,11 @@ def _problems() -> list[_Problem]:
         ("layer_norm of a sum", "bfloat16", tokens, _norm(fused_attn.layer_norm)),
         ("rms_norm of a sum", "float16", tokens, _norm(fused_attn.rms_norm)),
     ]
-    problems = []
+    cases = []
     for name, dtype_name, operands, call in listed:
         dtype = getattr(torch, dtype_name)
-        problems.append(_Problem(name, dtype, {n: t.to(dtype) for n, t in operands.items()}, call))
-    return problems
+        cases.append(_Case(name, dtype, {n: t.to(dtype) for n, t in operands.items()}, call))
+    return cases
 
 
 def _named(text: str, shape: Shape) -> Mask:
@@ -186,21 +186,21 @@ def _norm(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _checked(problem: _Problem, backend: str) -> SelfCheck:
-    on_cpu = AttentionProblem(torch.device("cpu"), problem.dtype, 1, 1)
+def _checked(case: _Case, backend: str) -> SelfCheck:
+    on_cpu = AttentionProblem(torch.device("cpu"), case.dtype, 1, 1)
     device = "cuda" if get_backend(backend).unsupported(on_cpu) else "cpu"
     row = functools.partial(
-        SelfCheck, problem.name, backend, device, str(problem.dtype).removeprefix("torch.")
+        SelfCheck, case.name, backend, device, str(case.dtype).removeprefix("torch.")
     )
     unavailable = get_backend(backend).unavailable()
     if unavailable:
         return row(False, problem="; ".join(unavailable))
-    operands = {name: tensor.to(device) for name, tensor in problem.operands.items()}
+    operands = {name: tensor.to(device) for name, tensor in case.operands.items()}
 
     try:
         verdict = contract.check(
-            contract.by(backend, problem.call), contract.by("eager", problem.call), operands,
-            problem.dtype, True,
+            contract.by(backend, case.call), contract.by("eager", case.call), operands,
+            case.dtype, True,
         )  # fmt: skip
     except Exception as error:  # whatever is broken here is what is to be found out
         return row(False, problem=f"{type(error).__name__}: {error}")

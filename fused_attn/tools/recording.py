@@ -28,7 +28,7 @@ class Recorder:
     they are large, whatever the attention does.
 
     Args:
-        watched: names of modules whose outputs and input gradients are kept; "" is the model.
+        watched: names of modules whose outputs and input gradients are recorded; "" is the model.
         backward: run backward too, from a random projection of all float outputs.
         dtype: type in which that projection has to be exact.
     """
@@ -42,10 +42,10 @@ class Recorder:
 
     def run(self, model: Module, args: Any, kwargs: Any) -> Tensors:
         """Run `model`, which is changed, in evaluation mode."""
-        kept: Tensors = {}
+        found: Tensors = {}
         model.eval()
         for name in self.watched - {""}:  # what the model itself returns is an "output"
-            self._watch(model.get_submodule(name), name, kept)
+            self._watch(model.get_submodule(name), name, found)
         if self.backward:
             self._pin_relus(model)
         device = device_of(model)
@@ -54,19 +54,19 @@ class Recorder:
             torch.manual_seed(0)
             outputs = dict(float_tensors(model(*args, **kwargs), "output"))
             for name, output in outputs.items():
-                kept[name, "output"] = output.detach().clone()
+                found[name, "output"] = output.detach().clone()
             if self.backward:
                 self._run_backward(outputs)
         self._relu_calls = 0
         for name, tensor in (*float_tensors(args, "input"), *float_tensors(kwargs, "input")):
             if tensor.grad is not None:
-                kept[name, "input grad"] = tensor.grad
+                found[name, "input grad"] = tensor.grad
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and any(_within(name, w) for w in self.watched):
-                kept[name, "param grad"] = parameter.grad
-        return kept
+                found[name, "param grad"] = parameter.grad
+        return found
 
-    def _watch(self, module: Module, name: str, kept: Tensors) -> None:
+    def _watch(self, module: Module, name: str, found: Tensors) -> None:
         """Record what `module` returns and the gradient of what it is given."""
         forward = module.forward
         calls = 0
@@ -79,11 +79,11 @@ class Recorder:
             for _, tensor in itertools.islice(float_tensors((args, kwargs), ""), 1):
                 if self.backward and tensor.requires_grad:
                     tensor.register_hook(
-                        lambda grad: kept.__setitem__((label, "input grad"), grad.detach().clone())
+                        lambda grad: found.__setitem__((label, "input grad"), grad.detach().clone())
                     )
             result = forward(*args, **kwargs)
             for _, tensor in itertools.islice(float_tensors(result, ""), 1):
-                kept[label, "layer output"] = tensor.detach().clone()
+                found[label, "layer output"] = tensor.detach().clone()
             return result
 
         recording_forward.takes_residual = True  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ class Source:
 
 
 def load(source: str, batch: int | None = None, seqlen: int | None = None, seed: int = 0) -> Source:
-    """What `source` stands for.
+    """The model and inputs that `source` stands for.
 
     Args:
         source: a folder with a Hugging Face config.json, and weights if they are not to be random;

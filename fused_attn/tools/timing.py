@@ -1,4 +1,4 @@
-"""What a call takes, on a CPU and on a GPU; for `bench` and the benchmarks of the repository."""
+"""Times of calls, on a CPU and on a GPU; for `bench` and the benchmarks of the repository."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _run_decode(call: AttentionCall, lse: Tensor, fields: dict[str, Any]) -> Non
 
 
 def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Into how many parts keys are cut: as many as all multiprocessors take at once."""
+    """The number of parts that keys are cut into: what all multiprocessors take at once."""
     rows = decode_rows(query, key, seqlen_q)
     blocks = batch * key.shape[1] * -(-rows // DECODE_BLOCK_ROWS)
     at_once = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
@@ -191,7 +191,7 @@ def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[s
 
 
 def wants_tf32() -> bool:
-    """Whether products of float32 may be rounded, by torch's setting."""
+    """True if torch's setting allows to round products of float32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -215,7 +215,7 @@ def in_chunks(tensor: Tensor) -> Tensor:
 
 
 def _adds_atomically(query: Tensor, value: Tensor) -> bool:
-    """Whether the gradient of query is added up by the kernel that owns keys, in any order."""
+    """True if the kernel that owns keys adds up the gradient of query, in any order."""
     if torch.are_deterministic_algorithms_enabled() or query.dtype == torch.float32:
         return False
     return max(query.shape[3], value.shape[3]) <= compiled().MAX_ADDED_HEAD_DIM

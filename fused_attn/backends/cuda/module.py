@@ -45,7 +45,7 @@ def use_module(module: Any) -> None:
 
 
 def emulated() -> bool:
-    """Whether kernels run in an emulation, on CPU tensors."""
+    """True if kernels run in an emulation, on CPU tensors."""
     return _emulated
 
 
@@ -55,7 +55,7 @@ def compiled() -> Any:
 
 
 def unavailable() -> list[str]:
-    """Why this backend cannot run on this machine."""
+    """Reasons why this backend cannot run on this machine; empty if it can."""
     if _cuda is None:
         return [_missing]
     if _emulated:
@@ -87,13 +87,13 @@ def on_stream(device: torch.device) -> Iterator[int]:
 
 
 def times_to_fill(blocks: int, device: torch.device) -> int:
-    """Into how many parts work for so many blocks is cut, so that all multiprocessors are busy."""
+    """The number of parts to cut so many blocks' work into, to keep all multiprocessors busy."""
     return max(1, -(-BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(device) // blocks))
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many the device has; a few of an emulation, so that it cuts work into parts, too."""
+    """The number that a device has; 4 in an emulation, so that it cuts work into parts, too."""
     if device.type == "cpu":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

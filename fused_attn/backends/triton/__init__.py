@@ -1,6 +1,6 @@
 """The Triton kernels, for NVIDIA (sm_80 and later) and AMD (gfx942) GPUs.
 
-Triton is imported, and kernels are compiled, when a problem first comes here. With
+Triton is imported, and kernels are compiled, when a call first comes here. With
 TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors: the tests do.
 
     masks.py, tiles.py      what a mask lets through, and which tiles of it (device code, and lists)
@@ -36,7 +36,7 @@ HIP_ARCHS = ("gfx942",)
 
 
 class TritonBackend(Backend):
-    """Kernels that are compiled when a problem first comes."""
+    """Kernels that are compiled when a call first comes."""
 
     name = "triton"
 
@@ -107,7 +107,7 @@ class TritonBackend(Backend):
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    """True if kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

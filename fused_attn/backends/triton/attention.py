@@ -223,7 +223,7 @@ def tile_summary(tensor: Tensor) -> Tensor:
 
 
 class LaunchArguments:
-    """What the kernels of a call share."""
+    """The arguments that the kernels of a call share."""
 
     def __init__(self, call: AttentionCall) -> None:
         query, key, value, spec = call.query, call.key, call.value, call.mask
@@ -255,7 +255,7 @@ class LaunchArguments:
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
     def config(self, kind: str) -> Config:
-        """How the kernel of a pass is cut up."""
+        """The tile sizes, warps and stages of the kernel of a pass."""
         head_dim = max(self.head_dim, self.head_dim_v)
         heavy = self.has_lists or self.common[0] is not None
         # Its loop over the heads of a group takes registers too.

@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a kernel is compiled for; each a tl.constexpr."""
+    """The constants that a kernel is compiled for; each a tl.constexpr."""
 
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -75,7 +75,7 @@ def sequence_rows(cu_seqlens, b, seqlen):
 
 @triton.jit
 def head_rows(rows, batch, h, first):
-    """Where the first row of a sequence's head is."""
+    """The address of the first row of a sequence's head."""
     at = rows.data + batch.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h
     return at + first.to(tl.int64) * rows.stride_row
 
@@ -180,7 +180,7 @@ def power(difference, cut: tl.constexpr):
 
 @triton.jit
 def kept(seed, i, j_begin, sequence, sizes, settings, cut: tl.constexpr):
-    """Which weights of queries i and a tile of keys dropout keeps: (queries, BLOCK_N)."""
+    """True for weights that dropout keeps, of queries i and a tile of keys: (queries, BLOCK_N)."""
     quad = j_begin // 4 + tl.arange(0, cut.BLOCK_N // 4)[None, :]
     head = sequence[0] * sizes.num_heads + sequence[1]
     if cut.PACKED_HEADS:

@@ -41,7 +41,7 @@ from fused_attn.backends.triton.tiles import (
 
 
 class RowStatistics(NamedTuple):
-    """What the backward knows of each query, (batch, num_heads, total_q) each."""
+    """Statistics of each query for the backward, (batch, num_heads, total_q) each."""
 
     lse: Any  # in the units of scores; inf for rows that see nothing, whose P is 0 then
     # exp of what rounding took from it, which weights are multiplied by: taken from the scores it
@@ -320,7 +320,7 @@ def _dkdv_tile(
 
 @triton.jit
 def statistics_at(sizes, query_batch, h, query_first):
-    """Where RowStatistics has the first row of a sequence's head."""
+    """The index in RowStatistics of the first row of a sequence's head."""
     return (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
 
 

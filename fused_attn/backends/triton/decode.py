@@ -22,8 +22,10 @@ from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile,
 
 
 class Parts(NamedTuple):
-    """What each part of the keys gives, float32, contiguous: (rows, num_parts) and, for the sums,
-    (rows, num_parts, head_dim_v), with the rows of lse."""
+    """The results of each part of the keys, float32, contiguous.
+
+    (rows, num_parts), the sums (rows, num_parts, head_dim_v); the rows are those of lse.
+    """
 
     maximum: Any
     total: Any

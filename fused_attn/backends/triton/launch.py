@@ -13,7 +13,7 @@ from fused_attn.backends.triton import interpreted
 
 @dataclass(frozen=True)
 class Arch:
-    """What tile sizes depend on.
+    """The properties of a GPU that tile sizes depend on.
 
     Attributes:
         name: "sm_90" and its like, "gfx942", or "interpreter".

@@ -1,4 +1,4 @@
-"""What a mask lets through of a tile, and what it adds, in kernels.
+"""Masks in kernels: the part of a tile that they let through, and what they add to scores.
 
 The structural conditions (band, key range, prefix) leave of each row i one interval of keys
 [lo(i), hi(i)), so that an element costs two comparisons whatever they are. Positions are int32:

@@ -22,7 +22,7 @@ from fused_attn.backends.triton.philox import keep_tile
 
 
 class Dropout(NamedTuple):
-    """What decides which elements are kept."""
+    """The values that decide which elements dropout keeps."""
 
     seed: Any  # () int64
     threshold: int  # of `dropout_threshold`

@@ -100,7 +100,7 @@ class Config(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a pass has registers for.
+    """The largest sizes that a pass has registers for.
 
     Attributes:
         tile: elements of a tile of whole rows, unless one row has more.

@@ -21,7 +21,7 @@ def dropout_threshold(dropout_p: float) -> int:
 
 @triton.jit
 def keep_tile(seed, row, quad, head, stream, threshold):
-    """Which elements dropout keeps.
+    """True for the elements that dropout keeps.
 
     Args:
         seed: int64 scalar.

@@ -38,7 +38,7 @@ def mask_args(spec: MaskSpec) -> MaskArgs:
 
 
 def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summaries:
-    """The tile summaries of a mask; those that it has not kept are computed."""
+    """The tile summaries of a mask; those that it does not have yet are computed."""
     fields: dict[str, Any] = {}
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")

@@ -1,4 +1,4 @@
-"""Which tiles a mask makes visible: skip, partial or full, by the rules of csrc/block_ranges.h.
+"""The kinds of tiles under a mask: skip, partial or full, by the rules of csrc/block_ranges.h.
 
 Where bounds alone decide, a kernel computes its ranges of tiles itself: both ends of the interval
 of keys that a row sees never fall from row to row. Otherwise (documents, key masks, dense tensors)
@@ -96,7 +96,7 @@ def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexp
 
 @triton.jit
 def visible_tiles(ranges, lists, b, h, owner, owners, others):
-    """How many tiles are full and partial, and where `full_tile` and `partial_tile` find them.
+    """The numbers of full and partial tiles, and where `full_tile` and `partial_tile` find them.
 
     Of the tile `owner` of queries, if there are `owners` of queries and `others` of keys, or the
     other way round.
@@ -200,7 +200,7 @@ def _summarised(
     base, stride_q, stride_k, i_begin, i_end, n, wanted, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Whether anything, and everything, of the tiles n is visible, by the cells they touch."""
+    """Flags of the tiles n, by the cells they touch: something, and everything, is visible."""
     some, every = n < 0, n >= 0
     for r in tl.static_range(0, (BLOCK_M + SUMMARY_TILE_M - 1) // SUMMARY_TILE_M):
         i = i_begin // SUMMARY_TILE_M + r
@@ -243,7 +243,7 @@ def tile_summary_kernel(
     data, stride_b, stride_h, stride_q, stride_k, summary, num_heads, seqlen_q, seqlen_k, num_m,
     num_n, IS_BOOL: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """What each 32 x 64 cell of a dense mask (bytes) or bias shows; CELLS of a row a program."""
+    """Summaries of the 32 x 64 cells of a dense mask (bytes) or bias; CELLS of a row a program."""
     row = tl.program_id(0)
     m, bh = row % num_m, row // num_m
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)

@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 def candidates(kind: str, element_size: int, head_dim: int, shared_memory: int) -> list[Config]:
-    """What is worth compiling: it fits, and a thread holds 16 to 64 scores of a tile."""
+    """The candidates worth compiling: they fit, and a thread holds 16 to 64 scores of a tile."""
     stages: tuple[int, ...] = (2, 3) if element_size < 4 else (1, 2, 3)
     owned: tuple[int, ...] = (64, 128)
     streamed, warps, fewest = (32, 64, 128), (4, 8), 16
@@ -112,11 +112,11 @@ def calls_of(kind: str, dtype: torch.dtype, head_dim: int, device: torch.device)
     ids = torch.arange(_SEQLEN, device=device) // 1000
     plain = [(None, 0.0), (masks.causal(), 0.0)]
     masked = [(masks.documents(ids), 0.0), (None, 0.1)]
-    problems = masked if kind.endswith("_masked") else plain
+    settings = masked if kind.endswith("_masked") else plain
     if kind.startswith("fwd"):
-        return [_forward(operands, *problem) for problem in problems]
+        return [_forward(operands, *setting) for setting in settings]
     grad = random(*size)
-    return [_backward(operands, grad, *problem) for problem in problems]
+    return [_backward(operands, grad, *setting) for setting in settings]
 
 
 def _attend(operands: list[Tensor], mask: masks.Mask | None, dropout_p: float) -> Tensor:

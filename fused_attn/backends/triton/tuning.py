@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is cut up: rows of queries and of keys in a tile, warps and pipeline stages."""
+    """The cut of a kernel: rows of queries and of keys in a tile, warps and pipeline stages."""
 
     block_m: int
     block_n: int

@@ -79,7 +79,7 @@ def register() -> None:
 
 
 def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """Why a model does not run on `attention_forward`; None if it does.
+    """The reason why a model does not run on `attention_forward`; None if it does.
 
     Args:
         model: a model or its class. The models in it are asked for themselves.

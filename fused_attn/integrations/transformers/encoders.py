@@ -31,7 +31,7 @@ _STACKS = {
 
 
 class PackedStack(Module):
-    """What takes the place of a stack: the same, on packed batches where nobody could tell.
+    """The replacement of a stack: it computes the same, on packed batches where nobody could tell.
 
     Attributes:
         zeroes_padding: whether rows that a padding mask hides are 0 in the result, packed or not,
@@ -92,14 +92,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
-    """Whether a mask says which tokens are real, and nothing else."""
+    """True if a mask says which tokens are real, and nothing else."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or hidden_states.dim() != 3:
         return False
     return mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
 
 
 def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing | None:
-    """How to pack; None where it does not pay or a module of the stack could tell."""
+    """The packing; None where it does not pay or a module of the stack could tell."""
     if watched(hidden_states, mask):
         return None
     if not all(_works_by_token(module, stack) for module in stack.modules()):

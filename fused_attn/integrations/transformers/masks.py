@@ -170,7 +170,7 @@ def attention_mask(
 
 
 def _structure(function: Callable[..., Any]) -> _Structure | None:
-    """What a mask function is made of; None if that is not known."""
+    """The structure of a mask function; None if it is not known."""
     if function is causal_mask_function:
         return _Structure(right=0)
     if function is bidirectional_mask_function:
@@ -214,7 +214,7 @@ def _narrower(a: int, b: int) -> int:
 def _sees_all(
     structure: _Structure, shape: tuple[int, ...], q_offset: int | Tensor, kv_offset: int
 ) -> bool:
-    """Whether it is known that every query sees every key, as a token that is decoded does."""
+    """True if every query is known to see every key, as a decoded token does."""
     if structure.packed or structure.chunked:
         return False
     left, right = structure.left, structure.right

@@ -24,7 +24,7 @@ from fused_attn.nn.norm import Norm
 
 @dataclass(frozen=True)
 class Style:
-    """How a class normalises.
+    """The way in which a class normalises.
 
     Attributes:
         eps: the attribute that is added to the mean square.
@@ -109,7 +109,7 @@ def _unpickled(source: type[Module]) -> Module:
 
 
 def _may_be_known(cls: type) -> bool:
-    """Whether it is worth a look: _known_code imports models."""
+    """True if a class may be one of _known_code, which has to import models."""
     library = cls.__module__.partition(".")[0]
     return (
         library in ("transformers", "transformers_modules")  # the latter: code from the hub
@@ -128,7 +128,7 @@ def _known_code() -> dict[Any, Style]:
 
 
 def _code(cls: type) -> Any:
-    """What the methods that compute do, apart from where they stand and what they are named."""
+    """The bytecode of the methods that compute, without their names and places in a file."""
     methods = []
     for name in ("forward", "_norm", "__call__"):
         code = getattr(cls.__dict__.get(name), "__code__", None)

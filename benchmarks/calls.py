@@ -1,0 +1,151 @@
+"""Small calls, which take their time on the way to the kernel: `python benchmarks/calls.py`.
+
+Each is timed in turns with torch's own. `--trees A B` times the packages of two source trees, each
+with its module built, in turns of whole processes, and gives the ratio of their medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROUNDS, CALLS, TURNS = 15, 200, 5
+
+Ways = dict[str, Callable[[], Any]]
+
+
+def cases() -> dict[str, Ways]:
+    """Calls of fused_attn and of torch, by name."""
+    import torch
+    import torch.nn.functional as F
+
+    import fused_attn as fa
+
+    def both(own: Callable[..., Any], theirs: Callable[..., Any], *tensors: Any) -> Ways:
+        return {"fused_attn": lambda: own(*tensors), "torch": lambda: theirs(*tensors)}
+
+    def without_grad(ways: Ways) -> Ways:
+        return {name: torch.no_grad()(way) for name, way in ways.items()}
+
+    def step(way: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*tensors: Any) -> Any:
+            out = way(*tensors)
+            return torch.autograd.grad(out, tensors, gradients[out.shape])
+
+        return run
+
+    ours, sdpa = fa.scaled_dot_product_attention, F.scaled_dot_product_attention
+    tiny = torch.randn(3, 1, 1, 1, 64).unbind()
+    small = torch.randn(3, 1, 8, 32, 64).unbind()
+    leaves = [t.clone().requires_grad_() for t in small]
+    visible = torch.rand(1, 1, 32, 32) > 0.3
+    causal, ragged = fa.masks.causal(), fa.masks.causal() & fa.masks.padding([20])
+    x, weight, bias = torch.randn(32, 256), torch.randn(256), torch.randn(256)
+    leaf = x.clone().requires_grad_()
+    gradients = {t.shape: torch.randn(t.shape) for t in (small[0], x)}
+
+    def norm(module: Any) -> Callable[..., Any]:
+        return lambda x: module.layer_norm(x, (256,), weight, bias)
+
+    plain = {
+        "1x1x1x64": both(ours, sdpa, *tiny),
+        "8x32x64": both(ours, sdpa, *small),
+        "8x32x64 causal": both(
+            lambda *t: ours(*t, is_causal=True), lambda *t: sdpa(*t, is_causal=True), *small
+        ),
+        "8x32x64 Mask": both(lambda *t: ours(*t, ragged), lambda *t: sdpa(*t, visible), *small),
+        "8x32x64 bool": both(lambda *t: ours(*t, visible), lambda *t: sdpa(*t, visible), *small),
+        "8x32x64 dropout": both(
+            lambda *t: ours(*t, None, 0.1), lambda *t: sdpa(*t, None, 0.1), *small
+        ),
+        "norm 32x256": both(norm(fa), norm(F), x),
+        "norm 32x256, residual": both(
+            lambda x: fa.layer_norm(x, (256,), weight, bias, residual=x),
+            lambda x: F.layer_norm(x + x, (256,), weight, bias),
+            x,
+        ),
+    }
+    return {name: without_grad(ways) for name, ways in plain.items()} | {
+        "8x32x64, step": both(step(ours), step(sdpa), *leaves),
+        "8x32x64 Mask, step": both(
+            step(lambda *t: ours(*t, causal)), step(lambda *t: sdpa(*t, is_causal=True)), *leaves
+        ),
+        "norm 32x256, step": both(step(norm(fa)), step(norm(F)), leaf),
+    }
+
+
+def microseconds() -> dict[str, dict[str, float]]:
+    """Median microseconds of a call, by case and way."""
+    results = {}
+    for name, ways in cases().items():
+        taken: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(ROUNDS):
+            for way, call in ways.items():
+                call()
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                taken[way].append((time.perf_counter() - start) / CALLS * 1e6)
+        results[name] = {way: round(statistics.median(t), 2) for way, t in taken.items()}
+    return results
+
+
+def of_trees(trees: list[Path]) -> dict[str, dict[str, float]]:
+    """The same of the packages of several trees: before, after."""
+    runs: dict[str, list[Any]] = {name: [] for name in ("before", "after")}
+    for _ in range(TURNS):
+        for name, tree in zip(runs, trees, strict=True):
+            env = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+            command = [sys.executable, str(Path(__file__).resolve()), "--json", "-"]
+            done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+            runs[name].append(json.loads(done.stdout)["microseconds"])
+    results = {}
+    for case in runs["after"][0]:
+        medians = {
+            n: statistics.median(r[case]["fused_attn"] for r in of) for n, of in runs.items()
+        }
+        torch = statistics.median(r[case]["torch"] for of in runs.values() for r in of)
+        ratios = {"after / before": medians["after"] / medians["before"]}
+        ratios["after / torch"] = medians["after"] / torch
+        rounded = {name: round(value, 2) for name, value in {**medians, **ratios}.items()}
+        results[case] = {**rounded, "torch": round(torch, 2)}
+    return results
+
+
+def _cpu_model() -> str:
+    text = Path("/proc/cpuinfo").read_text()
+    return next((line.partition(": ")[2] for line in text.splitlines() if "model name" in line), "")
+
+
+def main() -> None:
+    """Prints a line a case, or writes JSON with the machine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trees", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="- for stdout")
+    options = parser.parse_args()
+    import torch
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    results = of_trees(options.trees) if options.trees else microseconds()
+    machine = {"cpu": _cpu_model(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    if options.json is None:
+        for name, figures in results.items():
+            print(f"{name:24}", *(f"{key} {value:8.2f}" for key, value in figures.items()))
+        return
+    text = json.dumps({"machine": machine, "microseconds": results}, indent=2) + "\n"
+    sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

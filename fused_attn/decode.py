@@ -86,6 +86,8 @@ def decode_attention(
         ... )
         >>> lengths += key.shape[2]
 
+    `fused_attn.nn.KeyValueCache` is a cache that grows, of sequences that are equally long.
+
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
         PagedAttention", for the pages; Dao et al. 2023, "Flash-Decoding for long-context
         inference".

@@ -9,59 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows that a cache grows by at least; and by half of what it has, so that copying what is there
-# costs two rows for each one appended, however long it gets.
-BLOCK = 64
+from fused_attn.core import caches
 
-
-class KeyValueCache:
-    """Keys and values of a self-attention so far, in tensors that grow by blocks.
-
-    Attributes:
-        length: positions that are there.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    @property
-    def batch(self) -> int | None:
-        """Sequences; None while there is nothing."""
-        return None if self._keys is None else self._keys.shape[0]
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends positions.
-
-        Args:
-            key: (batch, num_heads, new positions, head_dim).
-            value: (batch, num_heads, new positions, head_dim_v).
-
-        Returns:
-            Keys and values of all positions: views that the next call may write behind.
-
-        Raises:
-            ValueError: gradients would have to flow through the cache.
-        """
-        check_no_grad(key, value)
-        end = self.length + key.shape[2]
-        self._keys, self._values = (
-            _with_room(kept, self.length, end, new)
-            for kept, new in ((self._keys, key), (self._values, value))
-        )
-        for kept, new in ((self._keys, key), (self._values, value)):
-            kept[:, :, self.length : end] = new
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
-
-    def select(self, rows: Tensor) -> None:
-        """Keeps these rows of the batch, in this order; a row may be there twice."""
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = (
-                kept[:, :, : self.length].index_select(0, rows)
-                for kept in (self._keys, self._values)
-            )
+# Names of this module too: pages and callers know them here.
+KeyValueCache = caches.KeyValueCache
+check_no_grad = caches.check_no_grad
 
 
 @dataclass
@@ -130,25 +82,3 @@ class DecoderCache:
             for cache in self.own:
                 cache.length = length
             raise
-
-
-def check_no_grad(*tensors: Tensor) -> None:
-    """Raises ValueError where gradients would have to flow through a cache."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise ValueError(
-            "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
-            "gradient can go through them"
-        )
-
-
-def _with_room(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
-    """A tensor with the first `length` positions of `kept` and room for `end`."""
-    frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
-    if kept is not None and kept.shape[2] >= end and not frozen:
-        return kept
-    wanted = max(end, length + length // 2)
-    batch, num_heads, _, head_dim = like.shape
-    grown = like.new_empty(batch, num_heads, -(-wanted // BLOCK) * BLOCK, head_dim)
-    if kept is not None:
-        grown[:, :, :length] = kept[:, :, :length]
-    return grown

@@ -6,8 +6,9 @@ import pytest
 import torch
 from nn_helpers import EMBED, HEADS, perturb, randn
 
+import fused_attn
 import fused_attn.nn as fnn
-from fused_attn.nn import caches
+from fused_attn.core import caches
 
 BATCH, LEN_T, LEN_S, VOCABULARY, BOS, EOS = 3, 7, 5, 6, 1, 0
 PADDING = torch.arange(LEN_S) >= torch.tensor([[5], [2], [4]])
@@ -95,6 +96,52 @@ def test_caches_grow_by_blocks_and_keep_what_is_there():
         assert torch.equal(values, 2 * keys)
     assert torch.equal(keys, torch.cat(seen, 2)) and cache.length == len(seen)
     assert len(buffers) <= 5
+
+
+@pytest.mark.parametrize("takes_in", [False, True])
+@torch.no_grad()
+def test_decode_attention_on_the_cache_of_a_decoder(takes_in, monkeypatch):
+    monkeypatch.setattr(caches, "BLOCK", 2)
+    attention = fnn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64)
+    theirs, ours = fnn.KeyValueCache(), fnn.KeyValueCache()
+    for step in (3, 1, 1, 2, 1):
+        x = randn(BATCH, step, EMBED)
+        expected = attention.forward_cached(x, theirs)
+        query, key, value = attention._project(x, x, x)
+        new = {"key": key, "value": value} if takes_in else {}
+        (ours.make_room if takes_in else ours.append)(key, value)
+        before = ours.keys.data_ptr(), ours.values.data_ptr()
+        assert ours.lengths.tolist() == [ours.length] * BATCH
+        out = fused_attn.decode_attention(
+            query, ours.keys, ours.values, cache_lengths=ours.lengths, **new
+        )
+        ours.length += step if takes_in else 0
+        assert (ours.keys.data_ptr(), ours.values.data_ptr()) == before
+        torch.testing.assert_close(attention.out_proj(attention._merge_heads(out, True)), expected)
+    assert ours.length == theirs.length == 8
+    for kept, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        assert torch.equal(kept[:, :, :8], other[:, :, :8])
+
+
+def test_what_a_cache_shows_is_its_memory():
+    cache = fnn.KeyValueCache()
+    for name in ("keys", "values", "lengths"):
+        with pytest.raises(ValueError, match="got an empty one"):
+            getattr(cache, name)
+    views = cache.append(torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 6))
+    for whole, view in zip((cache.keys, cache.values), views, strict=True):
+        assert whole.shape == (2, 3, caches.BLOCK, view.shape[3])
+        assert whole.data_ptr() == view.data_ptr() and whole.stride() == view.stride()
+    query, key, value = (torch.randn(2, 3, 1, dim) for dim in (4, 4, 6))
+    fused_attn.decode_attention(
+        query, cache.keys, cache.values, cache_lengths=cache.lengths, key=key, value=value
+    )
+    for view, new in zip(views, (key, value), strict=True):
+        torch.testing.assert_close(view.as_strided(new.shape, view.stride(), 5 * new.shape[3]), new)
+    cache.select(torch.tensor([1, 1, 0]))
+    assert cache.lengths.tolist() == [5, 5, 5]
+    with pytest.raises(ValueError, match="no_grad"):
+        cache.make_room(key.requires_grad_(), value)
 
 
 def test_gradients_through_a_cache_are_refused():

@@ -322,15 +322,15 @@ def _norm(
     plain = not return_residual and backend is None and _is_zero(dropout_p)
     if plain and unwatched() and not learns(input):
         first = first_backend()
-        if first is not None and type(eps) is float:
-            out = first.norm_at_once(input, shape, weight, bias, residual, eps, rms)
+        added = _default_eps(input) if eps is None and isinstance(input, Tensor) else eps
+        if first is not None and type(added) is float:
+            out = first.norm_at_once(input, shape, weight, bias, residual, added, rms)
             if out is not None:
                 return out
     check_norm(input, shape, weight, bias, residual)
     dropout_p = checked_probability(dropout_p)
     input, residual = autocast_norm(input, residual)
-    if eps is None:
-        eps = torch.finfo(statistics_dtype(input.dtype)).eps
+    eps = _default_eps(input) if eps is None else eps
     columns = math.prod(shape)
     rows = input.numel() // columns if columns else 0
     call = NormCall(
@@ -346,6 +346,10 @@ def _norm(
     out, total = autograd.norm(call, select(problem_of(call), backend))
     out = _reshaped(out, input.shape)
     return (out, _reshaped(total, input.shape)) if return_residual else out
+
+
+def _default_eps(input: Tensor) -> float:
+    return torch.finfo(statistics_dtype(input.dtype)).eps
 
 
 def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:

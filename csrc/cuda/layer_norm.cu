@@ -51,7 +51,8 @@ void dispatch(const NormParams& p, bool aligned, const Run& run) {
 
 NormDropout dropout_of(const NormParams& p, const GpuParams& gpu) {
   if (!(p.dropout_p > 0)) return {};
-  return {gpu.seed_address, dropout_threshold(p.dropout_p), static_cast<float>(dropout_scale(p.dropout_p))};
+  return {gpu.seed_address, dropout_threshold(p.dropout_p),
+          static_cast<float>(dropout_scale(p.dropout_p))};
 }
 
 }  // namespace

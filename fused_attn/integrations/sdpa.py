@@ -60,8 +60,8 @@ def enable() -> None:
     on the path; dropout drops other weights for the same seed of torch.manual_seed.
 
     What stays torch's own, with torch's results and errors: calls that no kernel takes (see
-    README; nested tensors, other tensor subclasses, torch.func transforms, forward mode, devices
-    and types without a kernel; is_causal with a mask; most wrong arguments) and those within
+    docs/support.md; nested tensors, other tensor subclasses, torch.func transforms, forward mode,
+    devices and types without a kernel; is_causal with a mask; most wrong arguments) and those within
     torch.nn.attention.sdpa_kernel where SDPBackend.FLASH_ATTENTION, which our kernels count as,
     is not among the backends. Where the choice of a backend falls on "eager", torch computes.
 

@@ -1,4 +1,4 @@
-"""Keys and values that a decoder keeps from step to step."""
+"""Keys and values that a decoder carries from step to step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_attn.core import caches
-
-# Names of this module too: pages and callers know them here.
-KeyValueCache = caches.KeyValueCache
-check_no_grad = caches.check_no_grad
+from fused_attn.core.caches import KeyValueCache
 
 
 @dataclass
 class DecoderCache:
-    """What `TransformerDecoder.step` keeps: of each layer the keys and values of its own positions
-    and those of the memory, which are projected once.
+    """The state of `TransformerDecoder.step`: of each layer the keys and values of its own
+    positions and those of the memory, which are projected once.
 
     A batch may be several times that of the memory: sequences that share one, such as beams, then
     lie next to each other.

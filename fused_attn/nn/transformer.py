@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from fused_attn import masks
+from fused_attn.core.caches import check_no_grad
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
-from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
+from fused_attn.nn.caches import DecoderCache, KeyValueCache
 from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
 from fused_attn.nn.packing import Packing, alone, can_pack, packing_of
 

@@ -1,7 +1,8 @@
 """The Triton kernels, for NVIDIA (sm_80 and later) and AMD (gfx942) GPUs.
 
 Triton is imported, and kernels are compiled, when a call first comes here. With
-TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors: the tests do.
+TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors: the tests do,
+which mend the interpreter first (tests/support/triton_interpreter.py).
 
     masks.py, tiles.py      what a mask lets through, and which tiles of it (device code, and lists)
     forward.py, backward.py, bias_grad.py, weights.py, decode.py, norm.py    the kernels

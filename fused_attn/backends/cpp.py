@@ -100,7 +100,6 @@ class CppBackend(Backend):
         )  # fmt: skip
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
-        call = call.readable()
         out, lse, lse_low = outputs = call.outputs(self.empty, for_backward)
         low = {"lse_low": lse_low} if for_backward else {}
         _cpu.attention_fwd(call, out=out, lse=lse, **low, num_threads=torch.get_num_threads())
@@ -114,7 +113,6 @@ class CppBackend(Backend):
         grad_lse: Tensor | None,
         needs_bias: bool,
     ) -> AttentionGradients:
-        call = call.readable()
         grads = call.gradients(self.empty, needs_bias)
         lse = outputs.lse
         fields = {
@@ -236,7 +234,7 @@ def _of_weights(
 ) -> tuple[AttentionCall, dict[str, Any]]:
     """A call without values, whose lse is known, and what it adds."""
     query, key = call.query, call.key
-    call = replace(call, value=key.new_empty(*key.shape[:3], 0)).readable()
+    call = replace(call, value=key.new_empty(*key.shape[:3], 0))
     out = query.new_empty(*query.shape[:3], 0)
     return call, {"out": out, "lse": lse.contiguous(), "lse_low": lse_low.contiguous()}
 

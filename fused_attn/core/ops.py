@@ -114,7 +114,7 @@ def _resolved(grad_out: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tens
 
 def _run_attention_fwd(call: AttentionCall, for_backward: bool, backend: str) -> Any:
     _check_attention(call)
-    return get_backend(backend).attention_fwd(call, for_backward)
+    return get_backend(backend).attention_fwd(call.readable(), for_backward)
 
 
 def _run_attention_bwd(
@@ -135,14 +135,15 @@ def _run_attention_bwd(
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_low)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
     outputs = AttentionOutputs(out, lse, lse_low)
-    return get_backend(backend).attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
+    rest = (outputs, grad_out, grad_lse, needs_bias)
+    return get_backend(backend).attention_bwd(call.readable(), *rest)
 
 
 def _run_attention_weights(
     call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool, backend: str
 ) -> Any:
     _check_weights(call, lse, lse_low)
-    return get_backend(backend).attention_weights(call, lse, lse_low, average)
+    return get_backend(backend).attention_weights(call.readable(), lse, lse_low, average)
 
 
 def _run_attention_weights_bwd(
@@ -158,7 +159,7 @@ def _run_attention_weights_bwd(
     if grad_weights.shape != call.weights_shape(average):
         raise ValueError(f"grad_weights must have shape {call.weights_shape(average)}")
     args = (lse, lse_low, grad_weights, average, needs_bias)
-    return get_backend(backend).attention_weights_bwd(call, *args)
+    return get_backend(backend).attention_weights_bwd(call.readable(), *args)
 
 
 def _run_norm_fwd(call: NormCall, backend: str) -> Any:

@@ -31,6 +31,11 @@ def canonical(
         ValueError: batch or heads do not fit.
     """
     ndim = max(query.dim(), key.dim(), value.dim())
+    if (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    ):
+        return Canonical(query, key, value, mask, tuple(query.shape[:3]))  # as nearly always
     has_heads = ndim > 3
     tensors = []
     for tensor in (query, key, value):

@@ -61,9 +61,9 @@ def enable() -> None:
 
     What stays torch's own, with torch's results and errors: calls that no kernel takes (see
     docs/support.md; nested tensors, other tensor subclasses, torch.func transforms, forward mode,
-    devices and types without a kernel; is_causal with a mask; most wrong arguments) and those within
-    torch.nn.attention.sdpa_kernel where SDPBackend.FLASH_ATTENTION, which our kernels count as,
-    is not among the backends. Where the choice of a backend falls on "eager", torch computes.
+    devices and types without a kernel; is_causal with a mask; most wrong arguments) and those
+    within torch.nn.attention.sdpa_kernel where SDPBackend.FLASH_ATTENTION, which our kernels count
+    as, is not among the backends. Where the choice of a backend falls on "eager", torch computes.
 
     torch.compile and export: what was compiled before stays as it was, and so does, after
     `disable()`, what was compiled now, with the same numbers; torch.compiler.reset() drops it.

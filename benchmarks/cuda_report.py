@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 
 from fused_attn import masks
-from fused_attn.backends import cuda
+from fused_attn.backends import cuda, get_backend
 from fused_attn.backends.cuda.module import compiled
+from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.tools.terminal import show_table
 
@@ -154,23 +155,27 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
     query = torch.empty(batch, heads, length, head_dim, dtype=dtype)
     mask = masks.bias(torch.zeros(length, length))
     biased = normalize(mask, batch, heads, length, length, query)
-    options = (1.0, softcap, 0.0, None)
-    cuda.attention_fwd(query[:, :, :1], query, query, MaskSpec(), *options, False)
+    backend = get_backend("cuda")
+    backend.attention_fwd(
+        AttentionCall(query[:, :, :1], query, query, MaskSpec(), 1.0, softcap), False
+    )
     for spec in (MaskSpec(), biased):
-        out, *lse = cuda.attention_fwd(query, query, query, spec, *options)
-        cuda.attention_weights(query, query, *lse, spec, *options, False)
-        saved = (out, None, query, query, query, out, *lse, spec, *options)
-        cuda.attention_bwd(*saved, spec.bias is not None)
+        call = AttentionCall(query, query, query, spec, 1.0, softcap)
+        outputs = backend.attention_fwd(call, True)
+        backend.attention_weights(call, outputs.lse, outputs.lse_low, False)
+        backend.attention_bwd(call, outputs, outputs.out, None, spec.bias is not None)
         torch.use_deterministic_algorithms(True)
-        cuda.attention_bwd(*saved, False)
+        backend.attention_bwd(call, outputs, outputs.out, None, False)
         torch.use_deterministic_algorithms(False)
 
 
 def _norm(dtype: torch.dtype, columns: int) -> None:
+    backend = get_backend("cuda")
     for width in (columns, columns + 1):  # in chunks, and element by element
         x = torch.empty(64, width, dtype=dtype)
-        _, _, mean, rstd = cuda.norm_fwd(x, None, None, None, 1e-5, False, 0.0, None)
-        cuda.norm_bwd(x, x, x, None, mean, rstd, False, 0.0, None, True, True)
+        call = NormCall(x, None, None, None, 1e-5, False)
+        _, _, mean, rstd = backend.norm_fwd(call)
+        backend.norm_bwd(call, mean, rstd, x, None, True, True)
 
 
 def with_launches(kernels: list[Kernel], launched: Launches) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import BACKENDS
@@ -73,6 +75,20 @@ def test_second_call_is_the_first(name, options):
     assert "attention_fwd_kernel" in kernels
     for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, want)), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the report's tensors are on the CPU")
+def test_report_of_launches(monkeypatch):
+    """`make cuda-report` asks for what it lists without a GPU."""
+    pytest.importorskip("triton", reason="reason: its table is that of Triton's tools")
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import cuda_report
+
+    monkeypatch.setattr(cuda_report, "HEAD_DIMS", (64,))
+    monkeypatch.setattr(cuda_report, "COLUMNS", (768,))
+    kernels = {name for name, _, _ in cuda_report.launches()}
+    assert {"attention_fwd_kernel", "attention_decode_kernel"} <= kernels
+    assert any("norm" in kernel for kernel in kernels)
 
 
 def test_decoding():

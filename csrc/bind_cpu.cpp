@@ -208,7 +208,8 @@ bool plain_view(const py::handle& tensor, bool grad_enabled, TensorView* view) {
   }
   if (raw.ndim > TensorView::kMaxDims) return false;
   *view = view_of(raw);
-  return view->device_type == kDLCpu && view->is_float();
+  return view->device_type == kDLCpu && view->is_float() &&
+         (view->data != nullptr || view->numel() == 0);
 }
 
 bool contiguous_from(const TensorView& view, int first_dim) {
@@ -284,7 +285,12 @@ py::object norm(const py::handle& input, const py::tuple& normalized_shape,
   p.columns = 1;
   for (int i = 0; i < num_dims; ++i) {
     const int64_t size = x.shape[x.ndim - num_dims + i];
-    if (size != py::cast<int64_t>(normalized_shape[i])) return py::none();
+    PyObject* const given = PyTuple_GET_ITEM(normalized_shape.ptr(), i);
+    int overflow = 0;
+    if (!PyLong_Check(given) || PyLong_AsLongLongAndOverflow(given, &overflow) != size ||
+        overflow != 0) {
+      return py::none();
+    }
     p.columns *= size;
   }
   p.dtype = x.dtype();
@@ -322,8 +328,13 @@ py::object norm(const py::handle& input, const py::tuple& normalized_shape,
     strides[i] = step;
     step *= x.shape[i];
   }
-  py::object out = new_tensor(x.shape, strides, x.ndim, p.dtype);
+  py::object out = new_tensor(x.shape, strides, x.ndim, p.dtype), total;
   p.out = view_of(out).data;
+  if (p.residual != nullptr && p.dtype != statistics) {
+    // The norm is that of the sum as it is rounded where it is stored, with a backward or without.
+    total = new_tensor(x.shape, strides, x.ndim, p.dtype);
+    p.total = view_of(total).data;
+  }
   run_entry(&KernelTable::norm_fwd, p);
   return out;
 }

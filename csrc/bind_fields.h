@@ -12,6 +12,19 @@
 namespace fused_attn {
 namespace {
 
+// What kernels read as an array, or as rows that are arrays.
+void check_dense(const TensorView& view, const char* name, int first_dim) {
+  if (view.numel() == 0) return;
+  int64_t step = 1;
+  for (int i = view.ndim - 1; i >= first_dim; --i) {
+    if (view.shape[i] > 1 && view.strides[i] != step) {
+      const char* const where = first_dim == 0 ? "" : " in its last dimension";
+      throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
+    }
+    step *= view.shape[i];
+  }
+}
+
 // Reads fields by name from keyword arguments: tensors, or addresses; finish() throws if one was
 // never asked for.
 class Fields {
@@ -38,15 +51,20 @@ class Fields {
   void pointer(const char* name, T** out) {
     PyObject* const value = find(name);
     if (value == nullptr) return;
-    void* const address =
-        PyLong_Check(value) ? PyLong_AsVoidPtr(value) : view_of(py::handle(value)).data;
-    *out = static_cast<T*>(address);
+    if (PyLong_Check(value)) {
+      *out = static_cast<T*>(PyLong_AsVoidPtr(value));
+      return;
+    }
+    const TensorView view = view_of(py::handle(value));
+    if (view.there) check_dense(view, name, 0);
+    *out = static_cast<T*>(view.data);
   }
 
   template <class T>
   void rows(const char* name, T** out, int64_t (&strides)[3]) {
     const TensorView view = tensor(name);
     if (!view.there) return;
+    check_dense(view, name, 3);
     *out = view.data;
     for (int i = 0; i < 3; ++i) strides[i] = view.strides[i];
   }
@@ -145,17 +163,6 @@ void read_summary(const TensorView& mask, const TensorView& summary, DenseTensor
   }
 }
 
-// What kernels read as an array, or as rows that are arrays.
-void check_dense(const TensorView& view, const char* name, int first_dim) {
-  int64_t step = 1;
-  for (int i = view.ndim - 1; i >= first_dim; --i) {
-    if (view.shape[i] > 1 && view.strides[i] != step) {
-      throw std::invalid_argument(std::string(name) + " must be contiguous");
-    }
-    step *= view.shape[i];
-  }
-}
-
 template <class T>
 T integer(const py::handle& value) {
   return static_cast<T>(py::cast<int64_t>(value));
@@ -190,6 +197,7 @@ void read_mask(const py::handle& spec, MaskParams* p) {
 #include "fields/end.inc"
   // clang-format on
   if (bias.there) {
+    if (!bias.is_float()) throw std::invalid_argument("bias must be a float tensor");
     p->bias_dtype = bias.dtype();
     read_summary(bias, view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias_summary")), &p->bias);
   }
@@ -201,6 +209,12 @@ void read_mask(const py::handle& spec, MaskParams* p) {
 // Sizes and rows of query, key and value.
 void read_operands(const TensorView& query, const TensorView& key, const TensorView& value,
                    AttentionParams* p) {
+  for (const TensorView* view : {&query, &key, &value}) {
+    if (!view->is_float()) throw std::invalid_argument("query, key and value must be floats");
+    if (view->data == nullptr && view->numel() > 0) {
+      throw std::invalid_argument("query, key and value must have memory");
+    }
+  }
   check_dense(query, "query", 3);
   check_dense(key, "key", 3);
   check_dense(value, "value", 3);
@@ -249,6 +263,7 @@ void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(ca
 // A NormCall, but for its seed.
 void read_call(const py::handle& call, NormParams* p) {
   const TensorView input = view_of(FUSED_ATTN_ATTRIBUTE(call, "input"));
+  check_dense(input, "input", 0);
   p->dtype = input.dtype();
   p->rows = input.shape[0];
   p->columns = input.shape[1];

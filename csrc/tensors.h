@@ -82,7 +82,11 @@ struct TensorView {
     if (code == kDLBfloat) return DType::kBFloat16;
     return bits == 32 ? DType::kFloat32 : bits == 64 ? DType::kFloat64 : DType::kFloat16;
   }
-  bool is_float() const { return code == kDLFloat || code == kDLBfloat; }
+  // One of DType.
+  bool is_float() const {
+    return code == kDLBfloat ? bits == 16
+                             : code == kDLFloat && (bits == 16 || bits == 32 || bits == 64);
+  }
   int64_t numel() const {
     int64_t count = 1;
     for (int i = 0; i < ndim; ++i) count *= shape[i];

@@ -27,7 +27,7 @@ from fused_attn.core.validation import (
     checked_probability,
 )
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, normalize, spec_at_once
+from fused_attn.masks.spec import MaskSpec, normalize, spec_at_once, with_summaries
 
 
 def scaled_dot_product_attention(
@@ -118,12 +118,14 @@ def _at_once(
     backend, spec = first_backend(), None
     if backend is None or not (scale is None or type(scale) in (float, int)):
         return None
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.is_cpu):
+        return None
     if attn_mask is not None or is_causal:
-        if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
-            return None
         spec = spec_at_once(attn_mask, is_causal, query, key)
         if spec is None:
             return None
+        if isinstance(attn_mask, Mask):
+            spec = with_summaries(spec, backend.tile_summary)
     return backend.attention_at_once(query, key, value, spec, scale, bool(enable_gqa))
 
 

@@ -39,7 +39,8 @@ class CacheUpdate(NamedTuple):
 class Backend:
     """One way to compute the ops; the registry has an object of each.
 
-    Passes of attention get calls that are `readable()`; who calls them sees to that.
+    Passes of attention get calls that are `readable()`, but for attention_decode, whose caches may
+    lie anyhow; who calls them sees to that.
 
     Attributes:
         name: what users ask for.

@@ -19,7 +19,7 @@ BACKENDS: dict[str, Backend] = {
     for backend in (CppBackend(), CudaBackend(), TritonBackend(), EagerBackend())
 }
 
-_FIRST = next(iter(BACKENDS.values()))
+_FIRST = next(backend for backend in BACKENDS.values() if not backend.unavailable())
 
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None

@@ -19,6 +19,7 @@ from fused_attn.backends import Backend, reference
 from fused_attn.core import ops
 from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
 from fused_attn.core.flat import Flat
+from fused_attn.core.layout import readable_in_place
 from fused_attn.masks.spec import with_summaries
 
 
@@ -103,7 +104,9 @@ class _Attention(Function):
         if grad_out is None and grad_lse is None:
             return (None, None, *ctx.call.by_tensor())
         out, lse, lse_low, *tensors = ctx.saved_tensors
-        call, outputs = ctx.call.with_tensors(tensors), AttentionOutputs(out, lse, lse_low)
+        # Hooks on saved tensors may give back others than they took.
+        call = ctx.call.with_tensors(tensors).readable()
+        outputs = AttentionOutputs(readable_in_place(out), lse.contiguous(), lse_low.contiguous())
         given = torch.zeros_like(out) if grad_out is None else grad_out
         needs_bias = _wanted(ctx, "bias")
 
@@ -137,7 +140,7 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
         lse, lse_low, *tensors = ctx.saved_tensors
-        call, average = ctx.call.with_tensors(tensors), ctx.average
+        call, average = ctx.call.with_tensors(tensors).readable(), ctx.average
         needs_bias = _wanted(ctx, "bias")
 
         def run() -> Any:
@@ -173,6 +176,7 @@ class _Norm(Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None, *_: Any) -> Any:
         total, mean, rstd, *tensors = ctx.saved_tensors
+        mean, rstd = mean.contiguous(), rstd.contiguous()
         call = ctx.call.with_tensors(tensors)
         if not call.has_total:
             grad_total = None  # of the empty output; torch.compile hands zeros in

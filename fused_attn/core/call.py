@@ -90,9 +90,10 @@ class AttentionCall(Flat):
     def readable(self) -> AttentionCall:
         """This call with query, key and value as kernels read them."""
         q, k, v = (readable_in_place(t) for t in (self.query, self.key, self.value))
-        if q is self.query and k is self.key and v is self.value:
+        mask = self.mask.readable()
+        if q is self.query and k is self.key and v is self.value and mask is self.mask:
             return self
-        return replace(self, query=q, key=k, value=v)
+        return replace(self, query=q, key=k, value=v, mask=mask)
 
     def outputs(self, empty: Empty, for_backward: bool) -> AttentionOutputs:
         """Uninitialised results."""

@@ -23,6 +23,7 @@ from fused_attn.core.call import (
     NormOutputs,
 )
 from fused_attn.core.flat import Flat, empty_strided
+from fused_attn.core.layout import readable_in_place
 from fused_attn.core.packed import check_cu_seqlens
 from fused_attn.core.torch_state import plain_eager
 from fused_attn.masks.spec import BOUNDS
@@ -134,7 +135,7 @@ def _run_attention_bwd(
         raise ValueError(f"out and grad_out must have shape {shape}")
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_low)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
-    outputs = AttentionOutputs(out, lse, lse_low)
+    outputs = AttentionOutputs(readable_in_place(out), lse.contiguous(), lse_low.contiguous())
     rest = (outputs, grad_out, grad_lse, needs_bias)
     return get_backend(backend).attention_bwd(call.readable(), *rest)
 
@@ -193,7 +194,7 @@ def _run_norm_bwd(
     ):
         raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
     _check_seed(call)
-    grads = _resolved(grad_out, grad_total)
+    mean, rstd, grads = mean.contiguous(), rstd.contiguous(), _resolved(grad_out, grad_total)
     return get_backend(backend).norm_bwd(call, mean, rstd, *grads, needs_weight, needs_bias)
 
 

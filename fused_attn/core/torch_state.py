@@ -41,7 +41,7 @@ def unwatched() -> bool:
 
 def learns(tensor: object) -> bool:
     """A gradient of the tensor is wanted."""
-    return torch.is_grad_enabled() and getattr(tensor, "requires_grad", False)
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def transformed() -> bool:

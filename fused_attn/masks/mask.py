@@ -1,7 +1,7 @@
 """Attention masks that users compose.
 
 A `Mask` is a set of conditions combined with ``&``: a position is visible where all of them say
-so; float masks and ALiBi add to the scores. What kernels see of it is made in mask_spec.py; no
+so; float masks and ALiBi add to the scores. What kernels see of it is made in spec.py; no
 other file asks what a mask means.
 """
 

@@ -6,6 +6,7 @@ mask may mean.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +43,7 @@ class MaskSpec(Flat):
     Attributes:
         bias: float tensor added to the scores; -inf masks. Each dimension of
             (batch, num_heads, seqlen_q, seqlen_k) has its size or 1.
-        bias_summary: uint8, see `tile_summaries`.
+        bias_summary: uint8, see `with_summaries`.
         dense: bool tensor, True = visible, same broadcast shape as `bias`.
         dense_summary: uint8, as `bias_summary`.
         key_mask: bool tensor (batch or 1, num_heads or 1, 1, seqlen_k).
@@ -75,6 +76,15 @@ class MaskSpec(Flat):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
 
+    def readable(self) -> MaskSpec:
+        """This spec with what kernels read as arrays in one piece."""
+        names = ("bounds", "query_documents", "key_documents", "cu_seqlens_q", "cu_seqlens_k")
+        tensors = {name: getattr(self, name) for name in names}
+        apart = {
+            n: t.contiguous() for n, t in tensors.items() if t is not None and not t.is_contiguous()
+        }
+        return replace(self, **apart) if apart else self
+
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
         """batch, seqlen_q and seqlen_k as masks see them."""
         if self.cu_seqlens_q is None:
@@ -83,6 +93,7 @@ class MaskSpec(Flat):
 
 
 _CAUSAL = MaskSpec(band_hi=0)
+_BIAS_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 # ---- Mask -> MaskSpec ---------------------------------------------------------------------------
@@ -105,19 +116,22 @@ def spec_at_once(
     """`normalize` of an `attn_mask` argument where that takes no look at it; else None."""
     if attn_mask is None:
         return _CAUSAL
-    if is_causal or query.dim() != 4 or key.dim() != 4:
+    if is_causal or query.is_nested or key.is_nested or query.dim() != 4 or key.dim() != 4:
         return None
     batch, num_heads, seqlen_q, _ = query.shape
     shape = (batch, num_heads, seqlen_q, key.shape[2])
     if isinstance(attn_mask, Mask):
+        if not plain_eager(*attn_mask.tensors()) or any(b.requires_grad for b in attn_mask.biases):
+            return None
         try:
             spec = normalize(attn_mask, *shape, query)
         except ValueError:  # the tensors may be what is wrong
             return None
-        bias = spec.bias
-        learnt = bias is not None and (bias.requires_grad or bias.dtype == torch.float64)
-        return spec if not learnt and plain_eager(*attn_mask.tensors()) else None
-    if type(attn_mask) is not Tensor or attn_mask.dim() != 4 or attn_mask.layout != torch.strided:
+        known = spec.bias is None or spec.bias.dtype in (query.dtype, *_BIAS_TYPES)
+        return spec if known else None
+    if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
+        return None
+    if attn_mask.dim() != 4:
         return None
     if attn_mask.requires_grad or attn_mask.device != query.device or attn_mask.is_neg():
         return None
@@ -303,6 +317,8 @@ def _sequence_lengths(
 
 # ---- tile summaries -----------------------------------------------------------------------------
 
+_SETTING = threading.Lock()
+
 
 def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None]) -> MaskSpec:
     """The spec with the tile summaries of its dense tensors, computed once a spec.
@@ -315,8 +331,12 @@ def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None])
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
         if tensor is not None and summary is None:
-            # The one mutation of a spec: what is derived is kept where its source is.
-            object.__setattr__(spec, f"{name}_summary", summarize(tensor.detach()))
+            # The one mutation of a spec: what is derived is kept where its source is. A thread that
+            # comes second leaves what is there: kernels of the first may be reading it.
+            summary = summarize(tensor.detach())
+            with _SETTING:
+                if getattr(spec, f"{name}_summary") is None:
+                    object.__setattr__(spec, f"{name}_summary", summary)
     return spec
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -12,7 +14,9 @@ import torch
 import fused_attn
 from fused_attn import Mask, _cpu, masks
 from fused_attn import functional as F
+from fused_attn.backends import get_backend
 from fused_attn.masks import memo
+from fused_attn.masks.spec import normalize, with_summaries
 
 
 def qkv(*shape, dtype=torch.float32):
@@ -277,3 +281,91 @@ def test_a_graph_in_the_making_neither_takes_nor_leaves_what_is_kept(monkeypatch
     mask.memo.clear()
     F.scaled_dot_product_attention(*x, mask)
     assert not mask.memo
+
+
+def test_a_residual_gives_the_same_with_its_sum_and_without():
+    """In 16 bits the norm is that of the sum as it is rounded, whoever asks for it."""
+    x, residual = (torch.randn(64, 128).bfloat16() for _ in "xr")
+    weight = torch.ones(128)
+    alone = F.rms_norm(x, 128, weight, residual=residual)
+    together, _ = F.rms_norm(x, 128, weight, residual=residual, return_residual=True)
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(alone, together)
+    assert torch.equal(alone, F.rms_norm(leaf, 128, weight, residual=residual))
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_saved_tensors_that_come_back_with_other_strides(which):
+    """As hooks on saved tensors (offloading, compression) may give them back."""
+    x = qkv(1, 2, 8, 16)
+
+    def run(which):
+        leaves, unpacked = [t.clone().requires_grad_() for t in x], []
+
+        def unpack(tensor):
+            unpacked.append(tensor)
+            return tensor.mT.contiguous().mT if len(unpacked) - 1 == which else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+            out = F.scaled_dot_product_attention(*leaves)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    for got, want in zip(run(which), run(None), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_masks_are_summed_up_once():
+    mask, x = masks.dense(torch.rand(1, 1, 96, 96) > 0.5), qkv(1, 2, 96, 16)
+    first = F.scaled_dot_product_attention(*x, mask)
+    (spec,) = (entry.value for entry in mask.memo.values())
+    summary = spec.dense_summary
+    assert summary is not None
+    assert torch.equal(first, F.scaled_dot_product_attention(*x, mask))
+    assert spec.dense_summary is summary
+
+
+def test_threads_that_share_a_mask_share_one_summary():
+    """The second of two that sum it up at once leaves what the first one's kernel reads."""
+    backend, both = get_backend("cpp"), threading.Barrier(2)
+    summarize = type(backend).tile_summary
+
+    def wait(tensor):
+        both.wait(timeout=10)
+        return summarize(backend, tensor)
+
+    mask = masks.dense(torch.rand(1, 1, 96, 96) > 0.5)
+    spec = normalize(mask, 1, 2, 96, 96, torch.empty(0))
+    seen = []
+    work = [threading.Thread(target=lambda: seen.append(with_summaries(spec, wait).dense_summary))]
+    work.append(threading.Thread(target=work[0]._target))
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert seen[0] is seen[1] is spec.dense_summary
+
+
+def test_what_the_short_way_leaves_to_the_whole_one():
+    x = qkv(1, 2, 8, 16)
+    nested = torch.nested.nested_tensor([torch.randn(2, 8, 16)])
+    with pytest.raises(TypeError, match="must be a dense tensor"):
+        F.scaled_dot_product_attention(nested, nested, nested, masks.causal())
+    for shape in ("ab", (1 << 70,), [16.0]):
+        with pytest.raises((TypeError, ValueError)):
+            F.layer_norm(x[0], shape)
+    mask = masks.bias(torch.zeros(8, 8).to(torch.float8_e5m2))
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
+        F.scaled_dot_product_attention(*x, mask)
+
+
+def test_without_the_module():
+    """Where it cannot be imported, calls fall to eager."""
+    program = (
+        "import sys; sys.modules['fused_attn._cpu'] = None\n"
+        "import torch, fused_attn\n"
+        "x = torch.randn(1, 2, 8, 16)\n"
+        "fused_attn.scaled_dot_product_attention(x, x, x); fused_attn.layer_norm(x, 16)\n"
+        "print(fused_attn.available_backends())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "('eager',)", done.stderr

@@ -22,11 +22,14 @@ def _names(*names: str) -> str:
     return ", ".join(names)
 
 
+# Others are added where models are met that have norms of their own.
+_REPLACED = [name for name in map(qualified_name, REPLACEMENTS) if name.startswith("torch.nn.")]
+
 # What is used, what of it is supported, and the tests: a file, and functions of it.
 SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     (
         "`fused_attn.nn`, `swap_modules` on torch.nn",
-        _names(*(qualified_name(source).removeprefix("torch.nn.") for source in REPLACEMENTS)),
+        _names(*(name.removeprefix("torch.nn.") for name in _REPLACED)),
         {
             "test_nn_attention": (),
             "test_nn_transformer": (),

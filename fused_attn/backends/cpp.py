@@ -216,7 +216,7 @@ def use_isa(name: str) -> Iterator[None]:
 def tile_kinds(
     spec: MaskSpec, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[int, int]]:
-    """How the kernels classify the tiles of a problem; for tests and tools.
+    """The kinds of tiles that the kernels see in a mask; for tests and tools.
 
     Returns:
         (batch, num_heads, panels, blocks) uint8, 0 for tiles that are skipped, 1 for partial and

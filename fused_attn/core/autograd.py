@@ -78,7 +78,7 @@ def _needs_grad(call: Flat) -> bool:
 
 
 def _wanted(ctx: Any, name: str) -> bool:
-    """Whether the backward has to give a gradient of a tensor of the call, which came last."""
+    """True where the backward has to give a gradient of a tensor of the call, which came last."""
     tensors = ctx.call.TENSORS
     return ctx.needs_input_grad[tensors.index(name) - len(tensors)]
 

@@ -197,7 +197,7 @@ class NormCall(Flat):
 
     @property
     def has_total(self) -> bool:
-        """Whether what is normalised is something else than input."""
+        """True where something else than input is normalised."""
         return self.residual is not None or self.dropout_p > 0.0
 
     def readable(self) -> NormCall:

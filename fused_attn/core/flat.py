@@ -55,7 +55,7 @@ class Flat:
         raise NotImplementedError
 
     def without_tensors(self: FlatT) -> FlatT:
-        """What remains for a backward whose tensors autograd keeps."""
+        """The rest of the call, for a backward whose tensors autograd keeps."""
         return self.with_tensors((None,) * len(self.TENSORS))
 
     @classmethod

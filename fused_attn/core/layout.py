@@ -1,4 +1,4 @@
-"""How the tensors of attention lie in memory."""
+"""The layouts of tensors that kernels read in place."""
 
 from __future__ import annotations
 

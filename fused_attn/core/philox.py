@@ -60,7 +60,7 @@ def norm_keep(seed: Tensor, dropout_p: float, rows: int, columns: int) -> Tensor
 
 
 def dropout_scale(dropout_p: float) -> float:
-    """What kept values are multiplied by."""
+    """The factor of values that dropout leaves."""
     return 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What arguments must be: every error names the argument, what was expected and what came."""
+"""Checks of arguments: every error names the argument, what was expected and what came."""
 
 from __future__ import annotations
 

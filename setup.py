@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent
 # stays, so that the next build compiles what changed only.
 COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))
 BUILD_DIR = ROOT / "build" / "-".join(["cmake", sysconfig.get_config_var("SOABI"), *COMPILER])
-CUDA_SWITCH = {None: "AUTO", "": "AUTO", "0": "OFF", "1": "ON"}
+CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
 
 
 def find_tool(name: str) -> str:
@@ -63,8 +63,10 @@ class CMakeBuild(build_ext):
             (prefix / self.get_ext_filename(extension.name)).unlink(missing_ok=True)
 
     def configure_and_build(self) -> None:
-        import pybind11
-
+        try:
+            import pybind11
+        except ImportError:
+            raise SystemExit("fused_attn: pybind11 not found; pip install pybind11") from None
         cache = BUILD_DIR / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
             shutil.rmtree(BUILD_DIR)  # the tree was moved or copied

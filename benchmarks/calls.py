@@ -1,12 +1,15 @@
 """Small calls, which take their time on the way to the kernel: `python benchmarks/calls.py`.
 
-Each is timed in turns with torch's own. `--trees A B` times the packages of two source trees, each
-with its module built, in turns of whole processes, and gives the ratio of their medians.
+Each is timed in turns with torch's own, and a small encoder with itself before the swap. With
+`--backend sdpa` it shows what our way costs where torch computes, as on a GPU without verified
+kernels. `--trees A B` times the packages of two source trees, each with its module built, in turns
+of whole processes, and gives the ratio of their medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -73,7 +76,38 @@ def cases() -> dict[str, Ways]:
             x,
         ),
     }
+
+    def encoder(training: bool) -> Any:
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(256, 4, 512, 0.0, batch_first=True)
+        return torch.nn.TransformerEncoder(layer, 4).train(training)
+
+    def swapped(model: Any) -> Any:
+        fa.swap_modules(model)
+        return model
+
+    tokens, ignored = torch.randn(4, 32, 256), torch.arange(32) >= torch.tensor([[32]] * 3 + [[20]])
+    half, additive = [t.bfloat16() for t in small], torch.randn(32, 32)
+    models = {on: (swapped(encoder(on)), encoder(on)) for on in (False, True)}
+    plain |= {
+        "8x32x64 bool of 2-D": both(
+            lambda *t: ours(*t, visible[0, 0]), lambda *t: sdpa(*t, visible[0, 0]), *small
+        ),
+        "8x32x64 float": both(lambda *t: ours(*t, additive), lambda *t: sdpa(*t, additive), *small),
+        "8x32x64 bfloat16": both(ours, sdpa, *half),
+        "encoder": both(*models[False], tokens),
+        "encoder, padded": both(
+            *(lambda x, m=m: m(x, src_key_padding_mask=ignored) for m in models[False]), tokens
+        ),
+    }
     return {name: without_grad(ways) for name, ways in plain.items()} | {
+        "encoder, step": both(
+            *(
+                lambda x, m=m: m(x, src_key_padding_mask=ignored).sum().backward()
+                for m in models[True]
+            ),
+            tokens,
+        ),
         "8x32x64, step": both(step(ours), step(sdpa), *leaves),
         "8x32x64 Mask, step": both(
             step(lambda *t: ours(*t, causal)), step(lambda *t: sdpa(*t, is_causal=True)), *leaves
@@ -87,13 +121,17 @@ def microseconds() -> dict[str, dict[str, float]]:
     results = {}
     for name, ways in cases().items():
         taken: dict[str, list[float]] = {way: [] for way in ways}
+        start = time.perf_counter()
+        for call in ways.values():
+            call()
+        calls = max(5, min(CALLS, int(0.02 / (time.perf_counter() - start))))
         for _ in range(ROUNDS):
             for way, call in ways.items():
                 call()
                 start = time.perf_counter()
-                for _ in range(CALLS):
+                for _ in range(calls):
                     call()
-                taken[way].append((time.perf_counter() - start) / CALLS * 1e6)
+                taken[way].append((time.perf_counter() - start) / calls * 1e6)
         results[name] = {way: round(statistics.median(t), 2) for way, t in taken.items()}
     return results
 
@@ -130,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--backend", help="of ours; without it, the automatic choice")
     parser.add_argument("--json", metavar="FILE", help="- for stdout")
     options = parser.parse_args()
     import torch
@@ -137,8 +176,19 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    results = of_trees(options.trees) if options.trees else microseconds()
-    machine = {"cpu": _cpu_model(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    with contextlib.ExitStack() as stack:
+        if options.backend:
+            import fused_attn
+
+            stack.enter_context(fused_attn.use_backend(options.backend))
+        results = of_trees(options.trees) if options.trees else microseconds()
+    machine: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    if options.backend:
+        machine["backend"] = options.backend
     if options.json is None:
         for name, figures in results.items():
             print(f"{name:24}", *(f"{key} {value:8.2f}" for key, value in figures.items()))

@@ -126,15 +126,14 @@ void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
 constexpr int64_t kPooledFrom = 1 << 20;
 
 // An uninitialised dense tensor; a large one in memory that earlier ones have left. It needs
-// torch's C functions.
-py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, DType dtype) {
+// torch's C functions. code, bits: its type, as DLPack has it.
+py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, uint8_t code,
+                      uint8_t bits) {
   struct Managed {
     DLManagedTensorVersioned base;
     int64_t shape[TensorView::kMaxDims], strides[TensorView::kMaxDims];
     bool pooled;
   };
-  const bool is_bfloat = dtype == DType::kBFloat16;
-  const int bits = dtype == DType::kFloat32 ? 32 : dtype == DType::kFloat64 ? 64 : 16;
   auto managed = std::make_unique<Managed>();
   int64_t numel = 1;
   for (int i = 0; i < ndim; ++i) {
@@ -156,8 +155,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, DT
                      delete own;
                    },
                    0,
-                   {data, kDLCpu, 0, ndim, static_cast<uint8_t>(is_bfloat ? kDLBfloat : kDLFloat),
-                    static_cast<uint8_t>(bits), 1, managed->shape, managed->strides, 0}};
+                   {data, kDLCpu, 0, ndim, code, bits, 1, managed->shape, managed->strides, 0}};
   void* object = nullptr;
   if (exchange_api->managed_tensor_to_py_object(&managed.release()->base, &object) != 0) {
     throw py::error_already_set();
@@ -165,7 +163,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, DT
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-// The same by Python's shape and strides.
+// The same by Python's shape and strides; dtype: a DType, or -1 for int16.
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());
@@ -174,7 +172,12 @@ py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_
     sizes[i] = py::cast<int64_t>(shape[i]);
     steps[i] = py::cast<int64_t>(strides[i]);
   }
-  return new_tensor(sizes, steps, ndim, static_cast<DType>(dtype));
+  if (dtype < 0) return new_tensor(sizes, steps, ndim, kDLInt, 16);
+  const auto type = static_cast<DType>(dtype);
+  return new_tensor(sizes, steps, ndim, type == DType::kBFloat16 ? kDLBfloat : kDLFloat,
+                    type == DType::kFloat32   ? 32
+                    : type == DType::kFloat64 ? 64
+                                              : 16);
 }
 
 // ---- whole calls --------------------------------------------------------------------------------
@@ -221,6 +224,22 @@ bool contiguous_from(const TensorView& view, int first_dim) {
   return true;
 }
 
+// Strides of a dense tensor whose dimensions lie in the order of those of `like`, the last one
+// innermost: laid_out_like of core/layout.py.
+void lay_out_like(const TensorView& like, const int64_t* shape, int64_t* strides) {
+  int order[] = {0, 1, 2, 3};
+  for (const int i : {0, 1, 0}) {     // three comparisons sort three
+    if (like.strides[3] != 1) break;  // it is copied
+    const int64_t stride = like.strides[order[i]];
+    if (0 < stride && stride < like.strides[order[i + 1]]) std::swap(order[i], order[i + 1]);
+  }
+  int64_t step = 1;
+  for (int i = 3; i >= 0; --i) {
+    strides[order[i]] = step;
+    step *= shape[order[i]];
+  }
+}
+
 // No backend is asked for in the environment, and torch has C functions.
 bool short_way() {
   const char* const wanted = std::getenv("FUSED_ATTN_BACKEND");
@@ -262,9 +281,9 @@ py::object attention(const py::handle& query, const py::handle& key, const py::h
     complete_mask(spec, &p, &summaries);
   }
   const int64_t shape[] = {p.batch, num_heads, p.seqlen_q, p.head_dim_v};
-  const int64_t strides[] = {p.seqlen_q * num_heads * p.head_dim_v, p.head_dim_v,
-                             num_heads * p.head_dim_v, 1};
-  py::object out = new_tensor(shape, strides, 4, p.dtype);
+  int64_t strides[4];
+  lay_out_like(q, shape, strides);
+  py::object out = new_tensor(shape, strides, 4, q.code, q.bits);
   p.out = view_of(out).data;
   for (int i = 0; i < 3; ++i) p.out_strides[i] = strides[i];
   run_entry(&KernelTable::attention_fwd, p);
@@ -328,11 +347,11 @@ py::object norm(const py::handle& input, const py::tuple& normalized_shape,
     strides[i] = step;
     step *= x.shape[i];
   }
-  py::object out = new_tensor(x.shape, strides, x.ndim, p.dtype), total;
+  py::object out = new_tensor(x.shape, strides, x.ndim, x.code, x.bits), total;
   p.out = view_of(out).data;
   if (p.residual != nullptr && p.dtype != statistics) {
     // The norm is that of the sum as it is rounded where it is stored, with a backward or without.
-    total = new_tensor(x.shape, strides, x.ndim, p.dtype);
+    total = new_tensor(x.shape, strides, x.ndim, x.code, x.bits);
     p.total = view_of(total).data;
   }
   run_entry(&KernelTable::norm_fwd, p);

@@ -1,7 +1,7 @@
 // Calls of Python (fused_attn/core/call.py) and fields by name, as the structs of params.h.
 //
-// Python checks shapes and types; here a missing field is absent (null, 0), and one that no struct
-// has is an error that names it.
+// Python checks shapes and types; here a missing field or an empty tensor is absent (null, 0), and
+// a field that no struct has is an error that names it.
 #pragma once
 
 #include <string>
@@ -56,16 +56,17 @@ class Fields {
       return;
     }
     const TensorView view = view_of(py::handle(value));
-    if (view.there) check_dense(view, name, 0);
+    if (!view.there || view.numel() == 0) return;
+    check_dense(view, name, 0);
     *out = static_cast<T*>(view.data);
   }
 
   template <class T>
   void rows(const char* name, T** out, int64_t (&strides)[3]) {
     const TensorView view = tensor(name);
-    if (!view.there) return;
+    if (!view.there || view.numel() == 0) return;
     check_dense(view, name, 3);
-    *out = view.data;
+    *out = static_cast<T*>(view.data);
     for (int i = 0; i < 3; ++i) strides[i] = view.strides[i];
   }
 
@@ -285,10 +286,13 @@ void read_call(const py::handle& call, NormBwdParams* p) {
 // Names of the attributes that are read of calls and of their masks: Python compares them.
 py::list call_fields() {
   py::list names;
-  for (const char* name :
-       {"query", "key", "value", "scale", "softcap", "dropout_p", "seed", "bias_summary",
-        "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "input",
-        "residual", "weight", "bias", "eps", "rms"}) {
+  for (const char* name : {"query",        "key",          "value",
+                           "scale",        "softcap",      "dropout_p",
+                           "seed",         "bias_summary", "dense_summary",
+                           "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+                           "max_seqlen_k", "input",        "residual",
+                           "weight",       "bias",         "eps",
+                           "rms",          "by_query"}) {  // the last is for Python alone
     names.append(name);
   }
 #define FIELD(type, name) names.append(#name);

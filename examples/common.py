@@ -144,7 +144,7 @@ def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
     """Reads the command line, `flags` too; in the block its backend computes; then it records."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="little data, few steps: does it run?")
-    best = next(row["name"] for row in doctor.backends() if row["automatic"])
+    best = next(row["name"] for row in doctor.backends() if row["available"])
     parser.add_argument(
         "--backend", choices=fused_attn.available_backends(), default=wanted_backend() or best,
         help="eager is the reference; %(default)s without",

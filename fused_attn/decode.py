@@ -112,7 +112,7 @@ def decode_attention(
         raise ValueError(_NO_GRAD.format(name="attn_mask"))
     spec = normalize(mask, batch, num_heads, seqlen_q, capacity, query)
     call = attention_call(query, key_cache, value_cache, spec, scale, softcap, 0.0)
-    chosen = select(problem_of(call), backend)
+    chosen = select(problem_of(call, "lse" if return_lse else "out"), backend)
     result = None
     if plain_eager(*given.values(), lengths, block_table, *mask.tensors()):
         call = replace(call, mask=with_summaries(spec, chosen.tile_summary))
@@ -132,7 +132,13 @@ def decode_attention(
             caches = (key_cache, value_cache)
             keys, values = (_in_one_piece(cache, block_table, longest) for cache in caches)
             call = replace(call, key=keys, value=values)
-        result = autograd.attention(call, chosen)
+        if chosen.torchs_own:
+            behind = torch.arange(call.key.shape[2], device=query.device) >= (
+                lengths[:, None, None] + seqlen_new
+            )
+            keys, values = (t.masked_fill(behind[..., None], 0.0) for t in (call.key, call.value))
+            call = replace(call, key=keys, value=values)
+        result = autograd.attention(call, chosen, return_lse)
     out, lse = result
     return (out, lse) if return_lse else out
 
@@ -194,7 +200,7 @@ def _checked_capacity(query: Tensor, key_cache: Tensor, block_table: Tensor | No
                 f"block_table must have shape ({batch}, max_pages), got {tuple(block_table.shape)}"
             )
         capacity = block_table.shape[1] * key_cache.shape[2]
-    check_length(max(capacity, query.shape[2]))
+    check_length(capacity, query.shape[2])
     return capacity
 
 

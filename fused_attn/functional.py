@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.backends import first_backend, problem_of, select
-from fused_attn.core import autograd, packed, philox
+from fused_attn.backends import NormProblem, first_backend, plain_problem, problem_of, select
+from fused_attn.backends.registry import backend_at_once, by_problem
+from fused_attn.core import autograd, packed
 from fused_attn.core.autocast import autocast, autocast_norm
-from fused_attn.core.call import NormCall
+from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.core.second_order import give_second_order
 from fused_attn.core.shapes import canonical
 from fused_attn.core.torch_state import learns, statistics_dtype, unwatched
 from fused_attn.core.validation import (
@@ -25,6 +27,7 @@ from fused_attn.core.validation import (
     check_same,
     checked_cu_seqlens,
     checked_probability,
+    checked_scale,
 )
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, normalize, spec_at_once, with_summaries
@@ -66,11 +69,12 @@ def scaled_dot_product_attention(
         enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
         return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
     Returns:
-        out with query's leading shape and head_dim_v; with return_lse also lse, (batch, num_heads,
-        seqlen_q), float32 (float64 for float64), -inf for rows with no visible key.
+        out with query's leading shape and head_dim_v, laid out in memory as query is, as in torch;
+        with return_lse also lse, (batch, num_heads, seqlen_q), float32 (float64 for float64), -inf
+        for rows with no visible key.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.
@@ -84,7 +88,7 @@ def scaled_dot_product_attention(
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
     plain = softcap is None and backend is None and not return_lse and _is_zero(dropout_p)
-    if plain and type(is_causal) is bool and unwatched() and not learns(query):
+    if plain and type(is_causal) is bool and isinstance(query, Tensor) and unwatched():
         out = _at_once(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is not None:
             return out
@@ -95,10 +99,10 @@ def scaled_dot_product_attention(
     mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
     q, k, v, mask_tensor, leading = canonical(query, key, value, mask_tensor, enable_gqa)
     mask = masks.as_mask(attn_mask if mask_tensor is None else mask_tensor, is_causal)
-    out, lse = _attend(q, k, v, mask, scale, softcap, dropout_p, backend)
-    if len(leading) != 3:
-        out, lse = out.reshape(*leading, out.shape[-1]), lse.reshape(leading)
-    return (out, lse) if return_lse else out
+    result = "lse" if return_lse else "out"
+    out, lse = _attend(q, k, v, mask, scale, softcap, dropout_p, result, backend)
+    out = out if len(leading) == 3 else out.reshape(*leading, out.shape[-1])
+    return (out, lse.reshape(leading)) if return_lse else out
 
 
 def _is_zero(dropout_p: object) -> bool:
@@ -115,18 +119,29 @@ def _at_once(
     enable_gqa: bool,
 ) -> Tensor | None:
     """out by a backend that does all in one, or None: small calls spend their time on the way."""
-    backend, spec = first_backend(), None
-    if backend is None or not (scale is None or type(scale) in (float, int)):
+    device_type, spec = query.device.type, None
+    backend = first_backend(device_type)
+    if backend is None and not by_problem(device_type):
         return None
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.is_cpu):
+    if not (isinstance(key, Tensor) and (scale is None or type(scale) in (float, int))):
         return None
     if attn_mask is not None or is_causal:
         spec = spec_at_once(attn_mask, is_causal, query, key)
         if spec is None:
             return None
-        if isinstance(attn_mask, Mask):
-            spec = with_summaries(spec, backend.tile_summary)
-    return backend.attention_at_once(query, key, value, spec, scale, bool(enable_gqa))
+    if backend is None:
+        problem = plain_problem(query, key, value, spec)
+        backend = None if problem is None else backend_at_once(problem)
+    if backend is None or (learns(query) and not backend.differentiable):
+        return None
+    if spec is not None and isinstance(attn_mask, Mask):
+        spec = with_summaries(spec, backend.tile_summary)
+    out = backend.attention_at_once(query, key, value, spec, scale, bool(enable_gqa))
+    if out is not None and out.requires_grad:
+        scale = checked_scale(scale, query.shape[3])
+        call = AttentionCall(query, key, value, spec or MaskSpec(), scale)
+        give_second_order(out, call)
+    return out
 
 
 def varlen_attention(
@@ -206,9 +221,10 @@ def varlen_attention(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    out, lse = _attend(q, k, v, spec, scale, softcap, dropout_p, backend)
-    out, lse = out[0].transpose(0, 1), lse[0]
-    return (out, lse) if return_lse else out
+    result = "lse" if return_lse else "out"
+    out, lse = _attend(q, k, v, spec, scale, softcap, dropout_p, result, backend)
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
 
 
 def _attend(
@@ -219,11 +235,12 @@ def _attend(
     scale: float | None,
     softcap: float | None,
     dropout_p: float,
+    result: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of tensors in their canonical form, with a new seed."""
+    """out and lse of tensors in their canonical form."""
     call = attention_call(query, key, value, mask, scale, softcap, dropout_p)
-    return autograd.attention(call, select(problem_of(call), backend))
+    return autograd.attention(call, select(problem_of(call, result), backend), result == "lse")
 
 
 def layer_norm(
@@ -251,7 +268,7 @@ def layer_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1] of dropping an element of input before the sum.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
     Returns:
         out, like input; with return_residual also the sum (input itself where nothing is added).
@@ -292,7 +309,7 @@ def rms_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1] of dropping an element of input before the sum.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
     Returns:
         out, like input; with return_residual also the sum.
@@ -322,10 +339,19 @@ def _norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     plain = not return_residual and backend is None and _is_zero(dropout_p)
-    if plain and unwatched() and not learns(input):
-        first = first_backend()
-        added = _default_eps(input) if eps is None and isinstance(input, Tensor) else eps
-        if first is not None and type(added) is float:
+    if plain and isinstance(input, Tensor) and unwatched():
+        first = first_backend(input.device.type)
+        if first is None and by_problem(input.device.type):
+            learning = any(learns(t) for t in (input, weight, bias, residual))
+            first = backend_at_once(
+                NormProblem(
+                    input.device, input.dtype, math.prod(shape), rms, residual is not None,
+                    learns=learning,
+                )
+            )  # fmt: skip
+        added = _default_eps(input) if eps is None else eps
+        at_once = first is not None and (first.differentiable or not learns(input))
+        if first is not None and at_once and type(added) is float:
             out = first.norm_at_once(input, shape, weight, bias, residual, added, rms)
             if out is not None:
                 return out
@@ -343,7 +369,6 @@ def _norm(
         eps,
         rms,
         dropout_p,
-        philox.new_seed(input.device) if dropout_p > 0.0 else None,
     )
     out, total = autograd.norm(call, select(problem_of(call), backend))
     out = _reshaped(out, input.shape)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from fused_attn.backends import first_backend
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
 from fused_attn.nn.norm import Norm
 
@@ -40,7 +41,8 @@ class SwapReport:
         swapped: the modules (and Hugging Face models) that are fused now. A module that stands in
             several places is listed under each of its names.
         skipped: the modules of a kind that is swapped that were left alone, with the reason.
-        notes: what else was changed, so that what is swapped is also called.
+        notes: what else was changed, so that what is swapped is also called, and what was fused
+            before.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -61,11 +63,18 @@ class SwapReport:
             self._undo[-1]()
             self._undo.pop()
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: the model that was swapped is the one to call."""
+        raise TypeError(
+            "a SwapReport is no model: swap_modules changes the model in place and returns what "
+            "it did; call the model that it was given"
+        )
+
     def __str__(self) -> str:
         rows = [(s.name, s.from_type, f"-> {s.to_type}") for s in self.swapped]
         rows += [(s.name, s.type, f"left alone: {s.reason}") for s in self.skipped]
         if not rows:
-            return "nothing to swap"
+            return "; ".join(["nothing to swap", *self.notes])
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{len(self.swapped)} swapped, {len(self.skipped)} left alone"]
         lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {what}" for name, kind, what in rows]
@@ -91,7 +100,8 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
 
     A swapped model can be copied, pickled and saved; where it is loaded, fused_attn has to be
     installed and need not be imported. A pickled transformers model is loaded after
-    `fused_attn.integrations.transformers.register()`.
+    `fused_attn.integrations.transformers.register()`. What its `save_pretrained` writes is a plain
+    checkpoint: `from_pretrained` gives a model as it was before the swap.
 
     Args:
         model: any torch.nn.Module. Modules of exactly these classes are swapped, wherever they
@@ -116,6 +126,9 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _register_integrations(model)
     report = SwapReport()
+    fused = sum(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules())
+    if fused:
+        report.notes.append(f"modules that were fused already: {fused}")
     # Of a module that stands in several places: what it was and is, or why it was left alone.
     seen: dict[int, Swapped | Skipped] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -136,7 +149,19 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
     if attention:
         for name, hf_model in transformers_models(model):
             _swap_transformers_model(hf_model, shown_name(name), report)
+    if report.swapped:
+        report.notes += _notices(model)
     return report
+
+
+def _notices(model: Module) -> list[str]:
+    """What users should know of the backend that computes the model where it is now."""
+    notices = []
+    for device_type in dict.fromkeys(p.device.type for p in model.parameters()):
+        backend = first_backend(device_type)
+        if backend is not None and (notice := backend.notice(device_type)):
+            notices.append(notice)
+    return notices
 
 
 def contains_fused_modules(model: Module) -> bool:
@@ -240,6 +265,7 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
     if model.config._attn_implementation == integration.NAME and not (
         integration.padded_stacks(model)
     ):
+        report.notes.append(f"{name}: its attention was fused already")
         return
     restore, detail = integration.use_fused_attention(model)
     if restore is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,26 @@ import torch
 import triton_interpreter
 from helpers import BACKENDS, INTERPRETED, SLOW_BACKENDS, device_of, takes
 
+from fused_attn.backends import verdicts
+
 if INTERPRETED:
     triton_interpreter.repair()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What `fused-attn verify` found on this machine is no business of the tests."""
+    nowhere = tmp_path_factory.getbasetemp() / "verdicts"
+    verdicts.folder = lambda: nowhere
+
+
+@pytest.fixture
+def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where verdicts of the test lie."""
+    monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
+    verdicts.read_again()
+    yield tmp_path / "verdicts"
+    verdicts.read_again()
 
 
 @pytest.hookimpl(tryfirst=True)  # -m sees the markers that are added here

@@ -114,8 +114,9 @@ class AttentionBwdBias : BwdTile<T> {
     add_consistent();
   }
 
-  // Adds dS of the panel to the sum. The dS of a row add up to dlse; but delta comes from the
-  // rounded out, and leaves P times its error in them. What the row's sum misses tells that error.
+  // Adds dS of the panel to the sum. The dS of a row add up to dlse; but delta comes from out,
+  // whose weights were rounded, and leaves P times its error in them. What the row's sum misses
+  // tells it.
   void add_consistent() {
     for (int v = 0; v < 2; ++v) {
       const int64_t first = v * kLanes<A>, end = p_.seqlen_k * kRows;

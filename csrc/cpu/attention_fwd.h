@@ -51,7 +51,7 @@ struct SoftmaxStream {
     for (int v = first; v < first + kVectors; ++v) {
       const Vec<A> below = shift[v];
       Vec<A> x[kKeys];
-      typename P::Weight weight[kKeys];
+      typename P::Weight weight[kKeys], whole[kKeys];  // after dropout, and before
       for (int r = 0; r < kKeys; ++r) {
         A* const score = from + r * kPanel<A> + v * kLane;
         x[r] = exp_nonpositive<A, kPrecision<T>>(load(score) - below, exp_unit);
@@ -60,10 +60,14 @@ struct SoftmaxStream {
           if (dropout != nullptr) kept = where<A>(keep[r] >> (v * kLane), kept, Vec<A>{});
           if (in_place) store(score, kept);
         }
-        weight[r] = P::weight(kept);
+        whole[r] = P::weight(x[r]);
+        weight[r] = kPlain ? whole[r] : P::weight(kept);
       }
       for (int r = 0; r < kKeys; r += 2) {
         sum[v] += x[r] + x[r + 1];
+        if constexpr (P::kRoundsWeights) {
+          rounded_sum[v] = P::add_rounded(rounded_sum[v], whole[r], whole[r + 1]);
+        }
         P::store_right(weights, P::right_size(kBlockN, kPanel<A>) / P::kParts, t + r, v, weight[r],
                        weight[r + 1]);
       }
@@ -80,8 +84,9 @@ struct SoftmaxStream {
   ExpUnit<A> unit;  // of a score
   Vec<A> shift[2];
   Vec<A> sum[2] = {};
-  uint32_t keep[4] = {};      // what dropout leaves of a piece's keys
-  int64_t done = 0, due = 0;  // pieces, and pieces times calls
+  Vec<A> rounded_sum[2] = {};  // of weights as they are multiplied, where that rounds them
+  uint32_t keep[4] = {};       // what dropout leaves of a piece's keys
+  int64_t done = 0, due = 0;   // pieces, and pieces times calls
 };
 
 template <class T>
@@ -126,6 +131,7 @@ class AttentionFwd {
     A* out;               // (head_dim_v, panel), not divided by sum
     A* maximum;           // (panel), in the units of the scores
     A* sum;               // (panel)
+    A* divisor;           // (panel), the sum of the weights as they were multiplied
   };
 
   // Keys `offset` and further of the block against a panel.
@@ -153,7 +159,9 @@ class AttentionFwd {
     for (int64_t i = 0; i < panels; ++i) {
       panels_[i] = {arena_.template take<RightElement>(P::right_size(wide, kRows)),
                     arena_.template take<A>(wide_v * kRows), arena_.template take<A>(kRows),
-                    arena_.template take<A>(kRows)};
+                    arena_.template take<A>(kRows), nullptr};
+      Panel& panel = panels_[i];
+      panel.divisor = P::kRoundsWeights ? arena_.template take<A>(kRows) : panel.sum;
     }
     for (int i = 0; i < 2; ++i) {
       scores_[i] = arena_.template take<A>(kBlockN * kRows);
@@ -234,7 +242,7 @@ class AttentionFwd {
     memset(panel.out, 0, P::pad_dim(p_.head_dim_v) * kRows * sizeof(A));
     for (int64_t l = 0; l < kRows; ++l) {
       panel.maximum[l] = -static_cast<A>(__builtin_inf());
-      panel.sum[l] = 0;
+      panel.sum[l] = panel.divisor[l] = 0;
     }
   }
 
@@ -296,8 +304,13 @@ class AttentionFwd {
 
   void close(const SoftmaxStream<T>& stream, const Job& job) {
     for (int v = 0; v < 2; ++v) {
+      const Vec<A> alpha = load(job.alpha + v * kLane);
       A* const sum = job.tile.panel->sum + v * kLane;
-      store(sum, load(sum) * load(job.alpha + v * kLane) + stream.sum[v]);
+      store(sum, load(sum) * alpha + stream.sum[v]);
+      if constexpr (P::kRoundsWeights) {
+        A* const divisor = job.tile.panel->divisor + v * kLane;
+        store(divisor, load(divisor) * alpha + stream.rounded_sum[v]);
+      }
     }
   }
 
@@ -322,7 +335,9 @@ class AttentionFwd {
     const int64_t rows = min64(kRows, queries_.count - i);
     const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int v = 0; v < 2; ++v) {
-      const Vec<A> sum = load(panel.sum + v * kLanes<A>);
+      // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
+      // row that one key dominates, 1.002 of it would hide all that the other keys have.
+      const Vec<A> sum = load(panel.divisor + v * kLanes<A>);
       const Vec<A> divisor = sum == 0 ? broadcast<A>(1) : sum;  // rows that saw nothing stay 0
       const Vec<A> factor = kept / divisor;
       for (int64_t d = 0; d < p_.head_dim_v; ++d) {
@@ -334,9 +349,23 @@ class AttentionFwd {
     T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries_, h));
     write_panel<T>(panel.out, p_.head_dim_v, rows, rows_, out + i * p_.out_strides[2],
                    p_.out_strides[2]);
+    if constexpr (sizeof(T) == 2) {
+      if (p_.out_low != nullptr) write_out_low(h, i, rows, out + i * p_.out_strides[2]);
+    }
     const int64_t at = lse_begin(p_, b, h) + i;
     for (int64_t l = 0; l < rows; ++l) {
       write_lse(p_, units_, at + l, panel.maximum[l], panel.sum[l]);
+    }
+  }
+
+  // What rounding took from rows of out, which write_panel has left in rows_.
+  void write_out_low(int64_t h, int64_t i, int64_t rows, const T* out) {
+    int16_t* const low =
+        const_cast<int16_t*>(at_head<int16_t>(p_.out_low, p_.out_low_strides, queries_, h)) +
+        i * p_.out_low_strides[2];
+    for (int64_t l = 0; l < rows; ++l) {
+      store_low_row(rows_ + l * p_.head_dim_v, out + l * p_.out_strides[2], p_.head_dim_v,
+                    low + l * p_.out_low_strides[2]);
     }
   }
 

@@ -80,8 +80,8 @@ class WeightTiles : protected BwdTile<T> {
       if (!packed) k = P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
       packed = true;
       this->tile_gradients(kind, at, slot + x, k, typename P::Left{},
-                           [&](int64_t t, const auto&, const auto& kept, const auto& grad) {
-                             use(x, t, kept, grad);
+                           [&](int64_t t, const auto& weight, const auto& kept, const auto& grad) {
+                             use(x, t, weight, kept, grad);
                            });
     }
   }
@@ -130,7 +130,7 @@ class AttentionWeights : WeightTiles<T> {
       this->zero(sums_, count * kBlockN * kRows);
       for (int64_t g = 0; g < heads_; ++g) {
         this->head_tiles(b, h + g, first, count, j, n, g * kPanels,
-                         [&](int64_t x, int64_t t, const auto& kept, const auto&) {
+                         [&](int64_t x, int64_t t, const auto&, const auto& kept, const auto&) {
                            seen[x] = true;
                            for (int r = 0; r < 2; ++r) {
                              for (int v = 0; v < 2; ++v) {
@@ -166,6 +166,9 @@ class AttentionWeights : WeightTiles<T> {
 };
 
 // Row sums of the weights times their gradient, which the backward subtracts from that gradient.
+//
+// Divided by the sum of the weights, which is 1 but for their rounding: where one key has all the
+// weight, its gradient and this cancel.
 template <class T>
 class WeightRowSums : WeightTiles<T> {
   using Base = WeightTiles<T>;
@@ -191,13 +194,16 @@ class WeightRowSums : WeightTiles<T> {
       : Base(bwd, mask), row_sums_(row_sums) {}
 
   void task(int64_t b, int64_t h, int64_t first, int64_t count) {
-    Vec<A> totals[kPanels][2] = {};
+    Vec<A> totals[kPanels][2] = {}, weights[kPanels][2] = {};
     for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
       const int64_t n = min64(kBlockN, p_.seqlen_k - j);
       Vec<A> sums[kPanels][2] = {};
       this->head_tiles(b, h, first, count, j, n, 0,
-                       [&](int64_t x, int64_t, const auto&, const auto& grad) {
-                         for (int v = 0; v < 2; ++v) sums[x][v] += grad[0][v] + grad[1][v];
+                       [&](int64_t x, int64_t, const auto& weight, const auto&, const auto& grad) {
+                         for (int v = 0; v < 2; ++v) {
+                           sums[x][v] += grad[0][v] + grad[1][v];
+                           weights[x][v] += weight[0][v] + weight[1][v];
+                         }
                        });
       for (int64_t x = 0; x < count; ++x) {
         for (int v = 0; v < 2; ++v) totals[x][v] += sums[x][v];
@@ -207,7 +213,8 @@ class WeightRowSums : WeightTiles<T> {
     for (int64_t x = 0; x < count; ++x) {
       const int64_t i = (first + x) * kRows;
       for (int64_t l = 0; l < min64(kRows, p_.seqlen_q - i); ++l) {
-        out[i + l] = totals[x][l / kLane][l % kLane];
+        const A weight = weights[x][l / kLane][l % kLane];
+        out[i + l] = weight == 0 ? A(0) : totals[x][l / kLane][l % kLane] / weight;
       }
     }
   }

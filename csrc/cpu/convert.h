@@ -166,5 +166,47 @@ inline void store_row(const Acc<T>* src, int64_t n, T* dst) {
   for (; i < n; ++i) from_acc(src[i], &dst[i]);
 }
 
+// ---- what rounding to 16 bits takes, as a difference of float32's bits (AttentionParams::out_low)
+
+typedef int16_t Lows __attribute__((vector_size(kVectorBytes / 2)));
+
+// Of a row whose rounded numbers are stored already.
+template <class T>
+inline void store_low_row(const float* src, const T* rounded, int64_t n, int16_t* dst) {
+  constexpr int32_t kMost = 0x7FFF;
+  int64_t i = 0;
+  for (; i + kLanes<float> <= n; i += kLanes<float>) {
+    Vec<int32_t> low = (Vec<int32_t>)load(src + i) - (Vec<int32_t>)load_as<T>(rounded + i);
+    low = low > kMost ? Vec<int32_t>{} + kMost : low;
+    low = low < -kMost ? Vec<int32_t>{} - kMost : low;
+    const Lows lows = __builtin_convertvector(low, Lows);
+    memcpy(dst + i, &lows, sizeof(lows));
+  }
+  for (; i < n; ++i) {
+    const int32_t low = bit_cast<int32_t>(src[i]) - bit_cast<int32_t>(to_acc(rounded[i]));
+    dst[i] = static_cast<int16_t>(low > kMost ? kMost : low < -kMost ? -kMost : low);
+  }
+}
+
+// The sum of what rounding took from a row, times another row.
+template <class T>
+inline float dot_low_row(const T* rounded, const int16_t* low, const T* other, int64_t n) {
+  Vec<float> sum{};
+  int64_t i = 0;
+  for (; i + kLanes<float> <= n; i += kLanes<float>) {
+    Lows lows;
+    memcpy(&lows, low + i, sizeof(lows));
+    const Vec<float> x = load_as<T>(rounded + i);
+    const Vec<int32_t> whole = (Vec<int32_t>)x + __builtin_convertvector(lows, Vec<int32_t>);
+    sum += ((Vec<float>)whole - x) * load_as<T>(other + i);
+  }
+  float result = horizontal_sum<float>(sum);
+  for (; i < n; ++i) {
+    const float x = to_acc(rounded[i]);
+    result += (bit_cast<float>(bit_cast<int32_t>(x) + low[i]) - x) * to_acc(other[i]);
+  }
+  return result;
+}
+
 }  // namespace
 }  // namespace fused_attn

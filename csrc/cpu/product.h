@@ -116,6 +116,7 @@ class NumberProduct {
     Vec<A> value;
   };
   static Weight weight(Vec<A> value) { return {value}; }
+  static constexpr bool kRoundsWeights = false;
   // Row t of a left operand (keys, queries): the panel's two vectors.
   static void store_left(A* row, int64_t, const Weight& v0, const Weight& v1) {
     store(row, v0.value);
@@ -294,6 +295,17 @@ class PairProduct {
     }
     w.part[kParts - 1] = kParts == 3 ? (Vec32)x : (Vec32)x + 0x8000u;
     return w;
+  }
+
+  // Whether a weight is multiplied as another number than it is.
+  static constexpr bool kRoundsWeights = kParts < 3;
+  // sum + a + b, as they are multiplied: an instruction, where adding what they were takes two.
+  static Vec<float> add_rounded(Vec<float> sum, const Weight& a, const Weight& b) {
+    constexpr uint32_t kOnes = 0x3F803F80u;
+    for (int p = 0; p < kParts; ++p) {
+      sum = BFloat16Pairs::multiply_add(kOnes, pair(a.part[p], b.part[p]), sum);
+    }
+    return sum;
   }
 
   static void store_left(uint16_t* row, int64_t part, const Weight& v0, const Weight& v1) {

@@ -104,7 +104,8 @@ struct DkdvKernel {
     store_rows<T, kHeadDim, kM>(
         tile, warp_id() * kM * 16, grad,
         row_of(static_cast<T*>(target), strides, rows.batch, own.h, rows.first + own.begin),
-        strides[2], own.count, static_cast<int>(head_dim), [&](int) { return scale; });
+        strides[2], own.count, static_cast<int>(head_dim),
+        [&](int, float low, float high) { return pair_of<T>(low * scale, high * scale); });
   }
   // Through the place of the values: only gradients of keys need these.
   FUSED_ATTN_DEVICE void store_key(const OwnedTile& own) {
@@ -302,8 +303,8 @@ struct DkdvKernel {
         FUSED_ATTN_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int row = warp_id() * kM * 16 + m * 16 + half * 8 + g;
-          store_pair<T>(Tile::element(Layout::kGradScores, row, n * 8 + 2 * t),
-                        grads[m][n][2 * half], grads[m][n][2 * half + 1]);
+          store_shared(Tile::element(Layout::kGradScores, row, n * 8 + 2 * t),
+                       pair_of<T>(grads[m][n][2 * half], grads[m][n][2 * half + 1]));
         }
       }
     }

@@ -6,15 +6,27 @@
 namespace fused_attn {
 namespace {
 
+// The sum of a b; low: what rounding took from a, or null.
 template <class T>
-FUSED_ATTN_DEVICE float dot(const T* a, const T* b, int64_t count) {
+FUSED_ATTN_DEVICE float dot(const T* a, const int16_t* low, const T* b, int64_t count) {
   constexpr int kPerChunk = 16 / sizeof(T);
   float sum = 0.0f;
   FUSED_ATTN_UNROLL_BY(2)  // by more, loads in float32 take all registers
   for (int64_t c = lane_id() % kRowLanes * kPerChunk; c < count; c += kRowLanes * kPerChunk) {
     const Chunk x = load_chunk(a + c), y = load_chunk(b + c);
+    Chunk lost{};
+    if constexpr (sizeof(T) == 2) {
+      if (low != nullptr) lost = load_chunk(low + c);
+    }
     FUSED_ATTN_UNROLL
-    for (int e = 0; e < kPerChunk; ++e) sum = multiply_add(element<T>(x, e), element<T>(y, e), sum);
+    for (int e = 0; e < kPerChunk; ++e) {
+      float whole = element<T>(x, e);
+      if constexpr (sizeof(T) == 2) {
+        const int bits = static_cast<int16_t>(lost.word[e / 2] >> (e % 2 * 16));
+        whole = bits_float(float_bits(whole) + static_cast<uint32_t>(bits));
+      }
+      sum = multiply_add(whole, element<T>(y, e), sum);
+    }
   }
   FUSED_ATTN_UNROLL
   for (int lanes = 1; lanes < kRowLanes; lanes *= 2) sum += shuffle_xor(sum, lanes);
@@ -38,7 +50,13 @@ attention_bwd_prepare_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
         row_of(static_cast<const T*>(p.out), p.out_strides, rows.batch, own.h, rows.first + read);
     const T* grad_out = row_of(static_cast<const T*>(args.params.grad_out),
                                args.params.grad_out_strides, rows.batch, own.h, rows.first + read);
-    const float product = dot(out, grad_out, p.head_dim_v);
+    // Of a row that sees few keys, or one that has nearly all the weight, what rounding took from
+    // out is more than all of dS.
+    const int16_t* low = nullptr;
+    if (p.out_low != nullptr) {
+      low = row_of(p.out_low, p.out_low_strides, rows.batch, own.h, rows.first + read);
+    }
+    const float product = dot(out, low, grad_out, p.head_dim_v);
     if (lane_id() % kRowLanes == 0) {
       const LogSum log_sum = inside ? load_lse(p, lse_at + row, units) : kSeesNothing;
       float delta = 0.0f;

@@ -20,6 +20,8 @@ struct FwdKernel {
   Units<T, kGeneral> units;
   Accumulator<kM, kHeadDim> acc;
   SoftmaxState<kM> softmax;
+  // Sums of weights as they were multiplied, of 16-bit types where a backward follows.
+  Accumulator<kM, 8> divisor;
 
   FUSED_ATTN_DEVICE explicit FwdKernel(const Args& a) : args(a), units(a.params) {}
 
@@ -30,6 +32,7 @@ struct FwdKernel {
     load_owned<T, kHeadDim, Sizes>(Layout::kOwned, p.query, p.query_strides, query_rows(p, own.b),
                                    own, p.head_dim);
     set_zero<kM, kHeadDim>(acc);
+    set_zero<kM, 8>(divisor);
     softmax.reset();
     walk_keys<T, kHeadDim, Sizes, Layout>(
         p, args.gpu, own, [&](auto partial, uint32_t key, uint32_t value, int j_begin) {
@@ -65,6 +68,16 @@ struct FwdKernel {
         for (int e = 0; e < 4; ++e) acc[m][n][e] *= rescale[2 * m + e / 2];
       }
     }
+    if constexpr (Product<T>::kRoundsWeights) {
+      if (p.out_low != nullptr) {
+        FUSED_ATTN_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          FUSED_ATTN_UNROLL
+          for (int e = 0; e < 4; ++e) divisor[m][0][e] *= rescale[2 * m + e / 2];
+        }
+        Product<T>::template add_row_sums<kM, kN>(divisor, s);
+      }
+    }
     if constexpr (kGeneral) {
       if (p.dropout_p > 0.0)
         drop<false, kM, kN>(s, dropout_of(p, args.gpu), p, sequence, rows, j_begin);
@@ -88,15 +101,38 @@ struct FwdKernel {
         }
       }
     }
+    // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
+    // row that one key dominates, 1.002 of it would hide all that the other keys have.
     const float scale = args.gpu.dropout_scale;
+    float factor[2 * kM];
+    FUSED_ATTN_UNROLL
+    for (int r = 0; r < 2 * kM; ++r) {
+      float sum = softmax.sum[r];
+      if constexpr (Product<T>::kRoundsWeights) {
+        if (p.out_low != nullptr) sum = divisor[r / 2][0][r % 2 * 2];
+      }
+      factor[r] = sum == 0.0f ? 0.0f : scale / sum;
+    }
     const SequenceRows rows = query_rows(p, own.b);
     T* const out =
         row_of(static_cast<T*>(p.out), p.out_strides, rows.batch, own.h, rows.first + own.begin);
     store_rows<T, kHeadDim, kM>(Layout::kOwned, warp_row, acc, out, p.out_strides[2], own.count,
-                                static_cast<int>(p.head_dim_v), [&](int r) {
-                                  const float sum = softmax.sum[r];
-                                  return sum == 0.0f ? 0.0f : scale / sum;
+                                static_cast<int>(p.head_dim_v), [&](int r, float low, float high) {
+                                  return pair_of<T>(low * factor[r], high * factor[r]);
                                 });
+    if constexpr (sizeof(T) == 2) {
+      if (p.out_low == nullptr) return;
+      sync_warp();  // all rows have been read
+      // A tile of T holds any 16 bits.
+      T* const out_low = reinterpret_cast<T*>(
+          row_of(p.out_low, p.out_low_strides, rows.batch, own.h, rows.first + own.begin));
+      store_rows<T, kHeadDim, kM>(Layout::kOwned, warp_row, acc, out_low, p.out_low_strides[2],
+                                  own.count, static_cast<int>(p.head_dim_v),
+                                  [&](int r, float low, float high) {
+                                    const uint32_t first = lost_bits<T>(low * factor[r]);
+                                    return first | lost_bits<T>(high * factor[r]) << 16;
+                                  });
+    }
   }
 };
 

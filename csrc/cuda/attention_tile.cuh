@@ -54,6 +54,14 @@ void for_type(const AttentionParams& p, F f) {
   });
 }
 
+// What rounding to T takes from a number: an element of out_low, in the lower half.
+template <class T>
+FUSED_ATTN_DEVICE uint32_t lost_bits(float value) {
+  const int rounded = static_cast<int>(float_bits(to_float(from_float<T>(value))));
+  const int lost = static_cast<int>(float_bits(value)) - rounded;
+  return static_cast<uint32_t>(lost > 0x7fff ? 0x7fff : lost < -0x7fff ? -0x7fff : lost) & 0xffffu;
+}
+
 // The natural log of a row's sum of weights, and what its rounding loses, at element `at`.
 template <class U>
 FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exponent, float sum,

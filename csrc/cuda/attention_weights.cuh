@@ -41,9 +41,10 @@ struct WeightsKernel {
     T* const target =
         static_cast<T*>(params.weights) + (tile.rest * p.seqlen_q + row) * p.seqlen_k + column;
     const float scale = tile.gpu.dropout_scale / static_cast<float>(heads);
-    store_rows<T, kN, 1>(warp_id() * 16 * kN * sizeof(T), 0, total, target, p.seqlen_k,
-                         static_cast<int>(p.seqlen_q) - row, static_cast<int>(p.seqlen_k) - column,
-                         [&](int) { return scale; });
+    store_rows<T, kN, 1>(
+        warp_id() * 16 * kN * sizeof(T), 0, total, target, p.seqlen_k,
+        static_cast<int>(p.seqlen_q) - row, static_cast<int>(p.seqlen_k) - column,
+        [&](int, float low, float high) { return pair_of<T>(low * scale, high * scale); });
   }
 
  private:

@@ -48,6 +48,7 @@ constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * 32;
 // A row of queries is a block's, and every kMergeWarps-th part a warp's.
 template <class T, int kHeadDim>
 struct MergeKernel {
+  static_assert(kHeadDim % 32 == 0, "each lane has as many columns");
   static constexpr int kColumns = kHeadDim / 32;  // of a lane
   static constexpr int kBytes = kMergeWarps * (kHeadDim + 1) * 4;
 

@@ -61,6 +61,26 @@ struct Product {
     }
   }
 
+  // Whether weights are rounded before they are multiplied.
+  static constexpr bool kRoundsWeights = true;
+
+  // acc += the sums over rows of weights as they are multiplied, in each column: a product with a
+  // tile of ones.
+  template <int kM, int kK>
+  static FUSED_ATTN_DEVICE void add_row_sums(Accumulator<kM, 8>& acc,
+                                             const Accumulator<kM, kK>& weights) {
+    const uint32_t ones = pack<T>(1.0f, 1.0f);
+    FUSED_ATTN_UNROLL
+    for (int k = 0; k < kK / 16; ++k) {
+      FUSED_ATTN_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        uint32_t left[4];
+        pack_left<kM, kK>(left, weights, m, k);
+        mma_m16n8k16<T>(acc[m][0], left, ones, ones);
+      }
+    }
+  }
+
   // acc += weights b, of a tile b with kK rows; kMasked: rows of b that are not seen count as 0.
   template <bool kMasked, int kM, int kN, int kK>
   static FUSED_ATTN_DEVICE void weights_by_columns(Accumulator<kM, kN>& acc,
@@ -73,13 +93,7 @@ struct Product {
     for (int k = 0; k < kK / 16; ++k) {
       uint32_t left[kM][4];
       FUSED_ATTN_UNROLL
-      for (int m = 0; m < kM; ++m) {
-        FUSED_ATTN_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          const float (&pair)[4] = weights[m][2 * k + e / 2];
-          left[m][e] = pack<T>(pair[e % 2 * 2], pair[e % 2 * 2 + 1]);
-        }
-      }
+      for (int m = 0; m < kM; ++m) pack_left<kM, kK>(left[m], weights, m, k);
       const uint32_t keep_low = kept_halves(seen >> (4 * k));
       const uint32_t keep_high = kept_halves(seen >> (4 * k + 2));
       FUSED_ATTN_UNROLL
@@ -132,6 +146,17 @@ struct Product {
   }
 
  private:
+  // Columns 16 k to 16 k + 15 of weights as a left operand.
+  template <int kM, int kK>
+  static FUSED_ATTN_DEVICE void pack_left(uint32_t (&left)[4], const Accumulator<kM, kK>& weights,
+                                          int m, int k) {
+    FUSED_ATTN_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const float (&pair)[4] = weights[m][2 * k + e / 2];
+      left[e] = pack<T>(pair[e % 2 * 2], pair[e % 2 * 2 + 1]);
+    }
+  }
+
   static FUSED_ATTN_DEVICE uint32_t kept_halves(uint32_t bits) {
     return (bits & 1 ? 0x0000ffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
   }
@@ -141,6 +166,7 @@ struct Product {
 // over their columns need not be unrolled.
 template <>
 struct Product<float> {
+  static constexpr bool kRoundsWeights = false;
   static constexpr int scratch_bytes(int kM, int kK) { return kM * 16 * kK * 4; }
 
   template <int kM, int kN, int kK>

@@ -68,23 +68,23 @@ FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t r
                                                 AllRows());
 }
 
-// Two floats as neighbours of T; `address` is that of the first.
+// Two floats as neighbours of T.
 template <class T>
-FUSED_ATTN_DEVICE void store_pair(uint32_t address, float low, float high) {
+FUSED_ATTN_DEVICE auto pair_of(float low, float high) {
   if constexpr (sizeof(T) == 4) {
-    store_shared(address, Pair{low, high});
+    return Pair{low, high};
   } else {
-    store_shared(address, pack<T>(low, high));
+    return pack<T>(low, high);
   }
 }
 
 // The warp's rows of a tile of results, in the layout of mma, through its part of shared memory to
-// a tensor: rows [0, end) of the tile, head_dim elements each. `scale(r)` is of the thread's r-th
-// row.
-template <class T, int kHeadDim, int kM, class Scale>
+// a tensor: rows [0, end) of the tile, head_dim elements each. `result(r, low, high)` is what
+// becomes of two neighbours in the thread's r-th row, as pair_of has it.
+template <class T, int kHeadDim, int kM, class Result>
 FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
                                   const float (&acc)[kM][kHeadDim / 8][4], T* target,
-                                  int64_t row_stride, int end, int head_dim, Scale scale) {
+                                  int64_t row_stride, int end, int head_dim, Result result) {
   using Tile = SharedTile<T, kHeadDim>;
   const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
   FUSED_ATTN_UNROLL
@@ -92,11 +92,11 @@ FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
     FUSED_ATTN_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + m * 16 + half * 8 + g;
-      const float factor = scale(2 * m + half);
+      const int r = 2 * m + half;
       FUSED_ATTN_UNROLL
       for (int n = 0; n < kHeadDim / 8; ++n) {
-        const float low = acc[m][n][2 * half] * factor, high = acc[m][n][2 * half + 1] * factor;
-        store_pair<T>(Tile::element(tile, row, n * 8 + 2 * t), low, high);
+        store_shared(Tile::element(tile, row, n * 8 + 2 * t),
+                     result(r, acc[m][n][2 * half], acc[m][n][2 * half + 1]));
       }
     }
   }

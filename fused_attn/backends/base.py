@@ -46,10 +46,15 @@ class Backend:
         name: what users ask for.
         differentiable: whether its passes are torch operations, which autograd, torch.compile and
             torch.func go through; else they are kernels, and the passes below their derivatives.
+        torchs_own: whether all is computed by torch's own kernels, as they are. What torch does
+            differently stays so: dropout draws from torch's generator, not by a call's seed
+            (Philox), and NaN in keys and values that no query sees may reach results. Nor is there
+            a reason to keep modules from torch's own inference paths, or to pack sequences.
     """
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
+    torchs_own: ClassVar[bool] = False
 
     def unavailable(self) -> list[str]:
         """Reasons why this backend cannot run on this machine; empty if it can."""
@@ -59,9 +64,22 @@ class Backend:
         """Reasons why this backend does not take a problem; empty if it does."""
         return []
 
-    def not_automatic(self) -> list[str]:
+    def not_automatic(self, problem: Problem) -> list[str]:
         """Reasons why this backend has to be asked for by name; empty if it is chosen unasked."""
         return []
+
+    def notice(self, device_type: str) -> str | None:
+        """The sentence that users should see once where this backend is chosen unasked."""
+        return None
+
+    def asked_first(self, device_type: str) -> bool:
+        """Whether `attention_at_once` and `norm_at_once` are for all that is on such devices and
+        that they take."""
+        return False
+
+    def chosen_for_some(self, device_type: str) -> bool:
+        """Whether it depends on the problem if this backend is chosen unasked on such devices."""
+        return False
 
     def empty(
         self,
@@ -111,8 +129,8 @@ class Backend:
         return None
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
-        """The outputs. Not for_backward: lse_low is empty, and a few queries may be computed in
-        another order than the backward's."""
+        """The outputs. Not for_backward: lse_low and out_low are empty, of a differentiable backend
+        lse may be, and a few queries may be computed in another order than the backward's."""
         raise NotImplementedError
 
     def attention_bwd(
@@ -125,6 +143,11 @@ class Backend:
     ) -> AttentionGradients:
         """The gradients under grad_out and grad_lse."""
         raise NotImplementedError
+
+    def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
+        """out, and the weights that made it; of a differentiable backend."""
+        out, lse, lse_low, _ = self.attention_fwd(call, True)
+        return out, self.attention_weights(call, lse, lse_low, average)
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool

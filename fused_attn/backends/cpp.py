@@ -40,6 +40,7 @@ if _cpu is not None:
 MAX_HEAD_DIM = 256
 # Smaller blocks stay with malloc, which reuses them; taking one from the pool costs 4 microseconds.
 _POOLED_FROM = 1 << 20
+_RESULTS = {**DTYPES, torch.int16: -1}  # of out_low
 
 
 class CppBackend(Backend):
@@ -56,6 +57,9 @@ class CppBackend(Backend):
             reasons.append(f"runs on cpu, not on {problem.device.type}")
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
+    def asked_first(self, device_type: str) -> bool:
+        return device_type == "cpu" and not self.unavailable()
+
     def empty(
         self,
         shape: tuple[int, ...],
@@ -66,7 +70,7 @@ class CppBackend(Backend):
         """An uninitialised dense tensor; a large one in memory that earlier ones have left."""
         if _EXCHANGE_API is None or math.prod(shape) * dtype.itemsize < _POOLED_FROM:
             return torch.empty_strided(shape, strides, dtype=dtype)
-        return _cpu.empty_tensor(shape, strides, DTYPES[dtype])
+        return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         summary = empty_summary(tensor, _cpu.SUMMARY_TILE)
@@ -103,9 +107,8 @@ class CppBackend(Backend):
         )  # fmt: skip
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
-        out, lse, lse_low = outputs = call.outputs(self.empty, for_backward)
-        low = {"lse_low": lse_low} if for_backward else {}
-        _cpu.attention_fwd(call, out=out, lse=lse, **low, num_threads=torch.get_num_threads())
+        outputs = call.outputs(self.empty, for_backward)
+        _cpu.attention_fwd(call, **outputs._asdict(), num_threads=torch.get_num_threads())
         return outputs
 
     def attention_bwd(

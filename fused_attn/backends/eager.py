@@ -17,7 +17,8 @@ class EagerBackend(Backend):
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
         out, lse = reference.attention(call)
-        return AttentionOutputs(out, lse, lse.new_empty(0))
+        nothing = lse.new_empty(0)
+        return AttentionOutputs(out, lse, nothing, nothing)
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool

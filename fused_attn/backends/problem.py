@@ -7,21 +7,53 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.core.torch_state import transformed
+from fused_attn.masks.spec import MaskSpec
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """The properties of a call of scaled_dot_product_attention."""
+    """The properties of a call of scaled_dot_product_attention.
+
+    Attributes:
+        mask: the kind of the mask, see MaskSpec.kind.
+        seqlen_q, seqlen_k: of packed sequences those of the longest; 0: not known.
+        bias_dtype: of what is added to the scores.
+        result: what is wanted besides out: "out" (nothing), "lse" or "weights".
+        learns: whether gradients are wanted.
+        transformed: under a torch.func transform, or with forward-mode tangents.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
     bias_dtype: torch.dtype | None = None
-    transformed: bool = False  # under a torch.func transform, or with forward-mode tangents
+    mask: str = "none"
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    packed: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    result: str = "out"
+    learns: bool = False
+    transformed: bool = False
+
+    def __repr__(self) -> str:
+        kinds = {"none": "", "causal": "causal", "bias": ""}
+        return _described(
+            "attention",
+            self,
+            f"head_dim {self.head_dim}",
+            "" if self.head_dim_v == self.head_dim else f"head_dim_v {self.head_dim_v}",
+            f"seqlens {self.seqlen_q} x {self.seqlen_k}" if self.seqlen_q or self.seqlen_k else "",
+            kinds.get(self.mask, f"{self.mask} mask"),
+            "" if self.bias_dtype is None else f"{_named(self.bias_dtype)} bias",
+            "" if self.result == "out" else f"with {self.result}",
+        )
 
 
 @dataclass(frozen=True)
@@ -31,25 +63,91 @@ class NormProblem:
     device: torch.device
     dtype: torch.dtype
     num_columns: int
+    rms: bool = False
+    residual: bool = False
+    dropout: bool = False
+    learns: bool = False
     transformed: bool = False
+
+    def __repr__(self) -> str:
+        op = "rms_norm" if self.rms else "layer_norm"
+        return _described(op, self, f"{self.num_columns} columns")
 
 
 Problem = AttentionProblem | NormProblem
 
 
-def problem_of(call: AttentionCall | NormCall) -> Problem:
-    """The properties of a call that the choice depends on."""
+def _described(op: str, problem: Problem, *properties: str) -> str:
+    """A problem in a few words: what it is by default is left out."""
+    flags = ("packed", "residual", "softcap", "dropout", "learns", "transformed")
+    words = [f"{_named(problem.dtype)} on {problem.device}", *properties]
+    words += [flag for flag in flags if getattr(problem, flag, False)]
+    return f"{op}({', '.join(word for word in words if word)})"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
+    """The properties of a call that the choice depends on.
+
+    Args:
+        result: see AttentionProblem.
+    """
+    learns = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in call.tensors()
+    )
     if isinstance(call, NormCall):
         input = call.input
-        return NormProblem(input.device, input.dtype, input.shape[1], transformed())
-    query, bias = call.query, call.mask.bias
+        return NormProblem(
+            input.device,
+            input.dtype,
+            input.shape[1],
+            rms=call.rms,
+            residual=call.residual is not None,
+            dropout=call.dropout_p > 0.0,
+            learns=learns,
+            transformed=transformed(),
+        )
+    query, mask = call.query, call.mask
+    _, seqlen_q, seqlen_k = call.sizes()
     return AttentionProblem(
         query.device,
         query.dtype,
         query.shape[3],
         call.value.shape[3],
-        None if bias is None else bias.dtype,
-        transformed(),
+        mask.added_dtype(query.dtype),
+        mask=mask.kind,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        packed=mask.cu_seqlens_q is not None,
+        softcap=call.softcap > 0.0,
+        dropout=call.dropout_p > 0.0,
+        result=result,
+        learns=learns,
+        transformed=transformed(),
+    )
+
+
+def plain_problem(
+    query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec | None
+) -> AttentionProblem | None:
+    """The same of tensors that nobody has looked at, without options; None where they are not as
+    in a call. A mask's tensors do not learn."""
+    tensors = query, key, value
+    if any(not isinstance(t, Tensor) or t.dim() != 4 for t in tensors):
+        return None
+    return AttentionProblem(
+        query.device,
+        query.dtype,
+        query.shape[3],
+        value.shape[3],
+        None if spec is None else spec.added_dtype(query.dtype),
+        mask="none" if spec is None else spec.kind,
+        seqlen_q=query.shape[2],
+        seqlen_k=key.shape[2],
+        learns=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
     )
 
 

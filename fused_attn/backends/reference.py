@@ -6,8 +6,6 @@ second-order gradients are computed with, and the backend "eager" that takes eve
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -24,18 +22,8 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
         out (batch, num_heads, seqlen_q, head_dim_v) in the type of query, and lse (batch,
         num_heads, seqlen_q) in float32 (float64 for float64).
     """
-    spec = call.mask
-    if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
-        padded = replace(
-            call,
-            query=packed.pad(call.query, spec.cu_seqlens_q, spec.max_seqlen_q),
-            key=packed.pad(call.key, spec.cu_seqlens_k, spec.max_seqlen_k),
-            value=packed.pad(call.value, spec.cu_seqlens_k, spec.max_seqlen_k),
-            mask=replace(spec, cu_seqlens_q=None, cu_seqlens_k=None),
-        )
-        total_q = call.query.shape[2]
-        out, lse = (packed.unpad(t, spec.cu_seqlens_q, total_q) for t in attention(padded))
-        return out, lse
+    if call.mask.cu_seqlens_q is not None:
+        return packed.over_padded(call, attention)
     weights, value, empty, lse = _weights(call)
     # Where a row sees nothing, its gradient does not matter either, NaN included.
     return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
@@ -102,21 +90,24 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def norm(call: NormCall) -> tuple[Tensor, Tensor]:
-    """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019) of residual +
-    dropout(input), and that sum."""
-    weight, bias, total = call.weight, call.bias, call.input
+    """The norm of residual + dropout(input), and that sum."""
+    total = call.input
     if call.dropout_p > 0.0:
         assert call.seed is not None
         keep = philox.norm_keep(call.seed, call.dropout_p, *total.shape)
         total = total * (keep.to(total.dtype) * philox.dropout_scale(call.dropout_p))
     if call.residual is not None:
         total = call.residual + total
-    shape = total.shape[-1:]
+    return norm_of(total, call), total
+
+
+def norm_of(total: Tensor, call: NormCall) -> Tensor:
+    """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019) of rows, by torch."""
+    shape, weight, bias = total.shape[-1:], call.weight, call.bias
     if not call.rms:
-        if weight is not None:
-            weight = weight.to(total.dtype)
-        if bias is not None:
-            bias = bias.to(total.dtype)
-        return torch.nn.functional.layer_norm(total, shape, weight, bias, call.eps), total
-    out = torch.nn.functional.rms_norm(total, shape, None, call.eps)
-    return (out if weight is None else (out * weight).to(total.dtype)), total
+        weight, bias = (t if t is None else t.to(total.dtype) for t in (weight, bias))
+        return torch.layer_norm(total, shape, weight, bias, call.eps)
+    if weight is None or weight.dtype == total.dtype:
+        return torch.rms_norm(total, shape, weight, call.eps)
+    out = torch.rms_norm(total, shape, None, call.eps)
+    return (out * weight).to(total.dtype)

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import warnings
 from collections.abc import Iterator
 
+import torch
+
+from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend
 from fused_attn.backends.cpp import CppBackend
 from fused_attn.backends.cuda import CudaBackend
 from fused_attn.backends.eager import EagerBackend
 from fused_attn.backends.problem import Problem
+from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
 
 # In order of preference; eager takes everything, so it is last.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (CppBackend(), CudaBackend(), TritonBackend(), EagerBackend())
+    for backend in (CppBackend(), CudaBackend(), TritonBackend(), SdpaBackend(), EagerBackend())
 }
 
-_FIRST = next(backend for backend in BACKENDS.values() if not backend.unavailable())
+_VARIABLE = "FUSED_ATTN_BACKEND"
 
 # A plain global, not a context variable, so that torch.compile can guard on it.
 _override: str | None = None
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, argument: str = "backend") -> Backend:
     """The backend of a name.
+
+    Args:
+        argument: where the name is from, for the message.
 
     Raises:
         ValueError: there is no backend of that name.
     """
     if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(f"{argument} must be one of {', '.join(BACKENDS)}, got {name!r}")
     return BACKENDS[name]
 
 
@@ -46,7 +55,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Within the block, every call of the process that names no backend uses this one.
 
     Args:
-        name: "cpp", "cuda", "triton" or "eager".
+        name: "cpp", "cuda", "triton", "sdpa" or "eager".
 
     Raises:
         ValueError: there is no backend of that name.
@@ -66,12 +75,72 @@ def use_backend(name: str) -> Iterator[None]:
 
 def wanted_backend() -> str | None:
     """The name that `use_backend` or FUSED_ATTN_BACKEND asks for, in that order."""
-    return _override or os.environ.get("FUSED_ATTN_BACKEND") or None
+    return _override or os.environ.get(_VARIABLE) or None
 
 
-def first_backend() -> Backend | None:
-    """The backend that is asked first, where none is asked for by `use_backend`."""
-    return _FIRST if _override is None else None
+def first_backend(device_type: str) -> Backend | None:
+    """The backend that may compute a call on such a device at once, without `select`; None where
+    the choice depends on the problem."""
+    first = _first_on(device_type, verdicts.changes) if _override is None else None
+    # Our CPU module looks at the environment itself, in a tenth of the time.
+    if device_type == "cpu" and first is not None and not first.torchs_own:
+        return first
+    wanted = wanted_backend()
+    return first if wanted is None else BACKENDS.get(wanted)
+
+
+@functools.cache
+def _first_on(device_type: str, changes: int) -> Backend | None:
+    """The first backend, if what it computes at once is its own on these devices.
+
+    Args:
+        changes: `verdicts.changes`, as verdicts decide too.
+    """
+    for backend in BACKENDS.values():
+        if backend.asked_first(device_type):
+            _notify(backend, device_type)
+            return backend
+        if backend.chosen_for_some(device_type):
+            return None
+    return None
+
+
+def by_problem(device_type: str) -> bool:
+    """Whether verdicts decide the choice for some of the problems on such devices."""
+    return _by_problem(device_type, verdicts.changes)
+
+
+@functools.cache
+def _by_problem(device_type: str, changes: int) -> bool:
+    return any(backend.chosen_for_some(device_type) for backend in BACKENDS.values())
+
+
+def backend_at_once(problem: Problem) -> Backend | None:
+    """As `first_backend` where the choice depends on the problem."""
+    chosen = None if wanted_backend() else _kept_choice(problem, verdicts.changes)
+    if chosen is None or not chosen.asked_first(problem.device.type):
+        return None
+    return chosen
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_choice(problem: Problem, changes: int) -> Backend | None:
+    return choose(problem)[0]
+
+
+def _notify(backend: Backend, device_type: str) -> None:
+    """Warns, once in a process, of a choice that users should know of, unless they verified."""
+    if torch.compiler.is_compiling() or (backend.name, device_type) in _notified:
+        return
+    _notified.add((backend.name, device_type))
+    notice = backend.notice(device_type)
+    if notice is not None and not verdicts.any_stored(device_type):
+        warnings.warn(notice, stacklevel=2)
+
+
+_notified: set[tuple[str, str]] = set()
+
+Refusals = list[tuple[str, list[str]]]  # names of backends, with their reasons
 
 
 def select(problem: Problem, backend: str | None = None) -> Backend:
@@ -84,14 +153,34 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
         NotImplementedError: no candidate takes it; the message has each one's reasons.
         ValueError: there is no backend of that name.
     """
+    chosen, refusals = choose(problem, backend)
+    if chosen is None:
+        reasons = " | ".join(f"{name}: {'; '.join(against)}" for name, against in refusals)
+        if _source_of(backend) == _VARIABLE:
+            reasons += f" ({_VARIABLE}={wanted_backend()} allows no other)"
+        raise NotImplementedError(f"no backend takes {problem}: {reasons}")
+    if not (backend or wanted_backend()):
+        _notify(chosen, problem.device.type)
+    return chosen
+
+
+def _source_of(backend: str | None) -> str:
+    """What names the only candidate, where one does: an argument, or the environment variable."""
+    by_argument = backend or _override or not os.environ.get(_VARIABLE)
+    return "backend" if by_argument else _VARIABLE
+
+
+def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None, Refusals]:
+    """The backend of `select`, or None, and what those before it have against the problem."""
     wanted = backend or wanted_backend()
-    candidates = (get_backend(wanted),) if wanted else tuple(BACKENDS.values())
-    refusals = []
+    source = _source_of(backend)
+    candidates = (get_backend(wanted, source),) if wanted else tuple(BACKENDS.values())
+    refusals: Refusals = []
     for candidate in candidates:
         reasons = candidate.unsupported(problem)
         if not wanted:
-            reasons = reasons + candidate.not_automatic()
+            reasons = reasons + candidate.not_automatic(problem)
         if not reasons:
-            return candidate
-        refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
-    raise NotImplementedError(f"no backend takes {problem}: " + " | ".join(refusals))
+            return candidate, refusals
+        refusals.append((candidate.name, reasons))
+    return None, refusals

@@ -56,7 +56,11 @@ def attention_weights_bwd(
             grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(call.dropout_p))
         if visible is not None:
             weights, grad = (t.masked_fill(~visible, 0.0) for t in (weights, grad))
-        grad = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+        # Where one key has all the weight, its gradient and this cancel: the weights' own rounding,
+        # which their sum has too, must not show.
+        total = weights.sum(-1, keepdim=True)
+        total = total.masked_fill(total == 0.0, 1.0)
+        grad = weights * (grad - (weights * grad).sum(-1, keepdim=True) / total)
         if grad_bias.numel():
             into = grad_bias[:, h if grad_bias.shape[1] > 1 else 0]
             into += grad.sum_to_size(into.shape)

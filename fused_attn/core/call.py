@@ -6,7 +6,6 @@ the shapes of outputs and gradients, for every backend and for torch.compile's f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.core.flat import Flat, flattens
-from fused_attn.core.layout import readable_in_place
+from fused_attn.core.layout import NOTHING, contiguous, laid_out_like, readable_in_place
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.masks.spec import MaskSpec
 
@@ -35,15 +34,29 @@ class AttentionOutputs(NamedTuple):
     """Results of a forward.
 
     Attributes:
-        out: (batch, num_heads, seqlen_q, head_dim_v), laid out as (batch, seqlen_q, num_heads,
-            head_dim_v), which the projection that follows reads without a copy.
+        out: (batch, num_heads, seqlen_q, head_dim_v), laid out as query is (see `laid_out_like`).
         lse: (batch, num_heads, seqlen_q), float32 (float64 for float64).
         lse_low: what rounding took from lse, likewise; empty where no backward follows.
+        out_low: what rounding to 16 bits took from out, as out and laid out as it: int16, see
+            csrc/fields/attention.inc; empty where no backward follows, or out is not rounded. The
+            backward's row sums are taken of both: in rows that see few keys, or one that has
+            nearly all the weight, the rounding of out alone is larger than what is left of the
+            scores' gradients.
     """
 
     out: Tensor
     lse: Tensor
     lse_low: Tensor
+    out_low: Tensor
+
+    def readable(self) -> AttentionOutputs:
+        """These results with strides that backwards read."""
+        return AttentionOutputs(
+            readable_in_place(self.out),
+            self.lse.contiguous(),
+            self.lse_low.contiguous(),
+            readable_in_place(self.out_low),
+        )
 
 
 class AttentionGradients(NamedTuple):
@@ -89,7 +102,10 @@ class AttentionCall(Flat):
 
     def readable(self) -> AttentionCall:
         """This call with query, key and value as kernels read them."""
-        q, k, v = (readable_in_place(t) for t in (self.query, self.key, self.value))
+        # One by one: torch.compile of 2.14 starts the trace of a backward anew where strides are
+        # asked for, and does not get over a generator that was left within.
+        q, k = readable_in_place(self.query), readable_in_place(self.key)
+        v = readable_in_place(self.value)
         mask = self.mask.readable()
         if q is self.query and k is self.key and v is self.value and mask is self.mask:
             return self
@@ -99,37 +115,39 @@ class AttentionCall(Flat):
         """Uninitialised results."""
         query = self.query
         batch, num_heads, seqlen_q, _ = query.shape
-        shape = (batch, num_heads, seqlen_q, self.value.shape[3])
+        out = laid_out_like(query, (batch, num_heads, seqlen_q, self.value.shape[3]))
         dtype, device = statistics_dtype(query.dtype), query.device
         rows = (batch, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1)
+        rounds = for_backward and query.dtype.itemsize == 2
         return AttentionOutputs(
-            empty(*_heads_inside(shape), query.dtype, device),
+            empty(*out, query.dtype, device),
             empty(*rows, dtype, device),
-            empty(*(rows if for_backward else _NOTHING), dtype, device),
+            empty(*(rows if for_backward else NOTHING), dtype, device),
+            empty(*(out if rounds else NOTHING), torch.int16, device),
         )
 
     def gradients(self, empty: Empty, needs_bias: bool) -> AttentionGradients:
-        """Uninitialised gradients, laid out as (batch, seqlen, num_heads, head_dim), which the
-        projections before read without a copy; that of bias is contiguous."""
+        """Uninitialised gradients, laid out as their tensors are; that of bias is contiguous."""
         query, bias = self.query, self.mask.bias
         wanted = bias if needs_bias else None
         q, k, v = (
-            empty(*_heads_inside(t.shape), t.dtype, t.device) for t in (query, self.key, self.value)
+            empty(*laid_out_like(t, t.shape), t.dtype, t.device)
+            for t in (query, self.key, self.value)
         )
         return AttentionGradients(
             q,
             k,
             v,
-            empty(*_NOTHING, query.dtype, query.device)
+            empty(*NOTHING, query.dtype, query.device)
             if wanted is None
-            else empty(*_contiguous(wanted.shape), wanted.dtype, wanted.device),
+            else empty(*contiguous(wanted.shape), wanted.dtype, wanted.device),
         )
 
     def weights(self, empty: Empty, average: bool) -> Tensor:
         """Uninitialised weights: (batch, num_heads, seqlen_q, seqlen_k), or without num_heads for
         their average."""
         query = self.query
-        return empty(*_contiguous(self.weights_shape(average)), query.dtype, query.device)
+        return empty(*contiguous(self.weights_shape(average)), query.dtype, query.device)
 
     def weights_shape(self, average: bool) -> tuple[int, ...]:
         """The shape of `weights`."""
@@ -223,10 +241,10 @@ class NormCall(Flat):
         """Uninitialised results."""
         like = self.input
         rows, dtype = like.shape[0], statistics_dtype(like.dtype)
-        matrix = _contiguous(like.shape)
+        matrix = contiguous(like.shape)
         return NormOutputs(
             empty(*matrix, like.dtype, like.device),
-            empty(*(matrix if self.has_total else _NOTHING), like.dtype, like.device),
+            empty(*(matrix if self.has_total else NOTHING), like.dtype, like.device),
             empty((0 if self.rms else rows,), (1,), dtype, like.device),
             empty((rows,), (1,), dtype, like.device),
         )
@@ -235,9 +253,9 @@ class NormCall(Flat):
         """Uninitialised gradients."""
         like = self.input
         columns, dtype = like.shape[1], statistics_dtype(like.dtype)
-        matrix = _contiguous(like.shape)
+        matrix = contiguous(like.shape)
         return NormGradients(
-            empty(*(matrix if self.dropout_p > 0.0 else _NOTHING), like.dtype, like.device),
+            empty(*(matrix if self.dropout_p > 0.0 else NOTHING), like.dtype, like.device),
             empty(*matrix, like.dtype, like.device),
             empty((columns if needs_weight else 0,), (1,), dtype, like.device),
             empty((columns if needs_bias else 0,), (1,), dtype, like.device),
@@ -248,24 +266,3 @@ def _dense(tensor: Any, dtype: torch.dtype) -> Any:
     if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
         return tensor
     return tensor.to(dtype).contiguous()
-
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
-_NOTHING: Layout = ((0,), (1,))
-
-
-def _contiguous(shape: Sequence[int]) -> Layout:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = step * size
-    return tuple(shape), tuple(reversed(strides))
-
-
-def _heads_inside(shape: Sequence[int]) -> Layout:
-    """(batch, num_heads, seqlen, dim) laid out as (batch, seqlen, num_heads, dim).
-
-    Strides for a fresh tensor, not a transpose of one: that would be a view to autograd, which
-    restricts in-place operations on it."""
-    batch, num_heads, seqlen, dim = shape
-    return (batch, num_heads, seqlen, dim), (seqlen * num_heads * dim, dim, num_heads * dim, 1)

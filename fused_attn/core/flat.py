@@ -31,11 +31,13 @@ class Flat:
         NAMES: of all fields, flat.
         TENSORS: of those that are tensors, or None.
         SCHEMA: the fields as parameters of a torch.library schema.
+        DIFFERENTIABLE: of the tensors that have gradients, in the order of the op's.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
     TENSORS: ClassVar[tuple[str, ...]]
     SCHEMA: ClassVar[str]
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]]
 
     def flat(self) -> tuple[Any, ...]:
         """The values of `NAMES`."""

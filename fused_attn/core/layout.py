@@ -1,11 +1,65 @@
-"""The layouts of tensors that kernels read in place."""
+"""The layouts of tensors: what kernels read in place, and how their results lie in memory."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+
+from torch import SymInt, Tensor
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
+NOTHING: Layout = ((0,), (1,))
 
 
 def readable_in_place(tensor: Tensor) -> Tensor:
     """Kernels read any strides whose last one is 1, and no lazy negation; others are copied."""
     dense = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     return (tensor if dense else tensor.contiguous()).resolve_neg()
+
+
+def contiguous(shape: Sequence[int]) -> Layout:
+    """The layout of rows one behind the other."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * size
+    return tuple(shape), tuple(reversed(strides))
+
+
+def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
+    """A dense layout whose dimensions lie in the order of those of `like`, the last one innermost.
+
+    That is torch's rule for attention: a contiguous query gives a contiguous output, and one that
+    is a transpose of (batch, seqlen, num_heads, dim) gives the same, which the projection that
+    follows reads without a copy. csrc/bind_cpu.cpp has the rule too, for calls in one.
+
+    These are strides for a fresh tensor, not a transpose of one: that would be a view to autograd,
+    which restricts in-place operations on it.
+    """
+    batch, heads, rows, last = strides = like.stride()
+    if type(last) is not int or last != 1:
+        return contiguous(shape)  # as the copy is that kernels read
+    if type(batch) is type(heads) is type(rows) is int:
+        _, num_heads, seqlen, dim = shape
+        if batch >= heads >= rows:
+            return shape, (num_heads * seqlen * dim, seqlen * dim, dim, 1)
+        if batch >= rows >= heads > 0:
+            return shape, (seqlen * num_heads * dim, dim, num_heads * dim, 1)
+    order = [0, 1, 2, 3]
+    for i in (0, 1, 0):  # three comparisons sort three
+        if _lies_inside(strides[order[i]], strides[order[i + 1]]):
+            order[i], order[i + 1] = order[i + 1], order[i]
+    _, steps = contiguous([shape[dim] for dim in order])
+    return shape, tuple(steps[order.index(dim)] for dim in range(4))
+
+
+def _lies_inside(stride: int | SymInt, other: int | SymInt) -> bool:
+    """True if a dimension's stride puts it within another one that stands behind it in the shape.
+
+    An expanded dimension stays where it is, and so does one of which sizes as symbols say nothing:
+    no guard may come of the question.
+    """
+    if isinstance(stride, int) and isinstance(other, int):
+        return 0 < stride < other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
+
+    return statically_known_true(stride > 0) and statically_known_true(stride < other)

@@ -1,4 +1,4 @@
-"""The registered ops (torch.library): schemas, checks, fakes, FLOP formulas.
+"""The registered ops (torch.library): schemas, checks, fakes; flops.py has their FLOP formulas.
 
 Plain eager calls go straight to the backend; everything that watches calls (torch.compile,
 export, FakeTensor, selective checkpointing, DTensor) sees the ops, which take the same calls flat.
@@ -6,14 +6,13 @@ export, FakeTensor, selective checkpointing, DTensor) sees the ops, which take t
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from fused_attn.backends import Backend, get_backend
+from fused_attn.core import decompositions, flops
 from fused_attn.core.call import (
     AttentionCall,
     AttentionGradients,
@@ -23,9 +22,9 @@ from fused_attn.core.call import (
     NormOutputs,
 )
 from fused_attn.core.flat import Flat, empty_strided
-from fused_attn.core.layout import readable_in_place
 from fused_attn.core.packed import check_cu_seqlens
-from fused_attn.core.torch_state import plain_eager
+from fused_attn.core.torch_state import batched_by_autograd, plain_eager
+from fused_attn.core.validation import check_length
 from fused_attn.masks.spec import BOUNDS
 
 # ---- the way in ---------------------------------------------------------------------------------
@@ -35,6 +34,8 @@ def attention_fwd(call: AttentionCall, backend: Backend, for_backward: bool) -> 
     """The outputs. Where no backward follows, backends have faster ways for a few queries."""
     if plain_eager(*call.tensors()):
         return backend.attention_fwd(call, for_backward)
+    if torch.onnx.is_in_onnx_export():
+        return decompositions.attention_fwd(call)
     results = torch.ops.fused_attn.attention_fwd(*call.flat(), for_backward, backend.name)
     return AttentionOutputs(*results)
 
@@ -48,7 +49,7 @@ def attention_bwd(
     backend: Backend,
 ) -> AttentionGradients:
     """The gradients under grad_out and grad_lse."""
-    if plain_eager(grad_out, *call.tensors()):
+    if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
         return backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
     rest = (*outputs, grad_out, grad_lse, needs_bias, backend.name)
     return AttentionGradients(*torch.ops.fused_attn.attention_bwd(*call.flat(), *rest))
@@ -60,6 +61,8 @@ def attention_weights(
     """The weights after dropout, from the lse of `attention_fwd`."""
     if plain_eager(*call.tensors(), lse):
         return backend.attention_weights(call, lse, lse_low, average)
+    if torch.onnx.is_in_onnx_export():
+        return decompositions.attention_weights(call, average)
     rest = (lse, lse_low, average, backend.name)
     return torch.ops.fused_attn.attention_weights(*call.flat(), *rest)
 
@@ -75,7 +78,7 @@ def attention_weights_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and bias (empty if not needed) by `attention_weights`."""
     args = (lse, lse_low, grad_weights, average, needs_bias)
-    if plain_eager(*call.tensors(), grad_weights):
+    if plain_eager(*call.tensors(), grad_weights) and not batched_by_autograd(grad_weights):
         return backend.attention_weights_bwd(call, *args)
     return torch.ops.fused_attn.attention_weights_bwd(*call.flat(), *args, backend.name)
 
@@ -84,6 +87,8 @@ def norm_fwd(call: NormCall, backend: Backend) -> NormOutputs:
     """The outputs."""
     if plain_eager(*call.tensors()):
         return backend.norm_fwd(call)
+    if torch.onnx.is_in_onnx_export():
+        return decompositions.norm_fwd(call)
     return NormOutputs(*torch.ops.fused_attn.norm_fwd(*call.flat(), backend.name))
 
 
@@ -99,7 +104,8 @@ def norm_bwd(
 ) -> NormGradients:
     """The gradients; `call` has the sum that was normalised as its input, and no residual."""
     needs = (needs_weight, needs_bias)
-    if plain_eager(grad_out, grad_total, *call.tensors()):
+    watched = not plain_eager(grad_out, grad_total, *call.tensors())
+    if not watched and not batched_by_autograd(grad_out, grad_total):
         return backend.norm_bwd(call, mean, rstd, *_resolved(grad_out, grad_total), *needs)
     args = (mean, rstd, grad_out, grad_total, *needs, backend.name)
     return NormGradients(*torch.ops.fused_attn.norm_bwd(*call.flat(), *args))
@@ -123,6 +129,7 @@ def _run_attention_bwd(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
+    out_low: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     needs_bias: bool,
@@ -131,11 +138,12 @@ def _run_attention_bwd(
     _check_attention(call)
     rows = call.query.shape[:3]
     shape = (*rows, call.value.shape[3])
-    if grad_out.shape != shape or out.shape != shape:
-        raise ValueError(f"out and grad_out must have shape {shape}")
+    lows = [out_low] if out.dtype.itemsize == 2 else []
+    if any(t.shape != shape for t in (grad_out, out, *lows)):
+        raise ValueError(f"out, grad_out, and out_low of 16-bit types must have shape {shape}")
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_low)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
-    outputs = AttentionOutputs(readable_in_place(out), lse.contiguous(), lse_low.contiguous())
+    outputs = AttentionOutputs(out, lse, lse_low, out_low).readable()
     rest = (outputs, grad_out, grad_lse, needs_bias)
     return get_backend(backend).attention_bwd(call.readable(), *rest)
 
@@ -216,6 +224,7 @@ def _check_attention(call: AttentionCall) -> None:
     if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
         raise ValueError(f"key must have num_heads_kv that divides {num_heads}, got {num_heads_kv}")
     batch, seqlen_q, seqlen_k = call.sizes()
+    check_length(seqlen_q, seqlen_k)
     if spec.cu_seqlens_q is not None:
         if query.shape[0] != 1 or spec.cu_seqlens_k is None or spec.bounds is None:
             raise ValueError("packed sequences must have one batch, cu_seqlens_k and bounds")
@@ -306,18 +315,37 @@ def _register(name: str, call: type[Flat], parameters: str, returns: str) -> Non
     _library.define(f"{name}({call.SCHEMA}, {parameters}str backend) -> {returns}")
     _library.impl(name, unflatten(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fused_attn::{name}", unflatten(fake), lib=_library)
+    op = getattr(torch.ops.fused_attn, name)
+    torch.library.register_vmap(f"fused_attn::{name}", _one_by_one(op), lib=_library)
+
+
+def _one_by_one(op: Any) -> Any:
+    """The rule by which torch.vmap runs an op: once for each of the batch. A backward comes there
+    whose gradients are batched and whose tensors are not; forwards go to the reference."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
+        rows = []
+        for i in range(info.batch_size):
+            row = zip(values, in_dims, strict=True)
+            results = op(*(v if dim is None else v.select(dim, i) for v, dim in row))
+            rows.append((results,) if isinstance(results, Tensor) else results)
+        stacked = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+        return (stacked, (0,) * len(stacked)) if len(stacked) > 1 else (stacked[0], 0)
+
+    return rule
 
 
 _register(
     "attention_fwd",
     AttentionCall,
     "bool for_backward, ",
-    "(Tensor out, Tensor lse, Tensor lse_low)",
+    "(Tensor out, Tensor lse, Tensor lse_low, Tensor out_low)",
 )
 _register(
     "attention_bwd",
     AttentionCall,
-    "Tensor out, Tensor lse, Tensor lse_low, Tensor grad_out, Tensor? grad_lse, bool needs_bias, ",
+    "Tensor out, Tensor lse, Tensor lse_low, Tensor out_low, Tensor grad_out, Tensor? grad_lse, "
+    "bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
 )
 _register(
@@ -346,38 +374,4 @@ _register(
     "(Tensor grad_input, Tensor grad_total_sum, Tensor grad_weight, Tensor grad_bias)",
 )
 
-
-# ---- FLOP formulas ------------------------------------------------------------------------------
-
-
-def _products(shapes: tuple[Any, ...]) -> tuple[int, int]:
-    """Multiply-adds times two of one query @ key^T and one weights @ value, of a flat call.
-
-    The count of the unmasked problem, as torch's formulas for attention have it; of packed
-    sequences as if all keys' sequences were as long as the longest.
-    """
-    query, key, value = shapes[:3]
-    seqlen_k = shapes[AttentionCall.NAMES.index("max_seqlen_k")] or key[-2]
-    rows = 2 * math.prod(query[:-1]) * seqlen_k
-    return rows * query[-1], rows * value[-1]
-
-
-@register_flop_formula(torch.ops.fused_attn.attention_fwd)
-def _attention_fwd_flops(*shapes: Any, **kwargs: Any) -> int:
-    return sum(_products(shapes))
-
-
-@register_flop_formula(torch.ops.fused_attn.attention_bwd)
-def _attention_bwd_flops(*shapes: Any, **kwargs: Any) -> int:
-    scores, output = _products(shapes)
-    return 3 * scores + 2 * output
-
-
-@register_flop_formula(torch.ops.fused_attn.attention_weights)
-def _attention_weights_flops(*shapes: Any, **kwargs: Any) -> int:
-    return _products(shapes)[0]
-
-
-@register_flop_formula(torch.ops.fused_attn.attention_weights_bwd)
-def _attention_weights_bwd_flops(*shapes: Any, **kwargs: Any) -> int:
-    return 3 * _products(shapes)[0]
+flops.register()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +13,9 @@ from fused_attn import masks
 from fused_attn.core.torch_state import readable
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall
+
+if TYPE_CHECKING:
+    from fused_attn.core.call import AttentionCall
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
@@ -21,15 +28,16 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
     if not readable(cu_seqlens):
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    cumulative = "; lengths are cumulative here: (0, n0, n0 + n1, ...)"
     if (first, last) != (0, total):
-        raise ValueError(f"{name} must go from 0 to {total}, got {first} to {last}")
+        raise ValueError(f"{name} must go from 0 to {total}, got {first} to {last}{cumulative}")
     lengths = cu_seqlens.diff()
     if lengths.numel() == 0:
         return
     shortest, longest = (int(x) for x in torch.aminmax(lengths))
     if shortest < 0 or longest > max_seqlen:
         raise ValueError(
-            f"{name} must have steps in [0, {max_seqlen}], got [{shortest}, {longest}]"
+            f"{name} must have steps in [0, {max_seqlen}], got [{shortest}, {longest}]{cumulative}"
         )
 
 
@@ -41,6 +49,25 @@ def with_lengths(mask: Mask | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
     return recall(
         mask.memo, "packed", ends, ends[0].device, lambda: mask & with_lengths(None, *ends)
     )
+
+
+def over_padded(
+    call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """run(call) of packed sequences, by way of the padded batch: out, and lse or nothing."""
+    spec = call.mask
+    assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
+    padded = replace(
+        call,
+        query=pad(call.query, spec.cu_seqlens_q, spec.max_seqlen_q),
+        key=pad(call.key, spec.cu_seqlens_k, spec.max_seqlen_k),
+        value=pad(call.value, spec.cu_seqlens_k, spec.max_seqlen_k),
+        mask=replace(spec, cu_seqlens_q=None, cu_seqlens_k=None),
+    )
+    total_q = call.query.shape[2]
+    out, lse = run(padded)
+    out = unpad(out, spec.cu_seqlens_q, total_q)
+    return out, unpad(lse, spec.cu_seqlens_q, total_q) if lse.dim() > 1 else lse
 
 
 def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

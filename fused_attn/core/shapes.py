@@ -8,6 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Ends the message where lengths stand in the place of heads.
+TRANSPOSED = (
+    "; query, key and value must be (batch, num_heads, seqlen, head_dim), and look like (batch, "
+    "seqlen, num_heads, head_dim): pass their .transpose(1, 2)"
+)
+
 
 class Canonical(NamedTuple):
     """(batch, num_heads, seqlen, head_dim) tensors, and what the caller's shapes were."""
@@ -81,18 +87,28 @@ def _fit_heads(
         if heads_k == 0 or heads % heads_k:
             raise ValueError(
                 f"key must have num_heads_kv that divides num_heads {heads} (of query), "
-                f"got {heads_k}"
+                f"got {heads_k}{_layout_hint(query, key)}"
             )
         return query, key, value
     total = max(heads, heads_k, heads_v) if min(heads, heads_k, heads_v) else 0
     for name, have in (("query", heads), ("key", heads_k), ("value", heads_v)):
         if have not in (1, total):
-            hint = "; pass enable_gqa=True to share keys and values among heads"
+            hint = _layout_hint(query, key)
+            hint = hint or "; pass enable_gqa=True to share keys and values among heads"
             raise ValueError(f"{name} must have num_heads {total} or 1, got {have}{hint}")
     query = query.expand(-1, total, -1, -1)
     if heads_k != heads_v:
         key, value = key.expand(-1, total, -1, -1), value.expand(-1, total, -1, -1)
     return query, key, value
+
+
+def _layout_hint(query: Tensor, key: Tensor) -> str:
+    """TRANSPOSED, where what stands for heads does not fit and what stands for lengths would."""
+    (heads, seqlen_q), (heads_kv, seqlen_k) = query.shape[1:3], key.shape[1:3]
+    heads_fit = heads_kv and heads % heads_kv == 0
+    if heads_fit or seqlen_k == 0 or seqlen_q % seqlen_k:
+        return ""
+    return TRANSPOSED
 
 
 def _mask(mask: Tensor, batch: tuple[int, ...], has_heads: bool) -> Tensor:

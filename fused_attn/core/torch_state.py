@@ -7,6 +7,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+# torch has two ways to batch. Neither shows in the type of a tensor.
+_batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
+_batched_by_vmap = torch._C._functorch.is_batchedtensor
+
 _PLAIN_TYPES = frozenset({Tensor, Parameter, type(None)})
 
 
@@ -24,6 +28,20 @@ def plain_eager(*tensors: Tensor | None) -> bool:
     ):
         return False
     return _PLAIN_TYPES.issuperset(map(type, tensors))
+
+
+def batched_by_autograd(tensor: Tensor, other: Tensor | None = None) -> bool:
+    """A tensor stands for many: torch.autograd.grad with is_grads_batched, which jacobian and
+    hessian call if they vectorize, runs a backward once for all of them."""
+    return _batched_by_autograd(tensor) or (other is not None and _batched_by_autograd(other))
+
+
+def batched(*tensors: Tensor | None) -> bool:
+    """The same, or by torch.vmap."""
+    return any(
+        tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor))
+        for tensor in tensors
+    )
 
 
 def unwatched() -> bool:
@@ -61,6 +79,11 @@ def readable(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return False
     return plain_eager(tensor)
+
+
+def savable(tensor: Tensor) -> bool:
+    """autograd can save the tensor, if it records: not one of torch.inference_mode, but a copy."""
+    return torch.compiler.is_compiling() or not tensor.is_inference() or not torch.is_grad_enabled()
 
 
 def captured(*tensors: Tensor | None) -> bool:

@@ -8,9 +8,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from fused_attn.core import philox
 from fused_attn.core.call import AttentionCall
 from fused_attn.core.packed import check_cu_seqlens
+from fused_attn.core.torch_state import savable
 from fused_attn.masks import UNLIMITED, Mask
 from fused_attn.masks.spec import MaskSpec, normalize
 
@@ -42,20 +42,34 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_same("value", "seqlen_k", value.shape[-2], key.shape[-2], "key")
 
 
+def checked_number(name: str, value: object) -> float:
+    """A number as torch takes one: of Python or numpy, or a tensor with one value, as a float."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise TypeError(f"{name} must not require grad: no gradient by it is computed")
+        if value.dim() or value.is_complex() or value.dtype == torch.bool:
+            got = f"{value.dtype} tensor of shape {tuple(value.shape)}"
+            raise TypeError(f"{name} must be a float, got a {got}")
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    return float(value)
+
+
 def checked_probability(dropout_p: float) -> float:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p must be a float, got {type(dropout_p).__name__}")
+    dropout_p = checked_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
-    return float(dropout_p)
+    return dropout_p
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if not isinstance(scale, (Real, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
-    return scale
+    return checked_number("scale", scale)
 
 
 def check_max_seqlen(name: str, seqlen: int) -> None:
@@ -66,9 +80,14 @@ def check_max_seqlen(name: str, seqlen: int) -> None:
     check_length(seqlen)
 
 
-def check_length(seqlen: int) -> None:
-    if seqlen >= UNLIMITED:
-        raise ValueError(f"query and key must be shorter than {UNLIMITED}")
+def check_length(*seqlens: int) -> None:
+    """Not of symbols: a graph would be guarded by it, and export refuse the lengths beyond. There
+    the ops look, which check what they are called with."""
+    if torch.compiler.is_compiling():
+        return
+    for seqlen in seqlens:
+        if isinstance(seqlen, int) and seqlen >= UNLIMITED:
+            raise ValueError(f"query and key must be shorter than {UNLIMITED}, got {seqlen}")
 
 
 def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
@@ -77,17 +96,17 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
     check_same(name, "device", cu_seqlens.device, rows.device, "query")
     check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
-    return cu_seqlens.to(torch.int64).contiguous()
+    starts = cu_seqlens.to(torch.int64).contiguous()
+    return starts if savable(starts) else starts.clone()
 
 
 def checked_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
-    if not isinstance(softcap, Real):
-        raise TypeError(f"softcap must be a float, got {type(softcap).__name__}")
+    softcap = checked_number("softcap", softcap)
     if not softcap > 0.0 or math.isinf(softcap):
         raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
-    return float(softcap)
+    return softcap
 
 
 def check_norm(
@@ -98,7 +117,9 @@ def check_norm(
     residual: Tensor | None,
 ) -> None:
     check_float("input", input)
-    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+    if not shape:
+        raise ValueError("normalized_shape must have at least one dimension, got ()")
+    if tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"input must end in normalized_shape {shape}, got {tuple(input.shape)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
@@ -129,7 +150,7 @@ def attention_call(
     softcap: float | None,
     dropout_p: float,
 ) -> AttentionCall:
-    """The call of tensors in their canonical form, with a new seed where it drops.
+    """The call of tensors in their canonical form.
 
     Raises:
         ValueError, TypeError: an option is wrong, or the mask does not fit.
@@ -137,12 +158,11 @@ def attention_call(
     batch, num_heads, seqlen_q, head_dim = query.shape
     dropout_p, softcap = checked_probability(dropout_p), checked_softcap(softcap)
     scale = checked_scale(scale, head_dim)
-    check_length(max(seqlen_q, key.shape[2]))
+    check_length(seqlen_q, key.shape[2])
     if not isinstance(mask, MaskSpec):
         mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query)
     if mask.bias is not None and mask.bias.dtype == torch.float64 != query.dtype:
         raise ValueError(
             f"attn_mask must be bool, float32 or {query.dtype} (as query), got float64"
         )
-    seed = philox.new_seed(query.device) if dropout_p > 0.0 else None
-    return AttentionCall(query, key, value, mask, scale, softcap, dropout_p, seed)
+    return AttentionCall(query, key, value, mask, scale, softcap, dropout_p)

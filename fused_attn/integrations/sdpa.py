@@ -27,7 +27,9 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from fused_attn import functional
-from fused_attn.backends import AttentionProblem, select, wanted_backend
+from fused_attn.backends import AttentionProblem, select, verdicts, wanted_backend
+from fused_attn.backends import sdpa as torchs
+from fused_attn.backends.registry import by_problem
 from fused_attn.core.torch_state import in_transform
 
 _config: Any = torch.compiler.config
@@ -113,6 +115,7 @@ def _switch(on: bool | None = None, blocks: int = 0) -> None:
             _library = _registered()
         elif not (switched_on or open_blocks > 0) and _library is not None:
             _library = None  # torch drops the kernels of a library with it
+            torchs.attend = torch.nn.functional.scaled_dot_product_attention
             _forget_dispatch()
         _switched_on, _open_blocks = switched_on, open_blocks
 
@@ -123,11 +126,16 @@ def _registered() -> Library:
     Somebody else's kernels are hidden until then: torch warns of that, or refuses.
     """
     library = Library("aten", "IMPL")
-    for key in _KEYS:
-        library.impl(_OP, _attention, f"Autograd{key}")
-        library.impl(_OP, _below_autograd, key)
+    try:
+        for key in _KEYS:
+            library.impl(_OP, _attention, f"Autograd{key}")
+            library.impl(_OP, _below_autograd, key)
+    except RuntimeError:
+        library._destroy()  # whoever holds the error would keep the kernels that it has
+        raise
     _forget_dispatch()
     _has_kernel.cache_clear()
+    torchs.attend = _torchs_own
     return library
 
 
@@ -156,22 +164,29 @@ def _attention(
 ) -> Tensor:
     """The kernel of torch's op: ours, or torch's own where ours take no such call."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    if _taken(query, key, value, attn_mask, is_causal):
+    if _taken(*args):
         # Validation comes before all else. What it refuses is torch's to refuse, or to take.
         with contextlib.suppress(ValueError, TypeError):
             return cast(Tensor, functional.scaled_dot_product_attention(*args, scale, enable_gqa))
-    return _OP._op_dk(
-        DispatchKey.CompositeImplicitAutograd, *args, scale=scale, enable_gqa=enable_gqa
-    )
+    return _torchs_own(*args, scale=scale, enable_gqa=enable_gqa)
+
+
+def _torchs_own(*args: Any, **options: Any) -> Tensor:
+    return _OP._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **options)
 
 
 def _taken(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
 ) -> bool:
     """True if a valid call is one for our kernels."""
     if in_transform() or not torch.backends.cuda.flash_sdp_enabled():
         return False
-    if query.dim() < 2 or value.dim() < 2:
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         return False
     types = {type(query), type(key), type(value)}
     bias_dtype = None
@@ -181,7 +196,14 @@ def _taken(
         types.add(type(attn_mask))
         bias_dtype = None if attn_mask.dtype == torch.bool else attn_mask.dtype
     sizes = query.shape[-1], value.shape[-1]
-    facts = (query.device, query.dtype, *sizes, bias_dtype, wanted_backend())
+    facts: tuple[Any, ...] = (query.device, query.dtype, *sizes, bias_dtype, wanted_backend())
+    if by_problem(query.device.type):
+        tensors = (query, key, value, attn_mask)
+        learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        kind = "causal" if is_causal else "none" if attn_mask is None else "dense"
+        kind = kind if bias_dtype is None else "bias"
+        lengths = query.shape[-2], key.shape[-2]
+        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, learns)
     if types <= _PLAIN:
         return _has_kernel(*facts)
     traced = types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag
@@ -196,9 +218,22 @@ def _has_kernel(
     head_dim_v: int,
     bias_dtype: torch.dtype | None,
     backend: str | None,
+    changes: int = 0,
+    mask: str = "none",
+    seqlen_q: int = 0,
+    seqlen_k: int = 0,
+    dropout: bool = False,
+    learns: bool = False,
 ) -> bool:
-    """True if the choice of a backend falls on kernels; cached: it takes as long as a call."""
-    problem = AttentionProblem(device, dtype, head_dim, head_dim_v, bias_dtype)
+    """True if the choice of a backend falls on kernels; cached: it takes as long as a call.
+
+    Args:
+        changes: `verdicts.changes`; it and what follows matter only where verdicts decide.
+    """
+    problem = AttentionProblem(
+        device, dtype, head_dim, head_dim_v, bias_dtype, mask=mask, seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k, dropout=dropout, learns=learns,
+    )  # fmt: skip
     try:
         return not select(problem, backend).differentiable
     except NotImplementedError:  # the backend that is asked for does not take it

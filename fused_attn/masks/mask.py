@@ -7,7 +7,7 @@ other file asks what a mask means.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -71,10 +71,18 @@ class Mask:
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
 
     def __and__(self, other: Mask) -> Mask:
+        if isinstance(other, Tensor):
+            made = "bias" if other.is_floating_point() else "dense"
+            raise TypeError(
+                f"a Mask and a {_describe(other)} cannot be combined as they are: use "
+                f"mask & masks.{made}(tensor)"
+            )
         if not isinstance(other, Mask):
             return NotImplemented
         pairs = zip(self.conditions(), other.conditions(), strict=True)
         return Mask(*(own + others for own, others in pairs))
+
+    __rand__ = __and__  # of a tensor, for the message
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles leave out the memo: versions of other tensors mean nothing."""
@@ -93,9 +101,21 @@ class Mask:
         Example:
             >>> mask = (masks.causal() & masks.padding(lengths)).to(query.device)
         """
-        moved = Mask(*_moved(self.conditions(), device))
-        pairs = zip(self.tensors(), moved.tensors(), strict=True)
-        return self if all(there is here for here, there in pairs) else moved
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Mask:
+        """The same conditions of other tensors; this mask where all of them are the same."""
+        mapped = Mask(*_mapped(self.conditions(), function))
+        pairs = zip(self.tensors(), mapped.tensors(), strict=True)
+        return self if all(one is other for one, other in pairs) else mapped
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it is made of bands and ALiBi alone, none of which depends on a sequence's end:
+        then it is the same for sequences at other places of a batch."""
+        others = replace(self, bands=(), slopes=()).conditions()
+        aligns = [band.align for band in self.bands] + [alibi.align for alibi in self.slopes]
+        return set(aligns) <= {"top_left"} and not any(others)
 
     def conditions(self) -> tuple[Any, ...]:
         """The fields that users compose, without the memo."""
@@ -224,8 +244,8 @@ def dense(mask: Tensor) -> Mask:
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(
-            f"mask must be a bool tensor (True = attend), got {_describe(mask)}; "
-            "a float mask goes through masks.bias"
+            f"mask must be a bool tensor (True = attend), got {_describe(mask)}"
+            f"{_as_bool(mask) or '; a float mask goes through masks.bias'}"
         )
     return Mask(dense_masks=(mask,))
 
@@ -262,21 +282,23 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
     elif attn_mask.is_floating_point():
         mask = bias(attn_mask)
     else:
-        raise TypeError(f"attn_mask must be bool or float, got {attn_mask.dtype}")
+        raise TypeError(
+            f"attn_mask must be bool or float, got {attn_mask.dtype}{_as_bool(attn_mask)}"
+        )
     if is_causal:
         mask = causal() if mask is None else mask & causal()
     return mask
 
 
-def _moved(condition: Any, device: torch.device | str) -> Any:
-    """A condition, or tuples of them, with tensors on a device."""
+def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A condition, or tuples of them, of other tensors."""
     if isinstance(condition, Tensor):
-        return condition.to(device)
+        return function(condition)
     if isinstance(condition, tuple):
-        return tuple(_moved(part, device) for part in condition)
+        return tuple(_mapped(part, function) for part in condition)
     if not isinstance(condition, (_Padding, _Documents, _Alibi)):
         return condition
-    parts = {f.name: _moved(getattr(condition, f.name), device) for f in fields(condition)}
+    parts = {f.name: _mapped(getattr(condition, f.name), function) for f in fields(condition)}
     return replace(condition, **parts)
 
 
@@ -305,6 +327,13 @@ def _ids(name: str, ids: Tensor) -> Tensor:
 def _check_align(align: str) -> None:
     if align not in ALIGNMENTS:
         raise ValueError(f"align must be one of {ALIGNMENTS}, got {align!r}")
+
+
+def _as_bool(mask: object) -> str:
+    """What to do with an integer mask; nothing for all else."""
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
+        return ""
+    return ": where 1 is to attend and 0 is not, pass its .bool()"
 
 
 def _describe(value: object) -> str:

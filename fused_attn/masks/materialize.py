@@ -41,13 +41,14 @@ def materialize(
         # Each column as (batch, 1, 1, 1).
         bound = dict(zip(BOUNDS, spec.bounds[:, :, None, None, None].unbind(1), strict=True))
         offset = bound["alibi_offset"]
-        in_prefix = (column < bound["prefix_end"]) | (distance <= 0)
-        conditions = [
-            (column >= bound["key_begin"]) & (column < bound["key_end"]),
-            (row >= bound["query_begin"]) & (row < bound["query_end"]),
-            (distance >= bound["band_lo"]) & (distance <= bound["band_hi"]),
-            in_prefix | (bound["prefix_end"] == 0),
-        ]
+        conditions = [(column >= bound["key_begin"]) & (column < bound["key_end"])]
+        if spec.by_query:
+            in_prefix = (column < bound["prefix_end"]) | (distance <= 0)
+            conditions += [
+                (row >= bound["query_begin"]) & (row < bound["query_end"]),
+                (distance >= bound["band_lo"]) & (distance <= bound["band_hi"]),
+                in_prefix | (bound["prefix_end"] == 0),
+            ]
     if spec.query_documents is not None and spec.key_documents is not None:
         pairs = spec.query_documents[:, :, None] == spec.key_documents[:, None, :]
         conditions.append(pairs[:, None])

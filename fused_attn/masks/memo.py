@@ -70,22 +70,28 @@ def recall(
     value = make()
     memo.pop(key, None)  # the newest is last
     memo[key] = Entry(tuple(map(TensorWeakRef, tensors)), versions, value)
-    while len(memo) > limit:
-        del memo[next(iter(memo))]
+    while len(memo) > limit:  # a copy, and no error, as other threads do the same
+        memo.pop(next(iter(list(memo)), None), None)
     return value
 
 
 _of_tensors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def recall_of(tensor: Tensor, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
+def recall_of(
+    tensor: Tensor,
+    key: Hashable,
+    tensors: Sequence[Tensor],
+    make: Callable[[], T],
+    limit: int | None = None,
+) -> T:
     """As `recall`, from a memo that lives as long as `tensor`; the value must not hold that."""
     if not _keepable([tensor]):
         return make()
     memo = _of_tensors.get(tensor)
     if memo is None:
         memo = _of_tensors[tensor] = {}
-    return recall(memo, key, tensors, tensor.device, make, _LIMIT_OF_TENSOR)
+    return recall(memo, key, tensors, tensor.device, make, limit or _LIMIT_OF_TENSOR)
 
 
 def _keepable(tensors: Sequence[Tensor]) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fused_attn.core.flat import Flat, flattens
-from fused_attn.core.torch_state import plain_eager, readable, statistics_dtype
+from fused_attn.core.shapes import TRANSPOSED
+from fused_attn.core.torch_state import plain_eager, readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.memo import recall
 
@@ -57,6 +58,8 @@ class MaskSpec(Flat):
         band_lo, band_hi: visible where band_lo <= j - i <= band_hi.
         alibi_offset: ALiBi adds -slope * |i + alibi_offset - j|.
         max_seqlen_q, max_seqlen_k: rows of the longest packed sequence.
+        by_query: False where `bounds` has nothing but key_begin and key_end; for dense forms, which
+            need no dimension of queries then.
     """
 
     bias: Tensor | None = None
@@ -75,9 +78,38 @@ class MaskSpec(Flat):
     alibi_offset: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    by_query: bool = True
+
+    @property
+    def kind(self) -> str:
+        """The most costly thing of this mask: "none", "causal" (top-left), "structured" (bands,
+        lengths, documents, slopes), "dense" (a bool tensor) or "bias" (a float tensor)."""
+        if self.bias is not None:
+            return "bias"
+        if self.dense is not None or self.key_mask is not None:
+            return "dense"
+        tables = self.bounds, self.query_documents, self.slopes
+        if any(table is not None for table in tables) or self.band_lo > -UNLIMITED:
+            return "structured"
+        if self.band_hi >= UNLIMITED:
+            return "none"
+        return "causal" if self.band_hi == 0 else "structured"
+
+    def hides(self) -> bool:
+        """Whether something else than -inf in `bias` may hide a key, or be added to the scores."""
+        whole = replace(self, bias=None, bias_summary=None, cu_seqlens_q=None, cu_seqlens_k=None)
+        return whole.kind != "none"
+
+    def added_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The type of what is added to the scores of a query of `dtype`; None: nothing is."""
+        if self.slopes is not None:
+            return statistics_dtype(dtype)
+        return None if self.bias is None else self.bias.dtype
 
     def readable(self) -> MaskSpec:
         """This spec with what kernels read as arrays in one piece."""
+        if self.bounds is None and self.query_documents is None and self.cu_seqlens_q is None:
+            return self
         names = ("bounds", "query_documents", "key_documents", "cu_seqlens_q", "cu_seqlens_k")
         tensors = {name: getattr(self, name) for name in names}
         apart = {
@@ -131,10 +163,12 @@ def spec_at_once(
         return spec if known else None
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
         return None
-    if attn_mask.dim() != 4:
-        return None
     if attn_mask.requires_grad or attn_mask.device != query.device or attn_mask.is_neg():
         return None
+    if not savable(attn_mask) or attn_mask.dim() > 4:
+        return None
+    if attn_mask.dim() < 4:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     for have, want, stride in zip(attn_mask.shape, shape, attn_mask.stride(), strict=True):
         if have != 1 and (have != want or stride == 0):
             return None
@@ -147,10 +181,14 @@ def spec_at_once(
 
 def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> MaskSpec:
     batch, num_heads = shape[:2]
+    all_savable = True
     for tensor in mask.tensors():
         lengths_on_cpu = tensor.dim() == 1 and tensor.device.type == "cpu"
         if tensor.device != device and not lengths_on_cpu:
             raise ValueError(f"attn_mask must be on {device} (as query), got {tensor.device}")
+        all_savable = all_savable and savable(tensor)
+    if not all_savable:
+        mask = mask.mapped(torch.clone)
     key_masks: list[Tensor] = []
     dense_masks: list[Tensor] = []
     for tensor in mask.dense_masks:
@@ -182,6 +220,7 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         "prefix_end": 0,
         "alibi_offset": 0,
     }
+    neutral = dict(columns)
     for pad in mask.paddings:
         keys = _sequence_lengths("key_lengths", pad.key_lengths, batch, seqlen_k, device)
         queries: Any = seqlen_q
@@ -213,13 +252,20 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
             raise ValueError("alibi masks that are combined must have the same align")
         if mask.slopes[0].align == "bottom_right":
             columns["alibi_offset"] = bottom_right
-    if not any(isinstance(value, Tensor) for value in columns.values()):
+    # Not by what is a tensor: sizes are tensors, without dimensions, under torch.jit.trace.
+    if not mask.paddings and not mask.prefixes:
         return {name: columns[name] for name in ("band_lo", "band_hi", "alibi_offset")}
+    by_query = any(
+        isinstance(value, Tensor) or value != neutral[name]
+        for name, value in columns.items()
+        if name not in ("key_begin", "key_end")
+    )
     whole = [
-        column if isinstance(column, Tensor) else torch.full((batch,), column, device=device)
+        column if isinstance(column, Tensor) else torch.full((), column, device=device)
         for column in (columns[name] for name in BOUNDS)
     ]
-    return {"bounds": torch.stack(whole, dim=1)}
+    bounds = torch.stack([column.expand(batch) for column in whole], dim=1)
+    return {"bounds": bounds, "by_query": by_query}
 
 
 def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
@@ -292,12 +338,16 @@ def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tenso
     """A 4-D view in which every broadcast dimension, also an expanded one, has size 1."""
     if tensor.dim() > 4:
         raise ValueError(f"{name} must have at most 4 dimensions, got {tuple(tensor.shape)}")
-    view = tensor[(None,) * (4 - tensor.dim())]
+    view = tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
     for dim, (have, want) in enumerate(zip(view.shape, shape, strict=True)):
         if have not in (1, want):
+            # Of one sequence with itself heads are equal, so that nothing else has failed before.
+            swapped = shape[2] == shape[3] != shape[1] > 1
+            fits = swapped and set(view.shape[2:]) in ({shape[1]}, {1, shape[1]})
+            hint = TRANSPOSED if fits else ""
             raise ValueError(
                 f"{name} must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = "
-                f"{shape}, got {tuple(tensor.shape)}"
+                f"{shape}, got {tuple(tensor.shape)}{hint}"
             )
         if have > 1 and view.stride(dim) == 0:
             # The gradient of an expanded tensor has its whole shape, so that one is copied.
@@ -343,13 +393,18 @@ def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None])
 def _minimum(a: Any, b: Any) -> Any:
     if isinstance(a, Tensor):
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
-    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+    if isinstance(b, Tensor):
+        return b.clamp(max=a)
+    # min and max would compare symbols, and a graph be guarded by what came out.
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 
 def _maximum(a: Any, b: Any) -> Any:
     if isinstance(a, Tensor):
         return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
-    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+    if isinstance(b, Tensor):
+        return b.clamp(min=a)
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_max(a, b)
 
 
 def reduced(tensors: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Any:

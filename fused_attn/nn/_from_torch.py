@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.nn.utils.parametrize import is_parametrized
+
+from fused_attn.backends import first_backend
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ClassT = TypeVar("ClassT", bound=type)
@@ -40,6 +43,15 @@ class FromTorch(Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _convert_children(self)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script asks for a module to compile in the place of this one: there is none."""
+        name = qualified_name(type(self))
+        raise NotImplementedError(
+            f"torch.jit.script cannot compile {name}, whose kernels are called from Python: use "
+            "torch.compile or torch.export, or script the model with torch's own modules, which "
+            "restore() of the report of swap_modules brings back"
+        )
 
     @classmethod
     def from_torch(cls: type[ModuleT], module: Module) -> ModuleT:
@@ -83,6 +95,14 @@ def convert(module: Module) -> Module:
     if type(module) is ModuleList and any(type(child) in REPLACEMENTS for child in module):
         return ModuleList(convert(child) for child in module)
     return module
+
+
+def torch_infers(module: Module, x: Tensor) -> bool:
+    """Whether torch's own inference path may compute a module: its kernels would in any case."""
+    if module.training or torch.compiler.is_compiling():
+        return False
+    backend = first_backend(x.device.type)
+    return backend is not None and backend.torchs_own
 
 
 def wrapped(module: Module) -> str | None:

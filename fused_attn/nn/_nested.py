@@ -19,6 +19,8 @@ def on_padded(function: Callable[[Tensor, Tensor], Tensor], nested: Tensor) -> T
         Nested: the sequences of the result without their padding.
     """
     lengths = [sequence.shape[0] for sequence in nested.unbind()]
+    if not any(lengths):
+        return nested.clone()  # torch pads nothing where nothing is
     padded = nested.to_padded_tensor(0.0)
     positions = torch.arange(padded.shape[1], device=padded.device)
     ignored = positions >= torch.tensor(lengths, device=padded.device)[:, None]

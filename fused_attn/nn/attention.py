@@ -156,7 +156,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         """
         q = self._project_query(x)
         memories, sharing = key.shape[0], q.shape[0] // max(key.shape[0], 1)
-        q = q.unflatten(0, (memories, sharing)).transpose(1, 2).flatten(2, 3)
+        # The sequences lie next to each other, each with its heads innermost: a view joins them.
+        q = q.transpose(1, 2).unflatten(0, (memories, sharing)).flatten(1, 2).transpose(1, 2)
         seqlens = q.shape[2], key.shape[2]
         terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)
         out = functional.scaled_dot_product_attention(
@@ -345,5 +346,8 @@ def _visible(mask: Tensor) -> Tensor:
 
 def _check_mask_type(name: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        got = type(mask).__name__
+        if isinstance(mask, Tensor):
+            hint = "pass its .bool() where 1 is to ignore, mask == 0 where 1 is to attend"
+            got = f"{mask.dtype}: {hint}"
         raise TypeError(f"{name} must be a bool or float tensor, got {got}")

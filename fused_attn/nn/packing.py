@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_attn import masks
+from fused_attn.backends import first_backend
 from fused_attn.core.torch_state import plain_eager
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
@@ -109,7 +110,10 @@ def can_pack(
     """
     if src.dim() != 3 or src.is_nested or ignored.dim() != 2 or ignored.dtype != torch.bool:
         return False
-    if watched(src, ignored) or (isinstance(mask, Mask) and not _relative(mask)):
+    backend = first_backend(src.device.type)
+    if backend is not None and backend.torchs_own:  # which would pad what is packed
+        return False
+    if watched(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
         return False
     if norm is not None and not (type(norm) in _NORMS and alone(norm)):
         return False
@@ -129,14 +133,6 @@ def watched(*tensors: Tensor) -> bool:
 def _as_mask(mask: Tensor, seqlen: int) -> Mask:
     mask = mask[..., :seqlen, :seqlen]
     return masks.dense(mask) if mask.dtype == torch.bool else masks.bias(mask)
-
-
-def _relative(mask: Mask) -> bool:
-    """True if a mask has only bands and ALiBi, and none depends on the sequence's end."""
-    aligned = [band.align for band in mask.bands] + [alibi.align for alibi in mask.slopes]
-    return set(aligned) <= {"top_left"} and not (
-        mask.paddings or mask.prefixes or mask.document_pairs or mask.dense_masks or mask.biases
-    )
 
 
 def _by_token(layer: Module) -> bool:

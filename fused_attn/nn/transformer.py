@@ -18,7 +18,7 @@ from fused_attn import masks
 from fused_attn.core.caches import check_no_grad
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache
@@ -88,6 +88,10 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
             src_mask, src_key_padding_mask, is_causal: see `MultiheadAttention.forward`.
         """
+        unmasked = src_mask is None and src_key_padding_mask is None and not is_causal
+        # Masked, torch has NaN where a row sees nothing.
+        if unmasked and type(self) is TransformerEncoderLayer and torch_infers(self, src):
+            return super().forward(src)
         if src.is_nested:
             return self._forward_nested(src, src_mask, src_key_padding_mask, is_causal)
         masks = (src_mask, src_key_padding_mask, is_causal)
@@ -252,8 +256,12 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
             enable_nested_tensor is False. (torch has 0 there on its inference path alone, else
             numbers of no meaning: where these were read, results differ.)
         """
-        causal = is_causal_mask(mask, is_causal)
         ignored = src_key_padding_mask
+        by_torch = mask is None and not is_causal and torch_infers(self, src)
+        if by_torch and ignored is not None and ignored.dtype == torch.bool:
+            # torch leaves out the padding by nested tensors.
+            return self._without_ignored(super().forward(src, None, ignored), ignored)
+        causal = is_causal_mask(mask, is_causal)
         packing = self._packing(src, mask, ignored, causal)
         if packing is not None:
             packed = packing.pack(src)
@@ -273,12 +281,16 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
                 src_key_padding_mask=src_key_padding_mask,
             )
         output = output if self.norm is None else self.norm(output)
+        return self._without_ignored(output, ignored)
+
+    def _without_ignored(self, output: Tensor, ignored: Tensor | None) -> Tensor:
+        """The output with 0 in the rows that a bool src_key_padding_mask ignores."""
         if ignored is None or ignored.dtype != torch.bool or not self.enable_nested_tensor:
             return output
         if output.dim() == 2:
             rows = ignored.reshape(-1)
         else:
-            rows = ignored.reshape(-1, ignored.shape[-1])
+            rows = ignored if ignored.dim() == 2 else ignored[None]
             rows = rows if self.layers[0].self_attn.batch_first else rows.transpose(0, 1)
         return output.masked_fill(rows[..., None], 0.0)
 
@@ -297,7 +309,8 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         if not can_pack(src, ignored, mask, self.layers, self.norm):
             return None
         attention = self.layers[0].self_attn
-        batch, seqlen = ignored.shape
+        # Not those of `ignored`, which is checked by them: transposed, it would pack other tokens.
+        batch, seqlen = src.shape[:2] if attention.batch_first else src.shape[1::-1]
         terms, is_causal = mask_terms(
             mask, ignored, is_causal, batch, attention.num_heads, seqlen, seqlen
         )

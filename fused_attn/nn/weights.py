@@ -52,4 +52,5 @@ def attention_with_weights(
     query, key, value = autocast(query, key, value)
     mask = masks.as_mask(attn_mask, is_causal)
     call = attention_call(query, key, value, mask, None, None, dropout_p)
-    return autograd.attention_with_weights(call, average, select(problem_of(call), backend))
+    chosen = select(problem_of(call, "weights"), backend)
+    return autograd.attention_with_weights(call, average, chosen)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fused_attn import __version__
 from fused_attn.backends.registry import BACKENDS
-from fused_attn.tools import sources
+from fused_attn.tools import plan, sources, verify
 from fused_attn.tools.cases import DTYPES, MASKS, Shape
 
 TOOL = "fused-attn"
@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     _add_doctor(add)
+    _add_verify(add)
     _add_compare(add)
     _add_bench(add)
     return parser
@@ -65,6 +66,30 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
         help="write JSON to a file, or to stdout instead of the tables",
     )  # fmt: skip
     _add_backend(command, "check this backend, instead of those that are chosen unasked")
+
+
+def _add_verify(add: Callable[..., argparse.ArgumentParser]) -> None:
+    command = add(
+        "verify", "are the GPU kernels right on this machine, and where are they faster? They are "
+        "chosen there from then on",
+        "", "--quick", "--backend triton --json verdict.json", "--forget",
+    )  # fmt: skip
+    command.add_argument(
+        "--backend", choices=verify.candidates(), nargs="+", metavar="BACKEND",
+        help=f"of {', '.join(verify.candidates())}; default: those that can run here",
+    )  # fmt: skip
+    command.add_argument(
+        "--quick", action="store_true", help=f"only {', '.join(plan.QUICK_DTYPES)}, and head_dim "
+        f"up to {' and '.join(map(str, plan.QUICK_WIDTHS))}",
+    )  # fmt: skip
+    command.add_argument(
+        "--forget",
+        action="store_true",
+        help="remove what is stored, of all machines",
+    )
+    command.add_argument(
+        "--json", type=_output, metavar="FILE", help="write JSON; - for stdout, without the tables"
+    )
 
 
 def _add_compare(add: Callable[..., argparse.ArgumentParser]) -> None:

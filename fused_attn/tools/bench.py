@@ -19,6 +19,7 @@ from fused_attn import functional
 from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.masks import Mask
+from fused_attn.masks.spec import normalize
 from fused_attn.tools import contract, timing
 from fused_attn.tools.cases import (
     DTYPES,
@@ -96,14 +97,19 @@ def measure(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device, torch_dtype = torch.device(device), getattr(torch, dtype)
-    problem = AttentionProblem(device, torch_dtype, shape.head_dim, shape.head_dim)
+    operands = shape.operands(torch_dtype, device)
+    own_mask = make_mask(mask, shape)
+    own_mask = None if own_mask is None else own_mask.to(device)
+    sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+    problem = AttentionProblem(
+        device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
+        mask=normalize(own_mask, *sizes, operands["query"]).kind, seqlen_k=shape.seqlen_k,
+        learns=backward,
+    )  # fmt: skip
     chosen = select(problem, backend).name
     # To ask for what is chosen anyway would keep small calls away from their short cut.
     asks = chosen != select(problem).name
     context = use_backend(chosen) if asks else contextlib.nullcontext()
-    operands = shape.operands(torch_dtype, device)
-    own_mask = make_mask(mask, shape)
-    own_mask = None if own_mask is None else own_mask.to(device)
     visible, bias = tensors_of(own_mask, shape, device)
     part = shape.reduced().part_of(shape)
     seen, added = (None if t is None else part(t) for t in (visible, bias))

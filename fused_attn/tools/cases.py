@@ -110,8 +110,13 @@ class Shape:
 # ---- masks --------------------------------------------------------------------------------------
 
 
+def sequence_lengths(batch: int, longest: int) -> Tensor:
+    """Lengths of a quarter of the longest to that."""
+    return (longest * torch.linspace(0.25, 1.0, batch)).ceil().long()
+
+
 def _padding(shape: Shape, _: int) -> Mask:
-    return masks.padding((shape.seqlen_k * torch.linspace(0.25, 1.0, shape.batch)).ceil().long())
+    return masks.padding(sequence_lengths(shape.batch, shape.seqlen_k))
 
 
 def _prefix(shape: Shape, _: int) -> Mask:

@@ -1,4 +1,4 @@
-"""The command line: `fused-attn doctor`, `fused-attn compare`, `fused-attn bench`."""
+"""The command line: `fused-attn doctor`, `verify`, `compare` and `bench`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
-from fused_attn.tools import bench, doctor, plots, sources
+from fused_attn.backends import verdicts, wanted_backend
+from fused_attn.tools import bench, doctor, plots, sources, verify
 from fused_attn.tools.arguments import TOOL, USAGE, parser
 from fused_attn.tools.cases import Shape, make_mask
 from fused_attn.tools.compare import COLUMNS, compare
+from fused_attn.tools.plan import plan
 from fused_attn.tools.terminal import progress, show_table
 
 # USAGE is 2; the last two are what a shell says of SIGINT and SIGPIPE.
 OK, FAILED, INTERRUPTED, BROKEN_PIPE = 0, 1, 130, 141
+SNIPPETS = 3  # of wrong results that `verify` shows
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -36,6 +39,11 @@ def _doctor(options: argparse.Namespace) -> int:
     show_table("Machine", ("what", "value"), list(_machine_rows(facts["machine"])))
     rows = [(entry["name"], _availability(entry)) for entry in facts["backends"]]
     show_table("Backends", ("backend", "state"), rows)
+    show_table(
+        "Calls, float32",
+        ("device", "call", "backend", "reason"),
+        [tuple(call.values()) for call in facts["calls"]],
+    )
     checks = facts["self_check"]
     show_table(
         f"Self-check, {facts['self_check_seconds']:.1f} s: forward and backward against float64",
@@ -46,8 +54,16 @@ def _doctor(options: argparse.Namespace) -> int:
     for problem in dict.fromkeys(f"{c['backend']}: {c['problem']}" for c in checks if c["problem"]):
         print(_one_line(problem))
     failed = sum(not check["ok"] for check in checks)
-    print(f"{failed} of {len(checks)} checks FAILED" if failed else "everything checked is right")
+    print(f"{failed} of {len(checks)} checks FAILED" if failed else _checked(facts))
     return status
+
+
+def _checked(facts: dict[str, Any]) -> str:
+    """What was checked, and what was not."""
+    checked = dict.fromkeys(f"{c['backend']} on {c['device']}" for c in facts["self_check"])
+    names = {check["backend"] for check in facts["self_check"]}
+    rest = [entry["name"] for entry in facts["backends"] if entry["name"] not in names]
+    return f"right: {', '.join(checked)}; not checked: {', '.join(rest) or 'none'}"
 
 
 def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -63,10 +79,7 @@ def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _availability(entry: dict[str, Any]) -> str:
-    if entry["automatic"]:
-        return "available"
-    state = "available" if entry["available"] else "not available"
-    return f"{state}: {'; '.join(entry['reasons'])}"
+    return "available" if entry["available"] else f"not available: {entry['reasons'][0]}"
 
 
 def _check_row(check: dict[str, Any]) -> tuple[str, ...]:
@@ -75,6 +88,60 @@ def _check_row(check: dict[str, Any]) -> tuple[str, ...]:
         return (*where, "", "", "", "FAILED")
     numbers = (f"{check['error']:.2e}", f"{check['limit']:.2e}")
     return (*where, check["worst"], *numbers, "ok" if check["ok"] else "FAILED")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    names = options.backend or verify.candidates()
+    if options.forget:
+        removed = [str(path) for path in verdicts.forget(names)]
+        if not _write_json(options.json, {"removed": removed}):
+            print("\n".join(f"removed {path}" for path in removed) or "nothing was stored")
+        return OK
+    if options.backend is None:  # those that can run, or the error of the first
+        names = [name for name in names if not verify.against(name)] or names
+    reports: list[verify.Report] = []
+    for name in names:
+        made = plan(options.quick, graphs=verify.device_of(name).type == "cuda")
+        with progress(f"verifying {name}", made.steps) as advance:
+            reports.append(verify.verify(name, made, advance))
+        if reports[-1].lost:
+            break
+    facts = {"versions": doctor.versions(), "machine": doctor.machine()}
+    facts |= {"backends": {report.backend: report.to_dict() for report in reports}}
+    if not _write_json(options.json, facts):
+        for report in reports:
+            _show_verdict(report)
+    return OK if not any(report.wrong for report in reports) else FAILED
+
+
+def _show_verdict(report: verify.Report) -> None:
+    counts, where = report.counts(), f"{report.backend} on {report.identity['gpu']}"
+    show_table(
+        f"Checks of {where}", ("type", "what", ">right", ">WRONG", ">not taken"), counts,
+        bad=[i for i, row in enumerate(counts) if row[3] not in ("", "0")],
+    )  # fmt: skip
+    for title, features in (
+        ("attention", (*verdicts.KINDS, *verdicts.OPTIONS)), ("norms", verdicts.NORM_FEATURES),
+    ):  # fmt: skip
+        rows = report.speedups(title == "norms")
+        show_table(
+            f"Times as fast as torch, {title}: {where}; in brackets: not enough to be chosen",
+            ("op", "type", "sizes", "pass", *(f">{name}" for name in features)), rows,
+            bad=[i for i, row in enumerate(rows) if "wrong" in row],
+        )  # fmt: skip
+    for trial in report.wrong[:SNIPPETS]:
+        print(report.snippet(trial), end="\n\n")
+    if len(report.wrong) > SNIPPETS:
+        print(f"and {len(report.wrong) - SNIPPETS} more: --json has them all\n")
+    if report.lost:
+        print("the GPU computes no more in this process: run the command anew, for other backends")
+    usable, wanted = len(report.usable), wanted_backend()
+    print(
+        f"{report.backend}: {len(report.wrong)} of {len(report.trials)} checks are WRONG; chosen "
+        f"from now on for {usable} of {len(report.classes)} classes\nstored in {report.path}"
+    )
+    if wanted is not None:
+        print(f"but FUSED_ATTN_BACKEND={wanted} decides, as long as it is set")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -217,7 +284,7 @@ def _one_line(message: object) -> str:
     return f"{type(message).__name__}: {text}" if isinstance(message, Exception) else text
 
 
-_COMMANDS = {"doctor": _doctor, "compare": _compare, "bench": _bench}
+_COMMANDS = {"doctor": _doctor, "verify": _verify, "compare": _compare, "bench": _bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,6 @@ import fused_attn
 from fused_attn import masks
 from fused_attn.backends import (
     AttentionProblem,
-    available_backends,
     cpp,
     get_backend,
     wanted_backend,
@@ -29,6 +28,7 @@ from fused_attn.backends.registry import BACKENDS
 from fused_attn.masks import Mask
 from fused_attn.tools import contract
 from fused_attn.tools.cases import Shape, make_mask
+from fused_attn.tools.choices import Choice, choices, device_types
 
 # What fused_attn works with, where it is there.
 OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")
@@ -65,19 +65,16 @@ def cpu_model() -> str:
 
 
 def backends() -> list[dict[str, Any]]:
-    """Each backend, in order of preference, and what the registry has against it."""
-    rows = []
-    for name, module in BACKENDS.items():
-        unavailable, by_name_only = module.unavailable(), module.not_automatic()
-        rows.append(
-            {
-                "name": name,
-                "available": not unavailable,
-                "automatic": not unavailable and not by_name_only,
-                "reasons": unavailable + by_name_only,
-            }
-        )
-    return rows
+    """Each backend, in order of preference, and why it cannot run here."""
+    return [
+        {"name": name, "available": not reasons, "reasons": reasons}
+        for name, reasons in ((n, backend.unavailable()) for n, backend in BACKENDS.items())
+    ]
+
+
+def calls() -> list[Choice]:
+    """What each kind of call runs on, on each kind of device."""
+    return [choice for device_type in device_types() for choice in choices(device_type)]
 
 
 # ---- self-check ---------------------------------------------------------------------------------
@@ -109,15 +106,15 @@ def self_check(backend: str | None = None) -> list[SelfCheck]:
 
     Args:
         backend: the one that is checked; None is the one that FUSED_ATTN_BACKEND names, or else
-            all that are chosen unasked and have kernels.
+            all that compute some kind of call unasked, by kernels of this package if any does.
 
     Raises:
         ValueError: there is no backend of that name.
     """
     wanted = backend or wanted_backend()
-    automatic = [name for name in available_backends() if not get_backend(name).not_automatic()]
-    kernels = [name for name in automatic if not get_backend(name).differentiable]
-    names = [wanted] if wanted else kernels or automatic
+    chosen = {choice.backend for choice in calls()}
+    kernels = {name for name in chosen if name and not get_backend(name).differentiable}
+    names = [wanted] if wanted else sorted(kernels or chosen - {""})
     return [_checked(case, name) for name in names for case in _cases()]
 
 
@@ -221,6 +218,7 @@ def diagnose(backend: str | None = None) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
         "backends": backends(),
+        "calls": [dataclasses.asdict(choice) for choice in calls()],
         "self_check": [dataclasses.asdict(check) for check in checks],
         "self_check_seconds": round(time.perf_counter() - start, 3),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,17 +31,29 @@ class Recorder:
         watched: names of modules whose outputs and input gradients are recorded; "" is the model.
         backward: run backward too, from a random projection of all float outputs.
         dtype: type in which that projection has to be exact.
+        advance: called after each forward and each backward.
     """
 
-    def __init__(self, watched: set[str], backward: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        watched: set[str],
+        backward: bool,
+        dtype: torch.dtype,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
         self.watched = watched
         self.backward = backward
         self.dtype = dtype
+        self.advance = advance
         self._relu_sides: list[Tensor] = []
         self._relu_calls: int | None = None
 
-    def run(self, model: Module, args: Any, kwargs: Any) -> Tensors:
-        """Run `model`, which is changed, in evaluation mode."""
+    def run(self, model: Module, args: Any, kwargs: Any, again: bool = False) -> Tensors:
+        """Run `model`, which is changed, in evaluation mode.
+
+        Args:
+            again: forward only, with other random numbers: what a model draws shows in its outputs.
+        """
         found: Tensors = {}
         model.eval()
         for name in self.watched - {""}:  # what the model itself returns is an "output"
@@ -51,12 +63,14 @@ class Recorder:
         device = device_of(model)
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.set_grad_enabled(self.backward):
-            torch.manual_seed(0)
+            torch.manual_seed(int(again))
             outputs = dict(float_tensors(model(*args, **kwargs), "output"))
+            self.advance()
             for name, output in outputs.items():
                 found[name, "output"] = output.detach().clone()
-            if self.backward:
+            if self.backward and not again:
                 self._run_backward(outputs)
+                self.advance()
         self._relu_calls = 0
         for name, tensor in (*float_tensors(args, "input"), *float_tensors(kwargs, "input")):
             if tensor.grad is not None:

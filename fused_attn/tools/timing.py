@@ -13,6 +13,7 @@ import torch
 Call = Callable[[], Any]
 
 CALLS_A_ROUND = 5  # on a GPU
+CALLS_IN_A_ROW = 20
 # The host queues a round's calls meanwhile: of short kernels it would else be the host's time. A
 # call takes it up to 1 ms (a backward with lists of tiles: ten launches).
 QUEUE_CYCLES = 12_000_000  # 6 ms at 2 GHz
@@ -45,6 +46,18 @@ def gpu_seconds(calls: Sequence[Call], turn: int = 0) -> list[float]:
         event.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events)]
+
+
+def row_seconds(call: Call) -> float:
+    """Seconds of a call of a row that the host issues to a GPU without a wait, after one that is
+    not counted: the host's time where kernels are short, the GPU's where they are long."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS_IN_A_ROW):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / CALLS_IN_A_ROW
 
 
 def medians(

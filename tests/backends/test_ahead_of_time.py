@@ -74,7 +74,7 @@ def attention(
         with compiling_for(arch) as kernels:
             outputs = BACKEND.attention_fwd(call, not decodes)
             if not decodes:
-                out, lse, _ = outputs
+                out, lse, *_ = outputs
                 BACKEND.attention_bwd(call, outputs, out, lse, spec.bias is not None)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

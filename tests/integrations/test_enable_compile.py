@@ -175,8 +175,9 @@ def test_export_holds_torchs_op(strict):
         decomposed = program.run_decompositions()
     operations = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert operations == [torch.ops.aten.scaled_dot_product_attention.default]
-    for exported in (program, decomposed):
+    assert torch.equal(program.module()(query, mask), expected)
+    for exported in (program, decomposed):  # torch 2.9 decomposes the op
         module = exported.module()
-        assert torch.equal(module(query, mask), expected)
+        torch.testing.assert_close(module(query, mask), expected)
         with fused_attn.enabled():
             torch.testing.assert_close(module(query, mask), expected)

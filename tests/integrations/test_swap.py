@@ -1,6 +1,7 @@
 """swap_modules: what is swapped, what is left alone, and that everything else stays as it was."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_swapping_twice_changes_nothing():
     report = swap_modules(model)
     assert not report.swapped
     assert not report.skipped
-    assert str(report) == "nothing to swap"
+    assert str(report) == "nothing to swap; modules that were fused already: 3"
 
 
 def test_report_is_readable():
@@ -242,3 +243,15 @@ def test_restore_refuses_modules_that_changed_class():
     torch.nn.utils.parametrize.register_parametrization(model[0], "weight", torch.nn.Identity())
     with pytest.raises(RuntimeError, match="undo that first"):
         report.restore()
+
+
+def test_report_says_what_a_gpu_runs_on():
+    """Without verified kernels it is torch's own, and the report says how that may change."""
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+    report = swap_modules(model)
+    assert not report.notes
+    report.restore()
+    on_gpus = [SimpleNamespace(device=torch.device(name)) for name in ("cuda", "mps", "cuda")]
+    model.parameters = lambda: on_gpus
+    on_cuda, on_mps = swap_modules(model).notes
+    assert "fused-attn verify" in on_cuda and "no kernels for mps" in on_mps

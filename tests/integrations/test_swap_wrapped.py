@@ -371,3 +371,24 @@ def test_compile_after_the_swap():
     assert actual.keys() == expected.keys()
     for name, reference in expected.items():
         torch.testing.assert_close(actual[name], reference)
+
+
+# ---- TorchScript --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "MultiheadAttention", "model"])
+def test_torch_jit_script_says_what_to_do(name):
+    """It compiles no Python, and our kernels are called from there."""
+    model = {
+        "LayerNorm": lambda: torch.nn.LayerNorm(EMBED),
+        "RMSNorm": lambda: torch.nn.RMSNorm(EMBED),
+        "MultiheadAttention": lambda: torch.nn.MultiheadAttention(EMBED, HEADS),
+        "model": classifier,
+    }[name]()
+    report = swap_modules(model)
+    swapped = [type(module) for module in model.modules()]
+    with pytest.raises(NotImplementedError, match=r"fused_attn\.nn\..*torch\.export.*restore\(\)"):
+        torch.jit.script(model)
+    assert [type(module) for module in model.modules()] == swapped
+    report.restore()
+    torch.jit.script(model)

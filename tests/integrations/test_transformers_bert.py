@@ -107,7 +107,7 @@ def test_bert_compare(monkeypatch):
     names = {row.name for row in report.rows}
     assert {"encoder.layer.0.attention.self", "encoder.layer.1", "embeddings.LayerNorm"} <= names
     assert "output.last_hidden_state" in names
-    assert len(calls) == 2 * 2, "two layers, in float64 and in float32"
+    assert len(calls) == 2 * 3, "two layers, in float64 and twice in float32"
 
 
 def test_bert_padding_is_a_key_mask(monkeypatch):
@@ -262,7 +262,10 @@ def test_norms_alone_leave_the_attention():
 def test_swapping_twice_and_comparing_a_swapped_model():
     model = BertModel(config())
     swap_modules(model)
-    assert not swap_modules(model).swapped
+    again = swap_modules(model)
+    assert not again.swapped
+    assert "(the model): its attention was fused already" in str(again)
+    assert "modules that were fused already: 5" in str(again)
     with pytest.raises(ValueError, match="got one with fused modules"):
         compare(model, **inputs())
 
@@ -418,15 +421,16 @@ def test_models_with_copies_of_the_config():
 
 
 def test_attention_refuses_what_it_would_get_wrong():
-    with pytest.raises(NotImplementedError, match="indexer_scores"):
-        attend(indexer_scores=torch.zeros(3))
+    with pytest.raises(NotImplementedError, match=r"block_indices .* picks the blocks of keys"):
+        attend(block_indices=torch.zeros(3))
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
-        attend(cu_seq_lens_q=torch.tensor([0, 4]), use_cache=True)
+        attend(cu_seq_lens_q=torch.tensor([0, 2, 4]), use_cache=True)
     with pytest.raises(NotImplementedError, match="sliding_window 3"):
         attend(sliding_window=3)
     with pytest.raises(ValueError, match="attention_mask must have shape"):
         attend(attention_mask=torch.ones(4))
     attend(position_ids=torch.arange(4), s_aux=None, sliding_window=6)
+    attend(cu_seq_lens_q=torch.tensor([0, 4]))  # one sequence
 
 
 def test_bert_output_attentions_are_none_as_with_sdpa():

@@ -7,7 +7,8 @@ from importlib import metadata
 import pytest
 import torch
 from hf_families import FAMILIES, LENGTH, TEXT, VOCABULARY, text, transformers
-from nn_helpers import assert_equal_in_float64, assert_within_contract, run
+from hf_zoo import small_config
+from nn_helpers import assert_equal_in_float64, assert_within_contract, perturb, run
 
 from fused_attn import functional
 from fused_attn.integrations import transformers as integration
@@ -142,6 +143,71 @@ def test_family_compiles(name):
         torch.testing.assert_close(compiled(**kwargs).logits, expected)
 
 
+# ---- models that do more with masks and arguments ------------------------------------------------
+
+
+def small_model(kind, implementation="fused_attn"):
+    """A small model of a class that FAMILIES does not have."""
+    ways = {"attn_implementation": implementation, "experts_implementation": "eager"}
+    return perturb(kind._from_config(small_config(kind.config_class), **ways)).double().eval()
+
+
+def assert_agrees(actual, expected):
+    """As far as models go that are in float32 at places, float64 or not."""
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("name", ["DeepseekV4", "Doge", "GlmMoeDsa", "HYV4"])
+def test_models_that_use_their_masks(name, padded, calls):
+    """DeepSeek-V4 appends keys to its mask, Doge puts it into a `where`, others choose keys."""
+    model = small_model(getattr(transformers, f"{name}Model"))
+    inputs = text()
+    inputs["attention_mask"][2] = 1  # padded on the left, eager gives NaN
+    if not padded:
+        del inputs["attention_mask"]
+    real = inputs.get("attention_mask", torch.ones(3, LENGTH)).bool()
+    actual = model(**inputs).last_hidden_state[real]
+    assert calls
+    expected = on_eager(model)(**inputs).last_hidden_state[real]
+    assert_agrees(actual, expected)
+
+
+def test_decoding_with_compressed_keys():
+    model = small_model(transformers.DeepseekV4ForCausalLM)
+    ids = text()["input_ids"]
+    expected = on_eager(model)(ids, use_cache=False).logits
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(1, 1)]
+    assert_agrees(torch.cat(parts, dim=1), expected)
+
+
+def test_arguments_that_change_nothing_are_ignored(calls):
+    family = BY_NAME["Llama"]
+    model, inputs = family.model("fused_attn").model, text()
+    expected = model(**inputs).last_hidden_state
+    actual = model(**inputs, foo=1, logits_to_keep=2, seq_idx=torch.ones(1)).last_hidden_state
+    assert torch.equal(actual, expected)
+    assert calls
+
+
+def test_packed_sequences_may_be_told_twice():
+    """As data collators do: in position_ids, and as cu_seqlens for those who want them."""
+    model = BY_NAME["Llama"].model("fused_attn")
+    ids = text()["input_ids"][:1]
+    packed = {
+        "input_ids": ids,
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]),
+        "use_cache": False,
+    }
+    told = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 4, 9]))
+    lengths = {"max_length_q": 5, "max_length_k": 5}
+    assert torch.equal(model(**packed, **told, **lengths).logits, model(**packed).logits)
+    with pytest.raises(NotImplementedError, match="position_ids"):
+        model(ids, **told)
+
+
 # ---- models with an attention of their own ------------------------------------------------------
 
 
@@ -174,6 +240,56 @@ def test_models_that_do_more_with_their_masks_decline():
     )
     with pytest.warns(UserWarning, match="does more with its masks"):
         transformers.SwitchTransformersModel._from_config(config, attn_implementation="fused_attn")
+
+
+SAM = [
+    (transformers.SamModel, transformers.SamVisionModel),
+    (transformers.SamHQModel, transformers.SamHQVisionModel),
+]
+
+
+@pytest.mark.parametrize(("whole", "vision"), SAM, ids=["Sam", "SamHQ"])
+def test_models_that_pick_attention_by_name_decline_in_part(whole, vision, calls):
+    with pytest.warns(UserWarning, match=r"picks its attention by name from eager, sdpa"):
+        model = small_model(whole)
+    encoder = model.vision_encoder
+    assert type(encoder.layers[0].attn).__name__.endswith("SdpaAttention")
+    assert encoder.config._attn_implementation == "sdpa"
+    assert model.config.mask_decoder_config._attn_implementation == "fused_attn"
+
+    model = small_model(vision, "sdpa")
+    report = swap_modules(model, norm=False)
+    assert not report.swapped
+    assert [s.name for s in report.skipped] == ["(the model)", "vision_encoder"]
+    assert "nothing in it calls" in report.skipped[0].reason
+    assert "picks its attention by name" in report.skipped[1].reason
+    model(torch.randn(1, 3, 32, 32, dtype=torch.float64))
+    assert not calls
+
+
+def test_models_that_hand_over_blocks_of_keys_decline(calls):
+    model = small_model(transformers.MiniMaxM3VLModel, "eager")
+    inputs = text()
+    expected = model(**inputs).last_hidden_state
+    report = swap_modules(model, norm=False)
+    reasons = {s.name: s.reason for s in report.skipped}
+    assert "block_indices" in reasons["language_model"]
+    actual = model(**inputs).last_hidden_state
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert not calls
+
+
+def test_models_without_attention_are_not_reported_as_fused():
+    model = small_model(transformers.ResNetModel, "eager")
+    report = swap_modules(model)
+    assert not report.swapped
+    assert report.skipped[0].reason == "nothing in it calls transformers' AttentionInterface"
+
+
+def test_models_that_decline_keep_what_they_have():
+    model = small_model(transformers.SamVisionModel, "eager")
+    integration.set_implementation(model, "fused_attn")
+    assert model.vision_encoder.config._attn_implementation == "eager"
 
 
 # ---- real weights -------------------------------------------------------------------------------

@@ -1,5 +1,11 @@
 """The mask function for Hugging Face transformers: what the library says, as structure."""
 
+import copy
+import ctypes
+import io
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +25,10 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_overlay,
 )
 
-from fused_attn import masks  # noqa: E402
-from fused_attn.integrations.transformers.masks import ModelMask, attention_mask  # noqa: E402
+from fused_attn import functional, masks  # noqa: E402
+from fused_attn.integrations.transformers import attention_forward  # noqa: E402
+from fused_attn.integrations.transformers.masks import attention_mask  # noqa: E402
+from fused_attn.integrations.transformers.model_mask import ModelMask  # noqa: E402
 from fused_attn.masks import Mask  # noqa: E402
 from fused_attn.masks.materialize import materialize  # noqa: E402
 from fused_attn.masks.spec import normalize  # noqa: E402
@@ -64,6 +72,9 @@ def of_transformers(**kwargs):
 def dense_of(mask, shape=SHAPE):
     if mask is None:
         return torch.ones(shape, dtype=torch.bool)
+    if isinstance(mask, ModelMask):
+        assert mask.shape == shape
+        mask = mask.content()
     spec = normalize(masks.as_mask(mask), *shape, torch.empty(0))
     visible, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)
     assert bias is None
@@ -98,9 +109,9 @@ def test_mask_says_what_that_of_transformers_says(function, length, padding):
 @pytest.mark.parametrize("name", ["causal", "window", "wide window", "two windows", "chunks"])
 def test_mask_keeps_structure(name, offset):
     mask = make_mask(mask_function=FUNCTIONS[name], q_offset=offset, attention_mask=PADDING)
-    assert isinstance(mask, ModelMask)
-    assert len(mask.document_pairs) == (name == "chunks")
-    assert [tuple(m.shape) for m in mask.dense_masks] == [(2, 1, 1, 6)]
+    structure = mask.content()
+    assert len(structure.document_pairs) == (name == "chunks")
+    assert [tuple(m.shape) for m in structure.dense_masks] == [(2, 1, 1, 6)]
 
 
 @pytest.mark.parametrize("name", ["packed", "packed window"])
@@ -109,8 +120,9 @@ def test_packed_sequences_are_documents(name):
     mask = make_mask(
         mask_function=FUNCTIONS[name], allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
-    assert isinstance(mask, ModelMask)
-    assert (len(mask.bands), len(mask.document_pairs), mask.dense_masks) == (1, 1, ())
+    structure = mask.content()
+    assert (len(structure.bands), len(structure.document_pairs)) == (1, 1)
+    assert not structure.dense_masks
 
 
 def test_padding_alone_is_a_key_mask():
@@ -139,7 +151,7 @@ def test_mask_is_dense_where_it_is_not_understood():
         sliding_window_overlay(0),
     ):
         mask = make_mask(mask_function=function, attention_mask=PADDING)
-        assert isinstance(mask, torch.Tensor)
+        assert type(mask) is torch.Tensor
         expected = of_transformers(mask_function=function, attention_mask=PADDING)
         assert torch.equal(mask.expand(SHAPE), expected)
 
@@ -151,7 +163,7 @@ def test_mask_is_dense_where_the_model_needs_a_tensor():
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False,
         )
-        assert isinstance(mask, torch.Tensor)
+        assert type(mask) is torch.Tensor
         assert mask.shape == SHAPE
 
 
@@ -160,13 +172,295 @@ def test_a_mask_that_was_made_ahead_is_handed_on():
     assert make_mask(attention_mask=ahead) is ahead
 
 
-def test_model_mask_stands_for_its_tensor():
-    mask = make_mask(attention_mask=PADDING)
+# ---- what stands for a mask in a model ----------------------------------------------------------
+
+VALUES = torch.linspace(-1, 1, 2 * 16 * 8).reshape(2, 1, 16, 8)
+DTYPES = [torch.bool, torch.float32, torch.bfloat16]
+
+
+def model_mask(dtype=torch.bool):
+    """A stand-in, and the tensor that it stands for."""
+    config = transformers.GptOssConfig() if dtype.is_floating_point else None
+    mask = make_mask(attention_mask=PADDING, dtype=dtype, config=config)
+    assert isinstance(mask, ModelMask)
     expected = of_transformers(attention_mask=PADDING)
-    assert (mask.shape, mask.ndim, mask.dim()) == (SHAPE, 4, 4)
-    assert torch.equal(mask[:, :, :, :5], expected[:, :, :, :5])
-    assert torch.equal(mask.expand(SHAPE), expected)
-    assert mask.dtype == torch.bool
-    assert type(mask & masks.causal()) is Mask
-    with pytest.raises(AttributeError, match="nonsense"):
-        mask.nonsense  # noqa: B018
+    if dtype.is_floating_point:
+        expected = torch.where(expected, 0.0, torch.finfo(dtype).min).to(dtype)
+    return mask, expected
+
+
+USES = {
+    "slice": lambda mask: mask[:, :, 1:, :5],
+    "pad": lambda mask: torch.nn.functional.pad(mask, (0, 3)),
+    "join": lambda mask: torch.cat([mask, torch.ones_like(mask)], dim=-1),
+    "join lists": lambda mask: torch.stack([mask, mask.clone()]),
+    "where": lambda mask: torch.where(mask.bool(), 1.0, 2.0),
+    "as an argument": lambda mask: torch.zeros(2, 1, 4, 6).masked_fill(mask.bool(), 1.0),
+    "not": lambda mask: mask.logical_not(),
+    "compare": lambda mask: mask == 0,
+    "reduce": lambda mask: mask.bool().all(),
+    "type": lambda mask: mask.to(torch.float64),
+    "iterate": lambda mask: torch.stack(list(mask)),
+    "expand": lambda mask: mask.expand(2, 3, 4, 6),
+    "detach": lambda mask: mask.detach(),
+    "data": lambda mask: mask.data,
+    "numbers": lambda mask: torch.tensor(mask.tolist()),
+    "numpy": lambda mask: torch.from_numpy(mask.float().numpy()),
+    "sdpa": lambda mask: torch.nn.functional.scaled_dot_product_attention(
+        *VALUES.split([4, 6, 6], 2), mask if mask.dtype == torch.bool else mask.float()
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_model_mask_is_its_tensor_to_everybody(dtype, use):
+    mask, expected = model_mask(dtype)
+    actual = use(mask)
+    assert type(actual) is torch.Tensor
+    assert torch.equal(actual, use(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_model_mask_looks_like_its_tensor_and_has_no_memory(dtype):
+    mask, expected = model_mask(dtype)
+    assert isinstance(mask, torch.Tensor)
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad"):
+        assert getattr(mask, name) == getattr(expected, name)
+    assert (mask.dim(), mask.size(-1), len(mask)) == (4, 6, 2)
+    assert mask.to("cpu") is mask
+    assert mask.contiguous() is mask
+    assert "bands" in repr(mask)
+    assert mask._made is None
+    assert torch.equal(mask.dense(), expected)
+    assert mask.dense() is mask.dense()  # made once, for all layers
+
+
+@pytest.mark.parametrize("how", ["whole", "view", "view of a view", "operator"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_into_a_model_mask_counts(how, inference):
+    mask, expected = model_mask()
+    other = make_mask(attention_mask=PADDING)
+    for tensor in (mask, expected):
+        with torch.inference_mode(inference):
+            if how == "whole":
+                tensor.masked_fill_(torch.eye(4, 6, dtype=torch.bool), False)
+            elif how == "view":
+                tensor[:, :, 1] = True
+            elif how == "view of a view":
+                tensor[0][0, 2, 4:].fill_(True)
+            else:
+                tensor &= torch.eye(4, 6, dtype=torch.bool)
+    assert torch.equal(dense_of(mask), expected)
+    assert isinstance(other.content(), Mask)
+
+
+WAYS_OUT = {
+    "numpy": lambda mask: mask.numpy(),
+    "forced numpy": lambda mask: mask.numpy(force=True),
+    "array": lambda mask: np.asarray(mask),
+    "dlpack": lambda mask: torch.from_dlpack(mask),
+    "numpy dlpack": lambda mask: np.from_dlpack(mask),
+    "pointer": lambda mask: in_memory(mask.data_ptr(), mask.numel()),
+    "storage": lambda mask: torch.empty(0, dtype=mask.dtype).set_(mask.untyped_storage()),
+    "shared": lambda mask: mask.share_memory_(),
+    "data": lambda mask: mask.data,
+    "detached": lambda mask: mask.detach(),
+}
+
+
+def in_memory(pointer, size):
+    return np.ctypeslib.as_array((ctypes.c_bool * size).from_address(pointer))
+
+
+@pytest.mark.parametrize("way", WAYS_OUT.values(), ids=WAYS_OUT)
+def test_what_is_written_into_the_memory_of_a_model_mask_counts(way):
+    mask, expected = model_mask()
+    outside = way(mask)
+    assert (torch.as_tensor(outside).reshape(expected.shape) == expected).all()
+    outside[...] = True
+    assert mask.content().all()
+
+
+def test_data_of_a_model_mask_can_be_set():
+    mask, expected = model_mask()
+    mask.data = ~expected
+    assert torch.equal(mask.content(), ~expected)
+    with pytest.raises(ValueError, match=r"must stay \(2, 1, 4, 6\)"):
+        mask.data = expected[:1]
+
+
+def test_what_is_written_into_one_of_several_model_masks_counts():
+    pair = [model_mask(torch.float32)[0] for _ in range(2)]
+    torch._foreach_mul_(pair, 0.0)
+    for mask in pair:
+        assert not mask.content().any()
+    mask, expected = model_mask()
+    torch.logical_not(expected, out=mask)
+    assert torch.equal(mask.content(), ~expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask: mask.unsqueeze_(0),
+        lambda mask: mask.squeeze_(1),
+        lambda mask: mask.transpose_(0, 1),
+        lambda mask: mask.t_(),
+        lambda mask: mask.resize_(1, 1, 4, 6),
+        lambda mask: mask.as_strided_((2, 2), (1, 1)),
+        lambda mask: mask.set_(torch.ones(3, dtype=torch.bool)),
+    ],
+)
+def test_shapes_of_model_masks_stay(change):
+    mask, expected = model_mask()
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        change(mask)
+    assert mask.shape == mask.dense().shape == expected.shape
+    assert torch.equal(dense_of(mask), expected)
+
+
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+def test_reading_a_model_mask_keeps_its_structure(made_in_inference_mode):
+    with torch.inference_mode(made_in_inference_mode):
+        mask, _ = model_mask()
+        assert mask[:, :, 0].any()
+        assert isinstance(mask.content(), Mask)
+
+
+def test_model_masks_are_copied_with_their_structure():
+    mask, expected = model_mask()
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    for other in (
+        copy.copy(mask),
+        copy.deepcopy(mask),
+        pickle.loads(pickle.dumps(mask)),
+        torch.load(file, weights_only=False),
+    ):
+        assert other is not mask
+        assert isinstance(other, ModelMask)
+        assert isinstance(other.content(), Mask)
+        assert torch.equal(other.dense(), expected)
+    moved = mask.to("meta", non_blocking=True)
+    assert isinstance(moved, ModelMask)
+    assert {t.device.type for t in moved.content().tensors()} == {"meta"}
+    mask[...] = False
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert not other.any()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 8), (4, 5), (4, 1), (1, 6), (5, 6)])
+def test_keys_and_queries_of_other_lengths_are_refused(queries, keys):
+    mask = make_mask()
+    query, key = torch.randn(2, 2, queries, 8), torch.randn(2, 2, keys, 8)
+    with pytest.raises(ValueError, match=rf"\(batch, 1, {queries}, {keys}\).*got \(2, 1, 4, 6\)"):
+        attention_forward(torch.nn.Module(), query, key, key, mask)
+
+
+def test_models_for_eager_attention_alone_get_float_masks():
+    """They may join them with others, and rely on there being one."""
+    lowest = torch.finfo(torch.float32).min
+    config = transformers.GptOssConfig()
+    causal = {"q_length": 1, "q_offset": 5, "allow_is_bidirectional_skip": False, "config": config}
+    assert torch.equal(make_mask(**causal).dense(), torch.zeros(2, 1, 1, 6))
+    padded = make_mask(**causal, attention_mask=PADDING)
+    assert torch.equal(padded[:, 0, 0] == lowest, ~PADDING)
+    unknown = make_mask(mask_function=odd_keys, config=config)
+    assert type(unknown) is torch.Tensor
+    assert unknown.unique().tolist() == [lowest, 0.0]
+    both = {"mask_function": bidirectional_mask_function, "config": config}
+    assert make_mask(**both) is None  # as eager attention gets
+    padding = make_mask(**both, attention_mask=PADDING)
+    assert [m.shape for m in padding.content().dense_masks] == [(2, 1, 1, 6)]
+    assert make_mask(config=transformers.LlamaConfig()).dtype == torch.bool
+
+
+def test_configs_that_extend_one_of_the_library_get_the_masks_of_its_models():
+    def dtype(base):
+        return make_mask(config=type("Config", (base,), {"__module__": __name__})()).dtype
+
+    assert dtype(transformers.DeepseekV4Config) == torch.float32
+    assert dtype(transformers.GptOssConfig) == torch.float32
+    assert dtype(transformers.LlamaConfig) == torch.bool
+    assert make_mask(config=transformers.DiaEncoderConfig()).dtype == torch.bool  # part of another
+    assert dtype(transformers.PreTrainedConfig) == torch.float32  # unknown
+
+
+def test_configs_of_a_users_model_get_the_masks_of_that_model():
+    class Known(transformers.PreTrainedConfig):
+        pass
+
+    class KnowsBoolMasks(transformers.PreTrainedModel):
+        config_class = Known
+        _supports_sdpa = True
+
+    assert make_mask(config=Known()).dtype == torch.bool
+
+
+WRITES = {
+    "nothing": lambda mask: mask.logical_not(),
+    "whole": lambda mask: mask.fill_(True),
+    "view": lambda mask: mask[:, :, 1:].fill_(True),
+    "item": lambda mask: mask.__setitem__((0, 0, 0), True),
+    "operator": lambda mask: mask.__ior__(torch.ones_like(mask)),
+    "out": lambda mask: torch.logical_not(mask, out=mask),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_into_a_mask_counts_in_a_graph(write, inference):
+    def attend(query, key):
+        mask = make_mask(attention_mask=PADDING)
+        write(mask)
+        return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
+
+    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
+    expected = attend(query, key)
+    torch.compiler.reset()  # every way of writing is one more version of the same code
+    with torch.inference_mode(inference):
+        actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(query, key)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_masks_in_a_graph_are_structure(inference, monkeypatch):
+    kinds = []
+    attend = functional.scaled_dot_product_attention
+
+    @torch.compiler.assume_constant_result
+    def note(kind):
+        kinds.append(kind)
+
+    def spy(query, key, value, mask, *args, **kwargs):
+        note(isinstance(mask, Mask))
+        return attend(query, key, value, mask, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
+
+    def layer(query, key):
+        mask = make_mask(attention_mask=PADDING)
+        mask[:, :, 0].any()  # reading is not writing
+        return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
+
+    with torch.inference_mode(inference):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(query, key)
+    assert kinds == [True]
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_what_is_written_before_a_graph_break_counts(write):
+    def attend(query, key):
+        mask = make_mask(attention_mask=PADDING)
+        if write:
+            mask.fill_(True)
+        torch._dynamo.graph_break()
+        return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
+
+    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
+    expected = attend(query, key)
+    actual = torch.compile(attend, backend="aot_eager")(query, key)
+    torch.testing.assert_close(actual, expected)

@@ -261,12 +261,6 @@ def test_compiled_stacks_are_padded_and_equal():
     torch.testing.assert_close(compiled(x, src_key_padding_mask=ignored), expected)
 
 
-def test_errors_are_those_of_the_padded_way():
-    stack = fused(encoder())
-    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
-        stack(randn(BATCH, LENGTH, EMBED), src_key_padding_mask=torch.ones(2, 2).bool())
-
-
 def test_meta_tensors():
     stack = fused(encoder()).to("meta")
     x = torch.empty(BATCH, LENGTH, EMBED, dtype=torch.float64, device="meta")
@@ -279,3 +273,14 @@ def test_unbatched_masks_do_not_change_the_rank():
     outs = [stack(x, src_key_padding_mask=IGNORED["right"][i]) for i in (0, slice(0, 1))]
     assert outs[0].shape == outs[1].shape == x.shape
     assert torch.equal(*outs) and not outs[0][4:].any()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("shape", [(LENGTH, BATCH), (BATCH, LENGTH + 1), (BATCH - 1, LENGTH)])
+def test_a_padding_mask_of_another_shape(shape, batch_first):
+    """One that is transposed has as many elements: it must not pass for that of another batch."""
+    src = randn(BATCH, LENGTH, EMBED) if batch_first else randn(LENGTH, BATCH, EMBED)
+    ignored = torch.zeros(shape, dtype=torch.bool)
+    ignored[:, 1:] = True
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(N, S\) = \(3, 9\)"):
+        fused(encoder(batch_first=batch_first))(src, src_key_padding_mask=ignored)

@@ -61,6 +61,22 @@ def with_weights(mask=None, **options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", [3, 7])
+def test_rows_that_one_key_dominates(seed, backend):
+    """A loss on the weights alone: their rows do not add up to 1.0001."""
+    tensors = random_qkv(1, 1, 1, 4, 3, 64, seed=seed)
+    tensors["query"] *= 80.0
+
+    def weights(backend):
+        def call(query, key, value):
+            return attention_with_weights(query, key, value, backend=backend)[1:]
+
+        return call
+
+    assert_like_eager(weights, tensors, torch.bfloat16, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @AVERAGE
 @pytest.mark.thinned("the average walks every head", average=[False])
 @pytest.mark.parametrize("name", [None, *MASKS])
@@ -191,7 +207,7 @@ def test_opcheck(options, average, backend):
     spec = normalize(mask, 2, 4, 20, 70, query)
     seed = philox.new_seed(device) if dropout_p else None
     call = AttentionCall(query, key, value, spec, 0.25, 0.0, dropout_p, seed)
-    _, lse, lse_low = ops.attention_fwd(call, get_backend(backend), True)
+    _, lse, lse_low, _ = ops.attention_fwd(call, get_backend(backend), True)
     args = (*call.flat(), lse, lse_low)
     torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, average, backend))
     grad = torch.randn(call.weights_shape(average), device=device)

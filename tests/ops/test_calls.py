@@ -145,7 +145,7 @@ def test_options_that_may_change():
         ({"dropout_p": [0.1]}, "dropout_p must be a float"),
         ({"scale": [1.0]}, "scale must be a float"),
         ({"scale": 1j}, "scale must be a float"),
-        ({"softcap": torch.tensor(5.0)}, "softcap must be a float"),
+        ({"softcap": [5.0]}, "softcap must be a float"),
         ({"attn_mask": torch.zeros(16, 16).to_sparse()}, "attn_mask must be a dense tensor"),
         ({"query": torch.nested.nested_tensor([torch.randn(2, 16, 8)])}, "must be a dense tensor"),
     ],
@@ -294,10 +294,10 @@ def test_a_residual_gives_the_same_with_its_sum_and_without():
     assert torch.equal(alone, F.rms_norm(leaf, 128, weight, residual=residual))
 
 
-@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("which", range(7))
 def test_saved_tensors_that_come_back_with_other_strides(which):
     """As hooks on saved tensors (offloading, compression) may give them back."""
-    x = qkv(1, 2, 8, 16)
+    x = [t.bfloat16() for t in qkv(1, 2, 8, 16)]  # has out_low, too
 
     def run(which):
         leaves, unpacked = [t.clone().requires_grad_() for t in x], []
@@ -311,7 +311,7 @@ def test_saved_tensors_that_come_back_with_other_strides(which):
         return torch.autograd.grad(out.square().sum(), leaves)
 
     for got, want in zip(run(which), run(None), strict=True):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, rtol=0.0, atol=0.0)
 
 
 def test_masks_are_summed_up_once():
@@ -353,13 +353,14 @@ def test_what_the_short_way_leaves_to_the_whole_one():
     for shape in ("ab", (1 << 70,), [16.0]):
         with pytest.raises((TypeError, ValueError)):
             F.layer_norm(x[0], shape)
-    mask = masks.bias(torch.zeros(8, 8).to(torch.float8_e5m2))
-    with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
-        F.scaled_dot_product_attention(*x, mask)
+    # No kernel of ours adds eight bits; torch's does, as float32.
+    mask = masks.bias(torch.ones(8, 8).to(torch.float8_e5m2))
+    got = F.scaled_dot_product_attention(*x, mask)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(*x, torch.ones(8, 8)))
 
 
 def test_without_the_module():
-    """Where it cannot be imported, calls fall to eager."""
+    """Where it cannot be imported, torch computes."""
     program = (
         "import sys; sys.modules['fused_attn._cpu'] = None\n"
         "import torch, fused_attn\n"
@@ -368,4 +369,4 @@ def test_without_the_module():
         "print(fused_attn.available_backends())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == "('eager',)", done.stderr
+    assert done.stdout.strip() == "('sdpa', 'eager')", done.stderr

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import fused_attn
+import fused_attn.nn as fnn
 from fused_attn import _cpu, masks
 from fused_attn import functional as F
+from fused_attn.backends import AttentionProblem, NormProblem
 from fused_attn.backends.fields import check_fields
 from fused_attn.core.call import AttentionCall
 from fused_attn.masks.spec import MaskSpec
@@ -47,6 +49,24 @@ CASES = {
         lambda: sdpa(value=torch.randn(2, 2, 7, 8), enable_gqa=True),
         ValueError, "value must have num_heads_kv 4 (as key), got 2",
     ),
+    "heads_are_lengths": (
+        lambda: sdpa(torch.randn(2, 5, 4, 8), torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 8)),
+        ValueError, "query must have num_heads 7 or 1, got 5; query, key and value must be "
+        "(batch, num_heads, seqlen, head_dim), and look like (batch, seqlen, num_heads, head_dim): "
+        "pass their .transpose(1, 2)",
+    ),
+    "gqa_heads_are_lengths": (
+        lambda: sdpa(
+            torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8),
+            enable_gqa=True,
+        ),
+        ValueError, "got 7; query, key and value must be (batch, num_heads, seqlen, head_dim), and",
+    ),
+    "mask_of_lengths_that_are_heads": (
+        lambda: sdpa(*[torch.randn(2, 6, 4, 8)] * 3, torch.ones(6, 6, dtype=torch.bool)),
+        ValueError, "= (2, 6, 4, 4), got (6, 6); query, key and value must be (batch, num_heads, "
+        "seqlen, head_dim), and look like",
+    ),
     "dimensions": (
         lambda: sdpa(query=torch.randn(8)),
         ValueError, "query must have at least 2 dimensions, got (8,)",
@@ -73,6 +93,18 @@ CASES = {
     "dropout_type": (
         lambda: sdpa(dropout_p="0.1"), TypeError, "dropout_p must be a float, got str",
     ),
+    "dropout_bool": (
+        lambda: sdpa(dropout_p=True), TypeError, "dropout_p must be a float, got bool",
+    ),
+    "scale_type": (lambda: sdpa(scale="1"), TypeError, "scale must be a float, got str"),
+    "scale_shape": (
+        lambda: sdpa(scale=torch.ones(4)),
+        TypeError, "scale must be a float, got a torch.float32 tensor of shape (4,)",
+    ),
+    "scale_that_learns": (
+        lambda: sdpa(scale=torch.tensor(0.3, requires_grad=True)),
+        TypeError, "scale must not require grad: no gradient by it is computed",
+    ),
     "softcap": (
         lambda: sdpa(softcap=-1.0),
         ValueError, "softcap must be positive and finite, or None, got -1.0",
@@ -88,7 +120,8 @@ CASES = {
     ),
     "mask_dtype": (
         lambda: sdpa(attn_mask=torch.ones(5, 7, dtype=torch.int64)),
-        TypeError, "attn_mask must be bool or float, got torch.int64",
+        TypeError, "attn_mask must be bool or float, got torch.int64: where 1 is to attend and 0 "
+        "is not, pass its .bool()",
     ),
     "mask_type": (
         lambda: sdpa(attn_mask="causal"),
@@ -101,6 +134,28 @@ CASES = {
     "bool_mask_with_gradient": (
         lambda: masks.dense(torch.ones(5, 7, requires_grad=True)),
         TypeError, "mask must be a bool tensor (True = attend), got torch.float32 tensor",
+    ),
+    "bool_mask_expected": (
+        lambda: masks.dense(torch.ones(5, 7, dtype=torch.uint8)),
+        TypeError, "got torch.uint8 tensor: where 1 is to attend and 0 is not, pass its .bool()",
+    ),
+    "mask_and_tensor": (
+        lambda: masks.causal() & torch.ones(5, 7, dtype=torch.bool),
+        TypeError, "a Mask and a torch.bool tensor cannot be combined as they are: use "
+        "mask & masks.dense(tensor)",
+    ),
+    "tensor_and_mask": (
+        lambda: torch.ones(5, 7, dtype=torch.bool) & masks.causal(),
+        TypeError, "use mask & masks.dense(tensor)",
+    ),
+    "mask_and_float_tensor": (
+        lambda: masks.causal() & torch.zeros(5, 7), TypeError, "use mask & masks.bias(tensor)",
+    ),
+    "mask_and_number": (lambda: masks.causal() & 1, TypeError, "unsupported operand type"),
+    "module_mask_dtype": (
+        lambda: fnn.MultiheadAttention(8, 2)(*[torch.randn(5, 2, 8)] * 3, torch.ones(2, 5).int()),
+        TypeError, "key_padding_mask must be a bool or float tensor, got torch.int32: pass its "
+        ".bool() where 1 is to ignore, mask == 0 where 1 is to attend",
     ),
     "float_mask_expected": (
         lambda: masks.bias(torch.ones(5, 7, dtype=torch.bool)),
@@ -176,14 +231,35 @@ CASES = {
     ),
     "backend": (
         lambda: sdpa(backend="fast"), ValueError,
-        "backend must be one of cpp, cuda, triton, eager, got 'fast'",
+        "backend must be one of cpp, cuda, triton, sdpa, eager, got 'fast'",
     ),
     "backend_context": (
         lambda: fused_attn.use_backend("fast").__enter__(), ValueError, "backend must be one of",
     ),
     "unsupported": (
         lambda: F.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 300)] * 3, backend="cpp"),
-        NotImplementedError, "cpp: takes head_dim up to 256, not 300",
+        NotImplementedError, "no backend takes attention(float32 on cpu, head_dim 300, seqlens 2 x "
+        "2): cpp: takes head_dim up to 256, not 300",
+    ),
+    "lengths_for_cu_seqlens": (
+        lambda: F.varlen_attention(*[torch.randn(7, 2, 8)] * 3, *[torch.tensor([3, 4])] * 2, 4, 4),
+        ValueError, "cu_seqlens_q must go from 0 to 7, got 3 to 4; lengths are cumulative here: "
+        "(0, n0, n0 + n1, ...)",
+    ),
+    "steps_of_cu_seqlens": (
+        lambda: F.varlen_attention(
+            *[torch.randn(7, 2, 8)] * 3, *[torch.tensor([0, 8, 3, 7])] * 2, 4, 4
+        ),
+        ValueError, "must have steps in [0, 4], got [-5, 8]; lengths are cumulative here",
+    ),
+    "report_called": (
+        lambda: fused_attn.swap_modules(torch.nn.Sequential(torch.nn.LayerNorm(8)))(Q),
+        TypeError, "a SwapReport is no model: swap_modules changes the model in place and returns "
+        "what it did; call the model that it was given",
+    ),
+    "no_normalized_shape": (
+        lambda: F.layer_norm(torch.tensor(1.0), ()),
+        ValueError, "normalized_shape must have at least one dimension, got ()",
     ),
     "normalized_shape": (
         lambda: F.layer_norm(Q, 9),
@@ -219,15 +295,64 @@ def test_error(name):
         call()
 
 
+VARIABLE = "FUSED_ATTN_BACKEND"
+
+
+def test_the_variable_that_names_the_backend_is_named(monkeypatch):
+    wide = torch.randn(1, 1, 2, 300)
+    monkeypatch.setenv(VARIABLE, "cpp")
+    with pytest.raises(NotImplementedError, match=r"not 300 \(FUSED_ATTN_BACKEND=cpp allows no"):
+        sdpa(wide, wide, wide)
+    for named in (lambda: sdpa(wide, wide, wide, backend="cpp"), in_block(wide)):
+        with pytest.raises(NotImplementedError) as error:
+            named()
+        assert VARIABLE not in str(error.value)
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(ValueError, match=r"FUSED_ATTN_BACKEND must be one of cpp, .*, got 'fast'"):
+        sdpa()
+    with pytest.raises(ValueError, match=r"^backend must be one of"):
+        sdpa(backend="faster")
+
+
+def in_block(wide):
+    def named():
+        with fused_attn.use_backend("cpp"):
+            sdpa(wide, wide, wide)
+
+    return named
+
+
+def test_problems_in_a_few_words():
+    """Of what is as always nothing is said."""
+    gpu = torch.device("cuda:0")
+    wide = AttentionProblem(gpu, torch.bfloat16, 300, 300, mask="causal")
+    assert repr(wide) == "attention(bfloat16 on cuda:0, head_dim 300, causal)"
+    biased = AttentionProblem(
+        gpu, torch.float16, 64, 32, torch.float32, "bias", 5, 7, dropout=True, result="lse"
+    )
+    assert repr(biased) == (
+        "attention(float16 on cuda:0, head_dim 64, head_dim_v 32, seqlens 5 x 7, float32 bias, "
+        "with lse, dropout)"
+    )
+    packed = AttentionProblem(gpu, torch.float16, 64, 64, None, "structured", 5, 7, packed=True)
+    assert "seqlens 5 x 7, structured mask, packed)" in str(packed)
+    norm = NormProblem(gpu, torch.float32, 768, rms=True, residual=True, learns=True)
+    assert f"{norm}" == "rms_norm(float32 on cuda:0, 768 columns, residual, learns)"
+    assert repr(NormProblem(gpu, torch.float32, 8)) == "layer_norm(float32 on cuda:0, 8 columns)"
+
+
 def test_torch_itself_refuses_gradients_of_a_bool_mask():
     with pytest.raises(RuntimeError, match="floating point"):
         torch.ones(5, 7, dtype=torch.bool).requires_grad_()
 
 
-def test_unsupported_shape_falls_to_eager():
+def test_unsupported_shape_falls_to_torch_and_to_eager():
     x = torch.randn(1, 1, 4, 300)
     got = F.scaled_dot_product_attention(x, x, x)
-    assert torch.equal(got, F.scaled_dot_product_attention(x, x, x, backend="eager"))
+    assert torch.equal(got, torch.nn.functional.scaled_dot_product_attention(x, x, x))
+    got = F.scaled_dot_product_attention(x, x, x, softcap=3.0)
+    expected = F.scaled_dot_product_attention(x, x, x, softcap=3.0, backend="eager")
+    assert torch.equal(got, expected)
 
 
 def test_unknown_field_is_an_error():

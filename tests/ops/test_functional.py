@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from helpers import BACKENDS, device_of, leaves_of, most_exact
+from torch.utils.flop_counter import FlopCounterMode
 
 import fused_attn
 from fused_attn import functional as F
@@ -81,7 +83,7 @@ def test_choice_of_backend(monkeypatch):
     with fused_attn.use_backend("cpp"):
         assert torch.equal(F.scaled_dot_product_attention(x, x, x), cpp)
     monkeypatch.setenv("FUSED_ATTN_BACKEND", "nonsense")
-    with pytest.raises(ValueError, match="backend must be one of"):
+    with pytest.raises(ValueError, match=r"^FUSED_ATTN_BACKEND must be one of"):
         F.scaled_dot_product_attention(x, x, x)
 
 
@@ -100,3 +102,35 @@ def test_cpu_isa_variable():
     refused = isa("sse9")
     assert refused.returncode != 0
     assert "FUSED_ATTN_CPU_ISA must be one of" in refused.stderr
+
+
+NUMBERS = {
+    "float32": np.float32(0.25),
+    "float64": np.float64(0.25),
+    "tensor": torch.tensor(0.25),
+    "bfloat16_tensor": torch.tensor(0.25, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_as_torch_takes_them(name):
+    """Of numpy, and tensors with one value: in both ways to a kernel, and through the op."""
+    number, x = NUMBERS[name], torch.randn(1, 2, 5, 8)
+    want = F.scaled_dot_product_attention(x, x, x, scale=0.25)
+    torch.testing.assert_close(
+        want, torch.nn.functional.scaled_dot_product_attention(x, x, x, scale=number)
+    )
+    assert torch.equal(F.scaled_dot_product_attention(x, x, x, scale=number), want)
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(F.scaled_dot_product_attention(leaf, x, x, scale=number), want)
+    with FlopCounterMode(display=False):
+        assert torch.equal(F.scaled_dot_product_attention(leaf, x, x, scale=number), want)
+    torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=number)
+    dropped = []
+    for dropout_p in (0.25, number):
+        torch.manual_seed(0)
+        dropped.append(F.scaled_dot_product_attention(x, x, x, dropout_p=dropout_p))
+        dropped.append(F.layer_norm(x, 8, dropout_p=dropout_p))
+    assert torch.equal(dropped[0], dropped[2]) and torch.equal(dropped[1], dropped[3])
+    capped = F.scaled_dot_product_attention(x, x, x, softcap=number)
+    assert torch.equal(capped, F.scaled_dot_product_attention(x, x, x, softcap=0.25))

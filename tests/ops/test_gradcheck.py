@@ -45,9 +45,9 @@ def test_attention(name, options, backend):
         return out, finite(lse)
 
     inputs = leaves((2, 2, 5, 3), (2, 1, 7, 3), (2, 1, 7, 4), (2, 1, 5, 7))
-    assert gradcheck(run, inputs)
+    assert gradcheck(run, inputs, check_batched_grad=True)
     # In full the second order takes half a minute a case; fast mode projects at random.
-    assert gradgradcheck(run, inputs, fast_mode=name is not None)
+    assert gradgradcheck(run, inputs, fast_mode=name is not None, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
@@ -68,8 +68,8 @@ def test_norm(rms, residual, dropout_p, backend):
         return F.layer_norm(input, 6, weight, rest[-1], **options)
 
     shapes = [(4, 6), (6,)] + [(4, 6)] * residual + [(6,)] * (not rms)
-    assert gradcheck(run, leaves(*shapes))
-    assert gradgradcheck(run, leaves(*shapes))
+    assert gradcheck(run, leaves(*shapes), check_batched_grad=True)
+    assert gradgradcheck(run, leaves(*shapes), check_batched_grad=True)
 
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
@@ -92,8 +92,8 @@ def test_gradient_of_lse_alone(backend):
         )[1]
 
     inputs = leaves((1, 2, 4, 3), (1, 2, 5, 3))
-    assert gradcheck(run, inputs)
-    assert gradgradcheck(run, inputs)
+    assert gradcheck(run, inputs, check_batched_grad=True)
+    assert gradgradcheck(run, inputs, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)

@@ -16,6 +16,7 @@ from helpers import (
 from norm_cases import norm, tensors_of
 
 from fused_attn import functional as F
+from fused_attn import use_backend
 
 # rows, columns: one element, odd sizes around a vector, more rows than parts of the weight sum,
 # a row of 64 Ki elements.
@@ -107,3 +108,12 @@ def test_gradients_that_are_lazily_negated(backend):
         grads.append(torch.autograd.grad(outs, own, [given, given]))
     for eager, lazy in zip(*grads, strict=True):
         assert torch.equal(eager, lazy)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_in_the_place_of_torchs_function(kind, monkeypatch):
+    """The reference, which second derivatives are of too, does not come back here."""
+    monkeypatch.setattr(torch.nn.functional, kind, getattr(F, kind))
+    x = torch.randn(2, 5)
+    with use_backend("eager"):
+        torch.testing.assert_close(getattr(F, kind)(x, 5), getattr(torch, kind)(x, (5,)))

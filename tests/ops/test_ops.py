@@ -18,6 +18,7 @@ from fused_attn.backends import get_backend
 from fused_attn.core import ops, philox
 from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.masks import spec as mask_spec
+from fused_attn.nn.weights import attention_with_weights
 
 SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
 
@@ -54,7 +55,7 @@ def test_opcheck_attention(options, backend):
     if not for_backward:
         return
     outputs = ops.attention_fwd(call, get_backend(backend), True)
-    out, lse, _ = outputs
+    out, lse, *_ = outputs
     needs_bias = options.get("bias", False)
     for grad_lse in (None, torch.randn_like(lse)):
         rest = (*outputs, torch.randn_like(out), grad_lse, needs_bias, backend)
@@ -142,6 +143,80 @@ def test_export():
     torch.testing.assert_close(program.module()(*longer), attend(*longer))
 
 
+MASKS_OF_LENGTHS = {
+    "none": None,
+    "causal": masks.causal(),
+    "bottom_right": masks.causal("bottom_right"),
+    "window": masks.causal() & masks.sliding_window(3, 2, align="bottom_right"),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("mask", MASKS_OF_LENGTHS.values(), ids=MASKS_OF_LENGTHS)
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_export_of_any_length(backend, mask, strict):
+    """No guard bounds what has no bound."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, query, key, value):
+            return F.scaled_dot_product_attention(query, key, value, mask, backend=backend)
+
+    query, key, value = random_qkv(2, 2, 2, 9, 12, 16).values()
+    seqlen_q, seqlen_k = torch.export.Dim("seqlen_q"), torch.export.Dim("seqlen_k")
+    program = torch.export.export(
+        Attend(), (query, key, value), strict=strict,
+        dynamic_shapes=({2: seqlen_q}, {2: seqlen_k}, {2: seqlen_k}),
+    )  # fmt: skip
+    longer = tuple(random_qkv(2, 2, 2, 50, 70, 16).values())
+    torch.testing.assert_close(program.module()(*longer), Attend()(*longer))
+
+
+def test_graphs_look_at_lengths_when_they_run():
+    too_long = torch.zeros(1, 1, 1, 8).expand(1, 1, 1 << 29, 8)
+    query = torch.zeros(1, 1, 1, 8)
+    spec = mask_spec.MaskSpec()
+    call = AttentionCall(query, too_long, too_long, spec, 1.0)
+    with pytest.raises(ValueError, match="must be shorter than 536870912, got 536870912"):
+        torch.ops.fused_attn.attention_fwd(*call.flat(), False, "cpp")
+    compiled = torch.compile(
+        lambda *qkv: F.scaled_dot_product_attention(*qkv), backend="aot_eager", dynamic=True
+    )
+    with pytest.raises(ValueError, match="must be shorter than"):
+        compiled(query, too_long, too_long)
+
+
+def test_compile_does_not_ask_where_autocast_is(monkeypatch):
+    """torch.compile of 2.9 and 2.10 cannot trace the question."""
+    untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
+    x = torch.randn(1, 2, 5, 8)
+    for device in ("cpu", "meta"):
+        compiled = torch.compile(attend_to_itself, fullgraph=True, backend="aot_eager")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert compiled(x.to(device)).dtype == attend_to_itself(x.to(device)).dtype
+
+
+def attend_to_itself(x):
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_compile_of_one_tensor_twice():
+    """torch.compile refuses a Function that gets a tensor as two arguments."""
+
+    def attend(x):
+        out = F.scaled_dot_product_attention(x, x, x)
+        weighed, weights = attention_with_weights(out, out, out)
+        rows = weighed.flatten(0, 2)
+        return F.layer_norm(rows, 8, residual=rows), weights
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for one, two in zip(compiled(x), attend(x), strict=True):
+        torch.testing.assert_close(one, two)
+        grads = (torch.autograd.grad(t.square().sum(), x, retain_graph=True)[0] for t in (one, two))
+        torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_autocast(backend):
     query, key, value = (t.to(device_of(backend)) for t in random_qkv(*SHAPE, 16).values())
@@ -154,9 +229,10 @@ def test_autocast(backend):
     assert normed.dtype == torch.float32
     out.float().sum().backward()
     assert leaf.grad.dtype == torch.float32
-    direct = F.scaled_dot_product_attention(
-        query.bfloat16(), key.bfloat16(), value.bfloat16(), enable_gqa=True, backend=backend
-    )
+    # With gradients too: the forward before a backward divides by the sum of the rounded weights.
+    half = [t.bfloat16() for t in (query, key, value)]
+    half[0].requires_grad_()
+    direct = F.scaled_dot_product_attention(*half, enable_gqa=True, backend=backend)
     assert torch.equal(out, direct)
 
 
@@ -273,3 +349,38 @@ def test_inference_mode_then_training():
     leaf = x.clone().requires_grad_()
     F.scaled_dot_product_attention(leaf, leaf, leaf, mask).sum().backward()
     assert torch.isfinite(leaf.grad).all()
+
+
+@pytest.mark.parametrize("kind", ["bool", "key", "float", "padding", "documents", "alibi", "both"])
+def test_masks_made_in_inference_mode_then_training(kind):
+    """autograd saves no tensor of that mode; torch takes a bool mask of it all the same."""
+    with torch.inference_mode():
+        visible, bias = torch.rand(5, 5) < 0.9, torch.randn(5, 5)
+        lengths, ids, slopes = torch.tensor([5, 3]), torch.arange(5) // 2, torch.rand(2)
+    made = {
+        "bool": visible,
+        "key": visible[:1],
+        "float": bias,
+        "padding": masks.padding(lengths),
+        "documents": masks.documents(ids),
+        "alibi": masks.alibi(slopes),
+        "both": masks.dense(visible) & masks.bias(bias),
+    }[kind]
+    copied = made.clone() if isinstance(made, torch.Tensor) else made.mapped(torch.clone)
+    x = torch.randn(2, 2, 5, 8, requires_grad=True)
+    grads = []
+    for mask in (made, copied):
+        out = F.scaled_dot_product_attention(x, x, x, mask)
+        grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+    assert torch.equal(*grads)
+    with torch.no_grad():  # and is read in place where nothing is saved
+        spec = mask_spec.normalize(masks.dense(visible), 2, 2, 5, 5, x)
+    assert spec.dense.data_ptr() == visible.data_ptr()
+
+
+def test_packed_lengths_made_in_inference_mode_then_training():
+    with torch.inference_mode():
+        starts = torch.tensor([0, 2, 5])
+    x = torch.randn(5, 2, 8, requires_grad=True)
+    F.varlen_attention(x, x, x, starts, starts, 3, 3).sum().backward()
+    assert torch.isfinite(x.grad).all()

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
@@ -72,3 +73,118 @@ def test_environment_variables_are_few_and_in_the_docs():
     documented = set(re.findall(r"FUSED_ATTN_[A-Z0-9_]+", "\n".join(rows)))
     assert used == documented
     assert len(documented) <= MAX_ENVIRONMENT_VARIABLES
+
+
+# ---- what is built ------------------------------------------------------------------------------
+
+
+def executable(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def cmake_arguments(tmp_path: Path, **variables: str) -> list[str]:
+    """The arguments that setup.py gives to CMake, in an environment with these variables."""
+    log = tmp_path / "arguments"
+    executable(tmp_path / "cmake", f'printf "%s\\n" "$@" >> "{log}"')
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("FUSED_ATTN_CUDA")}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(
+        [*command, "--build-temp", str(tmp_path / "temp")],
+        cwd=ROOT, env={**environment, "PATH": path, **variables}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return log.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("value", "built"), [(None, "OFF"), ("", "OFF"), ("0", "OFF"), ("1", "ON")]
+)
+def test_cuda_is_asked_for(value, built, tmp_path):
+    given = {} if value is None else {"FUSED_ATTN_CUDA": value}
+    given["FUSED_ATTN_CUDA_ARCHS"] = "80, 90a"
+    arguments = cmake_arguments(tmp_path, **given)
+    assert f"-DFUSED_ATTN_CUDA={built}" in arguments
+    assert "-DFUSED_ATTN_CUDA_ARCHS=80;90a" in arguments
+
+
+def test_a_wrong_switch_is_an_error(tmp_path):
+    with pytest.raises(AssertionError, match="FUSED_ATTN_CUDA must be 0 or 1, got 'yes'"):
+        cmake_arguments(tmp_path, FUSED_ATTN_CUDA="yes")
+
+
+def test_setup_holds_no_compiler_flag():
+    text = (ROOT / "setup.py").read_text()
+    assert not re.search(r"""["']-(O\d|m[a-z]|f[a-z]|W|std|gencode|arch|l[a-z])""", text)
+
+
+def configured(tmp_path: Path, *options: str) -> str:
+    """What CMake says of a build with these options, with programs of tmp_path before others."""
+    pybind11 = pytest.importorskip("pybind11", reason="reason: needs pybind11")
+    if shutil.which("cmake") is None or shutil.which("ninja") is None:
+        pytest.skip("reason: needs cmake and ninja")
+    done = subprocess.run(
+        ["cmake", "-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja",
+         f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+         *options],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_nvcc_is_not_looked_for_unasked(tmp_path):
+    executable(tmp_path / "nvcc", f'touch "{tmp_path}/called"; exit 1')
+    text = configured(tmp_path, "-DFUSED_ATTN_CUDA=OFF")
+    assert "CUDA module: not built, FUSED_ATTN_CUDA=1 asks for it" in text
+    assert "Build files have been written" in text
+    assert not (tmp_path / "called").exists()
+    text = configured(tmp_path, "-DFUSED_ATTN_CUDA=ON")
+    assert "asks for the CUDA module, but no working nvcc was" in text
+    assert (tmp_path / "called").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="reason: needs nvcc")
+def test_cuda_is_built_for_the_gpus_that_are_there(tmp_path):
+    def said(gpus: str, *archs: str) -> tuple[str, set[str]]:
+        executable(tmp_path / "nvidia-smi", gpus)
+        text = configured(
+            tmp_path, "-DFUSED_ATTN_CUDA=ON", f"-DFUSED_ATTN_CUDA_ARCHS={';'.join(archs)}"
+        )
+        (line,) = re.findall(r"CUDA module: (.*)", text)
+        return line, set(re.findall(r"compute_\d+a?", (tmp_path / "build/build.ninja").read_text()))
+
+    line, built = said(r'printf "9.0\n8.6\n9.0\n7.5\n"')
+    assert re.fullmatch(r"for 90a;86, about \d+ minutes on \d+ cores", line)
+    assert built == {"compute_90a", "compute_86"}
+    line, built = said("echo NVIDIA-SMI 535.10 has failed; exit 9")
+    assert line.startswith("for all GPUs (none was found here; ")
+    assert built >= {"compute_80", "compute_90a"}
+    line, built = said("echo 9.0", "80", "100")
+    assert line.startswith("for 80;100, about")
+    assert built == {"compute_80", "compute_100"}
+
+
+# FUSED_ATTN_CUDA=0 does without nvcc, where Triton alone is to be tested.
+UNLESS_REFUSED = "FUSED_ATTN_CUDA=${FUSED_ATTN_CUDA-1} "
+TARGETS = {
+    "build": "",
+    "cuda-build": "FUSED_ATTN_CUDA=1 ",
+    "gpu-build": UNLESS_REFUSED,
+    "gpu-test": UNLESS_REFUSED,
+    "gpu-bench": UNLESS_REFUSED,
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets_that_build_cuda_ask_for_it(target):
+    if shutil.which("make") is None:
+        pytest.skip("reason: needs make")
+    done = subprocess.run(
+        ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    last = [line for line in done.stdout.splitlines() if "setup.py" in line][-1]
+    assert "".join(re.findall(r"FUSED_ATTN_CUDA=\S+ ", last)) == TARGETS[target]

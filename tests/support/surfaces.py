@@ -79,6 +79,14 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         {"test_transformers_families": ("test_models_with_their_own_attention_decline",)},
     ),
     (
+        "transformers, every model type",
+        "`make models-check`: agrees with eager, or declines with a reason",
+        {
+            "test_transformers_types": ("test_model_type",),
+            "test_transformers_families": ("test_models_that_use_their_masks",),
+        },
+    ),
+    (
         "sentence-transformers",
         "MiniLM by `model_kwargs`",
         {"test_transformers_families": ("test_sentence_transformers_with_the_weights_of_minilm",)},
@@ -98,9 +106,24 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         },
     ),
     (
+        "torch.onnx.export(dynamo=True)",
+        "functions, modules, transformers, as ONNX's own ops",
+        {"test_onnx": ("test_attention", "test_swapped_model_of_transformers")},
+    ),
+    (
+        "torch.jit.trace",
+        "functions, modules; saved without gradients",
+        {"test_trace": ("test_trace", "test_trace_of_an_encoder_layer")},
+    ),
+    (
         "`fused-attn doctor`, `compare`, `bench`",
         "tables, JSON, PNG",
         {"test_cli": (), "test_bench": ()},
+    ),
+    (
+        "`fused-attn verify`",
+        "verdicts stored, read, chosen, forgotten; wrong kernels refused",
+        {"test_verify": (), "test_verdicts": ()},
     ),
 ]
 
@@ -134,11 +157,16 @@ def _check(file: str, functions: tuple[str, ...]) -> None:
         raise ValueError(f"{_path(file)} has no {', '.join(sorted(missing))}")
 
 
+def between(page: str, begin: str, end: str, text: str) -> str:
+    """The page with this text between two marks."""
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
 def with_table(page: str) -> str:
     """The page with the table as it should be."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return between(page, BEGIN, END, table())
 
 
 if __name__ == "__main__":

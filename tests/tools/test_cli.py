@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -57,6 +58,16 @@ def just_a_model():
     return example()[0]
 
 
+def random_example():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16), AlwaysDrops())
+    return model, (torch.randn(2, 16),)
+
+
+class AlwaysDrops(torch.nn.Module):
+    def forward(self, x):
+        return F.dropout(x)
+
+
 def failing():
     raise RuntimeError("two\nlines")
 
@@ -69,7 +80,7 @@ def off(function):
 # ---- help and arguments -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["compare"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["doctor"], ["verify"], ["compare"], ["bench"]])
 def test_help_has_examples(capsys, command):
     status, out, _ = run(capsys, *command, "--help")
     assert status == 0
@@ -100,11 +111,13 @@ def test_version(capsys):
         (["bench", "--repeats", "0"], ["positive integer"]),
         (["bench", *SMALL, "--backend", "cpp", "--shape", "1,1,8,8,300"], ["up to 256, not 300"]),
         (["bench", "--json", "no/such/folder.json"], ["no/such/folder.json"]),
+        (["verify", "--backend", "moon"], ["'moon'", "'cuda'", "'triton'"]),
         (["compare", "no/such/folder"], ["module:function", "'no/such/folder'"]),
         (["compare", "no_such_module:f"], ["ModuleNotFoundError", "no_such_module"]),
         (["compare", "test_cli:nothing"], ["function of test_cli", "'nothing'"]),
         (["compare", "test_cli:just_a_model"], ["(model, args tuple)", "got (Trans"]),
         (["compare", "test_cli:failing"], ["RuntimeError: two lines"]),
+        (["compare", "test_cli:random_example"], ["same outputs each time"]),
         (["compare", "test_cli:example", "--batch", "3"], ["--batch and --seqlen"]),
         (["compare", "."], ["config.json"]),
     ],
@@ -142,9 +155,17 @@ def test_doctor(capsys):
     assert_plain(out)
     for name, module in fused_attn.backends.registry.BACKENDS.items():
         (row,) = re.findall(rf"^{name}  +((?:not )?available.*)$", out, re.MULTILINE)
-        assert all(reason in row for reason in module.unavailable() + module.not_automatic())
+        assert all(reason in row for reason in module.unavailable()[:1])
+    assert re.search(r"^cpu  +attention, causal  +cpp  +first in order$", out, re.MULTILINE)
     assert fused_attn.backends.cpp.isa() in out
-    assert "everything checked is right" in out
+    assert "right: cpp on cpu; not checked: cuda, triton, sdpa, eager" in out
+
+
+def test_doctor_says_how_to_get_what_was_not_built(capsys):
+    if importlib.util.find_spec("fused_attn._cuda") is not None:
+        pytest.skip("reason: the CUDA module is here")
+    out = run(capsys, "doctor")[1]
+    assert "built without the CUDA module, for which FUSED_ATTN_CUDA=1 asks" in out
 
 
 def test_doctor_json(capsys, tmp_path):
@@ -409,11 +430,13 @@ def test_terminal_and_pipe():
 
 
 def test_progress_bar_is_for_terminals(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     pytest.importorskip("rich", reason="reason: needs rich")
     assert run(capsys, "bench", *SMALL, "--mask", "causal")[2] == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "measuring" in run(capsys, "bench", *SMALL, "--mask", "causal")[2]
+    assert "comparing" in run(capsys, "compare", "test_cli:example")[2]
 
 
 def test_without_rich_a_terminal_gets_plain_text(monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """compare: right numbers, a verdict that can be bad, and a model that is left as it was."""
 
+import contextlib
 import json
+import random
 
 import pytest
 import torch
@@ -282,3 +284,129 @@ def test_an_output_above_the_limit_is_explained(monkeypatch):
     report = compare(model, x)
     assert not report.ok
     assert any("gathered" in note for note in report.notes)
+
+
+class Noisy(torch.nn.Module):
+    """A norm, and noise."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.norm, self.noise = torch.nn.LayerNorm(16), noise
+
+    def forward(self, x):
+        return self.norm(x) + self.noise(x)
+
+
+def of_python(x):
+    return random.random()
+
+
+def small(x):
+    return 1e-4 * torch.rand(x.shape).to(x.dtype)  # the same in each type
+
+
+def with_its_own_seed(x):
+    """Repeats, and is another in each type."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+
+
+@pytest.mark.parametrize("noise", [torch.randn_like, torch.nn.functional.dropout, small, of_python])
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_model_that_does_not_repeat_is_refused(noise, backward):
+    with pytest.raises(ValueError, match=r"same outputs each time, got output off by .* random"):
+        compare(Noisy(noise), torch.randn(9, 16), backward=backward)
+
+
+def test_the_first_layer_that_does_not_repeat_is_named():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model.layers[1].norm1 = Noisy(torch.randn_like)
+    with pytest.raises(ValueError, match=r"first apart: layers\.1\.norm1\)"):
+        compare(model, torch.randn(2, 5, 16))
+
+
+def test_a_model_that_is_another_in_float64_is_refused():
+    with pytest.raises(ValueError, match=r"must compute in float64 what it computes in float32"):
+        compare(Noisy(with_its_own_seed), torch.randn(9, 16))
+
+
+def test_noise_of_sixteen_bits_is_refused():
+    """One that is small beside the roundings of a larger output."""
+    model = Noisy(lambda x: 0.1 * torch.rand(x.shape).to(x.dtype)).bfloat16()
+    with pytest.raises(ValueError, match="same outputs each time"):
+        compare(model, torch.randn(9, 16).bfloat16())
+
+
+def test_nothing_finite_is_refused():
+    with pytest.raises(ValueError, match="something finite"):
+        compare(Noisy(lambda x: x * float("nan")), torch.randn(9, 16))
+
+
+def test_an_output_that_is_0_but_for_rounding():
+    """It is no reason to refuse the model: the largest output says what an error is large to."""
+
+    class Means(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(16)
+
+        def forward(self, x):
+            out = self.norm(x)
+            return {"out": out, "mean": out.mean()}
+
+    assert "out" in str(compare(Means(), torch.randn(9, 16)))
+
+
+def test_a_state_of_its_own_is_no_randomness():
+    """Each run has a model that nothing has called yet."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.calls = torch.nn.LayerNorm(16), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.norm(x) * self.calls
+
+    assert compare(Counts(), torch.randn(9, 16)).ok
+
+
+def test_arguments_in_a_tuple_are_explained():
+    layer, x = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), torch.randn(2, 5, 16)
+    with pytest.raises(TypeError, match=r"compare\(model, \*args, \*\*kwargs\), got a tuple of 2"):
+        compare(layer, (x, torch.zeros(5, 5)))
+    with pytest.raises(TypeError, match="got a dict of 1"):
+        compare(layer, x, {"src_mask": torch.zeros(5, 5)})
+    with pytest.raises(TypeError, match="no_such_argument") as error:
+        compare(layer, x, no_such_argument=1)
+    assert "compare(" not in str(error.value)
+
+    class TakesTuple(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(16)
+
+        def forward(self, pair):
+            return self.norm(pair[0]) + pair[1]
+
+    assert compare(TakesTuple(), (x, x)).ok
+
+
+def test_progress(monkeypatch):
+    """A step for each forward and each backward, and as many as were announced."""
+    steps = []
+
+    @contextlib.contextmanager
+    def progress(description, total):
+        steps.append([description, total, 0])
+
+        def advance():
+            steps[-1][2] += 1
+
+        yield advance
+
+    monkeypatch.setattr("fused_attn.tools.compare.progress", progress)
+    for backward in (True, False):
+        compare(torch.nn.Sequential(torch.nn.LayerNorm(4)), torch.randn(2, 4), backward=backward)
+    assert steps == [["comparing", 7, 7], ["comparing", 4, 4]]

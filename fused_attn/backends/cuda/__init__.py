@@ -6,12 +6,16 @@ attention.py, norm.py   tensors to the fields of csrc/params.h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend, CacheUpdate
 from fused_attn.backends.cuda import attention, norm
-from fused_attn.backends.cuda.module import emulated, unavailable, use_module
+from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
 from fused_attn.core.call import (
     AttentionCall,
@@ -47,8 +51,11 @@ class CudaBackend(Backend):
             reasons.append("takes no head_dim of 0")  # its rows have no addresses
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def not_automatic(self) -> list[str]:
-        return ["has not run on a GPU yet: it is chosen by name only"]
+    def not_automatic(self, problem: Problem) -> list[str]:
+        return verdicts.reasons_against(self.name, problem)
+
+    def chosen_for_some(self, device_type: str) -> bool:
+        return verdicts.any_usable(self.name, device_type)
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return attention.tile_summary(tensor)
@@ -100,3 +107,13 @@ class CudaBackend(Backend):
         grads = call.gradients(self.empty, needs_weight, needs_bias)
         norm.norm_bwd(call, mean, rstd, grad_out, grad_total, grads)
         return grads
+
+
+def _kernel_files() -> Iterator[Path]:
+    """The compiled module, as the sources stay where it was built, and what calls it."""
+    yield from Path(__file__).parent.glob("*.py")
+    if compiled() is not None:
+        yield Path(compiled().__file__)
+
+
+verdicts.KERNELS[CudaBackend.name] = _kernel_files

@@ -33,16 +33,16 @@ MIN_KEYS_PER_SPLIT = 128  # two tiles
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     """Computes the outputs; no backward follows where lse_low is empty."""
-    query, (out, lse, lse_low) = call.query, outputs
+    query, (out, lse, lse_low, out_low) = call.query, outputs
     for_backward = lse_low.numel() > 0
     batch, seqlen_q, seqlen_k = call.sizes()
     if 0 in (lse.numel(), batch, seqlen_q, seqlen_k):
-        out.zero_(), lse.fill_(-math.inf), lse_low.zero_()
+        out.zero_(), lse.fill_(-math.inf), lse_low.zero_(), out_low.zero_()
         return
     call, fields = call_fields(call, out)
     fields["lse"] = lse
     if for_backward:
-        fields["lse_low"] = lse_low
+        fields |= {"lse_low": lse_low, "out_low": out_low}
     elif decode_rows(query, call.key, seqlen_q) <= MAX_DECODE_ROWS:
         _run_decode(call, lse, fields)
         return
@@ -65,7 +65,7 @@ def attention_decode(
         return None
     if any(in_chunks(cache) is not cache for cache in (key_cache, value_cache)):
         return None  # a copy would be written to
-    out, lse, _ = call.outputs(empty, False)
+    out, lse, *_ = call.outputs(empty, False)
     call, fields = call_fields(call, out)
     fields["seqlen_k"], fields["lse"] = seqlen_k, lse
     if update.block_table is not None:
@@ -117,10 +117,14 @@ def attention_bwd(
             tensor.zero_()
         return
     out, grad_out = in_chunks(outputs.out), in_chunks(grad_out)
+    out_low = outputs.out_low
+    if out_low.numel() > 0:
+        out_low = in_chunks(out_low)
     call, fields = call_fields(call, out)
     fields |= {
         "lse": lse,
         "lse_low": outputs.lse_low,
+        "out_low": out_low,
         "grad_out": grad_out,
         "grad_query": grads.query,
         "grad_key": grads.key,

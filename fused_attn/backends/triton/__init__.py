@@ -15,11 +15,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import Problem, kernel_limits, too_old
 from fused_attn.core.call import (
@@ -57,8 +60,11 @@ class TritonBackend(Backend):
             reasons += _too_old(problem.device)
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def not_automatic(self) -> list[str]:
-        return ["has not run on a GPU yet: it is chosen by name only"]
+    def not_automatic(self, problem: Problem) -> list[str]:
+        return verdicts.reasons_against(self.name, problem)
+
+    def chosen_for_some(self, device_type: str) -> bool:
+        return verdicts.any_usable(self.name, device_type)
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return _attention().tile_summary(tensor)
@@ -105,6 +111,13 @@ class TritonBackend(Backend):
         grads = call.gradients(self.empty, needs_weight, needs_bias)
         _norm().norm_bwd(call, mean, rstd, grad_out, grad_total, grads)
         return grads
+
+
+def _kernel_files() -> Iterator[Path]:
+    return Path(__file__).parent.glob("*.py")
+
+
+verdicts.KERNELS[TritonBackend.name] = _kernel_files
 
 
 def interpreted() -> bool:

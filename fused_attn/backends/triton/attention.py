@@ -46,22 +46,23 @@ _NO_LISTS = TileLists(None, None, 1)
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     """Computes the outputs; no backward follows where lse_low is empty."""
-    out, lse, lse_low = outputs
+    out, lse, lse_low, out_low = outputs
     for_backward = lse_low.numel() > 0
     args = LaunchArguments(call)
     sizes = args.sizes
     if 0 in (lse.numel(), sizes.batch, sizes.seqlen_q):
-        out.zero_(), lse.fill_(float("-inf")), lse_low.zero_()
+        out.zero_(), lse.fill_(float("-inf")), lse_low.zero_(), out_low.zero_()
         return
     if sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
         _decode(args, out, lse)
         return
-    cut = args.config("fwd")
+    cut = args.config("fwd", with_out_low=out_low.numel() > 0)
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
         attention_fwd_kernel, args.device, (num_m * sizes.batch * sizes.num_heads,),
-        *args.qkv, _rows(out), lse, lse_low if for_backward else None, *args.common,
-        args.lists(cut), *sizes, args.settings, **args.compiled_for(cut),
+        *args.qkv, _rows(out), lse, lse_low if for_backward else None,
+        _rows(out_low) if out_low.numel() else None, *args.common, args.lists(cut), *sizes,
+        args.settings, **args.compiled_for(cut),
     )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def attention_bwd(
     grads: AttentionGradients,
 ) -> None:
     """Computes the gradients; that of bias where it is not empty."""
-    query, (out, lse, lse_low) = call.query, outputs
+    query, (out, lse, lse_low, out_low) = call.query, outputs
     needs_bias = grads.bias.numel() > 0
     args = LaunchArguments(call)
     sizes = args.sizes
@@ -108,6 +109,7 @@ def attention_bwd(
         return
     # The tensors of these stay alive until the kernels are launched.
     out_rows, grad_out_rows = (_rows(_readable(t)) for t in (out, grad_out))
+    low_rows = _rows(_readable(out_low)) if out_low.numel() else None
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float32).contiguous().resolve_neg()
     factor = torch.empty_like(lse) if query.dtype == torch.float32 else None
@@ -116,8 +118,8 @@ def attention_bwd(
     cut = args.config("statistics")
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
-        row_statistics_kernel, args.device, (num_m * heads,), out_rows, grad_out_rows, lse,
-        lse_low, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
+        row_statistics_kernel, args.device, (num_m * heads,), out_rows, low_rows, grad_out_rows,
+        lse, lse_low, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
     )  # fmt: skip
     cut = args.config("dq")
     num_m = -(-sizes.seqlen_q // cut.block_m)
@@ -254,10 +256,12 @@ class LaunchArguments:
         seed = call.seed if dropout_p > 0.0 else None
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
-    def config(self, kind: str) -> Config:
+    def config(self, kind: str, with_out_low: bool = False) -> Config:
         """The tile sizes, warps and stages of the kernel of a pass."""
         head_dim = max(self.head_dim, self.head_dim_v)
         heavy = self.has_lists or self.common[0] is not None
+        # Another sum for each row, which the largest tiles of wide heads have no register for.
+        heavy |= with_out_low and head_dim > 128
         # Its loop over the heads of a group takes registers too.
         heavy |= kind == "dkdv" and self.sizes.num_heads > self.sizes.num_heads_kv
         if heavy and kind in ("fwd", "dq", "dkdv"):

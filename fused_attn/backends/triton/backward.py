@@ -53,7 +53,7 @@ class RowStatistics(NamedTuple):
 
 @triton.jit(do_not_specialize=SIZES)
 def row_statistics_kernel(
-    out, grad_out, lse, lse_low, stats, cu_seqlens_q,
+    out, out_low, grad_out, lse, lse_low, stats, cu_seqlens_q,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     cut: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,16 @@ def row_statistics_kernel(
         head_rows(grad_out, batch, h, first), grad_out.stride_row, i_begin, inside,
         cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
     )  # fmt: skip
-    products = tl.where(sees[:, None], o.to(tl.float32) * do.to(tl.float32), 0.0)
+    o = o.to(tl.float32)
+    if out_low is not None:
+        # Of a row that sees few keys, or one that has nearly all the weight, what rounding took
+        # from out is more than all of dS.
+        low = load_tile(
+            head_rows(out_low, batch, h, first), out_low.stride_row, i_begin, inside,
+            cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+        )  # fmt: skip
+        o = (o.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    products = tl.where(sees[:, None], o * do.to(tl.float32), 0.0)
     tl.store(stats.delta + at, tl.sum(products, 1), inside)
 
 

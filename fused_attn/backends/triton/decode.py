@@ -88,14 +88,14 @@ def attention_decode_kernel(
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
     acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
     for t in tl.range(0, tiles[0]):
-        acc, maximum, total = fwd_tile(
-            acc, maximum, total, q, i, full_tile(t, tiles, no_lists) * cut.BLOCK_N, keys, sequence,
-            key, value, seed, mask, sizes, settings, cut, False,
+        acc, maximum, total, _ = fwd_tile(
+            acc, maximum, total, total, q, i, full_tile(t, tiles, no_lists) * cut.BLOCK_N, keys,
+            sequence, key, value, seed, mask, sizes, settings, cut, False, False,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
-        acc, maximum, total = fwd_tile(
-            acc, maximum, total, q, i, partial_tile(t, tiles, no_lists) * cut.BLOCK_N, keys,
-            sequence, key, value, seed, mask, sizes, settings, cut, True,
+        acc, maximum, total, _ = fwd_tile(
+            acc, maximum, total, total, q, i, partial_tile(t, tiles, no_lists) * cut.BLOCK_N, keys,
+            sequence, key, value, seed, mask, sizes, settings, cut, True, False,
         )  # fmt: skip
 
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first + i

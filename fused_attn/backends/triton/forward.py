@@ -29,12 +29,12 @@ from fused_attn.backends.triton.tiles import full_tile, partial_tile, visible_ti
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_fwd_kernel(
-    query, key, value, out, lse, lse_low, seed, cu_seqlens_q, cu_seqlens_k,
+    query, key, value, out, lse, lse_low, out_low, seed, cu_seqlens_q, cu_seqlens_k,
     mask, lists,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, cut: tl.constexpr,
 ):  # fmt: skip
-    """out, lse and lse_low (None: not wanted) of BLOCK_M queries of a head."""
+    """out, lse, and lse_low and out_low (None: not wanted) of BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -62,24 +62,36 @@ def attention_fwd_kernel(
     maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
     acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
+    multiplied = tl.zeros((cut.BLOCK_M,), tl.float32)
     for t in tl.range(0, tiles[0]):
-        acc, maximum, total = fwd_tile(
-            acc, maximum, total, q, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys, sequence,
-            key, value, seed, mask, sizes, settings, cut, False,
+        acc, maximum, total, multiplied = fwd_tile(
+            acc, maximum, total, multiplied, q, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys,
+            sequence, key, value, seed, mask, sizes, settings, cut, False, out_low is not None,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
-        acc, maximum, total = fwd_tile(
-            acc, maximum, total, q, i, partial_tile(t, tiles, lists) * cut.BLOCK_N, keys, sequence,
-            key, value, seed, mask, sizes, settings, cut, True,
+        acc, maximum, total, multiplied = fwd_tile(
+            acc, maximum, total, multiplied, q, i, partial_tile(t, tiles, lists) * cut.BLOCK_N,
+            keys, sequence, key, value, seed, mask, sizes, settings, cut, True, out_low is not None,
         )  # fmt: skip
 
     empty = total == 0.0
-    scale = settings.dropout_scale / tl.where(empty, 1.0, total)
+    # The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a row
+    # that one key dominates, 1.002 of it would hide all that the other keys have.
+    divisor = total if out_low is None else multiplied
+    scale = settings.dropout_scale / tl.where(empty, 1.0, divisor)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
     store_tile(
         head_rows(out, query_batch, h, query_first), out.stride_row, i_begin, seqlen_q, acc,
         cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
     )  # fmt: skip
+    if out_low is not None:
+        rounded = acc.to(q.dtype).to(tl.float32)
+        lost = acc.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
+        lost = tl.minimum(tl.maximum(lost, -0x7FFF), 0x7FFF)
+        store_tile(
+            head_rows(out_low, query_batch, h, query_first), out_low.stride_row, i_begin, seqlen_q,
+            lost, cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+        )  # fmt: skip
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
     store_lse(lse, lse_low, at + i, i < seqlen_q, maximum, total, cut)
 
@@ -98,11 +110,11 @@ def store_lse(lse, lse_low, at, inside, maximum, total, cut: tl.constexpr):
 
 @triton.jit
 def fwd_tile(
-    acc, maximum, total, q, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings,
-    cut: tl.constexpr, PARTIAL: tl.constexpr,
+    acc, maximum, total, multiplied, q, i, j_begin, keys, sequence, key, value, seed, mask, sizes,
+    settings, cut: tl.constexpr, PARTIAL: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys in the sum of weighted values, the largest score, and the sum of
-    weights."""
+    """One more tile of keys in the sum of weighted values, the largest score, the sum of weights,
+    and, if ROUNDED, that of weights as they are multiplied."""
     j = j_begin + tl.arange(0, cut.BLOCK_N)
     k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
     products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
@@ -115,10 +127,14 @@ def fwd_tile(
     weights = power(scores - shift[:, None], cut)
     rescale = power(maximum - shift, cut)
     total = total * rescale + tl.sum(weights, 1)
+    if ROUNDED:
+        # Two instructions for each weight, where a kernel has twelve. A product with ones takes
+        # fewer, and eight registers of a thread, with which some kernels spill.
+        multiplied = multiplied * rescale + tl.sum(weights.to(v.dtype).to(tl.float32), 1)
     if seed is not None:
         keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
         weights = tl.where(keep, weights, 0.0)
     if PARTIAL:
         v = zero_unseen(v, visible, mask)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=cut.PRECISION)
-    return acc, largest, total
+    return acc, largest, total, multiplied

@@ -3,8 +3,10 @@
 After `register()`, "fused_attn" is a name for ``attn_implementation`` in ``from_config``,
 ``from_pretrained`` and ``set_attn_implementation``.
 
-    attention.py     the attention of each layer, and which models take it
+    models.py        which models take it, and how they are switched to it
+    attention.py     the attention of each layer
     masks.py         the mask that the library asks for once a forward pass
+    model_mask.py    what stands for it in the model: a tensor, to all but the attention
     encoders.py      encoders that drop padding, of BERT and its like
     norms.py         RMS norms that `swap_modules` swaps
 
@@ -25,11 +27,11 @@ _HOMES = {
     "NAME": "encoders",
     "attention_forward": "attention",
     "attention_mask": "masks",
-    "padded_stacks": "attention",
-    "register": "attention",
-    "set_implementation": "attention",
-    "unsupported": "attention",
-    "use_fused_attention": "attention",
+    "padded_stacks": "models",
+    "register": "models",
+    "set_implementation": "models",
+    "unsupported": "models",
+    "use_fused_attention": "models",
 }
 
 

@@ -1,100 +1,29 @@
-"""The attention of each layer of a transformers model, and which models take it.
+"""The attention of each layer of a transformers model.
 
 The library asks for the mask once a forward pass (`attention_mask`) and calls the attention in
-every layer (`attention_forward`). Models whose attention does not go through the library's
-AttentionInterface decline the name with a warning and run their own (`unsupported` says why).
+every layer (`attention_forward`).
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 import warnings
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 
 from fused_attn import functional, masks
-from fused_attn.integrations.transformers.encoders import NAME, fused_stack
-from fused_attn.integrations.transformers.masks import attention_mask
+from fused_attn.integrations.transformers.model_mask import handed_on
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
-# Arguments that models hand to every attention implementation and that do not change what is
-# computed here. A sliding window is part of the mask, which `attention_mask` made.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "deterministic",
-        "layer_idx",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_value",
-        "past_key_values",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "training",
-        "use_cache",
-    }
-)
-
-
-@functools.cache
-def register() -> None:
-    """Make "fused_attn" known to transformers; calling it again changes nothing.
-
-    An implementation can't decline a model by itself: the library lets a model with an attention
-    of its own have any registered name, and such a model would add the bool masks that are meant
-    for `attention_forward` to its scores. So the method that checks a requested name is wrapped:
-    such models get a warning, and "eager", which is what they run.
-    """
-    AttentionInterface.register(NAME, attention_forward)
-    # Without this one, transformers drops every mask without a word.
-    AttentionMaskInterface.register(NAME, attention_mask)
-    check = PreTrainedModel.get_correct_attn_implementation
-
-    @functools.wraps(check)
-    def get_correct_attn_implementation(
-        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        reason = unsupported(self) if requested_attention == NAME else None
-        if reason is not None:
-            kind = type(self).__name__
-            warnings.warn(f"{kind} runs its own attention, not {NAME}: {reason}", stacklevel=2)
-            requested_attention = "eager"
-        return check(self, requested_attention, *args, **kwargs)
-
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
-
-
-def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """The reason why a model does not run on `attention_forward`; None if it does.
-
-    Args:
-        model: a model or its class. The models in it are asked for themselves.
-
-    Returns:
-        A reason, from what the library knows of its model classes.
-    """
-    kind = model if isinstance(model, type) else type(model)
-    if not kind._can_set_attn_implementation():
-        return "its attention does not go through transformers' AttentionInterface"
-    # The interface is imported by that name; models of convolutions alone have no use for it.
-    attends = hasattr(sys.modules.get(kind.__module__), "ALL_ATTENTION_FUNCTIONS")
-    if attends and not (kind._supports_sdpa or kind._supports_attention_backend):
-        return "it supports neither sdpa nor other implementations: it does more with its masks"
-    return None
+# Arguments that would change the result and that are not supported, with what they do. All others
+# that models hand to every attention implementation (layer_idx, position_ids, ...) do not.
+REFUSED = {
+    "block_indices": "picks the blocks of keys that a query sees",
+    "head_mask": "scales the weights of each head",
+}
 
 
 def attention_forward(
@@ -111,6 +40,7 @@ def attention_forward(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers' AttentionInterface.
@@ -132,6 +62,9 @@ def attention_forward(
         s_aux: float (num_heads,), sinks: logits that take part in the softmax and carry no value,
             as in GPT-OSS.
         output_attentions: warns, as sdpa does: the weights are never held.
+        indices: (batch, seqlen_q, chosen) integers: the keys that a query may see at all, as in
+            DeepSeek-V3.2.
+        kwargs: ignored, as by sdpa, but for those of `REFUSED`.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None for the weights.
@@ -153,6 +86,9 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask = attention_mask
+    if isinstance(mask, Tensor):
+        mask = handed_on(mask, query, key)
+    _check_packing(mask, kwargs.get("cu_seq_lens_q"))
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = mask.to(torch.bool)[:, None, None, :]
     elif mask is not None:
@@ -167,6 +103,9 @@ def attention_forward(
             f"attention_mask must not be None with sliding_window {sliding_window} and "
             f"{seqlen_k} keys: fused_attn expects the window in the mask"
         )
+    if indices is not None:
+        chosen = _chosen(indices, seqlen_k)
+        mask = chosen if mask is None else cast(Mask, masks.as_mask(mask)) & chosen
     if position_bias is not None:
         bias = masks.bias(position_bias)
         mask = bias if mask is None else cast(Mask, masks.as_mask(mask)) & bias
@@ -211,67 +150,28 @@ def _attend_packed(
     return cast(Tensor, out)[None]
 
 
-def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | None, str]:
-    """Switch a model, and the models in it, to "fused_attn"; stacks that can pack batches do.
-
-    Returns:
-        What undoes it, or None with the reason if the model cannot be switched; and the name of
-        the implementation that was in use.
-    """
-    reason = unsupported(model)
-    if reason is not None:
-        return None, reason
-    before = [(config, config._attn_implementation) for config in _configs(model)]
-    previous = str(model.config._attn_implementation)
-    register()
-    set_implementation(model, NAME)
-    stacks = [(stack, type(stack)) for stack in padded_stacks(model)]
-    for stack, kind in stacks:
-        # It adds methods and no state, so an object of the one class is one of the other.
-        stack.__class__ = cast(type[Module], fused_stack(kind))
-
-    def restore() -> None:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
-        for stack, kind in stacks:
-            stack.__class__ = kind
-
-    return restore, previous
-
-
-def padded_stacks(model: PreTrainedModel) -> list[Module]:
-    """The stacks of encoder layers in a model that could drop padding and do not yet."""
-    return [module for module in model.modules() if fused_stack(type(module)) is not None]
-
-
-def set_implementation(model: PreTrainedModel, name: str) -> None:
-    """`set_attn_implementation`, also in copies of the config, as the stacks of T5 have them.
-
-    The library's own method leaves such stacks on the attention that they had. `from_config` and
-    `from_pretrained` reach them.
-    """
-    model.set_attn_implementation(name)
-    for config in _configs(model):
-        if type(config) is type(model.config):
-            config._attn_implementation_internal = name
+def _chosen(indices: Tensor, seqlen_k: int) -> Mask:
+    """The keys of `indices` are visible, and no others."""
+    shape = (*indices.shape[:2], seqlen_k)
+    visible = torch.zeros(shape, dtype=torch.bool, device=indices.device)
+    return masks.dense(visible.scatter(-1, indices.long(), True)[:, None])
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
-    unsupported = [k for k, v in kwargs.items() if v is not None and k not in _HARMLESS]
-    if unsupported:
+    for name in REFUSED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"fused_attn does not support {name} in an attention of transformers: it "
+                f'{REFUSED[name]}; use model.set_attn_implementation("sdpa") for this model'
+            )
+
+
+def _check_packing(mask: Tensor | Mask | None, cu_seqlens: Tensor | None) -> None:
+    """Raise NotImplementedError if several sequences are packed and the mask keeps none apart."""
+    if cu_seqlens is None or cu_seqlens.shape[0] <= 2 or isinstance(mask, Tensor):
+        return
+    if mask is None or not mask.document_pairs:
         raise NotImplementedError(
-            f"fused_attn does not support {', '.join(sorted(unsupported))} in an attention of "
-            'transformers; use model.set_attn_implementation("sdpa") for this model'
+            "fused_attn does not take the packing of sequences from cu_seq_lens_q alone: pass "
+            "position_ids that start with 0 in each, no attention_mask, and use_cache=False"
         )
-
-
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Every config in the model, once."""
-    configs: dict[int, PreTrainedConfig] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig):
-            for entry in (config, *(getattr(config, key, None) for key in config.sub_configs)):
-                if isinstance(entry, PreTrainedConfig):
-                    configs[id(entry)] = entry
-    return list(configs.values())

@@ -10,13 +10,14 @@ worst, never wrong.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -30,9 +31,8 @@ from transformers.masking_utils import (
 )
 
 from fused_attn import masks
+from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
 from fused_attn.masks import Mask
-from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
 
 # Every closure that one of these makes has the same code object, and no other function has it.
 _AND = and_masks().__code__
@@ -40,44 +40,6 @@ _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _CHUNKED = chunked_overlay(1, torch.empty(0)).__code__
-
-
-@dataclass(frozen=True, eq=False)
-class ModelMask(Mask):
-    """A Mask in the place of the tensor that models hand from layer to layer.
-
-    Models, and `generate`, ask such a tensor for its shape. The few that do more with it (slice
-    it, say) get the tensor that it stands for, made when they ask.
-
-    Attributes:
-        shape: (batch, 1, seqlen_q, seqlen_k).
-        device: where query will be.
-    """
-
-    shape: tuple[int, int, int, int] = (1, 1, 1, 1)
-    device: torch.device | str = "cpu"
-
-    @property
-    def ndim(self) -> int:
-        return 4
-
-    def dim(self) -> int:
-        return 4
-
-    def dense(self) -> Tensor:
-        """The bool tensor (batch, 1, seqlen_q, seqlen_k) that this stands for."""
-        device = torch.device(self.device)
-        spec = normalize(self, *self.shape, torch.empty(0, device=device))
-        visible, _ = materialize(spec, *self.shape, device, torch.float32)
-        return cast(Tensor, visible).expand(self.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.dense()[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dense(), name)
 
 
 class _Structure(NamedTuple):
@@ -105,12 +67,14 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | Mask | None = None,
+    attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     **kwargs: Any,
-) -> Tensor | Mask | None:
+) -> Tensor | None:
     """A mask function of transformers' AttentionMaskInterface.
 
     What becomes structure: the library's causal, bidirectional, sliding-window, chunked and packed
@@ -123,50 +87,116 @@ def attention_mask(
         q_offset, kv_offset: positions of the first query and the first key; q_offset is an
             integer tensor with a static cache.
         mask_function: what is visible, as a function of indices.
-        attention_mask: (batch, tokens) bool, True for real tokens, or None; a Mask that this
-            function made before (`generate` asks ahead) is the answer again.
+        attention_mask: (batch, tokens) bool, True for real tokens, or None; a `ModelMask` that
+            this function made before (`generate` asks ahead) is the answer again.
         allow_is_causal_skip, allow_is_bidirectional_skip: the model does not need the causal or
             the bidirectional mask as a tensor.
         device: of the mask.
+        dtype: of float masks, for the models that know no others.
+        config: of the model.
 
     Returns:
         None where everything is visible, a (batch, 1, 1, kv_length) bool tensor for padding alone
         and for a single query, a `ModelMask` for causal, sliding-window, chunked and packed
         attention with or without padding, and transformers' own (batch, 1, q_length, kv_length)
-        bool tensor for whatever else, and where the model needs a tensor.
+        bool tensor for whatever else, and where the model needs a tensor. For a model that was
+        written for eager attention alone: a float mask wherever eager attention gets one.
     """
-    if isinstance(attention_mask, Mask):
+    if isinstance(attention_mask, ModelMask):
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
+
+    def own() -> Tensor:
+        """The tensor that transformers makes."""
+        tensor = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=cast(int, q_offset),
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            device=device,
+            **kwargs,
+        )
+        return added(tensor, dtype) if adds else tensor
+
+    adds = config is not None and _adds_masks(type(config))
     structure = None
-    if isinstance(kv_offset, int) and (attention_mask is None or attention_mask.dim() == 2):
+    if (
+        isinstance(kv_offset, int)
+        and (attention_mask is None or attention_mask.dim() == 2)
+        and not torch.jit.is_tracing()  # sizes are tensors there
+    ):
         structure = _structure(mask_function)
     # Where it packs, the library forbids to leave out the mask, so that says nothing of the model.
-    if structure is not None and (
+    if structure is None or not (
         allow_is_causal_skip or allow_is_bidirectional_skip or structure.packed
     ):
-        keys = _key_mask(attention_mask, kv_length, kv_offset)
-        if _sees_all(structure, shape, q_offset, kv_offset):
+        return own()
+    keys = _key_mask(attention_mask, kv_length, kv_offset)
+    mask: Mask | None = None
+    if _sees_all(structure, shape, q_offset, kv_offset):
+        if not adds or (keys is None and allow_is_bidirectional_skip):
             return keys
+        mask = Mask()
+    elif q_length > 1 or adds:
         # For a single query, a tensor is a key mask: it says the same at the same cost.
-        mask = _mask(structure, shape, q_offset, kv_offset, device) if q_length > 1 else None
-        if mask is not None:
-            mask = mask if keys is None else mask & masks.dense(keys)
-            fields: tuple[Any, ...] = (*mask.conditions(), {}, shape, device)
-            return ModelMask(*fields)
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=cast(int, q_offset),
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        device=device,
-        **kwargs,
-    )
+        mask = _mask(structure, shape, q_offset, kv_offset, device)
+    if mask is None:
+        return own()
+    if keys is not None:
+        mask = mask & masks.dense(keys)
+    return stand_in(mask, shape, device, dtype if adds else torch.bool, own)
+
+
+@torch.compiler.assume_constant_result
+def _adds_masks(config: type) -> bool:
+    """True for models that were written for masks that are added to the scores, and no others.
+
+    Of a model that supports sdpa the library expects that it knows bool masks. One that does not
+    may pad a mask with 0.0, join it with a float one, and rely on there being one.
+    """
+    return _adds_masks_at_first(config)
+
+
+@functools.cache
+def _adds_masks_at_first(config: type) -> bool:
+    bases = [base for base in config.__mro__ if issubclass(base, PreTrainedConfig)]
+    for base in bases:  # a user's config may extend one of the library and bring no models
+        models = [model for model in _models_beside(base) if model.config_class is base]
+        models = models or [model for model in _loaded_models() if model.config_class is base]
+        if models:
+            return not any(model._supports_sdpa for model in models)
+    # Part of another config, or unknown: whoever knows float masks only must not get others.
+    beside = next(filter(None, map(_models_beside, bases)), [])
+    return not (beside and all(model._supports_sdpa for model in beside))
+
+
+def _models_beside(config: type) -> list[type[PreTrainedModel]]:
+    """The models of the file that belongs to that of a config."""
+    name = config.__module__.replace("configuration_", "modeling_")
+    try:
+        library = importlib.import_module(name)
+    except ImportError:  # code of a user, under names of its own
+        return []
+    return [
+        value
+        for value in vars(library).values()
+        if isinstance(value, type)
+        and issubclass(value, PreTrainedModel)
+        and value.__module__ == name
+        and value is not PreTrainedModel
+    ]
+
+
+def _loaded_models() -> list[type[PreTrainedModel]]:
+    found = [PreTrainedModel]
+    for kind in found:  # it grows on the way
+        found.extend(kind.__subclasses__())
+    return found
 
 
 def _structure(function: Callable[..., Any]) -> _Structure | None:

@@ -1,0 +1,238 @@
+"""The backend "sdpa": torch's own kernels, on every device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_attn.backends import reference
+from fused_attn.backends.base import Backend
+from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
+from fused_attn.core import packed
+from fused_attn.core.autocast import autocasts
+from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.core.torch_state import plain_eager
+from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.torch_arguments import TorchArguments, torch_arguments
+
+_aten = torch.ops.aten
+_NOTHING = torch.empty(0)  # in the place of outputs that torch does not give
+
+# torch's function; `enable()`, which takes that over, puts what is behind it here.
+attend = F.scaled_dot_product_attention
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+class SdpaBackend(Backend):
+    """torch's scaled_dot_product_attention and norms, which autograd differentiates."""
+
+    name = "sdpa"
+    differentiable = True
+    torchs_own = True
+
+    def asked_first(self, device_type: str) -> bool:
+        return True
+
+    def notice(self, device_type: str) -> str | None:
+        if device_type in ("cpu", "meta"):
+            return None
+        if device_type == "cuda":
+            return (
+                "fused_attn computes attention and norms on cuda by torch's own kernels (backend "
+                '"sdpa"): `fused-attn verify` finds out which of its own are right and faster on '
+                "this machine, and from then on they are used"
+            )
+        return (
+            f"fused_attn has no kernels for {device_type}: it computes attention and norms there "
+            'by torch\'s own (backend "sdpa")'
+        )
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        reasons = []
+        if problem.transformed:
+            reasons.append("is not for torch.func transforms and forward mode")
+        if isinstance(problem, NormProblem):
+            return reasons
+        if problem.softcap:
+            reasons.append("has no softcap")
+        if problem.result == "lse":
+            reasons += _no_lse(problem)
+        return reasons
+
+    def attention_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec | None,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor | None:
+        if not isinstance(value, Tensor) or not plain_eager(query, key, value):
+            return None
+        sizes, sizes_k = query.shape, key.shape
+        if (
+            not len(sizes) == len(sizes_k) == value.dim() == 4
+            or sizes_k[:3] != value.shape[:3]
+            or sizes[0] != sizes_k[0]
+            or sizes[3] != sizes_k[3]
+            or 0 in sizes
+            or 0 in sizes_k
+            or query.dtype not in _FLOATS
+            or not query.dtype == key.dtype == value.dtype
+            or (sizes[1] != sizes_k[1] and (not enable_gqa or sizes[1] % sizes_k[1]))
+        ):
+            return None
+        arguments = TorchArguments()
+        if spec is not None:
+            arguments = torch_arguments(spec, (*sizes[:3], sizes_k[2]), query)
+        return _attention(query, key, value, arguments, 0.0, scale)
+
+    def norm_at_once(
+        self,
+        input: Tensor,
+        shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        rms: bool,
+    ) -> Tensor | None:
+        tensors = (input, weight, bias, residual)
+        if not plain_eager(*tensors) or autocasts(input.device.type):
+            return None
+        if input.shape[len(input.shape) - len(shape) :] != shape or input.dtype not in _FLOATS:
+            return None
+        for parameter in (weight, bias):
+            if parameter is not None and (
+                parameter.shape != shape or parameter.dtype != input.dtype
+            ):
+                return None
+        if residual is not None:
+            if residual.shape != input.shape or residual.dtype != input.dtype:
+                return None
+            input = residual + input
+        if rms:
+            return torch.rms_norm(input, shape, weight, eps)
+        return torch.layer_norm(input, shape, weight, bias, eps)
+
+    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+        """out, and lse where `for_backward`."""
+        out, lse = _out_and_lse(call, for_backward)
+        return AttentionOutputs(out, lse, _NOTHING, _NOTHING)
+
+    def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        shape = (*query.shape[:3], key.shape[2])
+        if 0 in query.shape or 0 in key.shape:
+            call = replace(call, dropout_p=0.0)
+            return reference.attention(call)[0], reference.attention_weights(call, average)
+        if (group := query.shape[1] // key.shape[1]) > 1:
+            key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+        mask, is_causal, empty = torch_arguments(call.mask, shape, query)
+        scores = (query * call.scale) @ key.mT
+        if is_causal:
+            mask = torch.ones(shape[2:], dtype=torch.bool, device=query.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.softmax(-1)
+        if call.dropout_p > 0.0:
+            weights = F.dropout(weights, call.dropout_p)
+        if empty is not None:
+            weights = weights.masked_fill(empty, 0.0)
+        return weights @ value, weights.mean(1) if average else weights
+
+    def norm_fwd(self, call: NormCall) -> NormOutputs:
+        total = call.input
+        if call.dropout_p > 0.0:
+            total = F.dropout(total, call.dropout_p)
+        if call.residual is not None:
+            total = call.residual + total
+        return NormOutputs(reference.norm_of(total, call), total, _NOTHING, _NOTHING)
+
+
+def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
+    """out, and lse or an empty tensor."""
+    if call.mask.cu_seqlens_q is not None:
+        return packed.over_padded(call, lambda padded: _out_and_lse(padded, with_lse))
+    query, key, value = call.query, call.key, call.value
+    if 0 in query.shape or 0 in key.shape:
+        return reference.attention(replace(call, dropout_p=0.0))
+    arguments = torch_arguments(call.mask, (*query.shape[:3], key.shape[2]), query)
+    if with_lse:
+        return _with_lse(query, key, value, arguments, call.scale)
+    out = _attention(query, key, value, arguments, call.dropout_p, call.scale)
+    return out, _NOTHING
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arguments: TorchArguments,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    out = attend(
+        query, key, value, arguments.attn_mask, dropout_p, arguments.is_causal,
+        scale=scale, enable_gqa=True if query.shape[1] != key.shape[1] else False,  # noqa: SIM210
+    )  # fmt: skip
+    return out if arguments.empty is None else out.masked_fill(arguments.empty, 0.0)
+
+
+# ---- lse ----------------------------------------------------------------------------------------
+
+
+def _no_lse(problem: AttentionProblem) -> list[str]:
+    """Reasons why torch has no op that returns lse."""
+    reasons = []
+    if problem.learns:
+        reasons.append("has no gradient of lse")
+    if problem.dropout:
+        reasons.append("gives no lse with dropout")
+    if problem.device.type == "cuda":
+        if torch.cuda.is_available():
+            reasons += too_old(problem.device)
+        if problem.mask == "causal" and not problem.seqlen_q == problem.seqlen_k > 0:
+            reasons.append("aligns causal masks otherwise where it gives lse on cuda")
+        if problem.mask not in ("none", "causal"):
+            reasons.append("gives no lse with a mask on cuda")
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"gives no lse of {problem.dtype} on cuda")
+        if problem.head_dim % 8 or problem.head_dim > 256:
+            reasons.append(f"gives no lse of head_dim {problem.head_dim} on cuda")
+    elif problem.device.type != "cpu":
+        reasons.append(f"gives no lse on {problem.device.type}")
+    if problem.head_dim != problem.head_dim_v:
+        reasons.append("gives no lse where head_dim_v is not head_dim")
+    return reasons
+
+
+def _with_lse(
+    query: Tensor, key: Tensor, value: Tensor, arguments: TorchArguments, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out and lse, without gradients."""
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    mask, is_causal = arguments.attn_mask, arguments.is_causal
+    if query.device.type == "cuda":
+        assert mask is None  # see _no_lse
+        results = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+        return results[0], results[1]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    if arguments.empty is None:
+        return out, lse
+    lse = lse.masked_fill(arguments.empty.squeeze(-1), float("-inf"))
+    return out.masked_fill(arguments.empty, 0.0), lse

@@ -1,0 +1,56 @@
+"""The registered ops in torch's own, for graphs in which ours mean nothing: ONNX.
+
+torch.onnx.export calls these in place of the ops, and gets primitives, by the reference. They are
+not in torch's global table of decompositions: Inductor refuses ops that are (where CI is set).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.backends import reference
+from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.core.flat import empty_strided
+
+
+def attention_fwd(call: AttentionCall) -> AttentionOutputs:
+    """The outputs, of a call after which no backward follows."""
+    out, lse = reference.attention(call)
+    return call.outputs(empty_strided, False)._replace(out=out, lse=lse)
+
+
+def attention_weights(call: AttentionCall, average: bool) -> Tensor:
+    """The weights after dropout."""
+    return reference.attention_weights(call, average)
+
+
+def norm_fwd(call: NormCall) -> NormOutputs:
+    """The outputs."""
+    out, total = reference.norm(call)
+    return call.outputs(empty_strided)._replace(out=out, total=total)
+
+
+def _attention_fwd(*values: Any) -> tuple[Tensor, ...]:
+    return tuple(attention_fwd(AttentionCall.of_flat(values)))
+
+
+def _attention_weights(*values: Any) -> Tensor:
+    return attention_weights(AttentionCall.of_flat(values), values[-2])
+
+
+def _norm_fwd(*values: Any) -> tuple[Tensor, ...]:
+    return tuple(norm_fwd(NormCall.of_flat(values)))
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Any]:
+    """What to update `torch.export.default_decompositions()` with, for `run_decompositions` of a
+    program that was exported already."""
+    ops = torch.ops.fused_attn
+    return {
+        ops.attention_fwd.default: _attention_fwd,
+        ops.attention_weights.default: _attention_weights,
+        ops.norm_fwd.default: _norm_fwd,
+    }

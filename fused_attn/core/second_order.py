@@ -1,0 +1,238 @@
+"""Second and higher order: the backward of a backward differentiates the reference, in eager math.
+
+Dropout drops the same there, by the call's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fused_attn.backends import reference
+from fused_attn.core.call import AttentionCall
+from fused_attn.core.flat import Flat
+from fused_attn.core.torch_state import batched
+
+Names = tuple[str | None, ...]
+Reference = Callable[[Any], Sequence[Tensor]]
+
+
+def differentiated(
+    run: Callable[[], tuple[Tensor, ...]],
+    call: Flat,
+    names: Names,
+    grad_outputs: tuple[Tensor | None, ...],
+    function: Reference,
+) -> tuple[Any, ...]:
+    """run(), which can itself be differentiated where the backward runs with create_graph=True.
+
+    Args:
+        run: computes gradients of function(call) under grad_outputs, by the kernels.
+        names: the tensor of the call that each gradient is of; None for one that is not to be.
+        grad_outputs: one for each output of function, None where there is none.
+        function: the same as a differentiable function of the call.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return run()
+    if batched(*grad_outputs):
+        # Of a batch, torch keeps the graph of what it stands for, where no Function can add to it.
+        of_inputs, inputs = _of_tensors(call, function)
+        with torch.autocast(_device_type(inputs), enabled=False):
+            grads = _first_order(of_inputs, [_tracked(t) for t in inputs], grad_outputs)
+        by_name = dict(zip(call.DIFFERENTIABLE, grads, strict=True))
+        return tuple([None if name is None else by_name[name] for name in names])
+    what = (run, call.without_tensors(), names, len(grad_outputs), function)
+    return _Backward.apply(*what, *grad_outputs, *call.tensors())
+
+
+class _Backward(Function):
+    """A backward pass by the kernels, whose own backward differentiates the reference."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[], tuple[Tensor, ...]],
+        call: Flat,
+        names: Names,
+        num_outputs: int,
+        function: Reference,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.what = (call, names, num_outputs, function)
+        return tuple(run())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_grads: Tensor | None) -> Any:
+        call, names, num_outputs, function = ctx.what
+        grad_outputs = ctx.saved_tensors[:num_outputs]
+        call = call.with_tensors(ctx.saved_tensors[num_outputs:])
+        of_name = {n: g for n, g in zip(names, grad_grads, strict=True) if n is not None}
+        for_inputs, for_outputs = _second_order(
+            *_of_tensors(call, function),
+            grad_outputs,
+            [of_name.get(name) for name in call.DIFFERENTIABLE],
+        )
+        by_name = dict(zip(call.DIFFERENTIABLE, for_inputs, strict=True))
+        return (None,) * 5 + (*for_outputs, *call.by_tensor(**by_name))
+
+
+def give_second_order(out: Tensor, call: AttentionCall) -> None:
+    """Makes `out` of torch's fused kernels, which have no second derivative, have it.
+
+    A hook at the kernels' node does it, which costs nothing where no second derivative is wanted.
+    It holds the call until a backward has run that wants none. Left as they are: dropout, of which
+    only the kernel knows what it dropped; packed sequences; a learned bias; what is within hooks
+    of saved tensors (checkpoints, for one), whose tensors are not to be held.
+    """
+    if torch.compiler.is_compiling() or call.dropout_p > 0.0 or call.mask.cu_seqlens_q is not None:
+        return
+    node, bias = out.grad_fn, call.mask.bias
+    while node is not None and not node.name().startswith("ScaledDotProduct"):
+        # What torch or the backend "sdpa" does to the kernel's output: slices, fills.
+        if not node.name().startswith(("Slice", "MaskedFill", "Alias", "View", "Transpose")):
+            return
+        node = node.next_functions[0][0]
+    if node is None or (bias is not None and bias.requires_grad) or _saved_elsewhere():
+        return
+    held = [call]
+    versions = _versions(call)
+
+    def hook(grads: tuple[Tensor | None, ...], given: tuple[Tensor, ...]) -> Any:
+        if not torch.is_grad_enabled():
+            held.clear()
+        if not held:
+            return None
+        call, first = held[0], [None if g is None else g.detach() for g in grads[:3]]
+        if _versions(call) != versions:
+            raise RuntimeError("a tensor that attention's gradient needs was changed in place")
+        tensors, dim = (call.query, call.key, call.value), given[0].shape[3]
+        q, k, v = (_like(t, g, dim) for t, g in zip(tensors, first, strict=True))
+
+        def run() -> tuple[Tensor, ...]:
+            return tuple(first)  # type: ignore[arg-type]
+
+        seen = replace(call, query=q, key=k, value=v)
+        names = ("query", "key", "value")
+        second = differentiated(run, seen, names, (given[0], None), reference.attention)
+        return (*second, *grads[3:])
+
+    node.register_hook(hook)
+
+
+def _saved_elsewhere() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _versions(call: AttentionCall) -> list[int]:
+    return [t._version for t in call.tensors() if t is not None and not t.is_inference()]
+
+
+def _like(tensor: Tensor, grad: Tensor | None, dim: int) -> Tensor:
+    """A tensor of a call as torch's kernel saw it, which may want equal heads or a padded dim."""
+    if grad is not None and grad.shape[1] != tensor.shape[1]:
+        tensor = tensor.repeat_interleave(grad.shape[1] // tensor.shape[1], 1)
+    if tensor.shape[3] == dim:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, dim - tensor.shape[3]))
+
+
+def _of_tensors(
+    call: Flat, function: Reference
+) -> tuple[Callable[..., Sequence[Tensor]], list[Tensor | None]]:
+    """`function` as one of the differentiable tensors of a call, and these."""
+    tensors = list(call.tensors())
+    indices = [call.TENSORS.index(name) for name in call.DIFFERENTIABLE]
+
+    def run(*inputs: Tensor | None) -> Sequence[Tensor]:
+        for index, tensor in zip(indices, inputs, strict=True):
+            tensors[index] = tensor
+        return function(call.with_tensors(tensors))
+
+    return run, [tensors[index] for index in indices]
+
+
+def _first_order(
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of run(*inputs) under grad_outputs, differentiable; None of an input is None.
+
+    Args:
+        run: differentiable function of `inputs`, with as many outputs as `grad_outputs`.
+        inputs: tensors that require gradients, or None.
+        grad_outputs: None where there is none.
+    """
+    pairs = [(o, g) for o, g in zip(run(*inputs), grad_outputs, strict=True) if g is not None]
+    grads = iter(
+        torch.autograd.grad(
+            [o for o, _ in pairs],
+            [t for t in inputs if t is not None],
+            [g for _, g in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [None if t is None else next(grads) for t in inputs]
+
+
+def _second_order(
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
+    grad_grads: Sequence[Tensor | None],
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients of (gradients of run(*inputs) under grad_outputs), weighted by grad_grads.
+
+    Args:
+        run, inputs, grad_outputs: as in `_first_order`; inputs need not require gradients.
+        grad_grads: one for each of inputs, None where there is none.
+
+    Returns:
+        Gradients for inputs and for grad_outputs.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(_device_type(inputs), enabled=False):
+        inputs = [_tracked(t) for t in inputs]
+        grad_outputs = [_tracked(t) for t in grad_outputs]
+        first = _first_order(run, inputs, grad_outputs)
+        weighted = [
+            (f, grad.to(f.dtype))
+            for f, grad in zip(first, grad_grads, strict=True)
+            if f is not None and grad is not None and f.requires_grad
+        ]
+        sources = [t for t in (*inputs, *grad_outputs) if t is not None]
+        second: Any = (None,) * len(sources)
+        if weighted:
+            second = torch.autograd.grad(
+                [f for f, _ in weighted],
+                sources,
+                [g for _, g in weighted],
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+    grads = iter(second)
+    for_inputs = [None if t is None else next(grads) for t in inputs]
+    return for_inputs, [None if t is None else next(grads) for t in grad_outputs]
+
+
+def _tracked(tensor: Tensor | None) -> Tensor | None:
+    """A tensor that gradients can be taken by; the graph above it stays attached.
+
+    It is an alias: grad_out may depend on query through that graph, and a gradient by query itself
+    would follow it there.
+    """
+    if tensor is None:
+        return None
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def _device_type(tensors: Sequence[Tensor | None]) -> str:
+    return next(t.device.type for t in tensors if t is not None)

@@ -1,0 +1,423 @@
+"""Problems that `fused-attn verify` puts to a backend. Each can be written down and run by itself:
+
+AttentionCheck(shape="2,4/2,75,141,40", mask="causal", dtype="bfloat16").show("triton")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn import functional, masks
+from fused_attn.core import philox
+from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.decode import decode_attention
+from fused_attn.masks import Mask
+from fused_attn.masks.spec import normalize
+from fused_attn.nn.weights import attention_with_weights
+from fused_attn.tools import contract
+from fused_attn.tools.cases import Shape, make_mask, sequence_lengths
+from fused_attn.tools.contract import Finding
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Check:
+    """A problem, and what of its results is looked at.
+
+    Attributes:
+        dtype: of the operands, a name of torch's.
+        gradients: look at those too.
+        seed: of the operands.
+        how: "contract": results and gradients are within the numerics contract. "twice": a second
+            run has the same bits, with torch.use_deterministic_algorithms(True). "graph": so has
+            a CUDA graph that is replayed. "bits": dropout keeps what the reference keeps.
+    """
+
+    dtype: str = "float32"
+    gradients: bool = True
+    seed: int = 0
+    how: str = "contract"
+
+    op = ""  # the first word of the classes that the problem is in
+
+    def __repr__(self) -> str:
+        shared = {field.name for field in dataclasses.fields(Check)}
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in sorted(dataclasses.fields(self), key=lambda field: field.name in shared)
+            if getattr(self, field.name) != field.default or field.name in ("dtype", "seed")
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def features(self) -> tuple[str, ...]:
+        """The features, see backends/verdicts.py, of the classes that it is in."""
+        raise NotImplementedError
+
+    def operands(self, device: torch.device) -> dict[str, Tensor]:
+        """Float tensors, the same every time."""
+        raise NotImplementedError
+
+    def call(self, device: torch.device) -> Call:
+        """The function of the operands."""
+        raise NotImplementedError
+
+    def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What dropout keeps, as the chosen backend and as the reference have it."""
+        raise NotImplementedError
+
+    def run(self, backend: str, device: torch.device | str = "cuda") -> list[Finding]:
+        """What is found of each result."""
+        device = torch.device(device)
+        if self.how == "bits":
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                got, want = contract.by(backend, self.kept)(device)
+            return [_difference("weights that dropout keeps", got, want)]
+        call = contract.by(backend, self.call(device))
+        operands, dtype = self.operands(device), getattr(torch, self.dtype)
+        if self.how == "contract":
+            eager = contract.by("eager", self.call(device))
+            return contract.check(call, eager, operands, dtype, self.gradients).findings
+        runs = _two_runs(call, list(operands.values()), self.gradients, self.how == "graph")
+        pairs = enumerate(zip(*runs, strict=True))
+        return [_difference(f"result {i}", got, want) for i, (got, want) in pairs]
+
+    def show(self, backend: str, device: torch.device | str = "cuda") -> None:
+        """Prints what is found."""
+        for finding in self.run(backend, device):
+            print("ok   " if finding.ok else "WRONG", finding)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AttentionCheck(Check):
+    """Attention.
+
+    Attributes:
+        shape, mask: as Shape.parse and make_mask take them; mask is of the padded batch.
+        bias: a float mask besides, (num_heads, seqlen_q, seqlen_k), which is learned.
+        packed: sequences of other lengths, the longest as `shape` has it, without padding.
+        result: what is wanted besides out: "out" (nothing), "lse" or "weights".
+        poison: key and value are NaN behind the end of each sequence; for masks with "padding".
+    """
+
+    shape: str
+    mask: str = "none"
+    bias: bool = False
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    packed: bool = False
+    result: str = "out"
+    poison: bool = False
+
+    op = "attention"
+
+    def features(self) -> tuple[str, ...]:
+        shape = Shape.parse(self.shape)
+        sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+        kind = normalize(make_mask(self.mask, shape), *sizes, torch.empty(0)).kind
+        options = {
+            "dropout": self.dropout_p > 0.0,
+            "softcap": self.softcap is not None,
+            "packed": self.packed,
+            self.result: self.result != "out",
+        }
+        there = [name for name, given in options.items() if given]
+        return ("bias" if self.bias else kind, *there)
+
+    def operands(self, device: torch.device) -> dict[str, Tensor]:
+        shape, dtype = Shape.parse(self.shape), getattr(torch, self.dtype)
+        operands = shape.operands(dtype, device, self.seed)
+        if self.poison:
+            for name in ("key", "value"):
+                for b, length in enumerate(sequence_lengths(shape.batch, shape.seqlen_k)):
+                    operands[name][b, :, length:] = float("nan")
+        if self.packed:
+            operands = {name: _rows(tensor) for name, tensor in operands.items()}
+        if self.bias:
+            generator = torch.Generator(device).manual_seed(self.seed)
+            sizes = shape.num_heads, shape.seqlen_q, shape.seqlen_k
+            bias = torch.randn(sizes, generator=generator, device=device)
+            operands["bias"] = bias.to(dtype)
+        return operands
+
+    def call(self, device: torch.device) -> Call:
+        shape = Shape.parse(self.shape)
+        mask = make_mask(self.mask, shape)
+        mask = None if mask is None else mask.to(device)
+        options: dict[str, Any] = {"dropout_p": self.dropout_p}
+
+        if self.result == "weights":
+            if self.bias or self.packed or self.softcap is not None:
+                raise ValueError("result='weights' goes with masks and dropout only")
+
+            def weights(query: Tensor, key: Tensor, value: Tensor) -> Any:
+                return attention_with_weights(query, key, value, mask, average=True, **options)
+
+            return weights
+
+        more: dict[str, Any] = {
+            **options,
+            "softcap": self.softcap,
+            "return_lse": self.result == "lse",
+        }
+        if self.packed:
+            sequences = _sequences(shape, device)
+
+            def packed(
+                query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+            ) -> Any:
+                whole = _both(mask, bias)
+                return functional.varlen_attention(query, key, value, *sequences, whole, **more)
+
+            return packed
+
+        def padded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Any:
+            whole = _both(mask, bias)
+            return functional.scaled_dot_product_attention(
+                query, key, value, whole, enable_gqa=True, **more
+            )
+
+        return padded
+
+    def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        shape, there = Shape.parse(self.shape), {"dtype": getattr(torch, self.dtype)}
+        sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+        query = torch.zeros(*sizes[:3], 8, device=device, **there)
+        key = torch.zeros(*sizes[:2], shape.seqlen_k, 8, device=device, **there)
+        # With these as values out is the weights themselves.
+        value = torch.eye(shape.seqlen_k, device=device, **there).expand(*sizes[:2], -1, -1)
+        torch.manual_seed(self.seed)
+        want = philox.attention_keep(philox.new_seed(device), self.dropout_p, *sizes)
+        torch.manual_seed(self.seed)
+        out = functional.scaled_dot_product_attention(query, key, value, None, self.dropout_p)
+        assert isinstance(out, Tensor)
+        return out != 0, want
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DecodeCheck(Check):
+    """New tokens, and a cache that takes them in.
+
+    Attributes:
+        shape: seqlen_q are the new tokens, seqlen_k the room of a sequence in the cache.
+        page_size: rows of a page of the cache; 0: it is in one piece.
+    """
+
+    shape: str
+    page_size: int = 0
+    gradients: bool = False
+
+    op = "attention"
+
+    def features(self) -> tuple[str, ...]:
+        return ("structured",)
+
+    def operands(self, device: torch.device) -> dict[str, Tensor]:
+        shape, dtype = Shape.parse(self.shape), getattr(torch, self.dtype)
+        operands = shape.operands(dtype, device, self.seed)
+        new = dataclasses.replace(shape, seqlen_k=shape.seqlen_q)
+        added = new.operands(dtype, device, self.seed + 1)
+        cached = {f"{name}_cache": operands[name] for name in ("key", "value")}
+        if self.page_size:
+            cached = {name: self._pages(tensor) for name, tensor in cached.items()}
+        return {"query": operands["query"], **cached, "key": added["key"], "value": added["value"]}
+
+    def call(self, device: torch.device) -> Call:
+        shape = Shape.parse(self.shape)
+        room = shape.seqlen_k - shape.seqlen_q
+        lengths = sequence_lengths(shape.batch, room).to(device)
+        table = None
+        if self.page_size:
+            table = torch.arange(shape.batch * self._pages_of_one(), device=device)
+            table = table.reshape(shape.batch, -1)
+
+        def call(
+            query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor
+        ) -> Any:
+            caches = key_cache.clone(), value_cache.clone()  # which are written to
+            out = decode_attention(
+                query, *caches, cache_lengths=lengths, key=key, value=value, block_table=table
+            )
+            return out, *caches
+
+        return call
+
+    def _pages_of_one(self) -> int:
+        return Shape.parse(self.shape).seqlen_k // self.page_size
+
+    def _pages(self, cache: Tensor) -> Tensor:
+        batch, num_heads, _, head_dim = cache.shape
+        cut = cache.reshape(batch, num_heads, self._pages_of_one(), self.page_size, head_dim)
+        return cut.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NormCheck(Check):
+    """norm(residual + dropout(input)) over rows.
+
+    Attributes:
+        affine: with weight, and with bias for a layer norm.
+    """
+
+    rows: int
+    columns: int
+    rms: bool = False
+    residual: bool = False
+    dropout_p: float = 0.0
+    affine: bool = True
+
+    @property
+    def op(self) -> str:  # type: ignore[override]
+        return "rms_norm" if self.rms else "layer_norm"
+
+    def features(self) -> tuple[str, ...]:
+        options = {"residual": self.residual, "dropout": self.dropout_p > 0.0}
+        return ("plain", *[name for name, given in options.items() if given])
+
+    def operands(self, device: torch.device) -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed(self.seed)
+        return {
+            name: torch.randn(sizes, generator=generator, device=device).to(
+                getattr(torch, self.dtype)
+            )
+            for name, sizes in self._sizes().items()
+        }
+
+    def call(self, device: torch.device) -> Call:
+        names = list(self._sizes())
+        function: Call = functional.rms_norm if self.rms else functional.layer_norm
+        options = {"dropout_p": self.dropout_p, "return_residual": self._has_total()}
+
+        def call(*tensors: Tensor) -> Any:
+            given = dict(zip(names, tensors, strict=True))
+            return function(normalized_shape=self.columns, **given, **options)
+
+        return call
+
+    def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        ones = torch.ones(self.rows, self.columns, device=device, dtype=getattr(torch, self.dtype))
+        torch.manual_seed(self.seed)
+        seed = philox.new_seed(device)
+        want = philox.norm_keep(seed, self.dropout_p, self.rows, self.columns)
+        torch.manual_seed(self.seed)
+        call = dataclasses.replace(self, affine=False, residual=False).call(device)
+        return call(ones)[1] != 0, want
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Of the operands, by name."""
+        matrix, row = (self.rows, self.columns), (self.columns,)
+        sizes: dict[str, tuple[int, ...]] = {"input": matrix}
+        if self.affine:
+            sizes["weight"] = row
+            if not self.rms:
+                sizes["bias"] = row
+        if self.residual:
+            sizes["residual"] = matrix
+        return sizes
+
+    def _has_total(self) -> bool:
+        return self.residual or self.dropout_p > 0.0
+
+
+# ---- what they share ----------------------------------------------------------------------------
+
+
+def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:
+    """A mask and a float tensor, which is added in the type of the scores."""
+    if bias is None:
+        return mask
+    own = masks.bias(bias.to(statistics_dtype(bias.dtype)))
+    return own if mask is None else mask & own
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(batch, num_heads, seqlen, head_dim) as packed sequences."""
+    lengths = sequence_lengths(tensor.shape[0], tensor.shape[2]).tolist()
+    pairs = zip(tensor, lengths, strict=True)
+    return torch.cat([one[:, :length].transpose(0, 1) for one, length in pairs])
+
+
+def _sequences(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Those of `_rows`, as varlen_attention takes them."""
+    ends = [
+        torch.nn.functional.pad(sequence_lengths(shape.batch, length).cumsum(0), (1, 0)).to(device)
+        for length in (shape.seqlen_q, shape.seqlen_k)
+    ]
+    return ends[0], ends[1], shape.seqlen_q, shape.seqlen_k
+
+
+@contextlib.contextmanager
+def _repeatable() -> Iterator[None]:
+    """Within the block torch wants the same bits from the same call; what of its own cannot do so
+    says nothing."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned_only)
+
+
+def _two_runs(
+    call: Call, operands: Sequence[Tensor], gradients: bool, graphed: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and gradients of the same call, twice; graphed: the first by a CUDA graph."""
+    leaves = [t.clone().requires_grad_(gradients) for t in operands]
+    weights: list[Tensor] = []  # gradients of the results
+
+    def step() -> list[Tensor]:
+        with torch.set_grad_enabled(gradients):
+            outs = contract.results_of(call(*leaves))
+        if not gradients:
+            return outs
+        if not weights:
+            weights.extend(torch.randn_like(out) for out in outs)
+        return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, weights)]
+
+    def seeded() -> list[Tensor]:
+        torch.manual_seed(0)
+        return step()
+
+    devices = [leaves[0].device] if leaves[0].is_cuda else []
+    with torch.random.fork_rng(devices), _repeatable():
+        if not graphed:
+            seeded()
+            return seeded(), seeded()
+        captured, graph = _captured(step)
+        with torch.no_grad():
+            for leaf in leaves:  # what was captured must read them anew
+                leaf.mul_(0.5)
+        graph.replay()
+        return [t.clone() for t in captured], step()
+
+
+def _captured(step: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cuda.CUDAGraph]:
+    """The results of a step that a CUDA graph holds, and the graph."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # what is made once, by a compiler for one, is made here
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        results = step()
+    return results, graph
+
+
+def _difference(name: str, got: Tensor, want: Tensor) -> Finding:
+    """The number of elements that are other; none may be."""
+    if got.shape != want.shape:
+        return Finding(name, float("inf"), 0.0, f": shape {got.shape}, not {want.shape}")
+    other = (got != want) & ~(got.isnan() & want.isnan())
+    return Finding(name, float(other.sum()), 0.0, f": of {got.numel()} elements so many differ")

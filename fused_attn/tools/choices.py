@@ -1,0 +1,66 @@
+"""What each kind of call runs on, on each kind of device of this machine, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fused_attn.backends import AttentionProblem, NormProblem
+from fused_attn.backends.problem import Problem
+from fused_attn.backends.registry import choose
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of a kind of call.
+
+    Attributes:
+        call: the kind, in words.
+        backend: its name; empty if no backend takes it.
+        reason: why it is not the one before in the order of preference, or "first in order".
+    """
+
+    device: str
+    call: str
+    backend: str
+    reason: str
+
+
+def device_types() -> list[str]:
+    """The CPU, and the accelerator that torch sees, if any."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def choices(device_type: str, dtype: torch.dtype = torch.float32) -> list[Choice]:
+    """The choice for each kind of call on a device."""
+    rows = []
+    for name, problem in _kinds(torch.device(device_type), dtype):
+        chosen, refusals = choose(problem)
+        reason = f"{refusals[-1][0]}: {refusals[-1][1][0]}" if refusals else "first in order"
+        rows.append(Choice(device_type, name, "" if chosen is None else chosen.name, reason))
+    return rows
+
+
+def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]]:
+    def attention(**properties: object) -> AttentionProblem:
+        sizes = {"seqlen_q": 1024, "seqlen_k": 1024}
+        return AttentionProblem(device, dtype, 64, 64, **{**sizes, **properties})  # type: ignore[arg-type]
+
+    return [
+        ("attention", attention()),
+        ("attention, causal", attention(mask="causal")),
+        ("attention, padded", attention(mask="structured")),
+        ("attention, dense mask", attention(mask="dense")),
+        ("attention, float mask", attention(mask="bias", bias_dtype=dtype)),
+        ("attention, training", attention(learns=True)),
+        ("attention, dropout", attention(dropout=True, learns=True)),
+        ("attention, softcap", attention(softcap=True)),
+        ("attention, packed", attention(mask="structured", packed=True)),
+        ("attention, with lse", attention(result="lse")),
+        ("attention, with weights", attention(result="weights")),
+        ("layer_norm", NormProblem(device, dtype, 1024)),
+        ("rms_norm", NormProblem(device, dtype, 1024, rms=True)),
+        ("norm of a sum, dropout", NormProblem(device, dtype, 1024, residual=True, dropout=True)),
+    ]

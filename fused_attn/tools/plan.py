@@ -1,0 +1,241 @@
+"""What `fused-attn verify` checks, and what it times for each class of problems."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fused_attn.backends import verdicts
+from fused_attn.tools.cases import DTYPES, MASKS, Shape
+from fused_attn.tools.checks import AttentionCheck, Check, DecodeCheck, NormCheck
+
+# A quick run is of what most models are made of.
+QUICK_DTYPES, QUICK_WIDTHS = ("bfloat16",), (64, 128)
+
+TOKENS = 8192  # of the probes that keep a GPU busy
+HIDDEN = 2048  # num_heads * head_dim
+CACHED = 8192  # keys, where there are few queries
+LONGEST = 4096  # seqlen of the class that has no end; eager attention still has room for it
+MANY_COLUMNS = 32768
+NORM_ELEMENTS = 1 << 24
+
+
+Options = dict[str, Any]  # fields of a check
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A problem that stands for its class, at a size.
+
+    Attributes:
+        timed: what is timed.
+        checked: the same of fewer sequences and heads, which eager attention can hold.
+    """
+
+    timed: Check
+    checked: Check
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is checked, and what is timed for each class.
+
+    Attributes:
+        classes: the probes of a class, by its name; it is as fast as in the worst of them.
+        rounds: how often each probe is measured.
+    """
+
+    checks: Sequence[Check]
+    classes: dict[str, Sequence[Probe]]
+    rounds: int = 10
+
+    @property
+    def steps(self) -> int:
+        """Checks and classes."""
+        return len(self.checks) + len(self.classes)
+
+
+def plan(quick: bool, graphs: bool) -> Plan:
+    """Everything, or what most models are made of.
+
+    Args:
+        graphs: check CUDA graphs too, for which there has to be a GPU.
+    """
+    dtypes = QUICK_DTYPES if quick else DTYPES
+    widths = QUICK_WIDTHS if quick else verdicts.WIDTHS
+    classes = dict(attention_classes(dtypes, widths)) | dict(norm_classes(dtypes))
+    return Plan(list(checks(dtypes, widths, graphs)), classes, 5 if quick else 10)
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+# Several tiles, none of them whole; heads of queries share heads of keys. The contract compares
+# with the largest error of eager attention, which is luck where there are few rows.
+SHAPE = "4,4/2,101,149,40"
+# At these sizes every kind of mask hides whole tiles and cuts others.
+_SIZES = {"window": 37, "documents": 40, "ragged_documents": 40, "blocks": 64, "ragged_blocks": 64}
+_COMBINED = (
+    "causal+padding", "window:37+alibi", "documents:40+causal_bottom_right", "prefix+padding",
+    "random+padding",
+)  # fmt: skip
+# One position; more queries than keys, the first of which see none; one head of keys; 1 column.
+_ODD = (
+    ("1,1,1,1,8", "none"), ("4,2,129,40,64", "causal_bottom_right"), ("4,6/1,33,300,80", "causal"),
+    ("8,2/1,17,257,1", "padding"),
+)  # fmt: skip
+
+
+def checks(dtypes: Sequence[str], widths: Sequence[int], graphs: bool) -> Iterator[Check]:
+    """All checks of the numerics, of dropout, of repeatability and of CUDA graphs."""
+    for dtype in dtypes:
+        yield from attention_checks(dtype, widths)
+        yield from norm_checks(dtype)
+        for how in ("twice", "graph") if graphs else ("twice",):
+            yield from _of_two_runs(dtype, how)
+
+
+def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
+    """The numerics of attention, and what its dropout keeps."""
+    for text in ("none", *(f"{n}:{_SIZES[n]}" if n in _SIZES else n for n in MASKS), *_COMBINED):
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, result="lse")
+    for text in ("none", "causal", "padding"):
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, gradients=False)
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, bias=True)
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, softcap=2.0)
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, dropout_p=0.3)
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, packed=True, result="lse")
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, result="weights")
+    yield AttentionCheck(shape=SHAPE, dtype=dtype, packed=True, bias=True, dropout_p=0.3)
+    yield AttentionCheck(shape=SHAPE, mask="causal", dtype=dtype, softcap=5.0, dropout_p=0.5)
+    yield AttentionCheck(shape=SHAPE, mask="causal", dtype=dtype, dropout_p=0.3, result="weights")
+    for text in ("padding", "causal+padding"):
+        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, poison=True)
+    for shape, text in _ODD:
+        yield AttentionCheck(shape=shape, mask=text, dtype=dtype, result="lse")
+    for width in widths:
+        yield AttentionCheck(shape=f"4,2/1,65,130,{width}", mask="causal", dtype=dtype)
+        yield AttentionCheck(shape=f"4,2,130,65,{width - 7}", dtype=dtype, bias=True)
+        # Kernels of their own, with keys in several parts.
+        few = f"8,8/2,5,700,{width}"
+        yield AttentionCheck(shape=few, mask="padding", dtype=dtype, gradients=False)
+        yield DecodeCheck(shape=f"16,8/2,1,320,{width}", dtype=dtype)
+    yield DecodeCheck(shape="8,8/2,4,320,64", page_size=32, dtype=dtype)
+    for dropout_p in (0.1, 0.5):
+        yield AttentionCheck(shape="2,3,45,201,8", dtype=dtype, dropout_p=dropout_p, how="bits")
+
+
+def norm_checks(dtype: str) -> Iterator[Check]:
+    """The numerics of norms, and what their dropout keeps."""
+    sizes = (3, 16), (5, 37), (130, 96), (33, 1000), (3, 8192), (2, 20000)
+    for (rows, columns), rms in itertools.product(sizes, (False, True)):
+        common: Options = {"rows": rows, "columns": columns, "rms": rms, "dtype": dtype}
+        yield NormCheck(**common)
+        yield NormCheck(**common, affine=False, residual=True)
+        yield NormCheck(**common, residual=True, dropout_p=0.25)
+    for rms in (False, True):
+        yield NormCheck(rows=50, columns=193, rms=rms, dtype=dtype, dropout_p=0.4, how="bits")
+
+
+def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
+    """Whether two runs have the same bits. In a CUDA graph dropout draws other numbers."""
+    dropout_p = 0.0 if how == "graph" else 0.3
+    common: Options = {"dtype": dtype, "how": how}
+    shape = "2,4/2,130,300,64"
+    for text in ("none", "causal", "padding", "random"):
+        yield AttentionCheck(shape=shape, mask=text, result="lse", **common)
+        yield AttentionCheck(shape=shape, mask=text, gradients=False, **common)
+    yield AttentionCheck(shape=shape, bias=True, dropout_p=dropout_p, **common)
+    yield AttentionCheck(shape=shape, mask="causal", softcap=5.0, **common)
+    for rms in (False, True):
+        yield NormCheck(rows=700, columns=768, rms=rms, **common)
+        yield NormCheck(
+            rows=700, columns=768, rms=rms, residual=True, dropout_p=dropout_p, **common
+        )
+
+
+# ---- classes ------------------------------------------------------------------------------------
+
+# What stands for a kind of mask, in the smaller and in the larger probe: masks that leave most to
+# do, as torch computes all tiles whatever a mask hides, and the kernels do not. Then the options.
+_FEATURES: dict[str, tuple[Options, Options]] = {
+    "none": ({}, {}),
+    "causal": ({"mask": "causal"},) * 2,
+    "structured": ({"mask": "alibi"}, {"mask": "padding"}),
+    "dense": ({"mask": "random"},) * 2,
+    "bias": ({"bias": True},) * 2,
+    "dropout": ({"dropout_p": 0.1},) * 2,
+    "softcap": ({"softcap": 30.0},) * 2,
+    "packed": ({"packed": True},) * 2,
+    "lse": ({"result": "lse"},) * 2,
+    "weights": ({"result": "weights"},) * 2,
+}
+_NORMS: dict[str, Options] = {
+    "plain": {},
+    "residual": {"residual": True},
+    "dropout": {"dropout_p": 0.1},
+}
+DIRECTIONS = ("forward", "training")
+
+
+def attention_classes(
+    dtypes: Sequence[str],
+    widths: Sequence[int],
+    ends: Sequence[int] = (*verdicts.LENGTHS, LONGEST),
+    tokens: int = TOKENS,
+    hidden: int = HIDDEN,
+    cached: int = CACHED,
+) -> Iterator[tuple[str, Sequence[Probe]]]:
+    """The classes of attention and their probes.
+
+    A class is probed at the end of its widths, where neither side has columns to spare; with two
+    sequences of half its longest length, where the host's time counts, and with many of the
+    longest.
+    """
+    for dtype, width in itertools.product(dtypes, widths):
+        heads = max(1, hidden // width)
+        few = [Shape(b, heads, heads, 1, n, width) for b, n in ((16, cached // 8), (2, cached))]
+        shapes = {verdicts.length_word(1, 1): few}
+        for end in ends:
+            sizes = (2, end // 2 + 1), (max(2, tokens // end), end)
+            shapes[verdicts.length_word(end, end)] = [
+                Shape(batch, heads, heads, length, length, width) for batch, length in sizes
+            ]
+        for direction, length, feature in itertools.product(DIRECTIONS, shapes, _FEATURES):
+            if shapes[length] is few and direction == "training":
+                continue
+            common: Options = {"dtype": dtype, "gradients": direction == "training"}
+            words = f"{verdicts.width_word(width)},{length}", feature, direction
+            yield (
+                verdicts.class_name("attention", dtype, *words),
+                [
+                    _attention_probe(shape, options | common)
+                    for shape, options in zip(shapes[length], _FEATURES[feature], strict=True)
+                ],
+            )
+
+
+def _attention_probe(shape: Shape, options: Options) -> Probe:
+    timed, checked = (AttentionCheck(shape=str(s), **options) for s in (shape, shape.reduced()))
+    return Probe(timed, checked)
+
+
+def norm_classes(
+    dtypes: Sequence[str],
+    ends: Sequence[int] = (*verdicts.COLUMNS, MANY_COLUMNS),
+    elements: int = NORM_ELEMENTS,
+) -> Iterator[tuple[str, Sequence[Probe]]]:
+    """The classes of norms and their probes: few rows, and many of the longest."""
+    for dtype, end, rms in itertools.product(dtypes, ends, (False, True)):
+        for (feature, options), direction in itertools.product(_NORMS.items(), DIRECTIONS):
+            common: Options = {"dtype": dtype, "rms": rms, "gradients": direction == "training"}
+            probes = []
+            for rows, columns in ((128, end // 2 + 1), (max(1, elements // end), end)):
+                timed, checked = (
+                    NormCheck(rows=n, columns=columns, **options, **common)
+                    for n in (rows, min(rows, 64))
+                )
+                probes.append(Probe(timed, checked))
+            word = verdicts.columns_word(end)
+            yield verdicts.class_name(timed.op, dtype, word, feature, direction), probes

@@ -1,0 +1,420 @@
+"""The backend "sdpa": torch's own kernels, by the masks and rules of this package."""
+
+import gc
+import warnings
+import weakref
+
+import device_table
+import pytest
+import torch
+import torch.nn.functional as F
+from mask_cases import MASKS
+
+import fused_attn as fa
+from fused_attn import masks
+from fused_attn.backends import registry
+from fused_attn.masks import torch_arguments
+from fused_attn.nn.weights import attention_with_weights
+
+SHAPE = (2, 4, 33, 47, 32)  # batch, num_heads, seqlen_q, seqlen_k, head_dim
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice():
+    yield
+    registry._first_on.cache_clear()
+
+
+def qkv(dtype=torch.float32, grad=True, num_heads_kv=4):
+    batch, heads, m, n, d = SHAPE
+    generator = torch.Generator().manual_seed(0)
+    sizes = (batch, heads, m, d), (batch, num_heads_kv, n, d), (batch, num_heads_kv, n, d)
+    return [
+        torch.randn(*size, generator=generator, dtype=dtype).requires_grad_(grad) for size in sizes
+    ]
+
+
+def by(backend, function):
+    """What a function gives on a backend, chosen for all calls within."""
+    with fa.use_backend(backend):
+        return function()
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    """Outputs and gradients, by the whole way. The numerics are torch's, not our contract's."""
+    mask = MASKS[name](*SHAPE[:4])
+    results = []
+    for backend in ("sdpa", "eager"):
+        leaves = qkv()
+        out = fa.scaled_dot_product_attention(*leaves, mask, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_at_once(name):
+    """The short way gives the same, and what it keeps is not of another mask."""
+    q, k, v = qkv(grad=False)
+    mask = MASKS[name](*SHAPE[:4])
+    expected = fa.scaled_dot_product_attention(q, k, v, mask, backend="eager")
+    for _ in range(2):
+        got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, mask))
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+def test_a_tensor_under_several_masks():
+    """What is kept under a tensor is for the whole mask that it is part of."""
+    q, k, v = qkv(grad=False)
+    bias, visible = torch.randn(4, 33, 47), torch.rand(2, 1, 33, 47) > 0.3
+    for tensor in (bias, visible):
+        for is_causal in (False, True, False):
+            for window in (None, masks.sliding_window(5)):
+                whole = masks.as_mask(tensor, is_causal)
+                whole = whole if window is None else whole & window
+
+                def call(whole=whole):
+                    return fa.scaled_dot_product_attention(q, k, v, whole)
+
+                torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
+
+
+def test_changes_of_a_kept_mask_are_seen():
+    q, k, v = qkv(grad=False)
+    visible = torch.ones(33, 47, dtype=torch.bool)
+
+    def call():
+        return fa.scaled_dot_product_attention(q, k, v, visible)
+
+    by("sdpa", call)
+    visible[:, 5:] = False
+    visible[3] = False
+    torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
+    assert (by("sdpa", call)[:, :, 3] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "ragged", "dense", "bias_with_inf"])
+@pytest.mark.parametrize("average", [False, True])
+def test_weights(name, average):
+    mask = MASKS[name](*SHAPE[:4]) if name != "none" else None
+    results = []
+    for backend in ("sdpa", "eager"):
+        leaves = qkv(num_heads_kv=2)
+        out, weights = attention_with_weights(*leaves, mask, average=average, backend=backend)
+        loss = out.square().sum() + weights.square().sum()
+        results.append((out, weights, *torch.autograd.grad(loss, leaves)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.manual_seed(0)
+    q, k, v = qkv(grad=False)
+    out, weights = attention_with_weights(q, k, v, mask, 0.5, backend="sdpa")
+    torch.testing.assert_close(out, weights @ v)
+
+
+def test_a_learned_bias_is_never_kept():
+    """Not even where it is a view of what needs no gradient, and was met without one before."""
+    q, k, v = qkv()
+    bias = torch.randn(33, 47)
+    bias[0] = float("-inf")
+    bias = bias.view(1, 1, 33, 47).requires_grad_()
+    with fa.use_backend("sdpa"):
+        with torch.no_grad():
+            fa.scaled_dot_product_attention(q, k, v, bias)
+        for _ in range(2):
+            fa.scaled_dot_product_attention(q, k, v, bias).sum().backward()
+    got, bias.grad = bias.grad, None
+    for _ in range(2):
+        fa.scaled_dot_product_attention(q, k, v, bias, backend="eager").sum().backward()
+    torch.testing.assert_close(got, bias.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_few_slices_of_a_mask_are_kept(monkeypatch):
+    """They may be as large as the mask; on a GPU, where values are not looked at, each is new."""
+    monkeypatch.setattr(torch_arguments, "readable", lambda tensor: False)
+    kept = weakref.WeakSet()
+    bool_or = torch.Tensor.__or__
+
+    def counted(self, other):
+        result = bool_or(self, other)
+        kept.add(result)
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "__or__", counted)
+    whole = torch.rand(1, 1, 40, 40) > 0.2
+    q = torch.randn(1, 2, 40, 8)
+    with fa.use_backend("sdpa"):
+        for n in range(2, 40):
+            x = q[:, :, :n]
+            fa.scaled_dot_product_attention(x, x, x, whole[:, :, :n, :n])
+    gc.collect()
+    assert len(kept) <= 10
+
+
+def test_masks_of_another_type():
+    """A float32 mask of 16-bit operands is rounded, as under torch's autocast."""
+    q, k, v = (t.bfloat16() for t in qkv(grad=False))
+    bias = torch.randn(33, 47)
+    got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, bias))
+    assert torch.equal(got, F.scaled_dot_product_attention(q, k, v, bias.bfloat16()))
+    x, y = (torch.randn(2, 4, n, 32) for n in (33, 47))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = by("sdpa", lambda: fa.scaled_dot_product_attention(x, y, y, bias))
+        assert got.dtype == torch.bfloat16
+
+
+def test_a_changed_tensor_has_no_second_derivative():
+    q, k, v = qkv()
+    visible = torch.rand(2, 1, 33, 47) > 0.5
+    out = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, visible))
+    visible.fill_(True)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("num_heads_kv", [4, 2])
+@pytest.mark.parametrize("name", ["none", "causal", "ragged", "dense", "bias_with_inf"])
+def test_any_order(name, num_heads_kv):
+    """Second derivatives, which torch's fused kernels have not."""
+    q, k, v = qkv(num_heads_kv=num_heads_kv)
+    mask = MASKS[name](*SHAPE[:4]) if name != "none" else None
+    given = torch.randn(2, 4, 33, 32, requires_grad=True)
+
+    def second():
+        out = fa.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        first = torch.autograd.grad(out, (q, k, v), given, create_graph=True)
+        penalty = sum(g.square().sum() for g in first)
+        return torch.autograd.grad(penalty, (q, k, v, given))
+
+    for got, expected in zip(by("sdpa", second), by("eager", second), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_backward_lets_go_of_the_operands():
+    q, k, v = qkv()
+    projected = q * 1.0
+    seen = weakref.ref(projected)
+    with fa.use_backend("sdpa"):
+        out = fa.scaled_dot_product_attention(projected, k, v)
+    out.sum().backward()
+    del projected
+    gc.collect()
+    assert seen() is None
+
+
+def test_within_a_checkpoint():
+    q, k, v = qkv()
+
+    def call(*tensors):
+        return by("sdpa", lambda: fa.scaled_dot_product_attention(*tensors, is_causal=True))
+
+    out = torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False)
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    expected = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
+    for g, e in zip(got, expected, strict=True):
+        assert torch.equal(g, e)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "ragged", "dense", "bias_with_inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lse(name, dtype):
+    q, k, v = qkv(dtype, grad=False, num_heads_kv=2)
+    mask = MASKS[name](*SHAPE[:4]) if name != "none" else None
+    if name == "bias_with_inf":
+        mask = masks.bias(mask.biases[0].to(dtype))
+
+    def call():
+        return fa.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, return_lse=True)[1]
+
+    got, expected = by("sdpa", call), by("eager", call)
+    assert got.dtype == torch.float32 and got.shape == expected.shape
+    tolerance = 2e-6 if dtype == torch.float32 else 0.05  # eager's scores are rounded to 16 bits
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def test_packed():
+    q, k, v = (torch.randn(30, 4, 16, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, 11, 11, 30])
+
+    def call():
+        out = fa.varlen_attention(q, k, v, ends, ends, 19, 19, is_causal=True)
+        return out, *torch.autograd.grad(out.sum(), (q, k, v))
+
+    for got, expected in zip(by("sdpa", call), by("eager", call), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+def test_decode_does_not_see_what_is_behind_the_lengths():
+    q = torch.randn(2, 4, 1, 16)
+    caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
+    for cache in caches:
+        cache[0, :, :9], cache[1, :, :3] = torch.randn(4, 9, 16), torch.randn(4, 3, 16)
+    new = torch.randn(2, 2, 4, 1, 16).unbind()
+
+    def call():
+        copies = [cache.clone() for cache in caches]
+        lengths = torch.tensor([9, 3])
+        return fa.decode_attention(q, *copies, cache_lengths=lengths, key=new[0], value=new[1])
+
+    torch.testing.assert_close(by("sdpa", call), by("cpp", call), rtol=0, atol=2e-6)
+
+
+def test_dropout_is_torchs():
+    q, k, v = qkv(grad=False)
+    torch.manual_seed(3)
+    expected = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+    torch.manual_seed(3)
+    got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, dropout_p=0.3))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)])
+def test_empty(shape):
+    q = torch.randn(2 if shape[0] else 0, shape[1], 5, 4, requires_grad=True)
+    k = torch.randn(shape, requires_grad=True)
+    for dropout_p in (0.0, 0.5):
+        out = fa.scaled_dot_product_attention(q, k, k, None, dropout_p, backend="sdpa")
+        assert out.shape == q.shape and (out == 0).all()
+        out.sum().backward()
+
+
+def test_refusals():
+    q, k, v = qkv()
+
+    def refused(match, **options):
+        with pytest.raises(NotImplementedError, match=match):
+            fa.scaled_dot_product_attention(q, k, v, backend="sdpa", **options)
+
+    refused("has no softcap", softcap=3.0)
+    refused("has no gradient of lse", return_lse=True)
+    with pytest.raises(NotImplementedError, match="transforms"):
+        torch.func.grad(lambda q: fa.scaled_dot_product_attention(q, k, v, backend="sdpa").sum())(q)
+
+
+# ---- norms --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_torchs(dtype):
+    x, r = torch.randn(2, 5, 24, dtype=dtype).unbind()
+    w, b = torch.randn(2, 24, dtype=dtype).unbind()
+    layer_norm = F.layer_norm(r + x, (24,), w, b)
+    with fa.use_backend("sdpa"):
+        assert torch.equal(fa.layer_norm(x, 24, w, b), F.layer_norm(x, (24,), w, b))
+        assert torch.equal(fa.rms_norm(x, 24, w, 1e-6), F.rms_norm(x, (24,), w, 1e-6))
+        assert torch.equal(fa.layer_norm(x, 24, w, b, residual=r), layer_norm)
+        out, total = fa.layer_norm(x, 24, w, b, residual=r, return_residual=True)
+        assert torch.equal(out, layer_norm) and torch.equal(total, r + x)
+        torch.manual_seed(3)
+        dropped = F.dropout(x, 0.4)
+        torch.manual_seed(3)
+        got = fa.layer_norm(x, 24, w, b, residual=r, dropout_p=0.4)
+        assert torch.equal(got, F.layer_norm(r + dropped, (24,), w, b))
+        mixed = fa.layer_norm(x, 24, w.float(), b.float())  # goes the whole way
+        torch.testing.assert_close(mixed, F.layer_norm(x, (24,), w, b))
+
+
+# ---- modules ------------------------------------------------------------------------------------
+
+
+def encoder(**options):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, **options).eval()
+    report = fa.swap_modules(model)
+    return model, report
+
+
+@torch.no_grad()
+def test_torchs_inference_path_is_kept():
+    model, report = encoder()
+    x = torch.randn(3, 9, 32)
+    ignored = torch.arange(9) >= torch.tensor([9, 4, 0])[:, None]
+    with fa.use_backend("sdpa"):
+        own = [model(x), model(x, src_key_padding_mask=ignored)]
+        with torch.profiler.profile() as profile:
+            model(x)
+    assert sum("_transformer_encoder_layer_fwd" in e.name for e in profile.events()) == 2
+    report.restore()
+    for got, expected in zip(own, [model(x), model(x, src_key_padding_mask=ignored)], strict=True):
+        assert torch.equal(got, expected)
+
+
+@torch.no_grad()
+def test_rows_that_see_nothing_in_modules():
+    model, _ = encoder(enable_nested_tensor=False)
+    x, ignored = torch.randn(3, 9, 32), torch.zeros(3, 9, dtype=torch.bool)
+    ignored[1] = True
+    got = by("sdpa", lambda: model(x, src_key_padding_mask=ignored))
+    torch.testing.assert_close(got, by("eager", lambda: model(x, src_key_padding_mask=ignored)))
+    assert torch.isfinite(got).all()
+
+
+def test_with_enable():
+    """Asked for by name, torch's kernels compute while ours have taken its function over."""
+    q, k, v = qkv(grad=False)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    with fa.enabled():
+        got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v))
+        named = fa.scaled_dot_product_attention(q, k, v, backend="sdpa")
+    assert torch.equal(got, expected) and torch.equal(named, expected)
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "padding"])
+def test_compiles(mask):
+    q, k, v = qkv()
+    mask = None if mask is None else MASKS[mask](*SHAPE[:4])
+
+    def call(q, k, v):
+        out = fa.scaled_dot_product_attention(q, k, v, mask, backend="sdpa")
+        return fa.layer_norm(out, 32, backend="sdpa")
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.sliding_window(4)])
+def test_export_of_any_length(mask):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return fa.scaled_dot_product_attention(x, x, x, mask, backend="sdpa")
+
+    x = torch.randn(2, 4, 9, 16)
+    length = torch.export.Dim("length")
+    program = torch.export.export(Model(), (x,), dynamic_shapes=({2: length},))
+    longer = torch.randn(2, 4, 21, 16)
+    torch.testing.assert_close(program.module()(longer), Model()(longer))
+
+
+# ---- devices without verified kernels -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("device_type", device_table.DEVICES)
+@pytest.mark.parametrize("kind", device_table.calls())
+def test_devices(device_type, kind):
+    """No call takes more operations than torch's own way."""
+    backend, count, torchs, warning = device_table.row(device_type, kind)
+    assert backend == ("eager" if kind == "softcap" else "sdpa")
+    if backend == "sdpa":
+        assert count <= torchs
+        assert ("fused-attn verify" in warning) is (device_type == "cuda")
+        assert device_type in warning
+
+
+def test_warns_once():
+    x = torch.randn(1, 2, 8, 16)
+    with device_table.pretended("cuda"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for dropout_p in (0.0, 0.1, 0.0):
+            fa.scaled_dot_product_attention(x, x, x, None, dropout_p)
+            fa.layer_norm(x, 16)
+    assert len(caught) == 1
+
+
+def test_the_table_of_devices():
+    page = device_table.PAGE.read_text("utf-8")
+    assert page == device_table.with_table(page), "run python tests/support/device_table.py"

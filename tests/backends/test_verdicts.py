@@ -1,0 +1,432 @@
+"""Verdicts: classes of problems, the choice by them, and files that are broken or foreign."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from stand_in import CPU, in_place_of_cpp
+
+import fused_attn
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import (
+    AttentionProblem,
+    NormProblem,
+    get_backend,
+    plain_problem,
+    problem_of,
+    registry,
+    select,
+    verdicts,
+)
+from fused_attn.backends.verdicts import ClassVerdict
+from fused_attn.core.call import AttentionCall
+from fused_attn.masks.spec import normalize, spec_at_once
+from fused_attn.tools.cases import MASKS, Shape, make_mask
+
+ROOT = Path(__file__).parents[2]
+GOOD = ClassVerdict(True, 1.5)
+PROBLEM = AttentionProblem(CPU, torch.float32, 16, 16, seqlen_q=100, seqlen_k=90)
+NAME = "attention float32 D<=32,L<=128 none forward"
+
+
+def problem(**properties):
+    return dataclasses.replace(PROBLEM, **properties)
+
+
+@pytest.fixture
+def stand_in(verdict_folder):
+    with in_place_of_cpp() as backend:
+        yield backend
+
+
+def stored(names=(NAME,), verdict=GOOD, **identity):
+    own = verdicts.identity("stand_in", CPU) | identity
+    return verdicts.store(own, dict.fromkeys(names, verdict))
+
+
+def only_reason(backend, problem=PROBLEM):
+    (reason,) = backend.not_automatic(problem)
+    return reason
+
+
+# ---- classes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("properties", "names"),
+    [
+        ({}, ["attention float32 D<=32,L<=128 none forward"]),
+        ({"learns": True}, ["attention float32 D<=32,L<=128 none training"]),
+        ({"head_dim_v": 80}, ["attention float32 D<=96,L<=128 none forward"]),
+        ({"head_dim": 257}, ["attention float32 D>256,L<=128 none forward"]),
+        ({"seqlen_k": 512}, ["attention float32 D<=32,L<=512 none forward"]),
+        ({"seqlen_k": 2049}, ["attention float32 D<=32,L>2048 none forward"]),
+        ({"seqlen_q": 16}, ["attention float32 D<=32,Lq<=16 none forward"]),
+        ({"seqlen_q": 0}, ["attention float32 D<=32,L=0 none forward"]),
+        ({"dtype": torch.float64}, ["attention other D<=32,L<=128 none forward"]),
+        (
+            {"mask": "causal", "dropout": True, "softcap": True, "packed": True, "result": "lse"},
+            [
+                f"attention float32 D<=32,L<=128 {feature} forward"
+                for feature in ("causal", "softcap", "packed", "lse", "dropout")
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_classes_of_attention(properties, names):
+    assert verdicts.classes_of(problem(**properties)) == names
+
+
+def test_classes_of_norms():
+    plain = NormProblem(CPU, torch.bfloat16, 300)
+    assert verdicts.classes_of(plain) == ["layer_norm bfloat16 C<=1024 plain forward"]
+    both = NormProblem(
+        CPU, torch.float16, 20000, rms=True, residual=True, dropout=True, learns=True
+    )
+    assert verdicts.classes_of(both) == [
+        f"rms_norm float16 C>16384 {feature} training"
+        for feature in ("plain", "residual", "dropout")
+    ]
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def test_the_choice_is_by_class(stand_in):
+    assert "`fused-attn verify`" in only_reason(stand_in)
+    others = ["causal", "dropout"]
+    stored([NAME, *(NAME.replace("none", feature) for feature in others)])
+    assert select(PROBLEM) is stand_in
+    assert select(problem(mask="causal", dropout=True)) is stand_in
+    for unseen in ({"mask": "dense"}, {"learns": True}, {"softcap": True}, {"seqlen_q": 200}):
+        assert select(problem(**unseen)) is not stand_in
+        assert "did not look at attention float32" in only_reason(stand_in, problem(**unseen))
+    verdicts.forget(["stand_in"])
+    assert select(PROBLEM) is not stand_in
+
+
+def test_calls_go_where_the_verdict_says(stand_in):
+    """Those without gradients too, which another backend may compute at once."""
+    seen = []
+    stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])
+    short, long = (torch.randn(1, 2, length, 16) for length in (100, 200))
+    for x in (short, long):
+        F.scaled_dot_product_attention(x, x, x)
+    assert seen == []
+    stored()
+    for x in (short, long):
+        F.scaled_dot_product_attention(x, x, x)
+    assert seen == [100]
+    verdicts.forget(["stand_in"])
+    F.scaled_dot_product_attention(short, short, short)
+    assert seen == [100]
+
+
+def test_calls_of_other_classes_stay_short(stand_in, monkeypatch):
+    """What torch computes on a machine with a verdict takes no longer way than without."""
+    stored()
+    monkeypatch.setattr(fused_attn.functional, "select", None)
+    x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)
+    causal = masks.causal()
+    F.scaled_dot_product_attention(x, x, x)
+    F.scaled_dot_product_attention(x, x, x, causal)
+    F.layer_norm(x, 16, weight, weight)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        F.scaled_dot_product_attention(*[x[:, :, :100]] * 3)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("name", ["none", *MASKS])
+def test_short_and_long_way_see_the_same_problem(name, learns):
+    """Else a call would be chosen for twice, and not alike."""
+    shape = Shape(2, 4, 2, 30, 40, 16)
+    query, key, value = shape.operands(torch.bfloat16).values()
+    key.requires_grad_(learns)
+    mask = make_mask(name, shape)
+    at_once = None if mask is None else spec_at_once(mask, False, query, key)
+    short = plain_problem(query, key, value, at_once)
+    spec = normalize(mask, 2, 4, 30, 40, query)
+    assert short == problem_of(AttentionCall(query, key, value, spec, 1.0))
+
+
+@pytest.mark.parametrize("found", [None, GOOD, ClassVerdict(False, 0.9, "slower")])
+def test_who_verified_is_not_told_to(stand_in, found, monkeypatch):
+    monkeypatch.setattr(registry, "_notified", set())
+    monkeypatch.setattr(type(get_backend("sdpa")), "notice", lambda self, device_type: "do it")
+    if found is not None:
+        stored(verdict=found)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        select(problem(mask="dense"))
+    assert [str(warning.message) for warning in seen] == (["do it"] if found is None else [])
+
+
+def test_enable_goes_where_the_verdict_says(stand_in):
+    """torch's own function, taken over: kernels for the classes that they are usable in."""
+    seen = []
+    stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])
+    names = [NAME.replace("none", feature) for feature in ("none", "causal")]
+    stored([*names, NAME.replace("none forward", "bias training")])
+    function, eye = torch.nn.functional.scaled_dot_product_attention, torch.eye(100)
+    with fused_attn.enabled():
+        for length in (100, 200):
+            x = torch.randn(1, 2, length, 16)
+            function(x, x, x)
+            function(x, x, x, is_causal=True)
+        x = torch.randn(1, 2, 100, 16)
+        own = x.clone().requires_grad_()
+        function(x, x, x, eye.bool())
+        function(own, x, x)
+        function(x, x, x, dropout_p=0.1)
+        assert seen == [100, 100]
+        function(own, x, x, eye)
+        assert seen == [100, 100, 100]
+        verdicts.forget(["stand_in"])
+        function(x, x, x)
+    assert seen == [100, 100, 100]
+
+
+def test_reasons(stand_in):
+    stored(verdict=ClassVerdict(False, 0.8, "0.80 times as fast as sdpa"))
+    assert "found no class of problems" in only_reason(stand_in)
+    verdicts.store(
+        verdicts.identity("stand_in", CPU),
+        {NAME: ClassVerdict(False, None, "wrong"), NAME.replace("none", "causal"): GOOD},
+    )
+    assert only_reason(stand_in) == f"`fused-attn verify` found it wrong for {NAME}"
+
+
+@pytest.mark.parametrize("other", [1.4, 1.5, 1.6])
+def test_the_fastest_is_chosen(stand_in, other, monkeypatch):
+    monkeypatch.setitem(verdicts.KERNELS, "another", list)
+    causal = NAME.replace("none", "causal")
+    stored([NAME, causal])
+    verdicts.store(verdicts.identity("another", CPU), {NAME: ClassVerdict(True, other)})
+    if other <= 1.5:
+        assert stand_in.not_automatic(PROBLEM) == []
+    else:
+        assert only_reason(stand_in) == f"`fused-attn verify` found another faster for {NAME}"
+    assert stand_in.not_automatic(problem(mask="causal")) == []
+    verdicts.forget(["another"])
+    assert stand_in.not_automatic(PROBLEM) == []
+
+
+def test_the_environment_wins(stand_in, monkeypatch):
+    stored()
+    monkeypatch.setenv("FUSED_ATTN_BACKEND", "eager")
+    assert select(PROBLEM).name == "eager"
+    monkeypatch.setenv("FUSED_ATTN_BACKEND", "stand_in")
+    assert select(problem(mask="dense")) is stand_in
+
+
+def test_it_is_read_once(stand_in, monkeypatch):
+    stored()
+    read = []
+    monkeypatch.setattr(verdicts, "_read", lambda *key: read.append(key) or _read(*key))
+    for _ in range(3):
+        stand_in.not_automatic(PROBLEM)
+    assert read == [("stand_in", CPU)]
+
+
+_read = verdicts._read
+
+
+def test_nothing_is_computed_where_nothing_is_stored(stand_in, monkeypatch):
+    monkeypatch.setattr(verdicts, "identity", None)
+    assert stand_in.not_automatic(PROBLEM)
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"identity": {}}', '{"identity": 1, "classes": 2}', "\x00\xff"],
+    ids=repr,
+)
+def test_a_broken_file_is_ignored(stand_in, text):
+    path = stored()
+    path.write_bytes(text.encode("latin-1"))
+    verdicts.read_again()
+    assert select(PROBLEM) is not stand_in
+    reason = only_reason(stand_in)
+    assert str(path) in reason and "run `fused-attn verify` again" in reason and "\n" not in reason
+
+
+def test_half_a_file_is_ignored(stand_in):
+    path = stored()
+    path.write_text(path.read_text()[: path.stat().st_size // 2])
+    verdicts.read_again()
+    assert "cannot be read (JSONDecodeError" in only_reason(stand_in)
+
+
+@pytest.mark.parametrize(
+    "entry", [None, {}, {"usable": 1, "speedup": 2.0, "found": ""}, {"usable": "yes"}]
+)
+def test_what_is_not_true_is_not_usable(stand_in, entry):
+    path = stored([NAME, NAME.replace("none", "causal")])
+    facts = json.loads(path.read_text())
+    facts["classes"][NAME] = entry
+    path.write_text(json.dumps(facts))
+    verdicts.read_again()
+    assert select(PROBLEM) is not stand_in
+
+
+def test_a_file_of_another_machine_is_not_used(stand_in):
+    """Another GPU's has another name; and under this one's name its content gives it away."""
+    foreign = stored(gpu="another GPU")
+    assert only_reason(stand_in) == verdicts.BY_NAME_ONLY
+    foreign.rename(stored())
+    verdicts.read_again()
+    assert "is not of this machine" in only_reason(stand_in)
+
+
+@pytest.mark.parametrize("name", ["driver", "torch", "triton", "fused_attn", "kernels"])
+def test_what_changed_is_said(stand_in, name):
+    stored(**{name: "0.0"})
+    reason = only_reason(stand_in)
+    assert reason.startswith("was verified here with ")
+    assert ("other kernels" if name == "kernels" else f"{name} 0.0") in reason
+
+
+def test_kernels_are_known_by_their_files(stand_in, tmp_path, monkeypatch):
+    source = tmp_path / "kernel.py"
+    source.write_text("x + 1")
+    monkeypatch.setitem(verdicts.KERNELS, "stand_in", lambda: [source])
+    stored()
+    assert select(PROBLEM) is stand_in
+    source.write_text("x + 2")
+    verdicts.read_again()
+    assert "with other kernels" in only_reason(stand_in)
+
+
+def test_readers_see_whole_files(stand_in):
+    """While others store: what is read is one verdict or the other."""
+    stored()
+    stop, reasons = threading.Event(), set()
+
+    def write():
+        while not stop.is_set():
+            stored([f"{NAME} {i}" for i in range(2000)] + [NAME])
+
+    writers = [threading.Thread(target=write) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(50):
+            reasons.add(_read("stand_in", CPU).general)
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    assert reasons == {""}
+    assert not list(verdicts.folder().glob("*.tmp"))
+
+
+def test_what_cannot_be_stored_leaves_nothing(stand_in, verdict_folder, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        stored()
+    assert not list(verdict_folder.iterdir())
+
+
+def test_a_machine_that_cannot_be_told_is_not_verified(stand_in, monkeypatch):
+    """A call does not fail for it."""
+    stored()
+    monkeypatch.setitem(verdicts.KERNELS, "stand_in", lambda: [Path("gone")])
+    verdicts.read_again()
+    assert select(PROBLEM) is not stand_in
+    assert "cannot be read (FileNotFoundError" in only_reason(stand_in)
+
+
+def test_forget_removes_all_of_a_backend(stand_in, verdict_folder):
+    paths = {stored(), stored(gpu="another GPU")}
+    (verdict_folder / "stand_in-1.tmp").touch()
+    other = verdict_folder / "triton-1.json"
+    other.touch()
+    assert paths < set(verdicts.forget(["stand_in"]))
+    assert list(verdict_folder.iterdir()) == [other]
+    assert verdicts.forget(["stand_in"]) == []
+
+
+def test_folder_is_the_users_cache():
+    """As the system has it, without another variable of this package."""
+    code = "from fused_attn.backends import verdicts; print(verdicts.folder())"
+    environment = {**os.environ, "XDG_CACHE_HOME": "/somewhere", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    if sys.platform == "linux":
+        assert out.stdout == "/somewhere/fused_attn/verdicts\n"
+
+
+# ---- torch.compile ------------------------------------------------------------------------------
+
+
+def marked(x, backend):
+    """x + 1 where the backend is chosen, else x + 2."""
+    sizes = {"seqlen_q": x.shape[2], "seqlen_k": x.shape[2]}
+    own = AttentionProblem(x.device, x.dtype, x.shape[3], x.shape[3], **sizes)
+    return x + (2 if backend.not_automatic(own) else 1)
+
+
+def test_compiled_calls_are_chosen_alike(stand_in):
+    """In one graph, by the class of each length."""
+    stored()
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: marked(x, stand_in), fullgraph=True, backend="eager")
+    for length in (100, 101, 120, 200, 300, 30):
+        x = torch.zeros(1, 1, length, 16)
+        assert torch.equal(compiled(x), marked(x, stand_in))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_exported_lengths_stay_open(stand_in, everywhere, strict):
+    """One program is for all lengths, so the backend has to be usable for all of them."""
+    words = verdicts.length_words() if everywhere else ["L<=128"]
+    stored([NAME.replace("L<=128", word) for word in words])
+
+    class Marked(torch.nn.Module):
+        def forward(self, x):
+            return marked(x, stand_in)
+
+    shapes = {"x": {2: torch.export.Dim("length")}}
+    x = torch.zeros(1, 1, 100, 16)
+    program = torch.export.export(Marked(), (x,), dynamic_shapes=shapes, strict=strict)
+    for length in (1, 100, 5000):
+        got = program.module()(torch.zeros(1, 1, length, 16))
+        assert got.eq(1 if everywhere else 2).all()
+
+
+def test_a_compiled_call_in_one_graph(stand_in):
+    stored([NAME.replace("forward", "training")])
+    torch.compiler.reset()
+    seen = []
+    stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])
+    call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    tensors = [torch.randn(1, 2, 100, 16, requires_grad=True) for _ in "qkv"]
+    call(*tensors).sum().backward()
+    assert seen == [100] and all(tensor.grad is not None for tensor in tensors)
+
+
+def test_registry_asks_in_order(stand_in):
+    """A backend that comes later is asked at once only where none before it may be chosen."""
+    assert registry.first_backend("cpu") is not None
+    stored()
+    assert registry.first_backend("cpu") is None
+    verdicts.forget(["stand_in"])
+    assert registry.first_backend("cpu") is not None

@@ -1,0 +1,146 @@
+"""torch.onnx.export of our functions, modules and swapped models, run by onnxruntime."""
+
+import pytest
+import torch
+import torch._inductor.lowering
+from nn_helpers import perturb
+
+import fused_attn
+from fused_attn import masks, nn
+from fused_attn.core.decompositions import decompositions
+
+for package in ("onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(package, reason=f"reason: needs {package}")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+B, L, E = 2, 6, 32
+PADDED = torch.arange(L) >= torch.tensor([[4], [L]])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Called(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def attend(*args, **kwargs):
+    return fused_attn.scaled_dot_product_attention(*args, **kwargs)
+
+
+def heads(length=L):
+    return torch.randn(3, B, 4, length, 8).unbind()
+
+
+def check_export(module, args, kwargs=None, dynamic_shapes=None, others=()):
+    """The exported module gives what ours gives.
+
+    Args:
+        others: more arguments that the exported one is called with.
+    """
+    kwargs = kwargs or {}
+    with torch.no_grad():
+        program = torch.onnx.export(
+            module, args, kwargs=kwargs, dynamo=True, verbose=False, dynamic_shapes=dynamic_shapes
+        )
+        for given in (args, *others):
+            expected = module(*given, **kwargs)
+            torch.testing.assert_close(program(*given, **kwargs)[0], expected, rtol=1e-5, atol=1e-5)
+    assert all(node.domain == "" for node in program.model.graph)
+
+
+ATTENTION = {
+    "causal": (lambda q, k, v: attend(q, k, v, is_causal=True), ()),
+    "bool mask": (attend, (torch.ones(L, L).tril().bool(),)),
+    "a row that sees nothing": (attend, (torch.ones(L, L).tril(-1).bool(),)),
+    "float mask": (attend, (torch.linspace(-1, 1, L * L).reshape(L, L),)),
+    "padding and window": (
+        lambda q, k, v, n: attend(q, k, v, masks.padding(n) & masks.sliding_window(2)),
+        (torch.tensor([4, L]),),
+    ),
+    "groups": (lambda q, k, v: attend(q, k[:, :2], v[:, :2], enable_gqa=True), ()),
+}
+
+
+@pytest.mark.parametrize(("function", "more"), ATTENTION.values(), ids=ATTENTION)
+def test_attention(function, more):
+    check_export(Called(function), (*heads(), *more))
+
+
+def test_attention_of_any_length():
+    function = lambda q, k, v: attend(q, k, v, is_causal=True)  # noqa: E731
+    lengths = {2: torch.export.Dim("length", min=2, max=1000)}
+    check_export(
+        Called(function), heads(), dynamic_shapes=((lengths,) * 3,), others=[heads(9), heads(2)]
+    )
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norms(norm):
+    check_export(perturb(norm(E)), (torch.randn(B, L, E),))
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_encoder_layer(padded):
+    layer = nn.TransformerEncoderLayer(E, 4, 48, batch_first=True).eval()
+    kwargs = {"src_key_padding_mask": PADDED} if padded else {}
+    check_export(layer, (torch.randn(B, L, E),), kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Bert", "Mistral"])
+def test_swapped_model_of_transformers(name):
+    families = pytest.importorskip("hf_families").FAMILIES
+    family = next(family for family in families if family.name == name)
+    model = family.model()
+    fused_attn.swap_modules(model)
+
+    class First(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, attention_mask):
+            return self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
+
+    inputs = family.inputs()
+    inputs["attention_mask"][2] = 1  # rows that see nothing are not what is asked here
+    check_export(First().eval(), (inputs["input_ids"], inputs["attention_mask"]))
+
+
+def test_an_exported_program_keeps_the_ops():
+    """Only an exporter that knows no others decomposes them."""
+    program = torch.export.export(Called(attend), heads())
+    for decomposed in (program, program.run_decompositions()):
+        assert "fused_attn.attention_fwd" in str(decomposed.graph)
+
+
+def test_an_exported_program_given_to_the_exporter():
+    query, key, value = heads()
+    program = torch.export.export(Called(attend), (query, key, value))
+    table = torch.export.default_decompositions()
+    table.update(decompositions())
+    exported = torch.onnx.export(program.run_decompositions(table), dynamo=True, verbose=False)
+    expected = attend(query, key, value)
+    torch.testing.assert_close(exported(query, key, value)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_compiles_where_ci_is_set(monkeypatch):
+    """Inductor refuses there what has an entry in torch's table of decompositions."""
+    monkeypatch.setenv("CI", "true")
+    lowerings = torch._inductor.lowering.lowerings
+    for op in decompositions():
+        monkeypatch.delitem(lowerings, op, raising=False)
+    torch.compiler.reset()
+    query, key, value = heads()
+    got = torch.compile(attend)(query, key, value)
+    torch.testing.assert_close(got, attend(query, key, value))

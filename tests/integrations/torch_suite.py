@@ -1,0 +1,224 @@
+"""PyTorch's own tests of attention, norms and Transformers, with ours in torch's place.
+
+    python tests/integrations/torch_suite.py --pytorch /path/to/pytorch
+
+runs them on torch as it is, and with ours in its place, and compares what becomes of each test.
+Every difference is listed in docs/compatibility.md with its reason: exit status 1 if another is
+found, or if one that is listed is not. Nothing is fetched: /path/to/pytorch is a checkout, or a
+folder with the files that `FILES` names, of a version near to the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+PAGE = ROOT / "docs" / "compatibility.md"
+sys.path[:0] = [str(ROOT), str(SUPPORT)]
+
+import torch  # noqa: E402
+from torch_in_place import SWAPS, read_outcomes  # noqa: E402
+
+# PyTorch's files of tests, and what the names of those tests in them match that concern us.
+FILES = {
+    "test/test_transformers.py": "",
+    "test/nn/test_multihead_attention.py": "",
+    "test/test_nn.py": "(?i)layer_?norm|rms_?norm|transformer|multi_?head|attention|sdpa",
+}
+# What of pytest's exit statuses means that it came to its end: passed, failed, nothing to run.
+_ENDED = (0, 1, 5)
+_HEAD = ("| in torch's place | tests | number | reason |", "|---|---|---|---|")
+
+Outcomes = dict[str, dict[str, Any]]  # by the name of the test: see torch_in_place
+
+
+@dataclass
+class Listed:
+    """A row of the page: tests that are expected to differ, and why."""
+
+    swaps: str
+    patterns: str
+    reason: str
+    found: set[tuple[str, str]] = field(default_factory=set)  # swap and test
+
+    def covers(self, swap: str, test: str) -> bool:
+        patterns = re.findall("`([^`]+)`", self.patterns)
+        return swap in self.swaps.split(", ") and any(fnmatchcase(test, p) for p in patterns)
+
+    def __str__(self) -> str:
+        return f"| {self.swaps} | {self.patterns} | {len(self.found)} | {self.reason} |"
+
+
+def main() -> int:
+    arguments = _arguments()
+    if find_spec("expecttest") is None:
+        raise SystemExit("torch.testing._internal imports expecttest: pip install expecttest")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.results or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        outcomes = {s: _run(arguments.pytorch, s, folder, arguments.most) for s in SWAPS}
+    plain = outcomes.pop("torch")
+    page = arguments.page.read_text("utf-8")
+    rows = _listed(page)
+    unlisted = [line for swap in outcomes for line in _unlisted(swap, plain, outcomes[swap], rows)]
+    stale = [f"{row}: nothing of that differs" for row in rows if not row.found]
+    counts = _counts(plain, outcomes)
+    print(counts, *rows, "", *unlisted, *stale, sep="\n")
+    if arguments.write:
+        page = _replaced(page, "counts", counts)
+        page = _replaced(page, "differences", "\n".join((*_HEAD, *map(str, rows))))
+        arguments.page.write_text(page, "utf-8")
+    print(f"{len(unlisted)} differences that are not listed, {len(stale)} rows that are not found")
+    return 1 if unlisted or stale else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pytorch", type=_path, required=True, help="a checkout of PyTorch")
+    parser.add_argument(
+        "--most", type=int, default=64, help="how many parameters of one test (64); 0: all of them"
+    )
+    parser.add_argument("--page", type=Path, default=PAGE, help="where differences are listed")
+    parser.add_argument("--write", action="store_true", help="bring the numbers into the page")
+    parser.add_argument(
+        "--results", type=_path, help="a folder for outcomes; what has one there is not run again"
+    )
+    arguments = parser.parse_args()
+    if missing := [file for file in FILES if not (arguments.pytorch / file).is_file()]:
+        parser.error(f"--pytorch {arguments.pytorch} has no {', '.join(missing)}")
+    return arguments
+
+
+def _path(name: str) -> Path:
+    return Path(name).resolve()
+
+
+def _run(pytorch: Path, swap: str, folder: Path, most: int) -> Outcomes:
+    """What becomes of the tests of all files, each file in a process of its own."""
+    outcomes: Outcomes = {}
+    # PyTorch's own settings of pytest stay out of it.
+    settings = folder / "pytest.ini"
+    settings.write_text("[pytest]\n")
+    for file, about in FILES.items():
+        path = folder / f"{swap}-{Path(file).stem}.jsonl"
+        command = [
+            sys.executable, "-m", "pytest", str(pytorch / file),
+            "-q", "-rN", "--tb=no", "--no-header", "--disable-warnings",
+            f"--rootdir={pytorch}", "-c", str(settings), "--noconftest", "-p", "no:cacheprovider",
+            "-p", "torch_in_place", f"--swap={swap}", f"--outcomes={path}",
+            f"--about={about}", f"--most={most}",
+        ]  # fmt: skip
+        print(f"{file}, {swap}", flush=True)
+        while True:
+            before = len(read_outcomes(path))
+            status = subprocess.run(command, env=_environment(), cwd=folder).returncode
+            if status in _ENDED:
+                break
+            # A test that ends the process has crashed; the next process goes on behind it.
+            if status > 0 or len(read_outcomes(path)) == before:
+                raise SystemExit(f"{file}, {swap}: pytest ended with status {status}")
+        outcomes |= read_outcomes(path)
+    return outcomes
+
+
+def _environment() -> dict[str, str]:
+    """That of PyTorch's tests: the device that ours are chosen for unasked."""
+    paths = [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+
+def _listed(page: str) -> list[Listed]:
+    """The rows of the page's table of differences."""
+    rows = []
+    for line in _between(page, "differences").splitlines()[len(_HEAD) :]:
+        swaps, patterns, _, reason = (cell.strip() for cell in line.strip("| ").split(" | "))
+        rows.append(Listed(swaps, patterns, reason))
+    return rows
+
+
+def _unlisted(swap: str, plain: Outcomes, ours: Outcomes, rows: list[Listed]) -> list[str]:
+    """The differences of a swap that no row covers; the others are noted in their rows."""
+    lines = []
+    for test in _differing(plain, ours):
+        covering = [row for row in rows if row.covers(swap, test)]
+        for row in covering:
+            row.found.add((swap, test))
+        if not covering:
+            before, after = (_outcome(outcomes, test) for outcomes in (plain, ours))
+            why = (ours.get(test, {}).get("why") or "").splitlines()
+            lines.append(f"{swap}: {test}: {before} -> {after}: {' '.join(_errors(why))}")
+    return lines
+
+
+def _errors(why: list[str]) -> list[str]:
+    """Those lines of a report of pytest that say what went wrong."""
+    return [line[1:].strip() for line in why if line.startswith("E ")][:3] or why[-1:]
+
+
+def _differing(plain: Outcomes, ours: Outcomes) -> list[str]:
+    tests = sorted(plain.keys() | ours.keys())
+    return [test for test in tests if _outcome(plain, test) != _outcome(ours, test)]
+
+
+def _outcome(outcomes: Outcomes, test: str) -> str:
+    return outcomes[test]["outcome"] if test in outcomes else "not there"
+
+
+def _counts(plain: Outcomes, swaps: dict[str, Outcomes]) -> str:
+    """The table of how many tests ran, and how."""
+
+    def row(title: str, count: Any) -> str:
+        return f"| {title} | " + " | ".join(str(count(ours)) for ours in swaps.values()) + " |"
+
+    def both(ours: Outcomes, outcome: str) -> list[str]:
+        return [t for t in plain if _outcome(plain, t) == outcome == _outcome(ours, t)]
+
+    return "\n".join((
+        f"torch {torch.__version__}, {len(plain)} tests:",
+        "",
+        "| in torch's place | " + " | ".join(swaps) + " |",
+        "|---|" + "---|" * len(swaps),
+        row("pass on both", lambda ours: len(both(ours, "passed"))),
+        row(
+            "of these, on kernels of ours",
+            lambda ours: sum(ours[t]["on_kernels"] for t in both(ours, "passed")),
+        ),
+        row("fail on both", lambda ours: len(both(ours, "failed"))),
+        row("skipped on both", lambda ours: len(both(ours, "skipped"))),
+        row("differ", lambda ours: len(_differing(plain, ours))),
+    ))  # fmt: skip
+
+
+def _between(page: str, what: str) -> str:
+    return _parts(page, what)[1]
+
+
+def _replaced(page: str, what: str, text: str) -> str:
+    before, _, after = _parts(page, what)
+    return f"{before}{text}\n{after}"
+
+
+def _parts(page: str, what: str) -> tuple[str, str, str]:
+    """The page up to what a script writes there, that, and the rest."""
+    begin, end = page.index(f"<!-- {what}: begin -->\n"), page.index(f"<!-- {what}: end -->")
+    begin = page.index("\n", begin) + 1
+    return page[:begin], page[begin:end], page[end:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

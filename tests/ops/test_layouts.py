@@ -1,0 +1,153 @@
+"""How outputs and gradients lie in memory: as torch has it, whichever way a call takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from helpers import BACKENDS, device_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_attn import functional as F
+from fused_attn import masks, nn
+from fused_attn.core.call import AttentionCall
+from fused_attn.masks.spec import MaskSpec
+
+BATCH, HEADS, SEQLEN, DIM = SHAPE = (2, 3, 5, 8)
+# Dimensions from the outermost in memory on; attention's own shape, that of batch-first modules,
+# that of the others, and the rest.
+ORDERS = {
+    "".join("bhl"[i] for i in order): (*order, 3) for order in itertools.permutations(range(3))
+}
+every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+
+
+def lying(order, device="cpu", shape=SHAPE):
+    """A tensor of the shape whose dimensions lie in this order."""
+    places = [order.index(dim) for dim in range(len(order))]
+    return torch.randn([shape[dim] for dim in order], device=device).permute(places)
+
+
+@every_order
+@pytest.mark.parametrize("masked", [False, True])
+def test_output_lies_as_that_of_torch(order, masked):
+    query, other = lying(order), lying((0, 1, 2, 3))
+    mask = torch.rand(SEQLEN, SEQLEN) < 0.9 if masked else None
+    want = torch.nn.functional.scaled_dot_product_attention(query, other, other, mask)
+    at_once = F.scaled_dot_product_attention(query, other, other, mask)
+    whole_way = F.scaled_dot_product_attention(query, other, other, mask, return_lse=True)[0]
+    learned = F.scaled_dot_product_attention(query.requires_grad_(), other, other, mask)
+    assert want.stride() == query.stride()
+    assert at_once.stride() == whole_way.stride() == learned.stride() == want.stride()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_views_that_work_with_torch(backend):
+    there = device_of(backend)
+    contiguous = torch.randn(SHAPE, device=there)
+    packed = torch.randn(BATCH, SEQLEN, 3, HEADS, DIM, device=there)  # of one projection
+    wide = torch.randn(BATCH, HEADS, SEQLEN, 2 * DIM, device=there)
+    for value in (contiguous, wide):
+        out = F.scaled_dot_product_attention(contiguous, contiguous, value, backend=backend)
+        assert out.view(BATCH * HEADS, SEQLEN, -1).shape[2] == value.shape[3]
+    query, key, value = (t.transpose(1, 2) for t in packed.unbind(2))
+    out = F.scaled_dot_product_attention(query, key, value, backend=backend)
+    assert out.transpose(1, 2).view(BATCH, SEQLEN, HEADS * DIM).is_contiguous()
+    more = torch.randn(2, *SHAPE, device=there)
+    assert F.scaled_dot_product_attention(more, more, more, backend=backend).is_contiguous()
+
+
+@every_order
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_lie_as_their_tensors(order, backend):
+    """So that .grad takes them as they are, and projections read them in place."""
+    there = device_of(backend)
+    leaves = [lying(order, there), lying((0, 1, 2, 3), there), lying((0, 2, 1, 3), there)]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    grads = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sum(), leaves)
+    assert [g.stride() for g in grads] == [leaf.stride() for leaf in leaves]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@every_order
+def test_fakes_agree(order, backend):
+    there = device_of(backend)
+    query, key = lying(order, there), lying((0, 2, 1, 3), there)
+    last = lying((0, 1, 3, 2), there)  # kernels read a copy of it
+    for call in (
+        AttentionCall(query, key, key, MaskSpec(), 1.0),
+        AttentionCall(last, query, query, MaskSpec(), 1.0),
+        AttentionCall(query[:1], key[:1], last[:1], MaskSpec(), 1.0),
+    ):
+        forward, backward = torch.ops.fused_attn.attention_fwd, torch.ops.fused_attn.attention_bwd
+        torch.library.opcheck(forward.default, (*call.flat(), True, backend))
+        outputs = forward(*call.flat(), True, backend)
+        rest = (*outputs, torch.ones_like(outputs[0]), None, False, backend)
+        torch.library.opcheck(backward.default, (*call.flat(), *rest))
+
+
+@every_order
+def test_compiled_with_sizes_as_symbols(order):
+    def attend(query, key):
+        return F.scaled_dot_product_attention(query, key, key)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seqlen in (4, 7):
+        shape = (BATCH, HEADS, seqlen, DIM)
+        query, key = (lying(order, shape=shape).requires_grad_() for _ in range(2))
+        for function in (attend, compiled):
+            out = function(query, key)
+            grad = torch.autograd.grad(out.sum(), query)[0]
+            assert out.stride() == grad.stride() == query.stride()
+
+
+class _Copies(TorchDispatchMode):
+    """Counts what copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.counted[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "weights", "encoder", "decoder"])
+def test_modules_copy_nothing(kind, batch_first):
+    """Projections are transposed for attention, and its output back: nothing is moved for that."""
+    options = {"batch_first": batch_first, "dropout": 0.0}
+    attention = nn.MultiheadAttention(16, 2, **options)
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, **options)
+    decoder = nn.TransformerDecoderLayer(16, 2, 32, **options)
+    call = {
+        "attention": lambda x: attention(x, x, x, need_weights=False, is_causal=True)[0],
+        "weights": lambda x: attention(x, x, x)[0],
+        "encoder": encoder,
+        "decoder": lambda x: decoder(x, x),
+    }[kind]
+    x = torch.randn(4, 6, 16, requires_grad=True)
+    with _Copies() as copies:
+        call(x)
+    assert not copies.counted
+
+
+@pytest.mark.parametrize("expanded", [0, 1, 2])
+def test_expanded_dimensions_stay_where_they_are(expanded):
+    sizes = [1 if dim == expanded else size for dim, size in enumerate(SHAPE)]
+    query, key = torch.randn(sizes).expand(SHAPE), torch.randn(SHAPE)
+    at_once = F.scaled_dot_product_attention(query, key, key)
+    whole_way = F.scaled_dot_product_attention(query, key, key, return_lse=True)[0]
+    assert at_once.is_contiguous() and whole_way.is_contiguous()
+
+
+def test_packed_sequences():
+    packed = torch.randn(SEQLEN, HEADS, DIM, requires_grad=True)
+    starts = torch.tensor([0, 2, SEQLEN])
+    out = F.varlen_attention(packed, packed, packed, starts, starts, 3, 3, masks.causal())
+    assert out.is_contiguous()
+    assert torch.autograd.grad(out.sum(), packed)[0].is_contiguous()

@@ -1,0 +1,94 @@
+"""import fused_attn is light: it brings no triton along, and neither do ordinary calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CALLS = """
+import contextlib
+import sys
+import torch
+
+# torch's own doing, if it does: nothing to be seen then.
+before = "triton" in sys.modules
+import fused_attn
+from fused_attn import masks
+
+def light(what):
+    assert before or "triton" not in sys.modules, what
+
+light("import")
+x = torch.randn(2, 4, 9, 8, requires_grad=True)
+fused_attn.scaled_dot_product_attention(x.detach(), x.detach(), x.detach())
+mask = masks.causal() & masks.padding([9, 4])
+out, lse = fused_attn.scaled_dot_product_attention(x, x, x, mask, 0.1, return_lse=True)
+(out.sum() + lse.sum()).backward()
+light("attention")
+fused_attn.layer_norm(x, 8, residual=x).sum().backward()
+fused_attn.rms_norm(x.detach(), 8)
+light("norms")
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    fused_attn.scaled_dot_product_attention(x, x, x, is_causal=True)
+light("autocast")
+with contextlib.suppress(NotImplementedError):  # the reasons of every backend are asked for
+    fused_attn.scaled_dot_product_attention(x, x, x, backend="cuda")
+wide = torch.randn(1, 1, 2, 300)
+fused_attn.scaled_dot_product_attention(wide, wide, wide)
+fused_attn.available_backends()
+light("the choice of a backend")
+with fused_attn.enabled():
+    torch.nn.functional.scaled_dot_product_attention(x, x, x)
+light("enable")
+layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+assert fused_attn.swap_modules(layer).swapped
+layer(torch.randn(2, 5, 16)).sum().backward()
+light("modules")
+"""
+
+COUNTED = """
+import torch
+from fused_attn import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+x = torch.randn(2, 4, 9, 8)
+with FlopCounterMode(display=False) as counter:
+    scaled_dot_product_attention(x, x, x)
+assert counter.get_total_flops() == 2 * 2 * (2 * 4 * 9) * 9 * 8, counter.get_total_flops()
+"""
+
+FIRST = "import torch.utils.flop_counter\n"
+LOOKED_FOR = (
+    "import fused_attn, importlib.util\nimportlib.util.find_spec('torch.utils.flop_counter')\n"
+)
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_triton_is_not_imported():
+    run(CALLS)
+
+
+@pytest.mark.parametrize("before", ["", FIRST, LOOKED_FOR], ids=["after", "before", "looked_for"])
+def test_flops_are_counted_whoever_imports_the_counter(before):
+    run(before + COUNTED)
+
+
+def test_the_counter_may_come_from_anywhere():
+    """Two looks for its module, both run, and a copy of the loader: none breaks anything."""
+    run(
+        """
+import fused_attn, importlib.util, pickle
+specs = [importlib.util.find_spec("torch.utils.flop_counter") for _ in range(2)]
+pickle.dumps(specs[0].loader)
+for spec in specs:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+import torch.utils.flop_counter as counter
+assert type(counter.__spec__.loader).__name__ == "SourceFileLoader"
+"""
+    )

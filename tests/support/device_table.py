@@ -1,0 +1,135 @@
+"""The table of docs/support.md: what calls on a device without verified kernels run on.
+
+The devices are pretended: the choice sees them, the tensors are on the CPU, and torch's CPU kernels
+stand for its own of that device. `python tests/support/device_table.py` brings it into the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import surfaces
+import torch
+import torch.nn.functional as F
+
+import fused_attn as fa
+from fused_attn import functional
+from fused_attn.backends import problem_of, registry
+from fused_attn.nn import weights
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
+BEGIN, END = "<!-- devices: begin -->", "<!-- devices: end -->"
+DEVICES = ("cuda", "mps", "xpu")
+
+
+@contextlib.contextmanager
+def pretended(device_type: str) -> Iterator[list[str]]:
+    """Within the block the choice of a backend sees all tensors on such a device, without kernels
+    of this package. Gives the names of the backends that the whole way chose."""
+    chosen: list[str] = []
+    device = torch.device(device_type)
+
+    def problem(*args: Any) -> Any:
+        return replace(problem_of(*args), device=device)
+
+    def select(*args: Any) -> Any:
+        backend = registry.select(*args)
+        chosen.append(backend.name)
+        return backend
+
+    with contextlib.ExitStack() as stack:
+        for module in (functional, weights):
+            stack.enter_context(mock.patch.object(module, "problem_of", problem))
+            stack.enter_context(mock.patch.object(module, "select", select))
+        first = mock.patch.object(
+            functional, "first_backend", functools.partial(_first, device_type)
+        )
+        stack.enter_context(first)
+        stack.enter_context(mock.patch.object(registry, "_notified", set()))
+        registry._first_on.cache_clear()
+        yield chosen
+    registry._first_on.cache_clear()
+
+
+def _first(device_type: str, _: str) -> Any:
+    return registry.first_backend(device_type)
+
+
+def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """By kind of call: ours, and what a user of torch would call."""
+    q, k, v = torch.randn(3, 2, 4, 32, 64).unbind()
+    x, w = torch.randn(8, 64), torch.randn(64)
+    lengths = torch.tensor([32, 20])
+    padding, bias = fa.masks.padding(lengths), torch.randn(1, 4, 32, 32)
+    visible = (torch.arange(32) < lengths[:, None])[:, None, None]
+    ours, torchs = fa.scaled_dot_product_attention, F.scaled_dot_product_attention
+    return {
+        "attention": (lambda: ours(q, k, v), lambda: torchs(q, k, v)),
+        "causal": (lambda: ours(q, k, v, is_causal=True), lambda: torchs(q, k, v, is_causal=True)),
+        "padded": (lambda: ours(q, k, v, padding), lambda: torchs(q, k, v, visible)),
+        "float mask": (lambda: ours(q, k, v, bias), lambda: torchs(q, k, v, bias)),
+        "dropout": (lambda: ours(q, k, v, None, 0.1), lambda: torchs(q, k, v, None, 0.1)),
+        "layer_norm": (lambda: fa.layer_norm(x, 64, w, w), lambda: F.layer_norm(x, (64,), w, w)),
+        "rms_norm": (lambda: fa.rms_norm(x, 64, w), lambda: F.rms_norm(x, (64,), w)),
+        "norm of a sum": (
+            lambda: fa.layer_norm(x, 64, w, w, residual=x),
+            lambda: F.layer_norm(x + x, (64,), w, w),
+        ),
+        "softcap": (lambda: ours(q, k, v, softcap=30.0), lambda: None),
+        "weights": (
+            lambda: weights.attention_with_weights(q, k, v),
+            lambda: ((q * 0.1) @ k.mT).softmax(-1) @ v,
+        ),
+    }
+
+
+def operations(call: Callable[[], Any]) -> int:
+    """Calls into torch that a call makes, once what it keeps is kept; those within are not."""
+    call()
+    with torch.no_grad(), torch.profiler.profile(activities=[_CPU]) as profile:
+        call()
+    return sum(e.name.startswith("aten::") and e.cpu_parent is None for e in profile.events())
+
+
+_CPU = torch.profiler.ProfilerActivity.CPU
+
+
+def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
+    """Backend, operations, those of torch's own call, and the warning, of a call on a device."""
+    own, torchs = calls()[kind]
+    with pretended(device_type) as chosen, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own()
+        backend = chosen[0] if chosen else registry.first_backend(device_type).name
+        count = operations(own)
+    return backend, count, operations(torchs), "; ".join(str(w.message) for w in caught)
+
+
+def table() -> str:
+    """The table in Markdown."""
+    rows = [
+        "| call | backend on CUDA, MPS and XPU | calls into torch | of torch's own way |",
+        "|---|---|---|---|",
+    ]
+    for kind in calls():
+        each = {row(device_type, kind)[:3] for device_type in DEVICES}
+        (backend, count, torchs), *others = each
+        assert not others, f"devices differ: {each}"
+        rows.append(f"| {kind} | `{backend}` | {count} | {torchs or ''} |")
+    return "\n".join(rows)
+
+
+def with_table(page: str) -> str:
+    """The page with the table as it should be."""
+    return surfaces.between(page, BEGIN, END, table())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")

@@ -1,0 +1,194 @@
+"""Attention whose rows see few keys, or one that has nearly all the weight, in 16 bits.
+
+What is left of the scores' gradients there is small beside what it is the difference of, and shows
+what was rounded on the way. A search of its own, by problems with a number each:
+
+    python tests/support/peaked_rows.py --backend cpp --isa avx2 --problems 20000
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from helpers import BACKENDS, INTERPRETED, compare_with_eager, random_qkv, short
+from torch import Tensor
+
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import cpp
+from fused_attn.masks import Mask
+from fused_attn.tools.contract import Finding
+
+ROUNDINGS = 8  # of float32, in what a score's gradient is the difference of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes are (batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v); kinds
+    are the masks; queries are `size` times normal."""
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
+    size: float
+    scale: float | None
+    dropout_p: float
+
+    def __str__(self) -> str:
+        shape = "B{} H{} Hk{} Lq{} Lk{} D{} Dv{}".format(*self.shape)
+        return (
+            f"{self.number}: {shape} {short(self.dtype)}, queries x {self.size:g}, scale "
+            f"{self.scale}, dropout {self.dropout_p:g}, {' & '.join(self.kinds) or 'no mask'}"
+        )
+
+    def mask(self) -> Mask | None:
+        """All of its kinds."""
+        whole = None
+        for kind in self.kinds:
+            own = _mask(kind, self.number, self.shape)
+            whole = own if whole is None else whole & own
+        return whole
+
+    def tensors(self) -> dict[str, Tensor]:
+        """query, key and value."""
+        tensors = {
+            n: t for n, t in random_qkv(*self.shape, seed=self.number).items() if t is not None
+        }
+        tensors["query"] *= self.size
+        return tensors
+
+    def findings(self, backend: str) -> list[Finding]:
+        """What the contract says of a backend's output and gradients."""
+        options: dict[str, Any] = {"scale": self.scale, "dropout_p": self.dropout_p}
+        function = out_only(self.mask(), **options)
+        return compare_with_eager(function, self.tensors(), self.dtype, backend)[1]
+
+    def judge(self, backend: str) -> Finding:
+        """What is closest to its limit, or furthest beyond, where gradients may show what float32
+        leaves of a difference.
+
+        A score's gradient is P (dP - delta), which is 0 or nearly so where one key has all the
+        weight. Eager attention subtracts numbers of 16 bits there, mostly without any error, and is
+        no measure for kernels that keep 32 bits.
+        """
+        tensors = self.tensors()
+        scale = self.shape[5] ** -0.5 if self.scale is None else self.scale
+        terms = tensors["value"].abs().sum(-1).max().item() / (1.0 - self.dropout_p) * scale
+        other = {"grad_query": "key", "grad_key": "query"}
+        judged = []
+        for finding in self.findings(backend):
+            lost = 0.0
+            if finding.name in other:
+                lost = terms * tensors[other[finding.name]].abs().max().item()
+            limit = finding.limit + ROUNDINGS * 2.0**-24 * lost
+            judged.append(replace(finding, limit=limit))
+        return max(judged, key=share)
+
+
+def out_only(mask: Mask | None, **options: Any) -> Callable[..., Callable[..., tuple[Tensor]]]:
+    """As `attention` of the helpers, without lse: beside its gradient, what is searched for here is
+    small."""
+
+    def of(backend: str) -> Callable[..., tuple[Tensor]]:
+        def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
+            whole = None if mask is None else mask.to(query.device)
+            out = F.scaled_dot_product_attention(
+                query, key, value, whole, enable_gqa=True, backend=backend, **options
+            )
+            return (out,)
+
+        return call
+
+    return of
+
+
+KINDS = (
+    "padding", "causal", "causal_bottom_right", "key_mask", "alibi", "window", "dense",
+)  # fmt: skip
+
+
+def problem(number: int) -> Problem:
+    """The problem of a number, in any process."""
+    draw = random.Random(number)
+    heads_kv = draw.choice([1, 2, 2, 3])
+    head_dim = draw.choice([16, 32, 64, 80, 96, 128, 256])
+    return Problem(
+        number,
+        draw.choice([torch.bfloat16, torch.float16]),
+        (
+            draw.choice([1, 2, 3]),
+            heads_kv * draw.choice([1, 1, 2]),
+            heads_kv,
+            draw.choice([1, 2, 3, 5, 8, 17, 33, 40]),
+            draw.choice([1, 2, 3, 5, 8, 16, 17, 33, 70]),
+            head_dim,
+            draw.choice([head_dim, head_dim, 40]),
+        ),
+        tuple(draw.sample(KINDS, draw.choice([0, 1, 1, 2, 3]))),
+        draw.choice([1.0, 3.0, 8.0]),
+        draw.choice([None, 0.3]),
+        draw.choice([0.0, 0.0, 0.0, 0.3]),
+    )
+
+
+def _mask(kind: str, seed: int, shape: tuple[int, ...]) -> Mask:
+    batch, heads, _, seqlen_q, seqlen_k, *_ = shape
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "padding":
+        return masks.padding(torch.randint(1, seqlen_k + 1, (batch,), generator=generator))
+    if kind == "causal":
+        return masks.causal()
+    if kind == "causal_bottom_right":
+        return masks.causal(align="bottom_right")
+    if kind == "alibi":
+        return masks.alibi(2.0 ** -torch.arange(1.0, heads + 1))
+    if kind == "window":
+        return masks.sliding_window(2, 1)
+    rows = 1 if kind == "key_mask" else seqlen_q
+    return masks.dense(torch.rand(batch, 1, rows, seqlen_k, generator=generator) < 0.4)
+
+
+def share(finding: Finding) -> float:
+    """The error as a share of its limit."""
+    return finding.error / finding.limit if finding.limit > 0.0 else float(finding.error > 0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", choices=BACKENDS, default="cpp")
+    parser.add_argument("--isa", help="instruction set of the backend cpp")
+    parser.add_argument("--problems", type=int, default=20000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
+    args = parser.parse_args()
+    if INTERPRETED:
+        import triton_interpreter
+
+        triton_interpreter.repair()
+    outside, worst, begin = 0, 0.0, time.monotonic()
+    with cpp.use_isa(args.isa) if args.isa else contextlib.nullcontext():
+        for number in range(args.first, args.first + args.problems):
+            own = problem(number)
+            finding = own.judge(args.backend)
+            if not finding.ok:
+                outside += 1
+                print(f"{own}\n    {finding}", flush=True)
+            worst = max(worst, share(finding))
+    took = time.monotonic() - begin
+    where = f"{args.backend} {args.isa or ''}".strip()
+    print(
+        f"{where}: {outside} of {args.problems} outside the contract, worst {worst:.2f} of the "
+        f"limit, {took:.0f} s"
+    )
+    raise SystemExit(outside > 0)
+
+
+if __name__ == "__main__":
+    main()

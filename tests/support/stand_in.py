@@ -1,0 +1,65 @@
+"""A backend that is chosen only where it was verified, with the kernels of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fused_attn.backends import verdicts
+from fused_attn.backends.cpp import CppBackend
+from fused_attn.backends.registry import BACKENDS
+
+CPU = torch.device("cpu")
+
+
+class StandIn(CppBackend):
+    """Its attention is done to as a test likes: `hurt` gets the call and its outputs."""
+
+    name = "stand_in"
+
+    def __init__(self):
+        self.hurt = lambda call, outputs: None
+
+    def asked_first(self, device_type):
+        return False
+
+    def not_automatic(self, problem):
+        return verdicts.reasons_against(self.name, problem)
+
+    def chosen_for_some(self, device_type):
+        return verdicts.any_usable(self.name, device_type)
+
+    def attention_at_once(self, *args):
+        return None
+
+    def norm_at_once(self, *args):
+        return None
+
+    def attention_fwd(self, call, for_backward):
+        outputs = super().attention_fwd(call, for_backward)
+        self.hurt(call, outputs)
+        return outputs
+
+
+@contextmanager
+def in_place_of_cpp(*first: str) -> Iterator[StandIn]:
+    """Within the block "stand_in" comes first, but for `first`; "cpp", last, is never chosen."""
+    before, own = dict(BACKENDS), StandIn()
+    rest = {name: backend for name, backend in before.items() if name not in ("cpp", *first)}
+    ahead = {name: before[name] for name in first}
+    _set({**ahead, own.name: own, **rest, "cpp": before["cpp"]})
+    verdicts.KERNELS[own.name] = lambda: [Path(__file__)]
+    try:
+        yield own
+    finally:
+        _set(before)
+        del verdicts.KERNELS[own.name]
+
+
+def _set(backends):
+    BACKENDS.clear()
+    BACKENDS.update(backends)
+    verdicts.read_again()  # also forgets which backend is asked first

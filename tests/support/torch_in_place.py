@@ -1,0 +1,139 @@
+"""A pytest plugin: PyTorch's own tests with ours in torch's place, and what becomes of each.
+
+torch_suite.py loads it (`-p torch_in_place`) into the processes that run PyTorch's test files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import fused_attn
+from fused_attn.backends.registry import BACKENDS
+from fused_attn.nn._from_torch import REPLACEMENTS
+
+# The passes that a call begins with. That kernels computed one is noted.
+_PASSES = (
+    "attention_at_once", "norm_at_once", "attention_fwd", "attention_weights", "attention_decode",
+    "norm_fwd",
+)  # fmt: skip
+
+_on_kernels = False  # the test that runs
+
+
+def _functions() -> None:
+    """Our functions in the place of torch's, under all names that tests call them by."""
+    fused_attn.enable()
+    torch.nn.functional.layer_norm = fused_attn.layer_norm
+    torch.nn.functional.rms_norm = fused_attn.rms_norm  # type: ignore[assignment]
+
+
+def _modules() -> None:
+    """Our classes in the place of those of torch.nn that they replace."""
+    for theirs, ours in REPLACEMENTS.items():
+        for namespace in (torch.nn, torch.nn.modules):
+            if getattr(namespace, theirs.__name__, None) is theirs:
+                setattr(namespace, theirs.__name__, ours)
+
+
+# Name of a run -> what it puts in torch's place before PyTorch's tests are imported.
+SWAPS: dict[str, Callable[[], None]] = {
+    "torch": lambda: None,
+    "functions": _functions,
+    "modules": _modules,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("PyTorch's tests")
+    group.addoption("--swap", choices=SWAPS, default="torch")
+    group.addoption("--outcomes", type=Path, help="JSON lines, the last line of a test counts")
+    group.addoption("--about", default="", help="a regular expression that names of tests match")
+    group.addoption("--most", type=int, default=0, help="how many parameters of one test; 0: all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    SWAPS[config.option.swap]()
+    for backend in BACKENDS.values():
+        if not backend.differentiable:
+            for name in _PASSES:
+                _note_calls(type(backend), name)
+
+
+def _note_calls(cls: type, name: str) -> None:
+    compute = getattr(cls, name)
+
+    @functools.wraps(compute)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        global _on_kernels
+        out = compute(*args, **kwargs)
+        _on_kernels |= out is not None
+        return out
+
+    setattr(cls, name, noted)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is about something else, and what a process before this one has run."""
+    about = re.compile(config.option.about)
+    done = read_outcomes(config.option.outcomes)
+    concerned = [item for item in items if about.search(_name(item.nodeid))]
+    wanted = {i for i in _sample(concerned, config.option.most) if _name(i.nodeid) not in done}
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = [item for item in items if item in wanted]
+
+
+def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Of each test at most so many parameters, the same ones in every run."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        # PyTorch's tests have the device between their name and their parameters.
+        tests.setdefault(re.split("_(?:cpu|cuda)", item.nodeid)[0], []).append(item)
+    few = [t if len(t) <= (most or len(t)) else Random(0).sample(t, most) for t in tests.values()]
+    return [item for test in few for item in test]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Notes the test before it runs: what stays of one that ends the process is that line."""
+    global _on_kernels
+    _on_kernels = False
+    _write(item.config, _name(item.nodeid), "crashed")
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    outcome = report.outcome
+    if hasattr(report, "wasxfail"):
+        outcome = "failed as expected" if report.skipped else "passed unexpectedly"
+    if report.when == "call" or report.outcome != "passed":
+        why = "" if report.passed else report.longreprtext.strip()
+        _write(item.config, _name(item.nodeid), outcome, why)
+    return report
+
+
+def _name(nodeid: str) -> str:
+    """Class::test, as the tables of differences have it."""
+    return nodeid.partition("::")[2]
+
+
+def _write(config: pytest.Config, test: str, outcome: str, why: str = "") -> None:
+    line = {"test": test, "outcome": outcome, "on_kernels": _on_kernels, "why": why}
+    with config.option.outcomes.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """What became of each test, by its name."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line["test"]: line for line in map(json.loads, lines)}

@@ -1,0 +1,461 @@
+"""fused-attn verify: what is right and faster is stored, what is wrong is refused and shown."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from helpers import BACKENDS
+from stand_in import CPU, in_place_of_cpp
+
+from fused_attn import functional as F
+from fused_attn.backends import get_backend, select, verdicts
+from fused_attn.backends.registry import BACKENDS as REGISTERED
+from fused_attn.tools import cli, plan, timing, verify
+from fused_attn.tools.cases import MASKS
+from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck
+from fused_attn.tools.plan import Plan
+
+# With kernels that are chosen only where they were verified; here by emulation.
+EMULATED = [name for name in BACKENDS if name in verdicts.KERNELS and torch.cuda.is_available() < 1]
+SMALL = {"ends": (32,), "tokens": 64, "hidden": 128, "cached": 64}
+SHAPE = "2,4/2,21,37,16"
+ONE_BACKEND = pytest.mark.thinned("what decides is the same for every backend")
+
+
+def small_plan(features=("none", "causal"), dtypes=("float32",)):
+    """Checks of a second, and classes of these features, of few problems."""
+    checks = [
+        AttentionCheck(shape=SHAPE, result="lse"),
+        AttentionCheck(shape=SHAPE, mask="causal"),
+        AttentionCheck(shape=SHAPE, mask="causal+padding", bias=True),
+        AttentionCheck(shape=SHAPE, dropout_p=0.3, how="bits"),
+        AttentionCheck(shape=SHAPE, mask="causal", how="twice"),
+        NormCheck(rows=9, columns=40, residual=True),
+    ]
+    classes = dict(plan.attention_classes(dtypes, [32], **SMALL))
+    classes |= dict(plan.norm_classes(dtypes, [256], elements=1024))
+    wanted = (*features, "plain")
+    return Plan(checks, {n: p for n, p in classes.items() if n.split()[3] in wanted}, rounds=1)
+
+
+@pytest.fixture(params=["stand_in", *EMULATED])
+def backend(request, verdict_folder):
+    """A backend that is chosen by verdicts, the first of all."""
+    own = [] if request.param == "stand_in" else [request.param]
+    with in_place_of_cpp(*own) as stand_in:
+        if own:
+            REGISTERED.pop("stand_in")
+        else:
+            own = [stand_in.name]
+        yield get_backend(own[0])
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Whatever is not torch's takes half its time, but for masks; whatever the machine."""
+
+    def medians(ways, device, rounds, advance):
+        return {name: 1.0 if REGISTERED[name].differentiable else 0.5 for name in ways}
+
+    monkeypatch.setattr(timing, "medians", medians)
+
+
+def hurt(monkeypatch, backend, when, how):
+    """Makes a backend's attention do something to the outputs of calls like these."""
+    run = type(backend).attention_fwd
+
+    def attention_fwd(self, call, for_backward):
+        outputs = run(self, call, for_backward)
+        if when(call):
+            how(outputs)
+        return outputs
+
+    monkeypatch.setattr(type(backend), "attention_fwd", attention_fwd)
+
+
+def of_kind(kind):
+    return lambda call: call.mask.kind == kind
+
+
+def run_snippet(text, capsys):
+    """What the code prints."""
+    capsys.readouterr()
+    exec(compile(text, "snippet", "exec"), {})
+    return capsys.readouterr().out
+
+
+# ---- verdicts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fast")
+def test_stored_chosen_and_forgotten(backend, verdict_folder):
+    made, steps = small_plan(), []
+    problem = problem_of_probe(made.classes[class_named("causal", "training")][0])
+    assert select(problem) is not backend
+    report = verify.verify(backend.name, made, lambda: steps.append(1))
+    assert not report.wrong and report.path.parent == verdict_folder
+    assert len(steps) == made.steps
+    assert report.usable == list(made.classes)
+    assert all(verdict.speedup == 2.0 for verdict in report.classes.values())
+    assert select(problem) is backend
+    x = torch.randn(1, 2, 40, 32, requires_grad=True)
+    out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert "Attention" in out.grad_fn.name()  # not torch's own
+    verdicts.forget([backend.name])
+    assert select(problem) is not backend
+
+
+def class_named(feature, direction, length="L<=128"):
+    return f"attention float32 D<=32,{length} {feature} {direction}"
+
+
+def problem_of_probe(probe):
+    """As the choice sees it."""
+    seen = []
+
+    def chosen(problem, backend=None):
+        seen.append(problem)
+        raise NotImplementedError
+
+    call, operands = probe.timed.call(CPU), probe.timed.operands(CPU)
+    leaves = [t.requires_grad_(probe.timed.gradients) for t in operands.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("functional", "nn.weights", "decode"):
+            patch.setattr(f"fused_attn.{module}.select", chosen)
+        patch.setattr("fused_attn.functional.first_backend", lambda device_type: None)
+        with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.timed.gradients):
+            call(*leaves)
+    return seen[0]
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.thinned("causal is there", kind=["none"])
+@pytest.mark.parametrize("kind", ["causal", "none"])
+def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
+    """The class is not stored as usable, others are; what is shown shows it again."""
+    hurt(monkeypatch, backend, of_kind(kind), lambda outputs: outputs.out.mul_(1.01))
+    report = verify.verify(backend.name, small_plan())
+    other = {"causal": "none", "none": "causal"}[kind]
+    stored = json.loads(report.path.read_text())["classes"]
+    for direction in ("forward", "training"):
+        assert stored[class_named(kind, direction)]["usable"] is False
+        assert stored[class_named(kind, direction)]["found"] == "wrong"
+        assert stored[class_named(other, direction)]["usable"] is True
+    assert report.wrong
+    trial = report.wrong[0]
+    for word in (repr(SHAPE), "dtype='float32'", "seed=0", "error", "allowed", torch.__version__):
+        assert word in report.snippet(trial)
+    assert "WRONG out" in run_snippet(report.snippet(trial), capsys)
+    monkeypatch.undo()
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
+def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
+    run = type(backend).attention_bwd
+
+    def attention_bwd(*args):
+        grads = run(*args)
+        grads.query.mul_(1.01)
+        return grads
+
+    monkeypatch.setattr(type(backend), "attention_bwd", attention_bwd)
+    report = verify.verify(backend.name, small_plan())
+    assert report.classes[class_named("none", "forward")].usable
+    assert not report.classes[class_named("none", "training")].usable
+    assert "grad query" in report.wrong[0].problem()
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
+def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
+    """Checks that come late tell of classes that came before."""
+    long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
+    hurt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
+    report = verify.verify(backend.name, small_plan())
+    found = {name: verdict.usable for name, verdict in report.classes.items()}
+    assert not any(usable for name, usable in found.items() if " causal " in name)
+    assert all(usable for name, usable in found.items() if " causal " not in name)
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
+def test_dropout_that_keeps_others_is_wrong(backend, monkeypatch):
+    def one_more(outputs):
+        outputs.out[0, 0, 0].fill_(1.0)
+
+    hurt(monkeypatch, backend, lambda call: call.dropout_p > 0.0, one_more)
+    made = small_plan(["dropout"])
+    made = Plan([check for check in made.checks if check.how == "bits"], made.classes, 1)
+    report = verify.verify(backend.name, made)
+    assert "of 6216 elements so many differ" in report.wrong[0].problem()
+    assert not report.classes[class_named("dropout", "forward")].usable
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
+def test_results_that_do_not_repeat_are_wrong(backend, monkeypatch):
+    noise = iter(range(10000))
+    hurt(
+        monkeypatch, backend, of_kind("causal"),
+        lambda outputs: outputs.out[0, 0, 0].mul_(1.0 + 2.0**-22 * (next(noise) % 7)),
+    )  # fmt: skip
+    check = AttentionCheck(shape=SHAPE, mask="causal", gradients=False, how="twice")
+    assert not all(finding.ok for finding in check.run(backend.name, CPU))
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
+def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
+    def fail(outputs):
+        raise RuntimeError("misaligned address")
+
+    hurt(monkeypatch, backend, of_kind("causal"), fail)
+    report = verify.verify(backend.name, small_plan())
+    assert report.wrong[0].problem() == "RuntimeError: misaligned address"
+    assert not report.lost
+    assert report.classes[class_named("none", "forward")].usable
+    assert not report.classes[class_named("causal", "forward")].usable
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
+def test_after_a_gpu_stops_nothing_is_usable(backend, monkeypatch):
+    def fail(outputs):
+        monkeypatch.setattr(verify, "_alive", lambda device: False)
+        raise RuntimeError("illegal memory access")
+
+    hurt(monkeypatch, backend, of_kind("causal"), fail)
+    report = verify.verify(backend.name, small_plan())
+    assert report.lost and len(report.wrong) == 1 and report.usable == []
+    assert json.loads(report.path.read_text())["classes"].keys() == report.classes.keys()
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
+def test_what_is_not_taken_is_not_wrong(backend, monkeypatch):
+    take = type(backend).unsupported
+
+    def unsupported(self, problem):
+        causal = getattr(problem, "mask", "") == "causal"
+        return ["has no causal"] if causal else take(self, problem)
+
+    monkeypatch.setattr(type(backend), "unsupported", unsupported)
+    report = verify.verify(backend.name, small_plan())
+    assert not report.wrong
+    assert report.classes[class_named("causal", "forward")].found == "not to take it"
+    assert report.classes[class_named("none", "forward")].usable
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("speedup", [1.0, 0.8])
+def test_what_is_not_faster_is_not_chosen(backend, speedup, monkeypatch):
+    own = lambda name: name == backend.name  # noqa: E731
+    monkeypatch.setattr(
+        timing, "medians", lambda ways, *rest: {n: 1.0 if own(n) else speedup for n in ways}
+    )
+    report = verify.verify(backend.name, small_plan())
+    assert not report.wrong and report.usable == []
+    found = report.classes[class_named("causal", "forward")]
+    assert found.speedup == speedup and f"{speedup:.2f} times as fast as" in found.found
+
+
+def test_the_worst_probe_counts(verdict_folder, monkeypatch):
+    times = iter([2.0, 0.5] * 1000)
+    monkeypatch.setattr(
+        timing, "medians",
+        lambda ways, *rest: dict(zip(ways, (1.0, next(times)), strict=True)),
+    )  # fmt: skip
+    with in_place_of_cpp() as backend:
+        report = verify.verify(backend.name, small_plan())
+    assert {verdict.speedup for verdict in report.classes.values()} == {0.5}
+
+
+def test_memory_that_is_not_enough(verdict_folder, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(timing, "medians", full)
+    with in_place_of_cpp() as backend:
+        report = verify.verify(backend.name, small_plan())
+    assert not report.wrong and report.usable == []
+    assert "memory" in report.classes[class_named("none", "forward")].found
+
+
+def test_the_peer_is_torch(verdict_folder, monkeypatch):
+    """Calls that one of torch's backends refuses are compared with the next."""
+    peers = set()
+    monkeypatch.setattr(
+        timing, "medians", lambda ways, *rest: peers.add(list(ways)[1]) or dict.fromkeys(ways, 1.0)
+    )
+    with in_place_of_cpp() as backend:
+        verify.verify(backend.name, small_plan(features=("none", "softcap")))
+    torch_backends = [name for name, b in REGISTERED.items() if b.differentiable]
+    assert peers == set(torch_backends)
+
+
+# ---- the plans ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_mask_is_checked(quick):
+    checks = plan.plan(quick, graphs=True).checks
+    attention = [check for check in checks if isinstance(check, AttentionCheck)]
+    for dtype in plan.QUICK_DTYPES if quick else ("float32", "float16", "bfloat16"):
+        own = [check for check in attention if check.dtype == dtype]
+        masks = {part.partition(":")[0] for check in own for part in check.mask.split("+")}
+        assert masks == {"none", *MASKS}
+        assert {check.how for check in own} == {"contract", "bits", "twice", "graph"}
+        features = {feature for check in own for feature in check.features()}
+        assert features == {*verdicts.KINDS, *verdicts.OPTIONS}
+        norms = [c for c in checks if isinstance(c, NormCheck) and c.dtype == dtype]
+        assert {f for check in norms for f in check.features()} == {*verdicts.NORM_FEATURES}
+        assert any(isinstance(c, DecodeCheck) and c.dtype == dtype for c in checks)
+    assert not [c for c in plan.plan(quick, graphs=False).checks if c.how == "graph"]
+
+
+def test_probes_are_of_their_class():
+    """The name of a class is what the choice makes of its probes."""
+    sizes = {**SMALL, "ends": (*verdicts.LENGTHS, plan.LONGEST), "hidden": 32}
+    classes = dict(plan.attention_classes(["bfloat16"], [32], **sizes))
+    classes |= dict(plan.norm_classes(["float16"], elements=1 << 10))
+    for name, probes in classes.items():
+        for probe in probes:
+            assert name in verdicts.classes_of(problem_of_probe(probe))
+            assert probe.checked.features() == probe.timed.features()
+
+
+def test_a_full_plan_is_of_all_classes():
+    names = plan.plan(quick=False, graphs=False).classes
+    assert {name.split()[1] for name in names} == {"float32", "float16", "bfloat16"}
+    sizes = {name.split()[2] for name in names if name.startswith("attention")}
+    assert sizes == {
+        f"{verdicts.width_word(width)},{length}"
+        for width in verdicts.WIDTHS
+        for length in verdicts.length_words()
+    }
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        AttentionCheck(shape=SHAPE, mask="padding", poison=True, result="lse"),
+        AttentionCheck(shape=SHAPE, packed=True, bias=True),
+        AttentionCheck(shape=SHAPE, dropout_p=0.2, result="weights"),
+        AttentionCheck(shape=SHAPE, softcap=2.0, dtype="bfloat16"),
+        DecodeCheck(shape="3,8/2,2,64,16"),
+        DecodeCheck(shape="3,8/2,1,64,16", page_size=16),
+        NormCheck(rows=5, columns=37, rms=True, dropout_p=0.2, dtype="float16"),
+        NormCheck(rows=5, columns=37, affine=False),
+        NormCheck(rows=5, columns=37, dropout_p=0.3, how="bits"),
+    ],
+    ids=repr,
+)
+def test_checks(check, backend, capsys):
+    """They hold, and what they print of themselves runs."""
+    code = f"from fused_attn.tools.checks import *; {check!r}.show({backend.name!r}, 'cpu')"
+    out = run_snippet(code, capsys)
+    assert out and all(line.startswith("ok") for line in out.splitlines())
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_graph_that_reads_old_values_is_wrong(stale, verdict_folder, monkeypatch):
+    """With a stand-in for CUDA's graphs, which computes anew when it is replayed, or does not."""
+
+    class Graph:
+        def __init__(self, step):
+            self.step, self.results = step, [t.clone() for t in step()]
+
+        def replay(self):
+            for kept, new in zip(self.results, [] if stale else self.step(), strict=not stale):
+                kept.copy_(new)
+
+    def captured(step):
+        graph = Graph(step)
+        return graph.results, graph
+
+    monkeypatch.setattr("fused_attn.tools.checks._captured", captured)
+    check = AttentionCheck(shape=SHAPE, mask="causal", how="graph")
+    with in_place_of_cpp() as backend:
+        findings = check.run(backend.name, CPU)
+    assert len(findings) == 4 and all(finding.ok is not stale for finding in findings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(verdicts.KERNELS))
+def test_graphs_on_a_gpu(name):
+    if verify.against(name):
+        pytest.skip(f"reason: {verify.against(name)[0]}")
+    for check in plan.checks(["bfloat16"], [64], graphs=True):
+        if check.how == "graph":
+            assert all(finding.ok for finding in check.run(name))
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(verdict_folder, monkeypatch, capsys):
+    """fused-attn verify of a small plan; its exit status, stdout and stderr."""
+    monkeypatch.setattr(cli, "plan", lambda quick, graphs: small_plan())
+
+    def run(*argv):
+        status = cli.main(["verify", *argv])
+        return status, *capsys.readouterr()
+
+    with in_place_of_cpp() as backend:
+        run.backend = backend
+        yield run
+
+
+@pytest.mark.usefixtures("fast")
+def test_command(command, verdict_folder):
+    status, out, _ = command("--backend", "stand_in")
+    assert status == 0
+    assert re.search(r"^float32 +numerics of attention +\d+ +0 +0$", out, re.MULTILINE)
+    assert "CUDA graphs: not checked without a GPU" in out
+    assert re.search(r"^attention +float32 +D<=32,L<=128 +training +2.00 +2.00", out, re.MULTILINE)
+    assert f"stored in {verdict_folder}" in out
+    status, out, _ = command("--forget")
+    assert (status, list(verdict_folder.iterdir())) == (0, []) and "removed" in out
+    assert command("--forget")[:2] == (0, "nothing was stored\n")
+
+
+@pytest.mark.usefixtures("fast")
+def test_command_with_a_wrong_kernel(command):
+    def wrong(call, outputs):
+        if call.mask.kind == "causal":
+            outputs.out.mul_(1.01)
+
+    command.backend.hurt = wrong
+    status, out, _ = command("--backend", "stand_in")
+    assert status == 1
+    assert "AttentionCheck(shape='2,4/2,21,37,16', mask='causal', dtype='float32', seed=0)" in out
+    assert "checks are WRONG" in out and "wrong" in out
+    facts = json.loads(command("--backend", "stand_in", "--json", "-")[1])
+    own = facts["backends"]["stand_in"]
+    assert own["ok"] is False and own["wrong"][0]["snippet"].startswith("# backend stand_in")
+    assert own["classes"][class_named("causal", "forward")]["usable"] is False
+
+
+@pytest.mark.usefixtures("fast")
+def test_command_says_that_the_environment_decides(command, monkeypatch):
+    monkeypatch.setenv("FUSED_ATTN_BACKEND", "eager")
+    assert "FUSED_ATTN_BACKEND=eager decides" in command("--backend", "stand_in")[1]
+
+
+@pytest.mark.skipif(bool(EMULATED) or torch.cuda.is_available(), reason="reason: one can run here")
+def test_command_without_a_gpu(capsys):
+    assert cli.main(["verify"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("fused-attn verify: error: ") and err.count("\n") == 1
+
+
+def test_nothing_is_verified_unasked(verdict_folder):
+    with in_place_of_cpp():
+        x = torch.randn(1, 2, 40, 32)
+        F.scaled_dot_product_attention(x, x, x)
+    assert not verdict_folder.exists()

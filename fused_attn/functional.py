@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.backends import NormProblem, first_backend, plain_problem, problem_of, select
-from fused_attn.backends.registry import backend_at_once, by_problem
+from fused_attn.backends import first_backend, problem_of, select
 from fused_attn.core import autograd, packed
-from fused_attn.core.autocast import autocast, autocast_norm
+from fused_attn.core.autocast import any_autocast, autocast, autocast_norm
 from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.core.second_order import give_second_order
 from fused_attn.core.shapes import canonical
-from fused_attn.core.torch_state import learns, statistics_dtype, unwatched
+from fused_attn.core.torch_state import statistics_dtype, unwatched
 from fused_attn.core.validation import (
     attention_call,
     check_float,
@@ -27,10 +26,9 @@ from fused_attn.core.validation import (
     check_same,
     checked_cu_seqlens,
     checked_probability,
-    checked_scale,
 )
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, normalize, spec_at_once, with_summaries
+from fused_attn.masks.spec import MaskSpec, normalize
 
 
 def scaled_dot_product_attention(
@@ -87,9 +85,8 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
-    plain = softcap is None and backend is None and not return_lse and _is_zero(dropout_p)
-    if plain and type(is_causal) is bool and isinstance(query, Tensor) and unwatched():
-        out = _at_once(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if softcap is None and backend is None and not return_lse and unwatched():
+        out = _at_once(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -105,43 +102,43 @@ def scaled_dot_product_attention(
     return (out, lse.reshape(leading)) if return_lse else out
 
 
-def _is_zero(dropout_p: object) -> bool:
-    return type(dropout_p) in (float, int) and dropout_p == 0.0
-
-
 def _at_once(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | Mask | None,
+    dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor | None:
     """out by a backend that does all in one, or None: small calls spend their time on the way."""
-    device_type, spec = query.device.type, None
-    backend = first_backend(device_type)
-    if backend is None and not by_problem(device_type):
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return None
-    if not (isinstance(key, Tensor) and (scale is None or type(scale) in (float, int))):
+    if type(is_causal) is not bool or type(scale) not in _SCALES:
         return None
-    if attn_mask is not None or is_causal:
-        spec = spec_at_once(attn_mask, is_causal, query, key)
-        if spec is None:
-            return None
+    backend = first_backend(query.device)
     if backend is None:
-        problem = plain_problem(query, key, value, spec)
-        backend = None if problem is None else backend_at_once(problem)
-    if backend is None or (learns(query) and not backend.differentiable):
         return None
-    if spec is not None and isinstance(attn_mask, Mask):
-        spec = with_summaries(spec, backend.tile_summary)
-    out = backend.attention_at_once(query, key, value, spec, scale, bool(enable_gqa))
-    if out is not None and out.requires_grad:
-        scale = checked_scale(scale, query.shape[3])
-        call = AttentionCall(query, key, value, spec or MaskSpec(), scale)
-        give_second_order(out, call)
+    if any_autocast():
+        query, key, value = autocast(query, key, value)
+    out = backend.attention_at_once(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, bool(enable_gqa)
+    )
+    if out is not None and out.requires_grad and dropout_p == 0.0:
+
+        def call() -> AttentionCall:
+            mask = masks.as_mask(attn_mask, is_causal)
+            return attention_call(query, key, value, mask, scale, None, 0.0)
+
+        tensors = [query, key, value]
+        if attn_mask is not None:
+            tensors += [attn_mask] if isinstance(attn_mask, Tensor) else attn_mask.tensors()
+        give_second_order(out, tensors, call)
     return out
+
+
+_SCALES = frozenset({type(None), float, int})
 
 
 def varlen_attention(
@@ -338,20 +335,14 @@ def _norm(
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    plain = not return_residual and backend is None and _is_zero(dropout_p)
-    if plain and isinstance(input, Tensor) and unwatched():
-        first = first_backend(input.device.type)
-        if first is None and by_problem(input.device.type):
-            learning = any(learns(t) for t in (input, weight, bias, residual))
-            first = backend_at_once(
-                NormProblem(
-                    input.device, input.dtype, math.prod(shape), rms, residual is not None,
-                    learns=learning,
-                )
-            )  # fmt: skip
+    no_options = not return_residual and backend is None and type(dropout_p) in (float, int)
+    if no_options and dropout_p == 0.0 and isinstance(input, Tensor) and unwatched():
+        first = first_backend(input.device)
         added = _default_eps(input) if eps is None else eps
-        at_once = first is not None and (first.differentiable or not learns(input))
-        if first is not None and at_once and type(added) is float:
+        if first is not None and type(added) is float:
+            if any_autocast():
+                check_norm(input, shape, weight, bias, residual)
+                input, residual = autocast_norm(input, residual)
             out = first.norm_at_once(input, shape, weight, bias, residual, added, rms)
             if out is not None:
                 return out

@@ -158,7 +158,7 @@ def _notices(model: Module) -> list[str]:
     """What users should know of the backend that computes the model where it is now."""
     notices = []
     for device_type in dict.fromkeys(p.device.type for p in model.parameters()):
-        backend = first_backend(device_type)
+        backend = first_backend(torch.device(device_type))
         if backend is not None and (notice := backend.notice(device_type)):
             notices.append(notice)
     return notices

@@ -1,7 +1,7 @@
 """The backends and the choice among them, with reasons."""
 
 from fused_attn.backends.base import Backend, CacheUpdate
-from fused_attn.backends.problem import AttentionProblem, NormProblem, plain_problem, problem_of
+from fused_attn.backends.problem import AttentionProblem, NormProblem, problem_of
 from fused_attn.backends.registry import (
     available_backends,
     first_backend,
@@ -19,7 +19,6 @@ __all__ = [
     "available_backends",
     "first_backend",
     "get_backend",
-    "plain_problem",
     "problem_of",
     "select",
     "use_backend",

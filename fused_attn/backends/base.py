@@ -18,7 +18,7 @@ from fused_attn.core.call import (
     NormOutputs,
 )
 from fused_attn.core.flat import empty_strided
-from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks import Mask
 
 
 class CacheUpdate(NamedTuple):
@@ -101,17 +101,21 @@ class Backend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        spec: MaskSpec | None,
+        attn_mask: Tensor | Mask | None,
+        dropout_p: float,
+        is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor | None:
-        """out of a call that nothing watches: validation, choice, allocation and kernel in one.
+        """out of a call that nothing watches: validation, masks, allocation and kernel in one.
 
         Args:
-            spec: the mask of these shapes; None is no mask.
+            query, key, value: in the types of autocast, where that is on; otherwise, as all the
+                rest but is_causal, what the caller gave.
 
         Returns:
-            None where the whole way has to look at the arguments, or gradients are wanted.
+            None where the whole way has to look at the arguments, or gradients are wanted and the
+            backend is not differentiable.
         """
         return None
 

@@ -23,7 +23,9 @@ from fused_attn.core.call import (
     NormOutputs,
 )
 from fused_attn.core.layout import readable_in_place
-from fused_attn.masks.spec import MaskSpec
+from fused_attn.core.torch_state import learns
+from fused_attn.masks import Mask
+from fused_attn.masks.spec import MaskSpec, spec_at_once, with_summaries
 
 try:
     from fused_attn import _cpu
@@ -82,10 +84,21 @@ class CppBackend(Backend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        spec: MaskSpec | None,
+        attn_mask: Tensor | Mask | None,
+        dropout_p: float,
+        is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor | None:
+        if type(dropout_p) not in (float, int) or dropout_p != 0.0 or learns(query):
+            return None
+        spec = None
+        if attn_mask is not None or is_causal:
+            spec = spec_at_once(attn_mask, is_causal, query, key)
+            if spec is None:
+                return None
+            if isinstance(attn_mask, Mask):
+                spec = with_summaries(spec, self.tile_summary)
         return _cpu.attention(
             query, key, value, spec, scale, enable_gqa,
             torch.is_grad_enabled(), torch.get_num_threads(),

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.core.torch_state import transformed
-from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks import Mask
+from fused_attn.masks.spec import MaskSpec, spec_at_once
 
 
 @dataclass(frozen=True)
@@ -131,22 +132,34 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
 
 
 def plain_problem(
-    query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None,
+    dropout_p: float,
+    is_causal: bool,
 ) -> AttentionProblem | None:
-    """The same of tensors that nobody has looked at, without options; None where they are not as
-    in a call. A mask's tensors do not learn."""
+    """The same of arguments that nobody has looked at, without options; None where they are not
+    as in a call."""
     tensors = query, key, value
-    if any(not isinstance(t, Tensor) or t.dim() != 4 for t in tensors):
+    if any(t.dim() != 4 for t in tensors) or type(dropout_p) not in (float, int):
         return None
+    spec = MaskSpec()
+    if attn_mask is not None or is_causal:
+        at_once = spec_at_once(attn_mask, is_causal, query, key)
+        if at_once is None:
+            return None
+        spec = at_once
     return AttentionProblem(
         query.device,
         query.dtype,
         query.shape[3],
         value.shape[3],
-        None if spec is None else spec.added_dtype(query.dtype),
-        mask="none" if spec is None else spec.kind,
+        spec.added_dtype(query.dtype),
+        mask=spec.kind,
         seqlen_q=query.shape[2],
         seqlen_k=key.shape[2],
+        dropout=dropout_p > 0.0,
         learns=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
     )
 

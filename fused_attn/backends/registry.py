@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import warnings
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend
 from fused_attn.backends.cpp import CppBackend
 from fused_attn.backends.cuda import CudaBackend
 from fused_attn.backends.eager import EagerBackend
-from fused_attn.backends.problem import Problem
+from fused_attn.backends.problem import NormProblem, Problem, plain_problem
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
+from fused_attn.core.torch_state import learns
+from fused_attn.masks import Mask
 
 # In order of preference; eager takes everything, so it is last.
 BACKENDS: dict[str, Backend] = {
@@ -78,54 +82,85 @@ def wanted_backend() -> str | None:
     return _override or os.environ.get(_VARIABLE) or None
 
 
-def first_backend(device_type: str) -> Backend | None:
-    """The backend that may compute a call on such a device at once, without `select`; None where
+def first_backend(device: torch.device) -> Backend | None:
+    """The backend that may compute a call on a device at once, without `select`: BY_PROBLEM where
     the choice depends on the problem."""
-    first = _first_on(device_type, verdicts.changes) if _override is None else None
+    first = _first_on(device, verdicts.changes) if _override is None else None
     # Our CPU module looks at the environment itself, in a tenth of the time.
-    if device_type == "cpu" and first is not None and not first.torchs_own:
+    if type(first) is CppBackend:
         return first
     wanted = wanted_backend()
     return first if wanted is None else BACKENDS.get(wanted)
 
 
 @functools.cache
-def _first_on(device_type: str, changes: int) -> Backend | None:
-    """The first backend, if what it computes at once is its own on these devices.
+def _first_on(device: torch.device, changes: int) -> Backend | None:
+    """The first backend, if what it computes at once is its own on such devices.
 
     Args:
         changes: `verdicts.changes`, as verdicts decide too.
     """
     for backend in BACKENDS.values():
-        if backend.asked_first(device_type):
-            _notify(backend, device_type)
+        if backend.asked_first(device.type):
+            _notify(backend, device.type)
             return backend
-        if backend.chosen_for_some(device_type):
-            return None
+        if backend.chosen_for_some(device.type):
+            return BY_PROBLEM
     return None
 
 
-def by_problem(device_type: str) -> bool:
-    """Whether verdicts decide the choice for some of the problems on such devices."""
-    return _by_problem(device_type, verdicts.changes)
+class _ByProblem(Backend):
+    """Hands a call to the backend that is chosen for its problem, if that is asked first."""
+
+    name = "by problem"
+
+    def attention_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | Mask | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor | None:
+        args = (query, key, value, attn_mask, dropout_p, is_causal)
+        problem = plain_problem(*args)
+        chosen = None if problem is None else _chosen(problem, verdicts.changes)
+        return None if chosen is None else chosen.attention_at_once(*args, scale, enable_gqa)
+
+    def norm_at_once(
+        self,
+        input: Tensor,
+        shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        rms: bool,
+    ) -> Tensor | None:
+        args = (input, shape, weight, bias, residual)
+        problem = NormProblem(
+            input.device,
+            input.dtype,
+            math.prod(shape),
+            rms,
+            residual is not None,
+            learns=any(learns(t) for t in (input, weight, bias, residual)),
+        )
+        chosen = _chosen(problem, verdicts.changes)
+        return None if chosen is None else chosen.norm_at_once(*args, eps, rms)
 
 
-@functools.cache
-def _by_problem(device_type: str, changes: int) -> bool:
-    return any(backend.chosen_for_some(device_type) for backend in BACKENDS.values())
-
-
-def backend_at_once(problem: Problem) -> Backend | None:
-    """As `first_backend` where the choice depends on the problem."""
-    chosen = None if wanted_backend() else _kept_choice(problem, verdicts.changes)
-    if chosen is None or not chosen.asked_first(problem.device.type):
-        return None
-    return chosen
+BY_PROBLEM = _ByProblem()
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept_choice(problem: Problem, changes: int) -> Backend | None:
-    return choose(problem)[0]
+def _chosen(problem: Problem, changes: int) -> Backend | None:
+    chosen = choose(problem)[0]
+    first = chosen is not None and chosen.asked_first(problem.device.type)
+    return chosen if first else None
 
 
 def _notify(backend: Backend, device_type: str) -> None:

@@ -7,22 +7,24 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from fused_attn.backends import reference
 from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
 from fused_attn.core import packed
-from fused_attn.core.autocast import autocasts
 from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
-from fused_attn.core.torch_state import plain_eager
-from fused_attn.masks.spec import MaskSpec
-from fused_attn.masks.torch_arguments import TorchArguments, torch_arguments
+from fused_attn.masks import Mask
+from fused_attn.masks.torch_arguments import TorchArguments, arguments_at_once, torch_arguments
 
 _aten = torch.ops.aten
 _NOTHING = torch.empty(0)  # in the place of outputs that torch does not give
 
 # torch's function; `enable()`, which takes that over, puts what is behind it here.
 attend = F.scaled_dot_product_attention
+_NO_MASK, _CAUSAL = TorchArguments(), TorchArguments(is_causal=True)
+_PLAIN = frozenset({Tensor, Parameter, type(None)})
+_NUMBERS = frozenset({float, int})
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
@@ -67,29 +69,24 @@ class SdpaBackend(Backend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        spec: MaskSpec | None,
+        attn_mask: Tensor | Mask | None,
+        dropout_p: float,
+        is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor | None:
-        if not isinstance(value, Tensor) or not plain_eager(query, key, value):
+        grouped = _grouped(query, key, value, enable_gqa)
+        if grouped is None:
             return None
-        sizes, sizes_k = query.shape, key.shape
-        if (
-            not len(sizes) == len(sizes_k) == value.dim() == 4
-            or sizes_k[:3] != value.shape[:3]
-            or sizes[0] != sizes_k[0]
-            or sizes[3] != sizes_k[3]
-            or 0 in sizes
-            or 0 in sizes_k
-            or query.dtype not in _FLOATS
-            or not query.dtype == key.dtype == value.dtype
-            or (sizes[1] != sizes_k[1] and (not enable_gqa or sizes[1] % sizes_k[1]))
-        ):
+        if type(dropout_p) not in _NUMBERS or not 0.0 <= dropout_p <= 1.0:
             return None
-        arguments = TorchArguments()
-        if spec is not None:
-            arguments = torch_arguments(spec, (*sizes[:3], sizes_k[2]), query)
-        return _attention(query, key, value, arguments, 0.0, scale)
+        arguments = _CAUSAL if is_causal else _NO_MASK
+        if attn_mask is not None:
+            known = None if is_causal else arguments_at_once(attn_mask, query, key)
+            if known is None:
+                return None
+            arguments = known
+        return _attention(query, key, value, arguments, dropout_p, scale, grouped)
 
     def norm_at_once(
         self,
@@ -102,7 +99,7 @@ class SdpaBackend(Backend):
         rms: bool,
     ) -> Tensor | None:
         tensors = (input, weight, bias, residual)
-        if not plain_eager(*tensors) or autocasts(input.device.type):
+        if not _PLAIN.issuperset(map(type, tensors)) or input.is_nested:
             return None
         if input.shape[len(input.shape) - len(shape) :] != shape or input.dtype not in _FLOATS:
             return None
@@ -166,8 +163,32 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
     arguments = torch_arguments(call.mask, (*query.shape[:3], key.shape[2]), query)
     if with_lse:
         return _with_lse(query, key, value, arguments, call.scale)
-    out = _attention(query, key, value, arguments, call.dropout_p, call.scale)
+    # Not what the comparison gives: to torch.export that may be a symbol.
+    grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
+    out = _attention(query, key, value, arguments, call.dropout_p, call.scale, grouped)
     return out, _NOTHING
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool | None:
+    """Whether heads share keys and values; None of tensors that are not as those of a call."""
+    if not type(query) is type(key) is type(value) is Tensor or query.dtype not in _FLOATS:
+        return None
+    if not query.dtype == key.dtype == value.dtype:
+        return None
+    if query.is_nested or key.is_nested or value.is_nested:
+        return None
+    sizes, sizes_k, sizes_v = query.shape, key.shape, value.shape
+    if len(sizes) != 4 or 0 in sizes:
+        return None
+    if sizes == sizes_k == sizes_v:
+        return False
+    if len(sizes_k) != 4 or 0 in sizes_k or 0 in sizes_v or sizes_k[:3] != sizes_v[:3]:
+        return None
+    if sizes[0] != sizes_k[0] or sizes[3] != sizes_k[3]:
+        return None
+    if sizes[1] == sizes_k[1]:
+        return False
+    return True if enable_gqa and sizes[1] % sizes_k[1] == 0 else None
 
 
 def _attention(
@@ -177,12 +198,11 @@ def _attention(
     arguments: TorchArguments,
     dropout_p: float,
     scale: float | None,
+    grouped: bool,
 ) -> Tensor:
-    out = attend(
-        query, key, value, arguments.attn_mask, dropout_p, arguments.is_causal,
-        scale=scale, enable_gqa=True if query.shape[1] != key.shape[1] else False,  # noqa: SIM210
-    )  # fmt: skip
-    return out if arguments.empty is None else out.masked_fill(arguments.empty, 0.0)
+    mask, is_causal, empty = arguments
+    out = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+    return out if empty is None else out.masked_fill(empty, 0.0)
 
 
 # ---- lse ----------------------------------------------------------------------------------------

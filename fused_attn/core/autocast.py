@@ -7,12 +7,16 @@ from torch import Tensor
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, float32 and 16-bit tensors in its type, as torch does for attention."""
+    """Under autocast, float32 and 16-bit tensors in its type, as torch does for attention; others,
+    wrong ones among them, stay."""
     device_type = tensors[0].device.type
     if not autocasts(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple([t.to(dtype) if t.dtype in _CAST else t for t in tensors])
+
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -21,6 +25,11 @@ def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tenso
     if device_type != "cuda" or not autocasts(device_type) or input.dtype == torch.float64:
         return input, residual
     return input.float(), None if residual is None else residual.float()
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for any devices; not for torch.compile to trace."""
+    return torch._C._is_any_autocast_enabled()
 
 
 def autocasts(device_type: str) -> bool:

@@ -26,8 +26,9 @@ def attention(call: AttentionCall, backend: Backend, with_lse: bool) -> tuple[Te
     call = _seeded(call, backend)
     if backend.differentiable:
         out, lse = backend.attention_fwd(call, with_lse)[:2]
-        if out.requires_grad:
-            give_second_order(out, call)
+        plain = not torch.compiler.is_compiling() and call.mask.cu_seqlens_q is None
+        if plain and out.requires_grad and call.dropout_p == 0.0:
+            give_second_order(out, call.tensors(), lambda: call)
         return out, lse
     call = _readable(call, backend)
     if _needs_grad(call):

@@ -83,42 +83,47 @@ class _Backward(Function):
         return (None,) * 5 + (*for_outputs, *call.by_tensor(**by_name))
 
 
-def give_second_order(out: Tensor, call: AttentionCall) -> None:
+def give_second_order(
+    out: Tensor, tensors: Sequence[Tensor | None], call: Callable[[], AttentionCall]
+) -> None:
     """Makes `out` of torch's fused kernels, which have no second derivative, have it.
 
     A hook at the kernels' node does it, which costs nothing where no second derivative is wanted.
-    It holds the call until a backward has run that wants none. Left as they are: dropout, of which
-    only the kernel knows what it dropped; packed sequences; a learned bias; what is within hooks
-    of saved tensors (checkpoints, for one), whose tensors are not to be held.
+    It holds the tensors until a backward has run that wants none. Left as they are: dropout, of
+    which only the kernel knows what it dropped; packed sequences; a learned bias; what is within
+    hooks of saved tensors (checkpoints, for one), whose tensors are not to be held.
+
+    Args:
+        tensors: what `out` was computed of; query, key and value come first.
+        call: gives the call of these tensors, without dropout, of a batch that is not packed.
     """
-    if torch.compiler.is_compiling() or call.dropout_p > 0.0 or call.mask.cu_seqlens_q is not None:
-        return
-    node, bias = out.grad_fn, call.mask.bias
+    node = out.grad_fn
     while node is not None and not node.name().startswith("ScaledDotProduct"):
         # What torch or the backend "sdpa" does to the kernel's output: slices, fills.
         if not node.name().startswith(("Slice", "MaskedFill", "Alias", "View", "Transpose")):
             return
         node = node.next_functions[0][0]
-    if node is None or (bias is not None and bias.requires_grad) or _saved_elsewhere():
+    if node is None or _saved_elsewhere() or any(_learns(t) for t in tensors[3:]):
         return
-    held = [call]
-    versions = _versions(call)
+    versions = _versions(tensors)
+    held = [(tensors, call)]
 
     def hook(grads: tuple[Tensor | None, ...], given: tuple[Tensor, ...]) -> Any:
         if not torch.is_grad_enabled():
             held.clear()
         if not held:
             return None
-        call, first = held[0], [None if g is None else g.detach() for g in grads[:3]]
-        if _versions(call) != versions:
+        tensors, call = held[0]
+        if _versions(tensors) != versions:
             raise RuntimeError("a tensor that attention's gradient needs was changed in place")
-        tensors, dim = (call.query, call.key, call.value), given[0].shape[3]
-        q, k, v = (_like(t, g, dim) for t, g in zip(tensors, first, strict=True))
+        whole, first = call(), [None if g is None else g.detach() for g in grads[:3]]
+        operands, dim = (whole.query, whole.key, whole.value), given[0].shape[3]
+        q, k, v = (_like(t, g, dim) for t, g in zip(operands, first, strict=True))
 
         def run() -> tuple[Tensor, ...]:
             return tuple(first)  # type: ignore[arg-type]
 
-        seen = replace(call, query=q, key=k, value=v)
+        seen = replace(whole, query=q, key=k, value=v)
         names = ("query", "key", "value")
         second = differentiated(run, seen, names, (given[0], None), reference.attention)
         return (*second, *grads[3:])
@@ -130,8 +135,12 @@ def _saved_elsewhere() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _versions(call: AttentionCall) -> list[int]:
-    return [t._version for t in call.tensors() if t is not None and not t.is_inference()]
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [t._version for t in tensors if t is not None and not t.is_inference()]
+
+
+def _learns(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 def _like(tensor: Tensor, grad: Tensor | None, dim: int) -> Tensor:

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 _batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 _batched_by_vmap = torch._C._functorch.is_batchedtensor
 
-_PLAIN_TYPES = frozenset({Tensor, Parameter, type(None)})
+PLAIN_TYPES = frozenset({Tensor, Parameter, type(None)})
+_CPU = torch.device("cpu")
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:
@@ -19,15 +20,23 @@ def plain_eager(*tensors: Tensor | None) -> bool:
 
     Then a kernel may be called without going through ``torch.ops``.
     """
-    if (
+    return not watched() and PLAIN_TYPES.issuperset(map(type, tensors))
+
+
+def unwatched() -> bool:
+    """As `plain_eager` whatever the tensors; no transform or tangents either."""
+    return not watched() and forward_ad._current_level < 0
+
+
+def watched() -> bool:
+    """Something sees calls that no tensor tells of: compile, export or trace, a mode, functorch."""
+    return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    return _PLAIN_TYPES.issuperset(map(type, tensors))
+    )
 
 
 def batched_by_autograd(tensor: Tensor, other: Tensor | None = None) -> bool:
@@ -41,19 +50,6 @@ def batched(*tensors: Tensor | None) -> bool:
     return any(
         tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor))
         for tensor in tensors
-    )
-
-
-def unwatched() -> bool:
-    """As `plain_eager` whatever the tensors; no transform, tangents or autocast either."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-        or torch.is_autocast_enabled("cpu")
     )
 
 
@@ -86,13 +82,12 @@ def savable(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or not tensor.is_inference() or not torch.is_grad_enabled()
 
 
-def captured(*tensors: Tensor | None) -> bool:
+def captured(tensor: Tensor) -> bool:
     """Values are read by a CUDA graph in the making: they will be others when it is replayed.
 
     What is derived of them there is the graph's own, and nothing from outside may stand in for it.
     """
-    on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
-    return on_gpu and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(device: torch.device) -> int:
@@ -101,7 +96,7 @@ def stream_of(device: torch.device) -> int:
     What is kept from one call for the next was computed on a stream; on another it may not be there
     yet, and its memory may be given away while it is read. So each stream keeps its own.
     """
-    if device.type != "cuda":
+    if device == _CPU or device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from fused_attn.core.torch_state import captured, plain_eager, stream_of
+from fused_attn.core.torch_state import PLAIN_TYPES, captured, stream_of, watched
 
 T = TypeVar("T")
 
@@ -20,9 +20,8 @@ _LIMIT_OF_TENSOR = 1024  # of a tensor: verdicts on its slices, say, which are s
 class Entry(NamedTuple):
     """A value, and what it was derived of."""
 
-    tensors: tuple[TensorWeakRef, ...]
-    versions: tuple[Any, ...]
-    value: Any
+    sources: list[tuple[weakref.ref[Tensor], int, int]]  # tensors, their versions and addresses
+    value: object
 
 
 Memo = dict[Hashable, Entry]  # what a Mask or a tensor keeps; `recall` alone fills it
@@ -56,26 +55,11 @@ def recall(
         make: computes the value.
         limit: values of the memo; the oldest go first.
     """
-    if not _keepable(tensors):
-        return make()
-    key = (key, stream_of(device), torch.is_inference_mode_enabled())
-    versions = tuple([(t._version, t.data_ptr()) for t in tensors])
-    entry = memo.get(key)
-    if entry is not None and entry.versions == versions:
-        for ref, tensor in zip(entry.tensors, tensors, strict=True):
-            if ref() is not tensor:
-                break
-        else:
-            return entry.value
-    value = make()
-    memo.pop(key, None)  # the newest is last
-    memo[key] = Entry(tuple(map(TensorWeakRef, tensors)), versions, value)
-    while len(memo) > limit:  # a copy, and no error, as other threads do the same
-        memo.pop(next(iter(list(memo)), None), None)
-    return value
+    return _recalled(memo, key, tensors, device, make, limit) if _keepable(tensors) else make()
 
 
-_of_tensors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# By the id of a tensor, which no other has while the reference is alive.
+_of_tensors: dict[int, tuple[weakref.ref[Tensor], Memo]] = {}
 
 
 def recall_of(
@@ -86,15 +70,56 @@ def recall_of(
     limit: int | None = None,
 ) -> T:
     """As `recall`, from a memo that lives as long as `tensor`; the value must not hold that."""
-    if not _keepable([tensor]):
+    if not _keepable(tensors):
         return make()
-    memo = _of_tensors.get(tensor)
-    if memo is None:
-        memo = _of_tensors[tensor] = {}
-    return recall(memo, key, tensors, tensor.device, make, limit or _LIMIT_OF_TENSOR)
+    limit = limit or _LIMIT_OF_TENSOR
+    return _recalled(memo_of(tensor), key, tensors, tensor.device, make, limit)
+
+
+def memo_of(tensor: Tensor) -> Memo:
+    """The memo of a tensor, which goes with it."""
+    number = id(tensor)
+    held = _of_tensors.get(number)
+    if held is None or held[0]() is not tensor:
+
+        def forget(ref: weakref.ref[Tensor]) -> None:
+            if _of_tensors.get(number, (None,))[0] is ref:
+                del _of_tensors[number]
+
+        held = _of_tensors[number] = weakref.ref(tensor, forget), {}
+    return held[1]
+
+
+def _recalled(
+    memo: Memo,
+    key: Hashable,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    make: Callable[[], T],
+    limit: int,
+) -> T:
+    key = (key, stream_of(device), torch.is_inference_mode_enabled())
+    entry = memo.get(key)
+    if entry is not None and len(entry.sources) == len(tensors):
+        for tensor, (ref, version, address) in zip(tensors, entry.sources, strict=True):
+            if ref() is not tensor or tensor._version != version or tensor.data_ptr() != address:
+                break
+        else:
+            return entry.value  # type: ignore[return-value]
+    value = make()
+    memo.pop(key, None)  # the newest is last
+    memo[key] = Entry([(weakref.ref(t), t._version, t.data_ptr()) for t in tensors], value)
+    while len(memo) > limit:  # a copy, and no error, as other threads do the same
+        memo.pop(next(iter(list(memo)), None), None)
+    return value
 
 
 def _keepable(tensors: Sequence[Tensor]) -> bool:
-    if not plain_eager(*tensors) or captured(*tensors):
+    if watched():
         return False
-    return not any(tensor.requires_grad or tensor.is_inference() for tensor in tensors)
+    for tensor in tensors:
+        if type(tensor) not in PLAIN_TYPES or tensor.requires_grad or tensor.is_inference():
+            return False
+        if captured(tensor):
+            return False
+    return True

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_attn.core.torch_state import readable, statistics_dtype
-from fused_attn.masks.mask import UNLIMITED
+from fused_attn.core.torch_state import readable, savable, statistics_dtype
+from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import Memo, recall, recall_of
-from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.spec import MaskSpec, normalize
 
 Shape = tuple[int, int, int, int]
 
@@ -34,6 +35,37 @@ class TorchArguments(NamedTuple):
     empty: Tensor | None = None
 
 
+def arguments_at_once(
+    attn_mask: Tensor | Mask, query: Tensor, key: Tensor
+) -> TorchArguments | None:
+    """The arguments for an `attn_mask`, kept with it, of a call that nothing watches; None where
+    the whole way has to look at it.
+
+    Args:
+        query, key: 4-D; their shapes, type and device count.
+    """
+    batch, num_heads, seqlen_q, _ = query.shape
+    shape = (batch, num_heads, seqlen_q, key.shape[2])
+
+    def spec() -> MaskSpec:
+        return normalize(as_mask(attn_mask), *shape, query)
+
+    what = ("torch", shape, query.dtype, query.device)
+    try:
+        if isinstance(attn_mask, Mask):
+            memo, tensors = attn_mask.memo, attn_mask.tensors()
+            return recall(
+                memo, what, tensors, query.device, lambda: _arguments(spec(), shape, query)
+            )
+        if type(attn_mask) is not Tensor or attn_mask.is_neg():
+            return None
+        if attn_mask.is_inference() and not savable(attn_mask):
+            return None
+        return _of_tensor(attn_mask, what, spec, shape, query)
+    except (TypeError, ValueError):  # the tensors may be what is wrong
+        return None
+
+
 def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     """The arguments that say what the spec says, kept where the spec's tensors are.
 
@@ -42,30 +74,45 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
         query: its type and device count.
     """
     tensors = [t for t in spec.tensors() if t is not None]
+    numbers = (spec.band_lo, spec.band_hi, spec.alibi_offset, spec.by_query)
+    what = ("torch", shape, query.dtype, query.device, numbers)
     if not tensors:
-        lo_hides, hi_hides = _limits_that_hide(spec, shape)
-        if not lo_hides and not hi_hides:
-            return TorchArguments()
-        if not lo_hides and spec.band_hi == 0:
-            return TorchArguments(is_causal=True)
-    key = ("torch", shape, query.dtype, spec.band_lo, spec.band_hi)
-    whole = next((t for t in (spec.dense, spec.key_mask, spec.bias) if t is not None), None)
-    if whole is None or len(tensors) > 1:
         memo: Memo = vars(spec).setdefault("memo", {})
-        return recall(memo, key, tensors, query.device, lambda: _arguments(spec, shape, query))
-    if whole.requires_grad:
-        return _arguments(spec, shape, query)
-    # A tensor of the caller, or a view of one, which comes with a new spec each time. What is kept
-    # under it must not hold it: None stands for it.
-    owner = whole if whole._base is None else whole._base
+        return recall(memo, what, tensors, query.device, lambda: _arguments(spec, shape, query))
+    whole = _tensor_of(spec)
+    if whole is not None and len(tensors) == 1:
+        return _of_tensor(whole, what, lambda: spec, shape, query)
+    # Under the first: specs of one mask that differ in the packing of sequences share it.
+    return recall_of(tensors[0], what, tensors, lambda: _arguments(spec, shape, query), _KEPT)
 
-    def without() -> TorchArguments:
-        made = _arguments(spec, shape, query)
-        return made._replace(attn_mask=None) if made.attn_mask is whole else made
 
-    place = (whole.shape, whole.stride(), whole.data_ptr())
-    kept = recall_of(owner, (key, place), [owner], without, _KEPT)
-    return kept._replace(attn_mask=whole) if kept.attn_mask is None else kept
+def _of_tensor(
+    tensor: Tensor, what: Hashable, spec: Callable[[], MaskSpec], shape: Shape, query: Tensor
+) -> TorchArguments:
+    """The arguments for a mask that is one tensor, kept where the caller's tensor is.
+
+    Of a view of that, which comes anew in each call, its place says which it is. What is kept must
+    not hold the tensor: None is kept where torch takes it as it is.
+    """
+
+    def made() -> TorchArguments | None:
+        of = spec()
+        arguments = _arguments(of, shape, query)
+        return None if arguments.attn_mask is _tensor_of(of) else arguments
+
+    owner = tensor._base
+    owner = tensor if owner is None else owner
+    what = (what, tensor.shape, tensor.stride(), tensor.data_ptr())
+    kept = made() if tensor.requires_grad else recall_of(owner, what, (owner,), made, _KEPT)
+    if kept is not None:
+        return kept
+    # Others than these would go torch's slow way.
+    of_rank = tensor.dim() in (2, 4)
+    return TorchArguments(tensor if of_rank else tensor[(None,) * (4 - tensor.dim())])
+
+
+def _tensor_of(spec: MaskSpec) -> Tensor | None:
+    return next((t for t in (spec.dense, spec.key_mask, spec.bias) if t is not None), None)
 
 
 def _limits_that_hide(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
@@ -77,6 +124,12 @@ def _limits_that_hide(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
 
 
 def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
+    if all(tensor is None for tensor in spec.tensors()):
+        lo_hides, hi_hides = _limits_that_hide(spec, shape)
+        if not lo_hides and not hi_hides:
+            return TorchArguments()
+        if not lo_hides and spec.band_hi == 0:
+            return TorchArguments(is_causal=True)
     lowest = float("-inf")
     visible: Tensor | None = None
     empty: Tensor | None

@@ -101,7 +101,7 @@ def torch_infers(module: Module, x: Tensor) -> bool:
     """Whether torch's own inference path may compute a module: its kernels would in any case."""
     if module.training or torch.compiler.is_compiling():
         return False
-    backend = first_backend(x.device.type)
+    backend = first_backend(x.device)
     return backend is not None and backend.torchs_own
 
 

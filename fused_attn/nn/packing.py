@@ -110,7 +110,7 @@ def can_pack(
     """
     if src.dim() != 3 or src.is_nested or ignored.dim() != 2 or ignored.dtype != torch.bool:
         return False
-    backend = first_backend(src.device.type)
+    backend = first_backend(src.device)
     if backend is not None and backend.torchs_own:  # which would pad what is packed
         return False
     if watched(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):

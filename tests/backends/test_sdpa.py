@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mask_cases import MASKS
 
 import fused_attn as fa
-from fused_attn import masks
+from fused_attn import functional, masks
 from fused_attn.backends import registry
 from fused_attn.masks import torch_arguments
 from fused_attn.nn.weights import attention_with_weights
@@ -65,6 +65,62 @@ def test_masks_at_once(name):
     for _ in range(2):
         got = by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, mask))
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_what_torch_takes_goes_there_at_once(autocast, grad, dropout_p, monkeypatch):
+    """No mask, masks of any rank, expanded, sliced and learned ones, with dropout and autocast."""
+    monkeypatch.setattr(functional, "select", None)
+    q, k, v = qkv(grad=grad)
+    visible, bias = torch.rand(2, 4, 33, 50) > 0.3, torch.randn(4, 33, 47)
+    visible[..., 0] = True
+    given = [
+        {},
+        {"is_causal": True},
+        {"attn_mask": visible[0, 0, :1, :47]},
+        {"attn_mask": visible[0, 0, :, :47]},
+        {"attn_mask": visible[1, :, :, :47]},
+        {"attn_mask": visible[:, :1, :, :47].expand(2, 4, 33, 47)},
+        {"attn_mask": bias},
+        {"attn_mask": bias[None].clone().requires_grad_(grad)},
+    ]
+    with fa.use_backend("sdpa"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for options in given * 2:
+            out = []
+            for function in (fa.scaled_dot_product_attention, F.scaled_dot_product_attention):
+                torch.manual_seed(0)
+                out.append(function(q, k, v, dropout_p=dropout_p, **options))
+            assert out[0].dtype == out[1].dtype and out[0].requires_grad == grad
+            torch.testing.assert_close(out[0], out[1], rtol=0, atol=2e-2 if autocast else 2e-6)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_once_under_autocast(backend, dtype, monkeypatch):
+    """As without, in the type of autocast; norms keep theirs on the CPU."""
+    q, k, v = qkv(dtype, grad=False)
+    half = [t.bfloat16() for t in (q, k, v)]
+    mask, w = masks.causal() & masks.padding([47, 20]), torch.randn(32)
+    w = w.to(dtype) if backend == "sdpa" else w  # which has parameters in float32 at once
+    expected = by(backend, lambda: fa.scaled_dot_product_attention(*half, mask))
+    norm = by(backend, lambda: fa.layer_norm(q, 32, w))
+    monkeypatch.setattr(functional, "select", None)
+    with fa.use_backend(backend), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fa.scaled_dot_product_attention(q, k, v, mask), expected)
+        assert torch.equal(fa.layer_norm(q, 32, w), norm)
+        with pytest.raises(TypeError, match="query must be float32"):
+            fa.scaled_dot_product_attention(q.int(), k, v)
+        with pytest.raises(TypeError, match="input must be float32"):
+            fa.layer_norm(q.int(), 32)
+
+
+@pytest.mark.parametrize("wrong", [(2, 4, 33, 46), (3, 1, 33, 47), (1, 1, 1, 1, 47)])
+def test_masks_that_do_not_fit(wrong):
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="attn_mask must"):
+        by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, torch.ones(wrong) > 0))
 
 
 def test_a_tensor_under_several_masks():

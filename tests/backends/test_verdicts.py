@@ -22,15 +22,15 @@ from fused_attn.backends import (
     AttentionProblem,
     NormProblem,
     get_backend,
-    plain_problem,
     problem_of,
     registry,
     select,
     verdicts,
 )
+from fused_attn.backends.problem import plain_problem
 from fused_attn.backends.verdicts import ClassVerdict
 from fused_attn.core.call import AttentionCall
-from fused_attn.masks.spec import normalize, spec_at_once
+from fused_attn.masks.spec import normalize
 from fused_attn.tools.cases import MASKS, Shape, make_mask
 
 ROOT = Path(__file__).parents[2]
@@ -154,10 +154,21 @@ def test_short_and_long_way_see_the_same_problem(name, learns):
     query, key, value = shape.operands(torch.bfloat16).values()
     key.requires_grad_(learns)
     mask = make_mask(name, shape)
-    at_once = None if mask is None else spec_at_once(mask, False, query, key)
-    short = plain_problem(query, key, value, at_once)
+    short = plain_problem(query, key, value, mask, 0.0, False)
     spec = normalize(mask, 2, 4, 30, 40, query)
     assert short == problem_of(AttentionCall(query, key, value, spec, 1.0))
+
+
+def test_calls_under_autocast_are_of_its_type(stand_in):
+    """The short way chooses by what the kernels will see."""
+    seen = []
+    stand_in.hurt = lambda call, outputs: seen.append(call.query.dtype)
+    stored([NAME.replace("float32", "bfloat16")])
+    x = torch.randn(1, 2, 100, 16)
+    F.scaled_dot_product_attention(x, x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        F.scaled_dot_product_attention(x, x, x)
+    assert seen == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("found", [None, GOOD, ClassVerdict(False, 0.9, "slower")])
@@ -425,8 +436,8 @@ def test_a_compiled_call_in_one_graph(stand_in):
 
 def test_registry_asks_in_order(stand_in):
     """A backend that comes later is asked at once only where none before it may be chosen."""
-    assert registry.first_backend("cpu") is not None
+    assert registry.first_backend(CPU) is not registry.BY_PROBLEM
     stored()
-    assert registry.first_backend("cpu") is None
+    assert registry.first_backend(CPU) is registry.BY_PROBLEM
     verdicts.forget(["stand_in"])
-    assert registry.first_backend("cpu") is not None
+    assert registry.first_backend(CPU) is not registry.BY_PROBLEM

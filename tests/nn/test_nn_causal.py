@@ -71,7 +71,7 @@ def test_verdicts_are_bounded_and_do_not_keep_masks_alive(compared, monkeypatch)
     buffer = causal_bias(6)
     for size in (2, 3, 4, 5):
         assert is_causal_mask(buffer[:size, :size], None)
-    assert len(memo._of_tensors[buffer]) <= 2
+    assert len(memo.memo_of(buffer)) <= 2
 
 
 def test_masks_without_a_version_are_compared_at_each_call(compared):

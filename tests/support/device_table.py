@@ -58,8 +58,8 @@ def pretended(device_type: str) -> Iterator[list[str]]:
     registry._first_on.cache_clear()
 
 
-def _first(device_type: str, _: str) -> Any:
-    return registry.first_backend(device_type)
+def _first(device_type: str, _: torch.device) -> Any:
+    return registry.first_backend(torch.device(device_type))
 
 
 def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
@@ -107,7 +107,7 @@ def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
     with pretended(device_type) as chosen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         own()
-        backend = chosen[0] if chosen else registry.first_backend(device_type).name
+        backend = chosen[0] if chosen else registry.first_backend(torch.device(device_type)).name
         count = operations(own)
     return backend, count, operations(torchs), "; ".join(str(w.message) for w in caught)
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from fused_attn import masks
 from fused_attn.backends import CacheUpdate, problem_of, select
 from fused_attn.core import autograd
+from fused_attn.core.call import AttentionCall
 from fused_attn.core.torch_state import plain_eager, readable
 from fused_attn.core.validation import attention_call, check_float, check_length, check_same
 from fused_attn.masks import Mask
@@ -41,7 +42,9 @@ def decode_attention(
     pages where they are and takes in new keys in the same kernel, for up to 64 rows (seqlen_q times
     num_heads / num_heads_kv) and dims that are whole chunks of 16 bytes; otherwise new keys are
     written first, and pages are copied into one piece: where lengths are on a GPU, all pages that
-    block_table has room for.
+    block_table has room for. The backend "sdpa" reads the cache where it is if the lengths are all
+    the same, and known without a look at a GPU (integers, or a tensor on the CPU), and there is no
+    attn_mask; otherwise it copies the cache, up to the longest sequence where that is known so.
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64. Its
@@ -68,7 +71,7 @@ def decode_attention(
         scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
         return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
     Returns:
         out (batch, num_heads, seqlen_q, head_dim_v); with return_lse also lse, (batch, num_heads,
@@ -102,7 +105,7 @@ def decode_attention(
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_new = 0 if key is None else key.shape[2]
     capacity = _checked_capacity(query, key_cache, block_table)
-    lengths = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
+    lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
     if block_table is not None:
         _check_pages(block_table, key_cache, lengths, seqlen_new)
     # A single query sees all positions anyway.
@@ -126,18 +129,15 @@ def decode_attention(
             _write(key_cache, key, lengths, block_table)
             _write(value_cache, value, lengths, block_table)
         if block_table is not None:
-            longest = capacity
-            if readable(lengths) and batch > 0:
-                longest = int(lengths.max()) + seqlen_new
+            longest = capacity if known is None else known[1] + seqlen_new
             caches = (key_cache, value_cache)
             keys, values = (_in_one_piece(cache, block_table, longest) for cache in caches)
             call = replace(call, key=keys, value=values)
         if chosen.torchs_own:
-            behind = torch.arange(call.key.shape[2], device=query.device) >= (
-                lengths[:, None, None] + seqlen_new
-            )
-            keys, values = (t.masked_fill(behind[..., None], 0.0) for t in (call.key, call.value))
-            call = replace(call, key=keys, value=values)
+            if known is not None and attn_mask is None:
+                call = _narrowed(call, mask, is_causal, known[0] == known[1], known[1] + seqlen_new)
+            if known is None or known[0] + seqlen_new < call.key.shape[2]:
+                call = _without_what_is_behind(call, lengths + seqlen_new)
         result = autograd.attention(call, chosen, return_lse)
     out, lse = result
     return (out, lse) if return_lse else out
@@ -209,7 +209,8 @@ _INTEGERS = (torch.int32, torch.int64)
 
 def _checked_lengths(
     lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int
-) -> Tensor:
+) -> tuple[Tensor, tuple[int, int] | None]:
+    """The lengths where query is, and the least and the most of them, where they can be read."""
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.as_tensor(lengths)
@@ -222,6 +223,7 @@ def _checked_lengths(
         raise ValueError(
             f"cache_lengths must have shape ({query.shape[0]},), got {tuple(lengths.shape)}"
         )
+    known = None
     if readable(lengths) and lengths.numel():
         least, most = (int(x) for x in torch.aminmax(lengths))
         if least < 0 or most + seqlen_new > capacity:
@@ -229,7 +231,8 @@ def _checked_lengths(
                 f"cache_lengths must be in [0, {capacity - seqlen_new}] (room of the cache less "
                 f"{seqlen_new} new positions), got [{least}, {most}]"
             )
-    return lengths.to(query.device)
+        known = least, most
+    return lengths.to(query.device), known
 
 
 def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new: int) -> None:
@@ -266,6 +269,29 @@ def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_ne
 
 
 # ---- backends without pages ---------------------------------------------------------------------
+
+
+def _narrowed(
+    call: AttentionCall, mask: Mask, is_causal: bool, all_same: bool, seqlen_k: int
+) -> AttentionCall:
+    """The call with the first keys alone, which stay where they are; of lengths that are all the
+    same, without a mask or with the one that torch's kernels know."""
+    batch, num_heads, seqlen_q, _ = call.query.shape
+    needed: Mask | None = mask
+    if all_same and not is_causal:
+        needed = None
+    elif all_same and seqlen_q == seqlen_k:
+        needed = masks.causal()
+    spec = normalize(needed, batch, num_heads, seqlen_q, seqlen_k, call.query)
+    keys, values = call.key[:, :, :seqlen_k], call.value[:, :, :seqlen_k]
+    return replace(call, key=keys, value=values, mask=spec)
+
+
+def _without_what_is_behind(call: AttentionCall, ends: Tensor) -> AttentionCall:
+    """The call with zeros behind each sequence's end: torch's kernels multiply what is there."""
+    behind = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
+    keys, values = (t.masked_fill(behind[..., None], 0.0) for t in (call.key, call.value))
+    return replace(call, key=keys, value=values)
 
 
 def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:

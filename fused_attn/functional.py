@@ -168,7 +168,9 @@ def varlen_attention(
         key: (total_k, num_heads_kv, head_dim); num_heads may be a multiple of num_heads_kv.
         value: (total_k, num_heads_kv, head_dim_v).
         cu_seqlens_q: (batch + 1,) int32 or int64; sequence b is the rows [cu_seqlens_q[b],
-            cu_seqlens_q[b + 1]), so it starts with 0 and ends with total_q.
+            cu_seqlens_q[b + 1]), so it starts with 0 and ends with total_q. Layers should share
+            it, for what calls derive of it, which is kept until torch changes it (another library's
+            kernel or `.data` would not be noticed).
         cu_seqlens_k: the same for key and value, and total_k.
         max_seqlen_q, max_seqlen_k: rows of the longest sequence, or more.
         attn_mask: as in scaled_dot_product_attention, of each sequence by itself: broadcastable to
@@ -209,7 +211,7 @@ def varlen_attention(
     cu_seqlens_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
     check_same("cu_seqlens_k", "shape", cu_seqlens_k.shape, cu_seqlens_q.shape, "cu_seqlens_q")
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    mask = packed.with_lengths(masks.as_mask(attn_mask, is_causal), *given)
+    mask = packed.with_lengths(masks.as_mask(attn_mask), is_causal, *given)
     batch = cu_seqlens_q.shape[0] - 1
     spec = replace(
         normalize(mask, batch, num_heads, max_seqlen_q, max_seqlen_k, q),

@@ -82,7 +82,7 @@ class SdpaBackend(Backend):
             return None
         arguments = _CAUSAL if is_causal else _NO_MASK
         if attn_mask is not None:
-            known = None if is_causal else arguments_at_once(attn_mask, query, key)
+            known = arguments_at_once(attn_mask, is_causal, query, key)
             if known is None:
                 return None
             arguments = known

@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_attn import masks
 from fused_attn.core.torch_state import readable
 from fused_attn.masks import Mask
-from fused_attn.masks.memo import recall
+from fused_attn.masks.memo import recall, recall_of
 
 if TYPE_CHECKING:
     from fused_attn.core.call import AttentionCall
@@ -41,14 +41,20 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
         )
 
 
-def with_lengths(mask: Mask | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Mask:
-    """The mask, of sequences of these lengths; kept on it, so that layers share what is derived."""
-    ends = (cu_seqlens_q, cu_seqlens_k)
+def with_lengths(
+    mask: Mask | None, is_causal: bool, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> Mask:
+    """The mask, of sequences of these lengths; kept, so that layers share what is derived."""
+
+    def make() -> Mask:
+        whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
+        whole = whole & masks.causal() if is_causal else whole
+        return whole if mask is None else mask & whole
+
+    what, ends = ("packed", is_causal), (cu_seqlens_q, cu_seqlens_k)
     if mask is None:
-        return masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
-    return recall(
-        mask.memo, "packed", ends, ends[0].device, lambda: mask & with_lengths(None, *ends)
-    )
+        return recall_of(cu_seqlens_q, what, ends, make)
+    return recall(mask.memo, what, ends, cu_seqlens_q.device, make)
 
 
 def over_padded(
@@ -73,16 +79,25 @@ def over_padded(
 def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """(1, heads, total, dim) to (batch, heads, max_seqlen, dim); what fills up may be anything."""
     _, num_heads, total, dim = packed.shape
-    index = cu_seqlens[:-1, None] + torch.arange(max_seqlen, device=packed.device)
+
+    def make() -> Tensor:
+        index = cu_seqlens[:-1, None] + torch.arange(max_seqlen, device=packed.device)
+        return index.clamp(max=total)
+
+    index = recall_of(cu_seqlens, ("pad", max_seqlen, total), (cu_seqlens,), make)
     rows = torch.cat([packed[0], packed.new_zeros(num_heads, 1, dim)], dim=1)
-    return rows[:, index.clamp(max=total)].transpose(0, 1)
+    return rows[:, index].transpose(0, 1)
 
 
 def unpad(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     """(batch, heads, max_seqlen, ...) to (1, heads, total, ...)."""
     batch, num_heads, max_seqlen = padded.shape[:3]
-    row = torch.arange(total, device=padded.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
-    index = sequence * max_seqlen + row - cu_seqlens[sequence]
+
+    def make() -> Tensor:
+        row = torch.arange(total, device=padded.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+        return sequence * max_seqlen + row - cu_seqlens[sequence]
+
+    index = recall_of(cu_seqlens, ("unpad", max_seqlen, total), (cu_seqlens,), make)
     rows = padded.transpose(0, 1).reshape(num_heads, batch * max_seqlen, *padded.shape[3:])
     return rows[:, index][None]

@@ -12,6 +12,7 @@ from fused_attn.core.call import AttentionCall
 from fused_attn.core.packed import check_cu_seqlens
 from fused_attn.core.torch_state import savable
 from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.masks.memo import recall_of
 from fused_attn.masks.spec import MaskSpec, normalize
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -95,8 +96,15 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
         got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
     check_same(name, "device", cu_seqlens.device, rows.device, "query")
-    check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
-    starts = cu_seqlens.to(torch.int64).contiguous()
+
+    def converted() -> Tensor | None:
+        check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
+        starts = cu_seqlens.to(torch.int64).contiguous()
+        return None if starts is cu_seqlens else starts  # what is kept must not hold its owner
+
+    what = ("cu_seqlens", max_seqlen, rows.shape[0])
+    starts = recall_of(cu_seqlens, what, (cu_seqlens,), converted)
+    starts = cu_seqlens if starts is None else starts
     return starts if savable(starts) else starts.clone()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.core.torch_state import readable
-from fused_attn.masks.memo import Memo
+from fused_attn.masks.memo import Memo, recall
 
 # Larger than any sequence, and small enough that sums of a few stay inside int32, the type in
 # which kernels compare positions.
@@ -285,9 +285,14 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
         raise TypeError(
             f"attn_mask must be bool or float, got {attn_mask.dtype}{_as_bool(attn_mask)}"
         )
-    if is_causal:
-        mask = causal() if mask is None else mask & causal()
-    return mask
+    if not is_causal:
+        return mask
+    if mask is None:
+        return causal()
+    return recall(mask.memo, "causal", mask.tensors(), _CPU, lambda: mask & causal())
+
+
+_CPU = torch.device("cpu")  # nothing is computed of the tensors
 
 
 def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -36,7 +36,7 @@ class TorchArguments(NamedTuple):
 
 
 def arguments_at_once(
-    attn_mask: Tensor | Mask, query: Tensor, key: Tensor
+    attn_mask: Tensor | Mask, is_causal: bool, query: Tensor, key: Tensor
 ) -> TorchArguments | None:
     """The arguments for an `attn_mask`, kept with it, of a call that nothing watches; None where
     the whole way has to look at it.
@@ -48,9 +48,9 @@ def arguments_at_once(
     shape = (batch, num_heads, seqlen_q, key.shape[2])
 
     def spec() -> MaskSpec:
-        return normalize(as_mask(attn_mask), *shape, query)
+        return normalize(as_mask(attn_mask, is_causal), *shape, query)
 
-    what = ("torch", shape, query.dtype, query.device)
+    what = ("torch", shape, query.dtype, query.device, is_causal)
     try:
         if isinstance(attn_mask, Mask):
             memo, tensors = attn_mask.memo, attn_mask.tensors()

@@ -9,35 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mask_cases import MASKS
+from small_calls import SHAPE, by, qkv
 
 import fused_attn as fa
 from fused_attn import functional, masks
 from fused_attn.backends import registry
-from fused_attn.masks import torch_arguments
 from fused_attn.nn.weights import attention_with_weights
-
-SHAPE = (2, 4, 33, 47, 32)  # batch, num_heads, seqlen_q, seqlen_k, head_dim
 
 
 @pytest.fixture(autouse=True)
 def fresh_choice():
     yield
     registry._first_on.cache_clear()
-
-
-def qkv(dtype=torch.float32, grad=True, num_heads_kv=4):
-    batch, heads, m, n, d = SHAPE
-    generator = torch.Generator().manual_seed(0)
-    sizes = (batch, heads, m, d), (batch, num_heads_kv, n, d), (batch, num_heads_kv, n, d)
-    return [
-        torch.randn(*size, generator=generator, dtype=dtype).requires_grad_(grad) for size in sizes
-    ]
-
-
-def by(backend, function):
-    """What a function gives on a backend, chosen for all calls within."""
-    with fa.use_backend(backend):
-        return function()
 
 
 # ---- attention ----------------------------------------------------------------------------------
@@ -123,36 +106,6 @@ def test_masks_that_do_not_fit(wrong):
         by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, torch.ones(wrong) > 0))
 
 
-def test_a_tensor_under_several_masks():
-    """What is kept under a tensor is for the whole mask that it is part of."""
-    q, k, v = qkv(grad=False)
-    bias, visible = torch.randn(4, 33, 47), torch.rand(2, 1, 33, 47) > 0.3
-    for tensor in (bias, visible):
-        for is_causal in (False, True, False):
-            for window in (None, masks.sliding_window(5)):
-                whole = masks.as_mask(tensor, is_causal)
-                whole = whole if window is None else whole & window
-
-                def call(whole=whole):
-                    return fa.scaled_dot_product_attention(q, k, v, whole)
-
-                torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
-
-
-def test_changes_of_a_kept_mask_are_seen():
-    q, k, v = qkv(grad=False)
-    visible = torch.ones(33, 47, dtype=torch.bool)
-
-    def call():
-        return fa.scaled_dot_product_attention(q, k, v, visible)
-
-    by("sdpa", call)
-    visible[:, 5:] = False
-    visible[3] = False
-    torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
-    assert (by("sdpa", call)[:, :, 3] == 0).all()
-
-
 @pytest.mark.parametrize("name", ["none", "causal", "ragged", "dense", "bias_with_inf"])
 @pytest.mark.parametrize("average", [False, True])
 def test_weights(name, average):
@@ -186,28 +139,6 @@ def test_a_learned_bias_is_never_kept():
     for _ in range(2):
         fa.scaled_dot_product_attention(q, k, v, bias, backend="eager").sum().backward()
     torch.testing.assert_close(got, bias.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_few_slices_of_a_mask_are_kept(monkeypatch):
-    """They may be as large as the mask; on a GPU, where values are not looked at, each is new."""
-    monkeypatch.setattr(torch_arguments, "readable", lambda tensor: False)
-    kept = weakref.WeakSet()
-    bool_or = torch.Tensor.__or__
-
-    def counted(self, other):
-        result = bool_or(self, other)
-        kept.add(result)
-        return result
-
-    monkeypatch.setattr(torch.Tensor, "__or__", counted)
-    whole = torch.rand(1, 1, 40, 40) > 0.2
-    q = torch.randn(1, 2, 40, 8)
-    with fa.use_backend("sdpa"):
-        for n in range(2, 40):
-            x = q[:, :, :n]
-            fa.scaled_dot_product_attention(x, x, x, whole[:, :, :n, :n])
-    gc.collect()
-    assert len(kept) <= 10
 
 
 def test_masks_of_another_type():
@@ -289,33 +220,6 @@ def test_lse(name, dtype):
     assert got.dtype == torch.float32 and got.shape == expected.shape
     tolerance = 2e-6 if dtype == torch.float32 else 0.05  # eager's scores are rounded to 16 bits
     torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
-
-
-def test_packed():
-    q, k, v = (torch.randn(30, 4, 16, requires_grad=True) for _ in range(3))
-    ends = torch.tensor([0, 11, 11, 30])
-
-    def call():
-        out = fa.varlen_attention(q, k, v, ends, ends, 19, 19, is_causal=True)
-        return out, *torch.autograd.grad(out.sum(), (q, k, v))
-
-    for got, expected in zip(by("sdpa", call), by("eager", call), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
-
-
-def test_decode_does_not_see_what_is_behind_the_lengths():
-    q = torch.randn(2, 4, 1, 16)
-    caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
-    for cache in caches:
-        cache[0, :, :9], cache[1, :, :3] = torch.randn(4, 9, 16), torch.randn(4, 3, 16)
-    new = torch.randn(2, 2, 4, 1, 16).unbind()
-
-    def call():
-        copies = [cache.clone() for cache in caches]
-        lengths = torch.tensor([9, 3])
-        return fa.decode_attention(q, *copies, cache_lengths=lengths, key=new[0], value=new[1])
-
-    torch.testing.assert_close(by("sdpa", call), by("cpp", call), rtol=0, atol=2e-6)
 
 
 def test_dropout_is_torchs():

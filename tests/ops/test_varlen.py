@@ -170,7 +170,7 @@ def test_compile(backend):
 
 def packed_of(mask):
     """The mask with lengths that it keeps."""
-    (kept,) = (entry.value for (key, *_), entry in mask.memo.items() if key == "packed")
+    (kept,) = (entry.value for (key, *_), entry in mask.memo.items() if key == ("packed", False))
     return kept
 
 

@@ -1,0 +1,191 @@
+"""The backend "sdpa": what it keeps from call to call, packed sequences and caches."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_calls import by, qkv
+
+import fused_attn as fa
+from fused_attn import masks
+from fused_attn.backends import sdpa
+from fused_attn.masks import torch_arguments
+
+
+def test_a_tensor_under_several_masks():
+    """What is kept under a tensor is for the whole mask that it is part of."""
+    q, k, v = qkv(grad=False)
+    bias, visible = torch.randn(4, 33, 47), torch.rand(2, 1, 33, 47) > 0.3
+    for tensor in (bias, visible):
+        for is_causal in (False, True, False):
+            for window in (None, masks.sliding_window(5)):
+                whole = masks.as_mask(tensor, is_causal)
+                whole = whole if window is None else whole & window
+
+                def call(whole=whole):
+                    return fa.scaled_dot_product_attention(q, k, v, whole)
+
+                torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
+
+
+def test_changes_of_a_kept_mask_are_seen():
+    q, k, v = qkv(grad=False)
+    visible = torch.ones(33, 47, dtype=torch.bool)
+
+    def call():
+        return fa.scaled_dot_product_attention(q, k, v, visible)
+
+    by("sdpa", call)
+    visible[:, 5:] = False
+    visible[3] = False
+    torch.testing.assert_close(by("sdpa", call), by("eager", call), rtol=0, atol=2e-6)
+    assert (by("sdpa", call)[:, :, 3] == 0).all()
+
+
+def test_few_slices_of_a_mask_are_kept(monkeypatch):
+    """They may be as large as the mask; on a GPU, where values are not looked at, each is new."""
+    monkeypatch.setattr(torch_arguments, "readable", lambda tensor: False)
+    kept = weakref.WeakSet()
+    bool_or = torch.Tensor.__or__
+
+    def counted(self, other):
+        result = bool_or(self, other)
+        kept.add(result)
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "__or__", counted)
+    whole = torch.rand(1, 1, 40, 40) > 0.2
+    q = torch.randn(1, 2, 40, 8)
+    with fa.use_backend("sdpa"):
+        for n in range(2, 40):
+            x = q[:, :, :n]
+            fa.scaled_dot_product_attention(x, x, x, whole[:, :, :n, :n])
+    gc.collect()
+    assert len(kept) <= 10
+
+
+def test_packed():
+    q, k, v = (torch.randn(30, 4, 16, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, 11, 11, 30])
+
+    def call():
+        out = fa.varlen_attention(q, k, v, ends, ends, 19, 19, is_causal=True)
+        return out, *torch.autograd.grad(out.sum(), (q, k, v))
+
+    for got, expected in zip(by("sdpa", call), by("eager", call), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+def test_decode_does_not_see_what_is_behind_the_lengths():
+    q = torch.randn(2, 4, 1, 16)
+    caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
+    for cache in caches:
+        cache[0, :, :9], cache[1, :, :3] = torch.randn(4, 9, 16), torch.randn(4, 3, 16)
+    new = torch.randn(2, 2, 4, 1, 16).unbind()
+
+    def call():
+        copies = [cache.clone() for cache in caches]
+        lengths = torch.tensor([9, 3])
+        return fa.decode_attention(q, *copies, cache_lengths=lengths, key=new[0], value=new[1])
+
+    torch.testing.assert_close(by("sdpa", call), by("cpp", call), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 3], [0, 0]])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 4])
+@pytest.mark.parametrize("pages", [False, True])
+def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
+    """Of sequences that are equally long nothing is copied, and of others not the room behind."""
+    seen = []
+
+    def attend(query, key, value, *args, **options):
+        seen.append((key, value))
+        return F.scaled_dot_product_attention(query, key, value, *args, **options)
+
+    monkeypatch.setattr(sdpa, "attend", attend)
+    q, new = torch.randn(2, 4, seqlen_q, 16), torch.randn(2, 2, 4, seqlen_q, 16).unbind()
+    caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
+    for cache in caches:
+        for rows, length in zip(cache, lengths, strict=True):
+            rows[:, :length] = torch.randn(4, length, 16)
+    table = torch.tensor([[0], [1]]) if pages else None
+
+    def call(*caches, cache_lengths):
+        return fa.decode_attention(
+            q, *caches, cache_lengths=cache_lengths, key=new[0], value=new[1], block_table=table
+        )
+
+    expected = by("cpp", lambda: call(*[c.clone() for c in caches], cache_lengths=lengths))
+    for given in (lengths, torch.tensor(lengths)):
+        got = by("sdpa", lambda given=given: call(*caches, cache_lengths=given))
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+        for tensor, cache in zip(seen.pop(), caches, strict=True):
+            assert tensor.shape[2] == max(lengths) + seqlen_q
+            in_place = tensor.data_ptr() == cache.data_ptr()
+            assert in_place is (lengths[0] == lengths[1] and not pages)
+
+
+@pytest.fixture
+def derived(monkeypatch):
+    """A list that has an entry for each mask that was made dense."""
+    made = []
+    materialize = torch_arguments.materialize
+
+    def counted(*args):
+        made.append(args)
+        return materialize(*args)
+
+    monkeypatch.setattr(torch_arguments, "materialize", counted)
+    return made
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_layers_share_what_is_derived(derived, is_causal, whole):
+    q, k, v = qkv(grad=False)
+    lengths = torch.tensor([47, 20])
+    mask = masks.padding(lengths)
+
+    def call(backend=None):
+        return fa.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, backend=backend)
+
+    for _ in range(2):
+        derived.clear()
+        for _ in range(3):
+            out = call("sdpa") if whole else by("sdpa", call)
+        assert len(derived) == 1
+        torch.testing.assert_close(out, call(backend="eager"), rtol=0, atol=2e-6)
+        lengths[1] = 11
+
+
+def test_packed_layers_share_what_is_derived(derived):
+    """Of the same cu_seqlens, which may change in place."""
+    q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
+    ends, window = torch.tensor([0, 11, 11, 30], dtype=torch.int32), masks.sliding_window(3)
+    cases = [{}, {"is_causal": True}, {"attn_mask": window}]
+    for middle in (11, 13):
+        ends[1] = ends[2] = middle
+        for options in cases:
+            derived.clear()
+            for _ in range(3):
+                out = fa.varlen_attention(q, k, v, ends, ends, 19, 19, backend="sdpa", **options)
+            assert len(derived) == 1
+            expected = fa.varlen_attention(
+                q, k, v, ends.clone(), ends.clone(), 19, 19, backend="eager", **options
+            )
+            torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    ends[1] = 31
+    with pytest.raises(ValueError, match="cu_seqlens_q must have steps"):
+        fa.varlen_attention(q, k, v, ends, ends, 19, 19)
+
+
+def test_what_is_kept_of_packed_sequences_goes_with_them():
+    q, k, v = (torch.randn(30, 4, 16) for _ in range(3))
+    ends = torch.tensor([0, 11, 30])
+    fa.varlen_attention(q, k, v, ends, ends, 19, 19, is_causal=True, backend="sdpa")
+    seen = weakref.ref(ends)
+    del ends
+    gc.collect()
+    assert seen() is None

@@ -1,0 +1,22 @@
+"""Small operands, and functions run on one backend or another."""
+
+import torch
+
+import fused_attn as fa
+
+SHAPE = (2, 4, 33, 47, 32)  # batch, num_heads, seqlen_q, seqlen_k, head_dim
+
+
+def qkv(dtype=torch.float32, grad=True, num_heads_kv=4):
+    batch, heads, m, n, d = SHAPE
+    generator = torch.Generator().manual_seed(0)
+    sizes = (batch, heads, m, d), (batch, num_heads_kv, n, d), (batch, num_heads_kv, n, d)
+    return [
+        torch.randn(*size, generator=generator, dtype=dtype).requires_grad_(grad) for size in sizes
+    ]
+
+
+def by(backend, function):
+    """What a function gives on a backend, chosen for all calls within."""
+    with fa.use_backend(backend):
+        return function()

@@ -202,7 +202,10 @@ def _attention(
 ) -> Tensor:
     mask, is_causal, empty = arguments
     out = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
-    return out if empty is None else out.masked_fill(empty, 0.0)
+    if empty is None:
+        return out
+    # Where a gradient is wanted, torch needs what it gave.
+    return out.masked_fill(empty, 0.0) if out.requires_grad else out.masked_fill_(empty, 0.0)
 
 
 # ---- lse ----------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def give_second_order(
         if not node.name().startswith(("Slice", "MaskedFill", "Alias", "View", "Transpose")):
             return
         node = node.next_functions[0][0]
-    if node is None or _saved_elsewhere() or any(_learns(t) for t in tensors[3:]):
+    if node is None or _saved_elsewhere() or any(map(_learns, tensors[3:])):
         return
     versions = _versions(tensors)
     held = [(tensors, call)]

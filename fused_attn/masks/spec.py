@@ -142,6 +142,11 @@ def normalize(
     return recall(mask.memo, key, mask.tensors(), device, lambda: _normalize(mask, shape, device))
 
 
+def bias_fits(spec: MaskSpec, dtype: torch.dtype) -> bool:
+    """Whether what is added to the scores is of a type that goes with a query of `dtype`."""
+    return spec.bias is None or spec.bias.dtype in (dtype, *_BIAS_TYPES)
+
+
 def spec_at_once(
     attn_mask: Tensor | Mask | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> MaskSpec | None:
@@ -159,8 +164,7 @@ def spec_at_once(
             spec = normalize(attn_mask, *shape, query)
         except ValueError:  # the tensors may be what is wrong
             return None
-        known = spec.bias is None or spec.bias.dtype in (query.dtype, *_BIAS_TYPES)
-        return spec if known else None
+        return spec if bias_fits(spec, query.dtype) else None
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
         return None
     if attn_mask.requires_grad or attn_mask.device != query.device or attn_mask.is_neg():

@@ -12,7 +12,7 @@ from fused_attn.core.torch_state import readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import Memo, recall, recall_of
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 
 Shape = tuple[int, int, int, int]
 
@@ -48,7 +48,10 @@ def arguments_at_once(
     shape = (batch, num_heads, seqlen_q, key.shape[2])
 
     def spec() -> MaskSpec:
-        return normalize(as_mask(attn_mask, is_causal), *shape, query)
+        made = normalize(as_mask(attn_mask, is_causal), *shape, query)
+        if not bias_fits(made, query.dtype):
+            raise ValueError  # with its message on the whole way
+        return made
 
     what = ("torch", shape, query.dtype, query.device, is_causal)
     try:

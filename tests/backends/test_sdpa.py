@@ -106,6 +106,14 @@ def test_masks_that_do_not_fit(wrong):
         by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, torch.ones(wrong) > 0))
 
 
+@pytest.mark.parametrize("make", [lambda t: t, masks.bias])
+def test_masks_of_more_digits(make):
+    q, k, v = qkv()
+    mask = make(torch.randn(33, 47, dtype=torch.float64))
+    with pytest.raises(ValueError, match="got float64"):
+        by("sdpa", lambda: fa.scaled_dot_product_attention(q, k, v, mask))
+
+
 @pytest.mark.parametrize("name", ["none", "causal", "ragged", "dense", "bias_with_inf"])
 @pytest.mark.parametrize("average", [False, True])
 def test_weights(name, average):

@@ -87,8 +87,8 @@ def give_second_order(out: Tensor, call: AttentionCall) -> None:
     """Makes `out` of torch's fused kernels, which have no second derivative, have it.
 
     A hook at the kernels' node does it, which costs nothing where no second derivative is wanted.
-    It holds the call until a backward has run that wants none. Left as they are: dropout, of which
-    only the kernel knows what it dropped; packed sequences; a learned bias; what is within hooks
+    It holds the call as long as the graph is kept. Left as they are: dropout, of which only the
+    kernel knows what it dropped; packed sequences; a learned bias; what is within hooks
     of saved tensors (checkpoints, for one), whose tensors are not to be held.
     """
     if torch.compiler.is_compiling() or call.dropout_p > 0.0 or call.mask.cu_seqlens_q is not None:
@@ -105,9 +105,9 @@ def give_second_order(out: Tensor, call: AttentionCall) -> None:
     versions = _versions(call)
 
     def hook(grads: tuple[Tensor | None, ...], given: tuple[Tensor, ...]) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not _graph_is_kept():
             held.clear()
-        if not held:
+        if not torch.is_grad_enabled() or not held:
             return None
         call, first = held[0], [None if g is None else g.detach() for g in grads[:3]]
         if _versions(call) != versions:
@@ -124,6 +124,10 @@ def give_second_order(out: Tensor, call: AttentionCall) -> None:
         return (*second, *grads[3:])
 
     node.register_hook(hook)
+
+
+# Whether the backward that is running retains the graph.
+_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _saved_elsewhere() -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.core.torch_state import readable, statistics_dtype
+from fused_attn.core.torch_state import plain_eager, readable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import Memo, recall, recall_of
@@ -53,7 +53,7 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     if whole is None or len(tensors) > 1:
         memo: Memo = vars(spec).setdefault("memo", {})
         return recall(memo, key, tensors, query.device, lambda: _arguments(spec, shape, query))
-    if whole.requires_grad:
+    if whole.requires_grad or not plain_eager(whole):
         return _arguments(spec, shape, query)
     # A tensor of the caller, or a view of one, which comes with a new spec each time. What is kept
     # under it must not hold it: None stands for it.

@@ -23,6 +23,7 @@ class AttentionProblem:
         mask: the kind of the mask, see MaskSpec.kind.
         seqlen_q, seqlen_k: of packed sequences those of the longest; 0: not known.
         bias_dtype: of what is added to the scores.
+        learned_bias: whether a gradient of that is wanted.
         result: what is wanted besides out: "out" (nothing), "lse" or "weights".
         learns: whether gradients are wanted.
         transformed: under a torch.func transform, or with forward-mode tangents.
@@ -40,10 +41,12 @@ class AttentionProblem:
     softcap: bool = False
     dropout: bool = False
     result: str = "out"
+    learned_bias: bool = False
     learns: bool = False
     transformed: bool = False
 
     def __repr__(self) -> str:
+        learned = "learned " if self.learned_bias else ""
         kinds = {"none": "", "causal": "causal", "bias": ""}
         return _described(
             "attention",
@@ -52,7 +55,7 @@ class AttentionProblem:
             "" if self.head_dim_v == self.head_dim else f"head_dim_v {self.head_dim_v}",
             f"seqlens {self.seqlen_q} x {self.seqlen_k}" if self.seqlen_q or self.seqlen_k else "",
             kinds.get(self.mask, f"{self.mask} mask"),
-            "" if self.bias_dtype is None else f"{_named(self.bias_dtype)} bias",
+            "" if self.bias_dtype is None else f"{learned}{_named(self.bias_dtype)} bias",
             "" if self.result == "out" else f"with {self.result}",
         )
 
@@ -126,6 +129,7 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
         result=result,
+        learned_bias=learns and mask.bias is not None and mask.bias.requires_grad,
         learns=learns,
         transformed=transformed(),
     )

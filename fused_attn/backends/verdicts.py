@@ -37,7 +37,7 @@ FEW_QUERIES = 16  # kernels for decoding take them
 LENGTHS = (128, 512, 2048)  # of queries and keys, the longer of the two
 COLUMNS = (256, 1024, 4096, 16384)
 KINDS = ("none", "causal", "structured", "dense", "bias")  # MaskSpec.kind
-OPTIONS = ("dropout", "softcap", "packed", "lse", "weights")
+OPTIONS = ("dropout", "softcap", "packed", "lse", "weights", "learned_bias")
 NORM_FEATURES = ("plain", "residual", "dropout")
 
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -66,6 +66,8 @@ def classes_of(problem: Problem) -> list[str]:
             features.append("packed")
         if problem.result != "out":
             features.append(problem.result)
+        if problem.learned_bias:
+            features.append("learned_bias")
         width = width_word(max(problem.head_dim, problem.head_dim_v))
         if _exporting():  # to look at a length that stays open would close it
             sizes = [f"{width},{length}" for length in length_words()]

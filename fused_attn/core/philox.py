@@ -72,9 +72,12 @@ def new_seed(device: torch.device) -> Tensor:
 def _keep(
     seed: Tensor, dropout_p: float, columns: int, row: Tensor, head: Tensor, stream: int
 ) -> Tensor:
-    quad = torch.arange((columns + 3) // 4, device=seed.device)
+    # One quad more than are needed, and no slice: torch.export keeps columns open where nothing
+    # asks whether there is one quad, or whether the quads have more columns.
+    quad = torch.arange((columns + 7) // 4, device=seed.device)
     words = philox4x32((quad, row, head, torch.full_like(quad, stream)), seed)
-    word = torch.stack(words, dim=-1).flatten(-2)[..., :columns]
+    used = torch.arange(columns, device=seed.device)
+    word = torch.stack(words, dim=-1).flatten(-2).index_select(-1, used)
     uniform = (word >> (32 - UNIFORM_BITS)).to(torch.float32) * 2.0**-UNIFORM_BITS
     return uniform >= torch.tensor(dropout_p, dtype=torch.float32, device=seed.device)
 

@@ -89,9 +89,9 @@ def give_second_order(
     """Makes `out` of torch's fused kernels, which have no second derivative, have it.
 
     A hook at the kernels' node does it, which costs nothing where no second derivative is wanted.
-    It holds the tensors until a backward has run that wants none. Left as they are: dropout, of
-    which only the kernel knows what it dropped; packed sequences; a learned bias; what is within
-    hooks of saved tensors (checkpoints, for one), whose tensors are not to be held.
+    It holds the tensors as long as the graph is kept. Left as they are: dropout, of which only the
+    kernel knows what it dropped; packed sequences; a learned bias; what is within hooks of saved
+    tensors (checkpoints, for one), whose tensors are not to be held.
 
     Args:
         tensors: what `out` was computed of; query, key and value come first.
@@ -109,9 +109,9 @@ def give_second_order(
     held = [(tensors, call)]
 
     def hook(grads: tuple[Tensor | None, ...], given: tuple[Tensor, ...]) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not _graph_is_kept():
             held.clear()
-        if not held:
+        if not torch.is_grad_enabled() or not held:
             return None
         tensors, call = held[0]
         if _versions(tensors) != versions:
@@ -129,6 +129,10 @@ def give_second_order(
         return (*second, *grads[3:])
 
     node.register_hook(hook)
+
+
+# Whether the backward that is running retains the graph.
+_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _saved_elsewhere() -> bool:

@@ -202,8 +202,9 @@ def _taken(
         learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         kind = "causal" if is_causal else "none" if attn_mask is None else "dense"
         kind = kind if bias_dtype is None else "bias"
+        learned_bias = learns and kind == "bias" and cast(Tensor, attn_mask).requires_grad
         lengths = query.shape[-2], key.shape[-2]
-        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, learns)
+        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, learns, learned_bias)
     if types <= _PLAIN:
         return _has_kernel(*facts)
     traced = types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag
@@ -224,6 +225,7 @@ def _has_kernel(
     seqlen_k: int = 0,
     dropout: bool = False,
     learns: bool = False,
+    learned_bias: bool = False,
 ) -> bool:
     """True if the choice of a backend falls on kernels; cached: it takes as long as a call.
 
@@ -232,7 +234,7 @@ def _has_kernel(
     """
     problem = AttentionProblem(
         device, dtype, head_dim, head_dim_v, bias_dtype, mask=mask, seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k, dropout=dropout, learns=learns,
+        seqlen_k=seqlen_k, dropout=dropout, learns=learns, learned_bias=learned_bias,
     )  # fmt: skip
     try:
         return not select(problem, backend).differentiable

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.core.torch_state import readable, savable, statistics_dtype
+from fused_attn.core.torch_state import plain_eager, readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import Memo, recall, recall_of
@@ -103,10 +103,12 @@ def _of_tensor(
         arguments = _arguments(of, shape, query)
         return None if arguments.attn_mask is _tensor_of(of) else arguments
 
-    owner = tensor._base
-    owner = tensor if owner is None else owner
-    what = (what, tensor.shape, tensor.stride(), tensor.data_ptr())
-    kept = made() if tensor.requires_grad else recall_of(owner, what, (owner,), made, _KEPT)
+    if tensor.requires_grad or not plain_eager(tensor):
+        kept = made()
+    else:
+        owner = tensor if tensor._base is None else tensor._base
+        place = (what, tensor.shape, tensor.stride(), tensor.data_ptr())
+        kept = recall_of(owner, place, (owner,), made, _KEPT)
     if kept is not None:
         return kept
     # Others than these would go torch's slow way.

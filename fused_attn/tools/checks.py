@@ -102,7 +102,8 @@ class AttentionCheck(Check):
 
     Attributes:
         shape, mask: as Shape.parse and make_mask take them; mask is of the padded batch.
-        bias: a float mask besides, (num_heads, seqlen_q, seqlen_k), which is learned.
+        bias: a float mask besides, (num_heads, seqlen_q, seqlen_k): "" (none), "constant" or
+            "learned".
         packed: sequences of other lengths, the longest as `shape` has it, without padding.
         result: what is wanted besides out: "out" (nothing), "lse" or "weights".
         poison: key and value are NaN behind the end of each sequence; for masks with "padding".
@@ -110,7 +111,7 @@ class AttentionCheck(Check):
 
     shape: str
     mask: str = "none"
-    bias: bool = False
+    bias: str = ""
     dropout_p: float = 0.0
     softcap: float | None = None
     packed: bool = False
@@ -123,11 +124,14 @@ class AttentionCheck(Check):
         shape = Shape.parse(self.shape)
         sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
         kind = normalize(make_mask(self.mask, shape), *sizes, torch.empty(0)).kind
+        if self.packed and kind in ("none", "causal"):
+            kind = "structured"
         options = {
             "dropout": self.dropout_p > 0.0,
             "softcap": self.softcap is not None,
             "packed": self.packed,
             self.result: self.result != "out",
+            "learned_bias": self.bias == "learned" and self.gradients,
         }
         there = [name for name, given in options.items() if given]
         return ("bias" if self.bias else kind, *there)
@@ -141,12 +145,15 @@ class AttentionCheck(Check):
                     operands[name][b, :, length:] = float("nan")
         if self.packed:
             operands = {name: _rows(tensor) for name, tensor in operands.items()}
-        if self.bias:
-            generator = torch.Generator(device).manual_seed(self.seed)
-            sizes = shape.num_heads, shape.seqlen_q, shape.seqlen_k
-            bias = torch.randn(sizes, generator=generator, device=device)
-            operands["bias"] = bias.to(dtype)
+        if self.bias == "learned":
+            operands["bias"] = self._bias(device)
         return operands
+
+    def _bias(self, device: torch.device) -> Tensor:
+        shape, generator = Shape.parse(self.shape), torch.Generator(device).manual_seed(self.seed)
+        sizes = shape.num_heads, shape.seqlen_q, shape.seqlen_k
+        bias = torch.randn(sizes, generator=generator, device=device)
+        return bias.to(getattr(torch, self.dtype))
 
     def call(self, device: torch.device) -> Call:
         shape = Shape.parse(self.shape)
@@ -168,18 +175,21 @@ class AttentionCheck(Check):
             "softcap": self.softcap,
             "return_lse": self.result == "lse",
         }
+        constant = self._bias(device) if self.bias == "constant" else None
         if self.packed:
             sequences = _sequences(shape, device)
 
             def packed(
-                query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+                query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = constant
             ) -> Any:
                 whole = _both(mask, bias)
                 return functional.varlen_attention(query, key, value, *sequences, whole, **more)
 
             return packed
 
-        def padded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Any:
+        def padded(
+            query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = constant
+        ) -> Any:
             whole = _both(mask, bias)
             return functional.scaled_dot_product_attention(
                 query, key, value, whole, enable_gqa=True, **more

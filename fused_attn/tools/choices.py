@@ -55,6 +55,10 @@ def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]
         ("attention, dense mask", attention(mask="dense")),
         ("attention, float mask", attention(mask="bias", bias_dtype=dtype)),
         ("attention, training", attention(learns=True)),
+        (
+            "attention, learned float mask",
+            attention(mask="bias", bias_dtype=dtype, learned_bias=True, learns=True),
+        ),
         ("attention, dropout", attention(dropout=True, learns=True)),
         ("attention, softcap", attention(softcap=True)),
         ("attention, packed", attention(mask="structured", packed=True)),

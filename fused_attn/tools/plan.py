@@ -102,12 +102,13 @@ def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, result="lse")
     for text in ("none", "causal", "padding"):
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, gradients=False)
-        yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, bias=True)
+        for bias in ("constant", "learned"):
+            yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, bias=bias)
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, softcap=2.0)
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, dropout_p=0.3)
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, packed=True, result="lse")
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, result="weights")
-    yield AttentionCheck(shape=SHAPE, dtype=dtype, packed=True, bias=True, dropout_p=0.3)
+    yield AttentionCheck(shape=SHAPE, dtype=dtype, packed=True, bias="learned", dropout_p=0.3)
     yield AttentionCheck(shape=SHAPE, mask="causal", dtype=dtype, softcap=5.0, dropout_p=0.5)
     yield AttentionCheck(shape=SHAPE, mask="causal", dtype=dtype, dropout_p=0.3, result="weights")
     for text in ("padding", "causal+padding"):
@@ -116,7 +117,8 @@ def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
         yield AttentionCheck(shape=shape, mask=text, dtype=dtype, result="lse")
     for width in widths:
         yield AttentionCheck(shape=f"4,2/1,65,130,{width}", mask="causal", dtype=dtype)
-        yield AttentionCheck(shape=f"4,2,130,65,{width - 7}", dtype=dtype, bias=True)
+        for bias in ("constant", "learned"):
+            yield AttentionCheck(shape=f"4,2,130,65,{width - 7}", dtype=dtype, bias=bias)
         # Kernels of their own, with keys in several parts.
         few = f"8,8/2,5,700,{width}"
         yield AttentionCheck(shape=few, mask="padding", dtype=dtype, gradients=False)
@@ -146,7 +148,8 @@ def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
     for text in ("none", "causal", "padding", "random"):
         yield AttentionCheck(shape=shape, mask=text, result="lse", **common)
         yield AttentionCheck(shape=shape, mask=text, gradients=False, **common)
-    yield AttentionCheck(shape=shape, bias=True, dropout_p=dropout_p, **common)
+    for bias in ("constant", "learned"):
+        yield AttentionCheck(shape=shape, bias=bias, dropout_p=dropout_p, **common)
     yield AttentionCheck(shape=shape, mask="causal", softcap=5.0, **common)
     for rms in (False, True):
         yield NormCheck(rows=700, columns=768, rms=rms, **common)
@@ -164,12 +167,13 @@ _FEATURES: dict[str, tuple[Options, Options]] = {
     "causal": ({"mask": "causal"},) * 2,
     "structured": ({"mask": "alibi"}, {"mask": "padding"}),
     "dense": ({"mask": "random"},) * 2,
-    "bias": ({"bias": True},) * 2,
+    "bias": ({"bias": "constant"},) * 2,
     "dropout": ({"dropout_p": 0.1},) * 2,
     "softcap": ({"softcap": 30.0},) * 2,
     "packed": ({"packed": True},) * 2,
     "lse": ({"result": "lse"},) * 2,
     "weights": ({"result": "weights"},) * 2,
+    "learned_bias": ({"bias": "learned"},) * 2,
 }
 _NORMS: dict[str, Options] = {
     "plain": {},
@@ -203,9 +207,10 @@ def attention_classes(
                 Shape(batch, heads, heads, length, length, width) for batch, length in sizes
             ]
         for direction, length, feature in itertools.product(DIRECTIONS, shapes, _FEATURES):
-            if shapes[length] is few and direction == "training":
+            learns = direction == "training"
+            if (learns and shapes[length] is few) or (feature == "learned_bias" and not learns):
                 continue
-            common: Options = {"dtype": dtype, "gradients": direction == "training"}
+            common: Options = {"dtype": dtype, "gradients": learns}
             words = f"{verdicts.width_word(width)},{length}", feature, direction
             yield (
                 verdicts.class_name("attention", dtype, *words),

@@ -188,6 +188,20 @@ def test_any_order(name, num_heads_kv):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_any_order_after_a_backward_that_keeps_the_graph():
+    q, k, v = qkv()
+
+    def second(kept):
+        out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if kept:
+            torch.autograd.grad(out.sum(), q, retain_graph=True)
+        (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), (q, k, v))
+
+    for kept, new in zip(*(by("sdpa", lambda k=kept: second(k)) for kept in (1, 0)), strict=True):
+        assert torch.equal(kept, new)
+
+
 def test_a_backward_lets_go_of_the_operands():
     q, k, v = qkv()
     projected = q * 1.0

@@ -81,6 +81,13 @@ def only_reason(backend, problem=PROBLEM):
                 for feature in ("causal", "softcap", "packed", "lse", "dropout")
             ],
         ),
+        (
+            {"mask": "bias", "learned_bias": True, "learns": True},
+            [
+                f"attention float32 D<=32,L<=128 {feature} training"
+                for feature in ("bias", "learned_bias")
+            ],
+        ),
     ],
     ids=str,
 )
@@ -131,6 +138,29 @@ def test_calls_go_where_the_verdict_says(stand_in):
     verdicts.forget(["stand_in"])
     F.scaled_dot_product_attention(short, short, short)
     assert seen == [100]
+
+
+def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
+    """By calls of ours and of torch's function."""
+    constant = NAME.replace("none forward", "bias training")
+    seen = []
+    stand_in.hurt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
+    x = torch.randn(1, 2, 100, 16, requires_grad=True)
+
+    def calls():
+        seen.clear()
+        for bias in (torch.randn(100, 100), torch.randn(100, 100, requires_grad=True)):
+            F.scaled_dot_product_attention(x, x, x, bias)
+            F.scaled_dot_product_attention(x, x, x, masks.causal() & masks.bias(bias))
+            with fused_attn.enabled():
+                torch.nn.functional.scaled_dot_product_attention(x, x, x, bias)
+        return seen
+
+    assert calls() == []
+    stored([constant])
+    assert calls() == [False] * 3
+    stored([constant, constant.replace("bias", "learned_bias")])
+    assert calls() == [False] * 3 + [True] * 3
 
 
 def test_calls_of_other_classes_stay_short(stand_in, monkeypatch):

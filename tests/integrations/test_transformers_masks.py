@@ -310,8 +310,11 @@ def test_what_is_written_into_one_of_several_model_masks_counts():
         lambda mask: mask.resize_(1, 1, 4, 6),
         lambda mask: mask.as_strided_((2, 2), (1, 1)),
         lambda mask: mask.set_(torch.ones(3, dtype=torch.bool)),
+        lambda mask: torch.logical_not(torch.ones(1, 1, 4, 6), out=mask),
+        lambda mask: torch.cat([torch.ones_like(mask)] * 2, out=mask),
     ],
 )
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_shapes_of_model_masks_stay(change):
     mask, expected = model_mask()
     with pytest.raises((NotImplementedError, RuntimeError)):
@@ -406,6 +409,10 @@ WRITES = {
     "item": lambda mask: mask.__setitem__((0, 0, 0), True),
     "operator": lambda mask: mask.__ior__(torch.ones_like(mask)),
     "out": lambda mask: torch.logical_not(mask, out=mask),
+    "foreach": lambda mask: torch._foreach_copy_([mask], [torch.ones_like(mask)]),
+    "foreach of views": lambda mask: torch._foreach_zero_([mask[:, :, 1:], mask[:, :, :1]]),
+    "data": lambda mask: mask.data.logical_not_(),
+    "detached": lambda mask: mask.detach().fill_(True),
 }
 
 

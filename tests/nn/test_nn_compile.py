@@ -14,7 +14,9 @@ from nn_helpers import (
     randn,
     run,
 )
+from torch import nn
 
+import fused_attn
 import fused_attn.nn as fnn
 
 
@@ -96,6 +98,30 @@ def test_compile_with_dropout():
     assert not torch.equal(first, second), "the graph replays one dropout mask"
     first.sum().backward()
     assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("backend", ["cpp", "sdpa", "eager"])
+def test_export_with_dropout(backend, strict):
+    """Of a model that trains, with open sizes and a padding mask."""
+    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)
+    model = nn.TransformerEncoder(layer, num_layers=1)
+    fused_attn.swap_modules(model)
+    sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=64)}
+
+    def inputs(batch, length):
+        padding = (torch.arange(length) >= length - 1).expand(batch, -1)
+        return {"src": torch.randn(batch, length, EMBED), "src_key_padding_mask": padding}
+
+    example = inputs(2, 5)
+    shapes = dict.fromkeys(example, sizes)
+    with fused_attn.use_backend(backend):
+        exported = torch.export.export(model, (), example, dynamic_shapes=shapes, strict=strict)
+        for batch, length in ((2, 5), (3, 9), (4, 4)):
+            given = inputs(batch, length)
+            first, second = (exported.module()(**given) for _ in range(2))
+            assert first.shape == given["src"].shape and first.isfinite().all()
+            assert not torch.equal(first, second), "the program replays one dropout mask"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -29,6 +29,15 @@ def test_attention(name, dtype, isa):
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
 
 
+def test_sums_over_keys(isa):
+    """With gentle slopes a row of 40 keys has two large weights, and 38 roundings at their size."""
+    shape = 2, 2, 1, 70, 139
+    slopes = 2.0 ** (-4.0 * torch.arange(1.0, 3.0))
+    mask = masks.sliding_window(27, 15) & masks.alibi(slopes)
+    tensors = random_qkv(*shape, 16)
+    assert_like_eager(attention(mask, enable_gqa=True), tensors, torch.float32, "cpp")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_bias_softcap_dropout(dtype, isa):
     tensors = random_qkv(2, 4, 2, 45, 149, 36, 20)

@@ -340,6 +340,27 @@ def test_masks_keep_their_summary_and_notice_changes():
     assert torch.equal(half, F.scaled_dot_product_attention(x, x, x, visible.clone()))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda lengths: torch._foreach_copy_([lengths], [lengths.flip(0)]),
+        lambda lengths: torch.add(lengths.flip(0), 0, out=lengths),
+        lambda lengths: lengths.set_(lengths.flip(0)),
+    ],
+    ids=["foreach", "out", "set"],
+)
+@pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
+def test_masks_notice_what_a_graph_writes(write, backend):
+    torch.compiler.reset()
+    lengths = torch.tensor([5, 3])
+    mask = masks.padding(lengths)
+    x = torch.randn(2, 1, 5, 8)
+    F.scaled_dot_product_attention(x, x, x, mask)
+    (write if backend == "none" else torch.compile(write, backend=backend))(lengths)
+    got = F.scaled_dot_product_attention(x, x, x, mask)
+    assert torch.equal(got, F.scaled_dot_product_attention(x, x, x, masks.padding([3, 5])))
+
+
 def test_inference_mode_then_training():
     """What a Mask keeps from inference mode does not get into a graph."""
     mask = masks.padding([5, 3]) & masks.dense(torch.ones(5, 5, dtype=torch.bool))

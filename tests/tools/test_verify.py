@@ -30,7 +30,7 @@ def small_plan(features=("none", "causal"), dtypes=("float32",)):
     checks = [
         AttentionCheck(shape=SHAPE, result="lse"),
         AttentionCheck(shape=SHAPE, mask="causal"),
-        AttentionCheck(shape=SHAPE, mask="causal+padding", bias=True),
+        AttentionCheck(shape=SHAPE, mask="causal+padding", bias="learned"),
         AttentionCheck(shape=SHAPE, dropout_p=0.3, how="bits"),
         AttentionCheck(shape=SHAPE, mask="causal", how="twice"),
         NormCheck(rows=9, columns=40, residual=True),
@@ -324,7 +324,9 @@ def test_probes_are_of_their_class():
     classes |= dict(plan.norm_classes(["float16"], elements=1 << 10))
     for name, probes in classes.items():
         for probe in probes:
-            assert name in verdicts.classes_of(problem_of_probe(probe))
+            names = verdicts.classes_of(problem_of_probe(probe))
+            assert name in names
+            assert {n.split()[3] for n in names} == {*probe.timed.features()}
             assert probe.checked.features() == probe.timed.features()
 
 
@@ -343,7 +345,9 @@ def test_a_full_plan_is_of_all_classes():
     "check",
     [
         AttentionCheck(shape=SHAPE, mask="padding", poison=True, result="lse"),
-        AttentionCheck(shape=SHAPE, packed=True, bias=True),
+        AttentionCheck(shape=SHAPE, packed=True, bias="learned"),
+        AttentionCheck(shape=SHAPE, packed=True, bias="constant", dtype="bfloat16"),
+        AttentionCheck(shape=SHAPE, mask="causal", bias="constant"),
         AttentionCheck(shape=SHAPE, dropout_p=0.2, result="weights"),
         AttentionCheck(shape=SHAPE, softcap=2.0, dtype="bfloat16"),
         DecodeCheck(shape="3,8/2,2,64,16"),

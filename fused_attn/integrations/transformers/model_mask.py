@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._dynamo.comptime import ComptimeContext, comptime
-from torch.utils._pytree import tree_map_only
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
@@ -74,13 +75,16 @@ class ModelMask(Tensor):
             use = ModelMask._let_out  # what is written to its result changes no version
         elif func._schema.is_mutable:
             if torch.Tag.inplace_view in func.tags:
-                raise NotImplementedError(
-                    f"{func} would change the shape of a mask that all layers share: call "
-                    "clone() first"
-                )
+                raise _other_shape(func)
             use = ModelMask._to_be_written
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ModelMask)]
         args, kwargs = tree_map_only(ModelMask, use, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for mask in given:
+            if mask.dense().shape != mask.shape:  # `out=` resizes
+                mask._made = None
+                raise _other_shape(func)
+        return result
 
     def dense(self) -> Tensor:
         """The tensor that this stands for."""
@@ -177,6 +181,12 @@ class ModelMask(Tensor):
         return f"ModelMask({self.content()!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def _other_shape(func: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} would change the shape of a mask that all layers share: call clone() first"
+    )
+
+
 def stand_in(
     mask: Mask,
     shape: Shape,
@@ -244,12 +254,30 @@ _noted = threading.local()
 def _note_version(context: ComptimeContext) -> None:
     """Keep the version of `tensor` of the frame that is traced; None if it can't be known.
 
-    It can't of an input: what was written to it in the graph before this one left no trace.
+    It can't of an input: what was written to it in the graph before this one left no trace. Nor
+    where something may have written that counts no versions in a graph.
     """
     variable = context.get_local("tensor")
-    made_here = variable._i_will_not_complain_if_bc_breaks_VariableTracker().source is None
+    tracker = variable._i_will_not_complain_if_bc_breaks_VariableTracker()
     fake = cast(Tensor, variable.as_fake())
-    _noted.version = fake._version if made_here and not fake.is_inference() else None
+    known = tracker.source is None and not fake.is_inference()
+    if known and not _written_uncounted(tracker.as_proxy().node):
+        _noted.version = fake._version
+    else:
+        _noted.version = None
+
+
+def _written_uncounted(node: Node) -> bool:
+    """Whether `.data` or an in-place `_foreach_` op had the tensor, or something made of it."""
+    seen, rest = {node}, [node]
+    while rest:
+        new = rest.pop().users.keys() - seen
+        for name in (getattr(user.target, "__name__", "") for user in new):
+            if name == "_get_data_attr" or (name.startswith("_foreach_") and name.endswith("_")):
+                return True
+        seen |= new
+        rest += new
+    return False
 
 
 @torch.compiler.assume_constant_result

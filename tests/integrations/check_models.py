@@ -1,7 +1,8 @@
 """Every model type of transformers, before and after the swap: `make models-check`.
 
 Each type is judged in a process of its own, with a limit of time. The exit status is 1 if one
-FAILS: it crashes, differs from eager where that is finite, or is reported as fused and is not.
+FAILS (it crashes, differs from eager where that is finite, or is reported as fused and is not), or
+does not agree any more though it does in the committed verdicts.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import json
 import multiprocessing
 import os
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
@@ -23,26 +26,62 @@ import hf_zoo
 import torch
 import transformers
 
+from fused_attn.tools import doctor
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "benchmarks/results/models-check.json"
+PARTIAL = ROOT / "build/models-check.json"  # of a run that was interrupted
+PAGE = ROOT / "docs/models.md"
+BEGIN, END = "<!-- models-check: begin -->", "<!-- models-check: end -->"
 SECONDS = 180
+
+# Verdicts in the order of the page, with what they mean.
+MEANINGS = {
+    "agrees": "as eager, forward and backward",
+    "agrees with sdpa": "as the library's own sdpa attention, where that and eager differ",
+    "declined": "keeps its own attention, and the report says why",
+    "no attention": "none that goes through the library's interface",
+    "eager NaN": "not finite, on eager attention either",
+    "no model": "nothing: the type is a part of others, without a model to call",
+    "not run": "unknown: eager runs no small config that could be made, or no inputs",
+    "FAILS": "crashes, differs, or is called fused and is not",
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("types", nargs="*", help="model types; all of them without any")
-    parser.add_argument("--json", type=Path, help="where the verdicts go")
+    parser.add_argument("--types", help="model types, separated by commas; all without it")
+    parser.add_argument("--resume", action="store_true", help="go on where a run was interrupted")
+    parser.add_argument("--write", action="store_true", help="commit-ready: the JSON and the page")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    types = arguments.types or sorted(transformers.CONFIG_MAPPING.keys())
+    types = sorted(transformers.CONFIG_MAPPING.keys())
+    if arguments.types:
+        types = arguments.types.split(",")
+    before = json.loads(COMMITTED.read_text())
+    found = json.loads(PARTIAL.read_text()) if arguments.resume and PARTIAL.exists() else {}
+    PARTIAL.parent.mkdir(exist_ok=True)
     hf_zoo.judge("llama")  # whatever the library imports late is imported for all
-    verdicts = {}
     for number, model_type in enumerate(types, 1):
-        verdicts[model_type] = verdict = _judged(model_type)
-        print(f"[{number}/{len(types)}] {model_type:32} {verdict}", flush=True)
-        if arguments.json:
-            _write(arguments.json, verdicts)
-    counts = collections.Counter(v.verdict for v in verdicts.values())
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
-    return 1 if counts["FAILS"] else 0
+        if model_type not in found:
+            verdict = _judged(model_type)
+            found[model_type] = asdict(verdict)
+            print(f"[{number}/{len(types)}] {model_type:32} {verdict}", flush=True)
+            PARTIAL.write_text(json.dumps(found))
+    found = {model_type: found[model_type] for model_type in types}
+    PARTIAL.unlink()
+    print(counts(found))
+    if arguments.write:
+        after = merged(before, found)
+        COMMITTED.write_text(as_text(after))
+        PAGE.write_text(with_summary(PAGE.read_text(), after))
+    failing = [f"{name} FAILS" for name in found if found[name]["verdict"] == "FAILS"]
+    failing += regressions(before["types"], found)
+    print(*failing, sep="\n")
+    return 1 if failing else 0
+
+
+# ---- one type -----------------------------------------------------------------------------------
 
 
 def _judged(model_type: str) -> hf_zoo.Verdict:
@@ -73,15 +112,71 @@ def _send(model_type: str, sender: Connection) -> None:
     sender.send(verdict)
 
 
-def _write(path: Path, verdicts: dict[str, hf_zoo.Verdict]) -> None:
+# ---- all verdicts -------------------------------------------------------------------------------
+
+
+def regressions(before: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """What agreed before and does not now, of the types that were judged."""
+    good = {"agrees": ["agrees"], "agrees with sdpa": ["agrees", "agrees with sdpa"]}
+    return [
+        f"{name} agreed before, now: {entry['verdict']}: {entry['detail']}"
+        for name, entry in found.items()
+        if (former := before.get(name, {}).get("verdict")) in good
+        and entry["verdict"] not in good[former]
+    ]
+
+
+def counts(types: dict[str, Any]) -> str:
+    """How many types have each verdict, in words."""
+    counted = collections.Counter(entry["verdict"] for entry in types.values())
+    return ", ".join(f"{counted[verdict]} {verdict}" for verdict in MEANINGS if counted[verdict])
+
+
+def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The committed verdicts with those found; of other versions or machines are marked so."""
     names = ("fused-attn", "transformers", "torch")
-    counts = collections.Counter(v.verdict for v in verdicts.values())
-    found = {
-        "versions": {name: metadata.version(name) for name in names},
-        "counts": dict(counts.most_common()),
-        "verdicts": {name: str(verdict) for name, verdict in verdicts.items()},
+    versions = {name: metadata.version(name) for name in names}
+    run: dict[str, Any] = {"machine": doctor.machine(), "versions": versions}
+    former = {key: before[key] for key in run}
+    known = transformers.CONFIG_MAPPING.keys()
+    others = {
+        name: entry if former == run else {**former, **entry}
+        for name, entry in before["types"].items()
+        if name not in found and name in known
     }
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    types = dict(sorted({**others, **found}.items()))
+    return {**run, "counts": counts(types), "types": types}
+
+
+def as_text(verdicts: dict[str, Any]) -> str:
+    """JSON with a line for each type."""
+    head = {key: value for key, value in verdicts.items() if key != "types"}
+    lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in verdicts["types"].items()]
+    start = json.dumps(head, indent=1).removesuffix("\n}")
+    return start + ',\n "types": {\n' + ",\n".join(lines) + "\n }\n}\n"
+
+
+def with_summary(page: str, verdicts: dict[str, Any]) -> str:
+    """The page with the table of the verdicts between its marks."""
+    counted = collections.Counter(entry["verdict"] for entry in verdicts["types"].values())
+    versions = ", ".join(f"{name} {version}" for name, version in verdicts["versions"].items())
+    cached = sum("cached" in entry["ways"] for entry in verdicts["types"].values())
+    left = sum("left-padded" in entry["ways"] for entry in verdicts["types"].values())
+    rows = [f"| {name} | {counted[name]} | {meaning} |" for name, meaning in MEANINGS.items()]
+    table = [
+        BEGIN,
+        f"{len(verdicts['types'])} model types, with {versions}:",
+        "",
+        "| verdict | types | what the swapped model does |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"Of those that agree, {left} ran with padding on the left too, and {cached} for one",
+        "token behind a cache.",
+        END,
+    ]
+    start, rest = page.split(BEGIN)
+    return start + "\n".join(table) + rest.split(END)[1]
 
 
 if __name__ == "__main__":

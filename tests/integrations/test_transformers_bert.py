@@ -431,6 +431,7 @@ def test_attention_refuses_what_it_would_get_wrong():
         attend(attention_mask=torch.ones(4))
     attend(position_ids=torch.arange(4), s_aux=None, sliding_window=6)
     attend(cu_seq_lens_q=torch.tensor([0, 4]))  # one sequence
+    attend(sliding_window=3, is_causal=False)  # as the decoder of DiffusionGemma: all keys
 
 
 def test_bert_output_attentions_are_none_as_with_sdpa():

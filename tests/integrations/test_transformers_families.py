@@ -6,8 +6,8 @@ from importlib import metadata
 
 import pytest
 import torch
+from hf_configs import small_config
 from hf_families import FAMILIES, LENGTH, TEXT, VOCABULARY, text, transformers
-from hf_zoo import small_config
 from nn_helpers import assert_equal_in_float64, assert_within_contract, perturb, run
 
 from fused_attn import functional

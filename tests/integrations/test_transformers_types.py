@@ -1,12 +1,16 @@
 """Model types of transformers before and after the swap: a sample of `make models-check`."""
 
+import json
 import os
 
+import check_models
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config that wants to download fails at once
 
-from hf_zoo import judge, small_config, transformers
+from hf_configs import small_config, transformers
+from hf_results import WAYS
+from hf_zoo import judge
 
 from fused_attn.integrations.transformers.models import unsupported
 
@@ -17,6 +21,16 @@ SAMPLE = {
     "glm_moe_dsa": "agrees",  # chooses keys
     "ovis2": "agrees",  # hands over arguments that change nothing
     "timesfm2_5": "agrees",
+    "qwen2_vl_text": "agrees",  # sections of rotary embeddings
+    "deepseek_v2": "agrees",
+    "esm": "agrees",
+    "detr": "agrees",
+    "sam": "agrees",
+    "videomae": "agrees",
+    "xglm": "declined",  # eager runs in float32 alone
+    "kosmos_2_5_vision_model": "declined",  # looks for implementations where there are none
+    "diffusion_gemma": "agrees with sdpa",  # hands over a window that its mask does not have
+    "aimv2_text_model": "no model",
     "minimax_m3_vl": "declined",  # chooses blocks of keys
     "sam_vision_model": "declined",  # picks classes by name
     "falcon": "declined",
@@ -29,6 +43,11 @@ SAMPLE = {
 def test_model_type(model_type, expected):
     verdict = judge(model_type)
     assert verdict.verdict == expected, str(verdict)
+
+
+@pytest.mark.slow
+def test_text_is_also_padded_on_the_left_and_generated():
+    assert judge("llama").ways == tuple(WAYS)
 
 
 @pytest.mark.slow
@@ -55,6 +74,48 @@ def test_what_is_reported_and_not_called_fails(monkeypatch):
     verdict = judge("bert")
     assert verdict.verdict == "FAILS"
     assert "reported as fused, and nothing in it called" in verdict.detail
+
+
+def test_verdicts_that_get_worse_are_named():
+    before = {
+        name: {"verdict": "agrees", "detail": "1e-15", "ways": []} for name in ("a", "b", "c", "d")
+    }
+    found = {
+        "a": {"verdict": "agrees", "detail": "2e-15", "ways": []},
+        "b": {"verdict": "not run", "detail": "its config", "ways": []},
+        "c": {"verdict": "FAILS", "detail": "differs", "ways": []},
+        "new": {"verdict": "not run", "detail": "its config", "ways": []},
+    }
+    assert [line.split(":")[0] for line in check_models.regressions(before, found)] == [
+        "b agreed before, now", "c agreed before, now"
+    ]  # fmt: skip
+
+
+def test_entries_of_other_versions_say_so():
+    committed = json.loads(check_models.COMMITTED.read_text())
+    old = {**committed, "versions": {"torch": "2.9"}}
+    found = {"bert": {"verdict": "agrees", "detail": "", "ways": []}}
+    types = check_models.merged(old, found)["types"]
+    assert "versions" not in types["bert"]
+    assert types["llama"]["versions"] == {"torch": "2.9"}
+
+
+def test_the_page_and_the_counts_are_those_of_the_verdicts():
+    committed = json.loads(check_models.COMMITTED.read_text())
+    assert committed["counts"] == check_models.counts(committed["types"])
+    assert "FAILS" not in committed["counts"]
+    page = check_models.PAGE.read_text()
+    assert check_models.with_summary(page, committed) == page
+
+
+def test_models_that_find_no_implementation_decline():
+    code = """class Model(PreTrainedModel):
+        def forward(self, x):
+            attend = getattr(ALL_ATTENTION_FUNCTIONS, "fused_attn", None)
+            return attend(self, x, x, x, None)"""
+    space = {"__name__": __name__, "PreTrainedModel": transformers.PreTrainedModel}
+    exec(compile(code, "<no file>", "exec"), space)
+    assert unsupported(space["Model"]) == "Model finds no implementation but eager attention"
 
 
 def test_small_configs_have_a_layer_of_each_kind():

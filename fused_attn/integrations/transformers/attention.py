@@ -58,7 +58,8 @@ def attention_forward(
         is_causal: attend causally where attention_mask does not say it: if it is None or 2-D.
         softcap: see `fused_attn.scaled_dot_product_attention`.
         position_bias: float, added to the scores besides attention_mask, as in T5.
-        sliding_window: part of the mask; checked only.
+        sliding_window: part of the mask; checked only. With is_causal=False and no mask a model
+            says that all keys are seen, and it is ignored.
         s_aux: float (num_heads,), sinks: logits that take part in the softmax and carry no value,
             as in GPT-OSS.
         output_attentions: warns, as sdpa does: the weights are never held.
@@ -82,6 +83,7 @@ def attention_forward(
     _refuse(kwargs)
     if isinstance(attention_mask, Packing):
         return _attend_packed(query, key, value, attention_mask, dropout, scaling), None
+    sees_all = is_causal is False and attention_mask is None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -98,7 +100,7 @@ def attention_forward(
                 "attention_mask must have shape (batch, seqlen_k) or (batch, num_heads or 1, "
                 f"seqlen_q or 1, seqlen_k), got {tuple(mask.shape)}"
             )
-    elif sliding_window is not None and seqlen_k > sliding_window:
+    elif sliding_window is not None and seqlen_k > sliding_window and not sees_all:
         raise NotImplementedError(
             f"attention_mask must not be None with sliding_window {sliding_window} and "
             f"{seqlen_k} keys: fused_attn expects the window in the mask"

@@ -87,6 +87,8 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
             if _is_table(table) and NAME not in table:
                 return f"{part.__name__} picks its attention by name from {', '.join(table)}"
         if _INTERFACE in names:
+            if any(map(_finds_eager_alone, _methods(part))):
+                return f"{part.__name__} finds no implementation but eager attention"
             keywords = _keywords(part)
             for argument, meaning in REFUSED.items():
                 if argument in keywords:
@@ -192,6 +194,15 @@ def _parts(kind: Any) -> list[Any]:
                 found.append(value)
                 new.append(value)
     return found
+
+
+def _finds_eager_alone(code: types.CodeType) -> bool:
+    """True if code takes the interface for an object with an attribute for each implementation.
+
+    Those are entries, as of a dictionary, so that `getattr` gives its default.
+    """
+    names = code.co_names
+    return _INTERFACE in names and "getattr" in names and "get_interface" not in names
 
 
 @functools.cache

@@ -1,0 +1,151 @@
+"""Results of a small transformers model, in several ways of calling it, and their comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REAL = 6  # tokens of the second sequence, the rest is padding
+
+Results = dict[str, Tensor]
+
+
+def results(model: Any, inputs: dict[str, Any]) -> Results:
+    """Float outputs, without rows of padding, and the gradients of a sum of them."""
+    masks = [inputs[k] for k in ("attention_mask", "decoder_attention_mask") if k in inputs]
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    with _exact_softmax():
+        output = model(**inputs)
+        found = dict(_floats(output, "", masks))
+        generator = torch.Generator().manual_seed(1)
+        loss: Any = sum(
+            (t * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)).sum()
+            for t in found.values()
+            if t.requires_grad
+        )
+        if isinstance(loss, Tensor):
+            loss.backward()
+    found = {name: t.detach() for name, t in found.items()}
+    grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+    if grads:
+        found["gradients"] = torch.cat(grads)
+    return found
+
+
+def unpadded(model: Any, inputs: dict[str, Any]) -> Results:
+    """Results without padding masks; none if there are none."""
+    others = {k: v for k, v in inputs.items() if "attention_mask" not in k}
+    return results(model, others) if len(others) < len(inputs) else {}
+
+
+@torch.no_grad()
+def left_padded(model: Any, inputs: dict[str, Any]) -> Results:
+    """Outputs by token with the padding in front, as generation has it; none but for text.
+
+    Others are made of the first token, which is padding, in some models.
+    """
+    if "input_ids" not in inputs or "attention_mask" not in inputs:
+        return {}
+    changed = {**inputs, "attention_mask": inputs["attention_mask"].flip(1)}
+    torch.manual_seed(0)
+    masks = [changed[k] for k in ("attention_mask", "decoder_attention_mask") if k in changed]
+    with _exact_softmax():
+        output = model(**changed)
+    sizes = [int(mask.sum()) for mask in masks]
+    return {k: v for k, v in _floats(output, "", masks) if v.shape[0] in sizes}
+
+
+@torch.no_grad()
+def cached(model: Any, inputs: dict[str, Any]) -> Results:
+    """Outputs by token of one behind a cache, with padding in front; none where there is none."""
+    if "input_ids" not in inputs or "attention_mask" not in inputs:
+        return {}
+    torch.manual_seed(0)
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    tokens, mask = inputs[name], inputs["attention_mask"].flip(1)
+    once = {k: v for k, v in inputs.items() if k != "decoder_attention_mask"}
+    cut = mask if name.startswith("decoder") else mask[:, :-1]
+    with _exact_softmax():
+        before = model(**{**once, name: tokens[:, :-1], "attention_mask": cut}, use_cache=True)
+        cache = getattr(before, "past_key_values", None)
+        if cache is None:
+            return {}
+        more = {name: tokens[:, -1:], "attention_mask": mask, "past_key_values": cache}
+        if name.startswith("decoder"):
+            more["encoder_outputs"] = (before.encoder_last_hidden_state,)
+        after = model(**more, use_cache=True)
+    return {k: v for k, v in _floats(after, "", []) if v.shape[:2] == (len(tokens), 1)}
+
+
+WAYS: dict[str, Callable[[Any, dict[str, Any]], Results]] = {
+    "given": results,
+    "unpadded": unpadded,
+    "left-padded": left_padded,
+    "cached": cached,
+}
+
+
+def further_ways(model: Any, inputs: dict[str, Any]) -> dict[str, Results]:
+    """What the ways but the first give of a model that runs on eager attention.
+
+    Those that it does not run, or runs into NaN, are left out.
+    """
+    found = {}
+    for name, way in list(WAYS.items())[1:]:
+        try:
+            tensors = way(model, inputs)
+        except Exception:
+            continue
+        if tensors and all(t.isfinite().all() for t in tensors.values()):
+            found[name] = tensors
+    return found
+
+
+def worst(actual: Results, expected: Results) -> tuple[float, str]:
+    """The largest error of a tensor, of its largest number, and the tensor's name."""
+    if actual.keys() != expected.keys():
+        return float("inf"), f"{sorted(actual.keys() ^ expected.keys())[0]} is missing or new and"
+    largest = (0.0, "")
+    for name, reference in expected.items():
+        if actual[name].shape != reference.shape:
+            return float("inf"), name
+        scale = max(reference.abs().max().item(), 1e-6)
+        error = (actual[name] - reference).abs().max().item() / scale
+        if not error <= largest[0]:
+            largest = (error, name)
+    return largest
+
+
+class _exact_softmax:  # noqa: N801
+    """softmax in the type of its input, in the length of a block: the library names float32."""
+
+    def __enter__(self) -> None:
+        self.softmax = softmax = torch.nn.functional.softmax
+
+        def exact(
+            input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+        ) -> Tensor:
+            return softmax(input, dim)
+
+        torch.nn.functional.softmax = exact  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        torch.nn.functional.softmax = self.softmax
+
+
+def _floats(value: Any, name: str, masks: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            real = [mask.bool() for mask in masks if mask.shape == value.shape[:2]]
+            yield name, value[real[0]] if real else value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            if not str(key).endswith("attentions"):  # weights, which eager alone has
+                yield from _floats(entry, f"{name}.{key}".lstrip("."), masks)
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            yield from _floats(entry, f"{name}[{index}]", masks)

@@ -324,7 +324,7 @@ class AttentionDecode {
       for (int64_t d = 0; d < wide_; d += kLane) store(row + d, load(row + d) * factor);
       T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));
       store_row(row, p_.head_dim_v, out + i * p_.out_strides[2]);
-      write_lse(p_, units_, lse_begin(p_, b, h) + i, maximum_[r], sum_[r]);
+      write_lse(p_, units_.natural, lse_begin(p_, b, h) + i, maximum_[r], sum_[r]);
     }
   }
 

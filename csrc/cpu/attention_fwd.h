@@ -354,7 +354,7 @@ class AttentionFwd {
     }
     const int64_t at = lse_begin(p_, b, h) + i;
     for (int64_t l = 0; l < rows; ++l) {
-      write_lse(p_, units_, at + l, panel.maximum[l], panel.sum[l]);
+      write_lse(p_, units_.natural, at + l, panel.maximum[l], panel.sum[l]);
     }
   }
 

@@ -32,13 +32,13 @@ struct ScoreUnits {
   double natural;
 };
 
-// The log-sum-exp of row `at` of all rows where it is wanted; -inf where it saw nothing.
+// The log-sum-exp of row `at` of all rows where it is wanted; -inf where it saw nothing. unit: of
+// the maximum.
 template <class A>
-inline void write_lse(const AttentionParams& p, const ScoreUnits& units, int64_t at, A maximum,
-                      A sum) {
+inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maximum, A sum) {
   if (p.lse == nullptr) return;
   A high = -static_cast<A>(__builtin_inf()), low = 0;
-  if (sum != 0) log_sum_exp(maximum, units.natural, sum, &high, &low);
+  if (sum != 0) log_sum_exp(maximum, unit, sum, &high, &low);
   static_cast<A*>(p.lse)[at] = high;
   if (p.lse_low != nullptr) static_cast<A*>(p.lse_low)[at] = low;
 }

@@ -29,6 +29,10 @@ template <class T>
 constexpr bool kIsHalf = false;
 template <>
 constexpr bool kIsHalf<Half> = true;
+template <class T>
+constexpr bool kIsBFloat16 = false;
+template <>
+constexpr bool kIsBFloat16<BFloat16> = true;
 
 template <class To, class From>
 inline To bit_cast(From from) {

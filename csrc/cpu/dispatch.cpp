@@ -11,6 +11,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
+#include <setjmp.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -27,7 +29,7 @@ namespace fused_attn {
 
 namespace {
 
-bool runs_generic() { return true; }
+bool runs_generic(bool = false) { return true; }
 
 #if defined(__x86_64__)
 // A register of cpuid: 0 to 3 are EAX to EDX.
@@ -39,29 +41,74 @@ unsigned cpuid_register(unsigned leaf, unsigned subleaf, int which) {
 
 // What CMakeLists.txt lets the compiler use, feature by feature; by cpuid where the built-in does
 // not know a name, as Clang 14 and GCC 10 do not know f16c.
-bool runs_avx2() {
+bool runs_avx2(bool = false) {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          (cpuid_register(1, 0, 2) >> 29 & 1) != 0;
 }
 
-bool runs_avx512() {
+bool runs_avx512(bool = false) {
   return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-bool runs_avx512_bf16() { return runs_avx512() && (cpuid_register(7, 1, 0) >> 5 & 1) != 0; }
+bool runs_avx512_bf16(bool = false) {
+  return runs_avx512() && (cpuid_register(7, 1, 0) >> 5 & 1) != 0;
+}
 
 // The tile registers are there for a process that asks for them. Each thread that uses them pays
 // 8 KiB in its signal frames, so Linux refuses where an alternate signal stack is too small.
-bool runs_amx() {
+bool runs_amx(bool = false) {
 #if defined(__linux__)
   const unsigned features = cpuid_register(7, 0, 3);
   const bool has_bf16 = (features >> 22 & 1) != 0, has_tiles = (features >> 24 & 1) != 0;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h
-  return runs_avx512_bf16() && has_bf16 && has_tiles &&
+  return runs_avx512_bf16() && __builtin_cpu_supports("avx512vbmi") && has_bf16 && has_tiles &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
+#endif
+}
+
+#if defined(__linux__)
+sigjmp_buf after_trap;
+
+void on_trap(int) { siglongjmp(after_trap, 1); }
+
+// Whether an instruction that needs nothing else than AMX's registers is there, by running it.
+bool runs_tdpfp16ps() {
+  struct sigaction trap = {}, before;
+  trap.sa_handler = on_trap;
+  sigemptyset(&trap.sa_mask);
+  if (sigaction(SIGILL, &trap, &before) != 0) return false;
+  alignas(64) uint8_t config[64] = {1};  // palette 1, three tiles of a row of 4 bytes
+  for (int tile = 0; tile < 3; ++tile) {
+    config[16 + 2 * tile] = 4;
+    config[48 + tile] = 1;
+  }
+  // volatile: it is read after the jump.
+  volatile bool there = false;
+  if (sigsetjmp(after_trap, 1) == 0) {
+    asm volatile("ldtilecfg (%0)" : : "r"(config) : "memory");
+    asm volatile(".byte 0xC4, 0xE2, 0x6B, 0x5C, 0xC1");  // tdpfp16ps tmm0, tmm1, tmm2
+    there = true;
+  }
+  asm volatile(".byte 0xC4, 0xE2, 0x78, 0x49, 0xC0");  // tilerelease
+  sigaction(SIGILL, &before, nullptr);
+  return there;
+}
+#endif
+
+// Hypervisors hide bits of what is there: Granite Rapids was seen without this one. Users who know
+// may ask for it by name; then the instruction is tried.
+bool runs_amx_fp16(bool by_name) {
+  if (!runs_amx()) return false;
+  if ((cpuid_register(7, 1, 0) >> 21 & 1) != 0) return true;
+#if defined(__linux__)
+  if (!by_name) return false;
+  static const bool there = runs_tdpfp16ps();
+  return there;
+#else
+  return by_name && false;
 #endif
 }
 #endif
@@ -77,8 +124,9 @@ bool pays_off(const char* isa) {
 
 // The kernels of an instruction set where they were built and can run. A macro's argument cannot
 // be tested by #if, so the tables that were not built are dropped by the preprocessor's own paste.
-#define FUSED_ATTN_TABLE_1(name)                                                          \
-  if ((isa == nullptr ? pays_off(#name) : std::strcmp(isa, #name) == 0) && runs_##name()) \
+#define FUSED_ATTN_TABLE_1(name)                                           \
+  if ((isa == nullptr ? pays_off(#name) : std::strcmp(isa, #name) == 0) && \
+      runs_##name(isa != nullptr))                                         \
     return &isa_##name::kKernels;
 #define FUSED_ATTN_TABLE_0(name)
 #define FUSED_ATTN_TABLE(built, name) FUSED_ATTN_TABLE_PASTE(built, name)
@@ -119,7 +167,7 @@ Choice choose(const char* wanted) {
   const KernelTable* const table = &choose_kernels(wanted);
   const KernelTable* vectors = nullptr;
   const bool any = wanted == nullptr || *wanted == '\0';
-  if (any && std::strcmp(table->isa, "amx") == 0) vectors = first_kernels("avx512");
+  if (any && std::strncmp(table->isa, "amx", 3) == 0) vectors = first_kernels("avx512");
   return {table, vectors == nullptr ? table : vectors};
 }
 

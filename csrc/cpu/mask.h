@@ -20,20 +20,22 @@ class MaskView {
   using VecI = Vec<Int<A>>;
 
  public:
-  // Reads the documents once, to know the ids in each panel and each block. False: out of memory.
-  bool init(const AttentionParams& p) {
+  // Reads the documents once, to know the ids in each panel and each block of so many keys. False:
+  // out of memory.
+  bool init(const AttentionParams& p, int64_t block = kBlockN) {
     p_ = &p;
+    block_ = block;
     mask_ = &p.mask;
     if (p.mask.query_documents == nullptr) return true;
     num_panels_ = (p.seqlen_q + kRows - 1) / kRows;
-    num_blocks_ = (p.seqlen_k + kBlockN - 1) / kBlockN;
+    num_blocks_ = (p.seqlen_k + block_ - 1) / block_;
     place(p.batch);
     if (!arena_.allocate()) return false;
     place(p.batch);
     for (int64_t b = 0; b < p.batch; ++b) {
       id_ranges(p.mask.query_documents + b * p.mask.query_documents_stride, p.seqlen_q, kRows,
                 query_ids_ + b * num_panels_);
-      id_ranges(p.mask.key_documents + b * p.mask.key_documents_stride, p.seqlen_k, kBlockN,
+      id_ranges(p.mask.key_documents + b * p.mask.key_documents_stride, p.seqlen_k, block_,
                 key_ids_ + b * num_blocks_);
     }
     return true;
@@ -45,7 +47,7 @@ class MaskView {
     Tile tile = classify_bounds(bounds(b), i_begin, i_end, j_begin, j_end);
     if (tile != Tile::kSkip && query_ids_ != nullptr) {
       tile = combine(tile, classify_documents(query_ids_[b * num_panels_ + i_begin / kRows],
-                                              key_ids_[b * num_blocks_ + j_begin / kBlockN]));
+                                              key_ids_[b * num_blocks_ + j_begin / block_]));
     }
     if (tile != Tile::kSkip && mask_->key_mask.data != nullptr) {
       tile = combine(tile, classify_key_mask(b, h, j_begin, j_end));
@@ -264,7 +266,7 @@ class MaskView {
 
   const AttentionParams* p_ = nullptr;
   const MaskParams* mask_ = nullptr;
-  int64_t num_panels_ = 0, num_blocks_ = 0;
+  int64_t block_ = kBlockN, num_panels_ = 0, num_blocks_ = 0;
   IdRange* query_ids_ = nullptr;  // (batch, panels)
   IdRange* key_ids_ = nullptr;    // (batch, blocks)
   Arena arena_;

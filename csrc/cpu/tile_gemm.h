@@ -9,29 +9,11 @@
 
 #if defined(__AMX_BF16__)
 
+#include "cpu/amx.h"
 #include "cpu/micro_gemm.h"
 
 namespace fused_attn {
 namespace {
-
-constexpr int64_t kTileRows = 16, kTileSteps = 32;
-
-// The tile registers of this thread, for as long as it lives: 16 rows of 64 bytes each.
-class TileRegisters {
- public:
-  TileRegisters() {
-    struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    asm volatile("" : : "r"(&config) : "memory");  // or config would not be stored in time
-    _tile_loadconfig(&config);
-  }
-  ~TileRegisters() { _tile_release(); }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
-};
 
 // The products of parts that are larger than a float32's last bit, in an order in which the next
 // one shares an operand with the last. The first kSmall of them are summed over all steps before

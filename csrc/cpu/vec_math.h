@@ -118,6 +118,8 @@ struct ExpUnit {
     high = static_cast<A>(whole);
     low = static_cast<A>(whole - static_cast<Wide<A>>(high));
   }
+  ExpUnit() = default;
+  ExpUnit(A high, A low) : natural(high * ExpConstants<A>::kLn2), high(high), low(low) {}
   A natural, high, low;
 };
 

@@ -1,0 +1,490 @@
+// Attention forward in tile registers: queries are rows, and blocks of 64 keys stream past panels
+// of 32 queries.
+//
+// Three tiles are on their way: while vectors make the weights of one tile's scores, tile
+// registers multiply the next one's queries and the last one's weights, across panels, so the way
+// is filled and drained once a task.
+// Sources: as attention_fwd.h; the order of loads and stores was found by measuring
+// (docs/kernels-cpu.md).
+#pragma once
+
+#include "cpu/tile_schedule.h"
+#include "cpu/tile_softmax.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+template <class T, bool kSum>
+class AttentionFwdTiles {
+  using F = TileFormat<T>;
+  using Pack = TilePack<T>;
+  using Softmax = TileSoftmax<T, kSum>;
+  // Packed keys and values that stay in L2 (2 MiB) beside what panels need.
+  static constexpr int64_t kPackedBytes = int64_t{1} << 20;
+  static constexpr int64_t kMaxPanels = 64;  // of a task, which packs keys and values anew
+  static constexpr int64_t kAlive = 4;       // panels that have tiles on their way, and one more
+
+ public:
+  static bool run(const AttentionParams& p) {
+    MaskView<float> mask;
+    if (!mask.init(p, kTileKeys)) return false;
+    const int64_t heads = p.batch * p.num_heads_kv, group = p.num_heads / max64(p.num_heads_kv, 1);
+    const int64_t panels = group * div_up(p.seqlen_q, kTileQueries);
+    if (heads * panels == 0) return true;
+    int64_t per_task = min64(panels, kMaxPanels);
+    while (per_task > 4 && heads * div_up(panels, per_task) < 4 * p.num_threads) per_task /= 2;
+    const int64_t per_head = div_up(panels, per_task), tasks = heads * per_head;
+    bool ok = true;
+#pragma omp parallel num_threads(clamp_threads(p.num_threads, tasks)) reduction(&& : ok)
+    {
+      AttentionFwdTiles self(p, mask, per_task);
+      ok = self.allocate();
+      // Last panels first: under a causal mask they are the longest.
+      share_tasks(tasks, operand_bytes<T>(p), [&](int64_t task) {
+        const int64_t first = (per_head - 1 - task % per_head) * per_task;
+        if (ok) self.panels(task / per_head, first, min64(first + per_task, panels));
+      });
+    }
+    return ok;
+  }
+
+ private:
+  // Where the weight of key t stands among 32.
+  FUSED_ATTN_INLINE static int position(int t) {
+    return Softmax::kByTable ? WeightTable::position(t) : t;
+  }
+
+  struct Panel {
+    int64_t b, h, first, count;  // queries [first, first + count) of head (b, h)
+    uint16_t* query;             // left tiles (2, steps, parts)
+    float* out;                  // tiles (2, 2 steps_v), not divided by sums
+    float* special;              // (32, wide_v): what special rows of value add to out
+    bool begun;                  // has a tile
+    bool has_special;
+    int value_exponent;  // out is too large by 2 to this
+    PanelRows rows;
+  };
+
+  // A tile on its way.
+  struct Job {
+    Panel* panel;
+    const KeyBlock* block;
+    float* scores;
+    uint16_t* weights;
+    int64_t j, n;      // keys [j, j + n)
+    bool partial;      // not all of it is visible
+    bool first, last;  // of the panel
+  };
+
+  AttentionFwdTiles(const AttentionParams& p, const MaskView<float>& mask, int64_t max_panels)
+      : p_(p),
+        mask_(mask),
+        units_(p),
+        unit_(units_.natural),
+        steps_(div_up(p.head_dim, kTileSteps)),
+        steps_v_(div_up(p.head_dim_v, kTileSteps)),
+        wide_v_(steps_v_ * kTileSteps),
+        tile_{nullptr, nullptr, nullptr, nullptr, unit_} {
+    const int64_t size = Pack::key_size(steps_) + Pack::value_size(steps_v_);
+    const int64_t fit = max64(kPackedBytes / (size * 2), 1), all = div_up(p.seqlen_k, kTileKeys);
+    blocks_of_chunk_ = max64(min64(fit, all), 1);
+    slots_ = all <= fit ? min64(kAlive, max_panels) : max_panels;
+  }
+
+  void place() {
+    panels_ = arena_.template take<Panel>(slots_);
+    blocks_ = arena_.template take<KeyBlock>(blocks_of_chunk_);
+    queries_ = arena_.template take<uint16_t>(slots_ * Pack::query_size(steps_));
+    outs_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
+    specials_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
+    keys_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::key_size(steps_));
+    values_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::value_size(steps_v_));
+    for (int i = 0; i < 2; ++i) {
+      scores_[i] = arena_.template take<float>(2 * kScoreTiles * kTileSums);
+      weights_[i] = arena_.template take<uint16_t>(4 * F::kParts * kTileNumbers);
+    }
+    rows_ = arena_.template take<float>(kTileQueries * wide_v_);
+    nowhere_ = arena_.template take<float>(kTileSums);
+    ones_ = arena_.template take<float>(kTileKeys);
+    keep_ = arena_.template take<uint64_t>(kTileQueries);
+  }
+
+  bool allocate() {
+    place();
+    if (!arena_.allocate()) return false;
+    place();
+    for (int64_t t = 0; t < kTileKeys; ++t) ones_[t] = 1;
+    for (float*& sums : pending_) sums = nowhere_;
+    return true;
+  }
+
+  // Panels [begin, end) of a key/value head, those of its query heads one after the other.
+  void panels(int64_t head, int64_t begin, int64_t end) {
+    const int64_t b = head / p_.num_heads_kv, h_kv = head % p_.num_heads_kv;
+    const int64_t group = p_.num_heads / p_.num_heads_kv;
+    const int64_t of_head = div_up(p_.seqlen_q, kTileQueries);
+    const int64_t num_keys = key_rows(p_, b).count;
+    for (int64_t chunk = 0; chunk == 0 || chunk < num_keys; chunk += blocks_of_chunk_ * kTileKeys) {
+      const int64_t chunk_end = min64(chunk + blocks_of_chunk_ * kTileKeys, num_keys);
+      const bool final_chunk = chunk_end == num_keys;
+      begin_chunk(head, chunk);
+      for (int64_t at = begin; at < end; ++at) {
+        Panel& panel = panels_[(at - begin) % slots_];
+        const int64_t first = at % of_head * kTileQueries;
+        if (first >= query_rows(p_, b).count) {
+          drain();  // or a slot would come round too early
+          continue;
+        }
+        if (chunk == 0) begin_panel(b, h_kv * group + at / of_head, first, at - begin, &panel);
+        const bool any = panel_keys(&panel, h_kv, chunk, chunk_end, final_chunk);
+        if (final_chunk && !any) {
+          drain();  // of an earlier chunk, it may have tiles on their way
+          end_panel(panel);
+        }
+      }
+      drain();
+    }
+  }
+
+  void begin_chunk(int64_t head, int64_t chunk) {
+    if (head == packed_head_ && chunk == packed_chunk_) return;
+    for (int64_t i = 0; i < blocks_of_chunk_; ++i) blocks_[i].packed = false;
+    packed_head_ = head;
+    packed_chunk_ = chunk;
+  }
+
+  // The blocks of a chunk that a panel sees; false: none.
+  bool panel_keys(Panel* panel, int64_t h_kv, int64_t chunk, int64_t chunk_end, bool final_chunk) {
+    bool any = false;
+    for (int64_t j = chunk; j < chunk_end; j += kTileKeys) {
+      const int64_t n = min64(kTileKeys, chunk_end - j), at = (j - chunk) / kTileKeys;
+      const Tile kind = mask_.classify(panel->b, panel->h, panel->first, j, j + n);
+      if (kind == Tile::kSkip) continue;
+      if (!blocks_[at].packed) pack_block(panel->b, h_kv, j, n, at, &blocks_[at]);
+      add_tile(panel, &blocks_[at], j, n, kind == Tile::kPartial);
+      any = true;
+    }
+    if (any) held_->last = final_chunk;
+    return any;
+  }
+
+  void pack_block(int64_t b, int64_t h_kv, int64_t j, int64_t n, int64_t at, KeyBlock* block) {
+    const SequenceRows keys = key_rows(p_, b);
+    const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
+    block->key = keys_ + at * Pack::key_size(steps_);
+    block->value = values_ + at * Pack::value_size(steps_v_);
+    Pack::key(at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * stride, stride, n, p_.head_dim,
+              steps_, block);
+    Pack::value(at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v, stride_v, n,
+                p_.head_dim_v, steps_v_, value_exponent_, position, block);
+    value_exponent_ = block->value_exponent;
+    block->packed = true;
+  }
+
+  void begin_panel(int64_t b, int64_t h, int64_t first, int64_t index, Panel* panel) {
+    const int64_t slot = index % slots_;
+    const SequenceRows queries = query_rows(p_, b);
+    panel->b = b;
+    panel->h = h;
+    panel->first = first;
+    panel->count = min64(kTileQueries, queries.count - first);
+    panel->query = queries_ + slot * Pack::query_size(steps_);
+    panel->out = outs_ + slot * kTileQueries * wide_v_;
+    panel->special = specials_ + slot * kTileQueries * wide_v_;
+    panel->begun = panel->has_special = false;
+    panel->value_exponent = value_exponent_;
+    memset(panel->out, 0, kTileQueries * wide_v_ * sizeof(float));
+    PanelRows& rows = panel->rows;
+    const int64_t stride = p_.query_strides[2];
+    Pack::query(at_head<T>(p_.query, p_.query_strides, queries, h) + first * stride, stride,
+                panel->count, p_.head_dim, steps_, panel->query, rows.scale);
+    memset(rows.sum, 0, sizeof(rows.sum));
+    memset(rows.rounded, 0, sizeof(rows.rounded));
+    for (int64_t r = 0; r < kTileQueries; r += 16) {
+      const Vec<float> scale = units_.scaled ? broadcast(1.f) : load(rows.scale + r);
+      const Vec<float> high = scale * unit_.high;
+      store(rows.shift + r, broadcast(__builtin_nanf("")));
+      store(rows.unit_high + r, high);
+      store(rows.unit_low + r, scale * unit_.low);
+    }
+  }
+
+  // A tile more. It is held back until the next one is packed: tile loads of what was written just
+  // now would wait for it.
+  void add_tile(Panel* panel, const KeyBlock* block, int64_t j, int64_t n, bool partial) {
+    Job& job = jobs_[added_ % 4];
+    job.panel = panel;
+    job.block = block;
+    job.scores = scores_[added_ % 2];
+    job.weights = weights_[added_ % 2];
+    job.j = j;
+    job.n = n;
+    job.partial = partial;
+    job.first = !panel->begun;
+    job.last = false;
+    panel->begun = true;
+    if (held_ != nullptr) advance(held_);
+    held_ = &job;
+    ++added_;
+  }
+
+  void drain() {
+    if (held_ != nullptr) advance(held_);
+    held_ = nullptr;
+    while (current_ != nullptr || last_ != nullptr) advance(nullptr);
+  }
+
+  void advance(Job* next) {
+    if (last_ != nullptr) match_exponents(*last_);
+    if (current_ != nullptr) open(*current_);
+    softmax_.finish(tile_, multiply(next));
+    if (current_ != nullptr && p_.dropout_p > 0) drop(*current_);
+    const bool special = last_ != nullptr && last_->block->num_special > 0;
+    const bool ended = last_ != nullptr && last_->last;
+    if (last_ == nullptr || special || ended || softmax_.rescaled != 0) flush();
+    if (special) add_special(*last_);
+    if (ended) end_panel(*last_->panel);
+    if (softmax_.rescaled != 0) rescale(current_->panel);
+    last_ = current_;
+    current_ = next;
+  }
+
+  void open(const Job& job) {
+    tile_.rows = &job.panel->rows;
+    tile_.scores = job.scores;
+    tile_.weights = job.weights;
+    tile_.key_scale = F::kScaled ? job.block->key_scale : ones_;
+    const bool masked = job.partial || job.n < kTileKeys;
+    if (masked || units_.scaled) {
+      finish_scores(job, masked, tile_.key_scale);
+      tile_.key_scale = ones_;
+    }
+    if (job.first) Softmax::begin(tile_);
+  }
+
+  // Masks the scores of a tile, and brings them to natural units where the softmax wants those.
+  void finish_scores(const Job& job, bool masked, const float* key_scale) {
+    Panel& panel = *job.panel;
+    const bool capped = p_.softcap > 0;
+    const float inner =
+        static_cast<float>(capped ? p_.softmax_scale / p_.softcap : p_.softmax_scale);
+    const float cap = static_cast<float>(p_.softcap);
+    if (masked) mask_rows_.load(p_, panel.b, panel.h, job.j, job.n);
+    for (uint32_t r = 0; r < panel.count; ++r) {
+      float* const row = job.scores + scores_row(r);
+      for (int64_t v = 0; (F::kScaled || units_.scaled) && v < kScoreTiles; ++v) {
+        Vec<float> score = load(row + v * kTileSums);
+        if (F::kScaled) score *= load(key_scale + v * 16);
+        if (units_.scaled) {
+          score *= panel.rows.scale[r] * inner;
+          if (capped) score = tanh<float>(score) * cap;
+        }
+        store(row + v * kTileSums, score);
+      }
+      if (masked) mask_rows_.apply(panel.first + r, row, kTileSums);
+    }
+  }
+
+  // Dropout comes after the sums.
+  void drop(const Job& job) {
+    dropout_rows(job);
+    for (uint32_t r = 0; r < kTileQueries; ++r) {
+      for (int64_t half = 0; half < 2; ++half) {
+        for (int part = 0; part < F::kParts; ++part) {
+          uint16_t* const row =
+              job.weights + weights_row(r, F::kParts) + (half * F::kParts + part) * kTileNumbers;
+          const __mmask32 own = static_cast<__mmask32>(keep_[r] >> (32 * half));
+          _mm512_store_si512(row, _mm512_maskz_loadu_epi16(own, row));
+        }
+      }
+    }
+  }
+
+  // Bit t of keep_[r]: dropout keeps key t of query r.
+  void dropout_rows(const Job& job) {
+    const TileAt at{job.panel->b, job.panel->h, job.panel->first, job.j, kTileKeys};
+    alignas(64) uint32_t words[kTileKeys];  // bit r: of query r
+    for (int64_t t = 0; t < kTileKeys; t += 4) dropout_words(p_, at, t, words + t);
+    for (int64_t r = 0; r < kTileQueries; ++r) {
+      const __m512i bit = _mm512_set1_epi32(static_cast<int32_t>(uint32_t{1} << r));
+      uint64_t row = 0;
+      for (int64_t v = 0; v < 4; ++v) {
+        const __m512i own = _mm512_load_si512(words + 16 * v);
+        row |= static_cast<uint64_t>(_mm512_test_epi32_mask(own, bit)) << (16 * v);
+      }
+      keep_[r] = row;
+    }
+  }
+
+  // The products of `next` and of the last weights, beside the softmax of tile_, whose rows are
+  // spread over the steps; the rows that it leaves.
+  uint32_t multiply(const Job* next) {
+    const int64_t steps = 2 * steps_ + 2 * steps_v_;
+    if (steps >= 32) return multiply_with<1>(next);
+    if (steps >= 16) return multiply_with<2>(next);
+    if (steps >= 8) return multiply_with<4>(next);
+    return multiply_with<8>(next);
+  }
+
+  template <int kRows>
+  __attribute__((noinline)) uint32_t multiply_with(const Job* next) {
+    constexpr int64_t kStep = F::kParts * kTileNumbers;
+    TileSchedule<F, kRows, typename Softmax::Stream> schedule{
+        pending_, typename Softmax::Stream(tile_, current_ != nullptr)};
+    if (next != nullptr) {
+      schedule.template multiply<false>(steps_, kScoreTiles, next->panel->query, next->block->key,
+                                        steps_ * kStep, kStep, next->scores);
+    }
+    if (last_ != nullptr) {
+      schedule.template multiply<true>(2, 2 * steps_v_, last_->weights, last_->block->value, kStep,
+                                       2 * steps_v_ * kStep, last_->panel->out);
+    }
+    while (!schedule.softmax.done()) schedule.softmax.next();
+    return schedule.softmax.left();
+  }
+
+  // Sums that are in registers still, to where they belong.
+  void flush() {
+    tile_store<0>(pending_[0]);
+    tile_store<1>(pending_[1]);
+    tile_store<2>(pending_[2]);
+    tile_store<3>(pending_[3]);
+    for (float*& sums : pending_) sums = nowhere_;
+  }
+
+  static void scale_row(int64_t r, float factor, int64_t tiles, float* out) {
+    float* const row = out + r / 16 * tiles * kTileSums + r % 16 * 16;
+    for (int64_t c = 0; c < tiles; ++c) {
+      store(row + c * kTileSums, load(row + c * kTileSums) * factor);
+    }
+  }
+
+  void rescale(Panel* panel) {
+    for (uint32_t left = softmax_.rescaled; left != 0; left &= left - 1) {
+      const int64_t r = __builtin_ctz(left);
+      scale_row(r, softmax_.rescale[r], 2 * steps_v_, panel->out);
+      if (!panel->has_special) continue;
+      for (int64_t d = 0; d < wide_v_; ++d) panel->special[r * wide_v_ + d] *= softmax_.rescale[r];
+    }
+  }
+
+  // What a panel has summed up, to the scale of the values that come next.
+  void match_exponents(const Job& job) {
+    if (!F::kScaled || job.panel->value_exponent == job.block->value_exponent) return;
+    flush();
+    const int change = job.block->value_exponent - job.panel->value_exponent;
+    const float half = power_of_2(change / 2), rest = power_of_2(change - change / 2);
+    for (int64_t e = 0; e < kTileQueries * wide_v_; e += 16) {
+      store(job.panel->out + e, load(job.panel->out + e) * half * rest);
+    }
+    job.panel->value_exponent = job.block->value_exponent;
+  }
+
+  // Adds values that were not multiplied, to those who see them.
+  void add_special(const Job& job) {
+    Panel& panel = *job.panel;
+    if (!panel.has_special) memset(panel.special, 0, kTileQueries * wide_v_ * sizeof(float));
+    panel.has_special = true;
+    const SequenceRows keys = key_rows(p_, panel.b);
+    const int64_t h_kv = panel.h / (p_.num_heads / p_.num_heads_kv), stride = p_.value_strides[2];
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + job.j * stride;
+    const float unit = power_of_2(-F::kWeightExponent);
+    for (int s = 0; s < job.block->num_special; ++s) {
+      const int t = job.block->special[s];
+      for (int64_t r = 0; r < kTileQueries; ++r) {
+        const float weight =
+            F::weight(job.weights + (r / 16 * 2 + t / 32) * F::kParts * kTileNumbers +
+                      r % 16 * kTileSteps + position(t % 32)) *
+            unit;
+        if (weight == 0) continue;
+        for (int64_t d = 0; d < p_.head_dim_v; ++d) {
+          panel.special[r * wide_v_ + d] += weight * to_acc(value[t * stride + d]);
+        }
+      }
+    }
+  }
+
+  void end_panel(const Panel& panel) {
+    const PanelRows& rows = panel.rows;
+    const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
+    const float unit = power_of_2(F::kWeightExponent);
+    const float exponent = power_of_2(-panel.value_exponent);
+    const int64_t tiles = 2 * steps_v_, at = lse_begin(p_, panel.b, panel.h) + panel.first;
+    for (int64_t r = 0; r < panel.count; ++r) {
+      const float sum = kSum || !F::kRounds ? horizontal_sum<float>(load(rows.sum[r])) : 0;
+      // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
+      // row that one key dominates, 1.002 of it would hide all that the other keys have.
+      const float divisor = F::kRounds ? horizontal_sum<float>(load(rows.rounded[r])) : sum;
+      const float factor = kept / (divisor == 0 ? 1.f : divisor);  // rows that saw nothing stay 0
+      const float* const out = panel.out + r / 16 * tiles * kTileSums + r % 16 * 16;
+      float* const row = rows_ + r * wide_v_;
+      for (int64_t c = 0; c < tiles; ++c) {
+        Vec<float> x = load(out + c * kTileSums) * factor;
+        if (F::kScaled) x *= exponent;
+        if (__builtin_expect(panel.has_special, 0)) {
+          x += load(panel.special + r * wide_v_ + c * 16) * (factor * unit);
+        }
+        store(row + c * 16, x);
+      }
+      if (!kSum) continue;
+      const double natural = units_.natural * (units_.scaled ? 1 : rows.scale[r]);
+      write_lse(p_, natural, at + r, rows.shift[r], sum);
+    }
+    write_out(panel);
+  }
+
+  void write_out(const Panel& panel) {
+    const SequenceRows queries = query_rows(p_, panel.b);
+    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, panel.h)) +
+                   panel.first * p_.out_strides[2];
+    for (int64_t r = 0; r < panel.count; ++r) {
+      store_row(rows_ + r * wide_v_, p_.head_dim_v, out + r * p_.out_strides[2]);
+    }
+    if constexpr (sizeof(T) == 2) {
+      if (p_.out_low == nullptr) return;
+      int16_t* const low =
+          const_cast<int16_t*>(at_head<int16_t>(p_.out_low, p_.out_low_strides, queries, panel.h)) +
+          panel.first * p_.out_low_strides[2];
+      for (int64_t r = 0; r < panel.count; ++r) {
+        store_low_row(rows_ + r * wide_v_, out + r * p_.out_strides[2], p_.head_dim_v,
+                      low + r * p_.out_low_strides[2]);
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  const MaskView<float>& mask_;
+  const ScoreUnits units_;
+  const ExpUnit<float> unit_;  // of a score
+  const int64_t steps_, steps_v_, wide_v_;
+  int64_t blocks_of_chunk_, slots_;
+  Arena arena_;
+  TileRegisters registers_;
+  int64_t packed_head_ = -1, packed_chunk_ = -1;
+  int value_exponent_ = 0;  // of the block that was packed last
+  Softmax softmax_;
+  typename Softmax::Tile tile_;
+  int64_t added_ = 0;
+  Job jobs_[4];
+  Job* held_ = nullptr;
+  TileMask mask_rows_;
+  Job *current_ = nullptr, *last_ = nullptr;  // whose scores, and whose weights, are there
+  float* pending_[4];
+  Panel* panels_;
+  KeyBlock* blocks_;
+  uint16_t *queries_, *keys_, *values_;
+  float *outs_, *specials_;
+  float* scores_[2];
+  uint16_t* weights_[2];
+  float* rows_;     // (32, wide_v)
+  float* nowhere_;  // where registers go that hold nothing
+  float* ones_;     // (64)
+  uint64_t* keep_;  // (32)
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,163 @@
+"""Calls that no backward follows, which have kernels of their own on some instruction sets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    ISAS,
+    assert_contract,
+    assert_outputs_like_eager,
+    attention,
+    random_qkv,
+    runnable,
+    short,
+)
+from mask_cases import MASKS
+
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import cpp
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Those that multiply tiles, and one that does not.
+TILE_ISAS = [*(isa for isa in ISAS if isa.startswith("amx")), "avx2"]
+
+
+@pytest.fixture(params=TILE_ISAS)
+def isa(request):
+    if not runnable(request.param):
+        pytest.skip(f"reason: this CPU has no {request.param}")
+    with cpp.use_isa(request.param):
+        yield request.param
+
+
+def without_lse(mask=None, **options):
+    """As helpers.attention, for calls that want nothing but out."""
+
+    def of(backend):
+        def call(query, key, value):
+            out = F.scaled_dot_product_attention(
+                query, key, value, mask, backend=backend, **options
+            )
+            return (out,)
+
+        return call
+
+    return of
+
+
+def check(tensors, dtype, mask=None, **options):
+    for function in (without_lse, attention):
+        assert_outputs_like_eager(function(mask, **options), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, dtype, isa):
+    tensors = random_qkv(3, 4, 2, 45, 149, 36, 20)
+    check(tensors, dtype, MASKS[name](3, 4, 45, 149), enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_options(dtype, isa):
+    tensors = random_qkv(2, 2, 2, 70, 139, 40)
+    bias = masks.bias(torch.randn(2, 70, 139))
+    check(tensors, dtype, bias, softcap=2.0)
+    check(tensors, dtype, masks.causal(), dropout_p=0.3)
+    check(tensors, dtype, scale=-0.5)
+    check(tensors, dtype, scale=0.0)
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 32, 96, 128, 160, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_head_dims(dtype, head_dim, isa):
+    check(random_qkv(1, 2, 1, 40, 130, head_dim, 257 - head_dim), dtype, enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_a_maximum_that_rises(dtype, isa):
+    """By more, from block to block of keys, than weights have room for."""
+    tensors = random_qkv(1, 2, 2, 64, 400, 32)
+    tensors["key"] *= torch.arange(400)[:, None] // 64 * 8.0
+    check(tensors, dtype)
+    check(tensors, dtype, masks.causal())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_scores_far_below(dtype, isa):
+    """Masked by a large number that is not infinite, whole rows included."""
+    tensors = random_qkv(1, 2, 2, 64, 200, 32)
+    lowest = torch.finfo(torch.float32).min
+    visible = torch.rand(64, 200) > 0.5
+    visible[:32, :64] = False
+    visible[5] = False
+    check(tensors, dtype, masks.bias(torch.zeros(64, 200).masked_fill(~visible, lowest)))
+    check(tensors, dtype, masks.dense(visible))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_more_keys_than_are_packed_at_once(dtype, isa):
+    tensors = random_qkv(1, 2, 1, 70, 4300, 128)
+    check(tensors, dtype, masks.sliding_window(4200, 0, align="bottom_right"), enable_gqa=True)
+
+
+POWERS = {
+    "queries": {"query": torch.arange(70) % 9 * 20 - 80},
+    "keys": {"query": -60, "key": torch.arange(139) % 7 * 20 - 60},
+    "small keys": {"query": 100, "key": -120 + torch.arange(139) % 3 * 10},
+    "subnormal keys": {"query": 124, "key": -135},
+    "values": {"value": torch.arange(139) // 16 % 5 * 3},
+    "small values": {"value": -100},
+    "large values": {"value": 120},
+    "subnormal values": {"value": -140},
+    "blocks of values": {"value": torch.arange(139) // 64 * 40 - 60},
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_powers_of_2(name, isa):
+    """Rows of any magnitude that float32 has."""
+    if isa == "amx" and name.startswith("subnormal"):
+        pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
+    tensors = random_qkv(1, 2, 2, 70, 139, 32)
+    for tensor, powers in POWERS[name].items():
+        powers = torch.as_tensor(powers, dtype=torch.float64)
+        powers = powers[:, None] if powers.dim() else powers
+        tensors[tensor] = (tensors[tensor].double() * 2.0**powers).float()
+    function = without_lse()
+    inputs = [tensors[n] for n in ("query", "key", "value")]
+    truth = function("eager")(*(t.double() for t in inputs))[0]
+    eager, got = (function(backend)(*inputs)[0] for backend in ("eager", "cpp"))
+    if name == "queries":  # each row by itself: the large ones would hide the small ones' errors
+        truth, eager, got = (t[:, :, i::9] for t in (truth, eager, got) for i in [4])
+    assert_contract("out", got, truth, eager)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 3e38, 1e-30])
+def test_what_nobody_sees(hidden, dtype, isa):
+    """Keys and values that are hidden may be anything, next to those that are not."""
+    tensors = random_qkv(2, 2, 2, 70, 139, 32)
+    inputs = [tensors[n].to(dtype) for n in ("query", "key", "value")]
+    hide = (torch.arange(139) >= torch.tensor([[75], [139]]))[:, None, :, None]
+    dirty = [inputs[0], *(t.masked_fill(hide, min(hidden, torch.finfo(dtype).max))
+                          for t in inputs[1:])]  # fmt: skip
+    clean = [inputs[0], *(t.masked_fill(hide, 0.0) for t in inputs[1:])]
+    for mask in (
+        masks.padding([75, 139]),
+        masks.dense(~hide.transpose(2, 3).expand(2, 1, 70, 139)),
+    ):
+        got = F.scaled_dot_product_attention(*dirty, mask, backend="cpp")
+        truth = without_lse(mask)("eager")(*(t.double() for t in clean))[0]
+        assert_contract("out", got, truth, without_lse(mask)("eager")(*clean)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_a_value_that_is_not_finite_reaches_those_who_see_it(dtype, isa):
+    query, key, value = (t.to(dtype) for t in random_qkv(1, 1, 1, 70, 139, 32).values())
+    value[0, 0, 66, 3] = float("inf")
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, backend="cpp")
+    assert torch.isinf(out[0, 0, 66:, 3]).all()
+    assert torch.isfinite(out[0, 0, :66]).all()
+    assert torch.isfinite(out[..., 4:]).all()

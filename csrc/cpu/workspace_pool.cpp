@@ -3,12 +3,19 @@
 #include <cstdlib>
 #include <mutex>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace fused_attn {
 namespace {
 
 // What an idle process may hold: some layers' outputs and gradients, and each thread's workspace.
 constexpr int kMaxPooledBlocks = 64;
 constexpr int64_t kMaxPooledBytes = int64_t{256} << 20;
+// Large blocks ask for such pages: packed keys and values of 1 MiB are read in tiles of 1 KiB, and
+// with pages of 4 KiB each fourth one missed the TLB (bfloat16 forward, D 64: 3.9 against 3.5 ms).
+constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kHeader = 64;  // holds a BlockInfo; keeps what follows aligned
 
 struct BlockInfo {
@@ -64,8 +71,13 @@ void* take_workspace(int64_t size) {
       return block + kHeader;
     }
   }
-  const int64_t rounded = (size + kHeader + 4095) / 4096 * 4096;
-  char* const block = static_cast<char*>(std::aligned_alloc(64, rounded));
+  const int64_t page = size >= kHugePage / 2 ? kHugePage : 4096;
+  const int64_t rounded = (size + kHeader + page - 1) / page * page;
+  char* const block =
+      static_cast<char*>(std::aligned_alloc(page == kHugePage ? page : kHeader, rounded));
+#if defined(__linux__)
+  if (page == kHugePage && block != nullptr) madvise(block, rounded, MADV_HUGEPAGE);
+#endif
   if (block == nullptr) return nullptr;
   info(block).size = rounded - kHeader;
   return block + kHeader;

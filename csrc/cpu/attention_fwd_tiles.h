@@ -177,10 +177,20 @@ class AttentionFwdTiles {
     block->value = values_ + at * Pack::value_size(steps_v_);
     Pack::key(at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * stride, stride, n, p_.head_dim,
               steps_, block);
-    Pack::value(at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v, stride_v, n,
-                p_.head_dim_v, steps_v_, value_exponent_, position, block);
+    Pack::value(
+        at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v, stride_v, n,
+        p_.head_dim_v, steps_v_, value_exponent_, [](int t) { return position(t); }, block);
     value_exponent_ = block->value_exponent;
     block->packed = true;
+  }
+
+  // By vectors: memset would be a string instruction, which takes a hundred cycles to begin.
+  static void clear(float* at, int64_t count) {
+    for (int64_t e = 0; e < count; e += 16) {
+      Vec<float> zero{};
+      asm volatile("" : "+v"(zero));
+      store(at + e, zero);
+    }
   }
 
   void begin_panel(int64_t b, int64_t h, int64_t first, int64_t index, Panel* panel) {
@@ -195,13 +205,13 @@ class AttentionFwdTiles {
     panel->special = specials_ + slot * kTileQueries * wide_v_;
     panel->begun = panel->has_special = false;
     panel->value_exponent = value_exponent_;
-    memset(panel->out, 0, kTileQueries * wide_v_ * sizeof(float));
+    clear(panel->out, kTileQueries * wide_v_);
     PanelRows& rows = panel->rows;
     const int64_t stride = p_.query_strides[2];
     Pack::query(at_head<T>(p_.query, p_.query_strides, queries, h) + first * stride, stride,
                 panel->count, p_.head_dim, steps_, panel->query, rows.scale);
-    memset(rows.sum, 0, sizeof(rows.sum));
-    memset(rows.rounded, 0, sizeof(rows.rounded));
+    if (kSum) clear(rows.sum[0], kTileQueries * 16);
+    if (F::kRounds) clear(rows.rounded[0], kTileQueries * 16);
     for (int64_t r = 0; r < kTileQueries; r += 16) {
       const Vec<float> scale = units_.scaled ? broadcast(1.f) : load(rows.scale + r);
       const Vec<float> high = scale * unit_.high;
@@ -385,7 +395,7 @@ class AttentionFwdTiles {
   // Adds values that were not multiplied, to those who see them.
   void add_special(const Job& job) {
     Panel& panel = *job.panel;
-    if (!panel.has_special) memset(panel.special, 0, kTileQueries * wide_v_ * sizeof(float));
+    if (!panel.has_special) clear(panel.special, kTileQueries * wide_v_);
     panel.has_special = true;
     const SequenceRows keys = key_rows(p_, panel.b);
     const int64_t h_kv = panel.h / (p_.num_heads / p_.num_heads_kv), stride = p_.value_strides[2];

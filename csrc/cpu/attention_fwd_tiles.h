@@ -179,8 +179,7 @@ class AttentionFwdTiles {
               steps_, block);
     Pack::value(
         at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v, stride_v, n,
-        p_.head_dim_v, steps_v_, value_exponent_, [](int t) { return position(t); }, block);
-    value_exponent_ = block->value_exponent;
+        p_.head_dim_v, steps_v_, [](int t) { return position(t); }, block);
     block->packed = true;
   }
 
@@ -204,7 +203,7 @@ class AttentionFwdTiles {
     panel->out = outs_ + slot * kTileQueries * wide_v_;
     panel->special = specials_ + slot * kTileQueries * wide_v_;
     panel->begun = panel->has_special = false;
-    panel->value_exponent = value_exponent_;
+    panel->value_exponent = 0;
     clear(panel->out, kTileQueries * wide_v_);
     PanelRows& rows = panel->rows;
     const int64_t stride = p_.query_strides[2];
@@ -382,14 +381,15 @@ class AttentionFwdTiles {
 
   // What a panel has summed up, to the scale of the values that come next.
   void match_exponents(const Job& job) {
-    if (!F::kScaled || job.panel->value_exponent == job.block->value_exponent) return;
-    flush();
     const int change = job.block->value_exponent - job.panel->value_exponent;
+    if (!F::kScaled || change == 0) return;
+    job.panel->value_exponent = job.block->value_exponent;
+    if (job.first) return;
+    flush();
     const float half = power_of_2(change / 2), rest = power_of_2(change - change / 2);
     for (int64_t e = 0; e < kTileQueries * wide_v_; e += 16) {
       store(job.panel->out + e, load(job.panel->out + e) * half * rest);
     }
-    job.panel->value_exponent = job.block->value_exponent;
   }
 
   // Adds values that were not multiplied, to those who see them.
@@ -473,7 +473,6 @@ class AttentionFwdTiles {
   Arena arena_;
   TileRegisters registers_;
   int64_t packed_head_ = -1, packed_chunk_ = -1;
-  int value_exponent_ = 0;  // of the block that was packed last
   Softmax softmax_;
   typename Softmax::Tile tile_;
   int64_t added_ = 0;

@@ -122,14 +122,13 @@ class TilePack {
     }
   }
 
-  // near: the exponent of the block before, which is kept where it suits. position(t): where the
-  // weight of key t stands among 32.
+  // position(t): where the weight of key t stands among 32.
   template <class Position>
-  static void value(const T* src, int64_t stride, int64_t n, int64_t dim, int64_t steps_v, int near,
+  static void value(const T* src, int64_t stride, int64_t n, int64_t dim, int64_t steps_v,
                     const Position& position, KeyBlock* block) {
     const T* rows[kTileKeys];
     for (int64_t t = 0; t < kTileKeys; ++t) rows[t] = t < n ? src + t * stride : nullptr;
-    choose_special(rows, n, dim, near, block);
+    choose_special(rows, n, dim, block);
     const T* ordered[kTileKeys];
     for (int t = 0; t < kTileKeys; ++t) ordered[t / 32 * 32 + position(t % 32)] = rows[t];
     alignas(64) static const uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
@@ -164,9 +163,10 @@ class TilePack {
   // Largest magnitudes go to [2^kTop, 2^(kTop + 1)): 65504 is the end, and what is 2^-17 of the
   // largest still has all 22 bits.
   static constexpr int kTop = 14;
-  // Values of a block share an exponent. Rows this much larger than the smallest are special: the
-  // smallest then has at least 2^-1, and errors of 2^-25, half the last bit of float32.
-  static constexpr int kValueTop = 12, kLeastValueTop = 10, kSpread = 11;
+  // Values of a block share an exponent, a multiple of 4, so that neighbours mostly have the same.
+  // Rows this much larger than the smallest are special: the smallest then has at least 2^-1, and
+  // errors of 2^-25, half the last bit of float32.
+  static constexpr int kExponentStep = 4, kSpread = kTop - kExponentStep + 2;
 
   static float scale_of(const T* row, int64_t dim) {
     if constexpr (F::kScaled) {
@@ -211,14 +211,13 @@ class TilePack {
     }
   }
 
-  static void choose_special(const T** rows, int64_t n, int64_t dim, int near, KeyBlock* block) {
+  static void choose_special(const T** rows, int64_t n, int64_t dim, KeyBlock* block) {
     block->num_special = 0;
     const auto make_special = [&](int64_t t) {
       rows[t] = nullptr;
       block->special[block->num_special++] = static_cast<uint8_t>(t);
     };
     if constexpr (!F::kScaled) {
-      (void)near;
       for (int64_t t = 0; t < n; ++t) {
         if (__builtin_expect(!row_finite(rows[t], dim), 0)) make_special(t);
       }
@@ -236,8 +235,11 @@ class TilePack {
           most = exponent[t];
         }
       }
-      const bool suits = most == kZeros || (most + near <= kTop && most + near >= kLeastValueTop);
-      block->value_exponent = suits ? near : clamp_exponent(kValueTop - most);
+      // By this block alone: results do not depend on which ones a thread packs.
+      const int up = most == kZeros ? 0 : clamp_exponent(kTop - most);
+      block->value_exponent = up >= 0
+                                  ? up / kExponentStep * kExponentStep
+                                  : -((-up + kExponentStep - 1) / kExponentStep * kExponentStep);
     }
   }
 };

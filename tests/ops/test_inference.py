@@ -161,3 +161,16 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it(dtype, isa):
     assert torch.isinf(out[0, 0, 66:, 3]).all()
     assert torch.isfinite(out[0, 0, :66]).all()
     assert torch.isfinite(out[..., 4:]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_any_number_of_threads_gives_the_same_bits(dtype, isa):
+    tensors = random_qkv(1, 2, 1, 300, 500, 32)
+    tensors["value"] *= 2.0 ** (torch.arange(500)[:, None] // 64 % 4 * 3)
+    inputs = [t.to(dtype) for t in tensors.values()]
+    results, threads = [], torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        results.append(F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -4,7 +4,10 @@
 //   float16: as it is where tiles know it; else two bfloat16 parts.
 //   float32: where tiles know float16 two such parts, 22 bits, and rows are scaled by powers of 2
 //   for want of range (tile_pack.h); else three bfloat16 parts.
-// Of the products of parts, those below float32's last bit are left out.
+// Of the nine products of three parts, the three below float32's last bit are left out; of two
+// parts all four count: without low * low, 4 % of random problems with large scores and few keys
+// were outside the contract instead of 3 % (of three parts 1.7 %, of multiply-adds 1.4 %), for 7 %
+// of the time.
 #pragma once
 
 #include "cpu/amx.h"
@@ -16,7 +19,9 @@ namespace fused_attn {
 namespace {
 
 struct BFloat16Tiles {
-  static constexpr uint32_t kBits = 0xFFFF0000u;  // of a float32 that one such number has
+  // Of a float32 that one such number has; parts are cut off: rounded, the largest would be
+  // infinity.
+  static constexpr uint32_t kBits = 0xFFFF0000u, kHalf = 0;
 
   template <int kSum, int kLeft, int kRight>
   static FUSED_ATTN_INLINE void multiply() {
@@ -32,7 +37,8 @@ struct BFloat16Tiles {
 
 #if defined(FUSED_ATTN_AMX_FP16)
 struct HalfTiles {
-  static constexpr uint32_t kBits = 0xFFFFE000u;
+  // The same, and half of their last one: rounded parts have a bit more than cut-off ones.
+  static constexpr uint32_t kBits = 0xFFFFE000u, kHalf = 0x1000;
 
   template <int kSum, int kLeft, int kRight>
   static FUSED_ATTN_INLINE void multiply() {
@@ -84,13 +90,12 @@ struct TileFormat : TileFormatOf<T> {
   // Weights are multiplied as other numbers than they are.
   static constexpr bool kRounds = sizeof(T) == 2;
 
-  // 16 numbers as parts that lie `apart`. All but the last are cut off, so that what is left is
-  // exact.
+  // 16 numbers as parts that lie `apart`. What each leaves of them is exact.
   static FUSED_ATTN_INLINE void split(Vec<float> x, uint16_t* at, int64_t apart) {
     for (int part = 0; part < kParts - 1; ++part) {
-      const Vec<float> cut = (Vec<float>)((Vec32)x & Number::kBits);
-      Number::store(at + part * apart, cut);
-      x -= cut;
+      const Vec<float> high = (Vec<float>)(((Vec32)x + Number::kHalf) & Number::kBits);
+      Number::store(at + part * apart, high);
+      x -= high;
     }
     Number::store(at + (kParts - 1) * apart, x);
   }
@@ -124,7 +129,8 @@ struct TileFormat : TileFormatOf<T> {
   }
 };
 
-// The products of parts, in an order in which the next one shares an operand with the last.
+// The products of parts, the largest last as far as it goes, in an order in which the next one
+// shares an operand with the one before.
 template <int kParts>
 struct TileProducts;
 template <>
@@ -133,7 +139,7 @@ struct TileProducts<1> {
 };
 template <>
 struct TileProducts<2> {
-  static constexpr int kCount = 3, kOfLeft[] = {1, 0, 0}, kOfRight[] = {0, 0, 1};
+  static constexpr int kCount = 4, kOfLeft[] = {1, 1, 0, 0}, kOfRight[] = {0, 1, 1, 0};
 };
 template <>
 struct TileProducts<3> {

@@ -2,12 +2,9 @@
 //
 //   bfloat16: as it is.
 //   float16: as it is where tiles know it; else two bfloat16 parts.
-//   float32: where tiles know float16 two such parts, 22 bits, and rows are scaled by powers of 2
-//   for want of range (tile_pack.h); else three bfloat16 parts.
-// Of the nine products of three parts, the three below float32's last bit are left out; of two
-// parts all four count: without low * low, 4 % of random problems with large scores and few keys
-// were outside the contract instead of 3 % (of three parts 1.7 %, of multiply-adds 1.4 %), for 7 %
-// of the time.
+//   float32: three bfloat16 parts. Two float16 parts would be 1.5 times as fast, but have 22 bits:
+//   in rows where one key has all the weight, out is that key's value, which then misses a bit.
+// Of the products of parts, those below the type's last bit are left out.
 #pragma once
 
 #include "cpu/amx.h"
@@ -19,9 +16,7 @@ namespace fused_attn {
 namespace {
 
 struct BFloat16Tiles {
-  // Of a float32 that one such number has; parts are cut off: rounded, the largest would be
-  // infinity.
-  static constexpr uint32_t kBits = 0xFFFF0000u, kHalf = 0;
+  static constexpr uint32_t kBits = 0xFFFF0000u;  // of a float32 that one such number has
 
   template <int kSum, int kLeft, int kRight>
   static FUSED_ATTN_INLINE void multiply() {
@@ -37,8 +32,7 @@ struct BFloat16Tiles {
 
 #if defined(FUSED_ATTN_AMX_FP16)
 struct HalfTiles {
-  // The same, and half of their last one: rounded parts have a bit more than cut-off ones.
-  static constexpr uint32_t kBits = 0xFFFFE000u, kHalf = 0x1000;
+  static constexpr uint32_t kBits = 0xFFFFE000u;
 
   template <int kSum, int kLeft, int kRight>
   static FUSED_ATTN_INLINE void multiply() {
@@ -55,13 +49,8 @@ struct HalfTiles {
 // What a storage type is multiplied as.
 template <class T>
 struct TileFormatOf {  // float32
-#if defined(FUSED_ATTN_AMX_FP16)
-  using Number = HalfTiles;
-  static constexpr int kParts = 2, kWeightExponent = 7;
-#else
   using Number = BFloat16Tiles;
   static constexpr int kParts = 3, kWeightExponent = 0;
-#endif
 };
 template <>
 struct TileFormatOf<Half> {
@@ -90,10 +79,11 @@ struct TileFormat : TileFormatOf<T> {
   // Weights are multiplied as other numbers than they are.
   static constexpr bool kRounds = sizeof(T) == 2;
 
-  // 16 numbers as parts that lie `apart`. What each leaves of them is exact.
+  // 16 numbers as parts that lie `apart`. All but the last are cut off, so that what is left is
+  // exact.
   static FUSED_ATTN_INLINE void split(Vec<float> x, uint16_t* at, int64_t apart) {
     for (int part = 0; part < kParts - 1; ++part) {
-      const Vec<float> high = (Vec<float>)(((Vec32)x + Number::kHalf) & Number::kBits);
+      const Vec<float> high = (Vec<float>)((Vec32)x & Number::kBits);
       Number::store(at + part * apart, high);
       x -= high;
     }
@@ -139,7 +129,7 @@ struct TileProducts<1> {
 };
 template <>
 struct TileProducts<2> {
-  static constexpr int kCount = 4, kOfLeft[] = {1, 1, 0, 0}, kOfRight[] = {0, 1, 1, 0};
+  static constexpr int kCount = 3, kOfLeft[] = {1, 0, 0}, kOfRight[] = {0, 0, 1};
 };
 template <>
 struct TileProducts<3> {

@@ -118,7 +118,7 @@ POWERS = {
 @pytest.mark.parametrize("name", POWERS)
 def test_powers_of_2(name, isa):
     """Rows of any magnitude that float32 has."""
-    if isa == "amx" and name.startswith("subnormal"):
+    if isa.startswith("amx") and name.startswith("subnormal"):
         pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
     tensors = random_qkv(1, 2, 2, 70, 139, 32)
     for tensor, powers in POWERS[name].items():
@@ -129,9 +129,10 @@ def test_powers_of_2(name, isa):
     inputs = [tensors[n] for n in ("query", "key", "value")]
     truth = function("eager")(*(t.double() for t in inputs))[0]
     eager, got = (function(backend)(*inputs)[0] for backend in ("eager", "cpp"))
-    if name == "queries":  # each row by itself: the large ones would hide the small ones' errors
-        truth, eager, got = (t[:, :, i::9] for t in (truth, eager, got) for i in [4])
-    assert_contract("out", got, truth, eager)
+    # Queries of one power each by themselves: the large ones would hide the small ones' errors.
+    for i in range(9 if name == "queries" else 1):
+        some = slice(i, None, 9 if name == "queries" else 1)
+        assert_contract("out", got[:, :, some], truth[:, :, some], eager[:, :, some])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -169,8 +170,10 @@ def test_any_number_of_threads_gives_the_same_bits(dtype, isa):
     tensors["value"] *= 2.0 ** (torch.arange(500)[:, None] // 64 % 4 * 3)
     inputs = [t.to(dtype) for t in tensors.values()]
     results, threads = [], torch.get_num_threads()
-    for count in (1, 2, 5):
-        torch.set_num_threads(count)
-        results.append(F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True))
-    torch.set_num_threads(threads)
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True))
+    finally:
+        torch.set_num_threads(threads)
     assert all(torch.equal(result, results[0]) for result in results)

@@ -63,7 +63,6 @@ class AttentionFwdTiles {
     float* special;              // (32, wide_v): what special rows of value add to out
     bool begun;                  // has a tile
     bool has_special;
-    int value_exponent;  // out is too large by 2 to this
     PanelRows rows;
   };
 
@@ -86,7 +85,7 @@ class AttentionFwdTiles {
         steps_(div_up(p.head_dim, kTileSteps)),
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
         wide_v_(steps_v_ * kTileSteps),
-        tile_{nullptr, nullptr, nullptr, nullptr, unit_} {
+        tile_{nullptr, nullptr, nullptr, unit_} {
     const int64_t size = Pack::key_size(steps_) + Pack::value_size(steps_v_);
     const int64_t fit = max64(kPackedBytes / (size * 2), 1), all = div_up(p.seqlen_k, kTileKeys);
     blocks_of_chunk_ = max64(min64(fit, all), 1);
@@ -107,7 +106,6 @@ class AttentionFwdTiles {
     }
     rows_ = arena_.template take<float>(kTileQueries * wide_v_);
     nowhere_ = arena_.template take<float>(kTileSums);
-    ones_ = arena_.template take<float>(kTileKeys);
     keep_ = arena_.template take<uint64_t>(kTileQueries);
   }
 
@@ -115,7 +113,6 @@ class AttentionFwdTiles {
     place();
     if (!arena_.allocate()) return false;
     place();
-    for (int64_t t = 0; t < kTileKeys; ++t) ones_[t] = 1;
     for (float*& sums : pending_) sums = nowhere_;
     return true;
   }
@@ -203,21 +200,14 @@ class AttentionFwdTiles {
     panel->out = outs_ + slot * kTileQueries * wide_v_;
     panel->special = specials_ + slot * kTileQueries * wide_v_;
     panel->begun = panel->has_special = false;
-    panel->value_exponent = 0;
     clear(panel->out, kTileQueries * wide_v_);
     PanelRows& rows = panel->rows;
     const int64_t stride = p_.query_strides[2];
     Pack::query(at_head<T>(p_.query, p_.query_strides, queries, h) + first * stride, stride,
-                panel->count, p_.head_dim, steps_, panel->query, rows.scale);
+                panel->count, p_.head_dim, steps_, panel->query);
     if (kSum) clear(rows.sum[0], kTileQueries * 16);
     if (F::kRounds) clear(rows.rounded[0], kTileQueries * 16);
-    for (int64_t r = 0; r < kTileQueries; r += 16) {
-      const Vec<float> scale = units_.scaled ? broadcast(1.f) : load(rows.scale + r);
-      const Vec<float> high = scale * unit_.high;
-      store(rows.shift + r, broadcast(__builtin_nanf("")));
-      store(rows.unit_high + r, high);
-      store(rows.unit_low + r, scale * unit_.low);
-    }
+    for (float& shift : rows.shift) shift = __builtin_nanf("");
   }
 
   // A tile more. It is held back until the next one is packed: tile loads of what was written just
@@ -246,7 +236,6 @@ class AttentionFwdTiles {
   }
 
   void advance(Job* next) {
-    if (last_ != nullptr) match_exponents(*last_);
     if (current_ != nullptr) open(*current_);
     softmax_.finish(tile_, multiply(next));
     if (current_ != nullptr && p_.dropout_p > 0) drop(*current_);
@@ -264,17 +253,13 @@ class AttentionFwdTiles {
     tile_.rows = &job.panel->rows;
     tile_.scores = job.scores;
     tile_.weights = job.weights;
-    tile_.key_scale = F::kScaled ? job.block->key_scale : ones_;
     const bool masked = job.partial || job.n < kTileKeys;
-    if (masked || units_.scaled) {
-      finish_scores(job, masked, tile_.key_scale);
-      tile_.key_scale = ones_;
-    }
+    if (masked || units_.scaled) finish_scores(job, masked);
     if (job.first) Softmax::begin(tile_);
   }
 
   // Masks the scores of a tile, and brings them to natural units where the softmax wants those.
-  void finish_scores(const Job& job, bool masked, const float* key_scale) {
+  void finish_scores(const Job& job, bool masked) {
     Panel& panel = *job.panel;
     const bool capped = p_.softcap > 0;
     const float inner =
@@ -283,14 +268,9 @@ class AttentionFwdTiles {
     if (masked) mask_rows_.load(p_, panel.b, panel.h, job.j, job.n);
     for (uint32_t r = 0; r < panel.count; ++r) {
       float* const row = job.scores + scores_row(r);
-      for (int64_t v = 0; (F::kScaled || units_.scaled) && v < kScoreTiles; ++v) {
-        Vec<float> score = load(row + v * kTileSums);
-        if (F::kScaled) score *= load(key_scale + v * 16);
-        if (units_.scaled) {
-          score *= panel.rows.scale[r] * inner;
-          if (capped) score = tanh<float>(score) * cap;
-        }
-        store(row + v * kTileSums, score);
+      for (int64_t v = 0; units_.scaled && v < kScoreTiles; ++v) {
+        const Vec<float> score = load(row + v * kTileSums) * inner;
+        store(row + v * kTileSums, capped ? tanh<float>(score) * cap : score);
       }
       if (masked) mask_rows_.apply(panel.first + r, row, kTileSums);
     }
@@ -379,19 +359,6 @@ class AttentionFwdTiles {
     }
   }
 
-  // What a panel has summed up, to the scale of the values that come next.
-  void match_exponents(const Job& job) {
-    const int change = job.block->value_exponent - job.panel->value_exponent;
-    if (!F::kScaled || change == 0) return;
-    job.panel->value_exponent = job.block->value_exponent;
-    if (job.first) return;
-    flush();
-    const float half = power_of_2(change / 2), rest = power_of_2(change - change / 2);
-    for (int64_t e = 0; e < kTileQueries * wide_v_; e += 16) {
-      store(job.panel->out + e, load(job.panel->out + e) * half * rest);
-    }
-  }
-
   // Adds values that were not multiplied, to those who see them.
   void add_special(const Job& job) {
     Panel& panel = *job.panel;
@@ -400,7 +367,7 @@ class AttentionFwdTiles {
     const SequenceRows keys = key_rows(p_, panel.b);
     const int64_t h_kv = panel.h / (p_.num_heads / p_.num_heads_kv), stride = p_.value_strides[2];
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + job.j * stride;
-    const float unit = power_of_2(-F::kWeightExponent);
+    const float unit = 1.f / (1 << F::kWeightExponent);
     for (int s = 0; s < job.block->num_special; ++s) {
       const int t = job.block->special[s];
       for (int64_t r = 0; r < kTileQueries; ++r) {
@@ -419,8 +386,7 @@ class AttentionFwdTiles {
   void end_panel(const Panel& panel) {
     const PanelRows& rows = panel.rows;
     const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
-    const float unit = power_of_2(F::kWeightExponent);
-    const float exponent = power_of_2(-panel.value_exponent);
+    const float unit = 1 << F::kWeightExponent;
     const int64_t tiles = 2 * steps_v_, at = lse_begin(p_, panel.b, panel.h) + panel.first;
     for (int64_t r = 0; r < panel.count; ++r) {
       const float sum = kSum || !F::kRounds ? horizontal_sum<float>(load(rows.sum[r])) : 0;
@@ -432,15 +398,13 @@ class AttentionFwdTiles {
       float* const row = rows_ + r * wide_v_;
       for (int64_t c = 0; c < tiles; ++c) {
         Vec<float> x = load(out + c * kTileSums) * factor;
-        if (F::kScaled) x *= exponent;
         if (__builtin_expect(panel.has_special, 0)) {
           x += load(panel.special + r * wide_v_ + c * 16) * (factor * unit);
         }
         store(row + c * 16, x);
       }
       if (!kSum) continue;
-      const double natural = units_.natural * (units_.scaled ? 1 : rows.scale[r]);
-      write_lse(p_, natural, at + r, rows.shift[r], sum);
+      write_lse(p_, units_.natural, at + r, rows.shift[r], sum);
     }
     write_out(panel);
   }
@@ -489,7 +453,6 @@ class AttentionFwdTiles {
   uint16_t* weights_[2];
   float* rows_;     // (32, wide_v)
   float* nowhere_;  // where registers go that hold nothing
-  float* ones_;     // (64)
   uint64_t* keep_;  // (32)
 };
 

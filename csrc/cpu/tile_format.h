@@ -1,4 +1,4 @@
-// Numbers as tile registers multiply them: how a storage type is split, scaled and stored.
+// Numbers as tile registers multiply them: how a storage type is split and stored.
 //
 //   bfloat16: as it is.
 //   float16: as it is where tiles know it; else two bfloat16 parts.
@@ -74,8 +74,6 @@ struct TileFormat : TileFormatOf<T> {
   using TileFormatOf<T>::kParts;
   // A weight of 1 is stored as 2^kWeightExponent, so that small ones keep their bits.
   using TileFormatOf<T>::kWeightExponent;
-  // Rows have a power of 2 of their own.
-  static constexpr bool kScaled = sizeof(T) == 4 && kWeightExponent != 0;
   // Weights are multiplied as other numbers than they are.
   static constexpr bool kRounds = sizeof(T) == 2;
 

@@ -20,28 +20,11 @@ constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // of a panel, and of a bl
 struct KeyBlock {
   uint16_t *key, *value;
   bool packed;
-  // Where rows are scaled: keys times 1 / key_scale, values times 2^value_exponent are what is
-  // packed.
-  alignas(64) float key_scale[kTileKeys];
-  int value_exponent;
-  // Rows of value that may not be multiplied with weights of 0, or do not fit into the range of
-  // the others: they are packed as 0, and added one by one.
+  // Rows of value that are not finite, and may not be multiplied with weights of 0: they are packed
+  // as 0, and added one by one.
   int num_special;
   uint8_t special[kTileKeys];
 };
-
-// 2^exponent, of normal numbers.
-inline float power_of_2(int exponent) {
-  return bit_cast<float>(static_cast<uint32_t>(127 + exponent) << 23);
-}
-
-constexpr int kMostExponent = 126;  // of a scale, so that its inverse is normal too
-
-inline int clamp_exponent(int exponent) {
-  return exponent > kMostExponent    ? kMostExponent
-         : exponent < -kMostExponent ? -kMostExponent
-                                     : exponent;
-}
 
 // The lanes of a vector from `d` on that a row of `dim` has.
 inline __mmask32 lanes32(int64_t dim, int64_t d) {
@@ -49,24 +32,18 @@ inline __mmask32 lanes32(int64_t dim, int64_t d) {
 }
 inline __mmask16 lanes16(int64_t dim, int64_t d) { return static_cast<__mmask16>(lanes32(dim, d)); }
 
-// The exponent of a row's largest magnitude: 128 where it is not finite, -127 where all are
-// subnormal, kZeros where all are 0.
-constexpr int kZeros = -128;
-inline int row_exponent(const float* row, int64_t dim) {
-  __m512i most = _mm512_setzero_si512();
-  for (int64_t d = 0; d < dim; d += 16) {
-    const __m512i x = _mm512_maskz_loadu_epi32(lanes16(dim, d), row + d);
-    most = _mm512_max_epu32(most, _mm512_and_si512(x, _mm512_set1_epi32(0x7FFFFFFF)));
-  }
-  const uint32_t bits = _mm512_reduce_max_epu32(most);
-  return bits == 0 ? kZeros : static_cast<int>(bits >> 23) - 127;
-}
+constexpr int kInfinityOrNan = 0x99;  // of vfpclassps
 
 // Whether a row is finite.
 template <class T>
 inline bool row_finite(const T* row, int64_t dim) {
   if constexpr (sizeof(T) == 4) {
-    return row_exponent(row, dim) < 128;
+    __mmask16 special = 0;
+    for (int64_t d = 0; d < dim; d += 16) {
+      const __m512 x = _mm512_maskz_loadu_ps(lanes16(dim, d), row + d);
+      special |= _mm512_fpclass_ps_mask(x, kInfinityOrNan);
+    }
+    return special == 0;
   } else {
     const __m512i infinity = _mm512_set1_epi16(kIsHalf<T> ? 0x7C00 : 0x7F80);
     __mmask32 special = 0;
@@ -89,13 +66,14 @@ class TilePack {
   static int64_t key_size(int64_t steps) { return 4 * steps * kStep; }
   static int64_t value_size(int64_t steps_v) { return 4 * steps_v * kStep; }
 
-  // scale (32): what a product of the packed query has to be multiplied by.
   static void query(const T* src, int64_t stride, int64_t rows, int64_t dim, int64_t steps,
-                    uint16_t* dst, float* scale) {
+                    uint16_t* dst) {
     for (int64_t r = 0; r < kTileQueries; ++r) {
-      const int64_t own = r < rows ? dim : 0;
       uint16_t* const at = dst + r / 16 * steps * kStep + r % 16 * kTileSteps;
-      scale[r] = row(src + r * stride, own, steps, at, kStep);
+      for (int64_t s = 0; s < steps; ++s) {
+        numbers(src + r * stride + s * kTileSteps, r < rows ? dim - s * kTileSteps : 0,
+                at + s * kStep, kTileNumbers);
+      }
     }
   }
 
@@ -108,12 +86,7 @@ class TilePack {
         for (int64_t r = 0; r < 16; ++r) {
           const int64_t t = tile * 16 + r;
           const T* const from = src + t * stride + s * kTileSteps;
-          if (F::kScaled && s == 0) {
-            block->key_scale[t] = scale_of(src + t * stride, t < n ? dim : 0);
-          }
-          numbers(from, t < n ? dim - s * kTileSteps : 0,
-                  F::kScaled ? 1 / block->key_scale[t] : 1.f, stage[0] + r * kTileSteps,
-                  kTileNumbers);
+          numbers(from, t < n ? dim - s * kTileSteps : 0, stage[0] + r * kTileSteps, kTileNumbers);
         }
         for (int part = 0; part < kParts; ++part) {
           transpose_tile(stage[part], 16, dst + part * kTileNumbers, 16);
@@ -136,7 +109,6 @@ class TilePack {
                                                   11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     const __m512i low = _mm512_load_si512(kLow);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const float scale = F::kScaled ? power_of_2(block->value_exponent) : 1;
     for (int64_t step = 0; step < 2; ++step) {
       for (int64_t s = 0; s < steps_v; ++s) {
         uint16_t* const dst = block->value + (step * steps_v + s) * 2 * kStep;
@@ -144,8 +116,8 @@ class TilePack {
           alignas(64) uint16_t pair[2][kParts][32];
           for (int64_t i = 0; i < 2; ++i) {
             const T* const from = ordered[step * 32 + 2 * r + i];
-            numbers(from + s * kTileSteps, from == nullptr ? 0 : dim - s * kTileSteps, scale,
-                    pair[i][0], 32);
+            numbers(from + s * kTileSteps, from == nullptr ? 0 : dim - s * kTileSteps, pair[i][0],
+                    32);
           }
           for (int part = 0; part < kParts; ++part) {
             const __m512i a = _mm512_load_si512(pair[0][part]);
@@ -160,38 +132,10 @@ class TilePack {
   }
 
  private:
-  // Largest magnitudes go to [2^kTop, 2^(kTop + 1)): 65504 is the end, and what is 2^-17 of the
-  // largest still has all 22 bits.
-  static constexpr int kTop = 14;
-  // Values of a block share an exponent, a multiple of 4, so that neighbours mostly have the same.
-  // Rows this much larger than the smallest are special: the smallest then has at least 2^-1, and
-  // errors of 2^-25, half the last bit of float32.
-  static constexpr int kExponentStep = 4, kSpread = kTop - kExponentStep + 2;
-
-  static float scale_of(const T* row, int64_t dim) {
-    if constexpr (F::kScaled) {
-      const int exponent = row_exponent(row, dim);
-      return exponent == kZeros ? 1.f : power_of_2(-clamp_exponent(kTop - exponent));
-    } else {
-      (void)row, (void)dim;
-      return 1;
-    }
-  }
-
-  // A row in steps that lie `apart`, and what has to be undone of it.
-  static float row(const T* src, int64_t dim, int64_t steps, uint16_t* dst, int64_t apart) {
-    const float scale = scale_of(src, dim);
-    for (int64_t s = 0; s < steps; ++s) {
-      numbers(src + s * kTileSteps, dim - s * kTileSteps, 1 / scale, dst + s * apart, kTileNumbers);
-    }
-    return scale;
-  }
-
-  // 32 numbers, of which `dim` are there, times a power of 2.
-  static FUSED_ATTN_INLINE void numbers(const T* src, int64_t dim, float scale, uint16_t* dst,
-                                        int64_t part) {
+  // 32 numbers, of which `dim` are there.
+  static FUSED_ATTN_INLINE void numbers(const T* src, int64_t dim, uint16_t* dst, int64_t part) {
     if constexpr (kParts == 1) {
-      (void)scale, (void)part;
+      (void)part;
       _mm512_storeu_si512(dst, _mm512_maskz_loadu_epi16(lanes32(dim, 0), src));
     } else {
       for (int64_t d = 0; d < 32; d += 16) {
@@ -201,9 +145,9 @@ class TilePack {
         } else {
           x = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes16(dim, d), src + d));
         }
-        F::split(F::kScaled ? (Vec<float>)x * scale : (Vec<float>)x, dst + d, part);
+        F::split((Vec<float>)x, dst + d, part);
         // Infinity and NaN stay what they are: infinity less infinity is no part.
-        const __mmask16 odd = _mm512_fpclass_ps_mask(x, 0x99);
+        const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);
         for (int p = 1; __builtin_expect(odd != 0, 0) && p < kParts; ++p) {
           _mm256_mask_storeu_epi16(dst + p * part + d, odd, _mm256_setzero_si256());
         }
@@ -213,33 +157,10 @@ class TilePack {
 
   static void choose_special(const T** rows, int64_t n, int64_t dim, KeyBlock* block) {
     block->num_special = 0;
-    const auto make_special = [&](int64_t t) {
+    for (int64_t t = 0; t < n; ++t) {
+      if (__builtin_expect(row_finite(rows[t], dim), 1)) continue;
       rows[t] = nullptr;
       block->special[block->num_special++] = static_cast<uint8_t>(t);
-    };
-    if constexpr (!F::kScaled) {
-      for (int64_t t = 0; t < n; ++t) {
-        if (__builtin_expect(!row_finite(rows[t], dim), 0)) make_special(t);
-      }
-    } else {
-      int exponent[kTileKeys], least = 128;
-      for (int64_t t = 0; t < n; ++t) {
-        exponent[t] = row_exponent(rows[t], dim);
-        if (exponent[t] != kZeros && exponent[t] < least) least = exponent[t];
-      }
-      int most = kZeros;
-      for (int64_t t = 0; t < n; ++t) {
-        if (exponent[t] == 128 || exponent[t] > least + kSpread) {
-          make_special(t);
-        } else if (exponent[t] > most) {
-          most = exponent[t];
-        }
-      }
-      // By this block alone: results do not depend on which ones a thread packs.
-      const int up = most == kZeros ? 0 : clamp_exponent(kTop - most);
-      block->value_exponent = up >= 0
-                                  ? up / kExponentStep * kExponentStep
-                                  : -((-up + kExponentStep - 1) / kExponentStep * kExponentStep);
     }
   }
 };

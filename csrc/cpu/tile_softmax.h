@@ -19,10 +19,6 @@ struct PanelRows {
   // weight is 2^kWeightExponent, or up to 2^kMaximumSlack more: so results are rescaled a few times
   // a row, not for nearly every block.
   alignas(64) float shift[kTileQueries];
-  alignas(64) float scale[kTileQueries];      // what products of the packed row have to be
-                                              // multiplied by, a power of 2
-  alignas(64) float unit_high[kTileQueries];  // of a score, see ExpUnit
-  alignas(64) float unit_low[kTileQueries];
   alignas(64) float sum[kTileQueries][16];  // of the weights, and of what rounding left of them;
   alignas(64) float rounded[kTileQueries][16];  // each lane for itself
 };
@@ -100,8 +96,7 @@ class TileSoftmax {
     PanelRows* rows;
     const float* scores;
     uint16_t* weights;
-    const float* key_scale;  // (64), of the block
-    ExpUnit<float> unit;     // of a score, where rows have no scale of their own
+    ExpUnit<float> unit;  // of a score
   };
 
   // The rows of a tile, in registers: nothing in here is called, and memory that tile instructions
@@ -112,7 +107,6 @@ class TileSoftmax {
         : rows(tile.rows),
           scores(tile.scores),
           weights(tile.weights),
-          key_scale(tile.key_scale),
           unit(tile.unit),
           table(tile.unit.high),
           row(any ? 0 : kTileQueries) {}
@@ -143,7 +137,6 @@ class TileSoftmax {
                                  Vec<float>* sum) const {
       const float* const from = scores + scores_row(r);
       uint16_t* const to = weights + weights_row(r, F::kParts);
-      const ExpUnit<float> row_unit = unit_of(r);
       for (int v = 0; v < kVectors; v += 2) {
         if constexpr (kByTable) {
           table.store_weights(to + v / 2 * kTileNumbers, lower(from, v, shift),
@@ -152,7 +145,7 @@ class TileSoftmax {
         }
         Vec<float> x[2];
         for (int i = 0; i < 2; ++i) {
-          x[i] = exp_nonpositive<float, kPrecision<T>>(lower(from, v + i, shift), row_unit);
+          x[i] = exp_nonpositive<float, kPrecision<T>>(lower(from, v + i, shift), unit);
         }
         if (kSum) *sum += x[0] + x[1];
         F::store_weights(to + v / 2 * F::kParts * kTileNumbers, x[0], x[1], rounded);
@@ -171,21 +164,14 @@ class TileSoftmax {
       return highest;
     }
 
-    FUSED_ATTN_INLINE ExpUnit<float> unit_of(uint32_t r) const {
-      return F::kScaled ? ExpUnit<float>{rows->unit_high[r], rows->unit_low[r]} : unit;
-    }
-
-    FUSED_ATTN_INLINE Vec<float> lower(const float* from, int v, float shift) const {
-      const Vec<float> score = load(from + v * kTileSums);
-      if (!F::kScaled) return score - shift;
-      return fused_multiply_add<float>(score, load(key_scale + v * 16), broadcast(-shift));
+    FUSED_ATTN_INLINE static Vec<float> lower(const float* from, int v, float shift) {
+      return load(from + v * kTileSums) - shift;
     }
 
    private:
     PanelRows* const rows;
     const float* const scores;
     uint16_t* const weights;
-    const float* const key_scale;
     const ExpUnit<float> unit;
     const WeightTable table;
     uint32_t row, unfinished = 0;  // the next one; bit r: row r was left
@@ -204,7 +190,7 @@ class TileSoftmax {
       store(tops, top);
       for (uint32_t r = 0; r < 16; ++r) {
         if (tops[r] == -infinity()) continue;
-        tile.rows->shift[half + r] = wanted_shift(tops[r], stream.unit_of(half + r).high);
+        tile.rows->shift[half + r] = wanted_shift(tops[r], tile.unit.high);
       }
     }
   }
@@ -238,11 +224,10 @@ class TileSoftmax {
     const bool seen = old == old;
     float shift = 0;  // still nothing: -inf less -inf would be NaN
     if (seen || top > -infinity()) {
-      const ExpUnit<float> unit = stream.unit_of(r);
-      const float wanted = wanted_shift(top, unit.high);
+      const float wanted = wanted_shift(top, tile.unit.high);
       rows.shift[r] = shift = old >= wanted ? old : wanted;
       if (seen && shift != old) {
-        const Vec<float> alpha = exp_nonpositive<float>(broadcast(old - shift), unit);
+        const Vec<float> alpha = exp_nonpositive<float>(broadcast(old - shift), tile.unit);
         store(rows.sum[r], load(rows.sum[r]) * alpha);
         store(rows.rounded[r], load(rows.rounded[r]) * alpha);
         rescale[r] = alpha[0];

@@ -14,6 +14,7 @@ import torch
 
 import fused_attn
 from fused_attn import _cpu
+from fused_attn.tools.ceilings import cpu_ceilings
 from fused_attn.tools.doctor import cpu_model
 from fused_attn.tools.timing import CALLS_A_ROUND, cpu_seconds, gpu_seconds
 
@@ -30,7 +31,8 @@ MATMUL_SIZE, COPY_BYTES = 8192, 1 << 30  # of a GPU's ceilings
 class Meter(Protocol):
     """What a device's figures are taken by."""
 
-    peak: str  # the ceiling of arithmetic
+    def peak(self, dtype: str) -> str:
+        """The name of the ceiling of arithmetic."""
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
         """Median seconds of a call, by way; they are interleaved, and each takes all sets.
@@ -57,8 +59,6 @@ class CpuMeter:
     Args:
         quick: fewer rounds.
     """
-
-    peak = "multiply_add"
 
     def __init__(self, quick: bool = False) -> None:
         self.round_seconds, self.min_rounds = (0.25, 3) if quick else (0.5, 5)
@@ -104,20 +104,11 @@ class CpuMeter:
         return max(0, _status("VmHWM") - before)
 
     def ceilings(self) -> dict[str, float]:
-        """Multiply-add of float32, pairs of bfloat16, copying and reading."""
-        threads = torch.get_num_threads()
-        source = torch.ones(16 << 20)
-        target = torch.empty_like(source)
-        seconds = {
-            name: self._medians({name: [call]})[name]
-            for name, call in (("copy", lambda: target.copy_(source)), ("read", source.sum))
-        }
-        return {
-            "multiply_add": _cpu.multiply_add_peak(threads),
-            "pairs": _cpu.pair_peak(threads),
-            "copy": 2 * source.nbytes / seconds["copy"],
-            "read": source.nbytes / seconds["read"],
-        }
+        """Products by type, multiply-add of float32, copying and reading."""
+        return cpu_ceilings()
+
+    def peak(self, dtype: str) -> str:
+        return dtype
 
     def machine(self) -> dict[str, Any]:
         return {
@@ -131,10 +122,11 @@ class CpuMeter:
 class GpuMeter:
     """Measures on a GPU: CUDA events around calls that the host has queued ahead."""
 
-    peak = "matmul"
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def peak(self, dtype: str) -> str:
+        return "matmul"
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
         """The first call of a round is not counted."""

@@ -189,10 +189,13 @@ class Runner:
         if "flops" in work:
             rate = work["flops"] / ours
             record["gflops"] = round(rate / 1e9, 1)
-            record["share_of_peak"] = round(rate / self.ceilings[self.meter.peak], 3)
+            record["share_of_peak"] = round(
+                rate / self.ceilings[self.meter.peak(record["dtype"])], 3
+            )
         if "bytes" in work:
             record["gigabytes_a_second"] = round(work["bytes"] / ours / 1e9, 1)
-            record["share_of_copy"] = round(work["bytes"] / ours / self.ceilings["copy"], 3)
+            for name in {"copy", "read"} & self.ceilings.keys():
+                record[f"share_of_{name}"] = round(work["bytes"] / ours / self.ceilings[name], 3)
         if "tile_flops" in work:
             rate = work["tile_flops"] / ours
             record["share_of_unmasked"] = round(rate / self._unmasked_rate(record, shape), 3)

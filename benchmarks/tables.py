@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from fused_attn.tools.terminal import aligned
 
@@ -25,15 +25,19 @@ def cpu(results: dict[str, Any]) -> str:
     for record in results["records"]:
         by_case.setdefault((record["group"], record["name"]), {})[record["dtype"]] = record
     about = (
-        f"{_cpu_machine(results)}. Ceilings in the same run: {ceilings['multiply_add']:.0f} "
-        f"GFLOP/s of float32 multiply-add, {ceilings['pairs']:.0f} of bfloat16 pairs, "
-        f"{ceilings['copy']:.0f} GB/s copied."
+        f"{_cpu_machine(results)}. Ceilings in the same run, GFLOP/s of products: "
+        f"{', '.join(f'{ceilings[dtype]:,.0f} {short}' for dtype, short in DTYPES.items())} "
+        f"({ceilings['multiply_add']:.0f} of float32 multiply-add); GB/s: {ceilings['read']:.0f} "
+        f"read, {ceilings['copy']:.0f} copied."
     )
     rows = [
         [f"{group}, {name}", *(_cpu_cell(records.get(dtype)) for dtype in DTYPES)]
         for (group, name), records in by_case.items()
     ]
-    below = "Milliseconds, and how many times as fast as torch. Sizes: benchmarks/shapes.py."
+    below = (
+        "Milliseconds; how many times as fast as torch; the share of the ceiling of its type, or "
+        "of reading (decode) or copying (norms). Sizes: benchmarks/shapes.py."
+    )
     return _page(about, ["case", *DTYPES], rows, below)
 
 
@@ -48,7 +52,16 @@ def _cpu_machine(results: dict[str, Any]) -> str:
 def _cpu_cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return ""
-    return f"{record['milliseconds']['fused_attn']:.3g} ({over_torch(record):.1f}x)"
+    share = _share(record)
+    of_ceiling = "" if share is None else f", {share:.0%}"
+    return f"{record['milliseconds']['fused_attn']:.3g} ({over_torch(record):.1f}x{of_ceiling})"
+
+
+def _share(record: dict[str, Any]) -> float | None:
+    """Of the ceiling that binds."""
+    if record["group"] == "decode":
+        return cast(float, record["share_of_read"])
+    return record.get("share_of_peak", record.get("share_of_copy"))
 
 
 def over_torch(record: dict[str, Any]) -> float:

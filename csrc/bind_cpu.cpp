@@ -384,7 +384,9 @@ PYBIND11_MODULE(_cpu, m) {
     return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
   });
   m.def("multiply_add_peak", [](int64_t threads) { return kernels().multiply_add_peak(threads); });
-  m.def("pair_peak", [](int64_t threads) { return kernels().pair_peak(threads); });
+  m.def("product_peak", [](int64_t dtype, int64_t threads) {
+    return kernels().product_peak(static_cast<DType>(dtype), threads);
+  });
   m.def("release_workspace", &release_workspace);
   m.def("isa", [] { return kernels().isa; });
   m.def("set_isa", &set_isa, py::arg("isa").none(false));

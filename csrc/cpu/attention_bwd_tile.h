@@ -92,7 +92,7 @@ class BwdTile {
     for (int64_t l = 0; l < kRows; ++l) {
       A delta = scores_[l * kRows + l];
       if constexpr (sizeof(T) == 2) {
-        if (p_.out_low != nullptr && alive_[l]) delta += delta_low(queries, h, first + l);
+        if (p_.out_low != nullptr && alive_[l]) delta += delta_low<T>(bwd_, queries, h, first + l);
       }
       if (bwd_.row_sums != nullptr && alive_[l]) {
         delta += static_cast<const A*>(bwd_.row_sums)[head + l];
@@ -209,16 +209,6 @@ class BwdTile {
     for (int64_t e = 0; e < at.n * kRows; e += kLane) {
       store(grad_scores_ + e, load(grad_scores_ + e) + load(bias_ + e) * factor);
     }
-  }
-
-  // What delta misses where it is made of an out that is rounded to 16 bits: of a row that sees few
-  // keys, or one that has nearly all the weight, more than all of dS.
-  float delta_low(const SequenceRows& queries, int64_t h, int64_t i) const {
-    return dot_low_row(
-        at_head<T>(p_.out, p_.out_strides, queries, h) + i * p_.out_strides[2],
-        at_head<int16_t>(p_.out_low, p_.out_low_strides, queries, h) + i * p_.out_low_strides[2],
-        at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, queries, h) + i * bwd_.grad_out_strides[2],
-        p_.head_dim_v);
   }
 
   // Rows of a panel to stage_, and 0 for rows that see nothing: what stands there must not matter,

@@ -23,6 +23,7 @@ class AttentionFwdTiles {
   using Softmax = TileSoftmax<T, kSum>;
   // Packed keys and values that stay in L2 (2 MiB) beside what panels need.
   static constexpr int64_t kPackedBytes = int64_t{1} << 20;
+  static constexpr int64_t kScoreTiles = kTileKeys / 16;
   static constexpr int64_t kMaxPanels = 64;  // of a task, which packs keys and values anew
   static constexpr int64_t kAlive = 4;       // panels that have tiles on their way, and one more
 
@@ -53,7 +54,7 @@ class AttentionFwdTiles {
  private:
   // Where the weight of key t stands among 32.
   FUSED_ATTN_INLINE static int position(int t) {
-    return Softmax::kByTable ? WeightTable::position(t) : t;
+    return Softmax::kByTable ? WeightTable::position(t) : F::woven(t);
   }
 
   struct Panel {
@@ -80,13 +81,13 @@ class AttentionFwdTiles {
   AttentionFwdTiles(const AttentionParams& p, const MaskView<float>& mask, int64_t max_panels)
       : p_(p),
         mask_(mask),
-        units_(p),
-        unit_(units_.natural),
+        scores_(p),
+        unit_(scores_.units.natural),
         steps_(div_up(p.head_dim, kTileSteps)),
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
         wide_v_(steps_v_ * kTileSteps),
         tile_{nullptr, nullptr, nullptr, unit_} {
-    const int64_t size = Pack::key_size(steps_) + Pack::value_size(steps_v_);
+    const int64_t size = Pack::size(kTileKeys, steps_) + Pack::size(kTileKeys, steps_v_);
     const int64_t fit = max64(kPackedBytes / (size * 2), 1), all = div_up(p.seqlen_k, kTileKeys);
     blocks_of_chunk_ = max64(min64(fit, all), 1);
     slots_ = all <= fit ? min64(kAlive, max_panels) : max_panels;
@@ -95,25 +96,23 @@ class AttentionFwdTiles {
   void place() {
     panels_ = arena_.template take<Panel>(slots_);
     blocks_ = arena_.template take<KeyBlock>(blocks_of_chunk_);
-    queries_ = arena_.template take<uint16_t>(slots_ * Pack::query_size(steps_));
+    queries_ = arena_.template take<uint16_t>(slots_ * Pack::size(kTileQueries, steps_));
     outs_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
     specials_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
-    keys_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::key_size(steps_));
-    values_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::value_size(steps_v_));
+    keys_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::size(kTileKeys, steps_));
+    values_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::size(kTileKeys, steps_v_));
     for (int i = 0; i < 2; ++i) {
-      scores_[i] = arena_.template take<float>(2 * kScoreTiles * kTileSums);
+      score_tiles_[i] = arena_.template take<float>(2 * kScoreTiles * kTileSums);
       weights_[i] = arena_.template take<uint16_t>(4 * F::kParts * kTileNumbers);
     }
     rows_ = arena_.template take<float>(kTileQueries * wide_v_);
-    nowhere_ = arena_.template take<float>(kTileSums);
-    keep_ = arena_.template take<uint64_t>(kTileQueries);
+    sums_ = arena_.template take<TileQuad>(steps_v_);
   }
 
   bool allocate() {
     place();
     if (!arena_.allocate()) return false;
     place();
-    for (float*& sums : pending_) sums = nowhere_;
     return true;
   }
 
@@ -169,24 +168,18 @@ class AttentionFwdTiles {
 
   void pack_block(int64_t b, int64_t h_kv, int64_t j, int64_t n, int64_t at, KeyBlock* block) {
     const SequenceRows keys = key_rows(p_, b);
-    const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
-    block->key = keys_ + at * Pack::key_size(steps_);
-    block->value = values_ + at * Pack::value_size(steps_v_);
-    Pack::key(at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * stride, stride, n, p_.head_dim,
-              steps_, block);
-    Pack::value(
-        at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v, stride_v, n,
-        p_.head_dim_v, steps_v_, [](int t) { return position(t); }, block);
+    const T *rows[kTileKeys], *ordered[kTileKeys];
+    block->key = keys_ + at * Pack::size(kTileKeys, steps_);
+    block->value = values_ + at * Pack::size(kTileKeys, steps_v_);
+    list_rows(at_head<T>(p_.key, p_.key_strides, keys, h_kv), p_.key_strides[2], j, n, kTileKeys,
+              rows);
+    Pack::right(rows, kTileKeys, p_.head_dim, steps_, block->key);
+    list_rows(at_head<T>(p_.value, p_.value_strides, keys, h_kv), p_.value_strides[2], j, n,
+              kTileKeys, rows);
+    Pack::take_special(rows, kTileKeys, p_.head_dim_v, block);
+    for (int t = 0; t < kTileKeys; ++t) ordered[t / 32 * 32 + position(t % 32)] = rows[t];
+    Pack::right_pairs(ordered, kTileKeys, p_.head_dim_v, steps_v_, block->value);
     block->packed = true;
-  }
-
-  // By vectors: memset would be a string instruction, which takes a hundred cycles to begin.
-  static void clear(float* at, int64_t count) {
-    for (int64_t e = 0; e < count; e += 16) {
-      Vec<float> zero{};
-      asm volatile("" : "+v"(zero));
-      store(at + e, zero);
-    }
   }
 
   void begin_panel(int64_t b, int64_t h, int64_t first, int64_t index, Panel* panel) {
@@ -196,15 +189,16 @@ class AttentionFwdTiles {
     panel->h = h;
     panel->first = first;
     panel->count = min64(kTileQueries, queries.count - first);
-    panel->query = queries_ + slot * Pack::query_size(steps_);
+    panel->query = queries_ + slot * Pack::size(kTileQueries, steps_);
     panel->out = outs_ + slot * kTileQueries * wide_v_;
     panel->special = specials_ + slot * kTileQueries * wide_v_;
     panel->begun = panel->has_special = false;
     clear(panel->out, kTileQueries * wide_v_);
     PanelRows& rows = panel->rows;
-    const int64_t stride = p_.query_strides[2];
-    Pack::query(at_head<T>(p_.query, p_.query_strides, queries, h) + first * stride, stride,
-                panel->count, p_.head_dim, steps_, panel->query);
+    const T* own[kTileQueries];
+    list_rows(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
+              panel->count, kTileQueries, own);
+    Pack::left(own, kTileQueries, p_.head_dim, steps_, panel->query);
     if (kSum) clear(rows.sum[0], kTileQueries * 16);
     if (F::kRounds) clear(rows.rounded[0], kTileQueries * 16);
     for (float& shift : rows.shift) shift = __builtin_nanf("");
@@ -216,7 +210,7 @@ class AttentionFwdTiles {
     Job& job = jobs_[added_ % 4];
     job.panel = panel;
     job.block = block;
-    job.scores = scores_[added_ % 2];
+    job.scores = score_tiles_[added_ % 2];
     job.weights = weights_[added_ % 2];
     job.j = j;
     job.n = n;
@@ -241,7 +235,7 @@ class AttentionFwdTiles {
     if (current_ != nullptr && p_.dropout_p > 0) drop(*current_);
     const bool special = last_ != nullptr && last_->block->num_special > 0;
     const bool ended = last_ != nullptr && last_->last;
-    if (last_ == nullptr || special || ended || softmax_.rescaled != 0) flush();
+    if (last_ == nullptr || special || ended || softmax_.rescaled != 0) pending_.flush();
     if (special) add_special(*last_);
     if (ended) end_panel(*last_->panel);
     if (softmax_.rescaled != 0) rescale(current_->panel);
@@ -249,98 +243,65 @@ class AttentionFwdTiles {
     current_ = next;
   }
 
+  static TileAt tile_at(const Job& job) {
+    return {job.panel->b, job.panel->h, job.panel->first, job.j, job.n};
+  }
+
   void open(const Job& job) {
     tile_.rows = &job.panel->rows;
     tile_.scores = job.scores;
     tile_.weights = job.weights;
-    const bool masked = job.partial || job.n < kTileKeys;
-    if (masked || units_.scaled) finish_scores(job, masked);
-    if (job.first) Softmax::begin(tile_);
-  }
-
-  // Masks the scores of a tile, and brings them to natural units where the softmax wants those.
-  void finish_scores(const Job& job, bool masked) {
-    Panel& panel = *job.panel;
-    const bool capped = p_.softcap > 0;
-    const float inner =
-        static_cast<float>(capped ? p_.softmax_scale / p_.softcap : p_.softmax_scale);
-    const float cap = static_cast<float>(p_.softcap);
-    if (masked) mask_rows_.load(p_, panel.b, panel.h, job.j, job.n);
-    for (uint32_t r = 0; r < panel.count; ++r) {
-      float* const row = job.scores + scores_row(r);
-      for (int64_t v = 0; units_.scaled && v < kScoreTiles; ++v) {
-        const Vec<float> score = load(row + v * kTileSums) * inner;
-        store(row + v * kTileSums, capped ? tanh<float>(score) * cap : score);
-      }
-      if (masked) mask_rows_.apply(panel.first + r, row, kTileSums);
+    if (scores_.wanted(job.partial, job.n)) {
+      scores_.finish(tile_at(job), job.partial, job.panel->count, job.scores, nullptr);
     }
+    if (job.first) Softmax::begin(tile_);
   }
 
   // Dropout comes after the sums.
   void drop(const Job& job) {
-    dropout_rows(job);
+    const uint64_t* const keep = scores_.dropout(tile_at(job));
     for (uint32_t r = 0; r < kTileQueries; ++r) {
       for (int64_t half = 0; half < 2; ++half) {
         for (int part = 0; part < F::kParts; ++part) {
-          uint16_t* const row =
-              job.weights + weights_row(r, F::kParts) + (half * F::kParts + part) * kTileNumbers;
-          const __mmask32 own = static_cast<__mmask32>(keep_[r] >> (32 * half));
-          _mm512_store_si512(row, _mm512_maskz_loadu_epi16(own, row));
+          uint16_t* const row = job.weights + weights_row<kTileKeys>(r, F::kParts) +
+                                (half * F::kParts + part) * kTileNumbers;
+          const uint32_t own = static_cast<uint32_t>(keep[r] >> (32 * half));
+          _mm512_store_si512(row, _mm512_and_si512(_mm512_load_si512(row), F::woven_mask(own)));
         }
       }
-    }
-  }
-
-  // Bit t of keep_[r]: dropout keeps key t of query r.
-  void dropout_rows(const Job& job) {
-    const TileAt at{job.panel->b, job.panel->h, job.panel->first, job.j, kTileKeys};
-    alignas(64) uint32_t words[kTileKeys];  // bit r: of query r
-    for (int64_t t = 0; t < kTileKeys; t += 4) dropout_words(p_, at, t, words + t);
-    for (int64_t r = 0; r < kTileQueries; ++r) {
-      const __m512i bit = _mm512_set1_epi32(static_cast<int32_t>(uint32_t{1} << r));
-      uint64_t row = 0;
-      for (int64_t v = 0; v < 4; ++v) {
-        const __m512i own = _mm512_load_si512(words + 16 * v);
-        row |= static_cast<uint64_t>(_mm512_test_epi32_mask(own, bit)) << (16 * v);
-      }
-      keep_[r] = row;
     }
   }
 
   // The products of `next` and of the last weights, beside the softmax of tile_, whose rows are
   // spread over the steps; the rows that it leaves.
   uint32_t multiply(const Job* next) {
+    num_products_ = num_sums_ = 0;
+    if (next != nullptr) {
+      product_quads<F>(next->panel->query, next->block->key, steps_, kScoreTiles, next->scores,
+                       products_);
+      num_products_ = kScoreTiles / 2;
+    }
+    if (last_ != nullptr) {
+      sum_quads<F>(last_->weights, last_->block->value, 2, 2 * steps_v_, last_->panel->out, sums_);
+      num_sums_ = steps_v_;
+    }
     const int64_t steps = 2 * steps_ + 2 * steps_v_;
-    if (steps >= 32) return multiply_with<1>(next);
-    if (steps >= 16) return multiply_with<2>(next);
-    if (steps >= 8) return multiply_with<4>(next);
-    return multiply_with<8>(next);
+    if (steps >= 32) return multiply_beside<1>();
+    if (steps >= 16) return multiply_beside<2>();
+    if (steps >= 8) return multiply_beside<4>();
+    return multiply_beside<8>();
   }
 
   template <int kRows>
-  __attribute__((noinline)) uint32_t multiply_with(const Job* next) {
-    constexpr int64_t kStep = F::kParts * kTileNumbers;
-    TileSchedule<F, kRows, typename Softmax::Stream> schedule{
-        pending_, typename Softmax::Stream(tile_, current_ != nullptr)};
-    if (next != nullptr) {
-      schedule.template multiply<false>(steps_, kScoreTiles, next->panel->query, next->block->key,
-                                        steps_ * kStep, kStep, next->scores);
+  __attribute__((noinline)) uint32_t multiply_beside() {
+    using Stream = typename Softmax::Stream;
+    TileSchedule<F, Stream> schedule(&pending_, Stream(tile_, current_ != nullptr));
+    for (int64_t q = 0; q < num_products_; ++q) {
+      schedule.template multiply<false, kRows>(products_[q]);
     }
-    if (last_ != nullptr) {
-      schedule.template multiply<true>(2, 2 * steps_v_, last_->weights, last_->block->value, kStep,
-                                       2 * steps_v_ * kStep, last_->panel->out);
-    }
-    while (!schedule.softmax.done()) schedule.softmax.next();
-    return schedule.softmax.left();
-  }
-
-  // Sums that are in registers still, to where they belong.
-  void flush() {
-    tile_store<0>(pending_[0]);
-    tile_store<1>(pending_[1]);
-    tile_store<2>(pending_[2]);
-    tile_store<3>(pending_[3]);
-    for (float*& sums : pending_) sums = nowhere_;
+    for (int64_t q = 0; q < num_sums_; ++q) schedule.template multiply<true, kRows>(sums_[q]);
+    schedule.finish();
+    return schedule.work.left();
   }
 
   static void scale_row(int64_t r, float factor, int64_t tiles, float* out) {
@@ -404,7 +365,7 @@ class AttentionFwdTiles {
         store(row + c * 16, x);
       }
       if (!kSum) continue;
-      write_lse(p_, units_.natural, at + r, rows.shift[r], sum);
+      write_lse(p_, scores_.units.natural, at + r, rows.shift[r], sum);
     }
     write_out(panel);
   }
@@ -430,7 +391,7 @@ class AttentionFwdTiles {
 
   const AttentionParams& p_;
   const MaskView<float>& mask_;
-  const ScoreUnits units_;
+  TileScores<kTileKeys> scores_;
   const ExpUnit<float> unit_;  // of a score
   const int64_t steps_, steps_v_, wide_v_;
   int64_t blocks_of_chunk_, slots_;
@@ -442,18 +403,17 @@ class AttentionFwdTiles {
   int64_t added_ = 0;
   Job jobs_[4];
   Job* held_ = nullptr;
-  TileMask mask_rows_;
-  Job *current_ = nullptr, *last_ = nullptr;  // whose scores, and whose weights, are there
-  float* pending_[4];
+  Job *current_ = nullptr, *last_ = nullptr;    // whose scores, and whose weights, are there
+  TileQuad products_[kScoreTiles / 2], *sums_;  // of one step
+  int64_t num_products_ = 0, num_sums_ = 0;
+  PendingSums pending_;
   Panel* panels_;
   KeyBlock* blocks_;
   uint16_t *queries_, *keys_, *values_;
   float *outs_, *specials_;
-  float* scores_[2];
+  float* score_tiles_[2];
   uint16_t* weights_[2];
-  float* rows_;     // (32, wide_v)
-  float* nowhere_;  // where registers go that hold nothing
-  uint64_t* keep_;  // (32)
+  float* rows_;  // (32, wide_v)
 };
 
 }  // namespace

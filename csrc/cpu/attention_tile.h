@@ -43,6 +43,19 @@ inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maxim
   if (p.lse_low != nullptr) static_cast<A*>(p.lse_low)[at] = low;
 }
 
+// What delta misses where it is made of an out that is rounded to 16 bits: of a row that sees few
+// keys, or one that has nearly all the weight, more than all of dS.
+template <class T>
+inline float delta_low(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
+                       int64_t i) {
+  const AttentionParams& p = bwd.fwd;
+  return dot_low_row(
+      at_head<T>(p.out, p.out_strides, queries, h) + i * p.out_strides[2],
+      at_head<int16_t>(p.out_low, p.out_low_strides, queries, h) + i * p.out_low_strides[2],
+      at_head<T>(bwd.grad_out, bwd.grad_out_strides, queries, h) + i * bwd.grad_out_strides[2],
+      p.head_dim_v);
+}
+
 // Where a tile lies.
 struct TileAt {
   int64_t b, h, i, j, n;  // batch, head, first query, first key, number of keys

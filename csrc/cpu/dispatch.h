@@ -20,7 +20,7 @@ struct KernelTable {
   int64_t block;            // keys of a tile
   // Operations a second of so many threads: float multiply-add, and bfloat16 pairs (0: has none).
   double (*multiply_add_peak)(int64_t);
-  double (*pair_peak)(int64_t);
+  double (*product_peak)(DType, int64_t);
 };
 
 // The best of what was built and this CPU has; FUSED_ATTN_CPU_ISA (an entry of isas.inc) lowers it.

@@ -1,6 +1,7 @@
 // The kernels of one instruction set; compiled once for each line of isas.inc.
 #include "cpu/attention_bwd.h"
 #include "cpu/attention_bwd_bias.h"
+#include "cpu/attention_bwd_tiles.h"
 #include "cpu/attention_decode.h"
 #include "cpu/attention_fwd.h"
 #include "cpu/attention_fwd_tiles.h"
@@ -36,18 +37,19 @@ bool run_as(DType dtype, const Params& params) {
   return false;
 }
 
+#if defined(__AMX_BF16__)
+// Where tiles of rows pay off, forward and backward alike: the backward's scores have to be those
+// that lse was made of. Not where a panel is all that shares packed keys (96 heads of 32 x 64 in
+// bfloat16: 0.18 against 0.11 ms).
+inline bool wants_tiles(const AttentionParams& p) {
+  const int64_t group = p.num_heads / max64(p.num_heads_kv, 1);
+  return group * p.seqlen_q > kTileQueries || p.seqlen_k > 2 * kTileKeys;
+}
+#endif
+
 template <class T>
 struct Forward {
 #if defined(__AMX_BF16__)
-  // Where tiles of rows pay off. Not where a panel is all that shares packed keys (96 heads of 32 x
-  // 64 in bfloat16: 0.18 against 0.11 ms); and, but for bfloat16, not where a backward follows: it
-  // sums up products in another order, so lse would not fit its scores.
-  static bool wants_tiles(const AttentionParams& p) {
-    const int64_t group = p.num_heads / max64(p.num_heads_kv, 1);
-    const bool small = group * p.seqlen_q <= kTileQueries && p.seqlen_k <= 2 * kTileKeys;
-    return !small && (kIsBFloat16<T> || p.lse_low == nullptr);
-  }
-
   static bool run_tiles(const AttentionParams& p) {
     // Without rounding, the sum of weights is what out is divided by, and wanted anyway.
     if constexpr (TileFormat<T>::kRounds) {
@@ -70,11 +72,28 @@ struct Forward {
 
 bool run_attention_fwd(const AttentionParams& p) { return run_as<Forward>(p.dtype, p); }
 
-bool run_attention_bwd(const AttentionBwdParams& p) {
-  if (p.grad_weights != nullptr && !run_as<WeightRowSums>(p.fwd.dtype, p)) return false;
-  if (!run_as<AttentionBwd>(p.fwd.dtype, p)) return false;
-  return p.grad_bias == nullptr || run_as<AttentionBwdBias>(p.fwd.dtype, p);
-}
+template <class T>
+struct Backward {
+  static bool run(const AttentionBwdParams& p) {
+    if (p.grad_weights != nullptr && !WeightRowSums<T>::run(p)) return false;
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(T) < 8) {
+      using Tiles = AttentionBwdTiles<T>;
+      if (wants_tiles(p.fwd) && !Tiles::unsupported(p)) {
+        return Tiles::run(p) && (Tiles::takes_bias(p) || run_bias(p));
+      }
+    }
+#endif
+    return AttentionBwd<T>::run(p) && run_bias(p);
+  }
+
+ private:
+  static bool run_bias(const AttentionBwdParams& p) {
+    return p.grad_bias == nullptr || AttentionBwdBias<T>::run(p);
+  }
+};
+
+bool run_attention_bwd(const AttentionBwdParams& p) { return run_as<Backward>(p.fwd.dtype, p); }
 
 bool run_attention_weights(const AttentionWeightsParams& p) {
   return run_as<AttentionWeights>(p.fwd.dtype, p);
@@ -87,6 +106,20 @@ bool run_norm_bwd(const NormBwdParams& p) { return run_as<NormBwd>(p.fwd.dtype, 
 bool run_tile_kinds(const TileKindsParams& p) { return run_as<TileKinds>(p.problem.dtype, p); }
 
 int64_t panel_of(DType dtype) { return dtype == DType::kFloat64 ? kPanel<double> : kPanel<float>; }
+
+double run_product_peak(DType dtype, int64_t threads) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return product_peak<float>(threads);
+    case DType::kFloat64:
+      return product_peak<double>(threads);
+    case DType::kFloat16:
+      return product_peak<Half>(threads);
+    case DType::kBFloat16:
+      return product_peak<BFloat16>(threads);
+  }
+  return 0;
+}
 
 template <class B>
 struct TileSummary {
@@ -119,7 +152,7 @@ const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                               panel_of,
                               kBlockN,
                               multiply_add_peak,
-                              pair_peak};
+                              run_product_peak};
 }  // namespace FUSED_ATTN_ISA_NAMESPACE
 
 }  // namespace fused_attn

@@ -118,7 +118,11 @@ class MaskView {
     const DenseTensor& t = mask_->key_mask;
     const uint8_t* row = static_cast<const uint8_t*>(t.data) + b * t.strides[0] + h * t.strides[1];
     int64_t seen = 0;
-    for (int64_t j = j_begin; j < j_end; ++j) seen += row[j * t.strides[3]] != 0;
+    if (t.strides[3] == 1) {  // a loop of vectors
+      for (int64_t j = j_begin; j < j_end; ++j) seen += row[j] != 0;
+    } else {
+      for (int64_t j = j_begin; j < j_end; ++j) seen += row[j * t.strides[3]] != 0;
+    }
     return seen == 0 ? Tile::kSkip : seen == j_end - j_begin ? Tile::kFull : Tile::kPartial;
   }
 

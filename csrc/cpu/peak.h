@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include "cpu/attention_tile.h"
+#include "cpu/tile_format.h"
 
 namespace fused_attn {
 namespace {
@@ -31,29 +32,33 @@ inline double spin_multiply_add(int64_t rounds) {
 }
 
 #if defined(__AMX_BF16__)
+// Products of tiles in the parts of a type, with the loads of tiles that they take at least: an
+// operand for each product.
+template <class F>
 inline double spin_tiles(int64_t rounds) {
   TileRegisters registers;
   // Numbers as they come: on zeros the unit takes less power, and runs faster.
-  alignas(64) uint16_t data[2][16][32];
-  for (int i = 0; i < 2 * 16 * 32; ++i) {
-    (&data[0][0][0])[i] = static_cast<uint16_t>(0x3F80 + i * 37 % 128 - (i % 3 == 0 ? 0x8000 : 0));
+  alignas(64) uint16_t data[4][kTileNumbers];
+  for (int i = 0; i < 4 * kTileNumbers; ++i) {
+    (&data[0][0])[i] = static_cast<uint16_t>(0x3C00 + i * 37 % 128 - (i % 3 == 0 ? 0x8000 : 0));
   }
   asm volatile("" : : "r"(data) : "memory");
-  _tile_loadd(4, data[0], 64);
-  _tile_loadd(5, data[1], 64);
-  _tile_loadd(6, data[1], 64);
-  _tile_loadd(7, data[0], 64);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
   for (int64_t r = 0; r < rounds; ++r) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    tile_load<4>(data[0]);
+    tile_load<6>(data[1]);
+    F::Number::template multiply<0, 4, 6>();
+    tile_load<7>(data[2]);
+    F::Number::template multiply<1, 4, 7>();
+    tile_load<5>(data[3]);
+    F::Number::template multiply<2, 5, 6>();
+    F::Number::template multiply<3, 5, 7>();
   }
-  return 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(rounds);
+  const double products = 4.0 / TileProducts<F::kParts>::kCount * static_cast<double>(rounds);
+  return products * 2 * 16 * 16 * 32;
 }
 #elif defined(__AVX512BF16__)
 inline double spin_pairs(int64_t rounds) {
@@ -90,15 +95,15 @@ inline double peak_of(int64_t threads, const Spin& spin) {
 
 inline double multiply_add_peak(int64_t threads) { return peak_of(threads, spin_multiply_add); }
 
-// Of what multiplies bfloat16 pairs here; 0 where nothing does.
-inline double pair_peak(int64_t threads) {
+// Of what attention in a type is multiplied with here.
+template <class T>
+inline double product_peak(int64_t threads) {
 #if defined(__AMX_BF16__)
-  return peak_of(threads, spin_tiles);
+  if constexpr (sizeof(T) < 8) return peak_of(threads, spin_tiles<TileFormat<T>>);
 #elif defined(__AVX512BF16__)
-  return peak_of(threads, spin_pairs);
-#else
-  return 0 * static_cast<double>(threads);
+  if constexpr (kIsBFloat16<T>) return peak_of(threads, spin_pairs);
 #endif
+  return multiply_add_peak(threads) * 4 / static_cast<double>(sizeof(Acc<T>));
 }
 
 }  // namespace

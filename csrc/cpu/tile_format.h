@@ -16,6 +16,7 @@ namespace fused_attn {
 namespace {
 
 struct BFloat16Tiles {
+  static constexpr int kExponentBits = 8;
   static constexpr uint32_t kBits = 0xFFFF0000u;  // of a float32 that one such number has
 
   template <int kSum, int kLeft, int kRight>
@@ -23,15 +24,14 @@ struct BFloat16Tiles {
     tile_multiply_bfloat16<kSum, kLeft, kRight>();
   }
 
-  // 16 numbers, rounded.
-  static FUSED_ATTN_INLINE void store(uint16_t* at, Vec<float> x) {
-    _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-  }
   static float load(const uint16_t* at) { return to_acc(BFloat16{*at}); }
+  // In the upper halves, rounded. By an addition: a conversion takes as long as two products.
+  static FUSED_ATTN_INLINE Vec32 upper(Vec<float> x) { return (Vec32)x + 0x8000u; }
 };
 
 #if defined(FUSED_ATTN_AMX_FP16)
 struct HalfTiles {
+  static constexpr int kExponentBits = 5;
   static constexpr uint32_t kBits = 0xFFFFE000u;
 
   template <int kSum, int kLeft, int kRight>
@@ -39,10 +39,11 @@ struct HalfTiles {
     tile_multiply_half<kSum, kLeft, kRight>();
   }
 
-  static FUSED_ATTN_INLINE void store(uint16_t* at, Vec<float> x) {
-    _mm256_storeu_si256((__m256i*)at, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
-  }
   static float load(const uint16_t* at) { return to_acc(Half{*at}); }
+  static FUSED_ATTN_INLINE Vec32 upper(Vec<float> x) {
+    const __m256i half = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+    return (Vec32)_mm512_cvtepu16_epi32(half) << 16;
+  }
 };
 #endif
 
@@ -76,44 +77,63 @@ struct TileFormat : TileFormatOf<T> {
   using TileFormatOf<T>::kWeightExponent;
   // Weights are multiplied as other numbers than they are.
   static constexpr bool kRounds = sizeof(T) == 2;
+  // Numbers have fewer exponents than float32.
+  static constexpr bool kShortRange = Number::kExponentBits < 8;
 
-  // 16 numbers as parts that lie `apart`. All but the last are cut off, so that what is left is
-  // exact.
-  static FUSED_ATTN_INLINE void split(Vec<float> x, uint16_t* at, int64_t apart) {
+  // 16 numbers as parts, in the upper halves of words.
+  static FUSED_ATTN_INLINE void split(Vec<float> x, Vec32* parts) {
     for (int part = 0; part < kParts - 1; ++part) {
-      const Vec<float> high = (Vec<float>)((Vec32)x & Number::kBits);
-      Number::store(at + part * apart, high);
-      x -= high;
+      parts[part] = (Vec32)x & Number::kBits;
+      x -= (Vec<float>)parts[part];
     }
-    Number::store(at + (kParts - 1) * apart, x);
+    parts[kParts - 1] = Number::upper(x);
   }
 
-  // 32 weights in a row of tiles; adds to *rounded what they became.
+  // Words of a's numbers below and b's above. (A shuffle: shifts are on the port of products.)
+  static FUSED_ATTN_INLINE void store_woven(Vec32 a, Vec32 b, uint16_t* at) {
+    const __m512i down = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+    const __m512i low = _mm512_shuffle_epi8((__m512i)a, down);
+    _mm512_store_si512(at, _mm512_mask_blend_epi16(0xAAAAAAAAu, low, (__m512i)b));
+  }
+
+  // Where number t of 32 stands that store_woven() has put there.
+  static constexpr int woven(int t) { return t < 16 ? 2 * t : 2 * t - 31; }
+
+  // All bits of the numbers whose bit is set.
+  static __m512i woven_mask(uint32_t bits) {
+    const __m512i low = _mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), 0xFFFF);
+    const __mmask16 upper_bits = static_cast<__mmask16>(bits >> 16);
+    return _mm512_or_si512(low, _mm512_maskz_set1_epi32(upper_bits, ~0xFFFF));
+  }
+
+  // 32 weights in a row of tiles, woven; adds to *rounded what they became. By integer
+  // instructions, which have a port of their own beside products and conversions.
   static FUSED_ATTN_INLINE void store_weights(uint16_t* row, Vec<float> a, Vec<float> b,
                                               Vec<float>* rounded) {
-    if constexpr (kParts == 1 && kWeightExponent == 0) {
-      const __m512bh pair = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-      _mm512_store_si512(row, (__m512i)pair);
-      *rounded =
-          (Vec<float>)_mm512_dpbf16_ps((__m512)*rounded, pair, (__m512bh)_mm512_set1_epi16(0x3F80));
-      return;
-    }
     if constexpr (kRounds) {
-      // By integer instructions, which have a port of their own beside the conversions.
-      // Two bfloat16 parts have 16 bits of the 24, a float16 11.
-      constexpr uint32_t kLast = kParts == 2 ? 1u << 8 : 1u << 13;
-      a = (Vec<float>)(((Vec32)a + kLast / 2) & (0u - kLast));
-      b = (Vec<float>)(((Vec32)b + kLast / 2) & (0u - kLast));
+      a = round(a);
+      b = round(b);
       *rounded += a + b;
     }
-    split(a, row, kTileNumbers);
-    split(b, row + 16, kTileNumbers);
+    Vec32 parts_a[kParts], parts_b[kParts];
+    split(a, parts_a);
+    split(b, parts_b);
+    for (int part = 0; part < kParts; ++part) {
+      store_woven(parts_a[part], parts_b[part], row + part * kTileNumbers);
+    }
   }
 
   static float weight(const uint16_t* at) {
     float sum = 0;
     for (int part = kParts - 1; part >= 0; --part) sum += Number::load(at + part * kTileNumbers);
     return sum;
+  }
+
+ private:
+  // To what the parts can say: two bfloat16 parts have 16 bits of the 24, one 8, a float16 11.
+  static FUSED_ATTN_INLINE Vec<float> round(Vec<float> x) {
+    constexpr uint32_t kLast = kParts == 2 ? 1u << 8 : ~Number::kBits + 1;
+    return (Vec<float>)(((Vec32)x + kLast / 2) & (0u - kLast));
   }
 };
 

@@ -12,95 +12,209 @@
 namespace fused_attn {
 namespace {
 
-// kRows: of the softmax, in each step.
-template <class F, int kRows, class Softmax>
-struct TileSchedule {
-  static constexpr int64_t kStep = F::kParts * kTileNumbers;
-  static constexpr int kProducts = 4 * TileProducts<F::kParts>::kCount;
+// 2 x 2 sums of left tiles (2, steps) times right tiles (2, steps), and how far those of a row, a
+// column and a step lie apart.
+struct TileQuad {
+  const uint16_t *left, *right;
+  int64_t steps, left_row, left_step, right_column, right_step;
+  float* out[4];
+};
 
-  // After product `kIndex` of the step.
-  template <int kIndex>
+// out: the first of 2 x 2 tiles, of which a row has `columns`.
+inline void set_out(float* out, int64_t columns, TileQuad* quad) {
+  quad->out[0] = out;
+  quad->out[1] = out + kTileSums;
+  quad->out[2] = out + columns * kTileSums;
+  quad->out[3] = out + (columns + 1) * kTileSums;
+}
+
+// Left tiles (2, steps) times right tiles (columns, steps), both packed without gaps, to tiles
+// (2, columns): columns / 2 quads, to `quads`.
+template <class F>
+inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t steps,
+                          int64_t columns, float* out, TileQuad* quads) {
+  constexpr int64_t kStep = F::kParts * kTileNumbers;
+  for (int64_t c = 0; c < columns; c += 2) {
+    TileQuad& quad = quads[c / 2];
+    quad.left = left;
+    quad.right = right + c * steps * kStep;
+    quad.steps = steps;
+    quad.left_row = quad.right_column = steps * kStep;
+    quad.left_step = quad.right_step = kStep;
+    set_out(out + c * kTileSums, columns, &quad);
+  }
+}
+
+// Left tiles (2, steps) of keys times right tiles (steps, columns) of pairs of keys, added to tiles
+// (2, columns).
+template <class F>
+inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps, int64_t columns,
+                      float* out, TileQuad* quads) {
+  constexpr int64_t kStep = F::kParts * kTileNumbers;
+  for (int64_t c = 0; c < columns; c += 2) {
+    TileQuad& quad = quads[c / 2];
+    quad.left = left;
+    quad.right = right + c * kStep;
+    quad.steps = steps;
+    quad.left_row = steps * kStep;
+    quad.left_step = quad.right_column = kStep;
+    quad.right_step = columns * kStep;
+    set_out(out + c * kTileSums, columns, &quad);
+  }
+}
+
+// Where the sums in registers 0 to 3 belong.
+struct PendingSums {
+  PendingSums() { forget(); }
+
+  void forget() {
+    for (int i = 0; i < 4; ++i) at[i] = apart[i];
+    adds = false;
+  }
+
+  // What is apart, to where it belongs.
+  void add() {
+    for (int i = 0; i < 4; ++i) {
+      for (int64_t e = 0; e < kTileSums; e += 16) {
+        store(sums[i] + e, load(sums[i] + e) + load(apart[i] + e));
+      }
+    }
+    adds = false;
+  }
+
+  // All of them, from registers.
+  void flush() {
+    tile_store<0>(at[0]);
+    tile_store<1>(at[1]);
+    tile_store<2>(at[2]);
+    tile_store<3>(at[3]);
+    if (adds) add();
+    forget();
+  }
+
+  float* at[4];
+  // float32 takes six products of parts, each of which rounds the sum it is added to. So sums of a
+  // few steps are made apart, and added to what is there once.
+  bool adds;
+  float* sums[4];
+  alignas(64) float apart[4][kTileSums];
+};
+
+// Vector work that there is none of.
+struct NoWork {
+  bool done() const { return true; }
+  template <int kQuarter>
+  void next() {}
+};
+
+// Products, with some of the vector work after each step. How much is known at compile time, and
+// loops have few branches: one that is predicted wrongly costs as much as a product.
+//
+// Work: done(), and next<0>() to next<3>(), the quarters of a unit.
+template <class F, class Work>
+class TileSchedule {
+  using Products = TileProducts<F::kParts>;
+  static constexpr bool kApart = !F::kRounds;
+
+ public:
+  TileSchedule(PendingSums* pending, const Work& work) : work(work), pending_(pending) {}
+
+  // kAdd: to what is there. kUnits: of the work, in a step.
+  template <bool kAdd, int kUnits>
+  FUSED_ATTN_INLINE void multiply(const TileQuad& quad) {
+    const uint16_t *a = quad.left, *b = quad.right;
+    step<true, kAdd, kUnits>(a, a + quad.left_row, b, b + quad.right_column, quad.out);
+    if (kApart && pending_->adds) pending_->add();
+    for (int64_t s = 1; s < quad.steps; ++s) {
+      a += quad.left_step;
+      b += quad.right_step;
+      step<false, kAdd, kUnits>(a, a + quad.left_row, b, b + quad.right_column, quad.out);
+    }
+    constexpr bool kAddsApart = kApart && kAdd;
+    for (int i = 0; i < 4; ++i) {
+      pending_->at[i] = kAddsApart ? pending_->apart[i] : quad.out[i];
+      if (kAddsApart) pending_->sums[i] = quad.out[i];
+    }
+    pending_->adds = kAddsApart;
+  }
+
+  FUSED_ATTN_INLINE void finish() {
+    while (!work.done()) unit();
+  }
+
+  Work work;
+
+ private:
+  // The work that is due, at four places of a step: units of 100 cycles in one piece would keep
+  // the products behind them waiting.
+  template <int kIndex, int kUnits>
   FUSED_ATTN_INLINE void meanwhile() {
-    constexpr int kCount = (kIndex + 1) * kRows / kProducts - kIndex * kRows / kProducts;
-    for (int i = 0; i < kCount; ++i) {
-      if (!softmax.done()) softmax.next();
+    if constexpr (kIndex % Products::kCount == Products::kCount - 1) {
+      constexpr int kPlace = kIndex / Products::kCount;
+      if (work.done()) return;
+      if constexpr (kUnits == 1) work.template next<kPlace>();
+      if constexpr (kUnits == 2) {
+        work.template next<kPlace % 2 * 2>();
+        work.template next<kPlace % 2 * 2 + 1>();
+      }
+      for (int i = 0; i < kUnits / 4; ++i) {
+        if (i == 0 || !work.done()) unit();
+      }
     }
   }
 
-  // Sum kTile to where it belongs, to make room for the next one: that at `next`, or 0.
-  template <int kTile, bool kFirst>
-  FUSED_ATTN_INLINE void begin(float* const* next) {
+  FUSED_ATTN_INLINE void unit() {
+    work.template next<0>();
+    work.template next<1>();
+    work.template next<2>();
+    work.template next<3>();
+  }
+
+  // Sum kTile to where it belongs, to make room for the next one.
+  template <int kTile, bool kFirst, bool kAdd>
+  FUSED_ATTN_INLINE void begin(float* const* out) {
     if (!kFirst) return;
-    tile_store<kTile>(pending[kTile]);
-    if (next == nullptr) {
-      tile_zero<kTile>();
+    tile_store<kTile>(pending_->at[kTile]);
+    if (kAdd && !kApart) {
+      tile_load<kTile>(out[kTile]);
     } else {
-      tile_load<kTile>(next[kTile]);
+      tile_zero<kTile>();
     }
   }
 
   // a0, a1: left tiles of 16 rows each; b0, b1: right tiles of 16 columns each.
-  template <bool kFirst>
-  FUSED_ATTN_INLINE void step(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0,
-                              const uint16_t* b1, float* const* next) {
-    products<kFirst, 0>(a0, a1, b0, b1, next);
-  }
-
+  //
   // Products of parts from kProduct on; what the last one has loaded is not loaded again.
-  template <bool kFirst, int kProduct>
-  FUSED_ATTN_INLINE void products(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0,
-                                  const uint16_t* b1, float* const* next) {
-    using Products = TileProducts<F::kParts>;
+  template <bool kFirst, bool kAdd, int kUnits, int kProduct = 0>
+  FUSED_ATTN_INLINE void step(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0,
+                              const uint16_t* b1, float* const* out) {
     if constexpr (kProduct < Products::kCount) {
       constexpr int kLeft = Products::kOfLeft[kProduct], kRight = Products::kOfRight[kProduct];
       constexpr int kBefore = kProduct == 0 ? 0 : kProduct - 1;
       constexpr bool kNewLeft = kProduct == 0 || kLeft != Products::kOfLeft[kBefore];
       constexpr bool kNewRight = kProduct == 0 || kRight != Products::kOfRight[kBefore];
       constexpr bool kBegin = kFirst && kProduct == 0;
-      if (kNewLeft) tile_load<4>(a0 + kLeft * kTileNumbers);
+      if (kNewLeft) tile_stream<4>(a0 + kLeft * kTileNumbers);
       if (kNewRight) tile_stream<6>(b0 + kRight * kTileNumbers);
-      begin<0, kBegin>(next);
+      begin<0, kBegin, kAdd>(out);
       F::Number::template multiply<0, 4, 6>();
-      meanwhile<4 * kProduct>();
+      meanwhile<4 * kProduct, kUnits>();
       if (kNewRight) tile_stream<7>(b1 + kRight * kTileNumbers);
-      begin<1, kBegin>(next);
+      begin<1, kBegin, kAdd>(out);
       F::Number::template multiply<1, 4, 7>();
-      meanwhile<4 * kProduct + 1>();
-      if (kNewLeft) tile_load<5>(a1 + kLeft * kTileNumbers);
-      begin<2, kBegin>(next);
+      meanwhile<4 * kProduct + 1, kUnits>();
+      if (kNewLeft) tile_stream<5>(a1 + kLeft * kTileNumbers);
+      begin<2, kBegin, kAdd>(out);
       F::Number::template multiply<2, 5, 6>();
-      meanwhile<4 * kProduct + 2>();
-      begin<3, kBegin>(next);
+      meanwhile<4 * kProduct + 2, kUnits>();
+      begin<3, kBegin, kAdd>(out);
       F::Number::template multiply<3, 5, 7>();
-      meanwhile<4 * kProduct + 3>();
-      products<kFirst, kProduct + 1>(a0, a1, b0, b1, next);
+      meanwhile<4 * kProduct + 3, kUnits>();
+      step<kFirst, kAdd, kUnits, kProduct + 1>(a0, a1, b0, b1, out);
     }
   }
 
-  // (32, columns) sums of left (2, steps) and right tiles: those of column tile c and step s lie at
-  // c * column_stride + s * step_stride.
-  //
-  // out: tiles (2, columns); kAdd: what is there is added to.
-  template <bool kAdd>
-  FUSED_ATTN_INLINE void multiply(int64_t steps, int64_t columns, const uint16_t* left,
-                                  const uint16_t* right, int64_t column_stride, int64_t step_stride,
-                                  float* out) {
-    for (int64_t c = 0; c < columns; c += 2) {
-      float* const own[4] = {out + c * kTileSums, out + (c + 1) * kTileSums,
-                             out + (columns + c) * kTileSums, out + (columns + c + 1) * kTileSums};
-      const uint16_t *a = left, *b = right + c * column_stride;
-      step<true>(a, a + steps * kStep, b, b + column_stride, kAdd ? own : nullptr);
-      for (int64_t s = 1; s < steps; ++s) {
-        a += kStep;
-        b += step_stride;
-        step<false>(a, a + steps * kStep, b, b + column_stride, nullptr);
-      }
-      for (int i = 0; i < 4; ++i) pending[i] = own[i];
-    }
-  }
-
-  float** pending;  // (4): where the sums in registers 0 to 3 belong
-  Softmax softmax;
+  PendingSums* const pending_;
 };
 
 }  // namespace

@@ -1,17 +1,12 @@
 // Scores of a tile to weights exp(score - shift), a row at a time, beside the products.
 #pragma once
 
-#include "cpu/attention_tile.h"
-#include "cpu/mask_rows.h"
-#include "cpu/tile_pack.h"
+#include "cpu/tile_scores.h"
 
 #if defined(__AMX_BF16__)
 
 namespace fused_attn {
 namespace {
-
-constexpr int64_t kScoreTiles = kTileKeys / 16;
-using TileMask = BlockMask<float, kTileKeys>;
 
 // What a panel of queries knows of its rows.
 struct PanelRows {
@@ -74,18 +69,11 @@ class WeightTable {
   __m512i low_, high_;
 };
 
-// Where row r of a tile of scores begins, and of one of weights in so many parts: both halves of a
-// tile are of 16 rows.
-inline uint32_t scores_row(uint32_t r) { return 16 * (r + (r & 16) * (kScoreTiles - 1)); }
-inline uint32_t weights_row(uint32_t r, uint32_t parts) {
-  return static_cast<uint32_t>(kTileSteps) * (r + (r & 16) * (2 * parts - 1));
-}
-
 // The softmax of a tile. kSum: the sum of unrounded weights is wanted.
 template <class T, bool kSum>
 class TileSoftmax {
   using F = TileFormat<T>;
-  static constexpr int kVectors = static_cast<int>(kScoreTiles);
+  static constexpr int kVectors = static_cast<int>(kTileKeys / 16);
   static constexpr int kMaximumSlack = 8;
 
  public:
@@ -116,39 +104,40 @@ class TileSoftmax {
     uint32_t left() const { return unfinished; }
 
     // One more row: its weights, and its sums unless one of the weights leaves the format, or the
-    // row has not seen anything yet: then it is left to finish().
+    // row has not seen anything yet: then it is left to finish(). A quarter has a vector of scores.
+    template <int kQuarter>
     FUSED_ATTN_INLINE void next() {
-      const uint32_t r = row++;
-      const float shift = rows->shift[r];
-      Vec<float> rounded{}, sum{};
-      weigh(r, shift, &rounded, &sum);
+      if (kQuarter % 2 == 1) return;  // two vectors make a row of weights
+      if (kQuarter == 0) rounded_ = sum_ = Vec<float>{};
+      weigh<kQuarter>(row, rows->shift[row], &rounded_, &sum_);
+      if (kQuarter == 0) return;
       constexpr float kMost = 1 << (kMaximumSlack + F::kWeightExponent);
-      const Vec<float> checked = F::kRounds ? rounded : sum;
+      const Vec<float> checked = F::kRounds ? rounded_ : sum_;
       const __mmask16 wrong =
           _mm512_cmp_ps_mask((__m512)checked, _mm512_set1_ps(kMost), _CMP_NLE_UQ);
       if (__builtin_expect(wrong != 0, 0)) {
-        unfinished |= uint32_t{1} << r;
-        rounded = sum = Vec<float>{};
+        unfinished |= uint32_t{1} << row;
+        rounded_ = sum_ = Vec<float>{};
       }
-      add_sums(r, rounded, sum);
+      add_sums(row, rounded_, sum_);
+      ++row;
     }
 
+    // Vectors kVector and the next one.
+    template <int kVector>
     FUSED_ATTN_INLINE void weigh(uint32_t r, float shift, Vec<float>* rounded,
                                  Vec<float>* sum) const {
-      const float* const from = scores + scores_row(r);
-      uint16_t* const to = weights + weights_row(r, F::kParts);
-      for (int v = 0; v < kVectors; v += 2) {
-        if constexpr (kByTable) {
-          table.store_weights(to + v / 2 * kTileNumbers, lower(from, v, shift),
-                              lower(from, v + 1, shift), rounded);
-          continue;
-        }
-        Vec<float> x[2];
-        for (int i = 0; i < 2; ++i) {
-          x[i] = exp_nonpositive<float, kPrecision<T>>(lower(from, v + i, shift), unit);
-        }
+      const float* const from = scores + scores_row<kTileKeys>(r);
+      uint16_t* const to =
+          weights + weights_row<kTileKeys>(r, F::kParts) + kVector / 2 * F::kParts * kTileNumbers;
+      Vec<float> x[2];
+      for (int i = 0; i < 2; ++i) x[i] = lower(from, kVector + i, shift);
+      if constexpr (kByTable) {
+        table.store_weights(to, x[0], x[1], rounded);
+      } else {
+        for (Vec<float>& e : x) e = exp_nonpositive<float, kPrecision<T>>(e, unit);
         if (kSum) *sum += x[0] + x[1];
-        F::store_weights(to + v / 2 * F::kParts * kTileNumbers, x[0], x[1], rounded);
+        F::store_weights(to, x[0], x[1], rounded);
       }
     }
 
@@ -158,7 +147,7 @@ class TileSoftmax {
     }
 
     Vec<float> maximum(uint32_t r) const {
-      const float* const from = scores + scores_row(r);
+      const float* const from = scores + scores_row<kTileKeys>(r);
       Vec<float> highest = lower(from, 0, 0);
       for (int v = 1; v < kVectors; ++v) highest = max<float>(lower(from, v, 0), highest);
       return highest;
@@ -174,7 +163,8 @@ class TileSoftmax {
     uint16_t* const weights;
     const ExpUnit<float> unit;
     const WeightTable table;
-    uint32_t row, unfinished = 0;  // the next one; bit r: row r was left
+    uint32_t row, unfinished = 0;   // the next one; bit r: row r was left
+    Vec<float> rounded_{}, sum_{};  // of the first half of a row
   };
 
   // The shifts of a panel that has seen nothing yet: by the maximum of each row; NaN stays where
@@ -235,7 +225,8 @@ class TileSoftmax {
       }
     }
     Vec<float> rounded{}, sum{};
-    stream.weigh(r, shift, &rounded, &sum);
+    stream.template weigh<0>(r, shift, &rounded, &sum);
+    stream.template weigh<2>(r, shift, &rounded, &sum);
     stream.add_sums(r, rounded, sum);
   }
 };

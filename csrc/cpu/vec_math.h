@@ -123,6 +123,21 @@ struct ExpUnit {
   A natural, high, low;
 };
 
+#if defined(__AVX512DQ__)
+// 2^y for y <= 0 (a little more does no harm) or NaN. What would be subnormal may be anything
+// below, for products that do not know such numbers.
+template <Precision kPrecision>
+inline Vec<float> exp2_rough(Vec<float> y) {
+  constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
+  constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
+  // y less its floor, and 2^floor(y) in one instruction each, which know infinities.
+  const Vec<float> r = (Vec<float>)_mm512_reduce_ps((__m512)y, 0x09);
+  Vec<float> p = broadcast<float>(kPoly[kDegree - 1]);
+  for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
+  return (Vec<float>)_mm512_scalef_ps((__m512)(p * r + 1.f), (__m512)y);
+}
+#endif
+
 // exp(x unit) for x <= 0 (a little more does no harm) or NaN. What would be subnormal is 0.
 //
 // kFull: as exact as x, whatever its size; the product with the unit is not rounded. Less: what
@@ -131,18 +146,15 @@ template <class A, Precision kPrecision = Precision::kFull>
 inline Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
 #if defined(__AVX512DQ__)
   if constexpr (sizeof(A) == 4) {
+    const Vec<A> y = x * unit.high;
+    if constexpr (kPrecision != Precision::kFull) return exp2_rough<kPrecision>(y);
     constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
     constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
-    const Vec<A> y = x * unit.high;
-    // y less its floor, and 2^floor(y) in one instruction each, which know infinities.
-    Vec<A> r = (Vec<A>)_mm512_reduce_ps((__m512)y, 0x09);
-    if (kPrecision == Precision::kFull) {
-      r += x * unit.low + fused_multiply_add<A>(x, broadcast<A>(unit.high), -y);
-    }
+    const Vec<A> r = (Vec<A>)_mm512_reduce_ps((__m512)y, 0x09) + x * unit.low +
+                     fused_multiply_add<A>(x, broadcast<A>(unit.high), -y);
     Vec<A> p = broadcast<A>(kPoly[kDegree - 1]);
     for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
     p = p * r + A(1);
-    if (kPrecision != Precision::kFull) return (Vec<A>)_mm512_scalef_ps((__m512)p, (__m512)y);
     const __mmask16 normal = _mm512_cmp_ps_mask((__m512)y, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
     return (Vec<A>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)y);
   }

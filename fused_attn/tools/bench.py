@@ -20,7 +20,7 @@ from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
-from fused_attn.tools import contract, timing
+from fused_attn.tools import ceilings, contract, timing
 from fused_attn.tools.cases import (
     DTYPES,
     Shape,
@@ -46,6 +46,8 @@ class Result:
         error, limit: of the result that is closest to its limit, `worst`.
         milliseconds: medians; only of what is right.
         speedup: how many times as fast as SDPA; None where one of the two is not right.
+        share: the least time that the visible products, or the bytes that have to be read, take by
+            `ceilings`, as a share of fused_attn's; None without ceilings.
         note: why there is no speedup.
     """
 
@@ -61,6 +63,7 @@ class Result:
     limit: float
     milliseconds: dict[str, float]
     speedup: float | None = None
+    share: float | None = None
     note: str = ""
 
 
@@ -73,6 +76,7 @@ def measure(
     device: torch.device | str = "cpu",
     backend: str | None = None,
     rounds: int = 20,
+    limits: dict[str, float] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Result:
     """Checks fused_attn on one shape and mask, and times it and SDPA in turns.
@@ -85,6 +89,7 @@ def measure(
         device: "cpu" or a GPU.
         backend: of fused_attn; None is the automatic choice.
         rounds: how often each is measured.
+        limits: what the CPU reaches (`ceilings.cpu_ceilings`).
         advance: called after each round, while nothing is measured.
 
     Raises:
@@ -144,6 +149,11 @@ def measure(
                 result.note = f"SDPA: {error}"
             seconds = timing.medians(ways, device, rounds, advance)
     result.milliseconds = {name: 1e3 * s for name, s in seconds.items()}
+    if limits is not None:
+        products = 5 if backward else 2
+        flops = products * shape.score_flops() * result.visible
+        least = ceilings.shortest(flops, shape.key_bytes(torch_dtype), dtype, limits)
+        result.share = least / seconds[OURS]
     if PEER in seconds:
         result.speedup = seconds[PEER] / seconds[OURS]
     return result

@@ -64,6 +64,14 @@ class Shape:
             heads += f"/{self.num_heads_kv}"
         return f"{self.batch},{heads},{self.seqlen_q},{self.seqlen_k},{self.head_dim}"
 
+    def score_flops(self) -> int:
+        """Operations of one product of all queries with all keys."""
+        return 2 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * self.head_dim
+
+    def key_bytes(self, dtype: torch.dtype) -> int:
+        """Of keys and values."""
+        return 2 * self.batch * self.num_heads_kv * self.seqlen_k * self.head_dim * dtype.itemsize
+
     def operands(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fused_attn.backends import verdicts, wanted_backend
-from fused_attn.tools import bench, doctor, plots, sources, verify
+from fused_attn.tools import bench, ceilings, doctor, plots, sources, verify
 from fused_attn.tools.arguments import TOOL, USAGE, parser
 from fused_attn.tools.cases import Shape, make_mask
 from fused_attn.tools.compare import COLUMNS, compare
@@ -181,11 +181,13 @@ def _bench(options: argparse.Namespace) -> int:
         make_mask(mask, shape)  # what is wrong with one is said before the first is measured
     with _threads(options.threads):
         machine = doctor.machine()
+        limits = ceilings.cpu_ceilings() if device.type == "cpu" else None
         with progress("measuring", len(cases) * options.repeats) as advance:
             results = [
                 bench.measure(
                     shape, mask, dtype, backward=backward, device=device,
-                    backend=options.backend, rounds=options.repeats, advance=advance,
+                    backend=options.backend, rounds=options.repeats, limits=limits,
+                    advance=advance,
                 )
                 for shape, mask, dtype, backward in cases
             ]  # fmt: skip
@@ -198,6 +200,7 @@ def _bench(options: argparse.Namespace) -> int:
         "machine": machine,
         "device": str(device),
         "repeats": options.repeats,
+        "ceilings": limits,
         "results": [dataclasses.asdict(result) for result in results],
     }
     if not _write_json(options.json, facts):
@@ -205,10 +208,12 @@ def _bench(options: argparse.Namespace) -> int:
         show_table(
             f"Milliseconds ({where}; medians of {options.repeats} rounds)",
             ("shape", "mask", ">visible", "type", "pass", "backend", ">fused_attn", ">SDPA",
-             ">speed-up", ""),
+             ">speed-up", ">of ceiling", ""),
             [_bench_row(result) for result in results],
             bad=[i for i, result in enumerate(results) if not result.ok],
         )  # fmt: skip
+        if limits is not None:
+            print(f"ceilings: {ceilings.said(limits)}")
         print("all within the numerics contract" if ok else "NOT within the numerics contract")
     return OK if ok else FAILED
 
@@ -219,12 +224,13 @@ def _bench_row(result: bench.Result) -> tuple[str, ...]:
         for way in (bench.OURS, bench.PEER)
     ]
     speedup = "-" if result.speedup is None else f"{result.speedup:.2f}"
+    share = "-" if result.share is None else f"{result.share:.0%}"
     note = result.note
     if not result.ok:
         note += f"; {result.worst} is {result.error:.2e} off, {result.limit:.2e} allowed"
     return (
         result.shape, result.mask, f"{result.visible:.0%}", result.dtype, result.direction,
-        result.backend, *times, speedup, _one_line(note),
+        result.backend, *times, speedup, share, _one_line(note),
     )  # fmt: skip
 
 

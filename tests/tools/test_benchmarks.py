@@ -36,7 +36,8 @@ PACKED, CALL, DECODE = (p["gpu"][0][0] for p in (shapes.PACKED, shapes.CALL, sha
 class Untimed:
     """A Meter that calls, and takes no time."""
 
-    peak = "matmul"
+    def peak(self, dtype):
+        return "matmul"
 
     def seconds(self, ways):
         for calls in ways.values():

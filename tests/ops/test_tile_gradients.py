@@ -1,0 +1,116 @@
+"""Gradients where tile registers make them: panels of 32 queries meet blocks of 32 keys, some of
+each at a time, and sums of what was hidden in between are left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import ISAS, assert_like_eager, attention, random_qkv, runnable, short
+from mask_cases import MASKS
+
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.backends import cpp
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TILE_ISAS = [isa for isa in ISAS if isa.startswith("amx")]
+
+
+@pytest.fixture(params=TILE_ISAS)
+def isa(request):
+    if not runnable(request.param):
+        pytest.skip(f"reason: this CPU has no {request.param}")
+    with cpp.use_isa(request.param):
+        yield request.param
+
+
+def checkered(queries: int, keys: int) -> torch.Tensor:
+    """Tiles of 32 x 32 by chance, so that runs of panels and of blocks have gaps."""
+    generator = torch.Generator().manual_seed(3)
+    tiles = torch.rand(-(-queries // 32), -(-keys // 32), generator=generator) < 0.5
+    return tiles.repeat_interleave(32, 0).repeat_interleave(32, 1)[:queries, :keys]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, dtype, isa):
+    tensors = random_qkv(2, 4, 2, 75, 149, 36, 20)
+    assert_like_eager(attention(MASKS[name](2, 4, 75, 149), enable_gqa=True), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        masks.causal(),
+        masks.sliding_window(40, 10),
+        masks.sliding_window(3, 3),
+        masks.dense(checkered(700, 630)),
+        masks.dense(torch.arange(700)[:, None] // 300 == torch.arange(630) // 300),
+        masks.dense((torch.arange(700)[:, None] // 32 % 9 < 1) & (torch.arange(630) // 32 % 5 < 1)),
+    ],
+    ids=["none", "causal", "window", "diagonal", "checkered", "blocks", "seldom"],
+)  # fmt: skip
+def test_long(mask, dtype, isa):
+    """More panels than are packed at once, more blocks than meet them at once."""
+    assert_like_eager(attention(mask), random_qkv(1, 1, 1, 700, 630, 64), dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_options(dtype, isa):
+    tensors = random_qkv(2, 4, 2, 100, 139, 40)
+    assert_like_eager(attention(softcap=2.0, enable_gqa=True), tensors, dtype, "cpp")
+    options = {"dropout_p": 0.3, "enable_gqa": True}
+    assert_like_eager(attention(masks.causal(), **options), tensors, dtype, "cpp")
+    assert_like_eager(attention(scale=-0.5, enable_gqa=True), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(
+    "shape", [(3, 4, 70, 139), (1, 4, 70, 139), (3, 1, 70, 139), (1, 1, 70, 139), (70, 139),
+              (3, 4, 1, 139), (3, 4, 70, 1)], ids=str,
+)  # fmt: skip
+def test_bias(shape, dtype, isa):
+    """Each broadcast shape is summed up by its own heads."""
+    tensors = random_qkv(3, 4, 2, 70, 139, 32)
+    tensors["bias"] = torch.randn(shape)
+    options = {"softcap": 3.0, "enable_gqa": True}
+    assert_like_eager(attention(masks.causal(), **options), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("power", [-20, -8, 8, 12])
+def test_gradients_of_any_size(power, isa):
+    """float16 has few exponents, and gradients are scaled by those who train."""
+    tensors = random_qkv(1, 2, 2, 96, 130, 32)
+    results = []
+    for factor in (1.0, 2.0**power):
+        leaves = [tensors[n].half().requires_grad_() for n in ("query", "key", "value")]
+        out = F.scaled_dot_product_attention(*leaves, backend="cpp")
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+        out.backward(grad * factor if power > 0 else (grad.float() * factor).half())
+        results.append([leaf.grad.float() / factor for leaf in leaves])
+    for one, other in zip(*results, strict=True):
+        # What is left of a small gradient that float16 itself has not.
+        lost = 2.0 ** (-24 - min(power, 0)) * 8
+        assert (one - other).abs().max() <= 2e-3 * one.abs().max() + lost
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_same_bits_for_any_number_of_threads(dtype, isa):
+    leaves = [t.to(dtype) for t in random_qkv(2, 4, 2, 300, 300, 48).values()]
+    bias = torch.randn(1, 4, 300, 300)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            own = [t.clone().requires_grad_() for t in (*leaves, bias)]
+            out = F.scaled_dot_product_attention(
+                *own[:3], masks.bias(own[3]), enable_gqa=True, backend="cpp"
+            )
+            out.backward(torch.ones_like(out))
+            results.append([out, *(t.grad for t in own)])
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))

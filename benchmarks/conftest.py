@@ -78,10 +78,13 @@ def _in_the_table(benchmark: Any) -> Callable[[dict[str, Any], Callable[[], Any]
 def _cpu_runner(config: pytest.Config) -> Runner:
     quick, target = config.getoption("--quick"), config.getoption("--results")
     meter = CpuMeter(quick)
+    machine = meter.machine()
+    path = None if target is None else RESULTS / target
+    if target == "cpu.json":  # one for each model
+        path = RESULTS / f"cpu-{slug(machine['cpu'])}.json"
     return Runner(
-        meter, torch.device("cpu"), None, meter.ceilings(), meter.machine(), quick=quick,
-        path=None if target is None else RESULTS / target,
-    )  # fmt: skip
+        meter, torch.device("cpu"), None, meter.ceilings(), machine, quick=quick, path=path
+    )
 
 
 def _gpu_runner(config: pytest.Config) -> Runner:

@@ -62,7 +62,11 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
     axes.set_xticks(
         [x + 0.4 - width / 2 for x in range(len(names))], names, rotation=40, ha="right"
     )
-    axes.set(yscale="log", ylabel="times as fast as torch", title=f"{group} on the CPU")
+    axes.set(
+        yscale="log",
+        ylabel="times as fast as torch",
+        title=f"{group} on {results['machine']['cpu']}",
+    )
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -70,9 +74,8 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "fused_attn"  # the same results give the same file
-    results = json.loads((HERE / "results" / "cpu.json").read_text())
     for group in GROUPS:
-        plot(results, group, HERE / "results" / f"{group.replace(' ', '_')}.svg")
+        plot(cpus()[0], group, HERE / "results" / f"{group.replace(' ', '_')}.svg")
     for page in (README, PERFORMANCE_PAGE):
         page.write_text(with_results(page, page.read_text("utf-8")), "utf-8")
     lengths = json.loads((HERE / "results" / "lengths.json").read_text())
@@ -82,13 +85,18 @@ def main() -> None:
     write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, shown)
 
 
+def cpus() -> list[dict[str, Any]]:
+    """The results of each model that was measured; the first is plotted."""
+    return [json.loads(p.read_text()) for p in sorted((HERE / "results").glob("cpu-*.json"))]
+
+
 def with_results(page: Path, text: str) -> str:
     """The text of README.md or docs/performance.md with what the results say."""
     results = HERE / "results"
     models = json.loads((results / "models.json").read_text())
     if page == README:
         return replaced(text, HEADLINE_BEGIN, HEADLINE_END, headline(models))
-    text = replaced(text, BEGIN, END, tables.cpu(json.loads((results / "cpu.json").read_text())))
+    text = replaced(text, BEGIN, END, "\n\n".join(map(tables.cpu, cpus())))
     text = replaced(text, MODELS_BEGIN, MODELS_END, tables.models(models))
     gpus = sorted(results.glob("gpu-*.json"))
     if gpus:

@@ -190,7 +190,7 @@ _PACKED = [
     _attention("packed", "8,8,1024,1024,64", _MASKS, mask="padding", quick=True),
     _attention("packed_bert", "32,12,256,256,64", _BERT, mask="padding"),
 ]
-_DECODE = [
+DECODE_STEPS = [
     _attention("decode", "8,12,1,2048,64", f"{_GPT2}, one step", quick=True),
     _attention("decode_gqa", "4,32/8,1,2048,128", "Llama-3-8B, one step"),
     _attention("decode4", "8,12,4,2048,64", "four speculative tokens"),
@@ -238,7 +238,7 @@ GPU_MASKED = [
 _GPU_PACKED = _attention(
     "packed-D128", "16,16,4096,4096,128", "62 % of 65536 tokens", mask="padding"
 )
-_GPU_DECODE = [
+_GPU_DECODE_STEPS = [
     _attention(
         f"decode-B{batch}-{length}k", f"{batch},32/8,1,{length * 1024},128", _LLAMA,
         quick=(batch, length) == (64, 8),
@@ -260,7 +260,7 @@ _GPU_NORMS = [
 Problems = dict[str, list[tuple[Any, ...]]]  # "cpu" and "gpu": a shape, its type and what else
 
 FORWARD: Problems = {
-    "cpu": [*product([*_ATTENTION, *_DECODE], (F32, BF16, F16))],
+    "cpu": [*product([*_ATTENTION, *DECODE_STEPS], (F32, BF16, F16))],
     "gpu": [
         *product([*_UNMASKED, *GPU_MASKED], [BF16]), (_sweep(128, 4096), F16),
         (_sweep(64, 4096), F32),
@@ -274,7 +274,7 @@ BACKWARD: Problems = {
     ],
 }  # fmt: skip
 TRAINING: Problems = {"cpu": [*product(_TRAINING, (F32, BF16))]}
-DECODE: Problems = {"gpu": [*product(_GPU_DECODE, [BF16])]}
+DECODE: Problems = {"gpu": [*product(_GPU_DECODE_STEPS, [BF16])]}
 CALL: Problems = {"gpu": [(_attention("call", "1,8,32,32,64", "call overhead", quick=True), BF16)]}
 PACKED: Problems = {
     "cpu": [*product(_PACKED, (F32, BF16, F16), ["packed"])],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
+
+import torch
+from shapes import DECODE_STEPS
 
 from fused_attn.tools.terminal import aligned
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_CACHES = {shape.name: shape for shape in DECODE_STEPS}
 LENGTH_WAYS = ("eager", "sdpa", "fused_attn")
 GPU_HEADER = ["case", "ms", "rate", "of ceiling", "best peer", "ratio", "aims"]
 _AIMS = {
@@ -31,7 +35,7 @@ def cpu(results: dict[str, Any]) -> str:
         f"read, {ceilings['copy']:.0f} copied."
     )
     rows = [
-        [f"{group}, {name}", *(_cpu_cell(records.get(dtype)) for dtype in DTYPES)]
+        [f"{group}, {name}", *(_cpu_cell(records.get(dtype), ceilings) for dtype in DTYPES)]
         for (group, name), records in by_case.items()
     ]
     below = (
@@ -49,18 +53,19 @@ def _cpu_machine(results: dict[str, Any]) -> str:
     )
 
 
-def _cpu_cell(record: dict[str, Any] | None) -> str:
+def _cpu_cell(record: dict[str, Any] | None, ceilings: dict[str, float]) -> str:
     if record is None:
         return ""
-    share = _share(record)
+    share = _share(record, ceilings)
     of_ceiling = "" if share is None else f", {share:.0%}"
     return f"{record['milliseconds']['fused_attn']:.3g} ({over_torch(record):.1f}x{of_ceiling})"
 
 
-def _share(record: dict[str, Any]) -> float | None:
-    """Of the ceiling that binds."""
-    if record["group"] == "decode":
-        return cast(float, record["share_of_read"])
+def _share(record: dict[str, Any], ceilings: dict[str, float]) -> float | None:
+    """Of the ceiling that binds: of products, of reading a cache, of copying."""
+    if record["name"] in _CACHES:
+        read = _CACHES[record["name"]].cache_bytes(getattr(torch, record["dtype"]))
+        return read / (record["milliseconds"]["fused_attn"] * 1e6) / ceilings["read"]
     return record.get("share_of_peak", record.get("share_of_copy"))
 
 

@@ -156,8 +156,9 @@ class AttentionBwdTiles : BwdPanels<T> {
     const int64_t units = p_.num_heads_kv / work_.heads;
     const int64_t b = unit / units * work_.batches, h_kv = unit % units * work_.heads;
     const int64_t begin = split * work_.split_keys, group = p_.num_heads / p_.num_heads_kv;
-    if (work_.bias)
+    if (work_.bias) {
       bias_.begin(b, h_kv * group, group, begin, min64(work_.split_keys, p_.seqlen_k - begin));
+    }
     for (int64_t bb = b; bb < b + work_.batches; ++bb) {
       for (int64_t hh = h_kv; hh < h_kv + work_.heads; ++hh) keys(bb, hh, split);
     }
@@ -191,8 +192,9 @@ class AttentionBwdTiles : BwdPanels<T> {
         }
         drain();
       }
-      if (F::kShortRange)
+      if (F::kShortRange) {
         scale(grad_query, panels * kTileQueries * steps_ * kTileSteps, 1 / factor);
+      }
       if (work_.splits == 1) this->write_grad_query(b, h, grad_query);
     }
     this->write_key_rows(grad_key_, steps_, p_.head_dim, p_.softmax_scale / factor, begin, end,

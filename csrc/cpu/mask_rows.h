@@ -33,6 +33,7 @@ class BlockMask {
     if (mask_->bias.data != nullptr) add_bias(i, scores, stride);
     if (mask_->slopes != nullptr) add_alibi(i, scores, stride);
     const uint64_t bits = visible(i);
+    if (bits == first_bits(kKeys)) return;
     const Vec<A> nothing = broadcast<A>(-static_cast<A>(__builtin_inf()));
     for (int64_t t = 0; t < kKeys; t += kLane) {
       A* const at = scores + t / kLane * stride;
@@ -42,6 +43,8 @@ class BlockMask {
 
  private:
   static_assert(kKeys <= 64, "a bit each");
+  static_assert(kLane <= 16, "as many as there are indices");
+  static constexpr Int<A> kLaneIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
   // Bits [0, n).
   static uint64_t first_bits(int64_t n) {
@@ -131,10 +134,9 @@ class BlockMask {
   void add_alibi(int64_t i, A* scores, int64_t stride) const {
     const A slope = static_cast<A>(
         mask_->slopes[b_ * mask_->slopes_strides[0] + h_ * mask_->slopes_strides[1]]);
-    Vec<Int<A>> ahead;
-    for (int l = 0; l < kLane; ++l) {
-      ahead[l] = static_cast<Int<A>>(i + bounds_.alibi_offset - j_begin_ - l);
-    }
+    // Lane by lane it would be put together anew for each row.
+    Vec<Int<A>> ahead =
+        static_cast<Int<A>>(i + bounds_.alibi_offset - j_begin_) - fused_attn::load(kLaneIndex);
     for (int64_t t = 0; t < kKeys; t += kLane) {
       A* const at = scores + t / kLane * stride;
       store(at, fused_attn::load(at) -

@@ -43,7 +43,8 @@ class BwdPanels {
         scores_(p_),
         unit_(scores_.units.natural),
         steps_(div_up(p_.head_dim, kTileSteps)),
-        steps_v_(div_up(p_.head_dim_v, kTileSteps)) {}
+        // The backward of the weights has no values: dP is a product of nothing then, not none.
+        steps_v_(max64(div_up(p_.head_dim_v, kTileSteps), 1)) {}
 
   static int64_t panel_bytes(int64_t steps, int64_t steps_v) {
     return 4 * Pack::size(kTileQueries, steps + steps_v);

@@ -21,9 +21,10 @@ def cpu_ceilings() -> dict[str, float]:
     """FLOP/s and bytes/s of all of torch's threads together, now.
 
     Returns:
-        By name of a dtype: the rate of the products that attention in it is made of, with the loads
-        of operands that they take at least. (Tile registers multiply float32 in 6 products of
-        bfloat16 parts, float16 in 3 where they do not know it.) "multiply_add": of float32 vectors.
+        By name of a dtype: the rate of the products that attention in it is made of, in tile
+        registers with a load of an operand for each. (They multiply float32 in 6 products of
+        bfloat16 parts, float16 in 3 where they do not know it; parts load less than that, and could
+        reach a little more.) "multiply_add": of float32 vectors.
         "copy": bytes read and written; "read": bytes read.
     """
     threads = torch.get_num_threads()

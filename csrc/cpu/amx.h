@@ -33,12 +33,10 @@ class TileRegisters {
 
 #define FUSED_ATTN_INLINE inline __attribute__((always_inline))
 
+// stride: bytes from row to row.
 template <int kTile>
-FUSED_ATTN_INLINE void tile_load(const void* tile) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2"
-               :
-               : "r"(tile), "r"(int64_t{64}), "i"(kTile)
-               : "memory");
+FUSED_ATTN_INLINE void tile_load(const void* tile, int64_t stride = 64) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(tile), "r"(stride), "i"(kTile) : "memory");
 }
 
 // For what streams through: with the hint, what L1 holds besides no longer matters (19.7 cycles a

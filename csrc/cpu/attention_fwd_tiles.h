@@ -260,16 +260,7 @@ class AttentionFwdTiles {
   // Dropout comes after the sums.
   void drop(const Job& job) {
     const uint64_t* const keep = scores_.dropout(tile_at(job));
-    for (uint32_t r = 0; r < kTileQueries; ++r) {
-      for (int64_t half = 0; half < 2; ++half) {
-        for (int part = 0; part < F::kParts; ++part) {
-          uint16_t* const row = job.weights + weights_row<kTileKeys>(r, F::kParts) +
-                                (half * F::kParts + part) * kTileNumbers;
-          const uint32_t own = static_cast<uint32_t>(keep[r] >> (32 * half));
-          _mm512_store_si512(row, _mm512_and_si512(_mm512_load_si512(row), F::woven_mask(own)));
-        }
-      }
-    }
+    for (uint32_t r = 0; r < kTileQueries; ++r) drop_weights<T>(keep[r], r, job.weights);
   }
 
   // The products of `next` and of the last weights, beside the softmax of tile_, whose rows are
@@ -304,17 +295,10 @@ class AttentionFwdTiles {
     return schedule.work.left();
   }
 
-  static void scale_row(int64_t r, float factor, int64_t tiles, float* out) {
-    float* const row = out + r / 16 * tiles * kTileSums + r % 16 * 16;
-    for (int64_t c = 0; c < tiles; ++c) {
-      store(row + c * kTileSums, load(row + c * kTileSums) * factor);
-    }
-  }
-
   void rescale(Panel* panel) {
     for (uint32_t left = softmax_.rescaled; left != 0; left &= left - 1) {
       const int64_t r = __builtin_ctz(left);
-      scale_row(r, softmax_.rescale[r], 2 * steps_v_, panel->out);
+      scale_tile_row(r, softmax_.rescale[r], 2 * steps_v_, panel->out);
       if (!panel->has_special) continue;
       for (int64_t d = 0; d < wide_v_; ++d) panel->special[r * wide_v_ + d] *= softmax_.rescale[r];
     }

@@ -103,6 +103,22 @@ inline void dropout_words(const AttentionParams& p, const TileAt& at, int64_t t,
 }
 static_assert(kPhiloxCounters >= kPanel<float>, "one call covers a panel");
 
+// Whether no number of n rows is infinite or NaN.
+template <class T>
+inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
+  using A = Acc<T>;
+  constexpr int64_t kLane = kLanes<A>;
+  Vec<A> zero{};
+  A rest = 0;
+  for (int64_t t = 0; t < n; ++t) {
+    const T* const row = rows + t * stride;
+    int64_t d = 0;
+    for (; d + kLane <= dim; d += kLane) zero += load_as<T>(row + d) * A(0);
+    for (; d < dim; ++d) rest += to_acc(row[d]) * A(0);
+  }
+  return rest + horizontal_sum<A>(zero) == 0;
+}
+
 // A block of keys of one head as operands: rows of key and value, or their transposes.
 //
 // Only keys that somebody sees may be multiplied with their value, since 0 * NaN is not 0: rows
@@ -123,7 +139,7 @@ struct KeyColumns {
     stride = row_stride;
     count = 0;
     for (int64_t t = 0; guard && t < n; ++t) {
-      if (!finite(src + t * stride, dim)) special[count++] = t;
+      if (!rows_finite(src + t * stride, stride, 1, dim)) special[count++] = t;
     }
     if (count > 0) {
       const int64_t wide = Product<T>::pad_dim(dim);
@@ -149,17 +165,6 @@ struct KeyColumns {
         }
       }
     }
-  }
-
- private:
-  static bool finite(const T* row, int64_t dim) {
-    constexpr int64_t kLane = kLanes<A>;
-    Vec<A> zero{};
-    int64_t d = 0;
-    for (; d + kLane <= dim; d += kLane) zero += load_as<T>(row + d) * A(0);
-    A rest = horizontal_sum<A>(zero);
-    for (; d < dim; ++d) rest += to_acc(row[d]) * A(0);
-    return rest == 0;
   }
 };
 

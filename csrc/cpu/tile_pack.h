@@ -114,6 +114,12 @@ class TilePack {
     }
   }
 
+  // One pair of rows of such tiles, for types of one part; dst: its row of the first tile.
+  static FUSED_ATTN_INLINE void right_pair(const T* a, const T* b, int64_t dim, int64_t steps,
+                                           uint16_t* dst) {
+    for (int64_t s = 0; s < steps; ++s) pair(a, b, s * kTileSteps, dim, dst + 2 * s * kStep);
+  }
+
   // Left tiles (2 steps, parts) of 16 features x 32 rows: the transpose.
   static void left_columns(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
     alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
@@ -141,12 +147,7 @@ class TilePack {
                                       uint16_t* dst) {
     for (int64_t r = 0; r < 16; ++r) {
       if constexpr (kParts == 1) {
-        const __m512i down = low_halves(), up = _mm512_add_epi16(down, _mm512_set1_epi16(16));
-        const __m512i a = load_numbers(rows[2 * r], begin, dim);
-        const __m512i b = load_numbers(rows[2 * r + 1], begin, dim);
-        uint16_t* const at = dst + r * kTileSteps;
-        _mm512_store_si512(at, _mm512_permutex2var_epi16(a, down, b));
-        _mm512_store_si512(at + kStep, _mm512_permutex2var_epi16(a, up, b));
+        pair(rows[2 * r], rows[2 * r + 1], begin, dim, dst + r * kTileSteps);
       } else {
         for (int64_t half = 0; half < 2; ++half) {
           Vec32 a[kParts], b[kParts];
@@ -159,6 +160,14 @@ class TilePack {
         }
       }
     }
+  }
+
+  static FUSED_ATTN_INLINE void pair(const T* a, const T* b, int64_t begin, int64_t dim,
+                                     uint16_t* dst) {
+    const __m512i down = low_halves(), up = _mm512_add_epi16(down, _mm512_set1_epi16(16));
+    const __m512i x = load_numbers(a, begin, dim), y = load_numbers(b, begin, dim);
+    _mm512_store_si512(dst, _mm512_permutex2var_epi16(x, down, y));
+    _mm512_store_si512(dst + kStep, _mm512_permutex2var_epi16(x, up, y));
   }
 
   // 32 numbers of a row from `begin` on. In parts, numbers i and 16 + i are neighbours: queries and

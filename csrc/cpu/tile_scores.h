@@ -31,19 +31,20 @@ class TileScores {
   // Whether finish() has anything to do.
   bool wanted(bool partial, int64_t n) const { return partial || n < kKeys || units.scaled; }
 
-  // Masks the scores of `rows` queries, and brings them to natural units where the softmax wants
-  // those.
+  // Masks the scores of `rows` queries, in rows from `first` on, and brings them to natural units
+  // where the softmax wants those.
   //
   // cap_slope: with softcap, the derivative of the capped score by the uncapped one; null: not
   // wanted.
-  void finish(const TileAt& at, bool partial, int64_t rows, float* scores, float* cap_slope) {
+  void finish(const TileAt& at, bool partial, int64_t rows, float* scores, float* cap_slope,
+              uint32_t first = 0) {
     const bool masked = partial || at.n < kKeys;
     const bool capped = p_.softcap > 0;
     const float inner =
         static_cast<float>(capped ? p_.softmax_scale / p_.softcap : p_.softmax_scale);
     const float cap = static_cast<float>(p_.softcap);
     if (masked) mask_.load(p_, at.b, at.h, at.j, at.n);
-    for (uint32_t r = 0; r < rows; ++r) {
+    for (uint32_t r = first; r < first + rows; ++r) {
       float* const row = scores + scores_row<kKeys>(r);
       for (int64_t v = 0; units.scaled && v < kVectors; ++v) {
         const Vec<float> score = load(row + v * kTileSums) * inner;
@@ -57,7 +58,7 @@ class TileScores {
           store(cap_slope + scores_row<kKeys>(r) + v * kTileSums, 1.f - t * t);
         }
       }
-      if (masked) mask_.apply(at.i + r, row, kTileSums);
+      if (masked) mask_.apply(at.i + r - first, row, kTileSums);
     }
   }
 

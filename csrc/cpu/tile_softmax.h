@@ -69,6 +69,28 @@ class WeightTable {
   __m512i low_, high_;
 };
 
+// Multiplies row r of tiles (2, columns).
+inline void scale_tile_row(int64_t r, float factor, int64_t columns, float* tiles) {
+  float* const row = tiles + r / 16 * columns * kTileSums + r % 16 * 16;
+  for (int64_t c = 0; c < columns; ++c) {
+    store(row + c * kTileSums, load(row + c * kTileSums) * factor);
+  }
+}
+
+// Leaves row r of a tile of woven weights those whose bit is set.
+template <class T>
+inline void drop_weights(uint64_t keep, uint32_t r, uint16_t* weights) {
+  using F = TileFormat<T>;
+  for (int64_t half = 0; half < 2; ++half) {
+    const __m512i own = F::woven_mask(static_cast<uint32_t>(keep >> (32 * half)));
+    for (int part = 0; part < F::kParts; ++part) {
+      uint16_t* const row =
+          weights + weights_row<kTileKeys>(r, F::kParts) + (half * F::kParts + part) * kTileNumbers;
+      _mm512_store_si512(row, _mm512_and_si512(_mm512_load_si512(row), own));
+    }
+  }
+}
+
 // The softmax of a tile. kSum: the sum of unrounded weights is wanted.
 template <class T, bool kSum>
 class TileSoftmax {
@@ -169,9 +191,9 @@ class TileSoftmax {
 
   // The shifts of a panel that has seen nothing yet: by the maximum of each row; NaN stays where
   // nothing is seen.
-  __attribute__((noinline)) static void begin(const Tile& tile) {
+  __attribute__((noinline)) static void begin(const Tile& tile, int64_t rows = kTileQueries) {
     const Stream stream(tile);
-    for (uint32_t half = 0; half < kTileQueries; half += 16) {
+    for (uint32_t half = 0; half < rows; half += 16) {
       alignas(64) float highest[16][16], turned[16][16], tops[16];
       for (uint32_t r = 0; r < 16; ++r) store(highest[r], stream.maximum(half + r));
       transpose_tile(highest, 16, turned, 16);

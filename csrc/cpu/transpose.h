@@ -96,44 +96,47 @@ __attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64
   }
 }
 
+// Lane l of the shuffle that lane_sums() adds at one level: where bit kStep of l is set, a lane of
+// the second vector (numbered from kLane on), else of the first.
+template <int kLane, int kStep>
+constexpr int paired(int l) {
+  return (l & kStep) != 0 ? kLane + (l ^ kStep) : l ^ kStep;
+}
+template <int kLane, int kStep>
+constexpr int own(int l) {
+  return (l & kStep) != 0 ? kLane + l : l;
+}
+
+// Lane l is the sum of lanes l and l ^ kStep, of b where bit kStep of l is set, else of a: a blend,
+// which runs beside products, and one shuffle.
+template <int kStep, class T, int... kLane>
+inline Vec<T> pair_sums(Vec<T> a, Vec<T> b, std::integer_sequence<int, kLane...>) {
+  constexpr int kCount = sizeof...(kLane);
 // Clang has no __builtin_shuffle, and GCC before 12 nothing else.
 #if defined(__clang__)
-// Lane i is the sum of lanes 2 i and 2 i + 1 of both vectors, side by side.
-template <class T, int... kLane>
-inline Vec<T> pair_sums(Vec<T> a, Vec<T> b, std::integer_sequence<int, kLane...>) {
-  return __builtin_shufflevector(a, b, (2 * kLane)...) +
-         __builtin_shufflevector(a, b, (2 * kLane + 1)...);
-}
-#endif
-
-// Lane i is the sum of the lanes of rows[i]: neighbours are added, level by level, which takes half
-// the shuffles of a transpose.
-template <class T>
-inline Vec<T> lane_sums(const Vec<T> (&rows)[kLanes<T>]) {
-  constexpr int kLane = kLanes<T>;
-#if !defined(__clang__)
-  Vec<Int<T>> even, odd;
-  for (int l = 0; l < kLane; ++l) {
-    even[l] = 2 * l;
-    odd[l] = 2 * l + 1;
-  }
-#endif
-  Vec<T> sums[kLane];
-  memcpy(sums, rows, sizeof(sums));
-#pragma GCC unroll 8
-  for (int count = kLane / 2; count > 0; count /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < count; ++i) {
-#if defined(__clang__)
-      sums[i] =
-          pair_sums<T>(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, kLane>());
+  return __builtin_shufflevector(a, b, own<kCount, kStep>(kLane)...) +
+         __builtin_shufflevector(a, b, paired<kCount, kStep>(kLane)...);
 #else
-      sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even) +
-                __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd);
+  const Vec<Int<T>> owns = {own<kCount, kStep>(kLane)...};
+  const Vec<Int<T>> others = {paired<kCount, kStep>(kLane)...};
+  return __builtin_shuffle(a, b, owns) + __builtin_shuffle(a, b, others);
 #endif
+}
+
+// Lane i is the sum of the lanes of rows[i], level by level.
+template <class T, int kStep = 1>
+inline Vec<T> lane_sums(const Vec<T>* rows) {
+  using Lanes = std::make_integer_sequence<int, kLanes<T>>;
+  if constexpr (2 * kStep == kLanes<T>) {
+    return pair_sums<kStep, T>(rows[0], rows[1], Lanes());
+  } else {
+    Vec<T> sums[kLanes<T> / kStep / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes<T> / kStep / 2; ++i) {
+      sums[i] = pair_sums<kStep, T>(rows[2 * i], rows[2 * i + 1], Lanes());
     }
+    return lane_sums<T, 2 * kStep>(sums);
   }
-  return sums[0];
 }
 
 }  // namespace

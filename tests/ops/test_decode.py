@@ -68,6 +68,30 @@ def test_isas(isa, dtype):
         check(random_qkv(1, 8, 1, 2, 1000, 64), masks.causal(align="bottom_right"), dtype)
 
 
+@pytest.mark.parametrize(("isa", "dtype"), [("amx", torch.bfloat16), ("amx_fp16", torch.float16)])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_panels_of_heads(rows, name, isa, dtype):
+    """In tile registers: 12 heads that share keys, with 3 queries more than a panel has rows."""
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    mask = MASKS[name](2, 24, rows, 300)
+    with cpp.use_isa(isa):
+        check(random_qkv(2, 24, 2, rows, 300, 72, 40), mask, dtype, dropout_p=0.3)
+        check(random_qkv(2, 24, 2, rows, 300, 64, 160), mask, dtype)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), [("amx", torch.bfloat16), ("amx_fp16", torch.float16)])
+def test_panels_of_large_scores(isa, dtype):
+    """Maxima that rise from block to block, and one key that has all the weight."""
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    tensors = random_qkv(1, 8, 1, 2, 600, 64)
+    tensors["key"] *= torch.linspace(0.1, 12, 600).view(-1, 1)
+    with cpp.use_isa(isa):
+        check(tensors, None, dtype)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_softcap_scale_and_single_head(dtype, backend):

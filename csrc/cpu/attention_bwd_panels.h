@@ -100,10 +100,9 @@ class BwdPanels {
     list_rows(at_head<T>(p_.key, p_.key_strides, keys, h_kv), p_.key_strides[2], j, n,
               kGradientKeys, rows);
     Pack::right(rows, kGradientKeys, p_.head_dim, steps_, block->keys.key);
-    Pack::take_special(rows, kGradientKeys, p_.head_dim, &block->keys);
-    const T* ordered[kGradientKeys];
-    for (int t = 0; t < kGradientKeys; ++t) ordered[F::woven(t)] = rows[t];
-    Pack::right_pairs(ordered, kGradientKeys, p_.head_dim, steps_, block->keys.value);
+    Pack::values(
+        rows, kGradientKeys, p_.head_dim, steps_,
+        [](int64_t t) { return F::woven(static_cast<int>(t)); }, &block->keys);
   }
 
   // Where numbers have few exponents: a power of 2 that dS is multiplied by, as large as it may be

@@ -168,7 +168,7 @@ class AttentionFwdTiles {
 
   void pack_block(int64_t b, int64_t h_kv, int64_t j, int64_t n, int64_t at, KeyBlock* block) {
     const SequenceRows keys = key_rows(p_, b);
-    const T *rows[kTileKeys], *ordered[kTileKeys];
+    const T* rows[kTileKeys];
     block->key = keys_ + at * Pack::size(kTileKeys, steps_);
     block->value = values_ + at * Pack::size(kTileKeys, steps_v_);
     list_rows(at_head<T>(p_.key, p_.key_strides, keys, h_kv), p_.key_strides[2], j, n, kTileKeys,
@@ -176,9 +176,9 @@ class AttentionFwdTiles {
     Pack::right(rows, kTileKeys, p_.head_dim, steps_, block->key);
     list_rows(at_head<T>(p_.value, p_.value_strides, keys, h_kv), p_.value_strides[2], j, n,
               kTileKeys, rows);
-    Pack::take_special(rows, kTileKeys, p_.head_dim_v, block);
-    for (int t = 0; t < kTileKeys; ++t) ordered[t / 32 * 32 + position(t % 32)] = rows[t];
-    Pack::right_pairs(ordered, kTileKeys, p_.head_dim_v, steps_v_, block->value);
+    Pack::values(
+        rows, kTileKeys, p_.head_dim_v, steps_v_,
+        [](int64_t t) { return t / 32 * 32 + position(static_cast<int>(t % 32)); }, block);
     block->packed = true;
   }
 
@@ -227,6 +227,7 @@ class AttentionFwdTiles {
     if (held_ != nullptr) advance(held_);
     held_ = nullptr;
     while (current_ != nullptr || last_ != nullptr) advance(nullptr);
+    pending_.flush();  // a panel may end without seeing anything more
   }
 
   void advance(Job* next) {
@@ -329,16 +330,21 @@ class AttentionFwdTiles {
   }
 
   void end_panel(const Panel& panel) {
-    const PanelRows& rows = panel.rows;
+    const PanelRows& state = panel.rows;
     const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
     const float unit = 1 << F::kWeightExponent;
     const int64_t tiles = 2 * steps_v_, at = lse_begin(p_, panel.b, panel.h) + panel.first;
-    for (int64_t r = 0; r < panel.count; ++r) {
-      const float sum = kSum || !F::kRounds ? horizontal_sum<float>(load(rows.sum[r])) : 0;
+    alignas(64) float factors[kTileQueries], sums[kTileQueries];
+    for (int64_t half = 0; half < kTileQueries; half += 16) {
       // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
       // row that one key dominates, 1.002 of it would hide all that the other keys have.
-      const float divisor = F::kRounds ? horizontal_sum<float>(load(rows.rounded[r])) : sum;
-      const float factor = kept / (divisor == 0 ? 1.f : divisor);  // rows that saw nothing stay 0
+      const Vec<float> divisor = row_sums((F::kRounds ? state.rounded : state.sum) + half);
+      // Rows that saw nothing stay 0.
+      store(factors + half, kept / (divisor == 0 ? Vec<float>{} + 1.f : divisor));
+      if (kSum) store(sums + half, F::kRounds ? row_sums(state.sum + half) : divisor);
+    }
+    for (int64_t r = 0; r < panel.count; ++r) {
+      const float factor = factors[r];
       const float* const out = panel.out + r / 16 * tiles * kTileSums + r % 16 * 16;
       float* const row = rows_ + r * wide_v_;
       for (int64_t c = 0; c < tiles; ++c) {
@@ -348,10 +354,16 @@ class AttentionFwdTiles {
         }
         store(row + c * 16, x);
       }
-      if (!kSum) continue;
-      write_lse(p_, scores_.units.natural, at + r, rows.shift[r], sum);
+      if (kSum) write_lse(p_, scores_.units.natural, at + r, state.shift[r], sums[r]);
     }
     write_out(panel);
+  }
+
+  // Of 16 rows, each of 16 numbers.
+  static Vec<float> row_sums(const float (*rows)[16]) {
+    Vec<float> vectors[16];
+    for (int r = 0; r < 16; ++r) vectors[r] = load(rows[r]);
+    return lane_sums<float>(vectors);
   }
 
   void write_out(const Panel& panel) {

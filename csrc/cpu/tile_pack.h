@@ -66,6 +66,95 @@ inline bool row_finite(const T* row, int64_t dim) {
   }
 }
 
+// How numbers are read: whole rows of finite numbers fast, all others with care.
+
+// Rows that are all there, whose length is whole steps. Whether one was not finite is known in the
+// end; then it has to be done again.
+template <class T>
+class WholeRows {
+  using F = TileFormat<T>;
+
+ public:
+  explicit WholeRows(int64_t) {}
+
+  // 32 numbers that are multiplied as they are.
+  FUSED_ATTN_INLINE __m512i numbers(const T* row, int64_t begin) {
+    return seen(_mm512_loadu_si512(row + begin));
+  }
+
+  // 16 numbers in float32.
+  FUSED_ATTN_INLINE __m512 floats(const T* row, int64_t begin) {
+    if constexpr (sizeof(T) == 4) {
+      return (__m512)seen(_mm512_loadu_si512(row + begin));
+    } else {
+      return (__m512)seen((__m512i)load_as<T>(row + begin));
+    }
+  }
+
+  static FUSED_ATTN_INLINE void split(__m512 x, Vec32* parts) { F::split((Vec<float>)x, parts); }
+
+  bool finite() const {
+    constexpr bool kWords = F::kParts == 1;
+    const __m512i most =
+        kWords ? _mm512_set1_epi16(kIsHalf<T> ? 0x7BFF : 0x7F7F) : _mm512_set1_epi32(0x7F7FFFFF);
+    return (kWords ? _mm512_cmpgt_epu16_mask(largest_, most)
+                   : __mmask32{_mm512_cmpgt_epu32_mask(largest_, most)}) == 0;
+  }
+
+ private:
+  FUSED_ATTN_INLINE __m512i seen(__m512i x) {
+    if constexpr (F::kParts == 1) {
+      const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
+      largest_ = _mm512_max_epu16(largest_, magnitude);
+    } else {
+      const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi32(0x7FFFFFFF));
+      largest_ = _mm512_max_epu32(largest_, magnitude);
+    }
+    return x;
+  }
+
+  __m512i largest_ = _mm512_setzero_si512();
+};
+
+template <class T>
+class AnyRows {
+  using F = TileFormat<T>;
+
+ public:
+  explicit AnyRows(int64_t dim) : dim_(dim) {}
+
+  __m512i numbers(const T* row, int64_t begin) const {
+    return _mm512_maskz_loadu_epi16(row == nullptr ? 0 : lanes32(dim_, begin), row + begin);
+  }
+
+  __m512 floats(const T* row, int64_t begin) const {
+    const __mmask16 own = row == nullptr ? __mmask16{0} : lanes16(dim_, begin);
+    if constexpr (sizeof(T) == 4) {
+      return _mm512_maskz_loadu_ps(own, row + begin);
+    } else {
+      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(own, row + begin));
+    }
+  }
+
+  // Infinity and NaN stay what they are: infinity less infinity is no part.
+  static void split(__m512 x, Vec32* parts) {
+    F::split((Vec<float>)x, parts);
+    const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);
+    if (__builtin_expect(odd == 0, 1)) return;
+    const __m512i quiet = _mm512_or_si512((__m512i)x, _mm512_set1_epi32(0x10000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    parts[0] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[0], nan, quiet);
+    for (int p = 1; p < F::kParts; ++p) {
+      parts[p] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[p], odd, _mm512_setzero_si512());
+    }
+  }
+
+  static bool finite() { return true; }
+
+ private:
+  const int64_t dim_;
+};
+
 // Rows are given by their addresses; null: a row of 0.
 template <class T>
 class TilePack {
@@ -79,58 +168,76 @@ class TilePack {
 
   // Left tiles (count / 16, steps, parts) of 16 rows x 32 features.
   static void left(const T* const* rows, int64_t count, int64_t dim, int64_t steps, uint16_t* dst) {
-    for (int64_t r = 0; r < count; ++r) {
-      uint16_t* const at = dst + r / 16 * steps * kStep + r % 16 * kTileSteps;
-      for (int64_t s = 0; s < steps; ++s) {
-        numbers(rows[r], s * kTileSteps, dim, at + s * kStep, kTileNumbers);
+    read(rows, count, dim, [&](auto& reader) {
+      for (int64_t r = 0; r < count; ++r) {
+        uint16_t* const at = dst + r / 16 * steps * kStep + r % 16 * kTileSteps;
+        for (int64_t s = 0; s < steps; ++s) {
+          numbers(reader, rows[r], s * kTileSteps, at + s * kStep);
+        }
       }
-    }
+      return kParts == 1 || reader.finite();
+    });
   }
 
   // Right tiles (count / 16, steps, parts) of 16 pairs of features x 16 rows.
   static void right(const T* const* rows, int64_t count, int64_t dim, int64_t steps,
                     uint16_t* dst) {
-    alignas(64) uint16_t stage[kParts][kTileNumbers];
-    for (int64_t tile = 0; tile < count / 16; ++tile) {
-      for (int64_t s = 0; s < steps; ++s, dst += kStep) {
-        for (int64_t r = 0; r < 16; ++r) {
-          numbers(rows[tile * 16 + r], s * kTileSteps, dim, stage[0] + r * kTileSteps,
-                  kTileNumbers);
-        }
-        for (int part = 0; part < kParts; ++part) {
-          transpose_tile(stage[part], 16, dst + part * kTileNumbers, 16);
+    read(rows, count, dim, [&](auto& reader) {
+      for (int64_t tile = 0; tile < count / 16; ++tile) {
+        for (int64_t s = 0; s < steps; ++s) {
+          right_tile(reader, rows + tile * 16, s * kTileSteps, dst + (tile * steps + s) * kStep);
         }
       }
-    }
+      return kParts == 1 || reader.finite();
+    });
   }
 
-  // Right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features.
-  static void right_pairs(const T* const* rows, int64_t count, int64_t dim, int64_t steps,
-                          uint16_t* dst) {
-    for (int64_t r = 0; r < count; r += 32) {
-      for (int64_t s = 0; s < steps; ++s, dst += 2 * kStep) {
-        pairs(rows + r, s * kTileSteps, dim, dst);
+  // Right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features. Of the values that
+  // weights are multiplied with: a row that is not finite may not be multiplied with 0, so it is
+  // left out, and said to be special. position(t): where row t stands.
+  template <class Position>
+  static void values(const T** rows, int64_t count, int64_t dim, int64_t steps,
+                     const Position& position, KeyBlock* block) {
+    const T* ordered[kTileKeys];
+    const auto pack = [&](auto& reader) {
+      for (int64_t t = 0; t < count; ++t) ordered[position(t)] = rows[t];
+      for (int64_t r = 0; r < count / 32; ++r) {
+        for (int64_t s = 0; s < steps; ++s) {
+          pairs(reader, ordered + 32 * r, s * kTileSteps,
+                block->value + (r * steps + s) * 2 * kStep);
+        }
       }
-    }
+      return reader.finite();
+    };
+    block->num_special = 0;
+    if (read_fast(rows, count, dim, pack)) return;
+    take_special(rows, count, dim, block);
+    AnyRows<T> reader(dim);
+    pack(reader);
   }
 
   // One pair of rows of such tiles, for types of one part; dst: its row of the first tile.
   static FUSED_ATTN_INLINE void right_pair(const T* a, const T* b, int64_t dim, int64_t steps,
                                            uint16_t* dst) {
-    for (int64_t s = 0; s < steps; ++s) pair(a, b, s * kTileSteps, dim, dst + 2 * s * kStep);
+    AnyRows<T> reader(dim);
+    for (int64_t s = 0; s < steps; ++s) pair(reader, a, b, s * kTileSteps, dst + 2 * s * kStep);
   }
 
   // Left tiles (2 steps, parts) of 16 features x 32 rows: the transpose.
   static void left_columns(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
-    alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
-    for (int64_t s = 0; s < steps; ++s) {
-      pairs(rows, s * kTileSteps, dim, stage[0]);
-      for (int tile = 0; tile < 2 * kParts; ++tile, dst += kTileNumbers) {
-        transpose_tile(stage[tile], 16, dst, 16);
+    read(rows, 32, dim, [&](auto& reader) {
+      alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
+      for (int64_t s = 0; s < steps; ++s) {
+        pairs(reader, rows, s * kTileSteps, stage[0]);
+        for (int tile = 0; tile < 2 * kParts; ++tile) {
+          transpose_tile(stage[tile], 16, dst + (s * 2 * kParts + tile) * kTileNumbers, 16);
+        }
       }
-    }
+      return kParts == 1 || reader.finite();
+    });
   }
 
+ private:
   // Takes rows that are not finite out, and says which of a block they were.
   static void take_special(const T** rows, int64_t count, int64_t dim, KeyBlock* block) {
     block->num_special = 0;
@@ -141,73 +248,97 @@ class TilePack {
     }
   }
 
- private:
+  // pack(reader), fast if that can be done.
+  template <class Packing>
+  static FUSED_ATTN_INLINE void read(const T* const* rows, int64_t count, int64_t dim,
+                                     const Packing& pack) {
+    if (read_fast(rows, count, dim, pack)) return;
+    AnyRows<T> reader(dim);
+    pack(reader);
+  }
+
+  // False: not done, as it should be with care.
+  template <class Packing>
+  static FUSED_ATTN_INLINE bool read_fast(const T* const* rows, int64_t count, int64_t dim,
+                                          const Packing& pack) {
+    if (dim % kTileSteps != 0) return false;
+    __mmask8 missing = 0;
+    for (int64_t r = 0; r < count; r += 8) {
+      const __m512i addresses = _mm512_loadu_si512(rows + r);
+      missing |= _mm512_testn_epi64_mask(addresses, addresses);
+    }
+    if (missing != 0) return false;
+    WholeRows<T> reader(dim);
+    return pack(reader);
+  }
+
+  // A right tile of 16 rows, features [begin, begin + 32). In parts, transposed before they are
+  // split: the parts are more.
+  template <class Reader>
+  static FUSED_ATTN_INLINE void right_tile(Reader& reader, const T* const* rows, int64_t begin,
+                                           uint16_t* dst) {
+    if constexpr (kParts == 1) {
+      transpose_rows([&](int r) { return (__m512)reader.numbers(rows[r], begin); }, dst, 16);
+    } else {
+      alignas(64) float turned[2][16][16];
+      for (int64_t half = 0; half < 2; ++half) {
+        transpose_rows([&](int r) { return reader.floats(rows[r], begin + 16 * half); },
+                       turned[half], 16);
+      }
+      for (int64_t d = 0; d < 16; ++d) {
+        weave(reader, _mm512_load_ps(turned[0][d]), _mm512_load_ps(turned[1][d]),
+              dst + d * kTileSteps);
+      }
+    }
+  }
+
   // Right tiles (2, parts) of 16 pairs of rows x 16 features, from feature `begin` on.
-  static FUSED_ATTN_INLINE void pairs(const T* const* rows, int64_t begin, int64_t dim,
+  template <class Reader>
+  static FUSED_ATTN_INLINE void pairs(Reader& reader, const T* const* rows, int64_t begin,
                                       uint16_t* dst) {
     for (int64_t r = 0; r < 16; ++r) {
+      const T *const a = rows[2 * r], *const b = rows[2 * r + 1];
+      uint16_t* const at = dst + r * kTileSteps;
       if constexpr (kParts == 1) {
-        pair(rows[2 * r], rows[2 * r + 1], begin, dim, dst + r * kTileSteps);
+        pair(reader, a, b, begin, at);
       } else {
         for (int64_t half = 0; half < 2; ++half) {
-          Vec32 a[kParts], b[kParts];
-          split(rows[2 * r], begin + 16 * half, dim, a);
-          split(rows[2 * r + 1], begin + 16 * half, dim, b);
-          for (int part = 0; part < kParts; ++part) {
-            F::store_woven(a[part], b[part],
-                           dst + half * kStep + part * kTileNumbers + r * kTileSteps);
-          }
+          weave(reader, reader.floats(a, begin + 16 * half), reader.floats(b, begin + 16 * half),
+                at + half * kStep);
         }
       }
     }
   }
 
-  static FUSED_ATTN_INLINE void pair(const T* a, const T* b, int64_t begin, int64_t dim,
+  template <class Reader>
+  static FUSED_ATTN_INLINE void pair(Reader& reader, const T* a, const T* b, int64_t begin,
                                      uint16_t* dst) {
     const __m512i down = low_halves(), up = _mm512_add_epi16(down, _mm512_set1_epi16(16));
-    const __m512i x = load_numbers(a, begin, dim), y = load_numbers(b, begin, dim);
+    const __m512i x = reader.numbers(a, begin), y = reader.numbers(b, begin);
     _mm512_store_si512(dst, _mm512_permutex2var_epi16(x, down, y));
     _mm512_store_si512(dst + kStep, _mm512_permutex2var_epi16(x, up, y));
   }
 
   // 32 numbers of a row from `begin` on. In parts, numbers i and 16 + i are neighbours: queries and
   // keys are packed alike, and products do not mind.
-  static FUSED_ATTN_INLINE void numbers(const T* row, int64_t begin, int64_t end, uint16_t* dst,
-                                        int64_t part) {
+  template <class Reader>
+  static FUSED_ATTN_INLINE void numbers(Reader& reader, const T* row, int64_t begin,
+                                        uint16_t* dst) {
     if constexpr (kParts == 1) {
-      (void)part;
-      _mm512_storeu_si512(dst, load_numbers(row, begin, end));
+      _mm512_storeu_si512(dst, reader.numbers(row, begin));
     } else {
-      Vec32 a[kParts], b[kParts];
-      split(row, begin, end, a);
-      split(row, begin + 16, end, b);
-      for (int p = 0; p < kParts; ++p) F::store_woven(a[p], b[p], dst + p * part);
+      weave(reader, reader.floats(row, begin), reader.floats(row, begin + 16), dst);
     }
   }
 
-  // 32 numbers that are multiplied as they are.
-  static FUSED_ATTN_INLINE __m512i load_numbers(const T* row, int64_t begin, int64_t end) {
-    return _mm512_maskz_loadu_epi16(row == nullptr ? 0 : lanes32(end, begin), row + begin);
-  }
-
-  // 16 numbers as parts, in the upper halves of words. Infinity and NaN stay what they are:
-  // infinity less infinity is no part.
-  static FUSED_ATTN_INLINE void split(const T* row, int64_t begin, int64_t end, Vec32* parts) {
-    const __mmask16 own = row == nullptr ? __mmask16{0} : lanes16(end, begin);
-    __m512 x;
-    if constexpr (sizeof(T) == 4) {
-      x = _mm512_maskz_loadu_ps(own, row + begin);
-    } else {
-      x = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(own, row + begin));
-    }
-    F::split((Vec<float>)x, parts);
-    const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);
-    if (__builtin_expect(odd == 0, 1)) return;
-    const __m512i quiet = _mm512_or_si512((__m512i)x, _mm512_set1_epi32(0x10000));
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    parts[0] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[0], nan, quiet);
-    for (int p = 1; p < kParts; ++p) {
-      parts[p] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[p], odd, _mm512_setzero_si512());
+  // The parts of a and b, in turn, in a row of each part's tile.
+  template <class Reader>
+  static FUSED_ATTN_INLINE void weave(const Reader&, __m512 a, __m512 b, uint16_t* dst) {
+    Vec32 parts_a[kParts], parts_b[kParts];
+    Reader::split(a, parts_a);
+    Reader::split(b, parts_b);
+    for (int p = 0; p < kParts; ++p) {
+      F::store_woven(parts_a[p], parts_b[p], dst + p * kTileNumbers);
     }
   }
 

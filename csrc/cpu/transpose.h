@@ -12,12 +12,12 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int64_t kTransposeTile = 16;
 
-inline void transpose_tile(const void* source, int64_t source_stride, void* target,
-                           int64_t target_stride) {
-  const float* const src = static_cast<const float*>(source);
+// row(r): a vector.
+template <class Row>
+inline void transpose_rows(const Row& row, void* target, int64_t target_stride) {
   float* const dst = static_cast<float*>(target);
   __m512 a[16], b[16];
-  for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_ps(src + r * source_stride);
+  for (int r = 0; r < 16; ++r) a[r] = row(r);
   // Pairs of rows, pairs of pairs, then 128-bit lanes by fours.
   for (int r = 0; r < 16; r += 2) {
     b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
@@ -43,6 +43,13 @@ inline void transpose_tile(const void* source, int64_t source_stride, void* targ
     a[12 + c] = _mm512_shuffle_f32x4(b[4 + c], b[12 + c], 0xDD);
   }
   for (int c = 0; c < 16; ++c) _mm512_storeu_ps(dst + c * target_stride, a[c]);
+}
+
+inline void transpose_tile(const void* source, int64_t source_stride, void* target,
+                           int64_t target_stride) {
+  const float* const src = static_cast<const float*>(source);
+  transpose_rows([&](int r) { return _mm512_loadu_ps(src + r * source_stride); }, target,
+                 target_stride);
 }
 #elif defined(__AVX2__)
 constexpr int64_t kTransposeTile = 8;

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ISAS, assert_like_eager, attention, random_qkv, runnable, short
+from helpers import (
+    ISAS,
+    assert_like_eager,
+    assert_outputs_like_eager,
+    attention,
+    random_qkv,
+    runnable,
+    short,
+)
 from mask_cases import MASKS
 
 from fused_attn import functional as F
@@ -55,6 +63,17 @@ def test_masks(name, dtype, isa):
 def test_long(mask, dtype, isa):
     """More panels than are packed at once, more blocks than meet them at once."""
     assert_like_eager(attention(mask), random_qkv(1, 1, 1, 700, 630, 64), dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(
+    "mask", [masks.causal(), masks.padding([300, 2500]), masks.sliding_window(100, 1200)],
+    ids=["causal", "padding", "window"],
+)  # fmt: skip
+def test_keys_that_do_not_fit(mask, dtype, isa):
+    """More keys than are packed at once, of which the last ones are hidden from some panels."""
+    tensors = random_qkv(2, 2, 1, 100, 2500, 128)
+    assert_outputs_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -36,7 +36,7 @@ class DecodeTiles {
         unit_(scores_.units.natural),
         steps_(div_up(p.head_dim, kTileSteps)),
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
-        heads_of_panel_(min64(kTileQueries / p.seqlen_q, shape.group)),
+        heads_of_panel_(max64(min64(kTileQueries / p.seqlen_q, shape.group), 1)),
         num_panels_(div_up(shape.group, heads_of_panel_)) {}
 
   bool allocate() {

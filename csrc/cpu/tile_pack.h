@@ -168,7 +168,7 @@ class TilePack {
 
   // Left tiles (count / 16, steps, parts) of 16 rows x 32 features.
   static void left(const T* const* rows, int64_t count, int64_t dim, int64_t steps, uint16_t* dst) {
-    read(rows, count, dim, [&](auto& reader) {
+    read(rows, count, dim, steps, [&](auto& reader) {
       for (int64_t r = 0; r < count; ++r) {
         uint16_t* const at = dst + r / 16 * steps * kStep + r % 16 * kTileSteps;
         for (int64_t s = 0; s < steps; ++s) {
@@ -182,7 +182,7 @@ class TilePack {
   // Right tiles (count / 16, steps, parts) of 16 pairs of features x 16 rows.
   static void right(const T* const* rows, int64_t count, int64_t dim, int64_t steps,
                     uint16_t* dst) {
-    read(rows, count, dim, [&](auto& reader) {
+    read(rows, count, dim, steps, [&](auto& reader) {
       for (int64_t tile = 0; tile < count / 16; ++tile) {
         for (int64_t s = 0; s < steps; ++s) {
           right_tile(reader, rows + tile * 16, s * kTileSteps, dst + (tile * steps + s) * kStep);
@@ -210,7 +210,7 @@ class TilePack {
       return reader.finite();
     };
     block->num_special = 0;
-    if (read_fast(rows, count, dim, pack)) return;
+    if (read_fast(rows, count, dim, steps, pack)) return;
     take_special(rows, count, dim, block);
     AnyRows<T> reader(dim);
     pack(reader);
@@ -225,7 +225,7 @@ class TilePack {
 
   // Left tiles (2 steps, parts) of 16 features x 32 rows: the transpose.
   static void left_columns(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
-    read(rows, 32, dim, [&](auto& reader) {
+    read(rows, 32, dim, steps, [&](auto& reader) {
       alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
       for (int64_t s = 0; s < steps; ++s) {
         pairs(reader, rows, s * kTileSteps, stage[0]);
@@ -251,8 +251,8 @@ class TilePack {
   // pack(reader), fast if that can be done.
   template <class Packing>
   static FUSED_ATTN_INLINE void read(const T* const* rows, int64_t count, int64_t dim,
-                                     const Packing& pack) {
-    if (read_fast(rows, count, dim, pack)) return;
+                                     int64_t steps, const Packing& pack) {
+    if (read_fast(rows, count, dim, steps, pack)) return;
     AnyRows<T> reader(dim);
     pack(reader);
   }
@@ -260,8 +260,8 @@ class TilePack {
   // False: not done, as it should be with care.
   template <class Packing>
   static FUSED_ATTN_INLINE bool read_fast(const T* const* rows, int64_t count, int64_t dim,
-                                          const Packing& pack) {
-    if (dim % kTileSteps != 0) return false;
+                                          int64_t steps, const Packing& pack) {
+    if (dim != steps * kTileSteps) return false;
     __mmask8 missing = 0;
     for (int64_t r = 0; r < count; r += 8) {
       const __m512i addresses = _mm512_loadu_si512(rows + r);

@@ -92,6 +92,17 @@ def test_panels_of_large_scores(isa, dtype):
         check(tensors, None, dtype)
 
 
+@ONE_16_BIT_TYPE
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("batch", "heads"), [(0, 4), (2, 0)])
+def test_nothing_to_do(batch, heads, dtype, backend):
+    query = torch.zeros(batch, heads, 1, 64, dtype=dtype, device=device_of(backend))
+    cache = query.expand(batch, heads, 300, 64)
+    out = F.scaled_dot_product_attention(query, cache, cache, backend=backend)
+    assert out.shape == query.shape
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_softcap_scale_and_single_head(dtype, backend):

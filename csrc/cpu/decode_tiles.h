@@ -158,10 +158,12 @@ class DecodeTiles {
       key = key_;
       key_stride = steps_ * kTileSteps;
     }
-    const uint64_t own = multiplied(j, n, partial);
+    // 0 * NaN is no 0: where some keys are invisible, values that are not finite are added one by
+    // one.
+    const uint64_t there = first_bits(n), own = partial ? finite_values(j, n) : there;
+    const uint64_t special = there & ~own;
     ahead_.begin(*this, j + kTileKeys);
     pack_values(j, own);
-    const uint64_t special = ~own & (n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0});
     for (int64_t i = 0; i < num_panels_; ++i) {
       Panel& panel = panels_[i];
       for (int64_t tile = 0; tile < panel.tiles; ++tile) {
@@ -175,11 +177,8 @@ class DecodeTiles {
     }
   }
 
-  // Keys that exist and may be multiplied, bit by bit: 0 * NaN is no 0, so where some are invisible
-  // those whose value is not finite are added one by one.
-  uint64_t multiplied(int64_t j, int64_t n, bool partial) const {
-    const uint64_t all = n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0};
-    if (!partial) return all;
+  // Bit t: the value of key j + t is finite.
+  uint64_t finite_values(int64_t j, int64_t n) const {
     uint64_t finite = 0;
     for (int64_t t = 0; t < n; ++t) {
       const T* const row = values_ + (j + t) * p_.value_strides[2];
@@ -188,6 +187,7 @@ class DecodeTiles {
     return finite;
   }
 
+  // multiplied: bit t, of key j + t; the others are packed as 0.
   void pack_values(int64_t j, uint64_t multiplied) {
     const int64_t stride = p_.value_strides[2];
     for (int64_t t = 0; t < kTileKeys; t += t % 32 == 15 ? 17 : 1) {
@@ -305,13 +305,11 @@ class DecodeTiles {
       ahead_.prefetch(32);
       tile_load<6>(value);
       F::Number::template multiply<0, 4, 6>();
-      ahead_.prefetch(8);
       tile_load<7>(value + kTileNumbers);
       F::Number::template multiply<1, 4, 7>();
       if (kColumns == 4) {
         tile_load<6>(value + 2 * kTileNumbers);
         F::Number::template multiply<2, 4, 6>();
-        ahead_.prefetch(8);
         tile_load<7>(value + 3 * kTileNumbers);
         F::Number::template multiply<3, 4, 7>();
       }

@@ -6,6 +6,11 @@
 namespace fused_attn {
 namespace {
 
+// Bits [0, n).
+inline uint64_t first_bits(int64_t n) {
+  return n >= 64 ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1;
+}
+
 // Keys [j_begin, j_begin + n), n <= kKeys, of head (b, h).
 template <class A, int64_t kKeys>
 class BlockMask {
@@ -45,11 +50,6 @@ class BlockMask {
   static_assert(kKeys <= 64, "a bit each");
   static_assert(kLane <= 16, "as many as there are indices");
   static constexpr Int<A> kLaneIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-  // Bits [0, n).
-  static uint64_t first_bits(int64_t n) {
-    return n >= 64 ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1;
-  }
 
   uint64_t visible(int64_t i) const {
     if (i < bounds_.query_begin || i >= bounds_.query_end) return 0;

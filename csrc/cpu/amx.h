@@ -13,6 +13,8 @@ namespace {
 
 constexpr int64_t kTileRows = 16, kTileSteps = 32;  // steps: 16-bit numbers of a row
 constexpr int64_t kTileNumbers = kTileRows * kTileSteps, kTileSums = kTileRows * 16;
+// Left operands and sums have two rows of tiles, which lie side by side: 32 rows in a row.
+constexpr int64_t kPairNumbers = 2 * kTileNumbers, kPairSums = 2 * kTileSums;
 
 // The tile registers of this thread, for as long as it lives.
 class TileRegisters {
@@ -30,8 +32,6 @@ class TileRegisters {
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
-
-#define FUSED_ATTN_INLINE inline __attribute__((always_inline))
 
 // stride: bytes from row to row.
 template <int kTile>

@@ -13,8 +13,8 @@ namespace {
 struct BwdPanel {
   int64_t b, h, first, count;                  // queries [first, first + count) of head (b, h)
   uint32_t alive;                              // bit r: row r is there, and sees something
-  uint16_t *query, *grad_out;                  // left tiles (2, steps, parts)
-  uint16_t *query_columns, *grad_out_columns;  // left tiles (2 steps, parts) of features
+  uint16_t *query, *grad_out;                  // left tiles (steps, parts, 2)
+  uint16_t *query_columns, *grad_out_columns;  // left tiles (steps, parts, 2) of features
   float* grad_query;                           // tiles (2, 2 steps), without softmax_scale
   GradientRows rows;
 };
@@ -63,7 +63,7 @@ class BwdPanels {
     rows_ = arena_.template take<float>(kGradientKeys * max64(steps_, steps_v_) * kTileSteps);
   }
 
-  // Queries from `first` on of head (b, h) into slot `slot`.
+  // Queries from `first` on of head (b, h) into slot `slot`; if they see anything.
   void pack_panel(int64_t b, int64_t h, int64_t first, int64_t slot) {
     const SequenceRows queries = query_rows(p_, b);
     BwdPanel& panel = panels_[slot];
@@ -76,12 +76,13 @@ class BwdPanels {
     panel.grad_out = grad_out_ + slot * Pack::size(kTileQueries, steps_v_);
     panel.grad_out_columns = grad_out_columns_ + slot * Pack::size(kTileQueries, steps_v_);
     load_rows(lse_begin(p_, b, h) + first, &panel);
+    if (panel.alive == 0) return;
     const T* rows[kTileQueries];
     list(p_.query, p_.query_strides, queries, panel, rows);
-    Pack::left(rows, kTileQueries, p_.head_dim, steps_, panel.query);
+    Pack::left(rows, p_.head_dim, steps_, panel.query);
     Pack::left_columns(rows, p_.head_dim, steps_, panel.query_columns);
     list(bwd_.grad_out, bwd_.grad_out_strides, queries, panel, rows);
-    Pack::left(rows, kTileQueries, p_.head_dim_v, steps_v_, panel.grad_out);
+    Pack::left(rows, p_.head_dim_v, steps_v_, panel.grad_out);
     Pack::left_columns(rows, p_.head_dim_v, steps_v_, panel.grad_out_columns);
     list(p_.out, p_.out_strides, queries, panel, rows);
     Pack::right(rows, kTileQueries, p_.head_dim_v, steps_v_, out_);
@@ -140,14 +141,13 @@ class BwdPanels {
     const SequenceRows queries = query_rows(p_, b);
     T* const head =
         const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
-    const int64_t stride = bwd_.grad_query_strides[2], tiles = 2 * steps_;
+    const int64_t stride = bwd_.grad_query_strides[2];
     const float scale = static_cast<float>(p_.softmax_scale);
     for (int64_t i = 0; i < queries.count; i += kTileQueries) {
       const float* const panel = panels + i * steps_ * kTileSteps;
       for (int64_t r = 0; r < min64(kTileQueries, queries.count - i); ++r) {
-        const float* const row = panel + r / 16 * tiles * kTileSums + r % 16 * 16;
-        for (int64_t c = 0; c < tiles; ++c) {
-          store(rows_ + c * 16, load(row + c * kTileSums) * scale);
+        for (int64_t c = 0; c < 2 * steps_; ++c) {
+          store(rows_ + c * 16, load(panel + c * kPairSums + r * 16) * scale);
         }
         store_row(rows_, p_.head_dim, head + (i + r) * stride);
       }
@@ -164,7 +164,8 @@ class BwdPanels {
       for (int64_t f = 0; f < 2 * steps; ++f) {
         for (int64_t k = 0; k < kKeyTiles; ++k) {
           alignas(64) float turned[16][16];
-          transpose_tile(tiles + (f * kKeyTiles + k) * kTileSums, 16, turned, 16);
+          const int64_t at = (f / 2 * kKeyTiles + k) * 2 + f % 2;
+          transpose_tile(tiles + at * kTileSums, 16, turned, 16);
           for (int c = 0; c < 16; ++c) {
             store(rows_ + (k * 16 + c) * wide + f * 16, load(turned[c]) * scale);
           }
@@ -249,7 +250,7 @@ class BwdPanels {
     for (int64_t r = 0; r < kTileQueries; ++r) {
       panel->rows.delta[r] = 0;
       if ((panel->alive >> r & 1) == 0 || kept == 0) continue;
-      float delta = products_[r / 16 * 3 * kTileSums + r % 16 * 17];
+      float delta = products_[r / 16 * kPairSums + r * 16 + r % 16];
       if constexpr (sizeof(T) == 2) {
         if (p_.out_low != nullptr) delta += delta_low<T>(bwd_, queries, panel->h, panel->first + r);
       }

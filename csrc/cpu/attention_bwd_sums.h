@@ -37,7 +37,7 @@ class BwdSums {
     BwdPanel* panel;
     const BwdBlock* block;
     Group* group;
-    uint16_t* grad_rows;  // of the panel: left tiles (kBlocks, 2, parts)
+    uint16_t* grad_rows;  // of the panel: left tiles (kBlocks, parts, 2)
     int64_t at;           // of the panel in the group
     int64_t run;          // blocks up to this one that the panel meets one after the other
     bool partial;         // not all of it is visible
@@ -96,10 +96,10 @@ class BwdSums {
       quad.left = rows_of(job) - before * 2 * kStep;
       quad.right = job.block->keys.value - before * size_ + c * kStep;
       quad.steps = job.run;
-      quad.left_row = quad.right_column = kStep;
       quad.left_step = 2 * kStep;
+      quad.right_column = kStep;
       quad.right_step = size_;
-      set_out(job.panel->grad_query + c * kTileSums, 2 * steps_, &quad);
+      set_out(job.panel->grad_query + c * kPairSums, &quad);
     }
   }
 
@@ -146,10 +146,10 @@ class BwdSums {
       quad.left = columns + f * kStep;
       quad.right = pairs;
       quad.steps = run.count;
-      quad.left_row = quad.right_column = kStep;
       quad.left_step = 2 * steps * kStep;
+      quad.right_column = kStep;
       quad.right_step = kKeyTiles * kStep;
-      set_out(out + f * kKeyTiles * kTileSums, kKeyTiles, &quad);
+      set_out(out + f * kKeyTiles * kTileSums, &quad);
     }
   }
 

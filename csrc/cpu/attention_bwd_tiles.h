@@ -217,6 +217,7 @@ class AttentionBwdTiles : BwdPanels<T> {
       begun_ = false;
       for (int64_t slot = first; slot < min64(first + kGroup, panels); ++slot) {
         BwdPanel& panel = this->panels_[slot];
+        if (panel.alive == 0) continue;
         met_ = -1;
         for (int64_t m = 0; m < kBlocks && j + m * kGradientKeys < end; ++m) {
           const int64_t at = j + m * kGradientKeys, n = min64(kGradientKeys, end - at);
@@ -372,12 +373,11 @@ class AttentionBwdTiles : BwdPanels<T> {
     for (int s = 0; s < job.block->keys.num_special; ++s) {
       const int t = job.block->keys.special[s];
       for (uint32_t r = 0; r < kTileQueries; ++r) {
-        const float grad =
-            F::weight(Sums::rows_of(job) + weights_row<kGradientKeys>(r, F::kParts) + F::woven(t));
+        const float grad = F::weight(Sums::rows_of(job) + r * kTileSteps + F::woven(t));
         if (grad == 0) continue;
-        float* const out = job.panel->grad_query + r / 16 * 2 * steps_ * kTileSums + r % 16 * 16;
+        float* const out = job.panel->grad_query + r * 16;
         for (int64_t d = 0; d < p_.head_dim; ++d) {
-          out[d / 16 * kTileSums + d % 16] += grad * to_acc(key[t * stride + d]);
+          out[d / 16 * kPairSums + d % 16] += grad * to_acc(key[t * stride + d]);
         }
       }
     }
@@ -392,7 +392,7 @@ class AttentionBwdTiles : BwdPanels<T> {
     for (uint32_t r = 0; r < rows; ++r) {
       load_row(src + r * strides[2], at.n, row);
       for (int64_t v = 0; v < kKeyTiles; ++v) {
-        float* const to = grads + scores_row<kGradientKeys>(r) + v * kTileSums;
+        float* const to = grads + r * 16 + v * kPairSums;
         store(to, load(to) + load(row + v * 16) * factor);
       }
     }

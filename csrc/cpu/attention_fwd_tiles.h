@@ -54,13 +54,13 @@ class AttentionFwdTiles {
  private:
   // Where the weight of key t stands among 32.
   FUSED_ATTN_INLINE static int position(int t) {
-    return Softmax::kByTable ? WeightTable::position(t) : F::woven(t);
+    return Softmax::kByTable ? TableWeights::position(t) : F::woven(t);
   }
 
   struct Panel {
     int64_t b, h, first, count;  // queries [first, first + count) of head (b, h)
-    uint16_t* query;             // left tiles (2, steps, parts)
-    float* out;                  // tiles (2, 2 steps_v), not divided by sums
+    uint16_t* query;             // left tiles (steps, parts, 2)
+    float* out;                  // tiles (2 steps_v, 2), not divided by sums; once begun
     float* special;              // (32, wide_v): what special rows of value add to out
     bool begun;                  // has a tile
     bool has_special;
@@ -86,6 +86,7 @@ class AttentionFwdTiles {
         steps_(div_up(p.head_dim, kTileSteps)),
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
         wide_v_(steps_v_ * kTileSteps),
+        max_panels_(max_panels),
         tile_{nullptr, nullptr, nullptr, unit_} {
     const int64_t size = Pack::size(kTileKeys, steps_) + Pack::size(kTileKeys, steps_v_);
     const int64_t fit = max64(kPackedBytes / (size * 2), 1), all = div_up(p.seqlen_k, kTileKeys);
@@ -95,6 +96,8 @@ class AttentionFwdTiles {
 
   void place() {
     panels_ = arena_.template take<Panel>(slots_);
+    free_ = arena_.template take<Panel*>(slots_);
+    of_task_ = arena_.template take<Panel*>(max_panels_);
     blocks_ = arena_.template take<KeyBlock>(blocks_of_chunk_);
     queries_ = arena_.template take<uint16_t>(slots_ * Pack::size(kTileQueries, steps_));
     outs_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
@@ -113,6 +116,13 @@ class AttentionFwdTiles {
     place();
     if (!arena_.allocate()) return false;
     place();
+    for (num_free_ = 0; num_free_ < slots_; ++num_free_) {
+      Panel& panel = panels_[num_free_];
+      panel.query = queries_ + num_free_ * Pack::size(kTileQueries, steps_);
+      panel.out = outs_ + num_free_ * kTileQueries * wide_v_;
+      panel.special = specials_ + num_free_ * kTileQueries * wide_v_;
+      free_[num_free_] = &panel;
+    }
     return true;
   }
 
@@ -127,16 +137,14 @@ class AttentionFwdTiles {
       const bool final_chunk = chunk_end == num_keys;
       begin_chunk(head, chunk);
       for (int64_t at = begin; at < end; ++at) {
-        Panel& panel = panels_[(at - begin) % slots_];
         const int64_t first = at % of_head * kTileQueries;
-        if (first >= query_rows(p_, b).count) {
-          drain();  // or a slot would come round too early
-          continue;
-        }
-        if (chunk == 0) begin_panel(b, h_kv * group + at / of_head, first, at - begin, &panel);
-        const bool any = panel_keys(&panel, h_kv, chunk, chunk_end, final_chunk);
+        if (first >= query_rows(p_, b).count) continue;
+        Panel*& panel = of_task_[at - begin];
+        if (chunk == 0) panel = begin_panel(b, h_kv * group + at / of_head, first);
+        const bool any = panel_keys(panel, h_kv, chunk, chunk_end, final_chunk);
         if (final_chunk && !any) {
           drain();  // of an earlier chunk, it may have tiles on their way
+          if (!panel->begun) clear(panel->out, kTileQueries * wide_v_);
           end_panel(panel);
         }
       }
@@ -182,26 +190,21 @@ class AttentionFwdTiles {
     block->packed = true;
   }
 
-  void begin_panel(int64_t b, int64_t h, int64_t first, int64_t index, Panel* panel) {
-    const int64_t slot = index % slots_;
+  // Takes the panel that ended last: it may still be in L1.
+  Panel* begin_panel(int64_t b, int64_t h, int64_t first) {
+    Panel* const panel = free_[--num_free_];
     const SequenceRows queries = query_rows(p_, b);
     panel->b = b;
     panel->h = h;
     panel->first = first;
     panel->count = min64(kTileQueries, queries.count - first);
-    panel->query = queries_ + slot * Pack::size(kTileQueries, steps_);
-    panel->out = outs_ + slot * kTileQueries * wide_v_;
-    panel->special = specials_ + slot * kTileQueries * wide_v_;
     panel->begun = panel->has_special = false;
-    clear(panel->out, kTileQueries * wide_v_);
-    PanelRows& rows = panel->rows;
     const T* own[kTileQueries];
     list_rows(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
               panel->count, kTileQueries, own);
-    Pack::left(own, kTileQueries, p_.head_dim, steps_, panel->query);
-    if (kSum) clear(rows.sum[0], kTileQueries * 16);
-    if (F::kRounds) clear(rows.rounded[0], kTileQueries * 16);
-    for (float& shift : rows.shift) shift = __builtin_nanf("");
+    Pack::left(own, p_.head_dim, steps_, panel->query);
+    Softmax::reset(&panel->rows);
+    return panel;
   }
 
   // A tile more. It is held back until the next one is packed: tile loads of what was written just
@@ -238,7 +241,7 @@ class AttentionFwdTiles {
     const bool ended = last_ != nullptr && last_->last;
     if (last_ == nullptr || special || ended || softmax_.rescaled != 0) pending_.flush();
     if (special) add_special(*last_);
-    if (ended) end_panel(*last_->panel);
+    if (ended) end_panel(last_->panel);
     if (softmax_.rescaled != 0) rescale(current_->panel);
     last_ = current_;
     current_ = next;
@@ -291,7 +294,14 @@ class AttentionFwdTiles {
     for (int64_t q = 0; q < num_products_; ++q) {
       schedule.template multiply<false, kRows>(products_[q]);
     }
-    for (int64_t q = 0; q < num_sums_; ++q) schedule.template multiply<true, kRows>(sums_[q]);
+    const bool adds = num_sums_ > 0 && !last_->first;
+    for (int64_t q = 0; adds && q < num_sums_; ++q) {
+      schedule.template multiply<true, kRows>(sums_[q]);
+    }
+    // What a panel begins with is written over, not cleared and read.
+    for (int64_t q = 0; !adds && q < num_sums_; ++q) {
+      schedule.template multiply<false, kRows>(sums_[q]);
+    }
     schedule.finish();
     return schedule.work.left();
   }
@@ -317,10 +327,9 @@ class AttentionFwdTiles {
     for (int s = 0; s < job.block->num_special; ++s) {
       const int t = job.block->special[s];
       for (int64_t r = 0; r < kTileQueries; ++r) {
-        const float weight =
-            F::weight(job.weights + (r / 16 * 2 + t / 32) * F::kParts * kTileNumbers +
-                      r % 16 * kTileSteps + position(t % 32)) *
-            unit;
+        const float weight = F::weight(job.weights + t / 32 * F::kParts * kPairNumbers +
+                                       r * kTileSteps + position(t % 32)) *
+                             unit;
         if (weight == 0) continue;
         for (int64_t d = 0; d < p_.head_dim_v; ++d) {
           panel.special[r * wide_v_ + d] += weight * to_acc(value[t * stride + d]);
@@ -329,11 +338,13 @@ class AttentionFwdTiles {
     }
   }
 
-  void end_panel(const Panel& panel) {
+  void end_panel(Panel* ended) {
+    free_[num_free_++] = ended;
+    const Panel& panel = *ended;
     const PanelRows& state = panel.rows;
     const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
     const float unit = 1 << F::kWeightExponent;
-    const int64_t tiles = 2 * steps_v_, at = lse_begin(p_, panel.b, panel.h) + panel.first;
+    const int64_t at = lse_begin(p_, panel.b, panel.h) + panel.first;
     alignas(64) float factors[kTileQueries], sums[kTileQueries];
     for (int64_t half = 0; half < kTileQueries; half += 16) {
       // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
@@ -345,10 +356,10 @@ class AttentionFwdTiles {
     }
     for (int64_t r = 0; r < panel.count; ++r) {
       const float factor = factors[r];
-      const float* const out = panel.out + r / 16 * tiles * kTileSums + r % 16 * 16;
+      const float* const out = panel.out + r * 16;
       float* const row = rows_ + r * wide_v_;
-      for (int64_t c = 0; c < tiles; ++c) {
-        Vec<float> x = load(out + c * kTileSums) * factor;
+      for (int64_t c = 0; c < 2 * steps_v_; ++c) {
+        Vec<float> x = load(out + c * kPairSums) * factor;
         if (__builtin_expect(panel.has_special, 0)) {
           x += load(panel.special + r * wide_v_ + c * 16) * (factor * unit);
         }
@@ -389,7 +400,7 @@ class AttentionFwdTiles {
   const MaskView<float>& mask_;
   TileScores<kTileKeys> scores_;
   const ExpUnit<float> unit_;  // of a score
-  const int64_t steps_, steps_v_, wide_v_;
+  const int64_t steps_, steps_v_, wide_v_, max_panels_;
   int64_t blocks_of_chunk_, slots_;
   Arena arena_;
   TileRegisters registers_;
@@ -404,6 +415,8 @@ class AttentionFwdTiles {
   int64_t num_products_ = 0, num_sums_ = 0;
   PendingSums pending_;
   Panel* panels_;
+  Panel **free_, **of_task_;
+  int64_t num_free_ = 0;
   KeyBlock* blocks_;
   uint16_t *queries_, *keys_, *values_;
   float *outs_, *specials_;

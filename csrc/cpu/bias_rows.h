@@ -21,16 +21,16 @@ class BiasRows {
     }
   }
 
-  // Adds a tile of dS (2, 2) with so many queries.
+  // Adds a tile of dS with so many queries.
   void add(const TileAt& at, int64_t rows, const float* grads) const {
     for (uint32_t r = 0; r < rows; ++r) {
-      const float* const own = grads + scores_row<kGradientKeys>(r);
+      const float* const own = grads + r * 16;
       float* const out = row(at.b, at.h, at.i + r) + at.j;
       for (int64_t v = 0; v * 16 < at.n; ++v) {
         const __mmask16 there = lanes16(at.n, v * 16);
         const __m512 sum = _mm512_maskz_loadu_ps(there, out + v * 16);
         _mm512_mask_storeu_ps(out + v * 16, there,
-                              _mm512_add_ps(sum, (__m512)load(own + v * kTileSums)));
+                              _mm512_add_ps(sum, (__m512)load(own + v * kPairSums)));
       }
     }
   }

@@ -170,6 +170,28 @@ inline void store_row(const Acc<T>* src, int64_t n, T* dst) {
   for (; i < n; ++i) from_acc(src[i], &dst[i]);
 }
 
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+// In a fifth of the instructions; but they take subnormal numbers for 0.
+template <>
+inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const __m512 a = _mm512_loadu_ps(src + i), b = _mm512_loadu_ps(src + i + 16);
+    constexpr int kSubnormal = 0x20;
+    if (__builtin_expect(!_kortestz_mask16_u8(_mm512_fpclass_ps_mask(a, kSubnormal),
+                                              _mm512_fpclass_ps_mask(b, kSubnormal)),
+                         0)) {
+      store_as<BFloat16>((Vec<float>)a, dst + i);
+      store_as<BFloat16>((Vec<float>)b, dst + i + 16);
+      continue;
+    }
+    _mm512_storeu_si512(dst + i, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+  for (; i + 16 <= n; i += 16) store_as<BFloat16>(load(src + i), dst + i);
+  for (; i < n; ++i) from_acc(src[i], &dst[i]);
+}
+#endif
+
 // ---- what rounding to 16 bits takes, as a difference of float32's bits (AttentionParams::out_low)
 
 typedef int16_t Lows __attribute__((vector_size(kVectorBytes / 2)));

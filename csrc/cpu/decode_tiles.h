@@ -129,9 +129,7 @@ class DecodeTiles {
     panel.out = outs_ + index * out_size();
     panel.begun = false;
     clear(panel.out, out_size());
-    clear(panel.state.sum[0], kTileQueries * 16);
-    clear(panel.state.rounded[0], kTileQueries * 16);
-    for (float& shift : panel.state.shift) shift = __builtin_nanf("");
+    Softmax::reset(&panel.state);
     const SequenceRows queries = query_rows(p_, b_);
     const T* rows[kTileQueries] = {};
     for (int64_t r = 0; r < panel.rows; ++r) {
@@ -228,18 +226,18 @@ class DecodeTiles {
     tile_store<1>(turned_ + kTileSums);
     tile_store<2>(turned_ + 2 * kTileSums);
     tile_store<3>(turned_ + 3 * kTileSums);
-    float* const scores = scores_at_ + tile * kScoreTiles * kTileSums;
+    float* const scores = scores_at_ + tile * kTileSums;
     const int64_t rows = min64(panel.rows - tile * kTileRows, kTileRows);
     for (int64_t c = 0; c < kScoreTiles; ++c) {
       const float* const turned = turned_ + c * kTileSums;
       ahead_.prefetch(ahead_.lines / 16);
       if (rows > kGathered) {
-        transpose_tile(turned, 16, scores + c * kTileSums, 16);
+        transpose_tile(turned, 16, scores + c * kPairSums, 16);
         continue;
       }
       const __m512i keys = _mm512_slli_epi32((__m512i)load(kTileIndex), 4);
       for (int64_t r = 0; r < rows; ++r) {
-        store(scores + c * kTileSums + r * 16,
+        store(scores + c * kPairSums + r * 16,
               (Vec<float>)_mm512_i32gather_ps(keys, turned + r, 4));
       }
     }
@@ -286,22 +284,22 @@ class DecodeTiles {
 
   // out += weights * values, of 16 rows.
   void add_values(const Panel& panel, int64_t tile) {
-    const uint16_t* const weights = weights_ + tile * 2 * kTileNumbers;
-    float* const out = panel.out + tile * 2 * steps_v_ * kTileSums;
+    const uint16_t* const weights = weights_ + tile * kTileNumbers;
+    float* const out = panel.out + tile * kTileSums;
     int64_t c = 0;
-    for (; c + 4 <= 2 * steps_v_; c += 4) add_columns<4>(weights, c, out + c * kTileSums);
-    if (c < 2 * steps_v_) add_columns<2>(weights, c, out + c * kTileSums);
+    for (; c + 4 <= 2 * steps_v_; c += 4) add_columns<4>(weights, c, out + c * kPairSums);
+    if (c < 2 * steps_v_) add_columns<2>(weights, c, out + c * kPairSums);
   }
 
   template <int kColumns>
   void add_columns(const uint16_t* weights, int64_t c, float* out) {
     tile_load<0>(out);
-    tile_load<1>(out + kTileSums);
-    if (kColumns == 4) tile_load<2>(out + 2 * kTileSums);
-    if (kColumns == 4) tile_load<3>(out + 3 * kTileSums);
+    tile_load<1>(out + kPairSums);
+    if (kColumns == 4) tile_load<2>(out + 2 * kPairSums);
+    if (kColumns == 4) tile_load<3>(out + 3 * kPairSums);
     for (int64_t s = 0; s < 2; ++s) {
       const uint16_t* const value = value_ + (s * 2 * steps_v_ + c) * kTileNumbers;
-      tile_load<4>(weights + s * kTileNumbers);
+      tile_load<4>(weights + s * kPairNumbers);
       ahead_.prefetch(32);
       tile_load<6>(value);
       F::Number::template multiply<0, 4, 6>();
@@ -315,21 +313,21 @@ class DecodeTiles {
       }
     }
     tile_store<0>(out);
-    tile_store<1>(out + kTileSums);
-    if (kColumns == 4) tile_store<2>(out + 2 * kTileSums);
-    if (kColumns == 4) tile_store<3>(out + 3 * kTileSums);
+    tile_store<1>(out + kPairSums);
+    if (kColumns == 4) tile_store<2>(out + 2 * kPairSums);
+    if (kColumns == 4) tile_store<3>(out + 3 * kPairSums);
   }
 
   // Adds a value that is not finite to those who see it.
   void add_special(const Panel& panel, int64_t j, int64_t t) {
     const T* const value = values_ + (j + t) * p_.value_strides[2];
     for (uint32_t r = 0; r < panel.rows; ++r) {
-      const float weight = F::weight(weights_ + weights_row<kTileKeys>(r, 1) +
-                                     t / 32 * kTileNumbers + F::woven(static_cast<int>(t % 32)));
+      const float weight = F::weight(weights_ + t / 32 * kPairNumbers + r * kTileSteps +
+                                     F::woven(static_cast<int>(t % 32)));
       if (weight == 0) continue;
-      float* const out = panel.out + r / 16 * 2 * steps_v_ * kTileSums + r % 16 * 16;
+      float* const out = panel.out + r * 16;
       for (int64_t d = 0; d < p_.head_dim_v; ++d) {
-        out[d / 16 * kTileSums + d % 16] += weight * to_acc(value[d]);
+        out[d / 16 * kPairSums + d % 16] += weight * to_acc(value[d]);
       }
     }
   }
@@ -342,9 +340,9 @@ class DecodeTiles {
       const float shift = panel.state.shift[r], factor = rounded == 0 ? 1 : sum / rounded;
       part.sum[at] = sum;
       part.maximum[at] = shift == shift ? shift : -__builtin_inff();
-      const float* const out = panel.out + r / 16 * 2 * steps_v_ * kTileSums + r % 16 * 16;
+      const float* const out = panel.out + r * 16;
       for (int64_t c = 0; c < 2 * steps_v_; ++c) {
-        store(part.out + at * shape_.wide + c * 16, load(out + c * kTileSums) * factor);
+        store(part.out + at * shape_.wide + c * 16, load(out + c * kPairSums) * factor);
       }
     }
   }

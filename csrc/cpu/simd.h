@@ -12,6 +12,9 @@
 #include <immintrin.h>
 #endif
 
+// For what is beside products or in an inner loop: called, it would cost all vector registers.
+#define FUSED_ATTN_INLINE inline __attribute__((always_inline))
+
 namespace fused_attn {
 namespace {
 

@@ -106,7 +106,7 @@ struct TileFormat : TileFormatOf<T> {
     return _mm512_or_si512(low, _mm512_maskz_set1_epi32(upper_bits, ~0xFFFF));
   }
 
-  // 32 weights in a row of tiles, woven; adds to *rounded what they became. By integer
+  // 32 weights in a row of left tiles, woven; adds to *rounded what they became. By integer
   // instructions, which have a port of their own beside products and conversions.
   static FUSED_ATTN_INLINE void store_weights(uint16_t* row, Vec<float> a, Vec<float> b,
                                               Vec<float>* rounded) {
@@ -119,13 +119,13 @@ struct TileFormat : TileFormatOf<T> {
     split(a, parts_a);
     split(b, parts_b);
     for (int part = 0; part < kParts; ++part) {
-      store_woven(parts_a[part], parts_b[part], row + part * kTileNumbers);
+      store_woven(parts_a[part], parts_b[part], row + part * kPairNumbers);
     }
   }
 
   static float weight(const uint16_t* at) {
     float sum = 0;
-    for (int part = kParts - 1; part >= 0; --part) sum += Number::load(at + part * kTileNumbers);
+    for (int part = kParts - 1; part >= 0; --part) sum += Number::load(at + part * kPairNumbers);
     return sum;
   }
 

@@ -32,12 +32,12 @@ class TileGradients {
   // A tile of scores, and where its weights and gradients go.
   struct Tile {
     const GradientRows* rows;
-    const float* scores;     // as are the ones below: tiles (2, 2)
+    const float* scores;     // as are the ones below: tiles (2 of keys, 2)
     float* grads;            // dP; with store_grads, dS before the derivative of softcap follows
     const float* cap_slope;  // the derivative of softcap; null: none
     const uint64_t* keep;    // (32), bit t: dropout keeps key t; null: all of them
     uint16_t *weight_pairs, *grad_pairs;  // right tiles (2, parts)
-    uint16_t* grad_rows;                  // left tiles (2, parts)
+    uint16_t* grad_rows;                  // left tiles (parts, 2)
     ExpUnit<float> unit;                  // of a score
     float dropout_scale;
     float grad_factor;  // of dS as it is multiplied, where numbers have few exponents
@@ -60,11 +60,11 @@ class TileGradients {
       constexpr int kRow = kQuarter % 2, kVector = kQuarter / 2;
       const uint32_t r = 2 * at_ + kRow;
       gradient(r, kVector, weights_[kRow], grads_[kRow][kVector]);
-      uint16_t* const row = tile_.grad_rows + weights_row<kGradientKeys>(r, F::kParts);
+      uint16_t* const row = tile_.grad_rows + r * kTileSteps;
       const int64_t pair = at_ * kTileSteps + kVector * F::kParts * kTileNumbers;
       for (int p = 0; p < F::kParts; ++p) {
         const int64_t part = p * kTileNumbers;
-        if (kVector == 1) F::store_woven(grads_[kRow][0][p], grads_[kRow][1][p], row + part);
+        if (kVector == 1) F::store_woven(grads_[kRow][0][p], grads_[kRow][1][p], row + 2 * part);
         if (kRow == 0) continue;
         F::store_woven(weights_[0][p], weights_[1][p], tile_.weight_pairs + pair + part);
         F::store_woven(grads_[0][kVector][p], grads_[1][kVector][p],
@@ -77,7 +77,7 @@ class TileGradients {
     // 16 keys of row r, from vector v on.
     FUSED_ATTN_INLINE void gradient(uint32_t r, uint32_t v, Vec32* kept_parts,
                                     Vec32* grad_parts) const {
-      const uint32_t e = scores_row<kGradientKeys>(r) + v * static_cast<uint32_t>(kTileSums);
+      const uint32_t e = r * 16 + v * static_cast<uint32_t>(kPairSums);
       const Vec<float> lse = broadcast(tile_.rows->lse[r]), score = load(tile_.scores + e);
       // What rounding took from lse, and takes from the difference, is applied as a factor
       // (exp(-low) is 1 - low): in the exponent it would be lost again.

@@ -166,13 +166,12 @@ class TilePack {
   // Of rows of `steps` * 32 features, however they are packed.
   static int64_t size(int64_t rows, int64_t steps) { return rows / 16 * steps * kStep; }
 
-  // Left tiles (count / 16, steps, parts) of 16 rows x 32 features.
-  static void left(const T* const* rows, int64_t count, int64_t dim, int64_t steps, uint16_t* dst) {
-    read(rows, count, dim, steps, [&](auto& reader) {
-      for (int64_t r = 0; r < count; ++r) {
-        uint16_t* const at = dst + r / 16 * steps * kStep + r % 16 * kTileSteps;
+  // Left tiles (steps, parts, 2) of 16 rows x 32 features.
+  static void left(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
+    read(rows, 2 * kTileRows, dim, steps, [&](auto& reader) {
+      for (int64_t r = 0; r < 2 * kTileRows; ++r) {
         for (int64_t s = 0; s < steps; ++s) {
-          numbers(reader, rows[r], s * kTileSteps, at + s * kStep);
+          numbers(reader, rows[r], s * kTileSteps, dst + s * 2 * kStep + r * kTileSteps);
         }
       }
       return kParts == 1 || reader.finite();
@@ -223,14 +222,15 @@ class TilePack {
     for (int64_t s = 0; s < steps; ++s) pair(reader, a, b, s * kTileSteps, dst + 2 * s * kStep);
   }
 
-  // Left tiles (2 steps, parts) of 16 features x 32 rows: the transpose.
+  // Left tiles (steps, parts, 2) of 16 features x 32 rows: the transpose.
   static void left_columns(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
     read(rows, 32, dim, steps, [&](auto& reader) {
       alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
       for (int64_t s = 0; s < steps; ++s) {
         pairs(reader, rows, s * kTileSteps, stage[0]);
         for (int tile = 0; tile < 2 * kParts; ++tile) {
-          transpose_tile(stage[tile], 16, dst + (s * 2 * kParts + tile) * kTileNumbers, 16);
+          const int64_t at = s * 2 * kParts + tile % kParts * 2 + tile / kParts;
+          transpose_tile(stage[tile], 16, dst + at * kTileNumbers, 16);
         }
       }
       return kParts == 1 || reader.finite();
@@ -286,7 +286,7 @@ class TilePack {
                        turned[half], 16);
       }
       for (int64_t d = 0; d < 16; ++d) {
-        weave(reader, _mm512_load_ps(turned[0][d]), _mm512_load_ps(turned[1][d]),
+        weave(reader, _mm512_load_ps(turned[0][d]), _mm512_load_ps(turned[1][d]), kTileNumbers,
               dst + d * kTileSteps);
       }
     }
@@ -304,7 +304,7 @@ class TilePack {
       } else {
         for (int64_t half = 0; half < 2; ++half) {
           weave(reader, reader.floats(a, begin + 16 * half), reader.floats(b, begin + 16 * half),
-                at + half * kStep);
+                kTileNumbers, at + half * kStep);
         }
       }
     }
@@ -319,26 +319,27 @@ class TilePack {
     _mm512_store_si512(dst + kStep, _mm512_permutex2var_epi16(x, up, y));
   }
 
-  // 32 numbers of a row from `begin` on. In parts, numbers i and 16 + i are neighbours: queries and
-  // keys are packed alike, and products do not mind.
+  // 32 numbers of a row of left tiles from `begin` on. In parts, numbers i and 16 + i are
+  // neighbours: queries and keys are packed alike, and products do not mind.
   template <class Reader>
   static FUSED_ATTN_INLINE void numbers(Reader& reader, const T* row, int64_t begin,
                                         uint16_t* dst) {
     if constexpr (kParts == 1) {
       _mm512_storeu_si512(dst, reader.numbers(row, begin));
     } else {
-      weave(reader, reader.floats(row, begin), reader.floats(row, begin + 16), dst);
+      weave(reader, reader.floats(row, begin), reader.floats(row, begin + 16), kPairNumbers, dst);
     }
   }
 
-  // The parts of a and b, in turn, in a row of each part's tile.
+  // The parts of a and b, in turn, in a row of each part's tile; those are `apart`.
   template <class Reader>
-  static FUSED_ATTN_INLINE void weave(const Reader&, __m512 a, __m512 b, uint16_t* dst) {
+  static FUSED_ATTN_INLINE void weave(const Reader&, __m512 a, __m512 b, int64_t apart,
+                                      uint16_t* dst) {
     Vec32 parts_a[kParts], parts_b[kParts];
     Reader::split(a, parts_a);
     Reader::split(b, parts_b);
     for (int p = 0; p < kParts; ++p) {
-      F::store_woven(parts_a[p], parts_b[p], dst + p * kTileNumbers);
+      F::store_woven(parts_a[p], parts_b[p], dst + p * apart);
     }
   }
 

@@ -12,24 +12,24 @@
 namespace fused_attn {
 namespace {
 
-// 2 x 2 sums of left tiles (2, steps) times right tiles (2, steps), and how far those of a row, a
-// column and a step lie apart.
+// 2 x 2 sums of left tiles (steps, parts, 2) times right tiles (2, steps, parts), and how far those
+// of a column and a step lie apart.
 struct TileQuad {
   const uint16_t *left, *right;
-  int64_t steps, left_row, left_step, right_column, right_step;
+  int64_t steps, left_step, right_column, right_step;
   float* out[4];
 };
 
-// out: the first of 2 x 2 tiles, of which a row has `columns`.
-inline void set_out(float* out, int64_t columns, TileQuad* quad) {
+// out: tiles (2 columns, 2 rows).
+inline void set_out(float* out, TileQuad* quad) {
   quad->out[0] = out;
-  quad->out[1] = out + kTileSums;
-  quad->out[2] = out + columns * kTileSums;
-  quad->out[3] = out + (columns + 1) * kTileSums;
+  quad->out[1] = out + kPairSums;
+  quad->out[2] = out + kTileSums;
+  quad->out[3] = out + kPairSums + kTileSums;
 }
 
-// Left tiles (2, steps) times right tiles (columns, steps), both packed without gaps, to tiles
-// (2, columns): columns / 2 quads, to `quads`.
+// Left tiles (steps, 2) times right tiles (columns, steps), both packed without gaps, to tiles
+// (columns, 2): columns / 2 quads, to `quads`.
 template <class F>
 inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t steps,
                           int64_t columns, float* out, TileQuad* quads) {
@@ -39,14 +39,15 @@ inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t s
     quad.left = left;
     quad.right = right + c * steps * kStep;
     quad.steps = steps;
-    quad.left_row = quad.right_column = steps * kStep;
-    quad.left_step = quad.right_step = kStep;
-    set_out(out + c * kTileSums, columns, &quad);
+    quad.left_step = 2 * kStep;
+    quad.right_column = steps * kStep;
+    quad.right_step = kStep;
+    set_out(out + c * kPairSums, &quad);
   }
 }
 
-// Left tiles (2, steps) of keys times right tiles (steps, columns) of pairs of keys, added to tiles
-// (2, columns).
+// Left tiles (steps, 2) of keys times right tiles (steps, columns) of pairs of keys, added to tiles
+// (columns, 2).
 template <class F>
 inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps, int64_t columns,
                       float* out, TileQuad* quads) {
@@ -56,10 +57,10 @@ inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps
     quad.left = left;
     quad.right = right + c * kStep;
     quad.steps = steps;
-    quad.left_row = steps * kStep;
-    quad.left_step = quad.right_column = kStep;
+    quad.left_step = 2 * kStep;
+    quad.right_column = kStep;
     quad.right_step = columns * kStep;
-    set_out(out + c * kTileSums, columns, &quad);
+    set_out(out + c * kPairSums, &quad);
   }
 }
 
@@ -123,12 +124,12 @@ class TileSchedule {
   template <bool kAdd, int kUnits>
   FUSED_ATTN_INLINE void multiply(const TileQuad& quad) {
     const uint16_t *a = quad.left, *b = quad.right;
-    step<true, kAdd, kUnits>(a, a + quad.left_row, b, b + quad.right_column, quad.out);
+    step<true, kAdd, kUnits>(a, b, b + quad.right_column, quad.out);
     if (kApart && pending_->adds) pending_->add();
     for (int64_t s = 1; s < quad.steps; ++s) {
       a += quad.left_step;
       b += quad.right_step;
-      step<false, kAdd, kUnits>(a, a + quad.left_row, b, b + quad.right_column, quad.out);
+      step<false, kAdd, kUnits>(a, b, b + quad.right_column, quad.out);
     }
     constexpr bool kAddsApart = kApart && kAdd;
     for (int i = 0; i < 4; ++i) {
@@ -182,19 +183,19 @@ class TileSchedule {
     }
   }
 
-  // a0, a1: left tiles of 16 rows each; b0, b1: right tiles of 16 columns each.
+  // a: left tiles of 16 rows each; b0, b1: right tiles of 16 columns each.
   //
   // Products of parts from kProduct on; what the last one has loaded is not loaded again.
   template <bool kFirst, bool kAdd, int kUnits, int kProduct = 0>
-  FUSED_ATTN_INLINE void step(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0,
-                              const uint16_t* b1, float* const* out) {
+  FUSED_ATTN_INLINE void step(const uint16_t* a, const uint16_t* b0, const uint16_t* b1,
+                              float* const* out) {
     if constexpr (kProduct < Products::kCount) {
       constexpr int kLeft = Products::kOfLeft[kProduct], kRight = Products::kOfRight[kProduct];
       constexpr int kBefore = kProduct == 0 ? 0 : kProduct - 1;
       constexpr bool kNewLeft = kProduct == 0 || kLeft != Products::kOfLeft[kBefore];
       constexpr bool kNewRight = kProduct == 0 || kRight != Products::kOfRight[kBefore];
       constexpr bool kBegin = kFirst && kProduct == 0;
-      if (kNewLeft) tile_stream<4>(a0 + kLeft * kTileNumbers);
+      if (kNewLeft) tile_stream<4>(a + kLeft * kPairNumbers);
       if (kNewRight) tile_stream<6>(b0 + kRight * kTileNumbers);
       begin<0, kBegin, kAdd>(out);
       F::Number::template multiply<0, 4, 6>();
@@ -203,14 +204,14 @@ class TileSchedule {
       begin<1, kBegin, kAdd>(out);
       F::Number::template multiply<1, 4, 7>();
       meanwhile<4 * kProduct + 1, kUnits>();
-      if (kNewLeft) tile_stream<5>(a1 + kLeft * kTileNumbers);
+      if (kNewLeft) tile_stream<5>(a + kLeft * kPairNumbers + kTileNumbers);
       begin<2, kBegin, kAdd>(out);
       F::Number::template multiply<2, 5, 6>();
       meanwhile<4 * kProduct + 2, kUnits>();
       begin<3, kBegin, kAdd>(out);
       F::Number::template multiply<3, 5, 7>();
       meanwhile<4 * kProduct + 3, kUnits>();
-      step<kFirst, kAdd, kUnits, kProduct + 1>(a0, a1, b0, b1, out);
+      step<kFirst, kAdd, kUnits, kProduct + 1>(a, b0, b1, out);
     }
   }
 

@@ -10,17 +10,6 @@
 namespace fused_attn {
 namespace {
 
-// Where row r of a tile of scores begins, and of one of weights in so many parts: both halves of a
-// tile are of 16 rows.
-template <int64_t kKeys>
-inline uint32_t scores_row(uint32_t r) {
-  return 16 * (r + (r & 16) * (kKeys / 16 - 1));
-}
-template <int64_t kKeys>
-inline uint32_t weights_row(uint32_t r, uint32_t parts) {
-  return static_cast<uint32_t>(kTileSteps) * (r + (r & 16) * (kKeys / 32 * parts - 1));
-}
-
 template <int64_t kKeys>
 class TileScores {
   static constexpr int64_t kVectors = kKeys / 16;
@@ -45,20 +34,20 @@ class TileScores {
     const float cap = static_cast<float>(p_.softcap);
     if (masked) mask_.load(p_, at.b, at.h, at.j, at.n);
     for (uint32_t r = first; r < first + rows; ++r) {
-      float* const row = scores + scores_row<kKeys>(r);
+      float* const row = scores + r * 16;
       for (int64_t v = 0; units.scaled && v < kVectors; ++v) {
-        const Vec<float> score = load(row + v * kTileSums) * inner;
+        const Vec<float> score = load(row + v * kPairSums) * inner;
         if (!capped) {
-          store(row + v * kTileSums, score);
+          store(row + v * kPairSums, score);
           continue;
         }
         const Vec<float> t = tanh<float>(score);
-        store(row + v * kTileSums, t * cap);
+        store(row + v * kPairSums, t * cap);
         if (cap_slope != nullptr) {
-          store(cap_slope + scores_row<kKeys>(r) + v * kTileSums, 1.f - t * t);
+          store(cap_slope + r * 16 + v * kPairSums, 1.f - t * t);
         }
       }
-      if (masked) mask_.apply(at.i + r - first, row, kTileSums);
+      if (masked) mask_.apply(at.i + r - first, row, kPairSums);
     }
   }
 
@@ -66,7 +55,7 @@ class TileScores {
   static void clear_row(uint32_t r, float* scores) {
     const Vec<float> nothing = broadcast(-__builtin_inff());
     for (int64_t v = 0; v < kVectors; ++v) {
-      store(scores + scores_row<kKeys>(r) + v * kTileSums, nothing);
+      store(scores + r * 16 + v * kPairSums, nothing);
     }
   }
 

@@ -56,7 +56,7 @@ struct ReducedExp {
 };
 
 template <class T>
-inline ReducedExp<T> expm1_near_0(Vec<T> r, Vec<typename ExpConstants<T>::Bits> power) {
+FUSED_ATTN_INLINE ReducedExp<T> expm1_near_0(Vec<T> r, Vec<typename ExpConstants<T>::Bits> power) {
   using C = ExpConstants<T>;
   constexpr int kDegree = sizeof(C::kPoly) / sizeof(C::kPoly[0]) - 1;
   Vec<T> p = broadcast<T>(C::kPoly[kDegree]);
@@ -127,7 +127,7 @@ struct ExpUnit {
 // 2^y for y <= 0 (a little more does no harm) or NaN. What would be subnormal may be anything
 // below, for products that do not know such numbers.
 template <Precision kPrecision>
-inline Vec<float> exp2_rough(Vec<float> y) {
+FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
   constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
   constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
   // y less its floor, and 2^floor(y) in one instruction each, which know infinities.
@@ -143,7 +143,7 @@ inline Vec<float> exp2_rough(Vec<float> y) {
 // kFull: as exact as x, whatever its size; the product with the unit is not rounded. Less: what
 // would be subnormal may be anything below, for products that do not know such numbers.
 template <class A, Precision kPrecision = Precision::kFull>
-inline Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
+FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
 #if defined(__AVX512DQ__)
   if constexpr (sizeof(A) == 4) {
     const Vec<A> y = x * unit.high;

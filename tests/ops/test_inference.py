@@ -20,8 +20,8 @@ from fused_attn import masks
 from fused_attn.backends import cpp
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Those that multiply tiles, and one that does not.
-TILE_ISAS = [*(isa for isa in ISAS if isa.startswith("amx")), "avx2"]
+# Those that multiply tiles, and two that do not.
+TILE_ISAS = [*(isa for isa in ISAS if isa.startswith("amx")), "avx512_bf16", "avx2"]
 
 
 @pytest.fixture(params=TILE_ISAS)
@@ -33,14 +33,13 @@ def isa(request):
 
 
 def without_lse(mask=None, **options):
-    """As helpers.attention, for calls that want nothing but out."""
+    """As helpers.attention, for calls that want nothing but out: those that name no backend."""
 
     def of(backend):
+        named = options if backend == "cpp" else {**options, "backend": backend}
+
         def call(query, key, value):
-            out = F.scaled_dot_product_attention(
-                query, key, value, mask, backend=backend, **options
-            )
-            return (out,)
+            return (F.scaled_dot_product_attention(query, key, value, mask, **named),)
 
         return call
 
@@ -149,7 +148,7 @@ def test_what_nobody_sees(hidden, dtype, isa):
         masks.padding([75, 139]),
         masks.dense(~hide.transpose(2, 3).expand(2, 1, 70, 139)),
     ):
-        got = F.scaled_dot_product_attention(*dirty, mask, backend="cpp")
+        got = F.scaled_dot_product_attention(*dirty, mask)
         truth = without_lse(mask)("eager")(*(t.double() for t in clean))[0]
         assert_contract("out", got, truth, without_lse(mask)("eager")(*clean)[0])
 
@@ -158,10 +157,49 @@ def test_what_nobody_sees(hidden, dtype, isa):
 def test_a_value_that_is_not_finite_reaches_those_who_see_it(dtype, isa):
     query, key, value = (t.to(dtype) for t in random_qkv(1, 1, 1, 70, 139, 32).values())
     value[0, 0, 66, 3] = float("inf")
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, backend="cpp")
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert torch.isinf(out[0, 0, 66:, 3]).all()
     assert torch.isfinite(out[0, 0, :66]).all()
     assert torch.isfinite(out[..., 4:]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("name", "row"), [("query", 5), ("key", 3), ("key", 130)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_visible_nan_of_either_sign_is_seen(sign, name, row, dtype, isa):
+    """What CPUs make of 0 times infinity has its sign bit set."""
+    tensors = {n: t.to(dtype) for n, t in random_qkv(1, 1, 1, 70, 139, 32).items()}
+    element = tensors[name][0, 0, row, 3:4]
+    element.copy_(torch.tensor(float("nan")))
+    bits = element.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits.copy_(bits & (torch.iinfo(bits.dtype).max if sign > 0 else -1))
+    bits.copy_(bits if sign > 0 else bits | torch.iinfo(bits.dtype).min)
+    for function in (without_lse(), attention()):
+        nan = function("cpp")(*tensors.values())[0][0, 0].isnan()
+        assert nan[row if name == "query" else slice(None)].all()
+        assert name == "key" or nan.sum() == nan[row].sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("size", [3e2, 1e4, 1e6, 1e15, 1e18])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_scores_far_apart(mask, size, dtype, isa):
+    """Of 1e5 and more, which is more than an exponent has bits, and up to where they are inf."""
+    if size > torch.finfo(dtype).max / 10:
+        pytest.skip("reason: not a float16")
+    tensors = random_qkv(1, 2, 2, 70, 139, 32)
+    tensors["query"] *= size
+    check(tensors, dtype, mask and masks.causal())
+
+
+def test_results_below_the_normal_numbers(isa):
+    """The instruction that rounds to bfloat16 takes them for 0."""
+    if isa.startswith("amx"):
+        pytest.skip("reason: tiles of bfloat16 take subnormal numbers as 0")
+    query, key, value = (torch.zeros(1, 1, 139, 64, dtype=torch.bfloat16) for _ in range(3))
+    value[0, 0, :3] = 1.5 * 2.0**-126
+    out = F.scaled_dot_product_attention(query, key, value)
+    assert ((out.double() - 4.5 / 139 * 2.0**-126).abs() <= 2.0**-134).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

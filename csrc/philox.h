@@ -1,6 +1,7 @@
-// Philox4x32-10, the generator of dropout masks, for host and device.
+// Philox4x32-7, the generator of dropout masks, for host and device.
 //
-// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", whose table 2 has 7
+// rounds as the fewest that pass all of TestU01's BigCrush.
 // fused_attn/core/philox.py is the same in torch operations.
 #pragma once
 
@@ -13,6 +14,7 @@ namespace {  // each instruction set has its own copy (design: no shared inline 
 
 constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
 constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
+constexpr int kPhiloxRounds = 7;
 
 struct Philox4 {
   uint32_t word[4];
@@ -21,7 +23,7 @@ struct Philox4 {
 FUSED_ATTN_HOST_DEVICE Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
                                           uint64_t seed) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t product0 = uint64_t{kPhiloxMultiplier0} * c0;
     const uint64_t product1 = uint64_t{kPhiloxMultiplier1} * c2;
     c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
@@ -34,16 +36,38 @@ FUSED_ATTN_HOST_DEVICE Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2,
   return {{c0, c1, c2, c3}};
 }
 
-// A word is kept where its upper 24 bits, as a float in [0, 1), are >= dropout_p as a float;
-// compared as integers: where (word >> 8) >= dropout_threshold(p).
-FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
-  const double scaled = static_cast<double>(static_cast<float>(dropout_p)) * 16777216.0;
-  const uint32_t below = static_cast<uint32_t>(scaled);
-  return static_cast<double>(below) == scaled ? below : below + 1;
+// A counter decides about kDecisions neighbours, each by 16 bits: decision e by the lower half of
+// word e / 2 where e is even, by its upper half where e is odd. So dropout_p comes in steps of
+// 1 / kDropoutSteps.
+constexpr int kDecisions = 8;
+constexpr uint32_t kDropoutSteps = 1u << 16;
+
+FUSED_ATTN_HOST_DEVICE uint32_t half_word(uint32_t word, int half) {
+  return half == 0 ? word & 0xFFFFu : word >> 16;
 }
 
+// dropout_p in steps, a tie to the even one: kept is what is at least this, of 16 bits.
+FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
+  const double scaled = dropout_p * kDropoutSteps;
+  const uint32_t below = static_cast<uint32_t>(scaled);
+  const double rest = scaled - below;
+  return below + (rest > 0.5 || (rest == 0.5 && below % 2 == 1) ? 1 : 0);
+}
+
+// What is kept is multiplied by this; 0 where nothing is.
 FUSED_ATTN_HOST_DEVICE double dropout_scale(double dropout_p) {
-  return dropout_p < 1.0 ? 1.0 / (1.0 - dropout_p) : 0.0;
+  const uint32_t kept = kDropoutSteps - dropout_threshold(dropout_p);
+  return kept == 0 ? 0.0 : static_cast<double>(kDropoutSteps) / kept;
+}
+
+// Bit e: whether decision e of a counter keeps its neighbour.
+FUSED_ATTN_HOST_DEVICE uint32_t kept_decisions(const Philox4& random, uint32_t threshold) {
+  uint32_t kept = 0;
+  FUSED_ATTN_UNROLL
+  for (int e = 0; e < kDecisions; ++e) {
+    kept |= half_word(random.word[e / 2], e % 2) >= threshold ? 1u << e : 0u;
+  }
+  return kept;
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
         attn_mask: a bool tensor (True = attend) or a float tensor (added to the scores; -inf
             masks), broadcastable to (batch, num_heads, seqlen_q, seqlen_k), or a
             `fused_attn.masks.Mask`.
-        dropout_p: probability in [0, 1] of dropping a weight. It always applies: pass 0.0 in
+        dropout_p: probability in [0, 1] of dropping a weight, in steps of 2^-16. It always applies: pass 0.0 in
             evaluation.
         is_causal: query i sees keys j <= i (top-left); combines with attn_mask.
         scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
@@ -265,7 +265,8 @@ def layer_norm(
         weight, bias: (*normalized_shape), of any of these types; None leaves them out.
         eps: added to the variance.
         residual: like input; added before the norm.
-        dropout_p: probability in [0, 1] of dropping an element of input before the sum.
+        dropout_p: probability in [0, 1], in steps of 2^-16, of dropping an element of input before
+            the sum.
         return_residual: also return residual + dropout(input).
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
@@ -306,7 +307,8 @@ def rms_norm(
         eps: added to the mean square; None is that of float32 (float64 for float64), as in
             torch.
         residual: like input; added before the norm.
-        dropout_p: probability in [0, 1] of dropping an element of input before the sum.
+        dropout_p: probability in [0, 1], in steps of 2^-16, of dropping an element of input before
+            the sum.
         return_residual: also return residual + dropout(input).
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 

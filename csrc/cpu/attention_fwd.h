@@ -47,7 +47,10 @@ struct SoftmaxStream {
     const int first = kVectors == 2 ? 0 : static_cast<int>(done % 2);
     A* const from = scores + t * kPanel<A>;
     const ExpUnit<A> exp_unit = unit;
-    if (!kPlain && dropout != nullptr && first == 0) dropout_words(*dropout, at, t, keep);
+    if (!kPlain && dropout != nullptr && first == 0 && t % kDecisions == 0) {
+      dropout_words(*dropout, at, t, keep);
+    }
+    const uint32_t* const own = keep + t % kDecisions;
     for (int v = first; v < first + kVectors; ++v) {
       const Vec<A> below = shift[v];
       Vec<A> x[kKeys];
@@ -57,7 +60,7 @@ struct SoftmaxStream {
         x[r] = exp_nonpositive<A, kPrecision<T>>(load(score) - below, exp_unit);
         Vec<A> kept = x[r];
         if (!kPlain) {
-          if (dropout != nullptr) kept = where<A>(keep[r] >> (v * kLane), kept, Vec<A>{});
+          if (dropout != nullptr) kept = where<A>(own[r] >> (v * kLane), kept, Vec<A>{});
           if (in_place) store(score, kept);
         }
         whole[r] = P::weight(x[r]);
@@ -84,9 +87,9 @@ struct SoftmaxStream {
   ExpUnit<A> unit;  // of a score
   Vec<A> shift[2];
   Vec<A> sum[2] = {};
-  Vec<A> rounded_sum[2] = {};  // of weights as they are multiplied, where that rounds them
-  uint32_t keep[4] = {};       // what dropout leaves of a piece's keys
-  int64_t done = 0, due = 0;   // pieces, and pieces times calls
+  Vec<A> rounded_sum[2] = {};      // of weights as they are multiplied, where that rounds them
+  uint32_t keep[kDecisions] = {};  // what dropout leaves of these keys
+  int64_t done = 0, due = 0;       // pieces, and pieces times calls
 };
 
 template <class T>

@@ -91,17 +91,21 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
   }
 }
 
-// Which weights of a tile dropout keeps: bit l of words[r] for query l and key t + r, r < 4.
-// dropout_scale is applied by the caller.
-//
-// Four keys share a counter, so t must be a multiple of 4, and at.j, as every tile's is.
-inline void dropout_words(const AttentionParams& p, const TileAt& at, int64_t t,
-                          uint32_t words[4]) {
-  const uint32_t head = static_cast<uint32_t>(at.b * p.num_heads + at.h);
-  keep_bits<1>(static_cast<uint32_t>(at.i), static_cast<uint32_t>((at.j + t) / 4), head, 0, p.seed,
-               dropout_threshold(p.dropout_p), words);
+// The part of a counter that a head has.
+inline uint32_t dropout_head(const AttentionParams& p, const TileAt& at) {
+  return static_cast<uint32_t>(at.b * p.num_heads + at.h);
 }
-static_assert(kPhiloxCounters >= kPanel<float>, "one call covers a panel");
+
+// Which weights of a tile dropout keeps, of a key and 32 queries: bit l of words[r] for query l and
+// key t + r, r < 8. dropout_scale is applied by the caller.
+//
+// Eight keys share a counter, so t must be a multiple of 8, and at.j, as every tile's is.
+inline void dropout_words(const AttentionParams& p, const TileAt& at, int64_t t,
+                          uint32_t words[kDecisions]) {
+  keep_rows(PhiloxKeys(p.seed), dropout_threshold(p.dropout_p), at.j + t,
+            static_cast<uint32_t>(at.i), dropout_head(p, at), 0, words);
+}
+static_assert(kPanel<float> <= 32, "one call covers a panel");
 
 // Whether no number of n rows is infinite or NaN.
 template <class T>

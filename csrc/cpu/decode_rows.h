@@ -149,16 +149,25 @@ class DecodeRows {
       return;
     }
     if (kind == Tile::kPartial) block_mask_.load(p_, at.b, at.h, at.j, at.n);
-    uint32_t keep[kDecodeKeys];
-    for (int64_t t = 0; p_.dropout_p > 0 && t < at.n; t += 4) dropout_words(p_, at, t, keep + t);
     for (int64_t i = 0; i < p_.seqlen_q; ++i) {
       A* const row = scores + i * kDecodeKeys;
       if (units_.scaled) scale_row(row);
       if (kind == Tile::kPartial) block_mask_.apply(i, row, kLane);
       softmax_row(at.n, row, part_.out + (first + i) * shape_.wide, &part_.maximum[first + i],
                   &part_.sum[first + i]);
-      for (int64_t t = 0; p_.dropout_p > 0 && t < at.n; ++t) {
-        if ((keep[t] >> i & 1) == 0) row[t] = 0;
+      if (p_.dropout_p > 0) drop(at, i, row);
+    }
+  }
+
+  // Makes the weights of query i 0 that dropout drops.
+  void drop(const TileAt& at, int64_t i, A* row) const {
+    const PhiloxKeys keys(p_.seed);
+    for (int64_t t = 0; t < at.n; t += DropoutColumns<>::kColumns) {
+      const DropoutColumns<> columns(&keys, dropout_threshold(p_.dropout_p), at.j + t,
+                                     dropout_head(p_, at), 0);
+      const uint64_t keep = columns.keep(static_cast<uint32_t>(i));
+      for (int64_t c = 0; c < DropoutColumns<>::kColumns; ++c) {
+        if ((keep >> c & 1) == 0) row[t + c] = 0;
       }
     }
   }

@@ -98,39 +98,59 @@ __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, 
   for (int s = 0; s < kSums; ++s) sums[s] = horizontal_sum<A>(total.of[s]);
 }
 
-// What dropout multiplies a row by: 0 or 1 / (1 - p). Four columns share a counter. Meanwhile the
-// rows that are needed next are on their way from memory, null or not.
-template <class A, class T>
-inline void dropout_row(const NormParams& p, int64_t row, A* factor, const T* next,
-                        const T* other = nullptr) {
-  constexpr int64_t kQuads = kPhiloxCounters, kWords = kLanes<uint32_t>;
-  const uint32_t threshold = dropout_threshold(p.dropout_p);
-  const A scale = static_cast<A>(dropout_scale(p.dropout_p));
-  Vec32 quad_of_lane, word_of_lane[4];
-  for (int l = 0; l < kWords; ++l) {
-    quad_of_lane[l] = static_cast<uint32_t>(l) / 4;
-    for (int w = 0; w < 4; ++w) word_of_lane[w][l] = l % 4 == w ? ~0u : 0u;
+// What dropout multiplies rows by: 0 or 1 / (1 - p).
+template <class A>
+class RowDropout {
+  using Columns = DropoutColumns<>;
+
+ public:
+  explicit RowDropout(const NormParams& p)
+      : columns_(p.dropout_p > 0 ? p.columns : 0),
+        keys_(p.seed),
+        threshold_(dropout_threshold(p.dropout_p)),
+        scale_(static_cast<A>(dropout_scale(p.dropout_p))) {}
+
+  void place(Arena* arena) {
+    groups_ = arena->template take<Columns>(div_up(columns_, Columns::kColumns));
+    kept_ = arena->template take<uint8_t>(columns_ / 8 + 16);
   }
-  for (int64_t begin = 0; begin < p.columns; begin += 4 * kQuads) {
-    for (int64_t c = begin; c < min64(begin + 4 * kQuads, p.columns); c += 64 / sizeof(T)) {
-      if (next != nullptr) __builtin_prefetch(next + c);
-      if (other != nullptr) __builtin_prefetch(other + c);
-    }
-    uint32_t kept[4];
-    keep_bits<0>(static_cast<uint32_t>(begin / 4), static_cast<uint32_t>(row), 0, 1, p.seed,
-                 threshold, kept);
-    Vec32 words{};
-    for (int w = 0; w < 4; ++w) words |= word_of_lane[w] & kept[w];
-    int64_t c = 0;
-    for (; sizeof(A) == 4 && c + kWords <= min64(4 * kQuads, p.columns - begin); c += kWords) {
-      const Vec32 bit = words >> (quad_of_lane + static_cast<uint32_t>(c / 4)) & 1u;
-      store(factor + begin + c, where<A>(to_bits(bit != 0), broadcast<A>(scale), Vec<A>{}));
-    }
-    for (; c < min64(4 * kQuads, p.columns - begin); ++c) {
-      factor[begin + c] = (kept[c % 4] >> (c / 4) & 1) != 0 ? scale : A(0);
+
+  void begin() {
+    for (int64_t c = 0; c < columns_; c += Columns::kColumns) {
+      groups_[c / Columns::kColumns] = Columns(&keys_, threshold_, c, 0, 1);
     }
   }
-}
+
+  // Draws for a row. Meanwhile the rows that are needed next are on their way from memory, null or
+  // not.
+  template <class T>
+  void row(int64_t r, const T* next, const T* other = nullptr) {
+    constexpr int64_t kStep = Columns::kColumns;
+    for (int64_t c = 0; c < columns_; c += kStep) {
+      for (int64_t e = c; e < min64(c + kStep, columns_); e += 64 / sizeof(T)) {
+        if (next != nullptr) __builtin_prefetch(next + e);
+        if (other != nullptr) __builtin_prefetch(other + e);
+      }
+      const uint64_t kept = groups_[c / kStep].keep(static_cast<uint32_t>(r));
+      memcpy(kept_ + c / 8, &kept, sizeof(kept));
+    }
+  }
+
+  // Of a vector of columns from c on.
+  Vec<A> factor(int64_t c) const {
+    uint16_t bits;
+    memcpy(&bits, kept_ + c / 8, sizeof(bits));
+    return where<A>(static_cast<uint32_t>(bits >> (c % 8)), broadcast<A>(scale_), Vec<A>{});
+  }
+
+ private:
+  const int64_t columns_;
+  const PhiloxKeys keys_;
+  const uint32_t threshold_;
+  const A scale_;
+  Columns* groups_;
+  uint8_t* kept_;  // a bit for each column
+};
 
 inline float square_root(float x) { return __builtin_sqrtf(x); }
 inline double square_root(double x) { return __builtin_sqrt(x); }
@@ -159,17 +179,18 @@ class NormFwd {
   }
 
  private:
-  explicit NormFwd(const NormParams& p) : p_(p) {}
+  explicit NormFwd(const NormParams& p) : p_(p), dropout_(p) {}
 
   void place() {
     x_ = arena_.template take<A>(p_.columns);
-    keep_ = arena_.template take<A>(p_.dropout_p > 0 ? p_.columns : 0);
+    dropout_.place(&arena_);
   }
 
   bool allocate() {
     place();
     if (!arena_.allocate()) return false;
     place();
+    dropout_.begin();
     return true;
   }
 
@@ -220,11 +241,11 @@ class NormFwd {
     const bool dropout = p_.dropout_p > 0;
     const T* const residual = static_cast<const T*>(p_.residual);
     T* const total = static_cast<T*>(p_.total);
-    if (dropout) dropout_row(p_, r, keep_, input, residual == nullptr ? nullptr : residual + at);
+    if (dropout) dropout_.row(r, input, residual == nullptr ? nullptr : residual + at);
     const bool streaming = streams<T>(p_, total + at);
     for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
       Vec<A> x = load_part(input + c, count);
-      if (dropout) x *= load_part(keep_ + c, count);
+      if (dropout) x *= dropout_.factor(c);
       if (residual != nullptr) x += load_part(residual + at + c, count);
       if (total != nullptr) {
         write_part<T>(x, count, streaming, total + at + c);
@@ -236,7 +257,8 @@ class NormFwd {
 
   const NormParams& p_;
   Arena arena_;
-  A *x_, *keep_;  // (columns)
+  A* x_;  // (columns)
+  RowDropout<A> dropout_;
 };
 
 // With x the normalised row and g = weight * grad_out:
@@ -286,14 +308,15 @@ class NormBwd {
   }
 
  private:
-  explicit NormBwd(const NormBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd) {}
+  explicit NormBwd(const NormBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd), dropout_(bwd.fwd) {}
 
-  void place() { keep_ = arena_.template take<A>(p_.columns); }
+  void place() { dropout_.place(&arena_); }
 
   bool allocate() {
     place();
     if (!arena_.allocate()) return false;
     place();
+    dropout_.begin();
     return true;
   }
 
@@ -329,7 +352,7 @@ class NormBwd {
     sum_row<A, 2>(n, terms, sums);
     const A along = sums[0] / size, across = p_.rms ? A(0) : sums[1] / size;
     const bool dropout = bwd_.grad_input != nullptr;
-    if (dropout) dropout_row(p_, r, keep_, static_cast<const T*>(nullptr));
+    if (dropout) dropout_.row(r, static_cast<const T*>(nullptr));
     const T* const grad_total =
         bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + at;
     T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + at;
@@ -343,7 +366,7 @@ class NormBwd {
       if (grad_total != nullptr) grad += load_part(grad_total + c, count);
       write_part<T>(grad, count, streaming, grad_residual + c);
       if (dropout) {
-        write_part<T>(grad * load_part(keep_ + c, count), count, streaming_input, grad_input + c);
+        write_part<T>(grad * dropout_.factor(c), count, streaming_input, grad_input + c);
       }
     });
   }
@@ -359,7 +382,7 @@ class NormBwd {
   const NormBwdParams& bwd_;
   const NormParams& p_;
   Arena arena_;
-  A* keep_;  // (columns)
+  RowDropout<A> dropout_;
 };
 
 }  // namespace

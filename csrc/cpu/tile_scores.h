@@ -61,16 +61,13 @@ class TileScores {
 
   // Bit t of row r: dropout keeps key t of query r.
   const uint64_t* dropout(const TileAt& at) {
-    alignas(64) uint32_t words[kKeys];  // bit r: of query r
-    for (int64_t t = 0; t < kKeys; t += 4) dropout_words(p_, at, t, words + t);
-    for (int64_t r = 0; r < kTileQueries; ++r) {
-      const __m512i bit = _mm512_set1_epi32(static_cast<int32_t>(uint32_t{1} << r));
-      uint64_t row = 0;
-      for (int64_t v = 0; v < kVectors; ++v) {
-        const __m512i own = _mm512_load_si512(words + 16 * v);
-        row |= static_cast<uint64_t>(_mm512_test_epi32_mask(own, bit)) << (16 * v);
-      }
-      keep_[r] = row;
+    constexpr int kRows = 64 / kKeys;  // of a vector of counters
+    const PhiloxKeys keys(p_.seed);
+    const DropoutColumns<kRows> columns(&keys, dropout_threshold(p_.dropout_p), at.j,
+                                        dropout_head(p_, at), 0);
+    for (uint32_t r = 0; r < kTileQueries; r += kRows) {
+      const uint64_t rows = columns.keep(static_cast<uint32_t>(at.i) + r);
+      for (int e = 0; e < kRows; ++e) keep_[r + e] = rows >> (e * kKeys % 64);
     }
     return keep_;
   }

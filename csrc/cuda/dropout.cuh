@@ -1,7 +1,7 @@
 // Which weights dropout keeps, of a tile in the layout of mma.
 //
-// Philox gives four neighbouring keys of a query their words. Lanes that hold parts of such a group
-// share the work: each computes one group, and hands out what the others need.
+// A counter of Philox decides about an octet: eight neighbouring keys of a query. Lanes that hold
+// parts of the same ones share the work: each computes one, and hands out what the others need.
 #pragma once
 
 #include "cuda/gpu_params.h"
@@ -20,43 +20,31 @@ struct Dropout {
   uint64_t seed;
   uint32_t threshold;
 
-  // Bit e: whether word e of (quad, query) of a head is kept.
-  FUSED_ATTN_DEVICE uint32_t kept_words(uint32_t quad, uint32_t query, uint32_t head) const {
-    const Philox4 random = philox4x32(quad, query, head, 0, seed);
-    uint32_t kept = 0;
-    FUSED_ATTN_UNROLL
-    for (int e = 0; e < 4; ++e) kept |= (random.word[e] >> 8) >= threshold ? 1u << e : 0u;
-    return kept;
+  // Bit e: whether key e of an octet is kept by a query of a head.
+  FUSED_ATTN_DEVICE uint32_t kept_keys(uint32_t octet, uint32_t query, uint32_t head) const {
+    return kept_decisions(philox4x32(octet, query, head, 0, seed), threshold);
   }
 
-  // Of the fragment (16 queries) x (8 keys from j, a multiple of 4): bits e of the four elements
+  // Of the fragment (16 queries) x (8 keys from j, a multiple of 8): bits e of the four elements
   // that the thread holds. i, head: of its two rows.
   FUSED_ATTN_DEVICE uint32_t kept_by_query(Both<int> i, Both<uint32_t> head, int j) const {
-    // Lanes 2 s and 2 s + 1 of a row hold keys 4 s to 4 s + 3: the first computes row g, the second
-    // row g + 8.
+    // The four lanes of a row hold two keys each: even ones compute row g, odd ones row g + 8.
     const int t = lane_id() % 4, odd = t % 2;
-    const uint32_t own =
-        kept_words(j / 4 + t / 2, odd ? i.lower : i.upper, odd ? head.lower : head.upper);
+    const uint32_t own = kept_keys(j / 8, odd ? i.lower : i.upper, odd ? head.lower : head.upper);
     const uint32_t other = shuffle_xor(own, 1);
     const uint32_t first = odd ? other : own, second = odd ? own : other;
-    return (first >> (2 * odd) & 3) | (second >> (2 * odd) & 3) << 2;
+    return (first >> (2 * t) & 3) | (second >> (2 * t) & 3) << 2;
   }
 
-  // Of the fragment (16 keys from j) x (8 queries from i).
+  // Of the fragment (16 keys from j, a multiple of 8) x (8 queries from i).
   FUSED_ATTN_DEVICE uint32_t kept_by_key(int i, uint32_t head, int j) const {
-    // The four lanes with the same g / 4 and t share two groups of keys, g and g + 8, and two
-    // queries: each computes one of these four.
-    const int g = lane_id() / 4, t = lane_id() % 4, part = g % 4;
-    const uint32_t own = kept_words(j / 4 + g / 4 + part / 2 * 2, i + 2 * t + part % 2, head);
-    const int first = g / 4 * 16 + t;  // the lane of part 0
+    // The eight lanes with the same t hold keys g and g + 8, of two octets, and two queries: each
+    // lane computes one of the four, that of element g % 4.
+    const int g = lane_id() / 4, t = lane_id() % 4, element = g % 4;
+    const uint32_t own = kept_keys(j / 8 + element / 2, i + 2 * t + element % 2, head);
     uint32_t kept = 0;
     FUSED_ATTN_UNROLL
-    for (int word = 0; word < 4; ++word) {
-      const uint32_t votes = ballot(own >> word & 1);
-      if (word != part) continue;
-      FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) kept |= (votes >> (first + 4 * e) & 1) << e;
-    }
+    for (int e = 0; e < 4; ++e) kept |= (shuffle(own, 4 * e + t) >> g & 1) << e;
     return kept;
   }
 };

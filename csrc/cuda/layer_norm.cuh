@@ -195,14 +195,12 @@ FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& 
       for (int a = 0; a < kAccesses; ++a) {
     const int64_t column = s.begin + column_of<kWidth>(team, a);
     FUSED_ATTN_UNROLL
-    for (int e = 0; e < kWidth; e += 4) {
-      const Philox4 words = philox4x32(static_cast<uint32_t>((column + e) / 4), row, 0, 1, seed);
-      FUSED_ATTN_UNROLL
-      for (int w = 0; w < 4; ++w) {
-        const bool keep = (words.word[w] >> 8) >= dropout.threshold;
-        const int bit = kWidth == 1 ? a : a * kWidth + e + w;
-        if (kWidth > 1 || column % 4 == w) kept |= static_cast<uint32_t>(keep) << bit;
-      }
+    for (int e = 0; e < kWidth; e += kDecisions) {
+      const uint32_t octet = static_cast<uint32_t>((column + e) / kDecisions);
+      const uint32_t decisions =
+          kept_decisions(philox4x32(octet, row, 0, 1, seed), dropout.threshold);
+      constexpr uint32_t kOwn = (1u << (kWidth < kDecisions ? kWidth : kDecisions)) - 1;
+      kept |= (decisions >> ((column + e) % kDecisions) & kOwn) << (a * kWidth + e);
     }
   }
   return kept;

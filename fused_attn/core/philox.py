@@ -1,7 +1,10 @@
-"""Philox4x32-10 in torch operations: the dropout masks of the kernels, for the reference.
+"""Philox4x32-7 in torch operations: the dropout masks of the kernels, for the reference.
 
-Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". csrc/philox.h is the
-same generator in C++; tests hold the two together bit for bit.
+A counter decides about eight neighbours, each by 16 bits, so dropout_p comes in steps of 2^-16.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", whose table 2 has 7
+rounds as the fewest that pass all of TestU01's BigCrush. csrc/philox.h is the same generator in
+C++; tests hold the two together bit for bit.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from torch import Tensor
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = 0xFFFFFFFF
-ROUNDS = 10
-UNIFORM_BITS = 24  # what a float32 in [0, 1) holds exactly
+ROUNDS = 7
+DECISIONS = 8  # of a counter: the lower and the upper half of each word
+STEPS = 1 << 16
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> list[Tensor]:
@@ -45,7 +49,7 @@ def attention_keep(
     """Bool (batch, num_heads, seqlen_q, seqlen_k): the probabilities that dropout keeps; of these
     heads alone.
 
-    Counter (j / 4, i, batch * num_heads + head, 0), word j % 4.
+    Counter (j / 8, i, batch * num_heads + head, 0), decision j % 8.
     """
     row = torch.arange(seqlen_q, device=seed.device)[:, None]
     head = torch.arange(batch * num_heads, device=seed.device).reshape(batch, num_heads)[:, heads]
@@ -54,14 +58,20 @@ def attention_keep(
 
 
 def norm_keep(seed: Tensor, dropout_p: float, rows: int, columns: int) -> Tensor:
-    """Bool (rows, columns): the elements that dropout keeps. Counter (column / 4, row, 0, 1)."""
+    """Bool (rows, columns): the elements that dropout keeps. Counter (column / 8, row, 0, 1)."""
     row = torch.arange(rows, device=seed.device)[:, None]
     return _keep(seed, dropout_p, columns, row, torch.zeros_like(row), 1)
 
 
+def dropout_threshold(dropout_p: float) -> int:
+    """dropout_p in steps, a tie to the even one: kept is what is at least this, of 16 bits."""
+    return round(dropout_p * STEPS)
+
+
 def dropout_scale(dropout_p: float) -> float:
     """The factor of values that dropout leaves."""
-    return 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+    kept = STEPS - dropout_threshold(dropout_p)
+    return STEPS / kept if kept else 0.0
 
 
 def new_seed(device: torch.device) -> Tensor:
@@ -72,14 +82,14 @@ def new_seed(device: torch.device) -> Tensor:
 def _keep(
     seed: Tensor, dropout_p: float, columns: int, row: Tensor, head: Tensor, stream: int
 ) -> Tensor:
-    # One quad more than are needed, and no slice: torch.export keeps columns open where nothing
-    # asks whether there is one quad, or whether the quads have more columns.
-    quad = torch.arange((columns + 7) // 4, device=seed.device)
-    words = philox4x32((quad, row, head, torch.full_like(quad, stream)), seed)
+    # One octet more than are needed, and no slice: torch.export keeps columns open where nothing
+    # asks whether there is one octet, or whether the octets have more columns.
+    octet = torch.arange((columns + 2 * DECISIONS - 1) // DECISIONS, device=seed.device)
+    words = philox4x32((octet, row, head, torch.full_like(octet, stream)), seed)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     used = torch.arange(columns, device=seed.device)
-    word = torch.stack(words, dim=-1).flatten(-2).index_select(-1, used)
-    uniform = (word >> (32 - UNIFORM_BITS)).to(torch.float32) * 2.0**-UNIFORM_BITS
-    return uniform >= torch.tensor(dropout_p, dtype=torch.float32, device=seed.device)
+    half = torch.stack(halves, dim=-1).flatten(-2).index_select(-1, used)
+    return half >= dropout_threshold(dropout_p)
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

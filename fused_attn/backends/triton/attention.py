@@ -23,7 +23,6 @@ from fused_attn.backends.triton.decode import Parts, attention_decode_kernel, me
 from fused_attn.backends.triton.forward import attention_fwd_kernel
 from fused_attn.backends.triton.launch import arch_of, launch
 from fused_attn.backends.triton.masks import Sizes
-from fused_attn.backends.triton.philox import dropout_threshold
 from fused_attn.backends.triton.spec_args import mask_args, summaries
 from fused_attn.backends.triton.tiles import TileLists
 from fused_attn.backends.triton.tuning import (
@@ -38,7 +37,7 @@ from fused_attn.backends.triton.tuning import (
 from fused_attn.backends.triton.weights import attention_weights_kernel
 from fused_attn.core.call import AttentionCall, AttentionGradients, AttentionOutputs
 from fused_attn.core.layout import readable_in_place
-from fused_attn.core.philox import dropout_scale
+from fused_attn.core.philox import dropout_scale, dropout_threshold
 from fused_attn.masks.spec import MaskSpec
 
 _NO_LISTS = TileLists(None, None, 1)

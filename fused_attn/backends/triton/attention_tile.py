@@ -181,11 +181,11 @@ def power(difference, cut: tl.constexpr):
 @triton.jit
 def kept(seed, i, j_begin, sequence, sizes, settings, cut: tl.constexpr):
     """True for weights that dropout keeps, of queries i and a tile of keys: (queries, BLOCK_N)."""
-    quad = j_begin // 4 + tl.arange(0, cut.BLOCK_N // 4)[None, :]
+    octet = j_begin // 8 + tl.arange(0, cut.BLOCK_N // 8)[None, :]
     head = sequence[0] * sizes.num_heads + sequence[1]
     if cut.PACKED_HEADS:
         head = head[:, None]
-    return keep_tile(seed, i[:, None], quad, head, 0, settings.dropout_threshold)
+    return keep_tile(seed, i[:, None], octet, head, 0, settings.dropout_threshold)
 
 
 @triton.jit

@@ -222,8 +222,8 @@ def _store_gradients(grad, grad_total, dropout, grad_input, grad_residual, tile)
 
 @triton.jit
 def _dropped(x, dropout, tile):
-    quad = tile.start // 4 + tl.arange(0, x.shape[1] // 4)[None, :]
-    keep = keep_tile(tl.load(dropout.seed), tile.row, quad, 0, 1, dropout.threshold)
+    octet = tile.start // 8 + tl.arange(0, x.shape[1] // 8)[None, :]
+    keep = keep_tile(tl.load(dropout.seed), tile.row, octet, 0, 1, dropout.threshold)
     return tl.where(keep, x * dropout.scale, 0.0)
 
 

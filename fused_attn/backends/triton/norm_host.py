@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fused_attn.backends.triton.launch import Arch, arch_of, launch
 from fused_attn.backends.triton.norm import Dropout, norm_bwd_kernel, norm_fwd_kernel
-from fused_attn.backends.triton.philox import dropout_threshold
 from fused_attn.core.call import NormCall, NormGradients, NormOutputs
-from fused_attn.core.philox import dropout_scale
+from fused_attn.core.philox import dropout_scale, dropout_threshold
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:

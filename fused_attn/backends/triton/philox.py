@@ -4,43 +4,29 @@
 
 from __future__ import annotations
 
-import math
-import struct
-
 import triton
 import triton.language as tl
 
-from fused_attn.core.philox import UNIFORM_BITS
+from fused_attn.core import philox
 
-
-def dropout_threshold(dropout_p: float) -> int:
-    """A word is kept where its upper 24 bits are at least this."""
-    (rounded,) = struct.unpack("f", struct.pack("f", dropout_p))
-    return math.ceil(rounded * 2.0**UNIFORM_BITS)
+_ROUNDS = tl.constexpr(philox.ROUNDS)
 
 
 @triton.jit
-def keep_tile(seed, row, quad, head, stream, threshold):
+def keep_tile(seed, row, octet, head, stream, threshold):
     """True for the elements that dropout keeps.
 
     Args:
         seed: int64 scalar.
         row: (M, 1) int32.
-        quad: (1, N) int32, column // 4 of each group of four columns.
+        octet: (1, N) int32, column // 8 of each group of eight columns.
         head, stream: the counter's third and fourth word; scalars, or (M, 1).
 
     Returns:
-        (M, 4 * N) bool.
+        (M, 8 * N) bool.
     """
-    zero = row * 0 + quad * 0
-    w0, w1, w2, w3 = tl.philox(seed, zero + quad, zero + row, zero + head, zero + stream)
-    pairs = tl.join(
-        tl.join(_keep(w0, threshold), _keep(w2, threshold)),
-        tl.join(_keep(w1, threshold), _keep(w3, threshold)),
-    )
-    return tl.reshape(pairs, (zero.shape[0], 4 * zero.shape[1])) != 0
-
-
-@triton.jit
-def _keep(word, threshold):
-    return ((word >> 8).to(tl.int32) >= threshold).to(tl.int8)
+    zero = row * 0 + octet * 0
+    w0, w1, w2, w3 = tl.philox(seed, zero + octet, zero + row, zero + head, zero + stream, _ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    halves = tl.join((words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32))
+    return tl.reshape(halves >= threshold, (zero.shape[0], 8 * zero.shape[1]))

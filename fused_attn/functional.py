@@ -60,8 +60,8 @@ def scaled_dot_product_attention(
         attn_mask: a bool tensor (True = attend) or a float tensor (added to the scores; -inf
             masks), broadcastable to (batch, num_heads, seqlen_q, seqlen_k), or a
             `fused_attn.masks.Mask`.
-        dropout_p: probability in [0, 1] of dropping a weight, in steps of 2^-16. It always applies: pass 0.0 in
-            evaluation.
+        dropout_p: probability in [0, 1], in steps of 2^-16, of dropping a weight. It always
+            applies: pass 0.0 in evaluation.
         is_causal: query i sees keys j <= i (top-left); combines with attn_mask.
         scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
         enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.

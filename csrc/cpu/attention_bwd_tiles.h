@@ -109,7 +109,13 @@ class AttentionBwdTiles : BwdPanels<T> {
 
   AttentionBwdTiles(const AttentionBwdParams& bwd, const MaskView<float>& mask, const Work& work,
                     float* parts)
-      : Base(bwd), mask_(mask), work_(work), parts_(parts), bias_(bwd), sums_(steps_, steps_v_) {
+      : Base(bwd),
+        mask_(mask),
+        work_(work),
+        parts_(parts),
+        bias_(bwd),
+        dropout_(bwd.fwd),
+        sums_(steps_, steps_v_) {
     const int64_t panels = div_up(p_.seqlen_q, kTileQueries);
     chunk_ =
         max64(1, min64(panels, max64(kChunkBytes / Base::panel_bytes(steps_, steps_v_), kGroup)));
@@ -321,7 +327,8 @@ class AttentionBwdTiles : BwdPanels<T> {
     tile_.scores = job.scores;
     tile_.grads = job.grads;
     tile_.cap_slope = p_.softcap > 0 ? cap_slope_ : nullptr;
-    tile_.keep = p_.dropout_p > 0 ? scores_.dropout(at) : nullptr;
+    tile_.dropout = p_.dropout_p > 0 ? &dropout_ : nullptr;
+    if (p_.dropout_p > 0) dropout_.begin(p_, at);
     tile_.weight_pairs = job.group->weight_pairs + Sums::pairs_at(job.block->at, job.at);
     tile_.grad_pairs = job.group->grad_pairs + Sums::pairs_at(job.block->at, job.at);
     tile_.grad_rows = Sums::rows_of(job);
@@ -413,6 +420,7 @@ class AttentionBwdTiles : BwdPanels<T> {
   const BiasRows bias_;
   bool plain_;
   int64_t chunk_;
+  TileDropout<kGradientKeys> dropout_;
   typename Gradients::Tile tile_{};
   BwdBlock blocks_[2][kBlocks];
   typename Sums::Group* group_ = nullptr;

@@ -16,7 +16,8 @@
 namespace fused_attn {
 namespace {
 
-template <class T, bool kSum>
+// kSum: an lse is wanted. kDrops: with dropout, which wants one too.
+template <class T, bool kSum, bool kDrops = false>
 class AttentionFwdTiles {
   using F = TileFormat<T>;
   using Pack = TilePack<T>;
@@ -87,7 +88,8 @@ class AttentionFwdTiles {
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
         wide_v_(steps_v_ * kTileSteps),
         max_panels_(max_panels),
-        tile_{nullptr, nullptr, nullptr, unit_} {
+        tile_{nullptr, nullptr, nullptr, unit_, &dropout_},
+        dropout_(p) {
     const int64_t size = Pack::size(kTileKeys, steps_) + Pack::size(kTileKeys, steps_v_);
     const int64_t fit = max64(kPackedBytes / (size * 2), 1), all = div_up(p.seqlen_k, kTileKeys);
     blocks_of_chunk_ = max64(min64(fit, all), 1);
@@ -235,8 +237,7 @@ class AttentionFwdTiles {
 
   void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
-    softmax_.finish(tile_, multiply(next));
-    if (current_ != nullptr && p_.dropout_p > 0) drop(*current_);
+    softmax_.template finish<kDrops>(tile_, multiply(next));
     const bool special = last_ != nullptr && last_->block->num_special > 0;
     const bool ended = last_ != nullptr && last_->last;
     if (last_ == nullptr || special || ended || softmax_.rescaled != 0) pending_.flush();
@@ -259,12 +260,7 @@ class AttentionFwdTiles {
       scores_.finish(tile_at(job), job.partial, job.panel->count, job.scores, nullptr);
     }
     if (job.first) Softmax::begin(tile_);
-  }
-
-  // Dropout comes after the sums.
-  void drop(const Job& job) {
-    const uint64_t* const keep = scores_.dropout(tile_at(job));
-    for (uint32_t r = 0; r < kTileQueries; ++r) drop_weights<T>(keep[r], r, job.weights);
+    if (kDrops) dropout_.begin(p_, tile_at(job));
   }
 
   // The products of `next` and of the last weights, beside the softmax of tile_, whose rows are
@@ -289,7 +285,7 @@ class AttentionFwdTiles {
 
   template <int kRows>
   __attribute__((noinline)) uint32_t multiply_beside() {
-    using Stream = typename Softmax::Stream;
+    using Stream = typename Softmax::template Stream<kDrops>;
     TileSchedule<F, Stream> schedule(&pending_, Stream(tile_, current_ != nullptr));
     for (int64_t q = 0; q < num_products_; ++q) {
       schedule.template multiply<false, kRows>(products_[q]);
@@ -423,6 +419,7 @@ class AttentionFwdTiles {
   float* score_tiles_[2];
   uint16_t* weights_[2];
   float* rows_;  // (32, wide_v)
+  TileDropout<kTileKeys> dropout_;
 };
 
 }  // namespace

@@ -33,6 +33,7 @@ class DecodeTiles {
         mask_(mask),
         shape_(shape),
         scores_(p),
+        dropout_(p),
         unit_(scores_.units.natural),
         steps_(div_up(p.head_dim, kTileSteps)),
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
@@ -257,23 +258,23 @@ class DecodeTiles {
                        nullptr, static_cast<uint32_t>(first));
       }
     }
-    const typename Softmax::Tile tile{&panel->state, scores_at_, weights_, unit_};
+    const typename Softmax::Tile tile{&panel->state, scores_at_, weights_, unit_, nullptr};
     if (!panel->begun) Softmax::begin(tile, panel->rows);
     panel->begun = true;
-    typename Softmax::Stream stream(tile);
+    typename Softmax::template Stream<false> stream(tile);
     for (int64_t r = 0; r < panel->rows; ++r) {
       stream.template next<0>();
       stream.template next<2>();
     }
-    softmax_.finish(tile, stream.left());
+    softmax_.template finish<false>(tile, stream.left());
     for (uint32_t left = softmax_.rescaled; left != 0; left &= left - 1) {
       const int r = __builtin_ctz(left);
       scale_tile_row(r, softmax_.rescale[r], 2 * steps_v_, panel->out);
     }
     for (int64_t g = 0; p_.dropout_p > 0 && g < panel->heads; ++g) {
-      const uint64_t* const keep = scores_.dropout(tile_at(*panel, g, j, n));
+      dropout_.begin(p_, tile_at(*panel, g, j, n));
       for (int64_t i = 0; i < p_.seqlen_q; ++i) {
-        drop_weights<T>(keep[i], static_cast<uint32_t>(g * p_.seqlen_q + i), weights_);
+        drop_weights<T>(dropout_.keep(i), static_cast<uint32_t>(g * p_.seqlen_q + i), weights_);
       }
     }
   }
@@ -351,6 +352,7 @@ class DecodeTiles {
   const MaskView<float>& mask_;
   const DecodeShape<float>& shape_;
   TileScores<kTileKeys> scores_;
+  TileDropout<kTileKeys> dropout_;
   const ExpUnit<float> unit_;  // of a score
   const int64_t steps_, steps_v_, heads_of_panel_, num_panels_;
   Softmax softmax_;

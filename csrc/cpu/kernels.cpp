@@ -55,6 +55,7 @@ struct Forward {
     if constexpr (TileFormat<T>::kRounds) {
       if (p.lse == nullptr && p.dropout_p == 0) return AttentionFwdTiles<T, false>::run(p);
     }
+    if (p.dropout_p > 0) return AttentionFwdTiles<T, true, true>::run(p);
     return AttentionFwdTiles<T, true>::run(p);
   }
 #endif

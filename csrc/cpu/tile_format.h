@@ -106,14 +106,20 @@ struct TileFormat : TileFormatOf<T> {
     return _mm512_or_si512(low, _mm512_maskz_set1_epi32(upper_bits, ~0xFFFF));
   }
 
-  // 32 weights in a row of left tiles, woven; adds to *rounded what they became. By integer
-  // instructions, which have a port of their own beside products and conversions.
+  // 32 weights in a row of left tiles, woven; adds to *rounded what they became, and then leaves
+  // out those whose bit is not set. By integer instructions, which have a port of their own beside
+  // products and conversions.
+  template <bool kDrops>
   static FUSED_ATTN_INLINE void store_weights(uint16_t* row, Vec<float> a, Vec<float> b,
-                                              Vec<float>* rounded) {
+                                              uint32_t keep, Vec<float>* rounded) {
     if constexpr (kRounds) {
       a = round(a);
       b = round(b);
       *rounded += a + b;
+    }
+    if constexpr (kDrops) {
+      a = where<float>(keep & 0xFFFF, a, Vec<float>{});
+      b = where<float>(keep >> 16, b, Vec<float>{});
     }
     Vec32 parts_a[kParts], parts_b[kParts];
     split(a, parts_a);

@@ -35,10 +35,10 @@ class TileGradients {
     const float* scores;     // as are the ones below: tiles (2 of keys, 2)
     float* grads;            // dP; with store_grads, dS before the derivative of softcap follows
     const float* cap_slope;  // the derivative of softcap; null: none
-    const uint64_t* keep;    // (32), bit t: dropout keeps key t; null: all of them
-    uint16_t *weight_pairs, *grad_pairs;  // right tiles (2, parts)
-    uint16_t* grad_rows;                  // left tiles (parts, 2)
-    ExpUnit<float> unit;                  // of a score
+    const TileDropout<kGradientKeys>* dropout;  // null: none
+    uint16_t *weight_pairs, *grad_pairs;        // right tiles (2, parts)
+    uint16_t* grad_rows;                        // left tiles (parts, 2)
+    ExpUnit<float> unit;                        // of a score
     float dropout_scale;
     float grad_factor;  // of dS as it is multiplied, where numbers have few exponents
     bool store_grads;
@@ -59,6 +59,10 @@ class TileGradients {
     FUSED_ATTN_INLINE void next() {
       constexpr int kRow = kQuarter % 2, kVector = kQuarter / 2;
       const uint32_t r = 2 * at_ + kRow;
+      static_assert(TileDropout<kGradientKeys>::kRows == 2, "a unit is what is drawn at once");
+      if (!kPlain && kQuarter == 0 && tile_.dropout != nullptr) {
+        keep_ = tile_.dropout->keep(2 * at_);
+      }
       gradient(r, kVector, weights_[kRow], grads_[kRow][kVector]);
       uint16_t* const row = tile_.grad_rows + r * kTileSteps;
       const int64_t pair = at_ * kTileSteps + kVector * F::kParts * kTileNumbers;
@@ -97,8 +101,8 @@ class TileGradients {
       if (kPlain) {
         g = weight * (g - tile_.rows->delta[r]);
       } else {
-        if (tile_.keep != nullptr) {
-          const uint32_t own = static_cast<uint32_t>(tile_.keep[r] >> (16 * v));
+        if (tile_.dropout != nullptr) {
+          const uint32_t own = static_cast<uint32_t>(keep_ >> (r % 2 * kGradientKeys + 16 * v));
           kept = where<float>(own, weight, Vec<float>{});
           g = where<float>(own, g, Vec<float>{});
         }
@@ -119,6 +123,7 @@ class TileGradients {
     }
 
     const Tile tile_;
+    uint64_t keep_ = 0;  // of both rows of a unit
     uint32_t at_;
     Vec32 weights_[2][F::kParts], grads_[2][2][F::kParts];  // of a unit: rows, vectors
   };

@@ -10,6 +10,32 @@
 namespace fused_attn {
 namespace {
 
+// Which weights of a tile dropout keeps, kRows rows at a time.
+template <int64_t kKeys>
+class TileDropout {
+ public:
+  static constexpr int kRows = 64 / kKeys;
+
+  explicit TileDropout(const AttentionParams& p)
+      : keys_(p.seed), threshold_(dropout_threshold(p.dropout_p)) {}
+
+  void begin(const AttentionParams& p, const TileAt& at) {
+    columns_ = {&keys_, threshold_, at.j, dropout_head(p, at), 0};
+    first_ = static_cast<uint32_t>(at.i);
+  }
+
+  // Bit t: key t of query r of the tile; kKeys bits further that of the next query.
+  FUSED_ATTN_INLINE uint64_t keep(int64_t r) const {
+    return columns_.keep(first_ + static_cast<uint32_t>(r));
+  }
+
+ private:
+  const PhiloxKeys keys_;
+  const uint32_t threshold_;
+  uint32_t first_ = 0;
+  DropoutColumns<kRows> columns_;
+};
+
 template <int64_t kKeys>
 class TileScores {
   static constexpr int64_t kVectors = kKeys / 16;
@@ -59,25 +85,11 @@ class TileScores {
     }
   }
 
-  // Bit t of row r: dropout keeps key t of query r.
-  const uint64_t* dropout(const TileAt& at) {
-    constexpr int kRows = 64 / kKeys;  // of a vector of counters
-    const PhiloxKeys keys(p_.seed);
-    const DropoutColumns<kRows> columns(&keys, dropout_threshold(p_.dropout_p), at.j,
-                                        dropout_head(p_, at), 0);
-    for (uint32_t r = 0; r < kTileQueries; r += kRows) {
-      const uint64_t rows = columns.keep(static_cast<uint32_t>(at.i) + r);
-      for (int e = 0; e < kRows; ++e) keep_[r + e] = rows >> (e * kKeys % 64);
-    }
-    return keep_;
-  }
-
   const ScoreUnits units;
 
  private:
   const AttentionParams& p_;
   BlockMask<float, kKeys> mask_;
-  uint64_t keep_[kTileQueries];
 };
 
 }  // namespace

@@ -43,12 +43,13 @@ class ExpWeights {
     rounded_ = sum_ = Vec<float>{};
   }
 
-  template <int kHalf>
-  FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint16_t* to) {
+  // keep: with kDrops, what dropout leaves of the half; sums have all of it.
+  template <int kHalf, bool kDrops>
+  FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t keep, uint16_t* to) {
     a = exp_nonpositive<float, kPrecision<T>>(a - shift_, unit_);
     b = exp_nonpositive<float, kPrecision<T>>(b - shift_, unit_);
     if (kSum) sum_ += a + b;
-    F::store_weights(to, a, b, &rounded_);
+    F::template store_weights<kDrops>(to, a, b, keep, &rounded_);
   }
 
   // Whether a weight leaves the format, or is NaN.
@@ -113,8 +114,9 @@ class TableWeights {
     rounded_ = _mm512_load_ps(rounded);
   }
 
-  template <int kHalf>
-  FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint16_t* to) {
+  template <int kHalf, bool kDrops>
+  FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t, uint16_t* to) {
+    static_assert(!kDrops, "dropout wants an lse");
     const __m512 steps_a = _mm512_fmadd_ps((__m512)a, unit_, start_);
     const __m512 steps_b = _mm512_fmadd_ps((__m512)b, unit_, start_);
     const __m512i steps = _mm512_packus_epi32(whole(steps_a), whole(steps_b));  // negative: 0
@@ -200,14 +202,17 @@ class TileSoftmax {
     float* scores;
     uint16_t* weights;
     ExpUnit<float> unit;  // of a score
+    const TileDropout<kTileKeys>* dropout;
   };
 
   // The rows of a tile, in registers: nothing in here is called, and memory that tile instructions
   // may write would be read anew after each of them.
+  template <bool kDrops>
   class Stream {
    public:
     explicit Stream(const Tile& tile, bool any = true)
         : made_(tile.unit),
+          dropout_(tile.dropout),
           rows_(tile.rows),
           scores_(tile.scores),
           weights_(tile.weights),
@@ -243,12 +248,16 @@ class TileSoftmax {
     template <int kHalf>
     FUSED_ATTN_INLINE void weigh(int64_t row, float start) {
       if (kHalf == 0) made_.begin(rows_->rounded[row], start);
+      if (kHalf == 0 && kDrops) keep_ = dropout_->keep(row);
       const float* const from = scores_ + row * 16 + kHalf * 2 * kPairSums;
-      made_.template add<kHalf>(load(from), load(from + kPairSums),
-                                weights_ + row * kTileSteps + kHalf * F::kParts * kPairNumbers);
+      made_.template add<kHalf, kDrops>(
+          load(from), load(from + kPairSums), static_cast<uint32_t>(keep_ >> (32 * kHalf)),
+          weights_ + row * kTileSteps + kHalf * F::kParts * kPairNumbers);
     }
 
     Weights made_;
+    const TileDropout<kTileKeys>* const dropout_;
+    uint64_t keep_ = 0;  // of the row
     PanelRows* const rows_;
     const float* const scores_;
     uint16_t* const weights_;
@@ -283,9 +292,11 @@ class TileSoftmax {
   }
 
   // Rows that a stream has left.
+  template <bool kDrops>
   void finish(const Tile& tile, uint32_t left) {
     rescaled = 0;
-    for (; left != 0; left &= left - 1) raise(tile, static_cast<uint32_t>(__builtin_ctz(left)));
+    for (; left != 0; left &= left - 1)
+      raise<kDrops>(tile, static_cast<uint32_t>(__builtin_ctz(left)));
   }
 
   uint32_t rescaled = 0;  // bit r: what was summed of row r has to be multiplied by rescale[r]
@@ -308,6 +319,7 @@ class TileSoftmax {
   }
 
   // A new shift, and what next() has left.
+  template <bool kDrops>
   __attribute__((noinline, cold)) void raise(const Tile& tile, uint32_t r) {
     PanelRows& rows = *tile.rows;
     const Vec<float> highest = maximum(tile, r);
@@ -335,7 +347,7 @@ class TileSoftmax {
       const Vec<float> lowered = load(row + v * kPairSums) - (any ? rows.shift[r] : 0.f);
       store(row + v * kPairSums, Weights::within_reach(tile.unit, lowered));
     }
-    Stream(tile).weigh_lowered(r);
+    Stream<kDrops>(tile).weigh_lowered(r);
   }
 };
 

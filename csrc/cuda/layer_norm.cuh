@@ -199,8 +199,8 @@ FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& 
       const uint32_t octet = static_cast<uint32_t>((column + e) / kDecisions);
       const uint32_t decisions =
           kept_decisions(philox4x32(octet, row, 0, 1, seed), dropout.threshold);
-      constexpr uint32_t kOwn = (1u << (kWidth < kDecisions ? kWidth : kDecisions)) - 1;
-      kept |= (decisions >> ((column + e) % kDecisions) & kOwn) << (a * kWidth + e);
+      constexpr uint32_t kMine = (1u << (kWidth < kDecisions ? kWidth : kDecisions)) - 1;
+      kept |= (decisions >> ((column + e) % kDecisions) & kMine) << (a * kWidth + e);
     }
   }
   return kept;

@@ -68,7 +68,7 @@ def test_share_that_is_kept(dropout_p):
 
 
 def test_decisions_are_independent():
-    """Of neighbouring keys, queries, heads, sequences and seeds, and at the distances of a counter."""
+    """Of neighbours in each dimension and of seeds, and at the distances of a counter."""
     signs = drawn(7).double() * 2 - 1
     pairs = {f"seed + {1 << e}": drawn(7 + (1 << e)).double() * 2 - 1 for e in (0, 1, 31, 32, 48)}
     correlations = {name: (signs * other).mean() for name, other in pairs.items()}

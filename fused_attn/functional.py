@@ -26,6 +26,7 @@ from fused_attn.core.validation import (
     check_same,
     checked_cu_seqlens,
     checked_probability,
+    checked_seed,
 )
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, normalize
@@ -42,6 +43,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -66,6 +68,8 @@ def scaled_dot_product_attention(
         scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
         enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
+        seed: what decides which weights are dropped: an int of 64 bits, or an int64 scalar tensor
+            on query's device. The same on every backend; None draws one from torch's generator.
         return_lse: also return the natural log of the softmax denominator.
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
@@ -85,7 +89,8 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
-    if softcap is None and backend is None and not return_lse and unwatched():
+    plain = softcap is None and seed is None and backend is None and not return_lse
+    if plain and unwatched():
         out = _at_once(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out
@@ -97,7 +102,7 @@ def scaled_dot_product_attention(
     q, k, v, mask_tensor, leading = canonical(query, key, value, mask_tensor, enable_gqa)
     mask = masks.as_mask(attn_mask if mask_tensor is None else mask_tensor, is_causal)
     result = "lse" if return_lse else "out"
-    out, lse = _attend(q, k, v, mask, scale, softcap, dropout_p, result, backend)
+    out, lse = _attend(q, k, v, mask, scale, softcap, dropout_p, seed, result, backend)
     out = out if len(leading) == 3 else out.reshape(*leading, out.shape[-1])
     return (out, lse.reshape(leading)) if return_lse else out
 
@@ -155,6 +160,7 @@ def varlen_attention(
     scale: float | None = None,
     *,
     softcap: float | None = None,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -177,7 +183,7 @@ def varlen_attention(
             (batch, num_heads, max_seqlen_q, max_seqlen_k), or a `fused_attn.masks.Mask`.
         is_causal: query i of a sequence sees its keys j <= i (top-left; for bottom-right, as in
             decoding with a cache, pass masks.causal(align="bottom_right")).
-        dropout_p, scale, softcap, backend: as in scaled_dot_product_attention.
+        dropout_p, scale, softcap, seed, backend: as in scaled_dot_product_attention.
         return_lse: also return the natural log of the softmax denominator.
 
     Returns:
@@ -221,7 +227,7 @@ def varlen_attention(
         max_seqlen_k=max_seqlen_k,
     )
     result = "lse" if return_lse else "out"
-    out, lse = _attend(q, k, v, spec, scale, softcap, dropout_p, result, backend)
+    out, lse = _attend(q, k, v, spec, scale, softcap, dropout_p, seed, result, backend)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 
@@ -234,11 +240,12 @@ def _attend(
     scale: float | None,
     softcap: float | None,
     dropout_p: float,
+    seed: int | Tensor | None,
     result: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of tensors in their canonical form."""
-    call = attention_call(query, key, value, mask, scale, softcap, dropout_p)
+    call = attention_call(query, key, value, mask, scale, softcap, dropout_p, seed)
     return autograd.attention(call, select(problem_of(call, result), backend), result == "lse")
 
 
@@ -251,6 +258,7 @@ def layer_norm(
     *,
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -267,6 +275,7 @@ def layer_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1], in steps of 2^-16, of dropping an element of input before
             the sum.
+        seed: as in scaled_dot_product_attention.
         return_residual: also return residual + dropout(input).
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
@@ -279,8 +288,8 @@ def layer_norm(
     Source: Ba et al. 2016, "Layer Normalization", equation 4.
     """
     return _norm(
-        input, normalized_shape, weight, bias, eps, False, residual, dropout_p, return_residual,
-        backend,
+        input, normalized_shape, weight, bias, eps, False, residual, dropout_p, seed,
+        return_residual, backend,
     )  # fmt: skip
 
 
@@ -292,6 +301,7 @@ def rms_norm(
     *,
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -309,6 +319,7 @@ def rms_norm(
         residual: like input; added before the norm.
         dropout_p: probability in [0, 1], in steps of 2^-16, of dropping an element of input before
             the sum.
+        seed: as in scaled_dot_product_attention.
         return_residual: also return residual + dropout(input).
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
@@ -321,8 +332,8 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
     return _norm(
-        input, normalized_shape, weight, None, eps, True, residual, dropout_p, return_residual,
-        backend,
+        input, normalized_shape, weight, None, eps, True, residual, dropout_p, seed,
+        return_residual, backend,
     )  # fmt: skip
 
 
@@ -335,12 +346,14 @@ def _norm(
     rms: bool,
     residual: Tensor | None,
     dropout_p: float,
+    seed: int | Tensor | None,
     return_residual: bool,
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    no_options = not return_residual and backend is None and type(dropout_p) in (float, int)
-    if no_options and dropout_p == 0.0 and isinstance(input, Tensor) and unwatched():
+    plain = not return_residual and seed is None and backend is None
+    plain = plain and type(dropout_p) in (float, int) and dropout_p == 0.0
+    if plain and isinstance(input, Tensor) and unwatched():
         first = first_backend(input.device)
         added = _default_eps(input) if eps is None else eps
         if first is not None and type(added) is float:
@@ -364,6 +377,7 @@ def _norm(
         eps,
         rms,
         dropout_p,
+        checked_seed(seed, dropout_p, input.device),
     )
     out, total = autograd.norm(call, select(problem_of(call), backend))
     out = _reshaped(out, input.shape)

@@ -25,6 +25,7 @@ class AttentionProblem:
         bias_dtype: of what is added to the scores.
         learned_bias: whether a gradient of that is wanted.
         result: what is wanted besides out: "out" (nothing), "lse" or "weights".
+        seeded: whether dropout is by a seed of the caller's.
         learns: whether gradients are wanted.
         transformed: under a torch.func transform, or with forward-mode tangents.
     """
@@ -40,6 +41,7 @@ class AttentionProblem:
     packed: bool = False
     softcap: bool = False
     dropout: bool = False
+    seeded: bool = False
     result: str = "out"
     learned_bias: bool = False
     learns: bool = False
@@ -70,6 +72,7 @@ class NormProblem:
     rms: bool = False
     residual: bool = False
     dropout: bool = False
+    seeded: bool = False
     learns: bool = False
     transformed: bool = False
 
@@ -83,7 +86,7 @@ Problem = AttentionProblem | NormProblem
 
 def _described(op: str, problem: Problem, *properties: str) -> str:
     """A problem in a few words: what it is by default is left out."""
-    flags = ("packed", "residual", "softcap", "dropout", "learns", "transformed")
+    flags = ("packed", "residual", "softcap", "dropout", "seeded", "learns", "transformed")
     words = [f"{_named(problem.dtype)} on {problem.device}", *properties]
     words += [flag for flag in flags if getattr(problem, flag, False)]
     return f"{op}({', '.join(word for word in words if word)})"
@@ -111,6 +114,7 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
             rms=call.rms,
             residual=call.residual is not None,
             dropout=call.dropout_p > 0.0,
+            seeded=call.seed is not None,
             learns=learns,
             transformed=transformed(),
         )
@@ -128,6 +132,7 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
         packed=mask.cu_seqlens_q is not None,
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
+        seeded=call.seed is not None,
         result=result,
         learned_bias=learns and mask.bias is not None and mask.bias.requires_grad,
         learns=learns,

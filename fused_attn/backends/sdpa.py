@@ -56,6 +56,8 @@ class SdpaBackend(Backend):
         reasons = []
         if problem.transformed:
             reasons.append("is not for torch.func transforms and forward mode")
+        if problem.seeded:
+            reasons.append("drops by torch's generator, not by a seed")
         if isinstance(problem, NormProblem):
             return reasons
         if problem.softcap:

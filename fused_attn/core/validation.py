@@ -67,6 +67,31 @@ def checked_probability(dropout_p: float) -> float:
     return dropout_p
 
 
+def checked_seed(
+    seed: int | Tensor | None, dropout_p: float, device: torch.device
+) -> Tensor | None:
+    """The seed of dropout as calls have it; None: it is drawn, or nothing is dropped."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.dim():
+            got = f"{seed.dtype} tensor of shape {tuple(seed.shape)}"
+            raise TypeError(f"seed must be an int or an int64 scalar tensor, got a {got}")
+        check_same("seed", "device", seed.device, device, "the other tensors")
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(
+                f"seed must be an int or an int64 scalar tensor, got {type(seed).__name__}"
+            )
+        if not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"seed must have 64 bits, got {seed}")
+    if seed is None or dropout_p == 0.0:
+        return None
+    if isinstance(seed, Tensor):
+        return seed
+    # Of the same bits: as many seeds are above the largest int64 as below 0.
+    signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+    return torch.tensor(signed, dtype=torch.int64, device=device)
+
+
 def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
@@ -157,6 +182,7 @@ def attention_call(
     scale: float | None,
     softcap: float | None,
     dropout_p: float,
+    seed: int | Tensor | None = None,
 ) -> AttentionCall:
     """The call of tensors in their canonical form.
 
@@ -165,6 +191,7 @@ def attention_call(
     """
     batch, num_heads, seqlen_q, head_dim = query.shape
     dropout_p, softcap = checked_probability(dropout_p), checked_softcap(softcap)
+    seed = checked_seed(seed, dropout_p, query.device)
     scale = checked_scale(scale, head_dim)
     check_length(seqlen_q, key.shape[2])
     if not isinstance(mask, MaskSpec):
@@ -173,4 +200,4 @@ def attention_call(
         raise ValueError(
             f"attn_mask must be bool, float32 or {query.dtype} (as query), got float64"
         )
-    return AttentionCall(query, key, value, mask, scale, softcap, dropout_p)
+    return AttentionCall(query, key, value, mask, scale, softcap, dropout_p, seed)

@@ -159,6 +159,59 @@ def test_seed_comes_from_torch(backend):
     assert not torch.equal(one, two)
 
 
+SEEDS = [0, 7, -3, (1 << 63) + 5, (1 << 64) - 1]
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_seed_of_the_caller(seed, backend):
+    batch, heads, seqlen_q, seqlen_k = SHAPE
+    device = device_of(backend)
+    query = torch.zeros(batch, heads, seqlen_q, 8, device=device)
+    key = torch.zeros(batch, heads, seqlen_k, 8, device=device)
+    value = torch.eye(seqlen_k, device=device).expand(batch, heads, -1, -1)
+    before = torch.get_rng_state()
+    signed = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed)
+    keep = philox.attention_keep(signed, 0.3, *SHAPE)
+    for given in (seed, signed.to(device)):
+        out = F.scaled_dot_product_attention(
+            query, key, value, None, 0.3, seed=given, backend=backend
+        )
+        assert torch.equal((out != 0).cpu(), keep)
+    x = torch.ones(50, 40, device=device)
+    for norm in (F.layer_norm, F.rms_norm):
+        options = {"dropout_p": 0.3, "seed": seed, "return_residual": True, "backend": backend}
+        total = norm(x, 40, **options)[1].cpu()
+        assert torch.equal(total != 0, philox.norm_keep(signed, 0.3, 50, 40))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_seed_of_packed_sequences():
+    query, key, value = torch.randn(3, 12, 2, 8, generator=torch.Generator().manual_seed(1))
+    cu_seqlens = torch.tensor([0, 5, 12])
+    got = F.varlen_attention(
+        query, key, value, cu_seqlens, cu_seqlens, 7, 7, dropout_p=0.4, seed=9, backend="cpp"
+    )
+    want = F.varlen_attention(
+        query, key, value, cu_seqlens, cu_seqlens, 7, 7, dropout_p=0.4, seed=9, backend="eager"
+    )
+    torch.testing.assert_close(got, want)
+
+
+def test_seeds_that_are_none():
+    x = torch.randn(1, 1, 4, 8)
+    for seed, error in (
+        (1.0, TypeError), (True, TypeError), (torch.tensor(1.0), TypeError),
+        (torch.tensor([1]), TypeError), (1 << 64, ValueError), (-(1 << 63) - 1, ValueError),
+    ):  # fmt: skip
+        with pytest.raises(error, match="seed must"):
+            F.scaled_dot_product_attention(x, x, x, None, 0.1, seed=seed)
+        with pytest.raises(error, match="seed must"):
+            F.layer_norm(x, 8, dropout_p=0.1, seed=seed)
+    with pytest.raises(NotImplementedError, match="not by a seed"):
+        F.scaled_dot_product_attention(x, x, x, None, 0.1, seed=1, backend="sdpa")
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_dropout_of_everything_and_of_nothing(backend):
     x = torch.randn(1, 2, 20, 8, device=device_of(backend), requires_grad=True)

@@ -69,7 +69,9 @@ def scaled_dot_product_attention(
         enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
         seed: what decides which weights are dropped: an int of 64 bits, or an int64 scalar tensor
-            on query's device. The same on every backend; None draws one from torch's generator.
+            on query's device, which may not change before the backward. The same seed drops the
+            same positions, so layers and steps need seeds of their own. None draws one from torch's
+            generator. Not for backend "sdpa".
         return_lse: also return the natural log of the softmax denominator.
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 

@@ -1,6 +1,6 @@
 // Attention backward: scores are computed anew, tile by tile, from query, key and lse.
 //
-// With P = exp(S - lse), Z what dropout keeps (1 or 0), c = 1 / (1 - dropout_p) and
+// With P = exp(S - lse), Z what dropout keeps (1 or 0), c = dropout_scale(dropout_p) and
 // delta = rowsum(dO * O) / c:
 //   dV = c (P Z)^T dO,  dP = dO V^T,  dS = P (c (Z dP - delta) + dlse),  dK = scale dS^T Q,
 //   dQ = scale dS K.

@@ -138,7 +138,7 @@ class BwdTile {
       grad_lse[v] = load(grad_lse_ + slot * kRows + v * kLane);
     }
     for (int64_t t = 0; t < steps; t += 2) {
-      if (dropout && t % kDecisions == 0) dropout_words(p_, at, t, keep);
+      if (dropout && t % kDecisions == 0) dropout_words<A>(p_, at, t, keep);
       Vec<A> weight[2][2], kept[2][2], grad[2][2];
       for (int r = 0; r < 2; ++r) {
         for (int v = 0; v < 2; ++v) {

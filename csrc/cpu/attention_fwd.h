@@ -48,7 +48,7 @@ struct SoftmaxStream {
     A* const from = scores + t * kPanel<A>;
     const ExpUnit<A> exp_unit = unit;
     if (!kPlain && dropout != nullptr && first == 0 && t % kDecisions == 0) {
-      dropout_words(*dropout, at, t, keep);
+      dropout_words<A>(*dropout, at, t, keep);
     }
     const uint32_t* const own = keep + t % kDecisions;
     for (int v = first; v < first + kVectors; ++v) {

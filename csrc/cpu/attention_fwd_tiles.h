@@ -145,7 +145,6 @@ class AttentionFwdTiles {
         if (chunk == 0) panel = begin_panel(b, h_kv * group + at / of_head, first);
         const bool any = panel_keys(panel, h_kv, chunk, chunk_end, final_chunk);
         if (final_chunk && !any) {
-          drain();  // of an earlier chunk, it may have tiles on their way
           if (!panel->begun) clear(panel->out, kTileQueries * wide_v_);
           end_panel(panel);
         }

@@ -25,7 +25,7 @@ inline const T* at_head(const void* data, const int64_t strides[3], const Sequen
 struct ScoreUnits {
   explicit ScoreUnits(const AttentionParams& p) {
     const bool plain = p.softcap == 0 && p.mask.bias.data == nullptr && p.mask.slopes == nullptr;
-    scaled = !plain || !(p.softmax_scale > 0);
+    scaled = !plain || !(p.softmax_scale >= 0x1p-126);  // smaller ones may be 0 in float32
     natural = scaled ? 1 : p.softmax_scale;
   }
   bool scaled;
@@ -96,16 +96,16 @@ inline uint32_t dropout_head(const AttentionParams& p, const TileAt& at) {
   return static_cast<uint32_t>(at.b * p.num_heads + at.h);
 }
 
-// Which weights of a tile dropout keeps, of a key and 32 queries: bit l of words[r] for query l and
-// key t + r, r < 8. dropout_scale is applied by the caller.
+// Which weights of a tile dropout keeps, of a panel of A: bit l of words[r] for query l and key
+// t + r, r < 8. dropout_scale is applied by the caller.
 //
 // Eight keys share a counter, so t must be a multiple of 8, and at.j, as every tile's is.
+template <class A>
 inline void dropout_words(const AttentionParams& p, const TileAt& at, int64_t t,
                           uint32_t words[kDecisions]) {
-  keep_rows(PhiloxKeys(p.seed), dropout_threshold(p.dropout_p), at.j + t,
-            static_cast<uint32_t>(at.i), dropout_head(p, at), 0, words);
+  keep_rows<kPanel<A>>(PhiloxKeys(p.seed), dropout_threshold(p.dropout_p), at.j + t,
+                       static_cast<uint32_t>(at.i), dropout_head(p, at), 0, words);
 }
-static_assert(kPanel<float> <= 32, "one call covers a panel");
 
 // Whether no number of n rows is infinite or NaN.
 template <class T>

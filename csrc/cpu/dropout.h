@@ -145,13 +145,15 @@ class DropoutColumns {
   Vec<uint64_t> column_1_, column_2_, column_3_, third_;
 };
 
-// Which of eight columns 32 rows keep: bit r of kept[c] for row + r and column + c, a multiple
+// Which of eight columns so many rows keep: bit r of kept[c] for row + r and column + c, a multiple
 // of 8.
+template <int kRows>
 inline void keep_rows(const PhiloxKeys& keys, uint32_t threshold, int64_t column, uint32_t row,
                       uint32_t c2, uint32_t c3, uint32_t kept[kDecisions]) {
   const Vec<uint64_t> zero{};
   for (int c = 0; c < kDecisions; ++c) kept[c] = 0;
-  for (int first = 0; first < 32; first += kPhiloxLanes) {
+  static_assert(kRows <= 32 && kRows % kPhiloxLanes == 0, "a bit each, and whole vectors");
+  for (int first = 0; first < kRows; first += kPhiloxLanes) {
     Vec<uint64_t> word[4] = {zero + static_cast<uint64_t>(column / kDecisions), zero + row,
                              zero + c2, zero + c3};
     for (int l = 0; l < kPhiloxLanes; ++l) word[1][l] += static_cast<uint64_t>(first + l);

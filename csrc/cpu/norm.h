@@ -98,7 +98,7 @@ __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, 
   for (int s = 0; s < kSums; ++s) sums[s] = horizontal_sum<A>(total.of[s]);
 }
 
-// What dropout multiplies rows by: 0 or 1 / (1 - p).
+// What dropout leaves of a row, a bit for each column.
 template <class A>
 class RowDropout {
   using Columns = DropoutColumns<>;

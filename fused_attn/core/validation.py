@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def checked_seed(
             raise TypeError(f"seed must be an int or an int64 scalar tensor, got a {got}")
         check_same("seed", "device", seed.device, device, "the other tensors")
     elif seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not isinstance(seed, (Integral, torch.SymInt)):
             raise TypeError(
                 f"seed must be an int or an int64 scalar tensor, got {type(seed).__name__}"
             )
@@ -89,7 +89,8 @@ def checked_seed(
         return seed
     # Of the same bits: as many seeds are above the largest int64 as below 0.
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    return torch.tensor(signed, dtype=torch.int64, device=device)
+    # A copy from the host would wait for the GPU, and is not allowed in a CUDA graph.
+    return torch.full((), signed, dtype=torch.int64, device=device)
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:

@@ -20,6 +20,7 @@ def attention_with_weights(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
+    seed: int | Tensor | None = None,
     average: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ def attention_with_weights(
         query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64.
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
-        attn_mask, dropout_p, is_causal, backend: as in scaled_dot_product_attention.
+        attn_mask, dropout_p, is_causal, seed, backend: as in scaled_dot_product_attention.
         average: average the weights over the heads.
 
     Returns:
@@ -51,6 +52,6 @@ def attention_with_weights(
     """
     query, key, value = autocast(query, key, value)
     mask = masks.as_mask(attn_mask, is_causal)
-    call = attention_call(query, key, value, mask, None, None, dropout_p)
+    call = attention_call(query, key, value, mask, None, None, dropout_p, seed)
     chosen = select(problem_of(call, "weights"), backend)
     return autograd.attention_with_weights(call, average, chosen)

@@ -167,10 +167,13 @@ def test_dropout_is_that_of_the_output(backend):
     torch.testing.assert_close(weights @ value, out)
     torch.testing.assert_close(weights.mean(1), mean)
     with dropout_seed(5):
-        keep = philox.attention_keep(philox.new_seed(device), p, 2, 3, 40, 90)
+        seed = philox.new_seed(device)
+    keep = philox.attention_keep(seed, p, 2, 3, 40, 90)
     assert torch.equal(weights != 0, keep)
+    _, given = attention_with_weights(query, key, value, None, p, seed=seed, backend=backend)
+    assert torch.equal(given, weights)
     _, plain = attention_with_weights(query, key, value, backend=backend)
-    torch.testing.assert_close(weights, plain * keep / (1 - p))
+    torch.testing.assert_close(weights, plain * keep * philox.dropout_scale(p))
 
 
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from helpers import BACKENDS, device_of, runnable
@@ -120,6 +121,21 @@ def test_attention_mask_on_every_isa_and_number_of_threads(threads, isa):
     assert torch.equal(got, expected_by_attention("cpp", 0.3))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dropout_p", [2.0**-18, 2.0**-16, 1 - 2.0**-16, 1 - 2.0**-18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_first_and_last_steps_of_dropout_p(dtype, dropout_p, isa):
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    with cpp.use_isa(isa):
+        got = kept_by_attention("cpp", dropout_p, dtype)
+        x = torch.ones(30, 193, dtype=dtype)
+        options = {"dropout_p": dropout_p, "seed": 3, "return_residual": True, "backend": "cpp"}
+        total = F.rms_norm(x, 193, **options)[1]
+    assert torch.equal(got, expected_by_attention("cpp", dropout_p))
+    assert torch.equal(total != 0, philox.norm_keep(torch.tensor(3), dropout_p, 30, 193))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_do_not_move_the_dropout_mask(backend):
     visible = torch.ones(SHAPE[2:], dtype=torch.bool).tril()
@@ -170,7 +186,7 @@ def test_seed_of_the_caller(seed, backend):
     query = torch.zeros(batch, heads, seqlen_q, 8, device=device)
     key = torch.zeros(batch, heads, seqlen_k, 8, device=device)
     value = torch.eye(seqlen_k, device=device).expand(batch, heads, -1, -1)
-    before = torch.get_rng_state()
+    before = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
     signed = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed)
     keep = philox.attention_keep(signed, 0.3, *SHAPE)
     for given in (seed, signed.to(device)):
@@ -183,7 +199,8 @@ def test_seed_of_the_caller(seed, backend):
         options = {"dropout_p": 0.3, "seed": seed, "return_residual": True, "backend": backend}
         total = norm(x, 40, **options)[1].cpu()
         assert torch.equal(total != 0, philox.norm_keep(signed, 0.3, 50, 40))
-    assert torch.equal(before, torch.get_rng_state())
+    after = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+    assert all(map(torch.equal, before, after))
 
 
 def test_seed_of_packed_sequences():
@@ -196,6 +213,21 @@ def test_seed_of_packed_sequences():
         query, key, value, cu_seqlens, cu_seqlens, 7, 7, dropout_p=0.4, seed=9, backend="eager"
     )
     torch.testing.assert_close(got, want)
+
+
+def test_compiled_with_a_seed():
+    """Also with seeds that are symbols in the graph; numbers of numpy are numbers."""
+    x = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def step(x, seed):
+        return F.scaled_dot_product_attention(x, x, x, None, 0.4, seed=seed)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for seed in (7, 8, 9):
+        got, want = compiled(x, seed), step(x, numpy.int64(seed))
+        assert torch.equal(got, want)
+        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (got, want)]
+        torch.testing.assert_close(*grads)  # sums of three, in another order
 
 
 def test_seeds_that_are_none():

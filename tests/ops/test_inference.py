@@ -192,6 +192,12 @@ def test_scores_far_apart(mask, size, dtype, isa):
     check(tensors, dtype, mask and masks.causal())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_a_scale_that_is_0_in_float32(dtype, isa):
+    """0 times the -inf of what is hidden would be NaN."""
+    check(random_qkv(1, 2, 2, 70, 139, 32), dtype, masks.causal(), scale=1e-46)
+
+
 def test_results_below_the_normal_numbers(isa):
     """The instruction that rounds to bfloat16 takes them for 0."""
     if isa.startswith("amx"):

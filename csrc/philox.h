@@ -1,7 +1,7 @@
 // Philox4x32-7, the generator of dropout masks, for host and device.
 //
-// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", whose table 2 has 7
-// rounds as the fewest that pass all of TestU01's BigCrush.
+// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", who find 7 rounds
+// enough for all of TestU01's BigCrush.
 // fused_attn/core/philox.py is the same in torch operations.
 #pragma once
 

@@ -106,7 +106,7 @@ class DropoutColumns {
       octet[l] += static_cast<uint64_t>(byte_of_lane(l) % kOctets);
     }
     const auto& key = keys->key;
-    // The words after round n are row_of_n or column_of_n, or an exclusive or of both.
+    // column_n_: the columns' part of word n after the first three rounds, or of what makes it.
     const uint64_t uniform = uint64_t{kPhiloxMultiplier1} * c2;
     row_0_ = static_cast<uint32_t>(uniform >> 32 ^ key[0][0]);
     const Vec<uint64_t> first = multiply_wide(octet, zero + kPhiloxMultiplier0);

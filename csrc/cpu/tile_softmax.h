@@ -295,8 +295,9 @@ class TileSoftmax {
   template <bool kDrops>
   void finish(const Tile& tile, uint32_t left) {
     rescaled = 0;
-    for (; left != 0; left &= left - 1)
+    for (; left != 0; left &= left - 1) {
       raise<kDrops>(tile, static_cast<uint32_t>(__builtin_ctz(left)));
+    }
   }
 
   uint32_t rescaled = 0;  // bit r: what was summed of row r has to be multiplied by rescale[r]

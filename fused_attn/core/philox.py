@@ -2,8 +2,8 @@
 
 A counter decides about eight neighbours, each by 16 bits, so dropout_p comes in steps of 2^-16.
 
-Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", whose table 2 has 7
-rounds as the fewest that pass all of TestU01's BigCrush. csrc/philox.h is the same generator in
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", who find 7 rounds
+enough for all of TestU01's BigCrush. csrc/philox.h is the same generator in
 C++; tests hold the two together bit for bit.
 """
 

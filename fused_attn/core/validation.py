@@ -81,6 +81,7 @@ def checked_seed(
             raise TypeError(
                 f"seed must be an int or an int64 scalar tensor, got {type(seed).__name__}"
             )
+        seed = seed if isinstance(seed, torch.SymInt) else int(seed)  # numpy's would overflow
         if not -(1 << 63) <= seed < 1 << 64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
     if seed is None or dropout_p == 0.0:

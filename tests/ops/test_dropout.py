@@ -189,7 +189,8 @@ def test_seed_of_the_caller(seed, backend):
     before = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
     signed = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed)
     keep = philox.attention_keep(signed, 0.3, *SHAPE)
-    for given in (seed, signed.to(device)):
+    numbers = [seed, numpy.uint64(seed)] if seed >= 0 else [seed, numpy.int64(seed)]
+    for given in (*numbers, signed.to(device)):
         out = F.scaled_dot_product_attention(
             query, key, value, None, 0.3, seed=given, backend=backend
         )

@@ -157,6 +157,7 @@ _GPT2 = "GPT-2 layer (Radford et al. 2019): 12 heads of 64, context 1024"
 _LENGTHS = "length sweep at 16 heads of 64"
 _MASKS = "GPT-2-like layer, 8 heads of 64, under each mask"
 _VIT = "ViT-B/16 at 224 pixels (Dosovitskiy et al. 2021)"
+_PREFILL = "the last tokens of a prompt, whose others are in a cache"
 _GEMMA = "Gemma 2 (2024): softcap 50"
 
 _ATTENTION = [
@@ -175,6 +176,7 @@ _ATTENTION = [
     _attention("length4096", "1,16,4096,4096,64", _LENGTHS),
     _attention("padding", "8,8,1024,1024,64", _MASKS, mask="padding", quick=True),
     _attention("blocks", "1,8,2048,2048,64", _MASKS, mask="blocks", quick=True),
+    _attention("blocks_alone", "8,8,256,256,64", "what `blocks` shows, as sequences"),
     _attention("ragged_blocks", "1,8,2048,2048,64", _MASKS, mask="ragged_blocks"),
     _attention("window", "1,8,2048,2048,64", _MASKS, mask="window"),
     _attention("prefix", "2,8,1024,1024,64", "prefix LM (Raffel et al. 2020, T5)", mask="prefix"),
@@ -194,6 +196,8 @@ DECODE_STEPS = [
     _attention("decode", "8,12,1,2048,64", f"{_GPT2}, one step", quick=True),
     _attention("decode_gqa", "4,32/8,1,2048,128", "Llama-3-8B, one step"),
     _attention("decode4", "8,12,4,2048,64", "four speculative tokens"),
+    _attention("prefill16", "8,12,16,2048,64", _PREFILL, mask="causal_bottom_right"),
+    _attention("prefill128", "8,12,128,2048,64", _PREFILL, mask="causal_bottom_right"),
 ]
 _NORMS = [
     Norm("bert", 4096, 768, _BERT, quick=True),
@@ -273,7 +277,7 @@ BACKWARD: Problems = {
         (_sweep(128, 4096, "dropout", dropout_p=0.1), BF16), (_sweep(128, 4096), F16),
     ],
 }  # fmt: skip
-TRAINING: Problems = {"cpu": [*product(_TRAINING, (F32, BF16))]}
+TRAINING: Problems = {"cpu": [*product(_TRAINING, (F32, BF16, F16))]}
 DECODE: Problems = {"gpu": [*product(_GPU_DECODE_STEPS, [BF16])]}
 CALL: Problems = {"gpu": [(_attention("call", "1,8,32,32,64", "call overhead", quick=True), BF16)]}
 PACKED: Problems = {

@@ -41,12 +41,9 @@ class AttentionBwdTiles : BwdPanels<T> {
 
  public:
   // Whether the gradient of the bias comes along. Not where it is summed over queries or keys, and
-  // not of 16 bits: delta comes from an out whose weights were rounded. A pass of its own does
-  // those (attention_bwd_bias.h).
-  static bool takes_bias(const AttentionBwdParams& bwd) {
-    const int64_t* const strides = bwd.fwd.mask.bias.strides;
-    return bwd.grad_bias != nullptr && !F::kRounds && strides[2] != 0 && strides[3] != 0;
-  }
+  // not where rows have to be whole but keys are split: a pass of its own does those
+  // (attention_bwd_bias.h).
+  static bool takes_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
 
   // Of gradients of the weights there is no bound.
   static bool unsupported(const AttentionBwdParams& bwd) {
@@ -91,10 +88,15 @@ class AttentionBwdTiles : BwdPanels<T> {
     explicit Work(const AttentionBwdParams& bwd) {
       const AttentionParams& p = bwd.fwd;
       const int64_t* const strides = p.mask.bias.strides;
-      bias = takes_bias(bwd);
+      bias = bwd.grad_bias != nullptr && strides[2] != 0 && strides[3] != 0;
       batches = bias && strides[0] == 0 ? p.batch : 1;
       heads = bias && strides[1] == 0 ? p.num_heads_kv : 1;
-      const int64_t units = p.batch * p.num_heads_kv / max64(batches * heads, 1);
+      int64_t units = p.batch * p.num_heads_kv / max64(batches * heads, 1);
+      if (BiasRows<T>::kWholeRows && bias && units < kMinTasks) {
+        bias = false;
+        batches = heads = 1;
+        units = p.batch * p.num_heads_kv;
+      }
       const int64_t blocks = div_up(p.seqlen_k, kGradientKeys);
       if (units > 0 && units < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / units));
       split_keys = div_up(blocks, splits) * kGradientKeys;
@@ -149,6 +151,7 @@ class AttentionBwdTiles : BwdPanels<T> {
     grad_value_ = arena_.template take<float>(blocks * kGradientKeys * wide_v);
     grad_query_ = arena_.template take<float>(work_.splits == 1 ? work_.part : 0);
     sums_.place(&arena_);
+    bias_.place(&arena_, work_.bias ? chunk_ * kTileQueries : 0);
   }
 
   bool allocate() {
@@ -193,10 +196,12 @@ class AttentionBwdTiles : BwdPanels<T> {
           this->pack_panel(b, h, panel * kTileQueries, slot);
           this->panels_[slot].grad_query = grad_query + panel * kTileQueries * steps_ * kTileSteps;
         }
+        if (work_.bias) bias_.begin_rows(count * kTileQueries);
         for (int64_t j = begin; j < end; j += kBlocks * kGradientKeys) {
           meet(b, h_kv, begin, j, end, h, count);
         }
         drain();
+        if (BiasRows<T>::kWholeRows && work_.bias) end_bias_rows(count);
       }
       if (F::kShortRange) {
         scale(grad_query, panels * kTileQueries * steps_ * kTileSteps, 1 / factor);
@@ -299,7 +304,8 @@ class AttentionBwdTiles : BwdPanels<T> {
       multiply<false>(next != nullptr);
     }
     if (current_ != nullptr && work_.bias) {
-      bias_.add(tile_at(*current_), current_->panel->count, current_->grads);
+      bias_.add(tile_at(*current_), (current_->panel - this->panels_) * kTileQueries,
+                current_->panel->count, current_->grads, current_->scores);
     }
     const bool special = last_ != nullptr && last_->block->keys.num_special > 0;
     if (sums_.num_due == 0 || special) pending_.flush();
@@ -334,7 +340,7 @@ class AttentionBwdTiles : BwdPanels<T> {
     tile_.grad_rows = Sums::rows_of(job);
     tile_.unit = this->unit_;
     tile_.dropout_scale = static_cast<float>(dropout_scale(p_.dropout_p));
-    tile_.store_grads = work_.bias;
+    tile_.for_bias = work_.bias;
   }
 
   // ---- products
@@ -405,6 +411,18 @@ class AttentionBwdTiles : BwdPanels<T> {
     }
   }
 
+  // The rows of the chunk have met all keys.
+  void end_bias_rows(int64_t panels) const {
+    for (int64_t slot = 0; slot < panels; ++slot) {
+      const BwdPanel& panel = this->panels_[slot];
+      for (uint32_t alive = panel.alive; alive != 0; alive &= alive - 1) {
+        const int64_t r = __builtin_ctz(alive);
+        bias_.end_row(slot * kTileQueries + r, panel.b, panel.h, panel.first + r,
+                      panel.rows.grad_lse[r]);
+      }
+    }
+  }
+
   // dQ of a head from those of the splits.
   void add_parts(int64_t head) {
     float* const first = parts_ + head * work_.splits * work_.part;
@@ -417,7 +435,7 @@ class AttentionBwdTiles : BwdPanels<T> {
   const MaskView<float>& mask_;
   const Work work_;
   float* const parts_;  // (batch, heads, splits, queries x features); null without splits
-  const BiasRows bias_;
+  BiasRows<T> bias_;
   bool plain_;
   int64_t chunk_;
   TileDropout<kGradientKeys> dropout_;

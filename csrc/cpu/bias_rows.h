@@ -1,17 +1,31 @@
 // The gradient of a bias while a backward goes on that makes dS by rows: columns of a bias' head
 // belong to one task, so nothing is added up between threads.
+//
+// The dS of a row add up to dlse. In 16 bits delta comes from an out whose weights were rounded,
+// and leaves P times its error in them, which is more than dS where one key has nearly all the
+// weight. There what the row's sum misses is that key's error.
 #pragma once
 
-#include "cpu/tile_scores.h"
+#include "cpu/tile_gradients.h"
 
 #if defined(__AMX_BF16__)
 
 namespace fused_attn {
 namespace {
 
+template <class T>
 class BiasRows {
  public:
+  // Whether a task has to have all keys of a row.
+  static constexpr bool kWholeRows = TileFormat<T>::kRounds;
+
   explicit BiasRows(const AttentionBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd) {}
+
+  // Memory for so many rows at once.
+  void place(Arena* arena, int64_t rows) {
+    sums_ = arena->take<float>(kWholeRows ? rows * 16 : 0);
+    heavy_ = arena->take<int64_t>(kWholeRows ? rows : 0);
+  }
 
   // Clears keys [j, j + n) of the bias' heads that query heads [h, h + heads) of batch b have.
   void begin(int64_t b, int64_t h, int64_t heads, int64_t j, int64_t n) const {
@@ -21,8 +35,16 @@ class BiasRows {
     }
   }
 
-  // Adds a tile of dS with so many queries.
-  void add(const TileAt& at, int64_t rows, const float* grads) const {
+  void begin_rows(int64_t rows) {
+    for (int64_t at = 0; kWholeRows && at < rows; ++at) {
+      store(sums_ + at * 16, Vec<float>{});
+      heavy_[at] = -1;
+    }
+  }
+
+  // Adds a tile of dS with so many queries, which are rows from `first` on; weights: its P.
+  void add(const TileAt& at, int64_t first, int64_t rows, const float* grads,
+           const float* weights) {
     for (uint32_t r = 0; r < rows; ++r) {
       const float* const own = grads + r * 16;
       float* const out = row(at.b, at.h, at.i + r) + at.j;
@@ -32,10 +54,28 @@ class BiasRows {
         _mm512_mask_storeu_ps(out + v * 16, there,
                               _mm512_add_ps(sum, (__m512)load(own + v * kPairSums)));
       }
+      if (kWholeRows) add_to_row(first + r, at.j, own, weights + r * 16);
     }
   }
 
+  // Row `at` has met all keys: it is query i of head (b, h).
+  void end_row(int64_t at, int64_t b, int64_t h, int64_t i, float grad_lse) const {
+    if (heavy_[at] < 0) return;
+    row(b, h, i)[heavy_[at]] -= horizontal_sum<float>(load(sums_ + at * 16)) - grad_lse;
+  }
+
  private:
+  void add_to_row(int64_t at, int64_t j, const float* grads, const float* weights) {
+    static_assert(kGradientKeys == 32, "two vectors");
+    store(sums_ + at * 16, load(sums_ + at * 16) + (load(grads) + load(grads + kPairSums)));
+    // More than half of the weight: at most one key has it.
+    const __m512 half = _mm512_set1_ps(0.5f);
+    const uint32_t heavy =
+        _mm512_kunpackw(_mm512_cmp_ps_mask((__m512)load(weights + kPairSums), half, _CMP_GT_OQ),
+                        _mm512_cmp_ps_mask((__m512)load(weights), half, _CMP_GT_OQ));
+    if (heavy != 0) heavy_[at] = j + __builtin_ctz(heavy);
+  }
+
   float* row(int64_t b, int64_t h, int64_t i) const {
     const int64_t* const strides = p_.mask.bias.strides;
     const int64_t heads = strides[1] == 0 ? 1 : p_.num_heads;
@@ -45,6 +85,8 @@ class BiasRows {
 
   const AttentionBwdParams& bwd_;
   const AttentionParams& p_;
+  float* sums_;     // (rows, 16): of dS, by lanes
+  int64_t* heavy_;  // (rows): the key that has most of the weight; -1: none
 };
 
 }  // namespace

@@ -32,19 +32,20 @@ class TileGradients {
   // A tile of scores, and where its weights and gradients go.
   struct Tile {
     const GradientRows* rows;
-    const float* scores;     // as are the ones below: tiles (2 of keys, 2)
-    float* grads;            // dP; with store_grads, dS before the derivative of softcap follows
-    const float* cap_slope;  // the derivative of softcap; null: none
+    // Tiles (2 of keys, 2), and dP. With for_bias dS follows, without the derivative of softcap,
+    // and in 16 bits P.
+    float *scores, *grads;
+    const float* cap_slope;                     // such tiles: the derivative of softcap; null: none
     const TileDropout<kGradientKeys>* dropout;  // null: none
     uint16_t *weight_pairs, *grad_pairs;        // right tiles (2, parts)
     uint16_t* grad_rows;                        // left tiles (parts, 2)
     ExpUnit<float> unit;                        // of a score
     float dropout_scale;
     float grad_factor;  // of dS as it is multiplied, where numbers have few exponents
-    bool store_grads;
+    bool for_bias;
   };
 
-  // A unit of work is two rows. kPlain: without dropout, dlse, softcap and store_grads.
+  // A unit of work is two rows. kPlain: without dropout, dlse, softcap and for_bias.
   template <bool kPlain>
   class Stream {
    public:
@@ -111,7 +112,10 @@ class TileGradients {
       // An invisible key may hold NaN, and 0 * NaN is no 0.
       g = weight == 0 ? Vec<float>{} : g;
       if (!kPlain) {
-        if (tile_.store_grads) store(tile_.grads + e, g);
+        if (tile_.for_bias) {
+          store(tile_.grads + e, g);
+          if (F::kRounds) store(tile_.scores + e, weight);
+        }
         if (tile_.cap_slope != nullptr) {
           g = weight == 0 ? Vec<float>{} : g * load(tile_.cap_slope + e);
         }

@@ -193,9 +193,11 @@ def test_scores_far_apart(mask, size, dtype, isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_a_scale_that_is_0_in_float32(dtype, isa):
-    """0 times the -inf of what is hidden would be NaN."""
-    check(random_qkv(1, 2, 2, 70, 139, 32), dtype, masks.causal(), scale=1e-46)
+@pytest.mark.parametrize("scale", [1e-46, 1e-38, 1e-30, 1e-12, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+def test_scores_that_are_nearly_the_same(scale, dtype, isa):
+    """Powers of 2 next to 1, from both sides; and a scale that is 0 in float32, which times the
+    -inf of what is hidden would be NaN."""
+    check(random_qkv(1, 2, 2, 70, 139, 32), dtype, masks.causal(), scale=scale)
 
 
 def test_results_below_the_normal_numbers(isa):

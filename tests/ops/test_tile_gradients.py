@@ -87,15 +87,43 @@ def test_options(dtype, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(
-    "shape", [(3, 4, 70, 139), (1, 4, 70, 139), (3, 1, 70, 139), (1, 1, 70, 139), (70, 139),
-              (3, 4, 1, 139), (3, 4, 70, 1)], ids=str,
+    "shape", [(8, 16, 70, 139), (1, 16, 70, 139), (8, 1, 70, 139), (1, 1, 70, 139), (70, 139),
+              (8, 16, 1, 139), (8, 16, 70, 1)], ids=str,
 )  # fmt: skip
 def test_bias(shape, dtype, isa):
-    """Each broadcast shape is summed up by its own heads."""
-    tensors = random_qkv(3, 4, 2, 70, 139, 32)
+    """Each broadcast shape is summed up by its own heads; a few are too few for whole rows."""
+    tensors = random_qkv(8, 16, 8, 70, 139, 32)
     tensors["bias"] = torch.randn(shape)
     options = {"softcap": 3.0, "enable_gqa": True}
     assert_like_eager(attention(masks.causal(), **options), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(
+    "mask", [None, masks.dense(checkered(700, 330))], ids=["none", "checkered"]
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
+    """Rows of more panels than are packed at once."""
+    tensors = random_qkv(1, 8, 8, 700, 330, 64)
+    tensors["bias"] = torch.randn(8, 700, 330)
+    assert_like_eager(attention(mask, dropout_p=dropout_p), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
+def test_bias_of_keys_with_nearly_all_the_weight(dtype, isa):
+    """What rounding took from delta is more than their dS is."""
+    tensors = random_qkv(1, 8, 8, 70, 130, 64)
+    bias = torch.randn(8, 70, 130)
+    bias[:, :, 100] += 24
+    gradients = []
+    for backend, own in (("eager", torch.float64), ("cpp", dtype)):
+        leaf = bias.to(torch.promote_types(own, torch.float32)).requires_grad_()
+        query, key, value = (t.to(dtype).to(own).requires_grad_() for t in tensors.values())
+        out = F.scaled_dot_product_attention(query, key, value, masks.bias(leaf), backend=backend)
+        gradients += torch.autograd.grad(out, leaf, torch.ones_like(out))
+    truth, got = gradients
+    assert (got - truth).abs().max() < 0.01 * truth.abs().max()
 
 
 @pytest.mark.parametrize("power", [-12, -8, 8, 12])

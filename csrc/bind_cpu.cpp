@@ -121,9 +121,9 @@ void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
 
 // ---- new tensors --------------------------------------------------------------------------------
 
-// Smaller blocks stay with malloc, which reuses them; taking one from the pool costs 4
-// microseconds.
-constexpr int64_t kPooledFrom = 1 << 20;
+// Smaller blocks stay with malloc, which reuses them. Larger ones it may give back to the system
+// at every free: norms of 300 x 768 took 150 page faults a call, and 1.3 times as long.
+constexpr int64_t kPooledFrom = 1 << 17;
 
 // An uninitialised dense tensor; a large one in memory that earlier ones have left. It needs
 // torch's C functions. code, bits: its type, as DLPack has it.

@@ -120,6 +120,25 @@ inline void store_as<double>(Vec<double> v, double* dst) {
 
 typedef uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
 
+// The upper half of each is what it rounds to; NaN stay NaN.
+inline Vec32 rounded_to_bfloat16(Vec<float> v) {
+  const Vec32 bits = (Vec32)v;
+  return v != v ? Vec32{} + 0x7FC00000u : bits + 0x7FFFu + (bits >> 16 & 1u);
+}
+
+#if defined(__AVX512F__)
+// By name: the compiler's own conversions take twice as many instructions.
+template <>
+inline Vec<float> load_as<BFloat16>(const BFloat16* src) {
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)src));
+  return (Vec<float>)_mm512_slli_epi32(bits, 16);
+}
+template <>
+inline void store_as<BFloat16>(Vec<float> v, BFloat16* dst) {
+  const __m512i high = _mm512_srli_epi32((__m512i)rounded_to_bfloat16(v), 16);
+  _mm256_storeu_si256((__m256i*)dst, _mm512_cvtepi32_epi16(high));
+}
+#else
 template <>
 inline Vec<float> load_as<BFloat16>(const BFloat16* src) {
   Shorts bits;
@@ -128,11 +147,10 @@ inline Vec<float> load_as<BFloat16>(const BFloat16* src) {
 }
 template <>
 inline void store_as<BFloat16>(Vec<float> v, BFloat16* dst) {
-  const Vec32 bits = (Vec32)v;
-  const Vec32 rounded = v != v ? Vec32{} + 0x7FC00000u : bits + 0x7FFFu + (bits >> 16 & 1u);
-  const Shorts high = __builtin_convertvector(rounded >> 16, Shorts);
+  const Shorts high = __builtin_convertvector(rounded_to_bfloat16(v) >> 16, Shorts);
   memcpy(dst, &high, sizeof(high));
 }
+#endif
 
 #if defined(__AVX512F__)
 template <>

@@ -5,6 +5,8 @@
 // difference of two large sums would.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/attention_tile.h"
 
 namespace fused_attn {
@@ -68,79 +70,80 @@ struct Terms {
   Vec<A> of[kSums];
 };
 
-// kSums sums over a row of what term(c, count) gives for each vector.
+// kSums sums over columns [begin, end) of what term(c, count) gives for each vector.
+template <class A, int kSums, class Term>
+__attribute__((always_inline)) inline Terms<A, kSums> sum_stretch(int64_t begin, int64_t end,
+                                                                  const Term& term) {
+  constexpr int64_t kLane = kLanes<A>, kUnroll = 4;
+  Terms<A, kSums> part[kUnroll] = {};
+  const auto add = [&](int u, const Terms<A, kSums>& terms) {
+    for (int s = 0; s < kSums; ++s) part[u].of[s] += terms.of[s];
+  };
+  int64_t c = begin;
+  for (; c + kUnroll * kLane <= end; c += kUnroll * kLane) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kUnroll; ++u) add(u, term(c + u * kLane, kLane));
+  }
+  for_each_vector<A>(c, end, [&](int64_t at, int64_t count) { add(0, term(at, count)); });
+  for (int u = 1; u < kUnroll; ++u) add(0, part[u]);
+  return part[0];
+}
+
+// kSums sums over a row.
 template <class A, int kSums, class Term>
 __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, A* sums) {
-  constexpr int64_t kLane = kLanes<A>, kUnroll = 4;
-  Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, where bit i of stretches is set
-  int64_t stretches = 0;
-  for (int64_t begin = 0; begin < n; begin += kSumLength, ++stretches) {
-    const int64_t end = min64(begin + kSumLength, n);
-    Terms<A, kSums> part[kUnroll] = {};
-    const auto add = [&](int u, const Terms<A, kSums>& terms) {
-      for (int s = 0; s < kSums; ++s) part[u].of[s] += terms.of[s];
-    };
-    int64_t c = begin;
-    for (; c + kUnroll * kLane <= end; c += kUnroll * kLane) {
-#pragma GCC unroll 4
-      for (int u = 0; u < kUnroll; ++u) add(u, term(c + u * kLane, kLane));
-    }
-    for_each_vector<A>(c, end, [&](int64_t at, int64_t count) { add(0, term(at, count)); });
-    int i = 0;
-    for (int u = 1; u < kUnroll; ++u) add(0, part[u]);
-    for (; (stretches >> i & 1) != 0; ++i) add(0, level[i]);
-    level[i] = part[0];
-  }
   Terms<A, kSums> total{};
-  for (int i = 0; stretches >> i != 0; ++i) {
-    for (int s = 0; s < kSums && (stretches >> i & 1) != 0; ++s) total.of[s] += level[i].of[s];
+  const auto add = [](const Terms<A, kSums>& from, Terms<A, kSums>* to) {
+    for (int s = 0; s < kSums; ++s) to->of[s] += from.of[s];
+  };
+  if (n <= kSumLength) {
+    total = sum_stretch<A, kSums>(0, n, term);
+  } else {
+    Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, if bit i of stretches is set
+    int64_t stretches = 0;
+    for (int64_t begin = 0; begin < n; begin += kSumLength, ++stretches) {
+      Terms<A, kSums> own = sum_stretch<A, kSums>(begin, min64(begin + kSumLength, n), term);
+      int i = 0;
+      for (; (stretches >> i & 1) != 0; ++i) add(level[i], &own);
+      level[i] = own;
+    }
+    for (int i = 0; stretches >> i != 0; ++i) {
+      if ((stretches >> i & 1) != 0) add(level[i], &total);
+    }
   }
   for (int s = 0; s < kSums; ++s) sums[s] = horizontal_sum<A>(total.of[s]);
 }
 
-// What dropout leaves of a row, a bit for each column.
+// What dropout leaves of a row.
 template <class A>
 class RowDropout {
   using Columns = DropoutColumns<>;
 
  public:
+  static constexpr int kColumns = Columns::kColumns;  // that are drawn at once
+
   explicit RowDropout(const NormParams& p)
       : columns_(p.dropout_p > 0 ? p.columns : 0),
         keys_(p.seed),
         threshold_(dropout_threshold(p.dropout_p)),
         scale_(static_cast<A>(dropout_scale(p.dropout_p))) {}
 
-  void place(Arena* arena) {
-    groups_ = arena->template take<Columns>(div_up(columns_, Columns::kColumns));
-    kept_ = arena->template take<uint8_t>(columns_ / 8 + 16);
-  }
+  void place(Arena* arena) { groups_ = arena->template take<Columns>(div_up(columns_, kColumns)); }
 
   void begin() {
-    for (int64_t c = 0; c < columns_; c += Columns::kColumns) {
-      groups_[c / Columns::kColumns] = Columns(&keys_, threshold_, c, 0, 1);
+    for (int64_t c = 0; c < columns_; c += kColumns) {
+      groups_[c / kColumns] = Columns(&keys_, threshold_, c, 0, 1);
     }
   }
 
-  // Draws for a row. Meanwhile the rows that are needed next are on their way from memory, null or
-  // not.
-  template <class T>
-  void row(int64_t r, const T* next, const T* other = nullptr) {
-    constexpr int64_t kStep = Columns::kColumns;
-    for (int64_t c = 0; c < columns_; c += kStep) {
-      for (int64_t e = c; e < min64(c + kStep, columns_); e += 64 / sizeof(T)) {
-        if (next != nullptr) __builtin_prefetch(next + e);
-        if (other != nullptr) __builtin_prefetch(other + e);
-      }
-      const uint64_t kept = groups_[c / kStep].keep(static_cast<uint32_t>(r));
-      memcpy(kept_ + c / 8, &kept, sizeof(kept));
-    }
+  // Bit e: column c + e of row r; c is a multiple of kColumns.
+  FUSED_ATTN_INLINE uint64_t keep(int64_t r, int64_t c) const {
+    return groups_[c / kColumns].keep(static_cast<uint32_t>(r));
   }
 
   // Of a vector of columns from c on.
-  Vec<A> factor(int64_t c) const {
-    uint16_t bits;
-    memcpy(&bits, kept_ + c / 8, sizeof(bits));
-    return where<A>(static_cast<uint32_t>(bits >> (c % 8)), broadcast<A>(scale_), Vec<A>{});
+  FUSED_ATTN_INLINE Vec<A> factor(uint64_t kept, int64_t c) const {
+    return where<A>(static_cast<uint32_t>(kept >> (c % kColumns)), broadcast<A>(scale_), Vec<A>{});
   }
 
  private:
@@ -149,11 +152,16 @@ class RowDropout {
   const uint32_t threshold_;
   const A scale_;
   Columns* groups_;
-  uint8_t* kept_;  // a bit for each column
 };
 
 inline float square_root(float x) { return __builtin_sqrtf(x); }
 inline double square_root(double x) { return __builtin_sqrt(x); }
+
+// Rows take their passes in turns, a block of rows each, so that one's chain from its sum to its
+// variance to the root of that is hidden behind the others. What becomes of a row does not depend
+// on which others these are.
+constexpr int64_t kMaxBlockRows = 8;
+constexpr int64_t kBlockBytes = int64_t{16} << 10;  // what is kept of a block stays in L1
 
 template <class T>
 class NormFwd {
@@ -161,17 +169,21 @@ class NormFwd {
 
  public:
   static bool run(const NormParams& p) {
+    const int64_t stride = round_up(p.columns, kLanes<A>);
+    const int64_t fit = kBlockBytes / max64(stride * static_cast<int64_t>(sizeof(A)), 1);
+    const int64_t block = max64(min64(fit, kMaxBlockRows), 1), blocks = div_up(p.rows, block);
     bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, p.rows)) reduction(&& : ok)
+#pragma omp parallel num_threads(clamp_threads(p.num_threads, blocks)) reduction(&& : ok)
     {
-      NormFwd self(p);
-      ok = self.allocate();
-      const bool added = p.residual != nullptr || p.dropout_p > 0 || p.total != nullptr;
-      const bool plain = !added && p.weight != nullptr && p.bias != nullptr;
+      NormFwd self(p, stride);
+      ok = self.allocate(block);
+      const bool plain = !self.added_ && p.weight != nullptr && p.bias != nullptr;
 #pragma omp for schedule(static)
-      for (int64_t r = 0; r < p.rows; ++r) {
+      for (int64_t i = 0; i < blocks; ++i) {
         if (!ok) continue;
-        plain ? self.template row<true>(r) : self.template row<false>(r);
+        const int64_t count = min64(block, p.rows - i * block);
+        plain ? self.template rows<true>(i * block, count)
+              : self.template rows<false>(i * block, count);
       }
       stream_fence();
     }
@@ -179,87 +191,139 @@ class NormFwd {
   }
 
  private:
-  explicit NormFwd(const NormParams& p) : p_(p), dropout_(p) {}
+  NormFwd(const NormParams& p, int64_t stride)
+      : p_(p),
+        added_(p.residual != nullptr || p.dropout_p > 0 || p.total != nullptr),
+        stride_(stride),
+        dropout_(p) {}
 
-  void place() {
-    x_ = arena_.template take<A>(p_.columns);
+  void place(int64_t block) {
+    x_ = arena_.template take<A>(block * stride_);
     dropout_.place(&arena_);
   }
 
-  bool allocate() {
-    place();
+  bool allocate(int64_t block) {
+    place(block);
     if (!arena_.allocate()) return false;
-    place();
+    place(block);
     dropout_.begin();
     return true;
   }
 
-  // kPlain: the row is the input's alone, and weight and bias are there.
+  // kPlain: rows are the input's alone, and weight and bias are there.
   template <bool kPlain>
-  void row(int64_t r) {
-    const int64_t n = p_.columns, at = r * n;
-    const T* const input = static_cast<const T*>(p_.input) + at;
-    const A* x = x_;
-    if constexpr (kPlain && sizeof(T) == sizeof(A)) {
-      x = input;
-    } else if constexpr (kPlain) {
-      load_row(input, n, x_);
-    } else {
-      add_up(r, input);
+  void rows(int64_t first, int64_t count) {
+    const int64_t n = p_.columns;
+    const T* const input = static_cast<const T*>(p_.input) + first * n;
+    const bool in_place = sizeof(T) == sizeof(A) && (kPlain || !added_);
+    const A* const x = in_place ? reinterpret_cast<const A*>(input) : x_;
+    const int64_t stride = in_place ? n : stride_;
+    A mean[kMaxBlockRows], rstd[kMaxBlockRows];
+    for (int64_t k = 0; k < count; ++k) {
+      const A sum = !kPlain && added_
+                        ? add_up(first + k, x_ + k * stride_)
+                        : load_sum(input + k * n, in_place ? nullptr : x_ + k * stride_);
+      mean[k] = p_.rms ? A(0) : sum / static_cast<A>(n);
     }
-    A mean;
-    const auto plain = [&](int64_t c, int64_t count) -> Terms<A, 1> {
-      return {{load_part(x + c, count)}};
+    for (int64_t k = 0; k < count; ++k) {
+      const A variance = square_sum(x + k * stride, mean[k]) / static_cast<A>(n);
+      rstd[k] = A(1) / square_root(variance + static_cast<A>(p_.eps));
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      if (p_.mean != nullptr && !p_.rms) static_cast<A*>(p_.mean)[first + k] = mean[k];
+      if (p_.rstd != nullptr) static_cast<A*>(p_.rstd)[first + k] = rstd[k];
+      write<kPlain>(first + k, x + k * stride, mean[k], rstd[k]);
+    }
+  }
+
+  // A row's sum; x: where it goes in the type of sums, null: nowhere.
+  A load_sum(const T* input, A* x) const {
+    A sum;
+    const auto load = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+      const Vec<A> own = load_part(input + c, count);
+      if (x != nullptr) store_part<A>(own, count, x + c);
+      return {{own}};
     };
-    sum_row<A, 1>(n, plain, &mean);
-    mean = p_.rms ? A(0) : mean / static_cast<A>(n);
+    sum_row<A, 1>(p_.columns, load, &sum);
+    return sum;
+  }
+
+  // residual + dropout(input) into x, and into total as it is stored: the norm is that of what the
+  // backward starts from. And its sum.
+  A add_up(int64_t r, A* x) const {
+    const int64_t n = p_.columns, at = r * n;
+    const bool drops = p_.dropout_p > 0;
+    const T* const input = static_cast<const T*>(p_.input) + at;
+    const T* const residual =
+        p_.residual == nullptr ? nullptr : static_cast<const T*>(p_.residual) + at;
+    T* const total = p_.total == nullptr ? nullptr : static_cast<T*>(p_.total) + at;
+    const bool streaming = streams<T>(p_, total);
+    const RowDropout<A> dropout = dropout_;
+    uint64_t kept = 0;
+    A sum;
+    const auto add = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+      Vec<A> own = load_part(input + c, count);
+      if (drops) {
+        if (c % RowDropout<A>::kColumns == 0) kept = dropout.keep(r, c);
+        own *= dropout.factor(kept, c);
+      }
+      if (residual != nullptr) own += load_part(residual + c, count);
+      if (total != nullptr) {
+        write_part<T>(own, count, streaming, total + c);
+        if (sizeof(T) != sizeof(A)) own = load_part<T>(total + c, count);
+      }
+      store_part<A>(own, count, x + c);
+      return {{own}};
+    };
+    sum_row<A, 1>(n, add, &sum);
+    return sum;
+  }
+
+  // The sum of (x - mean)^2.
+  A square_sum(const A* x, A mean) const {
+    A sum;
     const auto square = [&](int64_t c, int64_t count) -> Terms<A, 1> {
       Vec<A> off = load_part(x + c, count) - mean;
       if (count < kLanes<A>) off = where<A>((1u << count) - 1, off, Vec<A>{});
       return {{off * off}};
     };
-    A variance;
-    sum_row<A, 1>(n, square, &variance);
-    const A rstd = A(1) / square_root(variance / static_cast<A>(n) + static_cast<A>(p_.eps));
-    if (p_.mean != nullptr && !p_.rms) static_cast<A*>(p_.mean)[r] = mean;
-    if (p_.rstd != nullptr) static_cast<A*>(p_.rstd)[r] = rstd;
+    sum_row<A, 1>(p_.columns, square, &sum);
+    return sum;
+  }
+
+  template <bool kPlain>
+  void write(int64_t r, const A* x, A mean, A rstd) const {
     const A* const weight = static_cast<const A*>(p_.weight);
     const A* const bias = static_cast<const A*>(p_.bias);
-    T* const out = static_cast<T*>(p_.out) + at;
-    for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
+    T* const out = static_cast<T*>(p_.out) + r * p_.columns;
+    const bool streaming = !kPlain && streams<T>(p_, out);
+    for_each_vector<A>(0, p_.columns, [&](int64_t c, int64_t count) {
       Vec<A> y = (load_part(x + c, count) - mean) * rstd;
       if (kPlain || weight != nullptr) y *= load_part(weight + c, count);
       if (kPlain || bias != nullptr) y += load_part(bias + c, count);
-      write_part<T>(y, count, !kPlain && streams<T>(p_, out), out + c);
-    });
-  }
-
-  // residual + dropout(input) into x_, and into total as it is stored: the norm is that of what
-  // the backward starts from.
-  void add_up(int64_t r, const T* input) {
-    const int64_t n = p_.columns, at = r * n;
-    const bool dropout = p_.dropout_p > 0;
-    const T* const residual = static_cast<const T*>(p_.residual);
-    T* const total = static_cast<T*>(p_.total);
-    if (dropout) dropout_.row(r, input, residual == nullptr ? nullptr : residual + at);
-    const bool streaming = streams<T>(p_, total + at);
-    for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
-      Vec<A> x = load_part(input + c, count);
-      if (dropout) x *= dropout_.factor(c);
-      if (residual != nullptr) x += load_part(residual + at + c, count);
-      if (total != nullptr) {
-        write_part<T>(x, count, streaming, total + at + c);
-        if (sizeof(T) != sizeof(A)) x = load_part<T>(total + at + c, count);
-      }
-      store_part<A>(x, count, x_ + c);
+      write_part<T>(y, count, streaming, out + c);
     });
   }
 
   const NormParams& p_;
+  const bool added_;      // rows are not the input's alone
+  const int64_t stride_;  // of a row of x_
   Arena arena_;
-  A* x_;  // (columns)
+  A* x_;  // (block, columns)
   RowDropout<A> dropout_;
 };
+
+// Rows whose gradients are on their way together: they share loads of the weight, and of the sums
+// of its gradient.
+constexpr int kGradRows = 4;
+
+// Calls use of kGradRows rows at once, and of single ones in the end: use(r, constant).
+template <class Use>
+inline void for_rows(int64_t begin, int64_t end, const Use& use) {
+  int64_t r = begin;
+  for (; r + kGradRows <= end; r += kGradRows) use(r, std::integral_constant<int, kGradRows>());
+  for (; r < end; ++r) use(r, std::integral_constant<int, 1>());
+}
 
 // With x the normalised row and g = weight * grad_out:
 //   d(sum) = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms.
@@ -289,13 +353,14 @@ class NormBwd {
           p.weight != nullptr && bwd.grad_weight != nullptr && bwd.grad_bias != nullptr;
 #pragma omp for schedule(static)
       for (int64_t part = 0; part < parts; ++part) {
+        if (!ok) continue;
         A* const own = sums + part * 2 * n;
         memset(own, 0, 2 * n * sizeof(A));
-        for (int64_t r = part * per_part; r < min64((part + 1) * per_part, p.rows); ++r) {
-          if (!ok) continue;
-          affine ? self.template row<true>(r, own, own + n)
-                 : self.template row<false>(r, own, own + n);
-        }
+        const int64_t begin = part * per_part;
+        for_rows(begin, min64(begin + per_part, p.rows), [&](int64_t r, auto rows) {
+          affine ? self.template differentiate<true, rows()>(r, own, own + n)
+                 : self.template differentiate<false, rows()>(r, own, own + n);
+        });
       }
       stream_fence();
 #pragma omp single
@@ -321,54 +386,75 @@ class NormBwd {
   }
 
   // kAffine: weight is there, and its gradient and that of bias are wanted.
-  template <bool kAffine>
-  void row(int64_t r, A* weight_sum, A* bias_sum) {
-    const int64_t n = p_.columns, at = r * n;
+  template <bool kAffine, int kRows>
+  void differentiate(int64_t first, A* weight_sum, A* bias_sum) {
+    const int64_t n = p_.columns, at = first * n;
     const A* const weight = static_cast<const A*>(p_.weight);
     const T* const total = static_cast<const T*>(p_.total) + at;
     const T* const grad_out = static_cast<const T*>(bwd_.grad_out) + at;
-    const A mean = p_.rms ? A(0) : static_cast<const A*>(p_.mean)[r];
-    const A rstd = static_cast<const A*>(p_.rstd)[r], size = static_cast<A>(n);
+    A mean[kRows], rstd[kRows];
+    for (int k = 0; k < kRows; ++k) {
+      mean[k] = p_.rms ? A(0) : static_cast<const A*>(p_.mean)[first + k];
+      rstd[k] = static_cast<const A*>(p_.rstd)[first + k];
+    }
     const bool needs_weight = kAffine || bwd_.grad_weight != nullptr;
     const bool needs_bias = kAffine || bwd_.grad_bias != nullptr;
-    const auto normalised = [&](int64_t c, int64_t count) -> Vec<A> {
-      const Vec<A> x = (load_part(total + c, count) - mean) * rstd;
+    const auto normalised = [&](int k, int64_t c, int64_t count) -> Vec<A> {
+      const Vec<A> x = (load_part(total + k * n + c, count) - mean[k]) * rstd[k];
       return count == kLanes<A> ? x : where<A>((1u << count) - 1, x, Vec<A>{});
     };
-    const auto weighted = [&](int64_t c, int64_t count, Vec<A> grad) -> Vec<A> {
-      return kAffine || weight != nullptr ? grad * load_part(weight + c, count) : grad;
+    const auto weight_at = [&](int64_t c, int64_t count) -> Vec<A> {
+      return kAffine || weight != nullptr ? load_part(weight + c, count) : broadcast<A>(1);
     };
     const auto add = [](Vec<A> x, int64_t count, A* sum) {
       store_part<A>(load_part(sum, count) + x, count, sum);
     };
-    const auto terms = [&](int64_t c, int64_t count) -> Terms<A, 2> {
-      const Vec<A> x = normalised(c, count), grad = load_part(grad_out + c, count);
-      if (needs_weight) add(grad * x, count, weight_sum + c);
-      if (needs_bias) add(grad, count, bias_sum + c);
-      const Vec<A> g = weighted(c, count, grad);
-      return {{g * x, g}};
-    };
-    A sums[2];
-    sum_row<A, 2>(n, terms, sums);
-    const A along = sums[0] / size, across = p_.rms ? A(0) : sums[1] / size;
-    const bool dropout = bwd_.grad_input != nullptr;
-    if (dropout) dropout_.row(r, static_cast<const T*>(nullptr));
-    const T* const grad_total =
-        bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + at;
-    T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + at;
-    T* const grad_input = dropout ? static_cast<T*>(bwd_.grad_input) + at : nullptr;
-    const bool wide = n >= kStreamGradFrom;
-    const bool streaming = wide && streams<T>(p_, grad_residual);
-    const bool streaming_input = wide && streams<T>(p_, grad_input);
-    for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
-      const Vec<A> g = weighted(c, count, load_part(grad_out + c, count));
-      Vec<A> grad = rstd * (g - across - normalised(c, count) * along);
-      if (grad_total != nullptr) grad += load_part(grad_total + c, count);
-      write_part<T>(grad, count, streaming, grad_residual + c);
-      if (dropout) {
-        write_part<T>(grad * dropout_.factor(c), count, streaming_input, grad_input + c);
+    // Along the rows, and then across.
+    const auto terms = [&](int64_t c, int64_t count) {
+      Terms<A, 2 * kRows> terms;
+      const Vec<A> factor = weight_at(c, count);
+      Vec<A> of_weight{}, of_bias{};
+      for (int k = 0; k < kRows; ++k) {
+        const Vec<A> x = normalised(k, c, count), grad = load_part(grad_out + k * n + c, count);
+        of_weight += grad * x;
+        of_bias += grad;
+        const Vec<A> g = grad * factor;
+        terms.of[k] = g * x;
+        terms.of[kRows + k] = g;
       }
-    });
+      if (needs_weight) add(of_weight, count, weight_sum + c);
+      if (needs_bias) add(of_bias, count, bias_sum + c);
+      return terms;
+    };
+    A sums[2 * kRows];
+    sum_row<A, 2 * kRows>(n, terms, sums);
+    A along[kRows], across[kRows];
+    for (int k = 0; k < kRows; ++k) {
+      along[k] = sums[k] / static_cast<A>(n);
+      across[k] = p_.rms ? A(0) : sums[kRows + k] / static_cast<A>(n);
+    }
+    // A row after the other: where several are written past the caches in turns, each line takes
+    // longer.
+    for (int k = 0; k < kRows; ++k) {
+      const int64_t row = at + k * n;
+      const bool drops = bwd_.grad_input != nullptr, wide = n >= kStreamGradFrom;
+      const T* const grad_total =
+          bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + row;
+      T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + row;
+      T* const grad_input = drops ? static_cast<T*>(bwd_.grad_input) + row : nullptr;
+      const bool streaming = wide && streams<T>(p_, grad_residual);
+      const bool streaming_input = wide && streams<T>(p_, grad_input);
+      uint64_t kept = 0;
+      for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
+        const Vec<A> g = weight_at(c, count) * load_part(grad_out + k * n + c, count);
+        Vec<A> grad = rstd[k] * (g - across[k] - normalised(k, c, count) * along[k]);
+        if (grad_total != nullptr) grad += load_part(grad_total + c, count);
+        write_part<T>(grad, count, streaming, grad_residual + c);
+        if (!drops) return;
+        if (c % RowDropout<A>::kColumns == 0) kept = dropout_.keep(first + k, c);
+        write_part<T>(grad * dropout_.factor(kept, c), count, streaming_input, grad_input + c);
+      });
+    }
   }
 
   static void add_up(const A* sums, int64_t parts, int64_t n, A* out) {

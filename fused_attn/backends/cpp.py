@@ -40,8 +40,8 @@ if _cpu is not None:
     _cpu.set_torch(Tensor, torch.nn.Parameter, _EXCHANGE_API)
 
 MAX_HEAD_DIM = 256
-# Smaller blocks stay with malloc, which reuses them; taking one from the pool costs 4 microseconds.
-_POOLED_FROM = 1 << 20
+# Smaller blocks stay with malloc, which reuses them; larger ones it may give back at every free.
+_POOLED_FROM = 1 << 17
 _RESULTS = {**DTYPES, torch.int16: -1}  # of out_low
 
 

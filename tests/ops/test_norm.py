@@ -43,6 +43,14 @@ def test_norm(kind, extras, affine, shape, dtype, backend):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("shape", [(1370, 768), (1370, 770), (258, 4099)], ids=str)
+def test_rows_that_leave_the_caches(shape, dtype):
+    """Written past them on a CPU, where rows are aligned; some of a block's are, or none."""
+    tensors = tensors_of("layer_norm", shape, True, True)
+    assert_like_eager(norm("layer_norm", dropout_p=0.25), tensors, dtype, "cpp")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_weight_of_the_same_type(dtype, backend):

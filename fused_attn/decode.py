@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import NoneType
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fused_attn import masks
-from fused_attn.backends import CacheUpdate, problem_of, select
+from fused_attn.backends import CacheUpdate, first_backend, problem_of, select
 from fused_attn.core import autograd
+from fused_attn.core.autocast import any_autocast
 from fused_attn.core.call import AttentionCall
-from fused_attn.core.torch_state import plain_eager, readable
+from fused_attn.core.torch_state import plain_eager, readable, unwatched
 from fused_attn.core.validation import attention_call, check_float, check_length, check_same
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
@@ -105,11 +107,17 @@ def decode_attention(
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_new = 0 if key is None else key.shape[2]
     capacity = _checked_capacity(query, key_cache, block_table)
-    lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
-    if block_table is not None:
-        _check_pages(block_table, key_cache, lengths, seqlen_new)
+    cache_lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
     # A single query sees all positions anyway.
     is_causal = is_causal and seqlen_q != 1
+    bare = block_table is None and attn_mask is None and softcap is None
+    if bare and backend is None and not return_lse and known is not None and known[0] == known[1]:
+        out = _at_once(query, key_cache, value_cache, key, value, known[0], is_causal, scale)
+        if out is not None:
+            return out
+    lengths = torch.as_tensor(cache_lengths, device=query.device)
+    if block_table is not None:
+        _check_pages(block_table, key_cache, lengths, seqlen_new)
     mask = _with_lengths(masks.as_mask(attn_mask), is_causal, lengths, seqlen_new)
     if torch.is_grad_enabled() and any(bias.requires_grad for bias in mask.biases):
         raise ValueError(_NO_GRAD.format(name="attn_mask"))
@@ -141,6 +149,37 @@ def decode_attention(
         result = autograd.attention(call, chosen, return_lse)
     out, lse = result
     return (out, lse) if return_lse else out
+
+
+def _at_once(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    length: int,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """out of sequences that are equally long, whose keys are the first ones of the cache; None
+    where that is no plain call of a CPU. Small steps spend their time on the way."""
+    if query.device.type != "cpu" or any_autocast() or type(scale) not in (NoneType, float, int):
+        return None
+    if not (unwatched() and plain_eager(query, key_cache, value_cache, key, value)):
+        return None
+    first = first_backend(query.device)
+    if first is None:
+        return None
+    end = length
+    if key is not None and value is not None:
+        end += key.shape[2]
+        key_cache.narrow(2, length, key.shape[2]).copy_(key)
+        value_cache.narrow(2, length, key.shape[2]).copy_(value)
+    keys, values = key_cache.narrow(2, 0, end), value_cache.narrow(2, 0, end)
+    mask = _CAUSAL if is_causal else None
+    gqa = query.shape[1] != key_cache.shape[1]
+    # What it is None for is computed the long way, which writes the same once more.
+    return first.attention_at_once(query, keys, values, mask, 0.0, False, scale, gqa)
 
 
 # ---- what arguments must be ---------------------------------------------------------------------
@@ -209,30 +248,38 @@ _INTEGERS = (torch.int32, torch.int64)
 
 def _checked_lengths(
     lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int
-) -> tuple[Tensor, tuple[int, int] | None]:
-    """The lengths where query is, and the least and the most of them, where they can be read."""
-    if not isinstance(lengths, Tensor):
-        try:
-            lengths = torch.as_tensor(lengths)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"cache_lengths must be a tensor or integers, got {lengths}") from error
-        lengths = lengths.long() if lengths.numel() == 0 else lengths
-    if lengths.dtype not in _INTEGERS:
-        raise TypeError(f"cache_lengths must be int32 or int64, got {lengths.dtype}")
-    if lengths.shape != query.shape[:1]:
+) -> tuple[Tensor | Sequence[int], tuple[int, int] | None]:
+    """The lengths, integers as they are, and the least and the most of them, where they can be
+    read."""
+    batch, values = query.shape[0], None
+    if type(lengths) in (list, tuple) and all(type(n) is int for n in lengths):
+        values = lengths
+        shape: tuple[int, ...] = (len(lengths),)
+    else:
+        if not isinstance(lengths, Tensor):
+            try:
+                lengths = torch.as_tensor(lengths)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"cache_lengths must be a tensor or integers, got {lengths}"
+                ) from error
+            lengths = lengths.long() if lengths.numel() == 0 else lengths
+        if lengths.dtype not in _INTEGERS:
+            raise TypeError(f"cache_lengths must be int32 or int64, got {lengths.dtype}")
+        shape = tuple(lengths.shape)
+        if len(shape) == 1 and readable(lengths):
+            values = lengths.tolist()
+    if shape != (batch,):
+        raise ValueError(f"cache_lengths must have shape ({batch},), got {shape}")
+    if not values:
+        return lengths, None
+    least, most = min(values), max(values)
+    if least < 0 or most + seqlen_new > capacity:
         raise ValueError(
-            f"cache_lengths must have shape ({query.shape[0]},), got {tuple(lengths.shape)}"
+            f"cache_lengths must be in [0, {capacity - seqlen_new}] (room of the cache less "
+            f"{seqlen_new} new positions), got [{least}, {most}]"
         )
-    known = None
-    if readable(lengths) and lengths.numel():
-        least, most = (int(x) for x in torch.aminmax(lengths))
-        if least < 0 or most + seqlen_new > capacity:
-            raise ValueError(
-                f"cache_lengths must be in [0, {capacity - seqlen_new}] (room of the cache less "
-                f"{seqlen_new} new positions), got [{least}, {most}]"
-            )
-        known = least, most
-    return lengths.to(query.device), known
+    return lengths, (least, most)
 
 
 def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new: int) -> None:

@@ -188,6 +188,35 @@ def test_decoding_step_by_step(backend):
         lengths += out.shape[2]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("layout", ["whole", "transposed"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("length", "new"), [(0, 1), (0, 19), (37, 1), (37, 19), (37, 0), (0, 0)])
+def test_equally_long_sequences(length, new, is_causal, layout, dtype):
+    """Without a backend's name they take another way; so do lengths that are integers."""
+    tensors = random_qkv(2, 4, 2, max(new, 1), CAPACITY, 32, 20)
+
+    def of(backend):
+        def call(query, key, value):
+            cache = Cache(key, value, (length, length), new, layout)
+            lengths = cache.lengths.tolist() if new == 1 else cache.lengths
+            added, values = cache.new
+            versions = [t._version for t in cache.before]
+            out = fused_attn.decode_attention(
+                query, *cache.before, cache_lengths=lengths, key=added, value=values,
+                is_causal=is_causal, scale=0.3, backend=None if backend == "cpp" else backend,
+            )  # fmt: skip
+            for before, after in zip(cache.before, cache.after, strict=True):
+                torch.testing.assert_close(before, after, rtol=0, atol=0, equal_nan=True)
+            if new > 0:
+                assert all(t._version > v for t, v in zip(cache.before, versions, strict=True))
+            return (out,)
+
+        return call
+
+    assert_outputs_like_eager(of, tensors, dtype, "cpp")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_caches_in_inference_mode(backend):
     with torch.inference_mode():

@@ -237,6 +237,18 @@ void read_operands(const TensorView& query, const TensorView& key, const TensorV
   }
 }
 
+// dropout_origin of a call, `numel` integers.
+template <class Origin>
+void read_origin(const py::handle& call, int64_t numel, const Origin** origin) {
+  const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(call, "dropout_origin"));
+  if (!view.there) return;
+  check_dense(view, "dropout_origin", 0);
+  if (view.code != kDLInt || view.bits != 64 || view.numel() != numel) {
+    throw std::invalid_argument("dropout_origin must be int64 and fit the call");
+  }
+  *origin = static_cast<const Origin*>(view.data);
+}
+
 // An AttentionCall, but for its seed.
 void read_call(const py::handle& call, AttentionParams* p) {
   read_operands(view_of(FUSED_ATTN_ATTRIBUTE(call, "query")),
@@ -248,13 +260,15 @@ void read_call(const py::handle& call, AttentionParams* p) {
   const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
   read_mask(spec, &p->mask);
   const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
+  const int64_t batch = ends_q.there ? ends_q.shape[0] - 1 : p->batch;
+  read_origin(call, batch * 3, &p->dropout_origin);
   if (!ends_q.there) return;
   const TensorView ends_k = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_k"));
   check_dense(ends_q, "cu_seqlens_q", 0);
   check_dense(ends_k, "cu_seqlens_k", 0);
   p->cu_seqlens_q = static_cast<const int64_t*>(ends_q.data);
   p->cu_seqlens_k = static_cast<const int64_t*>(ends_k.data);
-  p->batch = ends_q.shape[0] - 1;
+  p->batch = batch;
   p->seqlen_q = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_q"));
   p->seqlen_k = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_k"));
 }
@@ -275,6 +289,12 @@ void read_call(const py::handle& call, NormParams* p) {
   p->rms = py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "rms"));
   p->eps = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "eps"));
   p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
+  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(call, "dropout_origin"));
+  if (origin.there && origin.numel() > 0) {
+    if (p->rows % origin.numel() != 0) throw std::invalid_argument("dropout_origin must fit rows");
+    read_origin(call, origin.numel(), &p->dropout_origin);
+    p->dropout_run = p->rows / origin.numel();
+  }
 }
 
 // The call of a backward has what was normalised as its input.
@@ -286,13 +306,12 @@ void read_call(const py::handle& call, NormBwdParams* p) {
 // Names of the attributes that are read of calls and of their masks: Python compares them.
 py::list call_fields() {
   py::list names;
-  for (const char* name : {"query",        "key",          "value",
-                           "scale",        "softcap",      "dropout_p",
-                           "seed",         "bias_summary", "dense_summary",
-                           "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-                           "max_seqlen_k", "input",        "residual",
-                           "weight",       "bias",         "eps",
-                           "rms",          "by_query"}) {  // the last is for Python alone
+  for (const char* name :
+       {"query",        "key",          "value",        "scale",         "softcap",
+        "dropout_p",    "seed",         "bias_summary", "dense_summary", "cu_seqlens_q",
+        "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "input",         "residual",
+        "weight",       "bias",         "eps",          "rms",           "dropout_origin",
+        "by_query"}) {  // the last is for Python alone
     names.append(name);
   }
 #define FIELD(type, name) names.append(#name);

@@ -33,6 +33,14 @@ struct SequenceBounds {
   int64_t alibi_offset;            // ALiBi adds -slope * |i + alibi_offset - j|
 };
 
+// One row of AttentionCall.dropout_origin: where a sequence lies in the whole that dropout counts
+// by.
+struct DropoutOrigin {
+  int64_t row;   // of its first query
+  int64_t key;   // of its first key, a multiple of kDecisions (philox.h)
+  int64_t head;  // the counter of its first head
+};
+
 // A dense mask or bias, broadcast by strides of 0.
 struct DenseTensor {
   const void* data;        // (batch, num_heads, seqlen_q, seqlen_k)

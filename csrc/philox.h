@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "host_device.h"
+#include "params.h"
 
 namespace fused_attn {
 namespace {  // each instruction set has its own copy (design: no shared inline functions)
@@ -58,6 +59,12 @@ FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
 FUSED_ATTN_HOST_DEVICE double dropout_scale(double dropout_p) {
   const uint32_t kept = kDropoutSteps - dropout_threshold(dropout_p);
   return kept == 0 ? 0.0 : static_cast<double>(kDropoutSteps) / kept;
+}
+
+// Where sequence b lies in the whole that its counters are of. A counter has 32 bits of each.
+FUSED_ATTN_HOST_DEVICE DropoutOrigin dropout_origin(const AttentionParams& p, int64_t b) {
+  if (p.dropout_origin != nullptr) return p.dropout_origin[b];
+  return {0, 0, b * p.num_heads};
 }
 
 // Bit e: whether decision e of a counter keeps its neighbour.

@@ -126,6 +126,7 @@ class BwdTile {
         kRows);
     if (bwd_.grad_weights != nullptr) add_grad_weights(at);
     const bool dropout = p_.dropout_p > 0, plain = !dropout && bwd_.grad_lse == nullptr;
+    const DropoutAt dropped_at = dropout ? dropout_at(p_, at) : DropoutAt{};
     uint32_t keep[kDecisions];
     const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
     const int64_t steps = P::pad_steps(at.n);
@@ -138,7 +139,7 @@ class BwdTile {
       grad_lse[v] = load(grad_lse_ + slot * kRows + v * kLane);
     }
     for (int64_t t = 0; t < steps; t += 2) {
-      if (dropout && t % kDecisions == 0) dropout_words<A>(p_, at, t, keep);
+      if (dropout && t % kDecisions == 0) dropout_words<A>(p_, dropped_at, t, keep);
       Vec<A> weight[2][2], kept[2][2], grad[2][2];
       for (int r = 0; r < 2; ++r) {
         for (int v = 0; v < 2; ++v) {

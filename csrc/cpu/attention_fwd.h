@@ -48,7 +48,7 @@ struct SoftmaxStream {
     A* const from = scores + t * kPanel<A>;
     const ExpUnit<A> exp_unit = unit;
     if (!kPlain && dropout != nullptr && first == 0 && t % kDecisions == 0) {
-      dropout_words<A>(*dropout, at, t, keep);
+      dropout_words<A>(*dropout, dropped_at, t, keep);
     }
     const uint32_t* const own = keep + t % kDecisions;
     for (int v = first; v < first + kVectors; ++v) {
@@ -82,9 +82,9 @@ struct SoftmaxStream {
   A* scores;                          // (steps, panel)
   typename P::RightElement* weights;  // (steps, panel)
   const AttentionParams* dropout;     // null: none
-  TileAt at;
-  bool in_place;    // weights are wanted in place of the scores, too
-  ExpUnit<A> unit;  // of a score
+  DropoutAt dropped_at;               // of the tile
+  bool in_place;                      // weights are wanted in place of the scores, too
+  ExpUnit<A> unit;                    // of a score
   Vec<A> shift[2];
   Vec<A> sum[2] = {};
   Vec<A> rounded_sum[2] = {};      // of weights as they are multiplied, where that rounds them
@@ -288,12 +288,13 @@ class AttentionFwd {
   }
 
   SoftmaxStream<T> open(const Job& job) {
+    const bool drops = p_.dropout_p > 0;
     SoftmaxStream<T> stream{P::pad_steps(job.tile.at.n),
                             0,
                             job.scores,
                             job.weights,
-                            p_.dropout_p > 0 ? &p_ : nullptr,
-                            job.tile.at,
+                            drops ? &p_ : nullptr,
+                            drops ? dropout_at(p_, job.tile.at) : DropoutAt{},
                             v_.count > 0,
                             unit_,
                             {}};

@@ -91,20 +91,28 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
   }
 }
 
-// The part of a counter that a head has.
-inline uint32_t dropout_head(const AttentionParams& p, const TileAt& at) {
-  return static_cast<uint32_t>(at.b * p.num_heads + at.h);
+// What the counters of a tile begin with: its first key, a multiple of kDecisions, its first query,
+// and its head.
+struct DropoutAt {
+  int64_t key;
+  uint32_t query, head;
+};
+
+inline DropoutAt dropout_at(const AttentionParams& p, const TileAt& at) {
+  const DropoutOrigin origin = dropout_origin(p, at.b);
+  return {origin.key + at.j, static_cast<uint32_t>(origin.row + at.i),
+          static_cast<uint32_t>(origin.head + at.h)};
 }
 
 // Which weights of a tile dropout keeps, of a panel of A: bit l of words[r] for query l and key
 // t + r, r < 8. dropout_scale is applied by the caller.
 //
-// Eight keys share a counter, so t must be a multiple of 8, and at.j, as every tile's is.
+// Eight keys share a counter, so t must be a multiple of 8, as every tile's first key is.
 template <class A>
-inline void dropout_words(const AttentionParams& p, const TileAt& at, int64_t t,
+inline void dropout_words(const AttentionParams& p, const DropoutAt& at, int64_t t,
                           uint32_t words[kDecisions]) {
-  keep_rows<kPanel<A>>(PhiloxKeys(p.seed), dropout_threshold(p.dropout_p), at.j + t,
-                       static_cast<uint32_t>(at.i), dropout_head(p, at), 0, words);
+  keep_rows<kPanel<A>>(PhiloxKeys(p.seed), dropout_threshold(p.dropout_p), at.key + t, at.query,
+                       at.head, 0, words);
 }
 
 // Whether no number of n rows is infinite or NaN.

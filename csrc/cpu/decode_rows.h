@@ -162,10 +162,11 @@ class DecodeRows {
   // Makes the weights of query i 0 that dropout drops.
   void drop(const TileAt& at, int64_t i, A* row) const {
     const PhiloxKeys keys(p_.seed);
+    const DropoutAt first = dropout_at(p_, at);
     for (int64_t t = 0; t < at.n; t += DropoutColumns<>::kColumns) {
-      const DropoutColumns<> columns(&keys, dropout_threshold(p_.dropout_p), at.j + t,
-                                     dropout_head(p_, at), 0);
-      const uint64_t keep = columns.keep(static_cast<uint32_t>(i));
+      const DropoutColumns<> columns(&keys, dropout_threshold(p_.dropout_p), first.key + t,
+                                     first.head, 0);
+      const uint64_t keep = columns.keep(first.query + static_cast<uint32_t>(i));
       for (int64_t c = 0; c < DropoutColumns<>::kColumns; ++c) {
         if ((keep >> c & 1) == 0) row[t + c] = 0;
       }

@@ -126,6 +126,8 @@ class RowDropout {
       : columns_(p.dropout_p > 0 ? p.columns : 0),
         keys_(p.seed),
         threshold_(dropout_threshold(p.dropout_p)),
+        origin_(p.dropout_origin),
+        run_(p.dropout_run),
         scale_(static_cast<A>(dropout_scale(p.dropout_p))) {}
 
   void place(Arena* arena) { groups_ = arena->template take<Columns>(div_up(columns_, kColumns)); }
@@ -136,9 +138,14 @@ class RowDropout {
     }
   }
 
-  // Bit e: column c + e of row r; c is a multiple of kColumns.
-  FUSED_ATTN_INLINE uint64_t keep(int64_t r, int64_t c) const {
-    return groups_[c / kColumns].keep(static_cast<uint32_t>(r));
+  // The row of the counters of row r.
+  FUSED_ATTN_INLINE uint32_t counter_row(int64_t r) const {
+    return static_cast<uint32_t>(origin_ == nullptr ? r : origin_[r / run_] + r % run_);
+  }
+
+  // Bit e: column c + e of the row with such counters; c is a multiple of kColumns.
+  FUSED_ATTN_INLINE uint64_t keep(uint32_t row, int64_t c) const {
+    return groups_[c / kColumns].keep(row);
   }
 
   // Of a vector of columns from c on.
@@ -150,6 +157,8 @@ class RowDropout {
   const int64_t columns_;
   const PhiloxKeys keys_;
   const uint32_t threshold_;
+  const int64_t* const origin_;  // of the runs of rows, or null
+  const int64_t run_;
   const A scale_;
   Columns* groups_;
 };
@@ -259,12 +268,13 @@ class NormFwd {
     T* const total = p_.total == nullptr ? nullptr : static_cast<T*>(p_.total) + at;
     const bool streaming = streams<T>(p_, total);
     const RowDropout<A> dropout = dropout_;
+    const uint32_t row = drops ? dropout.counter_row(r) : 0;
     uint64_t kept = 0;
     A sum;
     const auto add = [&](int64_t c, int64_t count) -> Terms<A, 1> {
       Vec<A> own = load_part(input + c, count);
       if (drops) {
-        if (c % RowDropout<A>::kColumns == 0) kept = dropout.keep(r, c);
+        if (c % RowDropout<A>::kColumns == 0) kept = dropout.keep(row, c);
         own *= dropout.factor(kept, c);
       }
       if (residual != nullptr) own += load_part(residual + c, count);
@@ -444,6 +454,7 @@ class NormBwd {
       T* const grad_input = drops ? static_cast<T*>(bwd_.grad_input) + row : nullptr;
       const bool streaming = wide && streams<T>(p_, grad_residual);
       const bool streaming_input = wide && streams<T>(p_, grad_input);
+      const uint32_t counter = drops ? dropout_.counter_row(first + k) : 0;
       uint64_t kept = 0;
       for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
         const Vec<A> g = weight_at(c, count) * load_part(grad_out + k * n + c, count);
@@ -451,7 +462,7 @@ class NormBwd {
         if (grad_total != nullptr) grad += load_part(grad_total + c, count);
         write_part<T>(grad, count, streaming, grad_residual + c);
         if (!drops) return;
-        if (c % RowDropout<A>::kColumns == 0) kept = dropout_.keep(first + k, c);
+        if (c % RowDropout<A>::kColumns == 0) kept = dropout_.keep(counter, c);
         write_part<T>(grad * dropout_.factor(kept, c), count, streaming_input, grad_input + c);
       });
     }

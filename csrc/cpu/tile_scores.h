@@ -20,8 +20,9 @@ class TileDropout {
       : keys_(p.seed), threshold_(dropout_threshold(p.dropout_p)) {}
 
   void begin(const AttentionParams& p, const TileAt& at) {
-    columns_ = {&keys_, threshold_, at.j, dropout_head(p, at), 0};
-    first_ = static_cast<uint32_t>(at.i);
+    const DropoutAt first = dropout_at(p, at);
+    columns_ = {&keys_, threshold_, first.key, first.head, 0};
+    first_ = first.query;
   }
 
   // Bit t: key t of query r of the tile; kKeys bits further that of the next query.

@@ -18,11 +18,10 @@ struct BiasKernel {
 
   const AttentionBwdArgs& args;
   Tiles tile;
-  Dropout dropout;
   typename Tiles::Scores total;
 
   FUSED_ATTN_DEVICE explicit BiasKernel(const AttentionBwdArgs& a)
-      : args(a), tile(a.params.fwd, a.gpu), dropout(dropout_of(a.params.fwd, a.gpu)) {}
+      : args(a), tile(a.params.fwd, a.gpu) {}
 
   FUSED_ATTN_DEVICE void run() {
     const AttentionParams& p = args.params.fwd;
@@ -68,8 +67,8 @@ struct BiasKernel {
     for (int n = 0; n < kN / 8; ++n) {
       uint32_t kept = 15;
       if (bwd.fwd.dropout_p > 0.0) {
-        kept = kept_weights<false, 1>(dropout, bwd.fwd, sequence, tile.rows(sequence), 0,
-                                      tile.first_column() + n * 8);
+        kept = kept_weights<false, 1>(dropout_of(bwd.fwd, args.gpu, sequence.b),
+                                      tile.rows(sequence), 0, tile.first_column() + n * 8);
       }
       FUSED_ATTN_UNROLL
       for (int e = 0; e < 4; ++e) {

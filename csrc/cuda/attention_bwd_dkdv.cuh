@@ -234,8 +234,8 @@ struct DkdvKernel {
       for (int m = 0; m < kM; ++m) {
         uint32_t kept = 15;
         if (kGeneral && p.dropout_p > 0.0) {
-          kept = kept_weights<true, kM>(dropout_of(p, args.gpu), p, sequence, rows, m,
-                                        i_begin + n * 8);
+          kept =
+              kept_weights<true, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, i_begin + n * 8);
         }
         FUSED_ATTN_UNROLL
         for (int e = 0; e < 4; ++e) {

@@ -107,7 +107,7 @@ struct DqKernel {
       for (int n = 0; n < kN / 8; ++n) {
         uint32_t kept = 15;
         if (kGeneral && p.dropout_p > 0.0) {
-          kept = kept_weights<false, kM>(dropout_of(p, args.gpu), p, sequence, rows, m,
+          kept = kept_weights<false, kM>(dropout_of(p, args.gpu, sequence.b), rows, m,
                                          j_begin + n * 8);
         }
         FUSED_ATTN_UNROLL

@@ -205,7 +205,7 @@ struct DecodeKernel {
       for (int e = 0; e < 4; ++e) acc[0][n][e] *= rescale[e / 2];
     }
     if (p.dropout_p > 0.0) {
-      drop<false, 1, kSlice>(s, dropout_of(p, args.gpu), p, sequence, rows, column);
+      drop<false, 1, kSlice>(s, dropout_of(p, args.gpu, sequence.b), rows, column);
     }
     Product<T>::template weights_by_columns<kPartial, 1, kHeadDim, kSlice>(
         acc, s, Layout::value(stage) + slice * Layout::kRowBytes,

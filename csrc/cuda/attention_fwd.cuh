@@ -80,7 +80,7 @@ struct FwdKernel {
     }
     if constexpr (kGeneral) {
       if (p.dropout_p > 0.0)
-        drop<false, kM, kN>(s, dropout_of(p, args.gpu), p, sequence, rows, j_begin);
+        drop<false, kM, kN>(s, dropout_of(p, args.gpu, sequence.b), rows, j_begin);
     }
     Product<T>::template weights_by_columns<kPartial, kM, kHeadDim, kN>(
         acc, s, value, kPartial ? seen_columns(p.mask, visible) : ~0u, Layout::scratch(),

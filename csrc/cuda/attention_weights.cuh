@@ -20,13 +20,10 @@ struct WeightsKernel {
 
   const AttentionWeightsParams& params;
   Tiles tile;
-  Dropout dropout;
   typename Tiles::Scores total;
 
   FUSED_ATTN_DEVICE explicit WeightsKernel(const AttentionWeightsArgs& args)
-      : params(args.params),
-        tile(args.params.fwd, args.gpu),
-        dropout(dropout_of(args.params.fwd, args.gpu)) {}
+      : params(args.params), tile(args.params.fwd, args.gpu) {}
 
   FUSED_ATTN_DEVICE void run() {
     const AttentionParams& p = params.fwd;
@@ -64,7 +61,8 @@ struct WeightsKernel {
     const Visible<1> visible = tile.products(weights, sequence, kind);
     tile.weigh(weights, visible, sequence, kind, log_sums);
     if (p.dropout_p > 0.0) {
-      drop<false, 1, kN>(weights, dropout, p, sequence, tile.rows(sequence), tile.first_column());
+      drop<false, 1, kN>(weights, dropout_of(p, tile.gpu, sequence.b), tile.rows(sequence),
+                         tile.first_column());
     }
     FUSED_ATTN_UNROLL
     for (int n = 0; n < kN / 8; ++n) {

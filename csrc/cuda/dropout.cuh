@@ -16,18 +16,22 @@ struct Both {
   V upper, lower;
 };
 
+// Of a sequence.
 struct Dropout {
   uint64_t seed;
   uint32_t threshold;
+  uint32_t first_octet, first_query, first_head;  // as counters have them
 
   // Bit e: whether key e of an octet is kept by a query of a head.
   FUSED_ATTN_DEVICE uint32_t kept_keys(uint32_t octet, uint32_t query, uint32_t head) const {
-    return kept_decisions(philox4x32(octet, query, head, 0, seed), threshold);
+    return kept_decisions(
+        philox4x32(first_octet + octet, first_query + query, first_head + head, 0, seed),
+        threshold);
   }
 
   // Of the fragment (16 queries) x (8 keys from j, a multiple of 8): bits e of the four elements
   // that the thread holds. i, head: of its two rows.
-  FUSED_ATTN_DEVICE uint32_t kept_by_query(Both<int> i, Both<uint32_t> head, int j) const {
+  FUSED_ATTN_DEVICE uint32_t kept_by_query(Both<int> i, Both<int> head, int j) const {
     // The four lanes of a row hold two keys each: even ones compute row g, odd ones row g + 8.
     const int t = lane_id() % 4, odd = t % 2;
     const uint32_t own = kept_keys(j / 8, odd ? i.lower : i.upper, odd ? head.lower : head.upper);
@@ -37,7 +41,7 @@ struct Dropout {
   }
 
   // Of the fragment (16 keys from j, a multiple of 8) x (8 queries from i).
-  FUSED_ATTN_DEVICE uint32_t kept_by_key(int i, uint32_t head, int j) const {
+  FUSED_ATTN_DEVICE uint32_t kept_by_key(int i, int head, int j) const {
     // The eight lanes with the same t hold keys g and g + 8, of two octets, and two queries: each
     // lane computes one of the four, that of element g % 4.
     const int g = lane_id() / 4, t = lane_id() % 4, element = g % 4;
@@ -50,9 +54,11 @@ struct Dropout {
 };
 
 // Cheap enough to be made for each tile: kept, it would take registers.
-FUSED_ATTN_DEVICE Dropout dropout_of(const AttentionParams& p, const GpuParams& gpu) {
-  const bool drops = p.dropout_p > 0.0;
-  return {drops ? static_cast<uint64_t>(load_global(gpu.seed_address)) : 0, gpu.dropout_threshold};
+FUSED_ATTN_DEVICE Dropout dropout_of(const AttentionParams& p, const GpuParams& gpu, int64_t b) {
+  const DropoutOrigin origin = dropout_origin(p, b);
+  return {static_cast<uint64_t>(load_global(gpu.seed_address)), gpu.dropout_threshold,
+          static_cast<uint32_t>(origin.key / kDecisions), static_cast<uint32_t>(origin.row),
+          static_cast<uint32_t>(origin.head)};
 }
 
 }  // namespace fused_attn

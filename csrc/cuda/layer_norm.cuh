@@ -181,15 +181,24 @@ struct NormDropout {
   const int64_t* seed;  // null: none
   uint32_t threshold;
   float scale;
+  const int64_t* origin;  // of each run of rows; null: rows are counted as they are
+  uint32_t run;           // rows of one
 };
 
-// What dropout keeps of the thread's columns, a bit each.
+// The row of a stretch as counters have it.
+FUSED_ATTN_DEVICE uint32_t counted_row(const NormDropout& dropout, const Stretch& s) {
+  const uint32_t own = static_cast<uint32_t>(unhoisted(s.row));
+  if (dropout.origin == nullptr || s.count == 0) return own;
+  const int64_t first = load_global(dropout.origin + own / dropout.run);
+  return static_cast<uint32_t>(first) + own % dropout.run;
+}
+
+// What dropout keeps of the thread's columns, a bit each. row: as counters have it.
 template <int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& team,
-                                        const Stretch& s) {
+                                        const Stretch& s, uint32_t row) {
   static_assert(kWidth * kAccesses <= 32, "one word has no room");
   const uint64_t seed = static_cast<uint64_t>(load_global(dropout.seed));
-  const uint32_t row = static_cast<uint32_t>(s.row);
   uint32_t kept = 0;
   FUSED_ATTN_ROLLED  // side by side the draws take more registers than there are
       for (int a = 0; a < kAccesses; ++a) {
@@ -224,6 +233,9 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
   const T* const residual = static_cast<const T*>(p.residual) + unhoisted(s.offset);
   T* const total = static_cast<T*>(p.total) + unhoisted(s.offset);
   const bool has_residual = p.residual != nullptr, drops = args.dropout.seed != nullptr;
+  // Before anything is loaded, and for each stretch anew: the division takes registers, and so
+  // would its result.
+  const uint32_t row = drops ? counted_row(args.dropout, s) : 0;
   Raw<T, kWidth> raw[kAccesses], added[kAccesses];
   FUSED_ATTN_UNROLL
   for (int a = 0; a < kAccesses; ++a) {
@@ -239,7 +251,7 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
   uint32_t kept = ~0u;
   float scale = 1.0f;
   if (drops) {
-    kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s);
+    kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s, row);
     scale = args.dropout.scale;
   }
   if (drops || has_residual || p.total != nullptr) {

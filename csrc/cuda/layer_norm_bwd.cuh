@@ -203,7 +203,8 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
     copy_commit();
     uint32_t kept = 0;
     if (args.dropout.seed != nullptr) {
-      kept = kept_columns<kWidth, kAccesses>(args.dropout, team, row);
+      kept =
+          kept_columns<kWidth, kAccesses>(args.dropout, team, row, counted_row(args.dropout, row));
     }
     add_up_team(team, turn, sums);
     turn ^= 1;
@@ -345,7 +346,7 @@ norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
       load_stretch<T, kWidth>(bwd, team, s, statistics, x, grad);
       uint32_t kept = 0;
       if (args.dropout.seed != nullptr) {
-        kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s);
+        kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s, counted_row(args.dropout, s));
       }
       FUSED_ATTN_UNROLL
       for (int a = 0; a < kAccesses; ++a) {

@@ -155,30 +155,25 @@ struct SoftmaxState {
 
 // Which of the four weights that the thread holds of fragment (m, n) dropout keeps: bits e.
 template <bool kKeysFirst, int kM>
-FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const AttentionParams& p,
-                                        const Sequence& sequence, const FragmentRows<kM>& rows,
-                                        int m, int column) {
-  const uint32_t first_head = static_cast<uint32_t>(sequence.b * p.num_heads);
+FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRows<kM>& rows, int m,
+                                        int column) {
   const int upper = rows.position[2 * m], lower = rows.position[2 * m + 1];
-  const uint32_t head = first_head + rows.head[2 * m];
   if constexpr (kKeysFirst) {
-    return dropout.kept_by_key(column, head, upper - lane_id() / 4);
+    return dropout.kept_by_key(column, rows.head[2 * m], upper - lane_id() / 4);
   } else {
-    return dropout.kept_by_query({upper, lower}, {head, first_head + rows.head[2 * m + 1]}, column);
+    return dropout.kept_by_query({upper, lower}, {rows.head[2 * m], rows.head[2 * m + 1]}, column);
   }
 }
 
 // Makes the weights 0 that dropout drops.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void drop(Accumulator<kM, kN>& weights, const Dropout& dropout,
-                            const AttentionParams& p, const Sequence& sequence,
                             const FragmentRows<kM>& rows, int column) {
   FUSED_ATTN_UNROLL
   for (int m = 0; m < kM; ++m) {
     FUSED_ATTN_UNROLL
     for (int n = 0; n < kN / 8; ++n) {
-      const uint32_t kept =
-          kept_weights<kKeysFirst, kM>(dropout, p, sequence, rows, m, column + n * 8);
+      const uint32_t kept = kept_weights<kKeysFirst, kM>(dropout, rows, m, column + n * 8);
       FUSED_ATTN_UNROLL
       for (int e = 0; e < 4; ++e) {
         if (!(kept >> e & 1)) weights[m][n][e] = 0.0f;

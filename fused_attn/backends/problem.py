@@ -26,6 +26,7 @@ class AttentionProblem:
         learned_bias: whether a gradient of that is wanted.
         result: what is wanted besides out: "out" (nothing), "lse" or "weights".
         seeded: whether dropout is by a seed of the caller's.
+        sharded: whether dropout is that of a part of a larger whole.
         learns: whether gradients are wanted.
         transformed: under a torch.func transform, or with forward-mode tangents.
     """
@@ -42,6 +43,7 @@ class AttentionProblem:
     softcap: bool = False
     dropout: bool = False
     seeded: bool = False
+    sharded: bool = False
     result: str = "out"
     learned_bias: bool = False
     learns: bool = False
@@ -73,6 +75,7 @@ class NormProblem:
     residual: bool = False
     dropout: bool = False
     seeded: bool = False
+    sharded: bool = False
     learns: bool = False
     transformed: bool = False
 
@@ -84,11 +87,13 @@ class NormProblem:
 Problem = AttentionProblem | NormProblem
 
 
+_FLAGS = ("packed", "residual", "softcap", "dropout", "seeded", "sharded", "learns", "transformed")
+
+
 def _described(op: str, problem: Problem, *properties: str) -> str:
     """A problem in a few words: what it is by default is left out."""
-    flags = ("packed", "residual", "softcap", "dropout", "seeded", "learns", "transformed")
     words = [f"{_named(problem.dtype)} on {problem.device}", *properties]
-    words += [flag for flag in flags if getattr(problem, flag, False)]
+    words += [flag for flag in _FLAGS if getattr(problem, flag, False)]
     return f"{op}({', '.join(word for word in words if word)})"
 
 
@@ -115,6 +120,7 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
             residual=call.residual is not None,
             dropout=call.dropout_p > 0.0,
             seeded=call.seed is not None,
+            sharded=_sharded(call),
             learns=learns,
             transformed=transformed(),
         )
@@ -133,11 +139,16 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
         seeded=call.seed is not None,
+        sharded=_sharded(call),
         result=result,
         learned_bias=learns and mask.bias is not None and mask.bias.requires_grad,
         learns=learns,
         transformed=transformed(),
     )
+
+
+def _sharded(call: AttentionCall | NormCall) -> bool:
+    return call.dropout_p > 0.0 and call.dropout_origin is not None
 
 
 def plain_problem(

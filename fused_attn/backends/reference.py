@@ -60,7 +60,8 @@ def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weights = weights / total.to(weights.dtype)
     if call.dropout_p > 0.0:
         assert call.seed is not None
-        keep = philox.attention_keep(call.seed, call.dropout_p, *scores.shape)
+        origin = call.dropout_origin
+        keep = philox.attention_keep(call.seed, call.dropout_p, *scores.shape, origin=origin)
         weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(call.dropout_p))
     return weights, value, empty, lse
 
@@ -94,7 +95,8 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
     total = call.input
     if call.dropout_p > 0.0:
         assert call.seed is not None
-        keep = philox.norm_keep(call.seed, call.dropout_p, *total.shape)
+        origin = call.dropout_origin
+        keep = philox.norm_keep(call.seed, call.dropout_p, *total.shape, origin=origin)
         total = total * (keep.to(total.dtype) * philox.dropout_scale(call.dropout_p))
     if call.residual is not None:
         total = call.residual + total

@@ -58,6 +58,8 @@ class SdpaBackend(Backend):
             reasons.append("is not for torch.func transforms and forward mode")
         if problem.seeded:
             reasons.append("drops by torch's generator, not by a seed")
+        if problem.sharded:
+            reasons.append("does not drop what a larger whole would")
         if isinstance(problem, NormProblem):
             return reasons
         if problem.softcap:

@@ -52,7 +52,10 @@ def attention_weights_bwd(
         if call.dropout_p > 0.0:
             assert call.seed is not None
             sizes = (batch, num_heads, seqlen_q, seqlen_k)
-            keep = philox.attention_keep(call.seed, call.dropout_p, *sizes, heads=slice(h, h + 1))
+            own_head = slice(h, h + 1)
+            keep = philox.attention_keep(
+                call.seed, call.dropout_p, *sizes, heads=own_head, origin=call.dropout_origin
+            )
             grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(call.dropout_p))
         if visible is not None:
             weights, grad = (t.masked_fill(~visible, 0.0) for t in (weights, grad))

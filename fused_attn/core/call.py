@@ -83,6 +83,8 @@ class AttentionCall(Flat):
         softcap: 0 for none, else the scores become softcap * tanh(scores / softcap).
         dropout_p: probability of dropping a weight.
         seed: int64 scalar tensor, needed where dropout_p > 0.
+        dropout_origin: int64 (batch, 3), of packed sequences one row each: where they lie in the
+            whole whose weights are dropped, see core/shards.py. None: in none but this.
     """
 
     query: Tensor
@@ -93,6 +95,7 @@ class AttentionCall(Flat):
     softcap: float = 0.0
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    dropout_origin: Tensor | None = None
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("query", "key", "value", "bias")
 
@@ -101,15 +104,23 @@ class AttentionCall(Flat):
         return self.mask.sizes(self.query, self.key)
 
     def readable(self) -> AttentionCall:
-        """This call with query, key and value as kernels read them."""
+        """This call with its tensors as kernels read them."""
         # One by one: torch.compile of 2.14 starts the trace of a backward anew where strides are
         # asked for, and does not get over a generator that was left within.
         q, k = readable_in_place(self.query), readable_in_place(self.key)
         v = readable_in_place(self.value)
-        mask = self.mask.readable()
-        if q is self.query and k is self.key and v is self.value and mask is self.mask:
+        mask, origin = self.mask.readable(), self.dropout_origin
+        if origin is not None:
+            origin = origin.contiguous()
+        if (
+            q is self.query
+            and k is self.key
+            and v is self.value
+            and mask is self.mask
+            and origin is self.dropout_origin
+        ):
             return self
-        return replace(self, query=q, key=k, value=v, mask=mask)
+        return replace(self, query=q, key=k, value=v, mask=mask, dropout_origin=origin)
 
     def outputs(self, empty: Empty, for_backward: bool) -> AttentionOutputs:
         """Uninitialised results."""
@@ -200,6 +211,8 @@ class NormCall(Flat):
         rms: RMS norm instead of layer norm.
         dropout_p: probability of dropping an element of input.
         seed: int64 scalar tensor, needed where dropout_p > 0.
+        dropout_origin: int64 (runs,), runs of rows / runs rows each: where they lie in the whole
+            whose elements are dropped, see core/shards.py. None: in none but this.
     """
 
     input: Tensor
@@ -210,6 +223,7 @@ class NormCall(Flat):
     rms: bool
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    dropout_origin: Tensor | None = None
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("input", "residual", "weight", "bias")
 
@@ -223,18 +237,21 @@ class NormCall(Flat):
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
         input, residual = _dense(self.input, own), _dense(self.residual, own)
         weight, bias = _dense(self.weight, dtype), _dense(self.bias, dtype)
+        origin = _dense(self.dropout_origin, torch.int64)
         if (
             input is self.input
             and residual is self.residual
             and weight is self.weight
             and bias is self.bias
+            and origin is self.dropout_origin
         ):
             return self
-        return replace(self, input=input, residual=residual, weight=weight, bias=bias)
+        tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
+        return replace(self, **tensors, dropout_origin=origin)
 
     def of_total(self, total: Tensor) -> NormCall:
         """The call as the backward sees it: the sum that was normalised, and no residual."""
-        options = (self.eps, self.rms, self.dropout_p, self.seed)
+        options = (self.eps, self.rms, self.dropout_p, self.seed, self.dropout_origin)
         return NormCall(total, None, self.weight, self.bias, *options)
 
     def outputs(self, empty: Empty) -> NormOutputs:

@@ -177,7 +177,7 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
         raise ValueError("input and residual must have shape (rows, columns)")
     if any(t is not None and t.shape != input.shape[1:] for t in (call.weight, call.bias)):
         raise ValueError("weight and bias must have shape (columns,)")
-    _check_seed(call)
+    _check_dropout(call)
     return get_backend(backend).norm_fwd(call)
 
 
@@ -201,7 +201,7 @@ def _run_norm_bwd(
         weight is not None and weight.shape != total.shape[1:]
     ):
         raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
-    _check_seed(call)
+    _check_dropout(call)
     mean, rstd, grads = mean.contiguous(), rstd.contiguous(), _resolved(grad_out, grad_total)
     return get_backend(backend).norm_bwd(call, mean, rstd, *grads, needs_weight, needs_bias)
 
@@ -249,7 +249,7 @@ def _check_attention(call: AttentionCall) -> None:
             or any(tensor.shape[i] not in (1, shape[i]) for i in range(broadcast))
         ):
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    _check_seed(call)
+    _check_dropout(call)
 
 
 def _check_weights(call: AttentionCall, lse: Tensor, lse_low: Tensor) -> None:
@@ -260,9 +260,23 @@ def _check_weights(call: AttentionCall, lse: Tensor, lse_low: Tensor) -> None:
         raise ValueError(f"lse and lse_low must have shape {tuple(call.query.shape[:3])}")
 
 
-def _check_seed(call: AttentionCall | NormCall) -> None:
+def _check_dropout(call: AttentionCall | NormCall) -> None:
     if call.dropout_p > 0.0 and call.seed is None:
         raise ValueError("seed must be given with dropout_p > 0")
+    origin = call.dropout_origin
+    if origin is None:
+        return
+    if isinstance(call, AttentionCall):
+        device, expected = call.query.device, f"shape ({call.sizes()[0]}, 3)"
+        fits = origin.shape == (call.sizes()[0], 3)
+    else:
+        device, rows = call.input.device, call.input.shape[0]
+        expected = f"one dimension, whose size divides {rows}"
+        fits = origin.dim() == 1 and rows % max(origin.shape[0], 1) == 0
+        fits = fits and (origin.shape[0] > 0 or rows == 0)
+    if origin.dtype != torch.int64 or origin.device != device or not fits:
+        got = f"{origin.dtype} of shape {tuple(origin.shape)} on {origin.device}"
+        raise ValueError(f"dropout_origin must be int64 on {device} with {expected}, got {got}")
 
 
 # ---- fakes --------------------------------------------------------------------------------------

@@ -44,22 +44,43 @@ def attention_keep(
     num_heads: int,
     seqlen_q: int,
     seqlen_k: int,
+    *,
     heads: slice = slice(None),
+    origin: Tensor | None = None,
 ) -> Tensor:
     """Bool (batch, num_heads, seqlen_q, seqlen_k): the probabilities that dropout keeps; of these
     heads alone.
 
-    Counter (j / 8, i, batch * num_heads + head, 0), decision j % 8.
+    Counter (j / 8, i, batch * num_heads + head, 0), decision j % 8; with an origin, see shards.py,
+    of (row0, key0, head0) for each sequence, (key0 / 8 + j / 8, row0 + i, head0 + head, 0).
     """
-    row = torch.arange(seqlen_q, device=seed.device)[:, None]
-    head = torch.arange(batch * num_heads, device=seed.device).reshape(batch, num_heads)[:, heads]
-    keep = _keep(seed, dropout_p, seqlen_k, row, head.reshape(-1, 1, 1), 0)
+    device = seed.device
+    row = torch.arange(seqlen_q, device=device)[:, None]
+    octet: Tensor | int = 0
+    if origin is None:
+        head = torch.arange(batch * num_heads, device=device).reshape(batch, num_heads)
+    else:
+        row0, key0, head0 = (origin[:, i, None] for i in range(3))
+        row = (row0[..., None, None] + row).expand(-1, num_heads, -1, -1)[:, heads].flatten(0, 1)
+        octet = (key0 // DECISIONS).expand(-1, num_heads)[:, heads].reshape(-1, 1, 1)
+        head = head0 + torch.arange(num_heads, device=device)
+    head = head[:, heads]
+    keep = _keep(seed, dropout_p, seqlen_k, row, head.reshape(-1, 1, 1), 0, octet)
     return keep.reshape(*head.shape, seqlen_q, seqlen_k)
 
 
-def norm_keep(seed: Tensor, dropout_p: float, rows: int, columns: int) -> Tensor:
-    """Bool (rows, columns): the elements that dropout keeps. Counter (column / 8, row, 0, 1)."""
+def norm_keep(
+    seed: Tensor, dropout_p: float, rows: int, columns: int, *, origin: Tensor | None = None
+) -> Tensor:
+    """Bool (rows, columns): the elements that dropout keeps.
+
+    Counter (column / 8, row, 0, 1); with an origin, see shards.py, whose runs have `length` rows
+    each, that of row r has origin[r // length] + r % length.
+    """
     row = torch.arange(rows, device=seed.device)[:, None]
+    if origin is not None:
+        of_run = torch.arange(rows // max(origin.shape[0], 1), device=seed.device)
+        row = (origin[:, None] + of_run).reshape(rows, 1)
     return _keep(seed, dropout_p, columns, row, torch.zeros_like(row), 1)
 
 
@@ -80,12 +101,20 @@ def new_seed(device: torch.device) -> Tensor:
 
 
 def _keep(
-    seed: Tensor, dropout_p: float, columns: int, row: Tensor, head: Tensor, stream: int
+    seed: Tensor,
+    dropout_p: float,
+    columns: int,
+    row: Tensor,
+    head: Tensor,
+    stream: int,
+    octet0: Tensor | int = 0,
 ) -> Tensor:
     # One octet more than are needed, and no slice: torch.export keeps columns open where nothing
     # asks whether there is one octet, or whether the octets have more columns.
     octet = torch.arange((columns + 2 * DECISIONS - 1) // DECISIONS, device=seed.device)
-    words = philox4x32((octet, row, head, torch.full_like(octet, stream)), seed)
+    stream_word = torch.full_like(octet, stream)
+    octet, row, head = (octet0 + octet) & _MASK32, row & _MASK32, head & _MASK32
+    words = philox4x32((octet, row, head, stream_word), seed)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     used = torch.arange(columns, device=seed.device)
     half = torch.stack(halves, dim=-1).flatten(-2).index_select(-1, used)

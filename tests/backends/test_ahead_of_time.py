@@ -51,7 +51,7 @@ def mask_classes(dtype: torch.dtype) -> dict[str, Mask]:
 def attention(
     arch: str, dtype: torch.dtype, head_dim: int, mask: Mask | None,
     dropout_p: float = 0.0, softcap: float = 0.0, packed: bool = False, seqlen_q: int = LENGTH,
-    head_dim_v: int | None = None, precision: str = "ieee", group: int = 1,
+    head_dim_v: int | None = None, precision: str = "ieee", group: int = 1, shard: bool = False,
 ) -> list[Compiled]:  # fmt: skip
     """The kernels of forward and backward, or of decoding where seqlen_q is small."""
     query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
@@ -66,7 +66,8 @@ def attention(
             cu_seqlens, cu_seqlens, max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
         )  # fmt: skip
     seed = torch.zeros((), dtype=torch.int64)
-    call = AttentionCall(query, key, value, spec, 0.1, softcap, dropout_p, seed)
+    origin = torch.zeros(BATCH, 3, dtype=torch.int64) if shard else None
+    call = AttentionCall(query, key, value, spec, 0.1, softcap, dropout_p, seed, origin)
     decodes = seqlen_q < LENGTH
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -125,6 +126,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"group": 4},
     {"group": 4, "head_dim": 128},
     {"group": 4, "seqlen_q": 3},
+    {"dropout_p": 0.1, "shard": True},
 ]
 
 
@@ -132,7 +134,8 @@ OPTIONS: list[dict[str, Any]] = [
     ("options", "arch"),
     thorough(
         itertools.product(OPTIONS, ARCHS),
-        [(options, "sm_90") for options in OPTIONS[:4]] + [(OPTIONS[7], "gfx942")],
+        [(options, "sm_90") for options in OPTIONS[:4]]
+        + [(OPTIONS[7], "gfx942"), (OPTIONS[8], "sm_90")],
     ),
     ids=str,
 )
@@ -206,6 +209,10 @@ def test_norm(dtype, columns, arch):
         call = NormCall(rows, rows, weight, weight, 1e-5, False, 0.1, seed)
         _, total, mean, rstd = BACKEND.norm_fwd(call)
         of_total = replace(call, input=total, residual=None)
+        BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
+        origin = torch.zeros(4, dtype=torch.int64)
+        BACKEND.norm_fwd(replace(call, dropout_origin=origin))
+        of_total = replace(of_total, dropout_origin=origin)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
     check(kernels, arch)
     wide = "_load_dwordx4" if arch == "gfx942" else ".v4."

@@ -238,9 +238,11 @@ class LaunchArguments:
             batch, query.shape[1], key.shape[1], seqlen_q, seqlen_k, query.shape[2],
             spec.band_lo, spec.band_hi, spec.alibi_offset,
         )  # fmt: skip
+        origin = call.dropout_origin if dropout_p > 0.0 else None
         self.settings = Settings(
-            float(scale), float(softcap), dropout_threshold(dropout_p), dropout_scale(dropout_p)
-        )
+            float(scale), float(softcap), dropout_threshold(dropout_p), dropout_scale(dropout_p),
+            None if origin is None else origin.contiguous(),
+        )  # fmt: skip
         self.softcapped = softcap > 0.0
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         self.accurate = query.dtype == torch.float32 and not tf32

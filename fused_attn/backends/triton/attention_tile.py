@@ -6,6 +6,7 @@ Kernels hand these tuples on:
                 MaskSpec.bounds
     keys        (key_at, value_at, begin, end): where the first key and value of the head are, and
                 which of them any query of the tile sees by structure
+    draws       what dropout draws by, see `draws_of`; None without dropout
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,12 +40,13 @@ class Rows(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Numbers that are the same for all tiles."""
+    """What is the same for all tiles."""
 
     softmax_scale: float
     softcap: float
     dropout_threshold: int
     dropout_scale: float
+    dropout_origin: Any  # (batch, 3) int64, or None
 
 
 class Cut(NamedTuple):
@@ -179,13 +181,27 @@ def power(difference, cut: tl.constexpr):
 
 
 @triton.jit
-def kept(seed, i, j_begin, sequence, sizes, settings, cut: tl.constexpr):
+def draws_of(seed, settings, sizes, b):
+    """The seed, and what counters have of sequence b: of its first eight keys, its first query and
+    its first head."""
+    if settings.dropout_origin is None:
+        return seed, b * 0, b * 0, b * sizes.num_heads
+    else:
+        at = settings.dropout_origin + b * 3
+        octet, head = (tl.load(at + 1) // 8).to(tl.int32), tl.load(at + 2).to(tl.int32)
+        return seed, octet, tl.load(at).to(tl.int32), head
+
+
+@triton.jit
+def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
     """True for weights that dropout keeps, of queries i and a tile of keys: (queries, BLOCK_N)."""
-    octet = j_begin // 8 + tl.arange(0, cut.BLOCK_N // 8)[None, :]
-    head = sequence[0] * sizes.num_heads + sequence[1]
+    seed, first_octet, first_query, first_head = draws
+    octet = first_octet + j_begin // 8 + tl.arange(0, cut.BLOCK_N // 8)[None, :]
+    head = first_head + sequence[1]
     if cut.PACKED_HEADS:
         head = head[:, None]
-    return keep_tile(seed, i[:, None], octet, head, 0, settings.dropout_threshold)
+    query = first_query + i[:, None]
+    return keep_tile(seed, query, octet, head, 0, settings.dropout_threshold)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
+    draws_of,
     finish_scores,
     head_rows,
     kept,
@@ -143,20 +144,21 @@ def attention_bwd_dq_kernel(
     q, do, statistics = load_queries(
         query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, cut
     )
+    draws = None
     if seed is not None:
-        seed = tl.load(seed)
+        draws = draws_of(tl.load(seed), settings, sizes, b)
     dq = tl.zeros((cut.BLOCK_M, cut.BLOCK_D), tl.float32)
     excess = tl.zeros((cut.BLOCK_M,), tl.float32)
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
     for t in tl.range(0, tiles[0]):
         dq, excess, total = _dq_tile(
             dq, excess, total, q, do, statistics, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys,
-            sequence, key, value, seed, mask, sizes, settings, stats, cut, CONSISTENT, False,
+            sequence, key, value, draws, mask, settings, stats, cut, CONSISTENT, False,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
         dq, excess, total = _dq_tile(
             dq, excess, total, q, do, statistics, i, partial_tile(t, tiles, lists) * cut.BLOCK_N,
-            keys, sequence, key, value, seed, mask, sizes, settings, stats, cut, CONSISTENT, True,
+            keys, sequence, key, value, draws, mask, settings, stats, cut, CONSISTENT, True,
         )  # fmt: skip
     store_tile(
         head_rows(grad_query, query_batch, h, query_first), grad_query.stride_row, i_begin,
@@ -171,12 +173,12 @@ def attention_bwd_dq_kernel(
 
 @triton.jit
 def _dq_tile(
-    dq, excess, total, q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes,
+    dq, excess, total, q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """dQ with one tile of keys added, and the row sums of dS and P."""
     grads, weights, cap_tanh, k = grad_scores(
-        q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings,
+        q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
         stats, cut, PARTIAL,
     )  # fmt: skip
     if CONSISTENT:
@@ -189,7 +191,7 @@ def _dq_tile(
 
 @triton.jit
 def grad_scores(
-    q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings, stats,
+    q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings, stats,
     cut: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """dS (queries, keys) before the derivative of softcap, P, the tanh of softcap, and the keys."""
@@ -206,8 +208,8 @@ def grad_scores(
     if stats.lse_factor is not None:
         weights *= lse_factor[:, None]
     grads = tl.dot(do, tl.trans(v), input_precision=cut.PRECISION)
-    if seed is not None:
-        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
+    if draws is not None:
+        keep = kept(draws, i, j_begin, sequence, settings, cut)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
     grads -= delta[:, None]
     if stats.grad_lse is not None:
@@ -252,8 +254,9 @@ def attention_bwd_dkdv_kernel(
         head_rows(value, key_batch, h_kv, key_first), value.stride_row, j_begin, j < seqlen_k,
         cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV,
     )  # fmt: skip
+    draws = None
     if seed is not None:
-        seed = tl.load(seed)
+        draws = draws_of(tl.load(seed), settings, sizes, b)
     dk = tl.zeros((cut.BLOCK_N, cut.BLOCK_D), tl.float32)
     dv = tl.zeros((cut.BLOCK_N, cut.BLOCK_DV), tl.float32)
     for g in range(GROUP):
@@ -266,13 +269,13 @@ def attention_bwd_dkdv_kernel(
         for t in tl.range(0, tiles[0]):
             dk, dv = _dkdv_tile(
                 dk, dv, k, v, full_tile(t, tiles, lists) * cut.BLOCK_M, j_begin, j, query_at,
-                grad_out_at, at, sequence, query, grad_out, seed, mask, sizes, settings, stats,
+                grad_out_at, at, sequence, query, grad_out, draws, mask, settings, stats,
                 cut, False,
             )  # fmt: skip
         for t in tl.range(0, tiles[1]):
             dk, dv = _dkdv_tile(
                 dk, dv, k, v, partial_tile(t, tiles, lists) * cut.BLOCK_M, j_begin, j, query_at,
-                grad_out_at, at, sequence, query, grad_out, seed, mask, sizes, settings, stats,
+                grad_out_at, at, sequence, query, grad_out, draws, mask, settings, stats,
                 cut, True,
             )  # fmt: skip
     store_tile(
@@ -287,8 +290,8 @@ def attention_bwd_dkdv_kernel(
 
 @triton.jit
 def _dkdv_tile(
-    dk, dv, k, v, i_begin, j_begin, j, query_at, grad_out_at, at, sequence, query, grad_out, seed,
-    mask, sizes, settings, stats, cut: tl.constexpr, PARTIAL: tl.constexpr,
+    dk, dv, k, v, i_begin, j_begin, j, query_at, grad_out_at, at, sequence, query, grad_out, draws,
+    mask, settings, stats, cut: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """dK and dV with one tile of queries added; scores are (keys, queries) here, so that weights
     are an operand as they are."""
@@ -310,8 +313,8 @@ def _dkdv_tile(
         weights *= lse_factor[None, :]
     grads = tl.dot(v, tl.trans(do), input_precision=cut.PRECISION)
     used = weights
-    if seed is not None:
-        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
+    if draws is not None:
+        keep = kept(draws, i, j_begin, sequence, settings, cut)
         keep = tl.trans(keep.to(tl.int8)) != 0
         used = tl.where(keep, weights, 0.0)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)

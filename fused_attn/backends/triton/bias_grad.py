@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fused_attn.backends.triton.attention_tile import keys_of_tile, sequence_rows
+from fused_attn.backends.triton.attention_tile import draws_of, keys_of_tile, sequence_rows
 from fused_attn.backends.triton.backward import grad_scores, load_queries, statistics_at
 from fused_attn.backends.triton.masks import SIZES, Sizes
 from fused_attn.backends.triton.tiles import SKIP
@@ -77,6 +77,9 @@ def _tile_of_head(
     b, h, i_begin, j_begin, cut: tl.constexpr,
 ):  # fmt: skip
     """dS of one tile of a head, before the derivative of softcap."""
+    draws = None
+    if seed is not None:
+        draws = draws_of(seed, settings, sizes, b)
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
     sequence, keys, _ = keys_of_tile(
         key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
@@ -87,7 +90,7 @@ def _tile_of_head(
         query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, cut
     )
     grads, _, _, _ = grad_scores(
-        q, do, statistics, i, j_begin, keys, sequence, key, value, seed, mask, sizes, settings,
+        q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
         stats, cut, True,
     )  # fmt: skip
     return grads

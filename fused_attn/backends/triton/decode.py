@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_attn.backends.triton.attention_tile import head_rows, power, sequence_rows
+from fused_attn.backends.triton.attention_tile import draws_of, head_rows, power, sequence_rows
 from fused_attn.backends.triton.forward import fwd_tile, store_lse
 from fused_attn.backends.triton.masks import SIZES, Sizes, seen_keys, sequence_bounds
 from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile, visible_tiles
@@ -82,20 +82,21 @@ def attention_decode_kernel(
     query_at = head_rows(query, query_batch, h_kv * group, query_first)
     row_at = (h - h_kv * group).to(tl.int64) * query.stride_h + i.to(tl.int64) * query.stride_row
     q = tl.load(query_at + row_at[:, None] + column, inside[:, None] & (column < cut.HEAD_DIM), 0.0)
+    draws = None
     if seed is not None:
-        seed = tl.load(seed)
+        draws = draws_of(tl.load(seed), settings, sizes, b)
     maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
     acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
     for t in tl.range(0, tiles[0]):
         acc, maximum, total, _ = fwd_tile(
             acc, maximum, total, total, q, i, full_tile(t, tiles, no_lists) * cut.BLOCK_N, keys,
-            sequence, key, value, seed, mask, sizes, settings, cut, False, False,
+            sequence, key, value, draws, mask, settings, cut, False, False,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
         acc, maximum, total, _ = fwd_tile(
             acc, maximum, total, total, q, i, partial_tile(t, tiles, no_lists) * cut.BLOCK_N, keys,
-            sequence, key, value, seed, mask, sizes, settings, cut, True, False,
+            sequence, key, value, draws, mask, settings, cut, True, False,
         )  # fmt: skip
 
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first + i

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
+    draws_of,
     finish_scores,
     head_rows,
     kept,
@@ -57,8 +58,9 @@ def attention_fwd_kernel(
         head_rows(query, query_batch, h, query_first), query.stride_row, i_begin, i < seqlen_q,
         cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
     )  # fmt: skip
+    draws = None
     if seed is not None:
-        seed = tl.load(seed)
+        draws = draws_of(tl.load(seed), settings, sizes, b)
     maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
     acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
@@ -66,12 +68,12 @@ def attention_fwd_kernel(
     for t in tl.range(0, tiles[0]):
         acc, maximum, total, multiplied = fwd_tile(
             acc, maximum, total, multiplied, q, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys,
-            sequence, key, value, seed, mask, sizes, settings, cut, False, out_low is not None,
+            sequence, key, value, draws, mask, settings, cut, False, out_low is not None,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
         acc, maximum, total, multiplied = fwd_tile(
             acc, maximum, total, multiplied, q, i, partial_tile(t, tiles, lists) * cut.BLOCK_N,
-            keys, sequence, key, value, seed, mask, sizes, settings, cut, True, out_low is not None,
+            keys, sequence, key, value, draws, mask, settings, cut, True, out_low is not None,
         )  # fmt: skip
 
     empty = total == 0.0
@@ -110,7 +112,7 @@ def store_lse(lse, lse_low, at, inside, maximum, total, cut: tl.constexpr):
 
 @triton.jit
 def fwd_tile(
-    acc, maximum, total, multiplied, q, i, j_begin, keys, sequence, key, value, seed, mask, sizes,
+    acc, maximum, total, multiplied, q, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, cut: tl.constexpr, PARTIAL: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """One more tile of keys in the sum of weighted values, the largest score, the sum of weights,
@@ -131,8 +133,8 @@ def fwd_tile(
         # Two instructions for each weight, where a kernel has twelve. A product with ones takes
         # fewer, and eight registers of a thread, with which some kernels spill.
         multiplied = multiplied * rescale + tl.sum(weights.to(v.dtype).to(tl.float32), 1)
-    if seed is not None:
-        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
+    if draws is not None:
+        keep = kept(draws, i, j_begin, sequence, settings, cut)
         weights = tl.where(keep, weights, 0.0)
     if PARTIAL:
         v = zero_unseen(v, visible, mask)

@@ -29,10 +29,18 @@ class Dropout(NamedTuple):
     scale: float  # what kept elements are multiplied by
 
 
+class Runs(NamedTuple):
+    """Runs of rows, which counters count from origins on."""
+
+    origin: Any  # (runs,) int64, of the first row of each
+    length: int
+
+
 class Tile(NamedTuple):
     """The place of M rows and N columns in a matrix."""
 
     row: Any  # (M, 1)
+    exists: Any  # (M, 1), whether the row does
     start: Any  # the first column, a multiple of four
     column: Any  # (1, N)
     offset: Any  # (M, N) int64
@@ -47,6 +55,7 @@ def norm_fwd_kernel(
     weight,
     bias,
     dropout,
+    runs,
     out,
     total,
     mean,
@@ -64,18 +73,19 @@ def norm_fwd_kernel(
             the input.
         weight, bias: (COLUMNS,) or None.
         dropout: Dropout or None.
+        runs: Runs, or None: rows are counted as they are.
         mean, rstd: (rows,) float32; mean is None for rms_norm.
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     tile = _tile(row, 0, rows, COLUMNS, BLOCK_COLS)
-    x = _sum_tile(input, residual, dropout, total, tile)
+    x = _sum_tile(input, residual, dropout, runs, total, tile)
 
     # Of each lane, over the chunks: the mean, and the squares off it (for rms_norm, off 0).
     centre = x
     squares = x * x if mean is None else tl.zeros_like(x)
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
         chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
-        y = _sum_tile(input, residual, dropout, total, chunk)
+        y = _sum_tile(input, residual, dropout, runs, total, chunk)
         if mean is None:
             squares += y * y
         else:
@@ -113,6 +123,7 @@ def norm_bwd_kernel(
     mean,
     rstd,
     dropout,
+    runs,
     grad_input,
     grad_residual,
     weight_sums,
@@ -164,7 +175,7 @@ def norm_bwd_kernel(
         across = 0.0 if mean is None else tl.sum(across, 1, keep_dims=True) / COLUMNS
 
         g = row_rstd * (g - across - x * along)
-        _store_gradients(g, grad_total, dropout, grad_input, grad_residual, tile)
+        _store_gradients(g, grad_total, dropout, runs, grad_input, grad_residual, tile)
         for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
             chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
             y = (_load_tile(total, chunk) - row_mean) * row_rstd
@@ -173,7 +184,7 @@ def norm_bwd_kernel(
             _add_up(bias_sums, h, chunk, begin > first, COLUMNS)
             h *= _load_parameter(weight, chunk)
             h = row_rstd * (h - across - y * along)
-            _store_gradients(h, grad_total, dropout, grad_input, grad_residual, chunk)
+            _store_gradients(h, grad_total, dropout, runs, grad_input, grad_residual, chunk)
         if COLUMNS > BLOCK_COLS:
             tl.debug_barrier()  # other threads than wrote the sums may read them next
     _add_up(weight_sums, weight_sum, columns, False, COLUMNS)
@@ -185,16 +196,17 @@ def _tile(row, start, rows, COLUMNS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     column = start + tl.arange(0, BLOCK_COLS)[None, :]
     in_row = column < COLUMNS
     offset = tl.cast(row, tl.int64) * COLUMNS + column
-    return Tile(row, start, column, offset, (row < rows) & in_row, in_row)
+    exists = row < rows
+    return Tile(row, exists, start, column, offset, exists & in_row, in_row)
 
 
 @triton.jit
-def _sum_tile(input, residual, dropout, total, tile):
+def _sum_tile(input, residual, dropout, runs, total, tile):
     """residual + dropout(input), 0 outside. Where it is stored the norm is that of its rounded
     values: they are what the backward starts from."""
     x = _load_tile(input, tile)
     if dropout is not None:
-        x = _dropped(x, dropout, tile)
+        x = _dropped(x, dropout, runs, tile)
     if residual is not None:
         x += _load_tile(residual, tile)
     if total is not None:
@@ -212,18 +224,23 @@ def _store_normalised(x, mean, rstd, weight, bias, out, tile):
 
 
 @triton.jit
-def _store_gradients(grad, grad_total, dropout, grad_input, grad_residual, tile):
+def _store_gradients(grad, grad_total, dropout, runs, grad_input, grad_residual, tile):
     if grad_total is not None:
         grad += _load_tile(grad_total, tile)
     tl.store(grad_residual + tile.offset, grad, mask=tile.inside)
     if dropout is not None:
-        tl.store(grad_input + tile.offset, _dropped(grad, dropout, tile), mask=tile.inside)
+        grad = _dropped(grad, dropout, runs, tile)
+        tl.store(grad_input + tile.offset, grad, mask=tile.inside)
 
 
 @triton.jit
-def _dropped(x, dropout, tile):
+def _dropped(x, dropout, runs, tile):
     octet = tile.start // 8 + tl.arange(0, x.shape[1] // 8)[None, :]
-    keep = keep_tile(tl.load(dropout.seed), tile.row, octet, 0, 1, dropout.threshold)
+    row = tile.row
+    if runs is not None:
+        first = tl.load(runs.origin + row // runs.length, mask=tile.exists, other=0)
+        row = first.to(tl.int32) + row % runs.length
+    keep = keep_tile(tl.load(dropout.seed), row, octet, 0, 1, dropout.threshold)
     return tl.where(keep, x * dropout.scale, 0.0)
 
 

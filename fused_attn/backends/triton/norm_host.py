@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from fused_attn.backends.triton.launch import Arch, arch_of, launch
-from fused_attn.backends.triton.norm import Dropout, norm_bwd_kernel, norm_fwd_kernel
+from fused_attn.backends.triton.norm import Dropout, Runs, norm_bwd_kernel, norm_fwd_kernel
 from fused_attn.core.call import NormCall, NormGradients, NormOutputs
 from fused_attn.core.philox import dropout_scale, dropout_threshold
 
@@ -30,6 +30,7 @@ def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
         _contiguous(call.weight),
         _contiguous(call.bias),
         _dropout(call),
+        _runs(call),
         outputs.out,
         outputs.total if call.has_total else None,
         None if call.rms else outputs.mean,
@@ -73,6 +74,7 @@ def norm_bwd(
         None if call.rms else mean,
         rstd,
         _dropout(call),
+        _runs(call),
         grads.input if call.dropout_p > 0.0 else None,
         grads.total,
         weight_sums,
@@ -147,3 +149,10 @@ def _dropout(call: NormCall) -> Dropout | None:
     if call.dropout_p == 0.0:
         return None
     return Dropout(call.seed, dropout_threshold(call.dropout_p), dropout_scale(call.dropout_p))
+
+
+def _runs(call: NormCall) -> Runs | None:
+    if call.dropout_p == 0.0 or call.dropout_origin is None:
+        return None
+    origin = call.dropout_origin.contiguous()
+    return Runs(origin, call.input.shape[0] // origin.shape[0])

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
+    draws_of,
     finish_scores,
     head_rows,
     kept,
@@ -66,6 +67,9 @@ def _tile_of_head(
     cut: tl.constexpr,
 ):  # fmt: skip
     """The weights of one tile of a head, after dropout."""
+    draws = None
+    if seed is not None:
+        draws = draws_of(seed, settings, sizes, b)
     seqlen_q = b * 0 + sizes.seqlen_q
     sequence, keys, _ = keys_of_tile(key, key, None, mask, sizes, b, h, i_begin, seqlen_q, cut)
     i, j = i_begin + tl.arange(0, cut.BLOCK_M), j_begin + tl.arange(0, cut.BLOCK_N)
@@ -83,7 +87,7 @@ def _tile_of_head(
     products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
     scores, visible, _ = finish_scores(products, i, j, sequence, mask, settings, cut, True, False)
     weights = power(scores - log_sum[:, None], cut) * lse_factor[:, None]
-    if seed is not None:
-        keep = kept(seed, i, j_begin, sequence, sizes, settings, cut)
+    if draws is not None:
+        keep = kept(draws, i, j_begin, sequence, settings, cut)
         weights = tl.where(keep, weights * settings.dropout_scale, 0.0)
     return tl.where(visible, weights, 0.0)

@@ -1,0 +1,436 @@
+"""A call of some rows, keys, heads or sequences of a larger one drops what that would drop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import BACKENDS, ISAS, assert_like_eager, device_of, random_qkv, runnable
+
+from fused_attn import masks
+from fused_attn.backends import cpp, get_backend, problem_of
+from fused_attn.core import autograd, ops, philox
+from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.core.shards import attention_origin, norm_origin
+from fused_attn.masks.spec import MaskSpec, normalize
+
+EVERY_BACKEND = [*BACKENDS, "eager"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+WHOLE = (3, 4, 70, 144)  # batch, heads, seqlen_q, seqlen_k
+SEED, DROPOUT_P = 23, 0.3
+ALL = slice(None)
+PARTS = {
+    "rows": (ALL, ALL, slice(29, 62), ALL),
+    "keys": (ALL, ALL, ALL, slice(40, 109)),
+    "heads": (ALL, slice(1, 3), ALL, ALL),
+    "batch": (slice(1, 3), ALL, ALL, ALL),
+    "everything": (slice(1, 3), slice(2, 4), slice(37, 70), slice(64, 144)),
+    "query": (slice(1, 3), slice(1, 4), slice(69, 70), slice(8, 144)),
+}
+
+
+# For backends that take seconds: two parts have an origin in each dimension.
+FEWER = pytest.mark.thinned("everything is there", part=["rows", "heads", "batch"])
+
+
+@pytest.fixture(params=list(PARTS))
+def part(request):
+    return PARTS[request.param]
+
+
+def seed_on(device):
+    return torch.tensor(SEED, device=device)
+
+
+def whole_keep(whole=WHOLE):
+    return philox.attention_keep(torch.tensor(SEED), DROPOUT_P, *whole)
+
+
+def sizes_of(part):
+    return tuple(len(range(size)[of]) for size, of in zip(WHOLE, part, strict=True))
+
+
+def origin_of(part, device):
+    batch0, head0, row0, key0 = (range(n)[of].start for n, of in zip(WHOLE, part, strict=True))
+    return attention_origin(
+        *sizes_of(part)[:2], row0=row0, key0=key0, head0=head0, num_heads_global=WHOLE[1],
+        batch0=batch0, device=device,
+    )  # fmt: skip
+
+
+def shard(part, backend, dtype=torch.float32, one_key_head=False):
+    """The call of a part; with value = identity, out is the weights themselves."""
+    batch, heads, seqlen_q, seqlen_k = sizes_of(part)
+    there = {"dtype": dtype, "device": device_of(backend)}
+    heads_kv = 1 if one_key_head else heads
+    query = torch.zeros(batch, heads, seqlen_q, 8, **there)
+    key = torch.zeros(batch, heads_kv, seqlen_k, 8, **there)
+    value = torch.eye(seqlen_k, **there).expand(batch, heads_kv, -1, -1)
+    origin = origin_of(part, there["device"])
+    rest = (MaskSpec(), 1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
+    return AttentionCall(query, key, value, *rest)
+
+
+def assert_keeps(call, backend, keep, with_lse):
+    """with_lse: as training and forwards of many queries, else as decoding has it."""
+    out, _ = autograd.attention(call, get_backend(backend), with_lse)
+    assert torch.equal((out != 0).cpu(), keep)
+
+
+@FEWER
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("learns", [False, True])
+def test_part_of_the_whole(learns, dtype, part, backend):
+    call = shard(part, backend, dtype)
+    call.query.requires_grad_(learns)
+    assert_keeps(call, backend, whole_keep()[part], learns)
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_that_share_keys(dtype, backend):
+    part = PARTS["query"]
+    assert_keeps(shard(part, backend, dtype, True), backend, whole_keep()[part], False)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_isa(dtype, part, isa):
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    with cpp.use_isa(isa):
+        for learns in (False, True):
+            test_part_of_the_whole(learns, dtype, part, "cpp")
+            test_gradients_of_a_part(learns, dtype, part, "cpp")
+        test_heads_that_share_keys(dtype, "cpp")
+
+
+@FEWER
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_a_part(biased, dtype, part, backend):
+    """What each backward kernel keeps shows in signs: with P the same for all keys and dP = 1,
+    dS = P (Z c - delta) is positive where Z is 1. Keys are the identity, so dQ is dS too; the first
+    columns of dO are, so that there dV is Z^T P."""
+    batch, heads, seqlen_q, seqlen_k = sizes_of(part)
+    there = {"dtype": dtype, "device": device_of(backend)}
+    query = torch.zeros(batch, heads, seqlen_q, seqlen_k, **there).requires_grad_()
+    key = torch.eye(seqlen_k, **there).expand(batch, heads, -1, -1)
+    value = torch.zeros(batch, heads, seqlen_k, seqlen_q + 1, **there)
+    value[..., -1] = 1.0
+    value.requires_grad_()
+    bias = torch.zeros(batch, heads, seqlen_q, seqlen_k, **there).requires_grad_()
+    mask = masks.bias(bias) if biased else None
+    spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query)
+    origin = origin_of(part, there["device"])
+    rest = (spec, 1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
+    out, _ = autograd.attention(AttentionCall(query, key, value, *rest), get_backend(backend), True)
+    eye, ones = torch.eye(seqlen_q, **there), torch.ones(seqlen_q, 1, **there)
+    out.backward(torch.cat([eye, ones], 1).expand_as(out))
+    keep = whole_keep()[part]
+    assert torch.equal((value.grad[..., :-1] != 0).mT.cpu(), keep)
+    assert torch.equal((query.grad > 0).cpu(), keep)
+    if biased:
+        assert torch.equal((bias.grad > 0).cpu(), keep)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_a_part(dtype, backend):
+    """Within the contract, with a mask, and heads that share keys."""
+    part = PARTS["everything"]
+    batch, heads, seqlen_q, seqlen_k = sizes_of(part)
+
+    def of(backend):
+        def call(query, key, value):
+            spec = normalize(masks.sliding_window(60, 50), batch, heads, seqlen_q, seqlen_k, query)
+            origin = origin_of(part, query.device)
+            rest = (spec, 0.3, 0.0, DROPOUT_P, seed_on(query.device), origin)
+            call = AttentionCall(query, key, value, *rest)
+            return autograd.attention(call, get_backend(backend), True)
+
+        return call
+
+    assert_like_eager(of, random_qkv(batch, heads, 1, seqlen_q, seqlen_k, 24, 40), dtype, backend)
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_parts_add_up_to_the_whole(backend):
+    """Of rows alone, which are computed as they are in the whole."""
+    device = device_of(backend)
+    query, key, value = (t.to(device) for t in random_qkv(*WHOLE[:2], *WHOLE[1:], 16).values())
+    rest = (MaskSpec(), 0.3, 0.0, DROPOUT_P, seed_on(device))
+    whole, _ = autograd.attention(
+        AttentionCall(query, key, value, *rest), get_backend(backend), True
+    )
+    for rows in (slice(0, 32), slice(32, 69), slice(69, 70)):
+        part = (ALL, ALL, rows, ALL)
+        call = AttentionCall(query[:, :, rows], key, value, *rest, origin_of(part, device))
+        out, _ = autograd.attention(call, get_backend(backend), True)
+        torch.testing.assert_close(out, whole[:, :, rows])
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_packed_sequences(backend):
+    """Each is a part of a sequence of its own."""
+    device = device_of(backend)
+    lengths_q, lengths_k = torch.tensor([33, 1, 20]), torch.tensor([60, 16, 45])
+    rows, keys, numbers, heads = [5, 40, 0], [8, 0, 64], torch.tensor([3, 0, 6]), 2
+    whole = whole_keep((7, 6, 64, 120))
+    query = torch.zeros(1, heads, 54, 8, device=device)
+    key = torch.zeros(1, heads, 121, 8, device=device)
+    value = torch.cat([torch.eye(60)[: int(n)] for n in lengths_k]).to(device)
+    spec = normalize(masks.padding(lengths_k, lengths_q), 3, heads, 33, 60, query)
+    ends = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(device) for n in (lengths_q, lengths_k)]
+    spec = replace(
+        spec, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=33, max_seqlen_k=60
+    )
+    origin = attention_origin(
+        3, heads, row0=rows, key0=keys, head0=3, num_heads_global=6, batch0=numbers, device=device
+    )
+    value = value.expand(1, heads, -1, -1).clone().requires_grad_()
+    call = AttentionCall(query, key, value, spec, 1.0, 0.0, DROPOUT_P, seed_on(device), origin)
+    for with_lse in (False, True):
+        with torch.set_grad_enabled(with_lse):
+            out, _ = autograd.attention(call, get_backend(backend), with_lse)
+        for b in range(3):
+            got = out[0, :, ends[0][b] : ends[0][b + 1]].detach().cpu() != 0
+            i, j, n = rows[b], keys[b], int(lengths_k[b])
+            want = whole[numbers[b], 3:5, i : i + got.shape[1], j : j + n]
+            assert torch.equal(got[..., :n], want)
+
+
+@FEWER
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_weights(part, backend):
+    backend, keep = get_backend(backend), whole_keep()[part]
+    call = shard(part, backend.name)
+    _, weights = autograd.attention_with_weights(call, False, backend)
+    assert torch.equal((weights != 0).cpu(), keep)
+    _, average = autograd.attention_with_weights(call, True, backend)
+    one = philox.dropout_scale(DROPOUT_P) / keep.shape[3] / keep.shape[1]
+    assert torch.equal((average / one).round().long().cpu(), keep.sum(1))
+
+
+@FEWER
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("average", [False, True])
+def test_gradient_of_weights(average, part, backend):
+    """As in test_gradients_of_a_part: dQ is dS, which is positive where a weight is kept."""
+    call = shard(part, backend)
+    seqlen_k = call.key.shape[2]
+    eye = torch.eye(seqlen_k, device=call.key.device).expand(*call.key.shape[:2], -1, -1)
+    query = eye.new_zeros(*call.query.shape[:3], seqlen_k).requires_grad_()
+    call = replace(call, query=query, key=eye)
+    autograd.attention_with_weights(call, average, get_backend(backend))[1].sum().backward()
+    assert torch.equal((query.grad > 0).cpu(), whole_keep()[part])
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_counters_have_32_bits(backend):
+    call = shard(PARTS["query"], backend)
+    far = torch.tensor([1 << 32, 1 << 35, 1 << 32], device=call.query.device)
+    call = replace(call, dropout_origin=call.dropout_origin + far)
+    for with_lse in (False, True):
+        assert_keeps(call, backend, whole_keep()[PARTS["query"]], with_lse)
+    near = torch.tensor([(1 << 32) - 3, 40, 7], device=call.query.device)
+    call = replace(shard(PARTS["rows"], backend), dropout_origin=near.expand(3, 3).contiguous())
+    batch, heads, seqlen_q, seqlen_k = sizes_of(PARTS["rows"])
+    sizes, origin = (batch, heads, seqlen_q, seqlen_k), call.dropout_origin.cpu()
+    keep = philox.attention_keep(torch.tensor(SEED), DROPOUT_P, *sizes, origin=origin)
+    assert torch.equal(keep[:, :, 3:], philox.attention_keep(
+        torch.tensor(SEED), DROPOUT_P, batch, heads, seqlen_q - 3, seqlen_k,
+        origin=torch.tensor([0, 40, 7]).expand(3, 3),
+    ))  # fmt: skip
+    assert_keeps(call, backend, keep, True)
+
+
+# ---- norms --------------------------------------------------------------------------------------
+
+
+def norm_shard(backend, dtype, columns, rms, batch0, rows):
+    """The call of some rows of some of 5 sequences of 20; and what the whole keeps of it."""
+    device, runs = device_of(backend), len(batch0)
+    x = torch.ones(runs * len(range(20)[rows]), columns, dtype=dtype, device=device)
+    first = batch0[0] if batch0 == list(range(batch0[0], batch0[-1] + 1)) else batch0
+    origin = norm_origin(runs, row0=rows.start, row_stride=20, batch0=first, device=device)
+    rest = (None, None, None, 1e-5, rms, DROPOUT_P, seed_on(device), origin)
+    keep = philox.norm_keep(torch.tensor(SEED), DROPOUT_P, 100, columns)
+    return NormCall(x, *rest), keep.reshape(5, 20, columns)[batch0, rows].reshape(x.shape)
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [3, 64, 193])
+@pytest.mark.parametrize("batch0", [[0], [1, 2, 3], [4, 0]], ids=str)
+def test_norms(batch0, columns, dtype, backend):
+    for rms in (False, True):
+        call, keep = norm_shard(backend, dtype, columns, rms, batch0, slice(7, 18))
+        _, total = autograd.norm(call, get_backend(backend))
+        assert torch.equal((total != 0).cpu(), keep)
+        call.input.requires_grad_()
+        total = autograd.norm(call, get_backend(backend))[1]
+        assert torch.equal((total != 0).cpu(), keep)
+        total.sum().backward()
+        assert torch.equal((call.input.grad != 0).cpu(), keep)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_on_every_isa(dtype, isa):
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    with cpp.use_isa(isa):
+        test_norms([4, 0], 193, dtype, "cpp")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_norms(backend):
+    """Rows that are walked in pieces."""
+    call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
+    call.input.requires_grad_()
+    total = autograd.norm(call, get_backend(backend))[1]
+    total.sum().backward()
+    for got in (total, call.input.grad):
+        assert torch.equal((got != 0).cpu(), keep)
+
+
+# ---- torch's machinery --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ops(backend):
+    call = shard(PARTS["everything"], backend)
+    attention, backend_ = torch.ops.fused_attn, get_backend(backend)
+    torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), True, backend))
+    outputs = ops.attention_fwd(call, backend_, True)
+    rest = (*outputs, torch.randn_like(outputs.out), None, False, backend)
+    torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
+    call, _ = norm_shard(backend, torch.float32, 64, True, [1, 2], slice(7, 18))
+    torch.library.opcheck(attention.norm_fwd.default, (*call.flat(), backend))
+
+
+def test_compiled():
+    call = shard(PARTS["everything"], "cpp")
+    norm, _ = norm_shard("cpp", torch.float32, 64, False, [1, 2], slice(7, 18))
+    query = torch.randn(call.query.shape, requires_grad=True)
+    x = torch.randn(norm.input.shape, requires_grad=True)
+
+    def step(query, x, origins):
+        of_query = replace(call, query=query, dropout_origin=origins[0])
+        of_x = replace(norm, input=x, dropout_origin=origins[1])
+        backend = get_backend("cpp")
+        return autograd.attention(of_query, backend, True)[0], autograd.norm(of_x, backend)[1]
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    origins = (call.dropout_origin, norm.dropout_origin)
+    for offset in (0, 16):
+        own = [origin + offset for origin in origins]
+        results = []
+        for function in (step, compiled):
+            outs = function(query, x, own)
+            grads = torch.autograd.grad([out.square().sum() for out in outs], [query, x])
+            results.append((*outs, *grads))
+        for one, two in zip(*results, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_second_order():
+    part = PARTS["everything"]
+    sizes = sizes_of(part)
+    tensors = random_qkv(*sizes[:2], *sizes[1:], 8).values()
+    call = shard(part, "cpp", torch.float64)
+
+    def second(backend):
+        leaves = [t.double().requires_grad_() for t in tensors]
+        own = replace(call, query=leaves[0], key=leaves[1], value=leaves[2])
+        out, _ = autograd.attention(own, get_backend(backend), True)
+        grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad([grad.square().sum() for grad in grads], leaves)
+
+    for got, want in zip(second("cpp"), second("eager"), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def test_origins():
+    origin = attention_origin(
+        3, 2, row0=[1, 2, 3], key0=torch.tensor([8, 0, 16]), head0=4, num_heads_global=6, batch0=5,
+        device="cpu",
+    )  # fmt: skip
+    assert origin.tolist() == [[1, 8, 34], [2, 0, 40], [3, 16, 46]] and origin.is_contiguous()
+    whole = attention_origin(2, 3, device="cpu")
+    assert whole.dtype == torch.int64 and whole.tolist() == [[0, 0, 0], [0, 0, 3]]
+    assert attention_origin(0, 3, row0=[], device="cpu").shape == (0, 3)
+    assert norm_origin(3, row0=4, row_stride=10, batch0=2, device="cpu").tolist() == [24, 34, 44]
+    given = norm_origin(2, row0=[1, 2], row_stride=10, batch0=[7, 0], device="cpu")
+    assert given.tolist() == [71, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"key0": 4}, ValueError, "key0 must be a multiple of 8, got 4"),
+        ({"key0": [8, 12]}, ValueError, "key0 must be a multiple of 8, got 12"),
+        ({"row0": -1}, ValueError, "row0 must be >= 0, got -1"),
+        ({"batch0": torch.tensor([0, -2])}, ValueError, "batch0 must be >= 0, got -2"),
+        ({"row0": [1, 2, 3]}, ValueError, r"row0 must be an int or have shape \(2,\), got \(3,\)"),
+        ({"row0": 1.5}, TypeError, "row0 must be integers, got torch.float32"),
+        ({"row0": True}, TypeError, "row0 must be integers, got torch.bool"),
+        ({"head0": -1}, ValueError, r"head0 must be in \[0, 0\] for 4 of 4 heads, got -1"),
+        ({"head0": 1}, ValueError, r"head0 must be in \[0, 0\] for 4 of 4 heads, got 1"),
+        (
+            {"head0": 5, "num_heads_global": 8}, ValueError,
+            r"head0 must be in \[0, 4\] for 4 of 8 heads, got 5",
+        ),
+        (
+            {"num_heads_global": 3}, ValueError,
+            r"num_heads_global must be at least num_heads \(4\), got 3",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_origins_that_are_none(options, error, message):
+    with pytest.raises(error, match=message):
+        attention_origin(2, 4, **options, device="cpu")
+    if options.keys() <= {"row0", "batch0"}:
+        with pytest.raises(error, match=message):
+            norm_origin(2, row_stride=9, **options, device="cpu")
+    with pytest.raises(ValueError, match="row_stride must be >= 0, got -1"):
+        norm_origin(2, row_stride=-1, device="cpu")
+
+
+def test_calls_that_have_no_such_origin():
+    call = shard(PARTS["everything"], "cpp")
+    for origin in (
+        call.dropout_origin[:1], call.dropout_origin.int(), call.dropout_origin[:, :2],
+        call.dropout_origin.flatten(),
+    ):  # fmt: skip
+        wrong = replace(call, dropout_origin=origin)
+        with pytest.raises(ValueError, match=r"int64 on cpu with shape \(2, 3\), got"):
+            torch.ops.fused_attn.attention_fwd(*wrong.flat(), True, "cpp")
+    for origin in (call.dropout_origin[:1], call.dropout_origin.int(), call.dropout_origin[:, :2]):
+        with pytest.raises(ValueError, match="dropout_origin must"):
+            cpp._cpu.attention_fwd(replace(call, dropout_origin=origin), num_threads=1)
+    norm, _ = norm_shard("cpp", torch.float32, 8, True, [1, 2], slice(7, 18))
+    for origin in (torch.zeros(3, dtype=torch.int64), torch.zeros(2), norm.dropout_origin[None]):
+        wrong = replace(norm, dropout_origin=origin)
+        with pytest.raises(ValueError, match="with one dimension, whose size divides 22, got"):
+            torch.ops.fused_attn.norm_fwd(*wrong.flat(), "cpp")
+
+
+def test_torchs_own_kernels_refuse():
+    norm, _ = norm_shard("cpp", torch.float32, 8, True, [1, 2], slice(7, 18))
+    for call in (shard(PARTS["rows"], "cpp"), norm):
+        call = replace(call, seed=None)
+        reasons = get_backend("sdpa").unsupported(problem_of(call))
+        assert any("larger whole" in reason for reason in reasons)
+        assert "sharded" in repr(problem_of(call))
+        undropped = problem_of(replace(call, dropout_p=0.0))
+        assert not any("larger whole" in why for why in get_backend("sdpa").unsupported(undropped))
+        assert all(not get_backend(name).unsupported(problem_of(call)) for name in ("cpp", "eager"))

@@ -63,16 +63,16 @@ struct BiasKernel {
               bwd.fwd.head_dim_v);
     tile.weigh(weights, visible, sequence, kind, log_sums);
     tile.multiply(grads);
+    uint32_t kept = ~0u;
+    if (bwd.fwd.dropout_p > 0.0) {
+      kept = kept_weights<false, kN, 1>(dropout_of(bwd.fwd, args.gpu, sequence.b),
+                                        tile.rows(sequence), 0, tile.first_column());
+    }
     FUSED_ATTN_UNROLL
     for (int n = 0; n < kN / 8; ++n) {
-      uint32_t kept = 15;
-      if (bwd.fwd.dropout_p > 0.0) {
-        kept = kept_weights<false, 1>(dropout_of(bwd.fwd, args.gpu, sequence.b),
-                                      tile.rows(sequence), 0, tile.first_column() + n * 8);
-      }
       FUSED_ATTN_UNROLL
       for (int e = 0; e < 4; ++e) {
-        const float used = kept >> e & 1 ? grads[0][n][e] * args.gpu.dropout_scale : 0.0f;
+        const float used = kept >> (4 * n + e) & 1 ? grads[0][n][e] * args.gpu.dropout_scale : 0.0f;
         const float weight = weights[0][n][e], grad = weight * (used - delta[e / 2]);
         // What is hidden may have been NaN.
         total[0][n][e] += weight == 0.0f ? 0.0f : grad;

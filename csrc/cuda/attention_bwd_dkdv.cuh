@@ -227,21 +227,25 @@ struct DkdvKernel {
       Product<T>::template rows_by_rows<kM, kN, kHeadDim>(grads, Layout::kValue, warp_row, grad_out,
                                                           args.gpu.tf32);
     }
+    uint32_t kept[kM];
+    FUSED_ATTN_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      kept[m] = ~0u;
+      if (kGeneral && p.dropout_p > 0.0) {
+        kept[m] = kept_weights<true, kN, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, i_begin);
+      }
+    }
     FUSED_ATTN_UNROLL
     for (int n = 0; n < kN / 8; ++n) {
       const Pair delta = load_shared<Pair>(Layout::statistics(stage, 2) + (n * 8 + 2 * t) * 4);
       FUSED_ATTN_UNROLL
       for (int m = 0; m < kM; ++m) {
-        uint32_t kept = 15;
-        if (kGeneral && p.dropout_p > 0.0) {
-          kept =
-              kept_weights<true, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, i_begin + n * 8);
-        }
         FUSED_ATTN_UNROLL
         for (int e = 0; e < 4; ++e) {
+          const bool keeps = kept[m] >> (4 * n + e) & 1;
           float &weight = weights[m][n][e], &grad = grads[m][n][e];
           if constexpr (kKeys) {
-            if constexpr (kGeneral) grad = kept >> e & 1 ? grad * args.gpu.dropout_scale : 0.0f;
+            if constexpr (kGeneral) grad = keeps ? grad * args.gpu.dropout_scale : 0.0f;
             grad = weight * (grad - (e % 2 == 0 ? delta.low : delta.high));
             // What is hidden may have been NaN.
             if (kPartial && weight == 0.0f) grad = 0.0f;
@@ -250,7 +254,7 @@ struct DkdvKernel {
               if (p.softcap > 0.0 && weight != 0.0f) grad *= 1.0f - tanh * tanh;
             }
           }
-          if (kGeneral && !(kept >> e & 1)) weight = 0.0f;
+          if (kGeneral && !keeps) weight = 0.0f;
         }
       }
     }

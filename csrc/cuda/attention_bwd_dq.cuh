@@ -103,19 +103,20 @@ struct DqKernel {
                                                         args.gpu.tf32);
     FUSED_ATTN_UNROLL
     for (int m = 0; m < kM; ++m) {
+      uint32_t kept = ~0u;
+      if (kGeneral && p.dropout_p > 0.0) {
+        kept = kept_weights<false, kN, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, j_begin);
+      }
       FUSED_ATTN_UNROLL
       for (int n = 0; n < kN / 8; ++n) {
-        uint32_t kept = 15;
-        if (kGeneral && p.dropout_p > 0.0) {
-          kept = kept_weights<false, kM>(dropout_of(p, args.gpu, sequence.b), rows, m,
-                                         j_begin + n * 8);
-        }
         FUSED_ATTN_UNROLL
         for (int e = 0; e < 4; ++e) {
           const int r = 2 * m + e / 2;
           const float weight = weights[m][n][e];
           float& grad = grads[m][n][e];
-          if constexpr (kGeneral) grad = kept >> e & 1 ? grad * args.gpu.dropout_scale : 0.0f;
+          if constexpr (kGeneral) {
+            grad = kept >> (4 * n + e) & 1 ? grad * args.gpu.dropout_scale : 0.0f;
+          }
           grad = weight * (grad - delta[r]);
           // What is hidden may have been NaN.
           if (kPartial && weight == 0.0f) grad = 0.0f;

@@ -1,7 +1,8 @@
 // Which weights dropout keeps, of a tile in the layout of mma.
 //
 // A counter of Philox decides about an octet: eight neighbouring keys of a query. Lanes that hold
-// parts of the same ones share the work: each computes one, and hands out what the others need.
+// parts of the same ones share the work: each computes one, and hands out what the others need. Two
+// fragments have as many as a warp has lanes.
 #pragma once
 
 #include "cuda/gpu_params.h"
@@ -29,26 +30,36 @@ struct Dropout {
         threshold);
   }
 
-  // Of the fragment (16 queries) x (8 keys from j, a multiple of 8): bits e of the four elements
-  // that the thread holds. i, head: of its two rows.
+  // Of kCount fragments side by side, (16 queries) x (8 keys from j, a multiple of 8) the first:
+  // bits 4 f + e of the four elements that the thread holds of fragment f. i, head: of its two
+  // rows.
+  template <int kCount>
   FUSED_ATTN_DEVICE uint32_t kept_by_query(Both<int> i, Both<int> head, int j) const {
-    // The four lanes of a row hold two keys each: even ones compute row g, odd ones row g + 8.
-    const int t = lane_id() % 4, odd = t % 2;
-    const uint32_t own = kept_keys(j / 8, odd ? i.lower : i.upper, odd ? head.lower : head.upper);
-    const uint32_t other = shuffle_xor(own, 1);
-    const uint32_t first = odd ? other : own, second = odd ? own : other;
-    return (first >> (2 * t) & 3) | (second >> (2 * t) & 3) << 2;
-  }
-
-  // Of the fragment (16 keys from j, a multiple of 8) x (8 queries from i).
-  FUSED_ATTN_DEVICE uint32_t kept_by_key(int i, int head, int j) const {
-    // The eight lanes with the same t hold keys g and g + 8, of two octets, and two queries: each
-    // lane computes one of the four, that of element g % 4.
-    const int g = lane_id() / 4, t = lane_id() % 4, element = g % 4;
-    const uint32_t own = kept_keys(j / 8 + element / 2, i + 2 * t + element % 2, head);
+    // The four lanes of a row hold two keys each of an octet in each fragment: even ones compute
+    // row g, odd ones row g + 8, lanes 2 and 3 the second fragment.
+    const int t = lane_id() % 4, odd = t % 2, fragment = t / 2 % kCount;
+    const uint32_t own =
+        kept_keys(j / 8 + fragment, odd ? i.lower : i.upper, odd ? head.lower : head.upper);
     uint32_t kept = 0;
     FUSED_ATTN_UNROLL
-    for (int e = 0; e < 4; ++e) kept |= (shuffle(own, 4 * e + t) >> g & 1) << e;
+    for (int r = 0; r < 2 * kCount; ++r) {
+      kept |= (shuffle(own, lane_id() - t + r) >> (2 * t) & 3) << (2 * r);
+    }
+    return kept;
+  }
+
+  // Of kCount fragments side by side, (16 keys from j, a multiple of 8) x (8 queries from i) the
+  // first.
+  template <int kCount>
+  FUSED_ATTN_DEVICE uint32_t kept_by_key(int i, int head, int j) const {
+    // The eight lanes with the same t hold keys g and g + 8, of two octets, and two queries of each
+    // fragment: lane g computes element g % 4 of fragment g / 4.
+    const int g = lane_id() / 4, t = lane_id() % 4, element = g % 4, fragment = g / 4 % kCount;
+    const uint32_t own =
+        kept_keys(j / 8 + element / 2, i + 8 * fragment + 2 * t + element % 2, head);
+    uint32_t kept = 0;
+    FUSED_ATTN_UNROLL
+    for (int e = 0; e < 4 * kCount; ++e) kept |= (shuffle(own, 4 * e + t) >> g & 1) << e;
     return kept;
   }
 };

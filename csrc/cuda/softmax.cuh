@@ -153,16 +153,27 @@ struct SoftmaxState {
   }
 };
 
-// Which of the four weights that the thread holds of fragment (m, n) dropout keeps: bits e.
-template <bool kKeysFirst, int kM>
+// Which of the weights that the thread holds of the fragments (m, n) dropout keeps: bits 4 n + e.
+template <bool kKeysFirst, int kN, int kM>
 FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRows<kM>& rows, int m,
                                         int column) {
   const int upper = rows.position[2 * m], lower = rows.position[2 * m + 1];
-  if constexpr (kKeysFirst) {
-    return dropout.kept_by_key(column, rows.head[2 * m], upper - lane_id() / 4);
-  } else {
-    return dropout.kept_by_query({upper, lower}, {rows.head[2 * m], rows.head[2 * m + 1]}, column);
+  constexpr int kCount = kN % 16 == 0 ? 2 : 1;
+  static_assert(kN <= 64, "one word has no room");
+  uint32_t kept = 0;
+  FUSED_ATTN_UNROLL
+  for (int n = 0; n < kN / 8; n += kCount) {
+    const int at = column + n * 8;
+    uint32_t own;
+    if constexpr (kKeysFirst) {
+      own = dropout.kept_by_key<kCount>(at, rows.head[2 * m], upper - lane_id() / 4);
+    } else {
+      own = dropout.kept_by_query<kCount>({upper, lower}, {rows.head[2 * m], rows.head[2 * m + 1]},
+                                          at);
+    }
+    kept |= own << (4 * n);
   }
+  return kept;
 }
 
 // Makes the weights 0 that dropout drops.
@@ -171,12 +182,12 @@ FUSED_ATTN_DEVICE void drop(Accumulator<kM, kN>& weights, const Dropout& dropout
                             const FragmentRows<kM>& rows, int column) {
   FUSED_ATTN_UNROLL
   for (int m = 0; m < kM; ++m) {
+    const uint32_t kept = kept_weights<kKeysFirst, kN, kM>(dropout, rows, m, column);
     FUSED_ATTN_UNROLL
     for (int n = 0; n < kN / 8; ++n) {
-      const uint32_t kept = kept_weights<kKeysFirst, kM>(dropout, rows, m, column + n * 8);
       FUSED_ATTN_UNROLL
       for (int e = 0; e < 4; ++e) {
-        if (!(kept >> e & 1)) weights[m][n][e] = 0.0f;
+        if (!(kept >> (4 * n + e) & 1)) weights[m][n][e] = 0.0f;
       }
     }
   }

@@ -252,7 +252,7 @@ def _checked_lengths(
     """The lengths, integers as they are, and the least and the most of them, where they can be
     read."""
     batch, values = query.shape[0], None
-    if type(lengths) in (list, tuple) and all(type(n) is int for n in lengths):
+    if type(lengths) in (list, tuple) and lengths and all(type(n) is int for n in lengths):
         values = lengths
         shape: tuple[int, ...] = (len(lengths),)
     else:

@@ -217,6 +217,13 @@ def test_equally_long_sequences(length, new, is_causal, layout, dtype):
     assert_outputs_like_eager(of, tensors, dtype, "cpp")
 
 
+@pytest.mark.parametrize("lengths", [[], (), torch.zeros(0, dtype=torch.int32)], ids=repr)
+def test_no_sequences(lengths):
+    query, cache = torch.randn(0, 2, 1, 16), torch.randn(0, 2, 8, 16)
+    out = fused_attn.decode_attention(query, cache, cache, cache_lengths=lengths)
+    assert out.shape == query.shape
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_caches_in_inference_mode(backend):
     with torch.inference_mode():

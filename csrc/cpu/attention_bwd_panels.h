@@ -102,8 +102,8 @@ class BwdPanels {
               kGradientKeys, rows);
     Pack::right(rows, kGradientKeys, p_.head_dim, steps_, block->keys.key);
     Pack::values(
-        rows, kGradientKeys, p_.head_dim, steps_,
-        [](int64_t t) { return F::woven(static_cast<int>(t)); }, &block->keys);
+        rows, kGradientKeys, p_.head_dim, steps_, [](int i) { return F::unwoven(i); },
+        &block->keys);
   }
 
   // Where numbers have few exponents: a power of 2 that dS is multiplied by, as large as it may be

@@ -1,9 +1,9 @@
 // Attention forward for a few queries against many keys, as in step-by-step decoding.
 //
 // What limits this is memory: 2 * head_dim elements a key. So each key and value is read once, as
-// it is stored, for all queries of all heads that share it, by one of two kernels: decode_rows.h,
-// and decode_tiles.h where tile registers multiply the type as it is. Few heads are split over the
-// keys, into parts that depend on the shape alone and are merged in order.
+// it is stored, for all queries of all heads that share it, by one of two kernels: decode_tiles.h
+// where there are tile registers and enough queries for them, else decode_rows.h. Few heads are
+// split over the keys, into parts that depend on the shape alone and are merged in order.
 #pragma once
 
 #include <type_traits>
@@ -14,19 +14,9 @@
 namespace fused_attn {
 namespace {
 
-#if defined(__AMX_BF16__)
-template <class T>
-using DecodeKernel =
-    std::conditional_t<sizeof(T) == 2 && TileFormat<T>::kParts == 1, DecodeTiles<T>, DecodeRows<T>>;
-#else
-template <class T>
-using DecodeKernel = DecodeRows<T>;
-#endif
-
 template <class T>
 class AttentionDecode {
   using A = Acc<T>;
-  using Kernel = DecodeKernel<T>;
   static constexpr int64_t kLane = kLanes<A>;
   static constexpr int64_t kMinTasks = 16;  // parts stop here
   static constexpr int64_t kPart = 128;     // keys of a part are a multiple of this
@@ -37,11 +27,28 @@ class AttentionDecode {
   // their rounding only cancels if lse comes from scores that were rounded alike.
   static bool pays_off(const AttentionParams& p) {
     if (p.lse_low != nullptr) return false;
-    const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(Kernel::kMaxQueries, kPanel<A>);
+    const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
     return few && p.seqlen_k >= 4 * p.seqlen_q;
   }
 
   static bool run(const AttentionParams& p) {
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(T) == 2) {
+      if (DecodeShape<A>(p).rows >= DecodeTiles<T>::kMinRows) return run_by<DecodeTiles<T>>(p);
+    }
+#endif
+    return run_by<DecodeRows<T>>(p);
+  }
+
+ private:
+#if defined(__AMX_BF16__)
+  static constexpr int64_t kMaxQueries = sizeof(T) == 2 ? kTileQueries : DecodeRows<T>::kMaxQueries;
+#else
+  static constexpr int64_t kMaxQueries = DecodeRows<T>::kMaxQueries;
+#endif
+
+  template <class Kernel>
+  static bool run_by(const AttentionParams& p) {
     MaskView<A> mask;
     if (!mask.init(p, kDecodeKeys)) return false;
     const DecodeShape<A> shape(p);
@@ -79,7 +86,6 @@ class AttentionDecode {
     return ok;
   }
 
- private:
   AttentionDecode(const AttentionParams& p, const DecodeShape<A>& shape)
       : p_(p), shape_(shape), units_(p), unit_(units_.natural) {}
 

@@ -187,7 +187,7 @@ class AttentionFwdTiles {
               kTileKeys, rows);
     Pack::values(
         rows, kTileKeys, p_.head_dim_v, steps_v_,
-        [](int64_t t) { return t / 32 * 32 + position(static_cast<int>(t % 32)); }, block);
+        [](int i) { return Softmax::kByTable ? TableWeights::key_at(i) : F::unwoven(i); }, block);
     block->packed = true;
   }
 

@@ -1,9 +1,9 @@
-// A few queries against keys in tile registers, for types that these multiply as they are.
+// A few queries against keys in tile registers.
 //
-// Keys are left tiles, read where they lie, so scores come as (keys, queries) and are transposed:
-// what a softmax row, a mask and a row of weights are is what they are to panels
-// (tile_softmax.h, tile_scores.h). Values are packed in pairs of rows, which takes two instructions
-// a vector.
+// Keys are left tiles, so scores come as (keys, queries) and are transposed: what a softmax row, a
+// mask and a row of weights are is what they are to panels (tile_softmax.h, tile_scores.h). Of
+// types that tiles multiply as they are, keys are read where they lie; others are split into parts,
+// a block at a time, which stays in L1. Values are packed in pairs of rows.
 #pragma once
 
 #include "cpu/decode_part.h"
@@ -18,14 +18,21 @@ template <class T>
 class DecodeTiles {
   using F = TileFormat<T>;
   using Pack = TilePack<T>;
+  using Products = TileProducts<F::kParts>;
   using Softmax = TileSoftmax<T, true>;
   static_assert(kDecodeKeys == kTileKeys, "one kind of block");
+  static_assert(F::kRounds, "float32 takes six products, and longer to be split than vectors take");
   static constexpr int64_t kScoreTiles = kTileKeys / 16;
   static constexpr int64_t kGathered = 4;  // rows up to which a transpose takes longer
+  // Lines of the next block that are prefetched beside a product.
+  static constexpr int64_t kAhead = 8;
   static constexpr int32_t kTileIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
  public:
-  static constexpr int64_t kMaxQueries = 16;
+  static constexpr int64_t kMaxQueries = kTileQueries;
+
+  // Rows from which this is faster than DecodeRows.
+  static constexpr int64_t kMinRows = F::kParts == 1 ? 1 : 6;
 
   DecodeTiles(const AttentionParams& p, const MaskView<float>& mask,
               const DecodeShape<float>& shape)
@@ -69,6 +76,17 @@ class DecodeTiles {
     PanelRows state;
   };
 
+  // Left tiles of a block of keys, and how far they lie apart: those of 16 and of 32 keys, of a
+  // step and of a part.
+  struct KeyTiles {
+    const uint16_t* tile(int64_t t, int64_t s, int64_t part) const {
+      return at + t / 2 * pair + t % 2 * second + s * step + part * kPairNumbers;
+    }
+
+    const uint16_t* at;
+    int64_t pair, second, step, row_bytes;
+  };
+
   // The lines of the next block, prefetched a few at a time: a burst of them waits for the few
   // requests that a core can have under way, and memory rests after it. (10.4 GB/s in a burst of 4
   // a pair of rows, 11.1 spread; 8.7 if the CPU is left to itself. Sums of the same bytes: 12.8.)
@@ -84,7 +102,9 @@ class DecodeTiles {
     }
 
     FUSED_ATTN_INLINE void prefetch(int64_t count) {
-      for (count = min64(count, left_), left_ -= count; count > 0; --count) {
+      if (left_ <= 0) return;  // or a few more: no harm
+      left_ -= count;
+      for (; count > 0; --count) {
         __builtin_prefetch(key_.row + d_, 0, 2);
         d_ += kLine;
         if (d_ < key_.dim) continue;
@@ -111,11 +131,11 @@ class DecodeTiles {
     kinds_ = arena_.template take<Tile>(shape_.group);
     queries_ = arena_.template take<uint16_t>(num_panels_ * Pack::size(kTileQueries, steps_));
     outs_ = arena_.template take<float>(num_panels_ * out_size());
-    key_ = arena_.template take<T>(kTileKeys * steps_ * kTileSteps);
-    value_ = arena_.template take<uint16_t>(Pack::size(kTileKeys, steps_v_));
+    key_ = arena_.template take<uint16_t>(Pack::size(kTileKeys, steps_));
+    block_.value = arena_.template take<uint16_t>(Pack::size(kTileKeys, steps_v_));
     turned_ = arena_.template take<float>(kScoreTiles * kTileSums);
     scores_at_ = arena_.template take<float>(2 * kScoreTiles * kTileSums);
-    weights_ = arena_.template take<uint16_t>(4 * kTileNumbers);
+    weights_ = arena_.template take<uint16_t>(4 * F::kParts * kTileNumbers);
   }
 
   int64_t out_size() const { return 2 * 2 * steps_v_ * kTileSums; }
@@ -143,85 +163,72 @@ class DecodeTiles {
 
   // All panels against one block of keys.
   void block(int64_t j, int64_t n) {
-    bool any = false, partial = n < kTileKeys;
+    bool any = false;
     for (int64_t g = 0; g < shape_.group; ++g) {
       kinds_[g] = mask_.classify(b_, h_kv_ * shape_.group + g, 0, j, j + n);
       any = any || kinds_[g] != Tile::kSkip;
-      partial = partial || kinds_[g] != Tile::kFull;
     }
     if (!any) return;
-    int64_t key_stride = p_.key_strides[2];
-    const T* key = keys_ + j * key_stride;
-    if (n < kTileKeys || p_.head_dim != steps_ * kTileSteps) {
-      copy_rows(key, key_stride, n, p_.head_dim, key_, kTileKeys, steps_ * kTileSteps);
-      key = key_;
-      key_stride = steps_ * kTileSteps;
-    }
-    // 0 * NaN is no 0: where some keys are invisible, values that are not finite are added one by
-    // one.
-    const uint64_t there = first_bits(n), own = partial ? finite_values(j, n) : there;
-    const uint64_t special = there & ~own;
     ahead_.begin(*this, j + kTileKeys);
-    pack_values(j, own);
+    const T* rows[kTileKeys];
+    list_rows(values_, p_.value_strides[2], j, n, kTileKeys, rows);
+    Pack::values(
+        rows, kTileKeys, p_.head_dim_v, steps_v_, [](int i) { return F::unwoven(i); }, &block_,
+        [this] { ahead_.prefetch(F::kParts); });
+    const KeyTiles keys = key_tiles(j, n);
     for (int64_t i = 0; i < num_panels_; ++i) {
       Panel& panel = panels_[i];
-      for (int64_t tile = 0; tile < panel.tiles; ++tile) {
-        multiply_keys(panel, tile, key, key_stride);
-      }
+      for (int64_t tile = 0; tile < panel.tiles; ++tile) multiply_keys(panel, tile, keys);
       weigh(&panel, j, n);
       for (int64_t tile = 0; tile < panel.tiles; ++tile) add_values(panel, tile);
-      for (uint64_t left = special; left != 0; left &= left - 1) {
-        add_special(panel, j, __builtin_ctzll(left));
+      for (int s = 0; s < block_.num_special; ++s) add_special(panel, j, block_.special[s]);
+    }
+  }
+
+  // Keys as they lie, or packed.
+  KeyTiles key_tiles(int64_t j, int64_t n) {
+    const int64_t stride = p_.key_strides[2];
+    if constexpr (F::kParts == 1) {
+      if (n == kTileKeys && p_.head_dim == steps_ * kTileSteps) {
+        return {reinterpret_cast<const uint16_t*>(keys_ + j * stride), 32 * stride, 16 * stride,
+                kTileSteps, 2 * stride};
       }
     }
-  }
-
-  // Bit t: the value of key j + t is finite.
-  uint64_t finite_values(int64_t j, int64_t n) const {
-    uint64_t finite = 0;
-    for (int64_t t = 0; t < n; ++t) {
-      const T* const row = values_ + (j + t) * p_.value_strides[2];
-      finite |= static_cast<uint64_t>(row_finite(row, p_.head_dim_v)) << t;
+    const T* rows[kTileKeys];
+    list_rows(keys_, stride, j, n, kTileKeys, rows);
+    const int64_t pair = Pack::size(2 * kTileRows, steps_);
+    for (int64_t half = 0; half < 2; ++half) {
+      Pack::left(rows + half * 2 * kTileRows, p_.head_dim, steps_, key_ + half * pair,
+                 [this] { ahead_.prefetch(1); });
     }
-    return finite;
-  }
-
-  // multiplied: bit t, of key j + t; the others are packed as 0.
-  void pack_values(int64_t j, uint64_t multiplied) {
-    const int64_t stride = p_.value_strides[2];
-    for (int64_t t = 0; t < kTileKeys; t += t % 32 == 15 ? 17 : 1) {
-      ahead_.prefetch(ahead_.lines / 128);
-      const T* const row = values_ + (j + t) * stride;
-      Pack::right_pair((multiplied >> t & 1) != 0 ? row : nullptr,
-                       (multiplied >> (t + 16) & 1) != 0 ? row + 16 * stride : nullptr,
-                       p_.head_dim_v, steps_v_,
-                       value_ + t / 32 * 2 * steps_v_ * kTileNumbers + t % 32 * kTileSteps);
-    }
+    return {key_, pair, kTileNumbers, F::kParts * kPairNumbers, 64};
   }
 
   // Scores of 16 rows, transposed into their place.
-  void multiply_keys(const Panel& panel, int64_t tile, const T* key, int64_t stride) {
-    const uint16_t* const query = panel.query + tile * steps_ * kTileNumbers;
-    const int64_t bytes = stride * static_cast<int64_t>(sizeof(T));
+  void multiply_keys(const Panel& panel, int64_t tile, const KeyTiles& keys) {
+    const uint16_t* query = panel.query + tile * steps_ * F::kParts * kTileNumbers;
     tile_zero<0>();
     tile_zero<1>();
     tile_zero<2>();
     tile_zero<3>();
-    for (int64_t s = 0; s < steps_; ++s) {
-      const T* const at = key + s * kTileSteps;
-      tile_load<6>(query + s * kTileNumbers);
-      tile_load<4>(at, bytes);
-      F::Number::template multiply<0, 4, 6>();
-      ahead_.prefetch(8);
-      tile_load<5>(at + 16 * stride, bytes);
-      F::Number::template multiply<1, 5, 6>();
-      ahead_.prefetch(8);
-      tile_load<4>(at + 32 * stride, bytes);
-      F::Number::template multiply<2, 4, 6>();
-      ahead_.prefetch(8);
-      tile_load<5>(at + 48 * stride, bytes);
-      F::Number::template multiply<3, 5, 6>();
-      ahead_.prefetch(8);
+    for (int64_t s = 0; s < steps_; ++s, query += F::kParts * kTileNumbers) {
+#pragma GCC unroll 6
+      for (int product = 0; product < Products::kCount; ++product) {
+        const int of_key = Products::kOfLeft[product];
+        tile_load<6>(query + Products::kOfRight[product] * kTileNumbers);
+        tile_load<4>(keys.tile(0, s, of_key), keys.row_bytes);
+        F::Number::template multiply<0, 4, 6>();
+        ahead_.prefetch(kAhead);
+        tile_load<5>(keys.tile(1, s, of_key), keys.row_bytes);
+        F::Number::template multiply<1, 5, 6>();
+        ahead_.prefetch(kAhead);
+        tile_load<4>(keys.tile(2, s, of_key), keys.row_bytes);
+        F::Number::template multiply<2, 4, 6>();
+        ahead_.prefetch(kAhead);
+        tile_load<5>(keys.tile(3, s, of_key), keys.row_bytes);
+        F::Number::template multiply<3, 5, 6>();
+        ahead_.prefetch(kAhead);
+      }
     }
     tile_store<0>(turned_);
     tile_store<1>(turned_ + kTileSums);
@@ -298,19 +305,24 @@ class DecodeTiles {
     tile_load<1>(out + kPairSums);
     if (kColumns == 4) tile_load<2>(out + 2 * kPairSums);
     if (kColumns == 4) tile_load<3>(out + 3 * kPairSums);
+    constexpr int64_t kStep = F::kParts * kTileNumbers;
     for (int64_t s = 0; s < 2; ++s) {
-      const uint16_t* const value = value_ + (s * 2 * steps_v_ + c) * kTileNumbers;
-      tile_load<4>(weights + s * kPairNumbers);
-      ahead_.prefetch(32);
-      tile_load<6>(value);
-      F::Number::template multiply<0, 4, 6>();
-      tile_load<7>(value + kTileNumbers);
-      F::Number::template multiply<1, 4, 7>();
-      if (kColumns == 4) {
-        tile_load<6>(value + 2 * kTileNumbers);
-        F::Number::template multiply<2, 4, 6>();
-        tile_load<7>(value + 3 * kTileNumbers);
-        F::Number::template multiply<3, 4, 7>();
+#pragma GCC unroll 6
+      for (int product = 0; product < Products::kCount; ++product) {
+        const uint16_t* const value = block_.value + (s * 2 * steps_v_ + c) * kStep +
+                                      Products::kOfRight[product] * kTileNumbers;
+        tile_load<4>(weights + (s * F::kParts + Products::kOfLeft[product]) * kPairNumbers);
+        ahead_.prefetch(4 * kAhead);
+        tile_load<6>(value);
+        F::Number::template multiply<0, 4, 6>();
+        tile_load<7>(value + kStep);
+        F::Number::template multiply<1, 4, 7>();
+        if (kColumns == 4) {
+          tile_load<6>(value + 2 * kStep);
+          F::Number::template multiply<2, 4, 6>();
+          tile_load<7>(value + 3 * kStep);
+          F::Number::template multiply<3, 4, 7>();
+        }
       }
     }
     tile_store<0>(out);
@@ -323,7 +335,7 @@ class DecodeTiles {
   void add_special(const Panel& panel, int64_t j, int64_t t) {
     const T* const value = values_ + (j + t) * p_.value_strides[2];
     for (uint32_t r = 0; r < panel.rows; ++r) {
-      const float weight = F::weight(weights_ + t / 32 * kPairNumbers + r * kTileSteps +
+      const float weight = F::weight(weights_ + t / 32 * F::kParts * kPairNumbers + r * kTileSteps +
                                      F::woven(static_cast<int>(t % 32)));
       if (weight == 0) continue;
       float* const out = panel.out + r * 16;
@@ -365,9 +377,9 @@ class DecodeTiles {
   Tile* kinds_;  // of the heads
   uint16_t* queries_;
   float* outs_;
-  T* key_;           // (kTileKeys, 32 steps), where keys cannot be read in place
-  uint16_t* value_;  // right tiles (2, 2 steps_v) of pairs of keys
-  float* turned_;    // tiles of (keys, queries)
+  uint16_t* key_;   // left tiles (2, steps, parts, 2), where keys are not read in place
+  KeyBlock block_;  // its values: right tiles (2, 2 steps_v, parts) of pairs of keys
+  float* turned_;   // tiles of (keys, queries)
   float* scores_at_;
   uint16_t* weights_;
 };

@@ -14,10 +14,6 @@
 namespace fused_attn {
 namespace {
 
-// What a product is given to do meanwhile: nothing.
-struct Nothing {
-  void operator()() const {}
-};
 constexpr Nothing kNothing;
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }

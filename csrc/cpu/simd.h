@@ -18,6 +18,11 @@
 namespace fused_attn {
 namespace {
 
+// What a product, or packing, is given to do meanwhile: nothing.
+struct Nothing {
+  void operator()() const {}
+};
+
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 constexpr int kMicroRows = 12;  // x 2 vectors = 24 accumulators of 32 registers; 8: 4 % slower

@@ -98,6 +98,8 @@ struct TileFormat : TileFormatOf<T> {
 
   // Where number t of 32 stands that store_woven() has put there.
   static constexpr int woven(int t) { return t < 16 ? 2 * t : 2 * t - 31; }
+  // The number that stands at i of 32.
+  static constexpr int unwoven(int i) { return i / 2 + i % 2 * 16; }
 
   // All bits of the numbers whose bit is set.
   static __m512i woven_mask(uint32_t bits) {

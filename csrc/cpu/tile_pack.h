@@ -166,11 +166,15 @@ class TilePack {
   // Of rows of `steps` * 32 features, however they are packed.
   static int64_t size(int64_t rows, int64_t steps) { return rows / 16 * steps * kStep; }
 
-  // Left tiles (steps, parts, 2) of 16 rows x 32 features.
-  static void left(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
+  // Left tiles (steps, parts, 2) of 16 rows x 32 features. meanwhile() is called for each row and
+  // step.
+  template <class Meanwhile = Nothing>
+  static void left(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst,
+                   Meanwhile meanwhile = {}) {
     read(rows, 2 * kTileRows, dim, steps, [&](auto& reader) {
       for (int64_t r = 0; r < 2 * kTileRows; ++r) {
         for (int64_t s = 0; s < steps; ++s) {
+          meanwhile();
           numbers(reader, rows[r], s * kTileSteps, dst + s * 2 * kStep + r * kTileSteps);
         }
       }
@@ -193,17 +197,16 @@ class TilePack {
 
   // Right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features. Of the values that
   // weights are multiplied with: a row that is not finite may not be multiplied with 0, so it is
-  // left out, and said to be special. position(t): where row t stands.
-  template <class Position>
-  static void values(const T** rows, int64_t count, int64_t dim, int64_t steps,
-                     const Position& position, KeyBlock* block) {
-    const T* ordered[kTileKeys];
+  // left out, and said to be special. row_at(i): the row of 32 that stands at i. meanwhile() is
+  // called for each pair of rows and step.
+  template <class RowAt, class Meanwhile = Nothing>
+  static void values(const T** rows, int64_t count, int64_t dim, int64_t steps, const RowAt& row_at,
+                     KeyBlock* block, Meanwhile meanwhile = {}) {
     const auto pack = [&](auto& reader) {
-      for (int64_t t = 0; t < count; ++t) ordered[position(t)] = rows[t];
       for (int64_t r = 0; r < count / 32; ++r) {
         for (int64_t s = 0; s < steps; ++s) {
-          pairs(reader, ordered + 32 * r, s * kTileSteps,
-                block->value + (r * steps + s) * 2 * kStep);
+          pairs(reader, rows + 32 * r, s * kTileSteps, block->value + (r * steps + s) * 2 * kStep,
+                row_at, meanwhile);
         }
       }
       return reader.finite();
@@ -215,19 +218,12 @@ class TilePack {
     pack(reader);
   }
 
-  // One pair of rows of such tiles, for types of one part; dst: its row of the first tile.
-  static FUSED_ATTN_INLINE void right_pair(const T* a, const T* b, int64_t dim, int64_t steps,
-                                           uint16_t* dst) {
-    AnyRows<T> reader(dim);
-    for (int64_t s = 0; s < steps; ++s) pair(reader, a, b, s * kTileSteps, dst + 2 * s * kStep);
-  }
-
   // Left tiles (steps, parts, 2) of 16 features x 32 rows: the transpose.
   static void left_columns(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
     read(rows, 32, dim, steps, [&](auto& reader) {
       alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
       for (int64_t s = 0; s < steps; ++s) {
-        pairs(reader, rows, s * kTileSteps, stage[0]);
+        pairs(reader, rows, s * kTileSteps, stage[0], [](int i) { return i; }, Nothing());
         for (int tile = 0; tile < 2 * kParts; ++tile) {
           const int64_t at = s * 2 * kParts + tile % kParts * 2 + tile / kParts;
           transpose_tile(stage[tile], 16, dst + at * kTileNumbers, 16);
@@ -293,11 +289,12 @@ class TilePack {
   }
 
   // Right tiles (2, parts) of 16 pairs of rows x 16 features, from feature `begin` on.
-  template <class Reader>
+  template <class Reader, class RowAt, class Meanwhile>
   static FUSED_ATTN_INLINE void pairs(Reader& reader, const T* const* rows, int64_t begin,
-                                      uint16_t* dst) {
-    for (int64_t r = 0; r < 16; ++r) {
-      const T *const a = rows[2 * r], *const b = rows[2 * r + 1];
+                                      uint16_t* dst, const RowAt& row_at, Meanwhile meanwhile) {
+    for (int r = 0; r < 16; ++r) {
+      meanwhile();
+      const T *const a = rows[row_at(2 * r)], *const b = rows[row_at(2 * r + 1)];
       uint16_t* const at = dst + r * kTileSteps;
       if constexpr (kParts == 1) {
         pair(reader, a, b, begin, at);

@@ -88,6 +88,8 @@ class TableWeights {
 
   // Key t of the 32 is number position(t) of the row: packing goes by 128-bit lanes.
   static constexpr int position(int t) { return t % 16 / 4 * 8 + t / 16 * 4 + t % 4; }
+  // The key that is number i.
+  static constexpr int key_at(int i) { return i / 8 * 4 + i % 8 / 4 * 16 + i % 4; }
 
   // The steps of a score of 0; the shift becomes a whole number of them. NaN, which overflows: they
   // are too many to be exact.

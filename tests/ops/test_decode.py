@@ -24,6 +24,8 @@ from fused_attn.backends import cpp, get_backend
 from fused_attn.core.call import AttentionCall
 from fused_attn.masks.spec import MaskSpec
 
+IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.float16)]
+
 
 def check(tensors, mask, dtype, backend="cpp", **options):
     """out and lse of a call without gradients, within the contract."""
@@ -33,7 +35,7 @@ def check(tensors, mask, dtype, backend="cpp", **options):
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("seqlen_q", [1, 3, 16])
+@pytest.mark.parametrize("seqlen_q", [1, 5, 16])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, seqlen_q, dtype, backend):
     shape = (2, 4, 2, seqlen_q, 300)
@@ -61,18 +63,22 @@ def test_compiled_calls_take_it_too():
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_isas(isa, dtype):
+@pytest.mark.parametrize(("group", "seqlen_q"), [(8, 2), (1, 3), (1, 6), (3, 9), (1, 20), (2, 32)])
+def test_isas(group, seqlen_q, isa, dtype):
+    """Lanes are features or queries, tiles are there or not, and panels where there are more."""
     if not runnable(isa):
         pytest.skip(f"reason: this CPU has no {isa}")
     with cpp.use_isa(isa):
-        check(random_qkv(1, 8, 1, 2, 1000, 64), masks.causal(align="bottom_right"), dtype)
+        shape = (1, 2 * group, 2, seqlen_q, 1000)
+        check(random_qkv(*shape, 64), masks.causal(align="bottom_right"), dtype)
+        check(random_qkv(*shape, 20, 72), None, dtype, dropout_p=0.2)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), [("amx", torch.bfloat16), ("amx_fp16", torch.float16)])
+@pytest.mark.parametrize(("isa", "dtype"), IN_TILES)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 20])
 def test_panels_of_heads(rows, name, isa, dtype):
-    """In tile registers: 12 heads that share keys, with 3 queries more than a panel has rows."""
+    """In tile registers: 12 heads that share keys, with 3 queries or more than a panel's rows."""
     if not runnable(isa):
         pytest.skip(f"reason: this CPU has no {isa}")
     mask = MASKS[name](2, 24, rows, 300)
@@ -81,7 +87,7 @@ def test_panels_of_heads(rows, name, isa, dtype):
         check(random_qkv(2, 24, 2, rows, 300, 64, 160), mask, dtype)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), [("amx", torch.bfloat16), ("amx_fp16", torch.float16)])
+@pytest.mark.parametrize(("isa", "dtype"), IN_TILES)
 def test_panels_of_large_scores(isa, dtype):
     """Maxima that rise from block to block, and one key that has all the weight."""
     if not runnable(isa):

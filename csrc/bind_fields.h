@@ -290,8 +290,13 @@ void read_call(const py::handle& call, NormParams* p) {
   p->eps = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "eps"));
   p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
   const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(call, "dropout_origin"));
-  if (origin.there && origin.numel() > 0) {
-    if (p->rows % origin.numel() != 0) throw std::invalid_argument("dropout_origin must fit rows");
+  if (origin.there) {
+    const int64_t runs = origin.ndim == 1 ? origin.numel() : 0;
+    if (p->rows == 0) return;
+    if (runs == 0 || p->rows % runs != 0) {
+      throw std::invalid_argument(
+          "dropout_origin must have one dimension, whose size divides rows");
+    }
     read_origin(call, origin.numel(), &p->dropout_origin);
     p->dropout_run = p->rows / origin.numel();
   }

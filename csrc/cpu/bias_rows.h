@@ -2,8 +2,8 @@
 // belong to one task, so nothing is added up between threads.
 //
 // The dS of a row add up to dlse. In 16 bits delta comes from an out whose weights were rounded,
-// and leaves P times its error in them, which is more than dS where one key has nearly all the
-// weight. There what the row's sum misses is that key's error.
+// and leaves P times its error in them, which is more than dS where a few keys have nearly all the
+// weight. What the row's sum misses tells the error, and keys with much weight are put right.
 #pragma once
 
 #include "cpu/tile_gradients.h"
@@ -24,7 +24,7 @@ class BiasRows {
   // Memory for so many rows at once.
   void place(Arena* arena, int64_t rows) {
     sums_ = arena->take<float>(kWholeRows ? rows * 16 : 0);
-    heavy_ = arena->take<int64_t>(kWholeRows ? rows : 0);
+    heavy_ = arena->take<Heavy>(kWholeRows ? rows : 0);
   }
 
   // Clears keys [j, j + n) of the bias' heads that query heads [h, h + heads) of batch b have.
@@ -38,7 +38,7 @@ class BiasRows {
   void begin_rows(int64_t rows) {
     for (int64_t at = 0; kWholeRows && at < rows; ++at) {
       store(sums_ + at * 16, Vec<float>{});
-      heavy_[at] = -1;
+      heavy_[at].count = 0;
     }
   }
 
@@ -60,20 +60,36 @@ class BiasRows {
 
   // Row `at` has met all keys: it is query i of head (b, h).
   void end_row(int64_t at, int64_t b, int64_t h, int64_t i, float grad_lse) const {
-    if (heavy_[at] < 0) return;
-    row(b, h, i)[heavy_[at]] -= horizontal_sum<float>(load(sums_ + at * 16)) - grad_lse;
+    const Heavy& heavy = heavy_[at];
+    if (heavy.count == 0) return;
+    const float missed = horizontal_sum<float>(load(sums_ + at * 16)) - grad_lse;
+    float* const grads = row(b, h, i);
+    for (int k = 0; k < heavy.count; ++k) grads[heavy.key[k]] -= missed * heavy.weight[k];
   }
 
  private:
+  // The keys of a row that have more than 1 / 16 of its weight.
+  struct Heavy {
+    static constexpr int kMost = 15;
+    int count;
+    float weight[kMost];
+    int64_t key[kMost];
+  };
+
   void add_to_row(int64_t at, int64_t j, const float* grads, const float* weights) {
     static_assert(kGradientKeys == 32, "two vectors");
     store(sums_ + at * 16, load(sums_ + at * 16) + (load(grads) + load(grads + kPairSums)));
-    // More than half of the weight: at most one key has it.
-    const __m512 half = _mm512_set1_ps(0.5f);
-    const uint32_t heavy =
-        _mm512_kunpackw(_mm512_cmp_ps_mask((__m512)load(weights + kPairSums), half, _CMP_GT_OQ),
-                        _mm512_cmp_ps_mask((__m512)load(weights), half, _CMP_GT_OQ));
-    if (heavy != 0) heavy_[at] = j + __builtin_ctz(heavy);
+    const __m512 least = _mm512_set1_ps(1.f / (Heavy::kMost + 1));
+    uint32_t heavy =
+        _mm512_kunpackw(_mm512_cmp_ps_mask((__m512)load(weights + kPairSums), least, _CMP_GT_OQ),
+                        _mm512_cmp_ps_mask((__m512)load(weights), least, _CMP_GT_OQ));
+    for (; heavy != 0; heavy &= heavy - 1) {
+      Heavy& found = heavy_[at];
+      if (found.count == Heavy::kMost) return;  // rounding
+      const int t = __builtin_ctz(heavy);
+      found.weight[found.count] = weights[t % 16 + t / 16 * kPairSums];
+      found.key[found.count++] = j + t;
+    }
   }
 
   float* row(int64_t b, int64_t h, int64_t i) const {
@@ -85,8 +101,8 @@ class BiasRows {
 
   const AttentionBwdParams& bwd_;
   const AttentionParams& p_;
-  float* sums_;     // (rows, 16): of dS, by lanes
-  int64_t* heavy_;  // (rows): the key that has most of the weight; -1: none
+  float* sums_;   // (rows, 16): of dS, by lanes
+  Heavy* heavy_;  // (rows)
 };
 
 }  // namespace

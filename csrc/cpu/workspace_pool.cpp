@@ -38,6 +38,15 @@ Pool& pool() {
 
 BlockInfo& info(char* block) { return *reinterpret_cast<BlockInfo*>(block); }
 
+// Where the smallest block is.
+int smallest(const Pool& p) {
+  int found = 0;
+  for (int i = 1; i < p.count; ++i) {
+    if (info(p.blocks[i]).size < info(p.blocks[found]).size) found = i;
+  }
+  return found;
+}
+
 // Tells this thread from others.
 const void* this_thread() {
   static thread_local char mark;
@@ -90,10 +99,16 @@ void give_workspace(void* workspace) {
   Pool& p = pool();
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
-    if (p.count < kMaxPooledBlocks && p.bytes + info(block).size <= kMaxPooledBytes) {
-      p.blocks[p.count++] = block;
-      p.bytes += info(block).size;
-      block = nullptr;
+    // Many small blocks must not keep a large one out, which takes longer to get anew.
+    const bool full = p.count == kMaxPooledBlocks;
+    const int at = full ? smallest(p) : p.count;
+    char* const before = full ? p.blocks[at] : nullptr;
+    const int64_t gain = info(block).size - (full ? info(before).size : 0);
+    if (gain > 0 && p.bytes + gain <= kMaxPooledBytes) {
+      p.blocks[at] = block;
+      p.bytes += gain;
+      p.count += full ? 0 : 1;
+      block = before;
     }
   }
   std::free(block);

@@ -52,7 +52,7 @@ void dispatch(const NormParams& p, bool aligned, const Run& run) {
 NormDropout dropout_of(const NormParams& p, const GpuParams& gpu) {
   if (!(p.dropout_p > 0)) return {};
   if (p.dropout_origin != nullptr && p.rows >= int64_t{1} << 32) {
-    throw LaunchError("for dropout_origin: of so many rows it finds no run");
+    throw LaunchError("for dropout_origin: it takes fewer than 2^32 rows");
   }
   return {gpu.seed_address, dropout_threshold(p.dropout_p),
           static_cast<float>(dropout_scale(p.dropout_p)), p.dropout_origin,

@@ -57,6 +57,9 @@ def attention_origin(
         [[64, 0, 4], [64, 0, 12]]
     """
     heads = num_heads if num_heads_global is None else num_heads_global
+    for name, given in (("head0", head0), ("num_heads_global", heads)):
+        if not isinstance(given, Integral) or isinstance(given, bool):
+            raise TypeError(f"{name} must be an int, got {type(given).__name__}")
     if heads < num_heads:
         raise ValueError(f"num_heads_global must be at least num_heads ({num_heads}), got {heads}")
     if not 0 <= head0 <= heads - num_heads:
@@ -130,5 +133,7 @@ def _of_each(
 def _check(name: str, position: int, multiple_of: int) -> None:
     if position < 0:
         raise ValueError(f"{name} must be >= 0, got {position}")
+    if position >= 2**63:
+        raise ValueError(f"{name} must be < 2**63, got {position}")
     if position % multiple_of:
         raise ValueError(f"{name} must be a multiple of {multiple_of}, got {position}")

@@ -234,6 +234,20 @@ def test_pool_gives_the_same_memory_again():
     assert new().data_ptr() == address
 
 
+def test_small_blocks_keep_no_large_one_out_of_the_pool():
+    def new(rows):
+        return _cpu.empty_tensor((rows, 1000), (1000, 1), 0)
+
+    _cpu.release_workspace()
+    small = [new(100) for _ in range(100)]
+    large = new(1000)
+    address = large.data_ptr()
+    del small
+    del large
+    another = torch.empty(1000, 1000)  # would have been given memory that is free
+    assert new(1000).data_ptr() == address != another.data_ptr()
+
+
 def test_validation_comes_first():
     q, k, v = qkv(1, 2, 33, 8)
     F.scaled_dot_product_attention(q, k, v)

@@ -382,6 +382,9 @@ def test_origins():
         ({"row0": [1, 2, 3]}, ValueError, r"row0 must be an int or have shape \(2,\), got \(3,\)"),
         ({"row0": 1.5}, TypeError, "row0 must be integers, got torch.float32"),
         ({"row0": True}, TypeError, "row0 must be integers, got torch.bool"),
+        ({"row0": 2**63}, ValueError, "row0 must be < 2"),
+        ({"head0": 0.0}, TypeError, "head0 must be an int, got float"),
+        ({"num_heads_global": 4.5}, TypeError, "num_heads_global must be an int, got float"),
         ({"head0": -1}, ValueError, r"head0 must be in \[0, 0\] for 4 of 4 heads, got -1"),
         ({"head0": 1}, ValueError, r"head0 must be in \[0, 0\] for 4 of 4 heads, got 1"),
         (

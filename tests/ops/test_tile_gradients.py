@@ -111,11 +111,17 @@ def test_bias_of_many_rows(dropout_p, mask, dtype, isa):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
-def test_bias_of_keys_with_nearly_all_the_weight(dtype, isa):
+@pytest.mark.parametrize("apart", [(0.0,), (0.0, 0.3), (0.0, 0.1, 0.2, 0.3, 0.4)])
+def test_bias_of_keys_with_nearly_all_the_weight(apart, dtype, isa):
     """What rounding took from delta is more than their dS is."""
     tensors = random_qkv(1, 8, 8, 70, 130, 64)
     bias = torch.randn(8, 70, 130)
-    bias[:, :, 100] += 24
+    for n, lower in enumerate(apart):  # keys that differ by their bias only
+        at = 110 - 20 * n
+        bias[:, :, at] = 24 - lower
+        for name in ("key", "value"):
+            tensors[name][:, :, at] = tensors[name][:, :, 110]
+    bias = bias.to(dtype).float()
     gradients = []
     for backend, own in (("eager", torch.float64), ("cpp", dtype)):
         leaf = bias.to(torch.promote_types(own, torch.float32)).requires_grad_()

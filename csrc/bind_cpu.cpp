@@ -98,6 +98,14 @@ void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
   run_entry(entry, params);
 }
 
+void activation(const py::kwargs& kwargs) {
+  ActivationParams params{};
+  Fields fields(kwargs);
+  read(fields, &params);
+  fields.finish();
+  run_entry(&KernelTable::activation, params);
+}
+
 void tile_summary(const py::kwargs& kwargs) {
   SummaryParams params{};
   Fields fields(kwargs);
@@ -378,6 +386,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("norm", &norm);
   m.def("set_torch", &set_torch);
   m.def("empty_tensor", &empty_tensor);
+  m.def("activation", &activation);
   m.def("tile_summary", &tile_summary);
   m.def("tile_kinds", &tile_kinds);
   m.def("tile_size", [](int64_t dtype) {

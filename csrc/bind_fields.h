@@ -132,6 +132,10 @@ void read(Fields& fields, NormBwdParams* p) {
 #include "fields/norm_bwd.inc"
 }
 
+void read(Fields& fields, ActivationParams* p) {
+#include "fields/activation.inc"
+}
+
 void read(Fields& fields, SummaryParams* p) {
   const TensorView tensor = fields.tensor("tensor");
   p->data = tensor.data;

@@ -86,6 +86,11 @@ struct NormBwdParams {
 #include "fields/norm_bwd.inc"
 };
 
+// dropout(activation(input)), and its backward.
+struct ActivationParams {
+#include "fields/activation.inc"
+};
+
 #include "fields/end.inc"
 
 // Classifies the tiles of a dense mask (bool) or bias (of dtype).

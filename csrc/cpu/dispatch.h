@@ -14,6 +14,7 @@ struct KernelTable {
   bool (*attention_weights)(const AttentionWeightsParams&);
   bool (*norm_fwd)(const NormParams&);
   bool (*norm_bwd)(const NormBwdParams&);
+  bool (*activation)(const ActivationParams&);
   bool (*tile_kinds)(const TileKindsParams&);
   void (*tile_summary)(const SummaryParams&);
   int64_t (*panel)(DType);  // queries of a tile

@@ -1,4 +1,5 @@
 // The kernels of one instruction set; compiled once for each line of isas.inc.
+#include "cpu/activation.h"
 #include "cpu/attention_bwd.h"
 #include "cpu/attention_bwd_bias.h"
 #include "cpu/attention_bwd_tiles.h"
@@ -104,6 +105,8 @@ bool run_norm_fwd(const NormParams& p) { return run_as<NormFwd>(p.dtype, p); }
 
 bool run_norm_bwd(const NormBwdParams& p) { return run_as<NormBwd>(p.fwd.dtype, p); }
 
+bool run_activation(const ActivationParams& p) { return run_as<DroppedActivation>(p.dtype, p); }
+
 bool run_tile_kinds(const TileKindsParams& p) { return run_as<TileKinds>(p.problem.dtype, p); }
 
 int64_t panel_of(DType dtype) { return dtype == DType::kFloat64 ? kPanel<double> : kPanel<float>; }
@@ -148,6 +151,7 @@ const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
                               run_attention_weights,
                               run_norm_fwd,
                               run_norm_bwd,
+                              run_activation,
                               run_tile_kinds,
                               run_tile_summary,
                               panel_of,

@@ -42,9 +42,9 @@ constexpr int64_t kStreamFrom = int64_t{4} << 20;  // bytes
 constexpr int64_t kStreamGradFrom = 512;  // columns
 
 template <class T>
-inline bool streams(const NormParams& p, const void* row) {
+inline bool streams(int64_t numel, const void* row) {
   return sizeof(T) == sizeof(Acc<T>) && reinterpret_cast<uintptr_t>(row) % kVectorBytes == 0 &&
-         p.rows * p.columns * static_cast<int64_t>(sizeof(T)) >= kStreamFrom;
+         numel * static_cast<int64_t>(sizeof(T)) >= kStreamFrom;
 }
 
 // store_part, past the caches where that is wanted.
@@ -122,13 +122,16 @@ class RowDropout {
  public:
   static constexpr int kColumns = Columns::kColumns;  // that are drawn at once
 
+  // origin: of runs of `run` rows each; null: none.
+  RowDropout(int64_t columns, double dropout_p, uint64_t seed, const int64_t* origin, int64_t run)
+      : columns_(dropout_p > 0 ? columns : 0),
+        keys_(seed),
+        threshold_(dropout_threshold(dropout_p)),
+        origin_(origin),
+        run_(run),
+        scale_(static_cast<A>(dropout_scale(dropout_p))) {}
   explicit RowDropout(const NormParams& p)
-      : columns_(p.dropout_p > 0 ? p.columns : 0),
-        keys_(p.seed),
-        threshold_(dropout_threshold(p.dropout_p)),
-        origin_(p.dropout_origin),
-        run_(p.dropout_run),
-        scale_(static_cast<A>(dropout_scale(p.dropout_p))) {}
+      : RowDropout(p.columns, p.dropout_p, p.seed, p.dropout_origin, p.dropout_run) {}
 
   void place(Arena* arena) { groups_ = arena->template take<Columns>(div_up(columns_, kColumns)); }
 
@@ -151,6 +154,11 @@ class RowDropout {
   // Of a vector of columns from c on.
   FUSED_ATTN_INLINE Vec<A> factor(uint64_t kept, int64_t c) const {
     return where<A>(static_cast<uint32_t>(kept >> (c % kColumns)), broadcast<A>(scale_), Vec<A>{});
+  }
+
+  // What is left of such a vector: 0 where it is dropped, whatever it was.
+  FUSED_ATTN_INLINE Vec<A> left(uint64_t kept, int64_t c, Vec<A> x) const {
+    return where<A>(static_cast<uint32_t>(kept >> (c % kColumns)), x * scale_, Vec<A>{});
   }
 
  private:
@@ -266,7 +274,7 @@ class NormFwd {
     const T* const residual =
         p_.residual == nullptr ? nullptr : static_cast<const T*>(p_.residual) + at;
     T* const total = p_.total == nullptr ? nullptr : static_cast<T*>(p_.total) + at;
-    const bool streaming = streams<T>(p_, total);
+    const bool streaming = streams<T>(p_.rows * p_.columns, total);
     const RowDropout<A> dropout = dropout_;
     const uint32_t row = drops ? dropout.counter_row(r) : 0;
     uint64_t kept = 0;
@@ -306,7 +314,7 @@ class NormFwd {
     const A* const weight = static_cast<const A*>(p_.weight);
     const A* const bias = static_cast<const A*>(p_.bias);
     T* const out = static_cast<T*>(p_.out) + r * p_.columns;
-    const bool streaming = !kPlain && streams<T>(p_, out);
+    const bool streaming = !kPlain && streams<T>(p_.rows * p_.columns, out);
     for_each_vector<A>(0, p_.columns, [&](int64_t c, int64_t count) {
       Vec<A> y = (load_part(x + c, count) - mean) * rstd;
       if (kPlain || weight != nullptr) y *= load_part(weight + c, count);
@@ -452,8 +460,8 @@ class NormBwd {
           bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + row;
       T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + row;
       T* const grad_input = drops ? static_cast<T*>(bwd_.grad_input) + row : nullptr;
-      const bool streaming = wide && streams<T>(p_, grad_residual);
-      const bool streaming_input = wide && streams<T>(p_, grad_input);
+      const bool streaming = wide && streams<T>(p_.rows * p_.columns, grad_residual);
+      const bool streaming_input = wide && streams<T>(p_.rows * p_.columns, grad_input);
       const uint32_t counter = drops ? dropout_.counter_row(first + k) : 0;
       uint64_t kept = 0;
       for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {

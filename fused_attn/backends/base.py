@@ -132,6 +132,24 @@ class Backend:
         """The same for norm(residual + input) over the last dimensions, which are `shape`."""
         return None
 
+    def dropped_activation(
+        self,
+        input: Tensor,
+        relu: bool,
+        dropout_p: float,
+        seed: Tensor,
+        grad_out: Tensor | None = None,
+    ) -> Tensor | None:
+        """dropout(relu(input)), or dropout(input), of a contiguous matrix; None where there is no
+        kernel for it.
+
+        Args:
+            seed: int64 scalar; what it drops is `core.philox.norm_keep`.
+            grad_out: the gradient of the result; then this is the gradient of input, which with
+                relu is the result instead.
+        """
+        return None
+
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
         """The outputs. Not for_backward: lse_low and out_low are empty, of a differentiable backend
         lse may be, and a few queries may be computed in another order than the backward's."""

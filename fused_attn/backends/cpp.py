@@ -42,6 +42,7 @@ if _cpu is not None:
 MAX_HEAD_DIM = 256
 # Smaller blocks stay with malloc, which reuses them; larger ones it may give back at every free.
 _POOLED_FROM = 1 << 17
+_MASK64 = (1 << 64) - 1
 _RESULTS = {**DTYPES, torch.int16: -1}  # of out_low
 
 
@@ -118,6 +119,23 @@ class CppBackend(Backend):
             input, shape, weight, bias, residual, eps, rms,
             torch.is_grad_enabled(), torch.get_num_threads(),
         )  # fmt: skip
+
+    def dropped_activation(
+        self,
+        input: Tensor,
+        relu: bool,
+        dropout_p: float,
+        seed: Tensor,
+        grad_out: Tensor | None = None,
+    ) -> Tensor | None:
+        rows, columns = input.shape
+        out = self.empty(input.shape, (columns, 1), input.dtype, input.device)
+        _cpu.activation(
+            input=input, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype], rows=rows,
+            columns=columns, relu=relu, dropout_p=dropout_p, seed=int(seed) & _MASK64,
+            num_threads=torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
         outputs = call.outputs(self.empty, for_backward)

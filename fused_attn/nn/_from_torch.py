@@ -145,3 +145,21 @@ def _convert_children(module: Module) -> None:
     for name, child in module._modules.items():
         if child is not None:
             module._modules[name] = convert(child)
+
+
+def is_plain(module: Module) -> bool:
+    """A call of the module is its class' forward and nothing else: nobody replaced or hooked it."""
+    return "forward" not in module.__dict__ and unhooked(module)
+
+
+def unhooked(module: Module) -> bool:
+    """Nobody sees what goes into the module and comes out of it."""
+    hooks = torch.nn.modules.module
+    return not (
+        hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

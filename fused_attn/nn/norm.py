@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 
 from fused_attn import functional
-from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn._from_torch import FromTorch, is_plain, replaces, unhooked
 from fused_attn.nn._nested import on_padded
 
 
@@ -115,21 +115,11 @@ def residual_norm_and_sum(
 def _fusable(norm: Module, dropout: Module) -> bool:
     if type(norm) not in (LayerNorm, RMSNorm) or type(dropout) is not Dropout:
         return False
-    if "forward" in dropout.__dict__ or _global_hooks():
-        return False
     # compare() wraps the forward of norms by one that takes a residual.
     replaced = norm.__dict__.get("forward")
     if replaced is not None and not getattr(replaced, "takes_residual", False):
         return False
-    return not any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for m in (norm, dropout)
-    )
-
-
-def _global_hooks() -> bool:
-    hooks = torch.nn.modules.module
-    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+    return unhooked(norm) and is_plain(dropout)
 
 
 def _probability(dropout: Module) -> float:

@@ -20,6 +20,7 @@ from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
 from fused_attn.nn._nested import on_padded
+from fused_attn.nn.activation import drop, drop_activation
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache
 from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
@@ -63,7 +64,7 @@ class _Layer(FromTorch):
         )[0]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return self.linear2(drop_activation(self.activation, self.dropout, self.linear1(x)))
 
 
 @replaces(torch.nn.TransformerEncoderLayer)
@@ -109,7 +110,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         if self.norm_first:
             attended = attend(self.norm1(src))
             normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, src)
-            return x + self.dropout2(self._feed_forward(normed))
+            return x + drop(self.dropout2, self._feed_forward(normed))
         x = residual_norm(self.norm1, self.dropout1, attend(src), src)
         return residual_norm(self.norm2, self.dropout2, self._feed_forward(x), x)
 
@@ -176,7 +177,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
             normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, tgt)
             attended = attend_memory(normed)
             normed, x = residual_norm_and_sum(self.norm3, self.dropout2, attended, x)
-            return x + self.dropout3(self._feed_forward(normed))
+            return x + drop(self.dropout3, self._feed_forward(normed))
         x = residual_norm(self.norm1, self.dropout1, attend(tgt), tgt)
         x = residual_norm(self.norm2, self.dropout2, attend_memory(x), x)
         return residual_norm(self.norm3, self.dropout3, self._feed_forward(x), x)

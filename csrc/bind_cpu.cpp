@@ -223,15 +223,6 @@ bool plain_view(const py::handle& tensor, bool grad_enabled, TensorView* view) {
          (view->data != nullptr || view->numel() == 0);
 }
 
-bool contiguous_from(const TensorView& view, int first_dim) {
-  int64_t step = 1;
-  for (int i = view.ndim - 1; i >= first_dim; --i) {
-    if (view.shape[i] > 1 && view.strides[i] != step) return false;
-    step *= view.shape[i];
-  }
-  return true;
-}
-
 // Strides of a dense tensor whose dimensions lie in the order of those of `like`, the last one
 // innermost: laid_out_like of core/layout.py.
 void lay_out_like(const TensorView& like, const int64_t* shape, int64_t* strides) {
@@ -298,6 +289,25 @@ py::object attention(const py::handle& query, const py::handle& key, const py::h
   return out;
 }
 
+// A tensor as a matrix, whose columns are its last num_dims dimensions. False: only the whole way
+// finds its runs, or copies it.
+bool as_matrix(int num_dims, TensorView* view) {
+  const int first = view->ndim - num_dims;
+  int64_t columns = 1;
+  for (int i = first; i < view->ndim; ++i) columns *= view->shape[i];
+  const int64_t rows = view->numel() / columns;
+  if (contiguous_from(*view, 0)) {
+    const int64_t shape[] = {rows, columns}, strides[] = {columns, 1};
+    copy_shape(shape, strides, 2, view);
+    return true;
+  }
+  if (first > 2 || !contiguous_from(*view, first)) return false;
+  view->ndim = first + 1;
+  view->shape[first] = columns;
+  view->strides[first] = 1;
+  return true;
+}
+
 // The same for a norm over the last dimensions, whose sizes are normalized_shape.
 py::object norm(const py::handle& input, const py::tuple& normalized_shape,
                 const py::handle& weight, const py::handle& bias, const py::handle& residual,
@@ -305,9 +315,7 @@ py::object norm(const py::handle& input, const py::tuple& normalized_shape,
   TensorView x;
   if (!short_way() || !plain_view(input, grad_enabled, &x)) return py::none();
   const int num_dims = static_cast<int>(normalized_shape.size());
-  if (num_dims == 0 || num_dims > x.ndim || x.numel() == 0 || !contiguous_from(x, 0)) {
-    return py::none();
-  }
+  if (num_dims == 0 || num_dims > x.ndim || x.numel() == 0) return py::none();
   NormParams p{};
   p.columns = 1;
   for (int i = 0; i < num_dims; ++i) {
@@ -320,11 +328,13 @@ py::object norm(const py::handle& input, const py::tuple& normalized_shape,
     }
     p.columns *= size;
   }
+  TensorView matrix = x;
+  if (!as_matrix(num_dims, &matrix)) return py::none();
+  read_matrix(matrix, "input", &p.input, &p.input_rows);
   p.dtype = x.dtype();
   p.rows = x.numel() / p.columns;
   p.rms = rms;
   p.eps = eps;
-  p.input = x.data;
   p.num_threads = num_threads;
   const DType statistics = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   for (const auto& [parameter, data] : {std::pair{weight, &p.weight}, std::pair{bias, &p.bias}}) {
@@ -342,13 +352,11 @@ py::object norm(const py::handle& input, const py::tuple& normalized_shape,
   if (!residual.is_none()) {
     TensorView view;
     if (!plain_view(residual, grad_enabled, &view) || view.dtype() != p.dtype ||
-        view.ndim != x.ndim || !contiguous_from(view, 0)) {
+        view.ndim != x.ndim || !std::equal(x.shape, x.shape + x.ndim, view.shape) ||
+        !as_matrix(num_dims, &view)) {
       return py::none();
     }
-    for (int i = 0; i < x.ndim; ++i) {
-      if (view.shape[i] != x.shape[i]) return py::none();
-    }
-    p.residual = view.data;
+    read_matrix(view, "residual", &p.residual, &p.residual_rows);
   }
   int64_t strides[TensorView::kMaxDims], step = 1;
   for (int i = x.ndim - 1; i >= 0; --i) {

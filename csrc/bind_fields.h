@@ -4,6 +4,7 @@
 // a field that no struct has is an error that names it.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -12,17 +13,44 @@
 namespace fused_attn {
 namespace {
 
-// What kernels read as an array, or as rows that are arrays.
-void check_dense(const TensorView& view, const char* name, int first_dim) {
-  if (view.numel() == 0) return;
+bool contiguous_from(const TensorView& view, int first_dim) {
   int64_t step = 1;
   for (int i = view.ndim - 1; i >= first_dim; --i) {
-    if (view.shape[i] > 1 && view.strides[i] != step) {
-      const char* const where = first_dim == 0 ? "" : " in its last dimension";
-      throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
-    }
+    if (view.shape[i] > 1 && view.strides[i] != step) return false;
     step *= view.shape[i];
   }
+  return true;
+}
+
+// What kernels read as an array, or as rows that are arrays.
+void check_dense(const TensorView& view, const char* name, int first_dim) {
+  if (view.numel() == 0 || contiguous_from(view, first_dim)) return;
+  const char* const where = first_dim == 0 ? "" : " in its last dimension";
+  throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
+}
+
+// A matrix as rows_in_place of core/layout.py gives it.
+template <class T>
+void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* rows) {
+  if (!view.there || view.numel() == 0) return;
+  const int last = view.ndim - 1;
+  if (last < 0 || last > 2) throw std::invalid_argument(std::string(name) + " must be a matrix");
+  check_dense(view, name, last);
+  *data = static_cast<T*>(view.data);
+  const int64_t length = last > 0 ? view.shape[last - 1] : 1, runs = last > 1 ? view.shape[0] : 1;
+  const int64_t row = length > 1 ? view.strides[last - 1] : 0, run = runs > 1 ? view.strides[0] : 0;
+  *rows = length > 1 ? RowLayout{row, 0, 0, 0} : RowLayout{run, 0, 0, 0};
+  if (length == 1 || runs == 1 || run == length * row) return;
+  // The quotient of any row below 2^31 and length, which is in (2^(bits - 1), 2^bits]: Granlund and
+  // Montgomery 1994, "Division by invariant integers using multiplication", theorem 4.2.
+  if (runs * length > int64_t{1} << 31) {
+    throw std::invalid_argument(std::string(name) + " has too many rows: make it contiguous");
+  }
+  uint32_t bits = 1;
+  while (int64_t{1} << bits < length) ++bits;
+  rows->run_step = run - length * row;
+  rows->run_factor = static_cast<uint32_t>(((uint64_t{1} << (31 + bits)) + length - 1) / length);
+  rows->run_shift = bits - 1;
 }
 
 // Reads fields by name from keyword arguments: tensors, or addresses; finish() throws if one was
@@ -70,6 +98,11 @@ class Fields {
     for (int i = 0; i < 3; ++i) strides[i] = view.strides[i];
   }
 
+  template <class T>
+  void matrix(const char* name, T** out, RowLayout* rows) {
+    read_matrix(tensor(name), name, out, rows);
+  }
+
   void sizes(const char* name, int64_t (&out)[4]) {
     if (PyObject* value = find(name)) {
       const auto tuple = py::reinterpret_borrow<py::tuple>(value);
@@ -103,6 +136,7 @@ class Fields {
 #define FIELD(type, name) fields.number(#name, &p->name);
 #define POINTER(type, name) fields.pointer(#name, &p->name);
 #define ROWS(type, name) fields.rows(#name, &p->name, p->name##_strides);
+#define MATRIX(type, name) fields.matrix(#name, &p->name, &p->name##_rows);
 #define SIZES(name) fields.sizes(#name, p->name);
 #define BROADCAST(name)
 #define BY_SEQUENCE(type, name)
@@ -282,12 +316,12 @@ void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(ca
 // A NormCall, but for its seed.
 void read_call(const py::handle& call, NormParams* p) {
   const TensorView input = view_of(FUSED_ATTN_ATTRIBUTE(call, "input"));
-  check_dense(input, "input", 0);
   p->dtype = input.dtype();
-  p->rows = input.shape[0];
-  p->columns = input.shape[1];
-  p->input = input.data;
-  p->residual = view_of(FUSED_ATTN_ATTRIBUTE(call, "residual")).data;
+  p->columns = input.shape[input.ndim - 1];
+  p->rows = input.numel() / std::max<int64_t>(p->columns, 1);
+  read_matrix(input, "input", &p->input, &p->input_rows);
+  read_matrix(view_of(FUSED_ATTN_ATTRIBUTE(call, "residual")), "residual", &p->residual,
+              &p->residual_rows);
   p->weight = view_of(FUSED_ATTN_ATTRIBUTE(call, "weight")).data;
   p->bias = view_of(FUSED_ATTN_ATTRIBUTE(call, "bias")).data;
   p->rms = py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "rms"));
@@ -306,11 +340,7 @@ void read_call(const py::handle& call, NormParams* p) {
   }
 }
 
-// The call of a backward has what was normalised as its input.
-void read_call(const py::handle& call, NormBwdParams* p) {
-  read_call(call, &p->fwd);
-  p->fwd.total = const_cast<void*>(p->fwd.input);
-}
+void read_call(const py::handle& call, NormBwdParams* p) { read_call(call, &p->fwd); }
 
 // Names of the attributes that are read of calls and of their masks: Python compares them.
 py::list call_fields() {
@@ -326,6 +356,7 @@ py::list call_fields() {
 #define FIELD(type, name) names.append(#name);
 #define POINTER(type, name) names.append(#name);
 #define ROWS(type, name)
+#define MATRIX(type, name)
 #define SIZES(name)
 #define BROADCAST(name) names.append(#name);
 #define BY_SEQUENCE(type, name) names.append(#name);

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace fused_attn {
 
 enum class DType : int64_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
@@ -49,6 +51,24 @@ struct DenseTensor {
   int64_t summary_strides[4];
 };
 
+// Where the rows of a matrix begin: row_stride apart in runs of equally many.
+struct RowLayout {
+  int64_t row_stride;
+  int64_t run_step;  // what is added where another run begins; 0 where there is one run
+  // Row r is in run r * run_factor >> 32 >> run_shift, which no division has to find.
+  uint32_t run_factor, run_shift;
+};
+
+namespace {  // each instruction set has its own copy
+
+FUSED_ATTN_HOST_DEVICE int64_t row_offset(const RowLayout& rows, int64_t row) {
+  const uint64_t product = uint64_t{static_cast<uint32_t>(row)} * rows.run_factor;
+  const uint32_t run = static_cast<uint32_t>(product >> 32) >> rows.run_shift;
+  return row * rows.row_stride + run * rows.run_step;
+}
+
+}  // namespace
+
 // The fields of these structs are listed in fields/*.inc, of which the bindings' reader
 // (bind_fields.h) and its messages are made too: a new field is a line there.
 #include "fields/declare.inc"
@@ -76,7 +96,8 @@ struct AttentionWeightsParams {
   bool average;   // over the heads
 };
 
-// norm(residual + dropout(input)); every matrix is (rows, columns), contiguous.
+// norm(residual + dropout(input)); every matrix is (rows, columns), contiguous unless it has
+// a RowLayout.
 struct NormParams {
 #include "fields/norm.inc"
 };

@@ -145,6 +145,7 @@ def _at_once(
     return out
 
 
+_MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
 _SCALES = frozenset({type(None), float, int})
 
 
@@ -270,7 +271,8 @@ def layer_norm(
     and bias, to any order.
 
     Args:
-        input: (*, *normalized_shape); float32, float16, bfloat16, float64.
+        input: (*, *normalized_shape); float32, float16, bfloat16, float64. Views whose
+            rows are contiguous are read in place: see docs/masks.md.
         normalized_shape: the trailing dimensions that are normalised together.
         weight, bias: (*normalized_shape), of any of these types; None leaves them out.
         eps: added to the variance.
@@ -313,7 +315,8 @@ def rms_norm(
     weight, to any order.
 
     Args:
-        input: (*, *normalized_shape); float32, float16, bfloat16, float64.
+        input: (*, *normalized_shape); float32, float16, bfloat16, float64. Views whose
+            rows are contiguous are read in place: see docs/masks.md.
         normalized_shape: the trailing dimensions that are normalised together.
         weight: (*normalized_shape), of any of these types; None leaves it out.
         eps: added to the mean square; None is that of float32 (float64 for float64), as in
@@ -370,10 +373,13 @@ def _norm(
     input, residual = autocast_norm(input, residual)
     eps = _default_eps(input) if eps is None else eps
     columns = math.prod(shape)
-    rows = input.numel() // columns if columns else 0
+    matrix: Sequence[int] = input.shape
+    if len(shape) > 1 or len(matrix) > _MAX_DIMS:
+        leading = matrix[: -len(shape)]
+        matrix = (*(leading if len(leading) < _MAX_DIMS else (math.prod(leading),)), columns)
     call = NormCall(
-        _reshaped(input, (rows, columns)),
-        None if residual is None else _reshaped(residual, (rows, columns)),
+        _reshaped(input, matrix),
+        None if residual is None else _reshaped(residual, matrix),
         None if weight is None else _reshaped(weight, (columns,)),
         None if bias is None else _reshaped(bias, (columns,)),
         eps,

@@ -33,6 +33,12 @@ inline void store_part(Vec<Acc<T>> v, int64_t count, T* dst) {
   memcpy(dst, part, count * sizeof(T));
 }
 
+// Null where there is no matrix.
+template <class T>
+inline const T* row_of(const void* matrix, const RowLayout& rows, int64_t row) {
+  return matrix == nullptr ? nullptr : static_cast<const T*>(matrix) + row_offset(rows, row);
+}
+
 // Where the rows that are written do not fit into L2, writing them past the caches saves reading
 // them first. It helps the backward and the forward with dropout and residual (1.86 -> 1.70 ms at
 // 4096 x 768 floats), and slows the plain forward down (0.58 -> 0.72 ms).
@@ -231,25 +237,25 @@ class NormFwd {
   template <bool kPlain>
   void rows(int64_t first, int64_t count) {
     const int64_t n = p_.columns;
-    const T* const input = static_cast<const T*>(p_.input) + first * n;
     const bool in_place = sizeof(T) == sizeof(A) && (kPlain || !added_);
-    const A* const x = in_place ? reinterpret_cast<const A*>(input) : x_;
-    const int64_t stride = in_place ? n : stride_;
+    const A* x[kMaxBlockRows];
     A mean[kMaxBlockRows], rstd[kMaxBlockRows];
     for (int64_t k = 0; k < count; ++k) {
-      const A sum = !kPlain && added_
-                        ? add_up(first + k, x_ + k * stride_)
-                        : load_sum(input + k * n, in_place ? nullptr : x_ + k * stride_);
+      const T* const input = row_of<T>(p_.input, p_.input_rows, first + k);
+      A* const own = x_ + k * stride_;
+      x[k] = in_place ? reinterpret_cast<const A*>(input) : own;
+      const A sum = !kPlain && added_ ? add_up(first + k, input, own)
+                                      : load_sum(input, in_place ? nullptr : own);
       mean[k] = p_.rms ? A(0) : sum / static_cast<A>(n);
     }
     for (int64_t k = 0; k < count; ++k) {
-      const A variance = square_sum(x + k * stride, mean[k]) / static_cast<A>(n);
+      const A variance = square_sum(x[k], mean[k]) / static_cast<A>(n);
       rstd[k] = A(1) / square_root(variance + static_cast<A>(p_.eps));
     }
     for (int64_t k = 0; k < count; ++k) {
       if (p_.mean != nullptr && !p_.rms) static_cast<A*>(p_.mean)[first + k] = mean[k];
       if (p_.rstd != nullptr) static_cast<A*>(p_.rstd)[first + k] = rstd[k];
-      write<kPlain>(first + k, x + k * stride, mean[k], rstd[k]);
+      write<kPlain>(first + k, x[k], mean[k], rstd[k]);
     }
   }
 
@@ -267,13 +273,11 @@ class NormFwd {
 
   // residual + dropout(input) into x, and into total as it is stored: the norm is that of what the
   // backward starts from. And its sum.
-  A add_up(int64_t r, A* x) const {
-    const int64_t n = p_.columns, at = r * n;
+  A add_up(int64_t r, const T* input, A* x) const {
+    const int64_t n = p_.columns;
     const bool drops = p_.dropout_p > 0;
-    const T* const input = static_cast<const T*>(p_.input) + at;
-    const T* const residual =
-        p_.residual == nullptr ? nullptr : static_cast<const T*>(p_.residual) + at;
-    T* const total = p_.total == nullptr ? nullptr : static_cast<T*>(p_.total) + at;
+    const T* const residual = row_of<T>(p_.residual, p_.residual_rows, r);
+    T* const total = p_.total == nullptr ? nullptr : static_cast<T*>(p_.total) + r * n;
     const bool streaming = streams<T>(p_.rows * p_.columns, total);
     const RowDropout<A> dropout = dropout_;
     const uint32_t row = drops ? dropout.counter_row(r) : 0;
@@ -406,19 +410,20 @@ class NormBwd {
   // kAffine: weight is there, and its gradient and that of bias are wanted.
   template <bool kAffine, int kRows>
   void differentiate(int64_t first, A* weight_sum, A* bias_sum) {
-    const int64_t n = p_.columns, at = first * n;
+    const int64_t n = p_.columns;
     const A* const weight = static_cast<const A*>(p_.weight);
-    const T* const total = static_cast<const T*>(p_.total) + at;
-    const T* const grad_out = static_cast<const T*>(bwd_.grad_out) + at;
+    const T *total[kRows], *grad_out[kRows];
     A mean[kRows], rstd[kRows];
     for (int k = 0; k < kRows; ++k) {
+      total[k] = row_of<T>(p_.input, p_.input_rows, first + k);
+      grad_out[k] = row_of<T>(bwd_.grad_out, bwd_.grad_out_rows, first + k);
       mean[k] = p_.rms ? A(0) : static_cast<const A*>(p_.mean)[first + k];
       rstd[k] = static_cast<const A*>(p_.rstd)[first + k];
     }
     const bool needs_weight = kAffine || bwd_.grad_weight != nullptr;
     const bool needs_bias = kAffine || bwd_.grad_bias != nullptr;
     const auto normalised = [&](int k, int64_t c, int64_t count) -> Vec<A> {
-      const Vec<A> x = (load_part(total + k * n + c, count) - mean[k]) * rstd[k];
+      const Vec<A> x = (load_part(total[k] + c, count) - mean[k]) * rstd[k];
       return count == kLanes<A> ? x : where<A>((1u << count) - 1, x, Vec<A>{});
     };
     const auto weight_at = [&](int64_t c, int64_t count) -> Vec<A> {
@@ -433,7 +438,7 @@ class NormBwd {
       const Vec<A> factor = weight_at(c, count);
       Vec<A> of_weight{}, of_bias{};
       for (int k = 0; k < kRows; ++k) {
-        const Vec<A> x = normalised(k, c, count), grad = load_part(grad_out + k * n + c, count);
+        const Vec<A> x = normalised(k, c, count), grad = load_part(grad_out[k] + c, count);
         of_weight += grad * x;
         of_bias += grad;
         const Vec<A> g = grad * factor;
@@ -454,10 +459,9 @@ class NormBwd {
     // A row after the other: where several are written past the caches in turns, each line takes
     // longer.
     for (int k = 0; k < kRows; ++k) {
-      const int64_t row = at + k * n;
+      const int64_t row = (first + k) * n;
       const bool drops = bwd_.grad_input != nullptr, wide = n >= kStreamGradFrom;
-      const T* const grad_total =
-          bwd_.grad_total == nullptr ? nullptr : static_cast<const T*>(bwd_.grad_total) + row;
+      const T* const grad_total = row_of<T>(bwd_.grad_total, bwd_.grad_total_rows, first + k);
       T* const grad_residual = static_cast<T*>(bwd_.grad_residual) + row;
       T* const grad_input = drops ? static_cast<T*>(bwd_.grad_input) + row : nullptr;
       const bool streaming = wide && streams<T>(p_.rows * p_.columns, grad_residual);
@@ -465,7 +469,7 @@ class NormBwd {
       const uint32_t counter = drops ? dropout_.counter_row(first + k) : 0;
       uint64_t kept = 0;
       for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
-        const Vec<A> g = weight_at(c, count) * load_part(grad_out + k * n + c, count);
+        const Vec<A> g = weight_at(c, count) * load_part(grad_out[k] + c, count);
         Vec<A> grad = rstd[k] * (g - across[k] - normalised(k, c, count) * along[k]);
         if (grad_total != nullptr) grad += load_part(grad_total + c, count);
         write_part<T>(grad, count, streaming, grad_residual + c);

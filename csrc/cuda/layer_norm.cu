@@ -33,11 +33,16 @@ bool aligned(std::initializer_list<const void*> pointers) {
 }
 
 // Calls run(element, width of an access): 16 bytes where every row begins at a multiple of these.
+// aligned: pointers are; read: where the rows of the matrices begin that are not contiguous.
 template <class Run>
-void dispatch(const NormParams& p, bool aligned, const Run& run) {
+void dispatch(const NormParams& p, bool aligned, std::initializer_list<RowLayout> read,
+              const Run& run) {
   const auto typed = [&](auto element) {
     constexpr int kWidth = kChunkWidth<decltype(element)>;
-    if (aligned && p.columns % kWidth == 0) {
+    const bool fits = std::all_of(read.begin(), read.end(), [](const RowLayout& rows) {
+      return rows.run_step % kWidth == 0 && rows.row_stride % kWidth == 0;
+    });
+    if (aligned && fits && p.columns % kWidth == 0) {
       run(element, std::integral_constant<int, kWidth>());
     } else {
       run(element, std::integral_constant<int, 1>());
@@ -79,7 +84,8 @@ void run_norm_fwd(const NormParams& params, const GpuParams& gpu) {
     launch("norm_fwd_kernel", norm_fwd_kernel<T, kWidth>, div_up(p.rows, args.teams),
            args.team * args.teams, kTeamBytes, args, stream);
   };
-  dispatch(p, aligned({p.input, p.residual, p.weight, p.bias, p.out, p.total}), run);
+  dispatch(p, aligned({p.input, p.residual, p.weight, p.bias, p.out, p.total}),
+           {p.input_rows, p.residual_rows}, run);
 }
 
 // As many as run at a time, of the shape that run_norm_bwd gives blocks of 16-byte accesses (others
@@ -120,9 +126,9 @@ void run_norm_bwd(const NormBwdParams& params, float* partial_sums, int64_t num_
            kTeamBytes + std::max(fetched, sums), args, stream);
   };
   dispatch(p,
-           aligned({p.total, p.weight, params.grad_out, params.grad_total, params.grad_input,
+           aligned({p.input, p.weight, params.grad_out, params.grad_total, params.grad_input,
                     params.grad_residual, partial_sums}),
-           run);
+           {p.input_rows, params.grad_out_rows, params.grad_total_rows}, run);
   if (!adds_up) return;
   NormSumArgs sums = {partial_sums, blocks, p.columns, {}};
   sums.out[0] = static_cast<float*>(params.grad_weight);

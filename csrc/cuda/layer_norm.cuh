@@ -77,7 +77,7 @@ FUSED_ATTN_DEVICE void add_up_team(const Team& team, int turn, float (&values)[k
 // Columns of a row that a team has at once.
 struct Stretch {
   int64_t row, begin;  // the first column
-  int64_t offset;      // of that column in a matrix
+  int64_t offset;      // of that column in a matrix that is written
   int count;           // of columns; 0 where the matrix has no such row
 };
 
@@ -175,6 +175,12 @@ FUSED_ATTN_DEVICE void load_floats(const void* source, int64_t column, float* va
   }
 }
 
+// The row of a stretch in a matrix that is read, from the first column of the stretch on.
+template <class T>
+FUSED_ATTN_DEVICE const T* row_of(const void* matrix, const RowLayout& rows, const Stretch& s) {
+  return static_cast<const T*>(matrix) + s.begin + row_offset(rows, unhoisted(s.row));
+}
+
 // ---- dropout ------------------------------------------------------------------------------------
 
 struct NormDropout {
@@ -229,8 +235,8 @@ template <class T, int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const Stretch& s,
                                 float (&x)[kWidth * kAccesses]) {
   const NormParams& p = args.params;
-  const T* const input = static_cast<const T*>(p.input) + unhoisted(s.offset);
-  const T* const residual = static_cast<const T*>(p.residual) + unhoisted(s.offset);
+  const T* const input = row_of<T>(p.input, p.input_rows, s);
+  const T* const residual = row_of<T>(p.residual, p.residual_rows, s);
   T* const total = static_cast<T*>(p.total) + unhoisted(s.offset);
   const bool has_residual = p.residual != nullptr, drops = args.dropout.seed != nullptr;
   // Before anything is loaded, and for each stretch anew: the division takes registers, and so

@@ -43,6 +43,13 @@ struct NormBwdArgs {
 
 enum { kTotal = 0, kGradOut = 1, kGradTotal = 2 };  // matrices that are read
 
+template <class T>
+FUSED_ATTN_DEVICE const T* row_of(const NormBwdParams& bwd, int which, const Stretch& s) {
+  if (which == kTotal) return row_of<T>(bwd.fwd.input, bwd.fwd.input_rows, s);
+  if (which == kGradOut) return row_of<T>(bwd.grad_out, bwd.grad_out_rows, s);
+  return row_of<T>(bwd.grad_total, bwd.grad_total_rows, s);
+}
+
 struct RowStatistics {
   float mean, rstd;
 };
@@ -62,15 +69,16 @@ FUSED_ATTN_DEVICE RowStatistics load_statistics(const NormParams& p, int64_t row
 template <class T, int kWidth>
 struct RowReader {
   static constexpr int kAccesses = kBwdValues<kWidth> / kWidth;
+  const NormBwdParams& bwd;
   const Team& team;
   int threads;  // of the block
 
   FUSED_ATTN_DEVICE uint32_t place(int which, int a) const {
     return kTeamBytes + ((which * kAccesses + a) * threads + thread_id()) * sizeof(Chunk);
   }
-  FUSED_ATTN_DEVICE void fetch(int which, const void* matrix, const Stretch& s) const {
+  FUSED_ATTN_DEVICE void fetch(int which, const Stretch& s) const {
     if constexpr (kWidth > 1) {
-      const T* const source = static_cast<const T*>(matrix) + unhoisted(s.offset);
+      const T* const source = row_of<T>(bwd, which, s);
       FUSED_ATTN_UNROLL
       for (int a = 0; a < kAccesses; ++a) {
         const int column = column_of<kWidth>(team, a);
@@ -78,13 +86,12 @@ struct RowReader {
       }
     }
   }
-  FUSED_ATTN_DEVICE void read(int which, const void* matrix, const Stretch& s, int a,
-                              float* values) const {
+  FUSED_ATTN_DEVICE void read(int which, const Stretch& s, int a, float* values) const {
     if constexpr (kWidth > 1) {
       unpack<T, kWidth>(load_shared<Chunk>(place(which, a)), values);
     } else {
       const int column = column_of<kWidth>(team, a);
-      const T* const source = static_cast<const T*>(matrix) + unhoisted(s.offset);
+      const T* const source = row_of<T>(bwd, which, s);
       unpack<T, kWidth>(load_raw<kWidth>(source + column, column < s.count), values);
     }
   }
@@ -153,7 +160,7 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
   const NormBwdParams& bwd = args.params;
   const NormParams& p = bwd.fwd;
   const Team team = team_of(args.team);
-  const RowReader<T, kWidth> reader = {team, args.team * args.teams};
+  const RowReader<T, kWidth> reader = {bwd, team, args.team * args.teams};
   const int columns = static_cast<int>(p.columns);
   float weight_sum[kValues] = {}, bias_sum[kValues] = {};
   const float share = 1.0f / static_cast<float>(columns);
@@ -161,10 +168,10 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
   int64_t first = block_id() * args.teams;
   Stretch row = stretch_of(p, first + team.index, 0, columns);
   RowStatistics statistics = load_statistics(p, row.row);
-  reader.fetch(kTotal, p.total, row);
-  reader.fetch(kGradOut, bwd.grad_out, row);
+  reader.fetch(kTotal, row);
+  reader.fetch(kGradOut, row);
   copy_commit();
-  if (bwd.grad_total != nullptr) reader.fetch(kGradTotal, bwd.grad_total, row);
+  if (bwd.grad_total != nullptr) reader.fetch(kGradTotal, row);
   copy_commit();
   int turn = 0;
   FUSED_ATTN_ROLLED
@@ -181,8 +188,8 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
       const bool inside = column < row.count;
       const float centre = inside ? mean : 0.0f;
       float total[kWidth], out[kWidth], weight[kWidth];
-      reader.read(kTotal, p.total, row, a, total);
-      reader.read(kGradOut, bwd.grad_out, row, a, out);
+      reader.read(kTotal, row, a, total);
+      reader.read(kGradOut, row, a, out);
       FUSED_ATTN_UNROLL
       for (int e = 0; e < kWidth; ++e) weight[e] = 1.0f;
       if (p.weight != nullptr) load_floats<kWidth>(p.weight, zero + (inside ? column : 0), weight);
@@ -198,8 +205,8 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
       }
     }
     statistics = load_statistics(p, next.row);
-    reader.fetch(kTotal, p.total, next);
-    reader.fetch(kGradOut, bwd.grad_out, next);
+    reader.fetch(kTotal, next);
+    reader.fetch(kGradOut, next);
     copy_commit();
     uint32_t kept = 0;
     if (args.dropout.seed != nullptr) {
@@ -213,7 +220,7 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
     FUSED_ATTN_UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       float added[kWidth] = {}, result[kWidth];
-      if (bwd.grad_total != nullptr) reader.read(kGradTotal, bwd.grad_total, row, a, added);
+      if (bwd.grad_total != nullptr) reader.read(kGradTotal, row, a, added);
       FUSED_ATTN_UNROLL
       for (int e = 0; e < kWidth; ++e) {
         const int v = a * kWidth + e;
@@ -222,7 +229,7 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
       store_gradients<T, kWidth>(args, row, column_of<kWidth>(team, a), kept >> (a * kWidth),
                                  result);
     }
-    if (bwd.grad_total != nullptr) reader.fetch(kGradTotal, bwd.grad_total, next);
+    if (bwd.grad_total != nullptr) reader.fetch(kGradTotal, next);
     copy_commit();
     row = next;
   }
@@ -272,8 +279,8 @@ FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, 
                                     const RowStatistics& statistics, float (&x)[kBwdValues<kWidth>],
                                     float (&grad)[kBwdValues<kWidth>]) {
   constexpr int kAccesses = kBwdValues<kWidth> / kWidth;
-  const T* const total = static_cast<const T*>(bwd.fwd.total) + s.offset;
-  const T* const grad_out = static_cast<const T*>(bwd.grad_out) + unhoisted(s.offset);
+  const T* const total = row_of<T>(bwd, kTotal, s);
+  const T* const grad_out = row_of<T>(bwd, kGradOut, s);
   Raw<T, kWidth> total_raw[kAccesses], grad_raw[kAccesses];
   FUSED_ATTN_UNROLL
   for (int a = 0; a < kAccesses; ++a) {
@@ -365,7 +372,7 @@ norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
         }
         multiply_by_weight<kWidth>(p, begin + column, grad + a * kWidth);
         if (bwd.grad_total != nullptr) {
-          const T* const source = static_cast<const T*>(bwd.grad_total) + unhoisted(s.offset);
+          const T* const source = row_of<T>(bwd, kGradTotal, s);
           unpack<T, kWidth>(load_raw<kWidth>(source + column, true), added);
         }
         FUSED_ATTN_UNROLL

@@ -22,7 +22,7 @@ from fused_attn.core.call import (
     NormGradients,
     NormOutputs,
 )
-from fused_attn.core.layout import readable_in_place
+from fused_attn.core.layout import readable_in_place, rows_in_place
 from fused_attn.core.torch_state import learns
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, spec_at_once, with_summaries
@@ -200,9 +200,8 @@ class CppBackend(Backend):
         return grads.query, grads.key, grads.bias
 
     def norm_fwd(self, call: NormCall) -> NormOutputs:
-        call = call.readable()
         outputs = call.outputs(self.empty)
-        _cpu.norm_fwd(call, **outputs._asdict(), num_threads=torch.get_num_threads())
+        _cpu.norm_fwd(call.readable(), **outputs._asdict(), num_threads=torch.get_num_threads())
         return outputs
 
     def norm_bwd(
@@ -215,14 +214,13 @@ class CppBackend(Backend):
         needs_weight: bool,
         needs_bias: bool,
     ) -> NormGradients:
-        call = call.readable()
         grads = call.gradients(self.empty, needs_weight, needs_bias)
         _cpu.norm_bwd(
-            call,
+            call.readable(),
             mean=mean,
             rstd=rstd,
-            grad_out=grad_out.contiguous(),
-            grad_total=None if grad_total is None else grad_total.contiguous(),
+            grad_out=rows_in_place(grad_out),
+            grad_total=None if grad_total is None else rows_in_place(grad_total),
             grad_input=grads.input,
             grad_residual=grads.total,
             grad_weight=grads.weight,

@@ -115,7 +115,7 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
         return NormProblem(
             input.device,
             input.dtype,
-            input.shape[1],
+            input.shape[-1],
             rms=call.rms,
             residual=call.residual is not None,
             dropout=call.dropout_p > 0.0,

@@ -96,7 +96,9 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
     if call.dropout_p > 0.0:
         assert call.seed is not None
         origin = call.dropout_origin
-        keep = philox.norm_keep(call.seed, call.dropout_p, *total.shape, origin=origin)
+        columns = total.shape[-1]
+        keep = philox.norm_keep(call.seed, call.dropout_p, call.rows, columns, origin=origin)
+        keep = keep.reshape(total.shape)
         total = total * (keep.to(total.dtype) * philox.dropout_scale(call.dropout_p))
     if call.residual is not None:
         total = call.residual + total

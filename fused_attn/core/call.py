@@ -6,6 +6,7 @@ the shapes of outputs and gradients, for every backend and for torch.compile's f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor
 
 from fused_attn.core.flat import Flat, flattens
-from fused_attn.core.layout import NOTHING, contiguous, laid_out_like, readable_in_place
+from fused_attn.core.layout import (
+    NOTHING,
+    contiguous,
+    laid_out_like,
+    readable_in_place,
+    rows_in_place,
+)
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.masks.spec import MaskSpec
 
@@ -171,8 +178,8 @@ class NormOutputs(NamedTuple):
     """Results of a norm's forward.
 
     Attributes:
-        out: (rows, columns).
-        total: residual + dropout(input), (rows, columns); empty where that is input.
+        out: (*, columns), as input, contiguous.
+        total: residual + dropout(input), likewise; empty where that is input.
         mean: (rows,), float32 (float64 for float64); empty for RMS norms.
         rstd: (rows,), likewise.
     """
@@ -187,8 +194,8 @@ class NormGradients(NamedTuple):
     """Gradients of a norm's call.
 
     Attributes:
-        input: (rows, columns); empty where it is that of `total` (without dropout).
-        total: (rows, columns), of residual + dropout(input), and so of residual.
+        input: (*, columns), contiguous; empty where it is that of `total` (without dropout).
+        total: (*, columns), contiguous, of residual + dropout(input), and so of residual.
         weight, bias: (columns,) in the type of rstd; empty where they are not wanted.
     """
 
@@ -204,7 +211,7 @@ class NormCall(Flat):
     """norm(residual + dropout(input)) over rows.
 
     Attributes:
-        input: (rows, columns).
+        input: (*, columns); all that lies before the columns is rows.
         residual: as input, or None.
         weight, bias: (columns,), or None.
         eps: added to the variance, or to the mean square.
@@ -228,14 +235,22 @@ class NormCall(Flat):
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("input", "residual", "weight", "bias")
 
     @property
+    def rows(self) -> int:
+        """How many there are."""
+        return math.prod(self.input.shape[:-1])
+
+    @property
     def has_total(self) -> bool:
         """True where something else than input is normalised."""
         return self.residual is not None or self.dropout_p > 0.0
 
     def readable(self) -> NormCall:
-        """This call as kernels read it: contiguous, parameters in the type of the statistics."""
+        """This call as kernels read it: see `rows_in_place`; parameters are contiguous, in the type
+        of the statistics."""
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
-        input, residual = _dense(self.input, own), _dense(self.residual, own)
+        input, residual = rows_in_place(self.input), self.residual
+        if residual is not None:
+            residual = rows_in_place(residual.to(own))
         weight, bias = _dense(self.weight, dtype), _dense(self.bias, dtype)
         origin = _dense(self.dropout_origin, torch.int64)
         if (
@@ -257,7 +272,7 @@ class NormCall(Flat):
     def outputs(self, empty: Empty) -> NormOutputs:
         """Uninitialised results."""
         like = self.input
-        rows, dtype = like.shape[0], statistics_dtype(like.dtype)
+        rows, dtype = self.rows, statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
         return NormOutputs(
             empty(*matrix, like.dtype, like.device),
@@ -269,7 +284,7 @@ class NormCall(Flat):
     def gradients(self, empty: Empty, needs_weight: bool, needs_bias: bool) -> NormGradients:
         """Uninitialised gradients."""
         like = self.input
-        columns, dtype = like.shape[1], statistics_dtype(like.dtype)
+        columns, dtype = like.shape[-1], statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
         return NormGradients(
             empty(*(matrix if self.dropout_p > 0.0 else NOTHING), like.dtype, like.device),

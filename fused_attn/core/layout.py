@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import SymInt, Tensor
@@ -14,6 +15,30 @@ def readable_in_place(tensor: Tensor) -> Tensor:
     """Kernels read any strides whose last one is 1, and no lazy negation; others are copied."""
     dense = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     return (tensor if dense else tensor.contiguous()).resolve_neg()
+
+
+def rows_in_place(tensor: Tensor) -> Tensor:
+    """(*, columns) as kernels of norms read it: as (columns,), (rows, columns) or (runs, rows,
+    columns), each with any strides but for the last one, which is 1.
+
+    Leading dimensions become one where they lie as one. Where more than two are left, or columns
+    are apart, all is copied.
+    """
+    strides = tensor.stride()
+    if strides[-1] == 1 and len(strides) <= 3:
+        return tensor
+    *leading, columns = tensor.shape
+    dense = strides[-1] == 1 or columns == 1
+    steps: list[tuple[int, int]] = []  # sizes and strides, the innermost first
+    for size, stride in zip(reversed(leading), strides[-2::-1], strict=True) if dense else ():
+        if steps and stride == math.prod(steps[-1]):
+            steps[-1] = (steps[-1][0] * size, steps[-1][1])
+        elif size != 1:
+            steps.append((size, stride))
+    if 1 <= len(steps) <= 2:
+        sizes, strides = zip(*reversed(steps), strict=True)
+        return tensor.as_strided((*sizes, columns), (*strides, 1))
+    return tensor.contiguous().reshape(math.prod(leading), columns)
 
 
 def contiguous(shape: Sequence[int]) -> Layout:

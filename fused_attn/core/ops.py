@@ -173,9 +173,9 @@ def _run_attention_weights_bwd(
 
 def _run_norm_fwd(call: NormCall, backend: str) -> Any:
     input, residual = call.input, call.residual
-    if input.dim() != 2 or (residual is not None and residual.shape != input.shape):
-        raise ValueError("input and residual must have shape (rows, columns)")
-    if any(t is not None and t.shape != input.shape[1:] for t in (call.weight, call.bias)):
+    if input.dim() == 0 or (residual is not None and residual.shape != input.shape):
+        raise ValueError("input and residual must have one shape (*, columns)")
+    if any(t is not None and t.shape != input.shape[-1:] for t in (call.weight, call.bias)):
         raise ValueError("weight and bias must have shape (columns,)")
     _check_dropout(call)
     return get_backend(backend).norm_fwd(call)
@@ -192,13 +192,13 @@ def _run_norm_bwd(
     backend: str,
 ) -> Any:
     total, weight = call.input, call.weight
-    if total.dim() != 2 or any(
+    if total.dim() == 0 or any(
         t is not None and t.shape != total.shape for t in (grad_out, grad_total)
     ):
-        raise ValueError("total and the gradients must have shape (rows, columns)")
+        raise ValueError("total and the gradients must have one shape (*, columns)")
     statistics = (rstd,) if call.rms else (mean, rstd)
-    if any(t.shape != total.shape[:1] for t in statistics) or (
-        weight is not None and weight.shape != total.shape[1:]
+    if any(t.shape != (call.rows,) for t in statistics) or (
+        weight is not None and weight.shape != total.shape[-1:]
     ):
         raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
     _check_dropout(call)
@@ -270,7 +270,7 @@ def _check_dropout(call: AttentionCall | NormCall) -> None:
         device, expected = call.query.device, f"shape ({call.sizes()[0]}, 3)"
         fits = origin.shape == (call.sizes()[0], 3)
     else:
-        device, rows = call.input.device, call.input.shape[0]
+        device, rows = call.input.device, call.rows
         expected = f"one dimension, whose size divides {rows}"
         fits = origin.dim() == 1 and rows % max(origin.shape[0], 1) == 0
         fits = fits and (origin.shape[0] > 0 or rows == 0)

@@ -156,6 +156,8 @@ def check_norm(
         raise ValueError("normalized_shape must have at least one dimension, got ()")
     if tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"input must end in normalized_shape {shape}, got {tuple(input.shape)}")
+    if not isinstance(math.prod(shape), (int, Integral, torch.SymInt)):
+        raise TypeError(f"normalized_shape must be ints, got {shape}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue

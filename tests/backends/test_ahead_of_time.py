@@ -214,6 +214,9 @@ def test_norm(dtype, columns, arch):
         BACKEND.norm_fwd(replace(call, dropout_origin=origin))
         of_total = replace(of_total, dropout_origin=origin)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
+        view = torch.empty(8, 9, columns, dtype=dtype)[:, 1:]
+        BACKEND.norm_fwd(replace(call, input=view, residual=view))
+        BACKEND.norm_bwd(replace(of_total, input=view), mean, rstd, view, view, True, True)
     check(kernels, arch)
     wide = "_load_dwordx4" if arch == "gfx942" else ".v4."
     assert all(wide in kernel.text for kernel in kernels)

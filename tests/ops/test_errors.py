@@ -261,6 +261,10 @@ CASES = {
         lambda: F.layer_norm(torch.tensor(1.0), ()),
         ValueError, "normalized_shape must have at least one dimension, got ()",
     ),
+    "float_normalized_shape": (
+        lambda: F.layer_norm(Q, (8.0,)),
+        TypeError, "normalized_shape must be ints, got (8.0,)",
+    ),
     "normalized_shape": (
         lambda: F.layer_norm(Q, 9),
         ValueError, "input must end in normalized_shape (9,), got (2, 4, 5, 8)",

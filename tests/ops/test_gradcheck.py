@@ -59,15 +59,15 @@ def test_norm(rms, residual, dropout_p, backend):
         torch.manual_seed(2)
         options = {
             "dropout_p": dropout_p,
-            "residual": rest[0] if residual else None,
+            "residual": rest[0].transpose(0, 1) if residual else None,
             "return_residual": True,
             "backend": backend,
         }
         if rms:
-            return F.rms_norm(input, 6, weight, 1e-6, **options)
-        return F.layer_norm(input, 6, weight, rest[-1], **options)
+            return F.rms_norm(input[:, 1:], 6, weight, 1e-6, **options)
+        return F.layer_norm(input[:, 1:], 6, weight, rest[-1], **options)
 
-    shapes = [(4, 6), (6,)] + [(4, 6)] * residual + [(6,)] * (not rms)
+    shapes = [(2, 3, 6), (6,)] + [(2, 2, 6)] * residual + [(6,)] * (not rms)
     assert gradcheck(run, leaves(*shapes), check_batched_grad=True)
     assert gradgradcheck(run, leaves(*shapes), check_batched_grad=True)
 

@@ -13,10 +13,11 @@ from helpers import (
     leaves_of,
     short,
 )
-from norm_cases import norm, tensors_of
+from norm_cases import LAYOUTS, norm, tensors_of
 
 from fused_attn import functional as F
 from fused_attn import use_backend
+from fused_attn.core.layout import rows_in_place
 
 # rows, columns: one element, odd sizes around a vector, more rows than parts of the weight sum,
 # a row of 64 Ki elements.
@@ -69,15 +70,121 @@ def test_shapes_and_strides(backend):
     weight = torch.randn(5, 6, device=there)
     got = F.layer_norm(x, (5, 6), weight, backend=backend)
     torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (5, 6), weight))
+    sliced = x[:, 1:]
+    got = F.layer_norm(sliced, (5, 6), weight, residual=sliced, backend=backend)
+    torch.testing.assert_close(got, torch.nn.functional.layer_norm(2 * sliced, (5, 6), weight))
     turned = x.transpose(0, 2)
     got = F.rms_norm(turned, 6, backend=backend)
     torch.testing.assert_close(got, torch.nn.functional.rms_norm(turned, (6,)))
-    for shape in ((0, 6), (2, 0, 6)):
+    many = torch.randn(*[2] * 8, 3, 6, device=there)  # more dimensions than kernels see
+    for own in (many, many[:, :, 1:]):
+        got = F.rms_norm(own, 6, backend=backend)
+        torch.testing.assert_close(got, torch.nn.functional.rms_norm(own, (6,)))
+    for shape in ((0, 6), (2, 0, 6), (4, 0, 2, 1, 6)):
         leaf = torch.randn(shape, device=there, requires_grad=True)
         own = torch.ones(6, device=there, requires_grad=True)
         out = F.layer_norm(leaf, 6, own, backend=backend)
         assert out.shape == shape
         out.sum().backward()
+
+
+@ONE_16_BIT_TYPE
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("added", [False, True], ids=["plain", "dropout-residual"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(layout, added, dtype, backend):
+    """Views are read as their copies would be, gradients that are views too."""
+    columns = layout.view(torch.empty(layout.whole)).shape[-1]
+    same = layout.whole[-1] == 1 or columns == 1  # of which layer_norm makes 0 / 0
+    kind = "rms_norm" if same else "layer_norm"
+    tensors = tensors_of(kind, layout.whole, added, False)
+    tensors["weight"] = tensors_of(kind, (1, columns), False, True)["weight"]
+
+    def function(backend):
+        run = norm(kind, dropout_p=0.25 if added else 0.0)(backend)
+
+        def on_views(input, residual=None, **parameters):
+            residual = None if residual is None else layout.view(residual)
+            out, total = run(layout.view(input), residual, **parameters)
+            # The gradients of what is put together are views of its gradient.
+            return (
+                torch.cat([torch.zeros_like(out), out], -1),
+                torch.cat([torch.zeros_like(total), total], 1),
+            )
+
+        return on_views
+
+    assert_like_eager(function, tensors, dtype, backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_that_are_read_in_place(layout):
+    view = layout.view(torch.randn(layout.whole))
+    rows = rows_in_place(view)
+    assert rows.dim() <= 3
+    assert (rows.data_ptr() == view.data_ptr()) == layout.in_place
+    assert torch.equal(rows.reshape(view.shape), view)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_no_copy_is_made(layout, learns, backend):
+    there = device_of(backend)
+    views = [layout.view(torch.randn(layout.whole, device=there)) for _ in range(3)]
+    if views[0].numel() == 0:
+        pytest.skip("reason: a copy of nothing is none")
+
+    def copies(tensors):
+        x, residual, grad = (t.detach() for t in tensors)
+        x.requires_grad_(learns)
+        with torch.profiler.profile() as profile:
+            out = F.layer_norm(x, x.shape[-1], residual=residual, backend=backend)
+            if learns:
+                torch.autograd.grad(out, x, grad)
+        events = profile.key_averages()
+        return sum(e.count for e in events if e.key in ("aten::clone", "aten::copy_"))
+
+    # Triton's interpreter makes copies of its own.
+    own = copies([view.contiguous() for view in views])
+    assert (copies(views) == own) == layout.in_place
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_runs_of_any_length(backend):
+    for length in (*range(2, 10), 31, 32, 33, 1000, 4097):
+        view = torch.randn(3, length + 1, 8, device=device_of(backend))[:, 1:]
+        got = F.rms_norm(view, 8, backend=backend)
+        assert torch.equal(got, F.rms_norm(view.contiguous(), 8, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_counts_logical_rows(backend):
+    """Which elements are dropped does not depend on the layout."""
+    for layout in LAYOUTS.values():
+        view = layout.view(torch.randn(layout.whole, device=device_of(backend)))
+        options = {"dropout_p": 0.5, "seed": 3, "return_residual": True, "backend": backend}
+        sums = [F.rms_norm(x, x.shape[-1], **options)[1] for x in (view, view.contiguous())]
+        assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layouts_that_are_compiled(backend):
+    def normed(x, residual, weight):
+        residual = residual.transpose(0, 1)
+        return F.layer_norm(x[:, 1:], 24, weight, residual=residual, backend=backend).mT
+
+    compiled = torch.compile(normed, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 7):
+        shapes = (3, length + 1, 24), (length, 3, 24), (24,)
+        leaves = [torch.randn(s, device=device_of(backend), requires_grad=True) for s in shapes]
+        results = []
+        for function in (compiled, normed):
+            out = function(*leaves)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -71,6 +71,9 @@ def test_opcheck_norm(residual, rms, dropout_p, backend):
         torch.randn(shape, device=device_of(backend)) if wanted else None
         for shape, wanted in (((6, 20), True), ((6, 20), residual), ((20,), True), ((20,), not rms))
     )
+    if rms:  # rows that are not one behind the other
+        x = x.reshape(2, 3, 20).transpose(0, 1)
+        other = None if other is None else torch.randn(3, 4, 20, device=x.device)[:, 2:]
     seed = philox.new_seed(x.device) if dropout_p else None
     call = NormCall(x, other, weight, bias, 1e-5, rms, dropout_p, seed)
     torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, (*call.flat(), backend))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from fused_attn import functional as F
 
@@ -33,3 +37,41 @@ def tensors_of(kind, shape, residual, affine):
         if kind == "layer_norm":
             tensors["norm_bias"] = torch.randn(shape[1], generator=generator)
     return tensors
+
+
+class Layout(NamedTuple):
+    """A matrix (*, columns) as a view of another tensor.
+
+    Attributes:
+        whole: the shape of that tensor.
+        view: the function that gives the view.
+        in_place: whether kernels read the view where it is.
+    """
+
+    whole: tuple[int, ...]
+    view: Callable[[Tensor], Tensor]
+    in_place: bool = True
+
+
+# 40 columns, which a GPU reads 16 bytes at a time where rows begin at a multiple of them.
+LAYOUTS = {
+    "rows_but_the_first": Layout((3, 8, 40), lambda t: t[:, 1:]),
+    "every_second_row": Layout((3, 8, 40), lambda t: t[:, ::2]),
+    "one_row_of_each": Layout((9, 4, 40), lambda t: t[:, 1:2]),
+    "one_run": Layout((1, 8, 40), lambda t: t[:, 1:]),
+    "sequence_first": Layout((5, 3, 40), lambda t: t.transpose(0, 1)),
+    "packed": Layout((2, 5, 120), lambda t: t[..., 40:80]),
+    "packed_rows": Layout((11, 120), lambda t: t[:, :40]),
+    "unaligned": Layout((2, 5, 120), lambda t: t[:, 1:, 1:41]),
+    "odd_columns": Layout((2, 6, 37), lambda t: t[:, 1:]),
+    "one_column": Layout((4, 6, 3), lambda t: t[:, 1:, 1:2]),
+    "same_rows": Layout((5, 40), lambda t: t.expand(3, 5, 40)),
+    "same_row": Layout((3, 1, 40), lambda t: t.expand(3, 5, 40)),
+    "four_dims": Layout((3, 4, 2, 40), lambda t: t[:, 1:]),
+    "packed_heads": Layout((2, 5, 3, 4, 40), lambda t: t[:, :, 1]),
+    "three_strides": Layout((2, 5, 3, 4, 40), lambda t: t[:, 1:, 1], in_place=False),
+    "heads_first": Layout((2, 5, 3, 40), lambda t: t.transpose(1, 2), in_place=False),
+    "columns_apart": Layout((2, 5, 80), lambda t: t[..., ::2], in_place=False),
+    "same_column": Layout((2, 5, 1), lambda t: t.expand(2, 5, 40), in_place=False),
+    "no_rows": Layout((2, 1, 40), lambda t: t[:, 1:]),
+}

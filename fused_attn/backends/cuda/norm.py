@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fused_attn.backends.cuda.module import compiled, num_multiprocessors, run
 from fused_attn.core.call import NormCall, NormGradients, NormOutputs
+from fused_attn.core.layout import rows_in_place
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
@@ -27,20 +28,18 @@ def norm_bwd(
     grads: NormGradients,
 ) -> None:
     """Computes the gradients; those of weight and bias where they are not empty."""
-    call = call.readable()
-    total = call.input
-    rows, columns = total.shape
+    total, columns = call.input, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()
         return
-    num_parts = compiled().norm_bwd_parts(rows, columns, num_multiprocessors(total.device))
+    num_parts = compiled().norm_bwd_parts(call.rows, columns, num_multiprocessors(total.device))
     wanted = grads.weight.numel() + grads.bias.numel() > 0
     fields = {
         **_seed(call),
         "mean": mean,
         "rstd": rstd,
-        "grad_out": grad_out.contiguous(),
-        "grad_total": None if grad_total is None else grad_total.contiguous(),
+        "grad_out": rows_in_place(grad_out),
+        "grad_total": None if grad_total is None else rows_in_place(grad_total),
         "grad_input": grads.input,
         "grad_residual": grads.total,
         "grad_weight": grads.weight,
@@ -48,7 +47,7 @@ def norm_bwd(
         "partial_sums": rstd.new_empty(2, num_parts, columns) if wanted else None,
         "num_parts": num_parts,
     }
-    run("norm_bwd", total.device, call, fields)
+    run("norm_bwd", total.device, call.readable(), fields)
 
 
 def _seed(call: NormCall) -> dict[str, Any]:

@@ -36,6 +36,15 @@ class Runs(NamedTuple):
     length: int
 
 
+class Matrix(NamedTuple):
+    """A matrix that is read and not contiguous, whose rows lie in runs of equally many."""
+
+    data: Any
+    run_length: int
+    run_stride: int
+    row_stride: int
+
+
 class Tile(NamedTuple):
     """The place of M rows and N columns in a matrix."""
 
@@ -43,7 +52,7 @@ class Tile(NamedTuple):
     exists: Any  # (M, 1), whether the row does
     start: Any  # the first column, a multiple of four
     column: Any  # (1, N)
-    offset: Any  # (M, N) int64
+    offset: Any  # (M, N) int64, where the matrix is contiguous
     inside: Any  # (M, N), whether row and column exist
     in_row: Any  # (1, N), whether the column does
 
@@ -69,8 +78,8 @@ def norm_fwd_kernel(
     """norm(residual + dropout(input)), that sum, and the statistics of its rows.
 
     Args:
-        input, residual, out, total: (rows, COLUMNS); residual or None; total is None where it is
-            the input.
+        input, residual, out, total: (rows, COLUMNS), of which the first two may be Matrix; residual
+            or None; total is None where it is the input.
         weight, bias: (COLUMNS,) or None.
         dropout: Dropout or None.
         runs: Runs, or None: rows are counted as they are.
@@ -139,8 +148,9 @@ def norm_bwd_kernel(
         grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm.
 
     Args:
-        grad_out, grad_total, total, grad_input, grad_residual: (rows, COLUMNS); grad_total or None;
-            grad_input is None without dropout, where it is grad_residual.
+        grad_out, grad_total, total, grad_input, grad_residual: (rows, COLUMNS), of which the first
+            three may be Matrix; grad_total or None; grad_input is None without dropout, where it is
+            grad_residual.
         weight_sums, bias_sums: (programs, COLUMNS) float32, or None where not wanted. Which rows a
             program adds up depends on shapes alone; each has some.
         others: as in `norm_fwd_kernel`.
@@ -247,7 +257,13 @@ def _dropped(x, dropout, runs, tile):
 @triton.jit
 def _load_tile(matrix, tile):
     """(M, N) float32, 0 outside."""
-    return tl.load(matrix + tile.offset, mask=tile.inside, other=0.0).to(tl.float32)
+    if isinstance(matrix, tl.tensor):
+        at = matrix + tile.offset
+    else:
+        run, row = tile.row // matrix.run_length, tile.row % matrix.run_length
+        first = run.to(tl.int64) * matrix.run_stride + row.to(tl.int64) * matrix.row_stride
+        at = matrix.data + (first + tile.column)
+    return tl.load(at, mask=tile.inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -9,15 +9,15 @@ import triton
 from torch import Tensor
 
 from fused_attn.backends.triton.launch import Arch, arch_of, launch
-from fused_attn.backends.triton.norm import Dropout, Runs, norm_bwd_kernel, norm_fwd_kernel
+from fused_attn.backends.triton.norm import Dropout, Matrix, Runs, norm_bwd_kernel, norm_fwd_kernel
 from fused_attn.core.call import NormCall, NormGradients, NormOutputs
+from fused_attn.core.layout import rows_in_place
 from fused_attn.core.philox import dropout_scale, dropout_threshold
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
     """Computes the outputs."""
-    input = call.input.contiguous()
-    rows, columns = input.shape
+    input, rows, columns = call.input, call.rows, call.input.shape[-1]
     if input.numel() == 0:
         return
     config = _config(columns, FWD_LIMITS, arch_of(input.device))
@@ -25,8 +25,8 @@ def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
         norm_fwd_kernel,
         input.device,
         (triton.cdiv(rows, config.block_rows),),
-        input,
-        _contiguous(call.residual),
+        _matrix(input),
+        _matrix(call.residual),
         _contiguous(call.weight),
         _contiguous(call.bias),
         _dropout(call),
@@ -53,8 +53,7 @@ def norm_bwd(
     grads: NormGradients,
 ) -> None:
     """Computes the gradients; those of weight and bias where they are not empty."""
-    total = call.input.contiguous()
-    rows, columns = total.shape
+    total, rows, columns = call.input, call.rows, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()
         return
@@ -67,9 +66,9 @@ def norm_bwd(
         norm_bwd_kernel,
         total.device,
         (programs,),
-        grad_out.contiguous(),
-        _contiguous(grad_total),
-        total,
+        _matrix(grad_out),
+        _matrix(grad_total),
+        _matrix(total),
         _contiguous(call.weight),
         None if call.rms else mean,
         rstd,
@@ -141,6 +140,14 @@ def _config(columns: int, limits: Limits, arch: Arch) -> Config:
     return Config(block_rows, block_cols, threads // warp_size, programs_per_core)
 
 
+def _matrix(tensor: Tensor | None) -> Tensor | Matrix | None:
+    tensor = None if tensor is None else rows_in_place(tensor)
+    if tensor is None or tensor.is_contiguous():
+        return tensor
+    sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
+    return Matrix(tensor, sizes[-1], strides[0] if len(sizes) > 1 else 0, strides[-1])
+
+
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -155,4 +162,4 @@ def _runs(call: NormCall) -> Runs | None:
     if call.dropout_p == 0.0 or call.dropout_origin is None:
         return None
     origin = call.dropout_origin.contiguous()
-    return Runs(origin, call.input.shape[0] // origin.shape[0])
+    return Runs(origin, call.rows // origin.shape[0])

@@ -1,4 +1,4 @@
-// layer_norm and rms_norm of residual + dropout(input), forward and backward, a row at a time.
+// layer_norm and rms_norm of residual + dropout(input), forward and backward, blocks of rows at a time.
 //
 // Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4. A row is read once and
 // stays in L1 or L2 while mean and variance are taken in two passes, which does not cancel as the
@@ -336,7 +336,8 @@ class NormFwd {
 };
 
 // Rows whose gradients are on their way together: they share loads of the weight, and of the sums
-// of its gradient.
+// of its gradient. Compilers contract other products of four rows than of one, so a gradient's last
+// bit may tell which of them it was; threads do not show in it.
 constexpr int kGradRows = 4;
 
 // Calls use of kGradRows rows at once, and of single ones in the end: use(r, constant).

@@ -308,10 +308,11 @@ bool as_matrix(int num_dims, TensorView* view) {
   return true;
 }
 
-// The same for a norm over the last dimensions, whose sizes are normalized_shape.
+// The same for a norm over the last dimensions, whose sizes are normalized_shape; with_total: and
+// the sum that was normalised.
 py::object norm(const py::handle& input, const py::tuple& normalized_shape,
                 const py::handle& weight, const py::handle& bias, const py::handle& residual,
-                double eps, bool rms, bool grad_enabled, int64_t num_threads) {
+                double eps, bool rms, bool with_total, bool grad_enabled, int64_t num_threads) {
   TensorView x;
   if (!short_way() || !plain_view(input, grad_enabled, &x)) return py::none();
   const int num_dims = static_cast<int>(normalized_shape.size());
@@ -365,13 +366,14 @@ py::object norm(const py::handle& input, const py::tuple& normalized_shape,
   }
   py::object out = new_tensor(x.shape, strides, x.ndim, x.code, x.bits), total;
   p.out = view_of(out).data;
-  if (p.residual != nullptr && p.dtype != statistics) {
-    // The norm is that of the sum as it is rounded where it is stored, with a backward or without.
+  // The norm is that of the sum as it is rounded where it is stored, with a backward or without.
+  if (p.residual != nullptr && (with_total || p.dtype != statistics)) {
     total = new_tensor(x.shape, strides, x.ndim, x.code, x.bits);
     p.total = view_of(total).data;
   }
   run_entry(&KernelTable::norm_fwd, p);
-  return out;
+  if (!with_total) return out;
+  return py::make_tuple(out, total ? total : py::reinterpret_borrow<py::object>(input));
 }
 
 }  // namespace

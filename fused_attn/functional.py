@@ -356,7 +356,7 @@ def _norm(
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    plain = not return_residual and seed is None and backend is None
+    plain = seed is None and backend is None
     plain = plain and type(dropout_p) in (float, int) and dropout_p == 0.0
     if plain and isinstance(input, Tensor) and unwatched():
         first = first_backend(input.device)
@@ -365,9 +365,10 @@ def _norm(
             if any_autocast():
                 check_norm(input, shape, weight, bias, residual)
                 input, residual = autocast_norm(input, residual)
-            out = first.norm_at_once(input, shape, weight, bias, residual, added, rms)
-            if out is not None:
-                return out
+            args = (input, shape, weight, bias, residual, added, rms, return_residual)
+            at_once = first.norm_at_once(*args)
+            if at_once is not None:
+                return at_once
     check_norm(input, shape, weight, bias, residual)
     dropout_p = checked_probability(dropout_p)
     input, residual = autocast_norm(input, residual)

@@ -128,8 +128,10 @@ class Backend:
         residual: Tensor | None,
         eps: float,
         rms: bool,
-    ) -> Tensor | None:
-        """The same for norm(residual + input) over the last dimensions, which are `shape`."""
+        with_total: bool,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        """The same for norm(residual + input) over the last dimensions, which are `shape`; with
+        the sum, if that is wanted."""
         return None
 
     def dropped_activation(

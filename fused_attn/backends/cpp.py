@@ -114,9 +114,10 @@ class CppBackend(Backend):
         residual: Tensor | None,
         eps: float,
         rms: bool,
-    ) -> Tensor | None:
+        with_total: bool,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
         return _cpu.norm(
-            input, shape, weight, bias, residual, eps, rms,
+            input, shape, weight, bias, residual, eps, rms, with_total,
             torch.is_grad_enabled(), torch.get_num_threads(),
         )  # fmt: skip
 

@@ -139,7 +139,8 @@ class _ByProblem(Backend):
         residual: Tensor | None,
         eps: float,
         rms: bool,
-    ) -> Tensor | None:
+        with_total: bool,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
         args = (input, shape, weight, bias, residual)
         problem = NormProblem(
             input.device,
@@ -150,7 +151,7 @@ class _ByProblem(Backend):
             learns=any(learns(t) for t in (input, weight, bias, residual)),
         )
         chosen = _chosen(problem, verdicts.changes)
-        return None if chosen is None else chosen.norm_at_once(*args, eps, rms)
+        return None if chosen is None else chosen.norm_at_once(*args, eps, rms, with_total)
 
 
 BY_PROBLEM = _ByProblem()

@@ -101,7 +101,8 @@ class SdpaBackend(Backend):
         residual: Tensor | None,
         eps: float,
         rms: bool,
-    ) -> Tensor | None:
+        with_total: bool,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
         tensors = (input, weight, bias, residual)
         if not _PLAIN.issuperset(map(type, tensors)) or input.is_nested:
             return None
@@ -117,8 +118,10 @@ class SdpaBackend(Backend):
                 return None
             input = residual + input
         if rms:
-            return torch.rms_norm(input, shape, weight, eps)
-        return torch.layer_norm(input, shape, weight, bias, eps)
+            out = torch.rms_norm(input, shape, weight, eps)
+        else:
+            out = torch.layer_norm(input, shape, weight, bias, eps)
+        return (out, input) if with_total else out
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
         """out, and lse where `for_backward`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
@@ -385,3 +386,19 @@ def test_without_the_module():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "('sdpa', 'eager')", done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_sums_at_once(added, rms, dtype):
+    """out and the sum of a plain call are those of the whole way, which a backend's name takes."""
+    norm = functools.partial(F.rms_norm if rms else F.layer_norm, return_residual=True)
+    x, weight = torch.randn(3, 5, 40, dtype=dtype), torch.randn(40)
+    residual = torch.randn_like(x) if added else None
+    with torch.no_grad():
+        got = norm(x, (40,), weight, residual=residual)
+        want = norm(x, (40,), weight, residual=residual, backend="cpp")
+    assert got[0].shape == got[1].shape == x.shape
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert (got[1] is x) == (not added)

@@ -111,8 +111,9 @@ def decode_attention(
     # A single query sees all positions anyway.
     is_causal = is_causal and seqlen_q != 1
     bare = block_table is None and attn_mask is None and softcap is None
-    if bare and backend is None and not return_lse and known is not None and known[0] == known[1]:
-        out = _at_once(query, key_cache, value_cache, key, value, known[0], is_causal, scale)
+    if bare and backend is None and not return_lse and known is not None:
+        caches = (key_cache, value_cache)
+        out = _at_once(query, caches, key, value, cache_lengths, known, is_causal, scale)
         if out is not None:
             return out
     lengths = torch.as_tensor(cache_lengths, device=query.device)
@@ -134,8 +135,7 @@ def decode_attention(
                     increment_version(cache)
     if result is None:
         if key is not None and value is not None:
-            _write(key_cache, key, lengths, block_table)
-            _write(value_cache, value, lengths, block_table)
+            _write((key_cache, value_cache), (key, value), lengths, block_table)
         if block_table is not None:
             longest = capacity if known is None else known[1] + seqlen_new
             caches = (key_cache, value_cache)
@@ -153,33 +153,44 @@ def decode_attention(
 
 def _at_once(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    caches: tuple[Tensor, Tensor],
     key: Tensor | None,
     value: Tensor | None,
-    length: int,
+    lengths: Tensor | Sequence[int],
+    known: tuple[int, int],
     is_causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """out of sequences that are equally long, whose keys are the first ones of the cache; None
-    where that is no plain call of a CPU. Small steps spend their time on the way."""
+    """out; None where that is no plain call of a CPU. Small steps spend their time on the way.
+
+    Args:
+        lengths: of the sequences, integers of a CPU.
+        known: the least and the most of them.
+    """
     if query.device.type != "cpu" or any_autocast() or type(scale) not in (NoneType, float, int):
         return None
-    if not (unwatched() and plain_eager(query, key_cache, value_cache, key, value)):
+    if not (unwatched() and plain_eager(query, *caches, key, value)):
         return None
     first = first_backend(query.device)
     if first is None:
         return None
-    end = length
+    seqlen_new = 0
     if key is not None and value is not None:
-        end += key.shape[2]
-        key_cache.narrow(2, length, key.shape[2]).copy_(key)
-        value_cache.narrow(2, length, key.shape[2]).copy_(value)
-    keys, values = key_cache.narrow(2, 0, end), value_cache.narrow(2, 0, end)
-    mask = _CAUSAL if is_causal else None
-    gqa = query.shape[1] != key_cache.shape[1]
+        seqlen_new = key.shape[2]
+        if known[0] == known[1]:
+            for cache, new in zip(caches, (key, value), strict=True):
+                cache.narrow(2, known[0], seqlen_new).copy_(new)
+        else:
+            _write(caches, (key, value), torch.as_tensor(lengths), None)
+    keys, values = (cache.narrow(2, 0, known[1] + seqlen_new) for cache in caches)
+    gqa = query.shape[1] != keys.shape[1]
     # What it is None for is computed the long way, which writes the same once more.
-    return first.attention_at_once(query, keys, values, mask, 0.0, False, scale, gqa)
+    if known[0] == known[1]:
+        mask = _CAUSAL if is_causal else None
+        return first.attention_at_once(query, keys, values, mask, 0.0, False, scale, gqa)
+    integers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    ends = [length + seqlen_new for length in integers]
+    return first.decode_at_once(query, keys, values, ends, is_causal, scale, gqa)
 
 
 # ---- what arguments must be ---------------------------------------------------------------------
@@ -341,17 +352,22 @@ def _without_what_is_behind(call: AttentionCall, ends: Tensor) -> AttentionCall:
     return replace(call, key=keys, value=values)
 
 
-def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
-    """Writes new rows behind those of the cache."""
-    position = lengths.to(torch.int64)[:, None] + torch.arange(new.shape[2], device=new.device)
+def _write(
+    caches: tuple[Tensor, Tensor],
+    news: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    block_table: Tensor | None,
+) -> None:
+    """Writes new rows behind those of the caches."""
+    (batch, _, page_size, _), device = caches[0].shape, lengths.device
+    row = lengths.to(torch.int64)[:, None] + torch.arange(news[0].shape[2], device=device)
     if block_table is None:
-        holder = torch.arange(cache.shape[0], device=cache.device)[:, None]
-        row = position
+        holder = torch.arange(batch, device=device)[:, None]
     else:
-        page_size = cache.shape[2]
-        holder = block_table.to(torch.int64).gather(1, position // page_size)
-        row = position % page_size
-    cache[holder, :, row] = new.transpose(1, 2)
+        holder = block_table.to(torch.int64).gather(1, row // page_size)
+        row = row % page_size
+    for cache, new in zip(caches, news, strict=True):
+        cache[holder, :, row] = new.transpose(1, 2)
 
 
 def _in_one_piece(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:

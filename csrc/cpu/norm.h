@@ -1,4 +1,4 @@
-// layer_norm and rms_norm of residual + dropout(input), forward and backward, blocks of rows at a time.
+// layer_norm and rms_norm of residual + dropout(input), forward and backward, by blocks of rows.
 //
 // Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4. A row is read once and
 // stays in L1 or L2 while mean and variance are taken in two passes, which does not cancel as the

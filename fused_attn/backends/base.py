@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -117,6 +118,19 @@ class Backend:
             None where the whole way has to look at the arguments, or gradients are wanted and the
             backend is not differentiable.
         """
+        return None
+
+    def decode_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Sequence[int],
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor | None:
+        """The same where sequence b has the first ends[b] of the keys; bottom-right, if causal."""
         return None
 
     def norm_at_once(

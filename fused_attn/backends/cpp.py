@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from fused_attn.core.call import (
 from fused_attn.core.layout import readable_in_place, rows_in_place
 from fused_attn.core.torch_state import learns
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, spec_at_once, with_summaries
+from fused_attn.masks.spec import MaskSpec, spec_at_once, spec_of_ends, with_summaries
 
 try:
     from fused_attn import _cpu
@@ -100,6 +100,22 @@ class CppBackend(Backend):
                 return None
             if isinstance(attn_mask, Mask):
                 spec = with_summaries(spec, self.tile_summary)
+        return _cpu.attention(
+            query, key, value, spec, scale, enable_gqa,
+            torch.is_grad_enabled(), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def decode_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Sequence[int],
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor | None:
+        spec = spec_of_ends(ends, query.shape[2], is_causal)
         return _cpu.attention(
             query, key, value, spec, scale, enable_gqa,
             torch.is_grad_enabled(), torch.get_num_threads(),

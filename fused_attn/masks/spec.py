@@ -7,7 +7,7 @@ mask may mean.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -270,6 +270,19 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
     ]
     bounds = torch.stack([column.expand(batch) for column in whole], dim=1)
     return {"bounds": bounds, "by_query": by_query}
+
+
+def spec_of_ends(ends: Sequence[int], seqlen_q: int, is_causal: bool) -> MaskSpec:
+    """Of sequences that have the first `ends` keys, and a bottom-right causal mask if wanted: what
+    `normalize` makes of such a mask, for small steps on CPUs."""
+    columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
+    rows = []
+    for end in ends:
+        columns["key_end"] = end
+        if is_causal:
+            columns["band_hi"] = end - seqlen_q
+        rows.append([columns.get(name, 0) for name in BOUNDS])
+    return MaskSpec(bounds=torch.tensor(rows), by_query=is_causal)
 
 
 def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:

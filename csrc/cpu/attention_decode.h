@@ -112,8 +112,12 @@ class AttentionDecode {
       const int64_t h = h_kv * shape_.group + r / p_.seqlen_q, i = r % p_.seqlen_q;
       if (i >= queries.count) continue;
       A* const row = part.out + r * shape_.wide;
-      const A factor = part.sum[r] == 0 ? A(0) : kept / part.sum[r];  // rows that saw nothing are 0
-      for (int64_t d = 0; d < shape_.wide; d += kLane) store(row + d, load(row + d) * factor);
+      const A sum = part.sum[r] == 0 ? A(1) : part.sum[r];  // rows that saw nothing stay 0
+      const A factor = kept / sum;
+      for (int64_t d = 0; d < shape_.wide; d += kLane) {
+        // A division takes longer, and rounds once less.
+        store(row + d, sizeof(A) == 8 ? load(row + d) / sum * kept : load(row + d) * factor);
+      }
       T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));
       store_row(row, p_.head_dim_v, out + i * p_.out_strides[2]);
       write_lse(p_, units_.natural, lse_begin(p_, b, h) + i, part.maximum[r], part.sum[r]);

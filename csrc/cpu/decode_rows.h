@@ -22,9 +22,7 @@ class DecodeRows {
   static constexpr int64_t kMinColumns = 9;
 
  public:
-  static constexpr int64_t kMaxQueries = sizeof(T) == 4                         ? 32
-                                         : Product<T>::kPairs && sizeof(T) == 2 ? 6
-                                                                                : 16;
+  static constexpr int64_t kMaxQueries = Product<T>::kPairs && sizeof(T) == 2 ? 6 : 16;
 
   DecodeRows(const AttentionParams& p, const MaskView<A>& mask, const DecodeShape<A>& shape)
       : p_(p),

@@ -29,8 +29,6 @@ class DecodeTiles {
   static constexpr int32_t kTileIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
  public:
-  static constexpr int64_t kMaxQueries = kTileQueries;
-
   // Rows from which this is faster than DecodeRows.
   static constexpr int64_t kMinRows = F::kParts == 1 ? 1 : 6;
 
@@ -187,12 +185,17 @@ class DecodeTiles {
 
   // Keys as they lie, or packed.
   KeyTiles key_tiles(int64_t j, int64_t n) {
-    const int64_t stride = p_.key_strides[2];
+    int64_t stride = p_.key_strides[2];
     if constexpr (F::kParts == 1) {
-      if (n == kTileKeys && p_.head_dim == steps_ * kTileSteps) {
-        return {reinterpret_cast<const uint16_t*>(keys_ + j * stride), 32 * stride, 16 * stride,
-                kTileSteps, 2 * stride};
+      const T* key = keys_ + j * stride;
+      if (n < kTileKeys || p_.head_dim != steps_ * kTileSteps) {
+        T* const copy = reinterpret_cast<T*>(key_);
+        copy_rows(key, stride, n, p_.head_dim, copy, kTileKeys, steps_ * kTileSteps);
+        key = copy;
+        stride = steps_ * kTileSteps;
       }
+      return {reinterpret_cast<const uint16_t*>(key), 32 * stride, 16 * stride, kTileSteps,
+              2 * stride};
     }
     const T* rows[kTileKeys];
     list_rows(keys_, stride, j, n, kTileKeys, rows);
@@ -377,7 +380,7 @@ class DecodeTiles {
   Tile* kinds_;  // of the heads
   uint16_t* queries_;
   float* outs_;
-  uint16_t* key_;   // left tiles (2, steps, parts, 2), where keys are not read in place
+  uint16_t* key_;   // left tiles (2, steps, parts, 2), or copied rows
   KeyBlock block_;  // its values: right tiles (2, 2 steps_v, parts) of pairs of keys
   float* turned_;   // tiles of (keys, queries)
   float* scores_at_;

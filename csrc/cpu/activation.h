@@ -4,7 +4,7 @@
 // draws nothing.
 #pragma once
 
-#include "cpu/norm.h"
+#include "cpu/rows.h"
 
 namespace fused_attn {
 namespace {

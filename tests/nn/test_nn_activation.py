@@ -111,7 +111,9 @@ def test_hooks_are_called(hooked):
 
 
 @pytest.mark.parametrize(
-    "activation", [RELU, torch.relu, torch.nn.ReLU(), torch.nn.functional.gelu], ids=str
+    "activation",
+    [RELU, torch.relu, torch.nn.ReLU(), torch.nn.functional.gelu],
+    ids=["F.relu", "relu", "ReLU", "gelu"],
 )
 def test_activations(activation):
     x, dropout = torch.randn(30, 40), torch.nn.Dropout(0.4)

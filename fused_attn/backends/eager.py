@@ -29,3 +29,13 @@ class EagerBackend(Backend):
         out, total = reference.norm(call)
         nothing = out.new_empty(0)
         return NormOutputs(out, total, nothing, nothing)
+
+    def dropped_activation(
+        self,
+        input: Tensor,
+        relu: bool,
+        dropout_p: float,
+        seed: Tensor,
+        grad_out: Tensor | None = None,
+    ) -> Tensor:
+        return reference.dropped_activation(input, relu, dropout_p, seed, grad_out)

@@ -115,3 +115,16 @@ def norm_of(total: Tensor, call: NormCall) -> Tensor:
         return torch.rms_norm(total, shape, weight, call.eps)
     out = torch.rms_norm(total, shape, None, call.eps)
     return (out * weight).to(total.dtype)
+
+
+def dropped_activation(
+    input: Tensor, relu: bool, dropout_p: float, seed: Tensor, grad_out: Tensor | None = None
+) -> Tensor:
+    """As `Backend.dropped_activation`."""
+    value = input if grad_out is None else grad_out
+    if relu and grad_out is not None:
+        kept = ~(input <= 0)  # NaN too
+    else:
+        kept = philox.norm_keep(seed, dropout_p, *input.shape)
+        value = value.relu() if relu else value
+    return torch.where(kept, value * philox.dropout_scale(dropout_p), 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_attn.backends import Backend
+from fused_attn.backends import Backend, reference
 from fused_attn.backends.fields import DTYPES
 from fused_attn.backends.registry import first_backend
 from fused_attn.core import philox
@@ -56,24 +56,12 @@ class _Dropped(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        matrix = grad_out.resolve_neg().contiguous().view(-1, grad_out.shape[-1])
+        (out,) = ctx.saved_tensors if ctx.relu else (matrix,)
+        args = (out.view(matrix.shape), ctx.relu, ctx.dropout_p, ctx.seed, matrix)
         plain = plain_eager(grad_out) and not batched_by_autograd(grad_out)
         if torch.is_grad_enabled() or not plain:
-            grad = _differentiably(ctx, grad_out)
+            grad = reference.dropped_activation(*args)
         else:
-            matrix = grad_out.resolve_neg().contiguous().view(-1, grad_out.shape[-1])
-            (out,) = ctx.saved_tensors if ctx.relu else (matrix,)
-            args = (out.view(matrix.shape), ctx.relu, ctx.dropout_p, ctx.seed, matrix)
-            grad = ctx.backend.dropped_activation(*args).view(grad_out.shape)
-        return grad, None, None, None, None
-
-
-def _differentiably(ctx: Any, grad_out: Tensor) -> Tensor:
-    """The gradient in torch's operations."""
-    if ctx.relu:
-        (out,) = ctx.saved_tensors
-        kept = ~(out <= 0)  # NaN too
-    else:
-        columns = grad_out.shape[-1]
-        rows = grad_out[..., 0].numel()
-        kept = philox.norm_keep(ctx.seed, ctx.dropout_p, rows, columns).view(grad_out.shape)
-    return torch.where(kept, grad_out * philox.dropout_scale(ctx.dropout_p), 0)
+            grad = ctx.backend.dropped_activation(*args)
+        return grad.view(grad_out.shape), None, None, None, None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import DTYPES, ISAS, runnable, short
 
+import fused_attn
 from fused_attn import nn
 from fused_attn.backends import cpp
 from fused_attn.core import philox
@@ -83,6 +84,21 @@ def test_rate_and_seed():
     assert abs((first == 0).double().mean() - 0.1) < 5 * (0.09 / x.numel()) ** 0.5
     torch.manual_seed(1)
     assert torch.equal(dropped(x, 0.1), first)
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_reference_is_alike(dtype, relu):
+    """Bit for bit, so that a training on the reference differs by attention's rounding alone."""
+    x = torch.randn(37, 50, dtype=dtype, requires_grad=True)
+    results = []
+    for backend in ("cpp", "eager"):
+        torch.manual_seed(4)
+        with fused_attn.use_backend(backend):
+            out = (dropped_relu if relu else dropped)(x, 0.3)
+        results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+    for ours, reference in zip(*results, strict=True):
+        assert torch.equal(ours, reference)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 1.0])

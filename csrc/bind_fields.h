@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "tensors.h"
@@ -59,15 +60,16 @@ class Fields {
  public:
   explicit Fields(const py::kwargs& fields) : fields_(fields) {}
 
-  template <class T>
+  template <class T, std::enable_if_t<!std::is_enum_v<T>, bool> = true>
   void number(const char* name, T* out) {
     if (PyObject* value = find(name)) *out = py::cast<T>(py::handle(value));
   }
 
-  void number(const char* name, DType* out) {
+  template <class Enum, std::enable_if_t<std::is_enum_v<Enum>, bool> = true>
+  void number(const char* name, Enum* out) {
     auto value = static_cast<int64_t>(*out);
-    number(name, &value);
-    *out = static_cast<DType>(value);
+    number<int64_t>(name, &value);
+    *out = static_cast<Enum>(value);
   }
 
   TensorView tensor(const char* name) {

@@ -12,6 +12,9 @@ namespace fused_attn {
 
 enum class DType : int64_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
+// In the order of backends/base.py, ACTIVATIONS.
+enum class Activation : int64_t { kIdentity, kRelu, kGelu, kGeluTanh };
+
 // The grid of TileSummary: fine enough for every backend's tiles, which are multiples or parts.
 constexpr int64_t kSummaryTileM = 32;
 constexpr int64_t kSummaryTileN = 64;
@@ -107,7 +110,7 @@ struct NormBwdParams {
 #include "fields/norm_bwd.inc"
 };
 
-// dropout(activation(input)), and its backward.
+// dropout(activation(input + bias)), and its backward.
 struct ActivationParams {
 #include "fields/activation.inc"
 };

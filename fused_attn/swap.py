@@ -106,8 +106,9 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
     Args:
         model: any torch.nn.Module. Modules of exactly these classes are swapped, wherever they
             are: torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm, RMSNorm,
-            and the RMS norms of Hugging Face transformers. Subclasses may compute something else;
-            they are left alone. Models of transformers get attn_implementation "fused_attn".
+            and of Hugging Face transformers the RMS norms and the parts of BERT's layers beside
+            attention, with their copies. Subclasses may compute something else; they are left
+            alone. Models of transformers get attn_implementation "fused_attn".
         attention: swap attention, and the Transformer containers, whose inference path in torch
             would bypass it.
         norm: swap the norms.
@@ -181,9 +182,9 @@ def _register_integrations(model: Module) -> None:
 
         timm.register()
     if "transformers" in sys.modules:
-        from fused_attn.integrations.transformers import norms as transformers_norms
+        from fused_attn.integrations.transformers import by_code
 
-        transformers_norms.register(model)
+        by_code.register(model)
 
 
 def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:

@@ -105,7 +105,7 @@ bool run_norm_fwd(const NormParams& p) { return run_as<NormFwd>(p.dtype, p); }
 
 bool run_norm_bwd(const NormBwdParams& p) { return run_as<NormBwd>(p.fwd.dtype, p); }
 
-bool run_activation(const ActivationParams& p) { return run_as<DroppedActivation>(p.dtype, p); }
+bool run_activation(const ActivationParams& p) { return run_as<ActivationPass>(p.dtype, p); }
 
 bool run_tile_kinds(const TileKindsParams& p) { return run_as<TileKinds>(p.problem.dtype, p); }
 

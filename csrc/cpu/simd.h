@@ -107,6 +107,18 @@ inline Vec<T> max(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
+// 1 / x of what is far from 0 and from infinity, to an ulp. A division takes 16 cycles.
+template <class T>
+FUSED_ATTN_INLINE Vec<T> reciprocal(Vec<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    const Vec<T> rough = (Vec<T>)_mm512_rcp14_ps((__m512)x);  // 2^-14; a step of Newton squares it
+    return rough + rough * (T(1) - x * rough);
+  }
+#endif
+  return T(1) / x;
+}
+
 #if defined(__FMA__)
 // a * b + c rounded once. (Left to itself, the compiler fuses no product that it needs elsewhere.)
 template <class T>

@@ -21,6 +21,9 @@ from fused_attn.core.call import (
 from fused_attn.core.flat import empty_strided
 from fused_attn.masks import Mask
 
+# In the order of csrc/params.h, enum Activation.
+ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
+
 
 class CacheUpdate(NamedTuple):
     """The rows that `decode_attention` adds to a cache, and their place there.
@@ -148,23 +151,28 @@ class Backend:
         the sum, if that is wanted."""
         return None
 
-    def dropped_activation(
+    def activation(
         self,
         input: Tensor,
-        relu: bool,
+        bias: Tensor | None,
+        activation: str,
         dropout_p: float,
-        seed: Tensor,
+        seed: Tensor | None,
         grad_out: Tensor | None = None,
-    ) -> Tensor | None:
-        """dropout(relu(input)), or dropout(input), of a contiguous matrix; None where there is no
-        kernel for it.
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """dropout(activation(input + bias)) of a contiguous matrix. Not every backend has it.
 
         Args:
-            seed: int64 scalar; what it drops is `core.philox.norm_keep`.
-            grad_out: the gradient of the result; then this is the gradient of input, which with
-                relu is the result instead.
+            bias: (columns,), of the same type.
+            activation: one of ACTIVATIONS.
+            seed: int64 scalar; what it drops is `core.philox.norm_keep`. None without dropout.
+            grad_out: the gradient of the result; then this is the gradient of input + bias. For
+                "relu" input is the result then.
+            out: where the result is written; it may be input.
         """
-        return None
+        raise NotImplementedError
 
     def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
         """The outputs. Not for_backward: lse_low and out_low are empty, of a differentiable backend

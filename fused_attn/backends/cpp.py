@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends.base import Backend
+from fused_attn.backends.base import ACTIVATIONS, Backend
 from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.core.call import (
@@ -137,19 +137,24 @@ class CppBackend(Backend):
             torch.is_grad_enabled(), torch.get_num_threads(),
         )  # fmt: skip
 
-    def dropped_activation(
+    def activation(
         self,
         input: Tensor,
-        relu: bool,
+        bias: Tensor | None,
+        activation: str,
         dropout_p: float,
-        seed: Tensor,
+        seed: Tensor | None,
         grad_out: Tensor | None = None,
-    ) -> Tensor | None:
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         rows, columns = input.shape
-        out = self.empty(input.shape, (columns, 1), input.dtype, input.device)
+        if out is None:
+            out = self.empty(input.shape, (columns, 1), input.dtype, input.device)
         _cpu.activation(
-            input=input, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype], rows=rows,
-            columns=columns, relu=relu, dropout_p=dropout_p, seed=int(seed) & _MASK64,
+            input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
+            rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),
+            dropout_p=dropout_p, seed=0 if seed is None else int(seed) & _MASK64,
             num_threads=torch.get_num_threads(),
         )  # fmt: skip
         return out

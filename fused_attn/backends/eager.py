@@ -30,12 +30,15 @@ class EagerBackend(Backend):
         nothing = out.new_empty(0)
         return NormOutputs(out, total, nothing, nothing)
 
-    def dropped_activation(
+    def activation(
         self,
         input: Tensor,
-        relu: bool,
+        bias: Tensor | None,
+        activation: str,
         dropout_p: float,
-        seed: Tensor,
+        seed: Tensor | None,
         grad_out: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return reference.dropped_activation(input, relu, dropout_p, seed, grad_out)
+        return reference.activation(input, bias, activation, dropout_p, seed, grad_out)

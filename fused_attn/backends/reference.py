@@ -117,14 +117,38 @@ def norm_of(total: Tensor, call: NormCall) -> Tensor:
     return (out * weight).to(total.dtype)
 
 
-def dropped_activation(
-    input: Tensor, relu: bool, dropout_p: float, seed: Tensor, grad_out: Tensor | None = None
+def activation(
+    input: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    grad_out: Tensor | None = None,
 ) -> Tensor:
-    """As `Backend.dropped_activation`."""
-    value = input if grad_out is None else grad_out
-    if relu and grad_out is not None:
-        kept = ~(input <= 0)  # NaN too
-    else:
+    """As `Backend.activation`, by torch."""
+    backward = grad_out is not None
+    if activation == "relu" and grad_out is not None:
+        kept = ~(input <= 0)  # of the result, NaN too
+        return torch.where(kept, grad_out * philox.dropout_scale(dropout_p), 0)
+    total = input if bias is None else input + bias
+    value = total if grad_out is None else grad_out
+    if not backward:
+        value = _activated(total, activation)
+    if dropout_p > 0.0:
+        assert seed is not None
         kept = philox.norm_keep(seed, dropout_p, *input.shape)
-        value = value.relu() if relu else value
-    return torch.where(kept, value * philox.dropout_scale(dropout_p), 0)
+        value = torch.where(kept, value * philox.dropout_scale(dropout_p), 0)
+    if backward and activation != "identity":
+        value = torch.ops.aten.gelu_backward(value, total, approximate=_APPROXIMATE[activation])
+    return value
+
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _activated(total: Tensor, activation: str) -> Tensor:
+    if activation == "identity":
+        return total
+    if activation == "relu":
+        return total.relu()
+    return torch.nn.functional.gelu(total, approximate=_APPROXIMATE[activation])

@@ -20,7 +20,7 @@ from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
 from fused_attn.nn._nested import on_padded
-from fused_attn.nn.activation import drop, drop_activation
+from fused_attn.nn.activation import drop, feed_forward_hidden
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache
 from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
@@ -64,7 +64,8 @@ class _Layer(FromTorch):
         )[0]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(drop_activation(self.activation, self.dropout, self.linear1(x)))
+        hidden = feed_forward_hidden(self.linear1, self.activation, self.dropout, x)
+        return self.linear2(hidden)
 
 
 @replaces(torch.nn.TransformerEncoderLayer)

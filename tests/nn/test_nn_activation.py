@@ -1,79 +1,137 @@
-"""dropout(activation(x)) of the feed-forward block, in one pass on CPUs."""
+"""dropout(activation(x + bias)) of the feed-forward block, in one pass on CPUs."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import DTYPES, ISAS, runnable, short
 
 import fused_attn
 from fused_attn import nn
 from fused_attn.backends import cpp
+from fused_attn.backends.base import ACTIVATIONS
 from fused_attn.core import philox
-from fused_attn.core.activation import dropped, dropped_relu
-from fused_attn.nn.activation import drop_activation
+from fused_attn.core.activation import activation_pass
+from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.nn.activation import feed_forward_hidden
 
-RELU = torch.nn.functional.relu
+SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
 
 
-def in_double(x, dropout_p, relu, seed):
-    """What the kernel computes, by torch's operations."""
-    rows, columns = x.shape[:-1].numel(), x.shape[-1]
-    keep = philox.norm_keep(seed, dropout_p, rows, columns).view(x.shape)
-    value = x.double().relu() if relu else x.double()
-    return torch.where(keep, value * philox.dropout_scale(dropout_p), 0)
+def activated(x, activation):
+    """In float64; nothing cancels where x is far below 0."""
+    if activation == "gelu":
+        return x * 0.5 * torch.erfc(-x * math.sqrt(0.5))
+    if activation == "gelu_tanh":
+        return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+    return x.relu() if activation == "relu" else x
+
+
+def numbers(shape, dtype):
+    """Up to where GELU is 0 or the number itself."""
+    return torch.randn(shape, dtype=dtype) * torch.tensor([0.01, 1.0, 6.0])[torch.randint(3, shape)]
+
+
+def dropped(x, dropout_p):
+    return activation_pass(x, None, "identity", dropout_p)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("shape", [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)], ids=str)
-def test_values_and_gradients(shape, relu, dtype, isa):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients(shape, activation, dropout_p, dtype, isa):
     if not runnable(isa):
         pytest.skip(f"reason: this CPU has no {isa}")
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    grad = torch.randn(shape, dtype=dtype)
+    x = numbers(shape, torch.float64).to(dtype).requires_grad_()
+    bias = torch.randn(shape[-1]).to(dtype).requires_grad_() if len(shape) > 1 else None
+    grad = torch.randn(shape).to(dtype)
+    leaves = [t for t in (x, bias) if t is not None]
     torch.manual_seed(5)
     seed = philox.new_seed(x.device)
     torch.manual_seed(5)
     with cpp.use_isa(isa):
-        out = (dropped_relu if relu else dropped)(x, 0.3)
-        (got,) = torch.autograd.grad(out, x, grad, retain_graph=True)
-    (watched,) = torch.autograd.grad(out, x, grad, create_graph=True)
-    want = in_double(x, 0.3, relu, seed)
-    (want_grad,) = torch.autograd.grad(want, x, grad.double())
-    # A product is rounded once; its factor is that of the type that is calculated in.
-    options = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0}
-    torch.testing.assert_close(out.double(), want, **options)
-    torch.testing.assert_close(got, want_grad.to(dtype), **options)
-    torch.testing.assert_close(watched, got, **options)
+        out = activation_pass(x, bias, activation, dropout_p)
+        got = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    watched = torch.autograd.grad(out, leaves, grad, create_graph=True)
+    # The sum is rounded to the type that is calculated in.
+    wide = statistics_dtype(dtype)
+    total = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    keep = philox.norm_keep(seed, dropout_p, x.shape[:-1].numel(), x.shape[-1]).view(x.shape)
+    want = activated(total.double(), activation)
+    want = torch.where(keep, want * philox.dropout_scale(dropout_p), 0)
+    want_grads = torch.autograd.grad(want, leaves, grad.double())
+    # A few roundings of the type that is calculated in, and that of the result; an argument of exp
+    # that is rounded moves its result by so many more.
+    size = total.double().abs()
+    cubic = 1.6 * size + 0.072 * size**3
+    moved = 4 * (size**2 / 2 if activation == "gelu" else cubic if "tanh" in activation else 0)
+    ulps = torch.finfo(dtype).eps + (6 + moved) * torch.finfo(wide).eps
+    # Of exp, what would be subnormal is 0.
+    tiny = max(64 * torch.finfo(wide).smallest_normal, torch.finfo(dtype).smallest_normal / 1024)
+    assert ((out.double() - want).abs() <= ulps * want.abs() + tiny).all()
+    # Slopes are sums that cancel where x is -0.75.
+    absolute = 4 * torch.finfo(wide).eps * float(grad.abs().max()) + tiny
+    errors = (got[0].double() - want_grads[0].double()).abs()
+    assert (errors <= 2 * ulps * want_grads[0].double().abs() + absolute).all()
+    torch.testing.assert_close(watched[0].to(dtype), got[0], rtol=0.05, atol=0.05)
+    if bias is not None:
+        scale = grad.double().abs().reshape(-1, shape[-1]).sum(0).max().item()
+        error = (got[1].double() - want_grads[1].double()).abs().max().item()
+        assert error <= scale * (4 * torch.finfo(dtype).eps + 40 * torch.finfo(wide).eps)
 
 
-@pytest.mark.parametrize("relu", [True, False])
-def test_second_order(relu):
-    x = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_second_order(activation, dropout_p):
+    x, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 9), (9,)))
 
-    def of(x):
+    def of(x, bias):
         torch.manual_seed(3)
-        return (dropped_relu if relu else dropped)(x, 0.4)
+        return activation_pass(x, bias, activation, dropout_p)
 
-    assert torch.autograd.gradcheck(of, x)
-    assert torch.autograd.gradgradcheck(of, x)
-    jacobian = torch.autograd.functional.jacobian(of, x, vectorize=True)
-    torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(of, x))
+    assert torch.autograd.gradcheck(of, (x, bias))
+    assert torch.autograd.gradgradcheck(of, (x, bias))
+    jacobian = torch.autograd.functional.jacobian(of, (x, bias), vectorize=True)
+    torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(of, (x, bias)))
 
 
-@pytest.mark.parametrize("relu", [True, False])
-def test_nan_and_infinity(relu):
+@pytest.mark.parametrize("activation", ["identity", "relu"])
+def test_nan_and_infinity(activation):
     """As torch has them, where they are kept."""
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e38] * 200)[None]
     x.requires_grad_()
-    out = (dropped_relu if relu else dropped)(x, 0.25)
+    out = activation_pass(x, None, activation, 0.25)
     kept = out != 0
-    want = (x.relu() if relu else x) * philox.dropout_scale(0.25)
+    want = activated(x, activation) * philox.dropout_scale(0.25)
     torch.testing.assert_close(out[kept], want[kept], equal_nan=True)
     out.backward(torch.ones_like(out))
     assert x.grad[kept].eq(philox.dropout_scale(0.25)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_nan_and_infinity(approximate, dtype, isa):
+    """Also slopes are limits there, where torch's are NaN."""
+    if not runnable(isa):
+        pytest.skip(f"reason: this CPU has no {isa}")
+    big = torch.finfo(dtype).max
+    inf = float("inf")
+    x = torch.tensor([float("nan"), inf, -inf, 0.0, big, -big] * 7, dtype=dtype)
+    x.requires_grad_()
+    with cpp.use_isa(isa):
+        out = activation_pass(x, None, {"none": "gelu", "tanh": "gelu_tanh"}[approximate])
+        out.sum().backward()
+    nan = float("nan")  # of -inf, as torch has it
+    values = torch.tensor([nan, inf, nan, 0, big, 0] * 7, dtype=dtype)
+    torch.testing.assert_close(out, values, equal_nan=True)
+    slopes = torch.tensor([nan, 1, 0, 0.5, 1, 0] * 7, dtype=dtype)
+    torch.testing.assert_close(x.grad, slopes, equal_nan=True)
 
 
 def test_rate_and_seed():
@@ -86,24 +144,23 @@ def test_rate_and_seed():
     assert torch.equal(dropped(x, 0.1), first)
 
 
-@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("activation", ["identity", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_reference_is_alike(dtype, relu):
+def test_reference_is_alike(dtype, activation):
     """Bit for bit, so that a training on the reference differs by attention's rounding alone."""
     x = torch.randn(37, 50, dtype=dtype, requires_grad=True)
     results = []
     for backend in ("cpp", "eager"):
         torch.manual_seed(4)
         with fused_attn.use_backend(backend):
-            out = (dropped_relu if relu else dropped)(x, 0.3)
+            out = activation_pass(x, None, activation, 0.3)
         results.append((out, *torch.autograd.grad(out.square().sum(), x)))
     for ours, reference in zip(*results, strict=True):
         assert torch.equal(ours, reference)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 1.0])
-def test_all_or_nothing_is_torchs(dropout_p):
-    assert dropped(torch.ones(3, 4), dropout_p) is None
+def test_all_dropped_is_torchs():
+    assert dropped(torch.ones(3, 4), 1.0) is None
 
 
 def test_what_is_not_plain_is_torchs():
@@ -116,28 +173,76 @@ def test_what_is_not_plain_is_torchs():
     torch.vmap(lambda t: torch.ones(()) if dropped(t, 0.5) is None else None)(x)
 
 
-@pytest.mark.parametrize("hooked", ["dropout", "activation"])
+@pytest.mark.parametrize("hooked", ["linear", "activation", "dropout"])
 def test_hooks_are_called(hooked):
-    modules = {"dropout": torch.nn.Dropout(0.5), "activation": torch.nn.ReLU()}
+    modules = {
+        "linear": torch.nn.Linear(40, 30),
+        "activation": torch.nn.ReLU(),
+        "dropout": torch.nn.Dropout(0.5),
+    }
     seen = []
     modules[hooked].register_forward_hook(lambda *_: seen.append(hooked))
-    out = drop_activation(modules["activation"], modules["dropout"], torch.randn(50, 40))
+    x = torch.randn(50, 40)
+    out = feed_forward_hidden(*modules.values(), x)
     assert seen == [hooked]
-    assert (out >= 0).all()
+    want = F.linear(x, modules["linear"].weight, modules["linear"].bias).relu() * 2
+    torch.testing.assert_close(out[out != 0], want[out != 0])
 
 
+def test_own_linear_keeps_what_it_returns():
+    class Cached(torch.nn.Linear):
+        def forward(self, x):
+            self.seen = super().forward(x)
+            return self.seen
+
+    linear, x = Cached(8, 16), torch.randn(3, 8)
+    with torch.no_grad():
+        out = feed_forward_hidden(linear, F.gelu, None, x)
+    torch.testing.assert_close(linear.seen, F.linear(x, linear.weight, linear.bias))
+    torch.testing.assert_close(out, F.gelu(linear.seen))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     "activation",
-    [RELU, torch.relu, torch.nn.ReLU(), torch.nn.functional.gelu],
-    ids=["F.relu", "relu", "ReLU", "gelu"],
-)
-def test_activations(activation):
-    x, dropout = torch.randn(30, 40), torch.nn.Dropout(0.4)
-    out = drop_activation(activation, dropout, x)
-    scale = philox.dropout_scale(0.4)
-    assert 0.2 < (out == 0).double().mean() < 0.85
-    torch.testing.assert_close(out[out != 0], activation(x)[out != 0] * scale)
-    assert torch.equal(drop_activation(activation, dropout.eval(), x), activation(x))
+    [
+        F.relu, torch.relu, torch.nn.ReLU(), F.gelu, torch.nn.GELU(), torch.nn.GELU("tanh"), F.silu,
+        torch.nn.SiLU(), lambda x: x * 2,
+    ],
+    ids=["F.relu", "relu", "ReLU", "gelu", "GELU", "GELU-tanh", "silu", "SiLU", "own"],
+)  # fmt: skip
+def test_feed_forward_hidden(activation, bias, grad):
+    x, dropout = torch.randn(30, 40, requires_grad=grad), torch.nn.Dropout(0.4)
+    linear = torch.nn.Linear(40, 50, bias=bias)
+    want = activation(linear(x))
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(feed_forward_hidden(linear, activation, None, x), want)
+        out = feed_forward_hidden(linear, activation, dropout, x)
+        scale = philox.dropout_scale(0.4)
+        assert 0.2 < (out == 0).double().mean() < 0.85
+        torch.testing.assert_close(out[out != 0], want[out != 0] * scale)
+        out = feed_forward_hidden(linear, activation, dropout.eval(), x)
+        torch.testing.assert_close(out, want)
+    if grad:
+        leaves = [x, *linear.parameters()]
+        direction = torch.randn_like(out)
+        got, wanted = (torch.autograd.grad(y, leaves, direction) for y in (out, want))
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_autocast(dtype):
+    x, linear = torch.randn(30, 40), torch.nn.Linear(40, 50)
+    with torch.autocast("cpu", dtype):
+        out = feed_forward_hidden(linear, F.gelu, None, x)
+        want = F.gelu(linear(x))
+        assert out.dtype == want.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, want, rtol=2 * eps, atol=2 * eps)
+    (got, wanted) = (torch.autograd.grad(y.sum(), linear.bias)[0] for y in (out, want))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

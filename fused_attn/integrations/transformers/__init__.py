@@ -8,7 +8,9 @@ After `register()`, "fused_attn" is a name for ``attn_implementation`` in ``from
     masks.py         the mask that the library asks for once a forward pass
     model_mask.py    what stands for it in the model: a tensor, to all but the attention
     encoders.py      encoders that drop padding, of BERT and its like
-    norms.py         RMS norms that `swap_modules` swaps
+    by_code.py       modules that `swap_modules` swaps, known by their code:
+    norms.py         RMS norms, and
+    blocks.py        what is beside attention in BERT's layers
 
 Example:
     >>> from fused_attn.integrations import transformers as integration
@@ -22,7 +24,7 @@ import importlib
 from typing import Any
 
 # Where each public name is defined. They are imported when they are asked for: that imports
-# transformers, which encoders.py and norms.py, that the rest of the package asks, do without.
+# transformers, which encoders.py, that the rest of the package asks, does without.
 _HOMES = {
     "NAME": "encoders",
     "attention_forward": "attention",

@@ -1,0 +1,167 @@
+"""What is beside attention in the layers of BERT and its copies: classes, numbers, what stays."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from fused_attn.integrations.transformers.blocks import ResidualNorm, Widening
+from fused_attn.swap import swap_modules
+
+transformers = pytest.importorskip(
+    "transformers", minversion="5.0", reason="reason: needs transformers"
+)
+SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+    "vocab_size": 60,
+}
+BERTS = ("Bert", "Roberta", "Camembert", "Electra", "XLMRoberta")
+ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "silu", "gelu_python")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def new(kind="Bert", **settings):
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **settings)
+    return getattr(transformers, f"{kind}Model")(config)
+
+
+def batch():
+    ids = torch.randint(5, 60, (3, 11))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = mask[2, 3:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def results(model, inputs):
+    """The rows of real tokens, and the gradients of all parameters."""
+    model.zero_grad()
+    out = model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), grads
+
+
+def assert_same(model, swapped, inputs):
+    for want, got in zip(results(model, inputs), results(swapped, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", BERTS)
+def test_layers_are_swapped(kind):
+    model = new(kind).eval()
+    swapped = copy.deepcopy(model)
+    report = swap_modules(swapped)
+    layer = swapped.encoder.layer[0]
+    assert isinstance(layer.intermediate, Widening)
+    assert isinstance(layer.output, ResidualNorm)
+    assert isinstance(layer.attention.output, ResidualNorm)
+    assert "encoder.layer.1.intermediate" in {s.name for s in report.swapped}
+    assert_same(model, swapped, batch())
+    assert_same(model, pickle.loads(pickle.dumps(swapped)), batch())
+    report.restore()
+    assert type(layer.output).__module__.startswith("transformers.")
+    assert_same(model, swapped, batch())
+
+
+@pytest.mark.parametrize("activation", ACTS)
+def test_activations(activation):
+    model = new(hidden_act=activation).eval()
+    swapped = copy.deepcopy(model)
+    swap_modules(swapped)
+    assert_same(model, swapped, batch())
+
+
+def test_one_pass_each():
+    """Neither GELU nor dropout nor the sum is torch's, in training; checkpoints repeat it."""
+    model = new(attention_probs_dropout_prob=0.1).train()
+    swap_modules(model)
+    inputs = batch()
+    with torch.profiler.profile() as profile:
+        model.encoder(torch.randn(2, 5, 24))
+    called = {event.key for event in profile.key_averages()}
+    assert not called & {"aten::gelu", "aten::bernoulli_", "aten::native_layer_norm"}
+    torch.manual_seed(3)
+    out, grads = results(model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(3)
+    again, grads_again = results(model, inputs)
+    torch.testing.assert_close(again, out)
+    torch.testing.assert_close(grads_again, grads)
+
+
+@pytest.mark.parametrize("name", ["intermediate.dense", "output.dense", "output.dropout"])
+def test_hooks_see_what_they_did(name):
+    model = new().eval()
+    inputs = batch()
+    del inputs["attention_mask"]
+    swapped = copy.deepcopy(model)
+    swap_modules(swapped)
+    seen = []
+    for each in (model, swapped):
+        module = each.encoder.layer[1].get_submodule(name)
+        module.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
+        each(**inputs)
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-4, atol=1e-5)
+
+
+def test_replaced_linear_is_called():
+    """As adapters do it: another module in the place of `dense`."""
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = new().eval()
+    for part in (model.encoder.layer[0].intermediate, model.encoder.layer[0].output):
+        part.dense.__class__ = Doubled
+    swapped = copy.deepcopy(model)
+    swap_modules(swapped)
+    assert_same(model, swapped, batch())
+
+
+@pytest.mark.parametrize(("attention", "norm"), [(True, False), (False, True)])
+def test_parts_of_the_swap(attention, norm):
+    """Blocks come with attention; without `norm` their norm stays torch's."""
+    model = new().eval()
+    swapped = copy.deepcopy(model)
+    swap_modules(swapped, attention=attention, norm=norm)
+    output = swapped.encoder.layer[0].output
+    assert isinstance(output, ResidualNorm) == attention
+    assert (type(output.LayerNorm) is torch.nn.LayerNorm) == (not norm)
+    assert_same(model, swapped, batch())
+
+
+def test_other_code_of_the_same_name_stays():
+    class OtherOutput(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = torch.nn.Linear(24, 24)
+            self.LayerNorm = torch.nn.LayerNorm(24)
+            self.dropout = torch.nn.Dropout(0.0)
+
+        def forward(self, hidden_states, input_tensor):
+            return self.LayerNorm(self.dropout(self.dense(hidden_states)) - input_tensor)
+
+    OtherOutput.__module__ = "transformers.models.other.modeling_other"
+    model = new().eval()
+    model.encoder.layer[0].output = OtherOutput()
+    swap_modules(model)
+    assert type(model.encoder.layer[0].output) is OtherOutput
+
+
+def test_compiled():
+    model = new().eval()
+    inputs = batch()
+    want = results(model, inputs)
+    swap_modules(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    got = results(compiled, inputs)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)

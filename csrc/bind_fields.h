@@ -277,6 +277,21 @@ void read_operands(const TensorView& query, const TensorView& key, const TensorV
   }
 }
 
+// Where sequences lie that a MaskSpec packs; true if it packs any.
+bool read_packing(const py::handle& spec, AttentionParams* p) {
+  const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
+  if (!ends_q.there) return false;
+  const TensorView ends_k = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_k"));
+  check_dense(ends_q, "cu_seqlens_q", 0);
+  check_dense(ends_k, "cu_seqlens_k", 0);
+  p->cu_seqlens_q = static_cast<const int64_t*>(ends_q.data);
+  p->cu_seqlens_k = static_cast<const int64_t*>(ends_k.data);
+  p->batch = ends_q.shape[0] - 1;
+  p->seqlen_q = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_q"));
+  p->seqlen_k = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_k"));
+  return true;
+}
+
 // dropout_origin of a call, `numel` integers.
 template <class Origin>
 void read_origin(const py::handle& call, int64_t numel, const Origin** origin) {
@@ -299,18 +314,8 @@ void read_call(const py::handle& call, AttentionParams* p) {
   p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
   const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
   read_mask(spec, &p->mask);
-  const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
-  const int64_t batch = ends_q.there ? ends_q.shape[0] - 1 : p->batch;
-  read_origin(call, batch * 3, &p->dropout_origin);
-  if (!ends_q.there) return;
-  const TensorView ends_k = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_k"));
-  check_dense(ends_q, "cu_seqlens_q", 0);
-  check_dense(ends_k, "cu_seqlens_k", 0);
-  p->cu_seqlens_q = static_cast<const int64_t*>(ends_q.data);
-  p->cu_seqlens_k = static_cast<const int64_t*>(ends_k.data);
-  p->batch = batch;
-  p->seqlen_q = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_q"));
-  p->seqlen_k = integer<int64_t>(FUSED_ATTN_ATTRIBUTE(spec, "max_seqlen_k"));
+  read_packing(spec, p);
+  read_origin(call, p->batch * 3, &p->dropout_origin);
 }
 void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
 void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }

@@ -1,5 +1,6 @@
 """The compiled CPU kernels (csrc/bind_cpu.cpp); the fields are those of csrc/fields."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,8 +25,24 @@ def attention(
     enable_gqa: bool,
     grad_enabled: bool,
     num_threads: int,
+    for_backward: bool,
+    dropout_p: float,
+    draw: Callable[[], int] | None,
     /,
-) -> Tensor | None: ...
+) -> Any: ...
+def attention_gradients(
+    grad_out: Tensor,
+    outputs: tuple[Tensor | None, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: MaskSpec | None,
+    scale: float | None,
+    num_threads: int,
+    dropout_p: float,
+    draw: Callable[[], int],
+    /,
+) -> tuple[Tensor, Tensor, Tensor] | None: ...
 def norm(
     input: Tensor,
     shape: tuple[int, ...],

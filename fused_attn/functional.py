@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.backends import first_backend, problem_of, select
+from fused_attn.backends import Backend, first_backend, problem_of, select
 from fused_attn.core import autograd, packed
 from fused_attn.core.autocast import any_autocast, autocast, autocast_norm
 from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.core.second_order import give_second_order
 from fused_attn.core.shapes import canonical
-from fused_attn.core.torch_state import statistics_dtype, unwatched
+from fused_attn.core.torch_state import learns, statistics_dtype, unwatched
 from fused_attn.core.validation import (
     attention_call,
     check_float,
@@ -29,7 +29,8 @@ from fused_attn.core.validation import (
     checked_seed,
 )
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.memo import recall, recall_of
+from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 
 
 def scaled_dot_product_attention(
@@ -129,9 +130,12 @@ def _at_once(
         return None
     if any_autocast():
         query, key, value = autocast(query, key, value)
-    out = backend.attention_at_once(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, bool(enable_gqa)
-    )
+    call_of = (query, key, value, attn_mask, dropout_p, is_causal, scale, bool(enable_gqa))
+    if backend.trains_at_once and any(learns(t) for t in (query, key, value)):
+        if type(dropout_p) not in (float, int) or not 0.0 <= dropout_p < 1.0:
+            return None
+        return autograd.attention_at_once(backend, *call_of)
+    out = backend.attention_at_once(*call_of)
     if out is not None and out.requires_grad and dropout_p == 0.0:
 
         def call() -> AttentionCall:
@@ -200,6 +204,12 @@ def varlen_attention(
 
     Source: Dao 2023, "FlashAttention-2", section 3.2, for the layout.
     """
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    plain = softcap is None and seed is None and backend is None and not return_lse
+    if plain and unwatched():
+        out = _packed_at_once(query, key, value, *lengths, attn_mask, dropout_p, is_causal, scale)
+        if out is not None:
+            return out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_float(name, tensor)
         if tensor.dim() != 3:
@@ -213,26 +223,83 @@ def varlen_attention(
             f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
             f"got {num_heads_kv}"
         )
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    given = cu_seqlens_q, cu_seqlens_k
-    cu_seqlens_q = checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
-    cu_seqlens_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
-    check_same("cu_seqlens_k", "shape", cu_seqlens_k.shape, cu_seqlens_q.shape, "cu_seqlens_q")
+    spec = _packed_spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    mask = packed.with_lengths(masks.as_mask(attn_mask), is_causal, *given)
-    batch = cu_seqlens_q.shape[0] - 1
-    spec = replace(
-        normalize(mask, batch, num_heads, max_seqlen_q, max_seqlen_k, q),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
     result = "lse" if return_lse else "out"
     out, lse = _attend(q, k, v, spec, scale, softcap, dropout_p, seed, result, backend)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
+
+
+def _packed_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Tensor | Mask | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """out of packed sequences by a backend that does all in one, or None."""
+    if not all(isinstance(t, Tensor) and t.dim() == 3 for t in (query, key, value)):
+        return None
+    if type(is_causal) is not bool or type(scale) not in _SCALES or isinstance(attn_mask, Tensor):
+        return None
+    backend = first_backend(query.device)
+    if backend is None or type(backend).packed_at_once is Backend.packed_at_once:
+        return None
+    if type(dropout_p) not in (float, int) or dropout_p != 0.0:
+        return None
+    if any_autocast():
+        query, key, value = autocast(query, key, value)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if attn_mask is not None and any(b.requires_grad for b in attn_mask.biases):
+        return None
+    spec = _packed_spec(query, key, *lengths, attn_mask, is_causal)
+    if not bias_fits(spec, query.dtype):
+        return None
+    return backend.packed_at_once(query, key, value, spec, scale)
+
+
+def _packed_spec(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    mask: Mask | None,
+    is_causal: bool,
+) -> MaskSpec:
+    """The mask of packed sequences, which are checked; kept, so that layers share it."""
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    num_heads = query.shape[1]
+
+    def make() -> MaskSpec:
+        starts_q = checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
+        starts_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
+        check_same("cu_seqlens_k", "shape", starts_k.shape, starts_q.shape, "cu_seqlens_q")
+        within = packed.with_lengths(mask, is_causal, cu_seqlens_q, cu_seqlens_k)
+        batch = starts_q.shape[0] - 1
+        # What is kept must not hold its owner.
+        return replace(
+            normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query),
+            cu_seqlens_q=starts_q.clone() if starts_q is cu_seqlens_q else starts_q,
+            cu_seqlens_k=starts_k.clone() if starts_k is cu_seqlens_q else starts_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+
+    what = ("spec", is_causal, max_seqlen_q, max_seqlen_k, num_heads, len(query), len(key))
+    ends = cu_seqlens_q, cu_seqlens_k
+    if mask is None:
+        return recall_of(cu_seqlens_q, what, ends, make)
+    return recall(mask.memo, what, (*ends, *mask.tensors()), query.device, make)
 
 
 def _attend(

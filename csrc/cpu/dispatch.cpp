@@ -158,6 +158,23 @@ const KernelTable& choose_kernels(const char* wanted) {
 // 32 queries and keys of 64 1.33 and 1.09; but of 64 3.2 and 3.5, of 128 of 32 4.9 and 5.9.
 constexpr int64_t kFewProducts = 2048;
 
+// Rows of a block of 64, of queries and of keys, up to which a part of one costs AMX more than the
+// rows that vectors compute, and the longest packed sequence whose second block does. Forward and
+// backward of 32 heads by AMX and by vectors, microseconds: 48 x 48 of 64 299 and 865, 226 and 668;
+// 40 x 40 of 128 568 and 1681, 431 and 1179; of 256, or with 1024 keys, AMX wins (2727, 4026).
+// Sequences of 20, 30, 30 and 48: 266 and 125.
+constexpr int64_t kPartOfBlock = 56, kLongestOfParts = 80, kDimOfParts = 128;
+
+bool wants_vectors(const AttentionParams& p) {
+  const int64_t dim = max64(p.head_dim, p.head_dim_v);
+  if (p.dtype != DType::kFloat32) return false;
+  if (p.seqlen_q * dim <= kFewProducts) return true;
+  if (dim > kDimOfParts) return false;
+  if (p.cu_seqlens_q == nullptr) return max64(p.seqlen_q, p.seqlen_k) <= kPartOfBlock;
+  const int64_t most = max64(p.cu_seqlens_q[p.batch], p.cu_seqlens_k[p.batch]);
+  return most <= kPartOfBlock * p.batch && max64(p.seqlen_q, p.seqlen_k) <= kLongestOfParts;
+}
+
 // The kernels of an instruction set, and those for float32 and few products a key.
 struct Choice {
   const KernelTable *table, *few_products;
@@ -190,9 +207,7 @@ const KernelTable& kernels() {
 
 const KernelTable& attention_kernels(const AttentionParams& p) {
   const KernelTable& table = kernels();
-  const bool few =
-      p.dtype == DType::kFloat32 && p.seqlen_q * max64(p.head_dim, p.head_dim_v) <= kFewProducts;
-  return few ? *current_few_products.load(std::memory_order_acquire) : table;
+  return wants_vectors(p) ? *current_few_products.load(std::memory_order_acquire) : table;
 }
 
 void set_isa(const char* isa) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from fused_attn.core.call import (
 )
 from fused_attn.core.flat import empty_strided
 from fused_attn.masks import Mask
+from fused_attn.masks.spec import MaskSpec
 
 # In the order of csrc/params.h, enum Activation.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
@@ -50,6 +51,7 @@ class Backend:
         name: what users ask for.
         differentiable: whether its passes are torch operations, which autograd, torch.compile and
             torch.func go through; else they are kernels, and the passes below their derivatives.
+        trains_at_once: whether it has `outputs_at_once` and `gradients_at_once`.
         torchs_own: whether all is computed by torch's own kernels, as they are. What torch does
             differently stays so: dropout draws from torch's generator, not by a call's seed
             (Philox), and NaN in keys and values that no query sees may reach results. Nor is there
@@ -58,6 +60,7 @@ class Backend:
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
+    trains_at_once: ClassVar[bool] = False
     torchs_own: ClassVar[bool] = False
 
     def unavailable(self) -> list[str]:
@@ -123,6 +126,39 @@ class Backend:
         """
         return None
 
+    def outputs_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec | None,
+        scale: float | None,
+        dropout_p: float,
+        draw: Callable[[], int],
+        enable_gqa: bool,
+    ) -> AttentionOutputs | None:
+        """The same for a backward; out_low is None where out is not rounded.
+
+        Args:
+            draw: gives the seed, which is asked for where something is dropped.
+        """
+        return None
+
+    def gradients_at_once(
+        self,
+        grad_out: Tensor,
+        outputs: AttentionOutputs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec | None,
+        scale: float | None,
+        dropout_p: float,
+        draw: Callable[[], int],
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The gradients of query, key and value by what `outputs_at_once` gave."""
+        return None
+
     def decode_at_once(
         self,
         query: Tensor,
@@ -134,6 +170,12 @@ class Backend:
         enable_gqa: bool,
     ) -> Tensor | None:
         """The same where sequence b has the first ends[b] of the keys; bottom-right, if causal."""
+        return None
+
+    def packed_at_once(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float | None
+    ) -> Tensor | None:
+        """The same of packed sequences, (total, num_heads, dim) each; spec is of this call."""
         return None
 
     def norm_at_once(

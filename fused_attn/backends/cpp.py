@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,7 @@ class CppBackend(Backend):
     """The kernels of the best instruction set that the CPU has."""
 
     name = "cpp"
+    trains_at_once = True
 
     def unavailable(self) -> list[str]:
         return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]
@@ -102,7 +103,41 @@ class CppBackend(Backend):
                 spec = with_summaries(spec, self.tile_summary)
         return _cpu.attention(
             query, key, value, spec, scale, enable_gqa,
-            torch.is_grad_enabled(), torch.get_num_threads(),
+            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
+        )  # fmt: skip
+
+    def outputs_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec | None,
+        scale: float | None,
+        dropout_p: float,
+        draw: Callable[[], int],
+        enable_gqa: bool,
+    ) -> AttentionOutputs | None:
+        outputs = _cpu.attention(
+            query, key, value, spec, scale, enable_gqa,
+            True, torch.get_num_threads(), True, dropout_p, draw,
+        )  # fmt: skip
+        return None if outputs is None else AttentionOutputs(*outputs)
+
+    def gradients_at_once(
+        self,
+        grad_out: Tensor,
+        outputs: AttentionOutputs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: MaskSpec | None,
+        scale: float | None,
+        dropout_p: float,
+        draw: Callable[[], int],
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        return _cpu.attention_gradients(
+            grad_out, outputs, query, key, value, spec, scale,
+            torch.get_num_threads(), dropout_p, draw,
         )  # fmt: skip
 
     def decode_at_once(
@@ -118,7 +153,17 @@ class CppBackend(Backend):
         spec = spec_of_ends(ends, query.shape[2], is_causal)
         return _cpu.attention(
             query, key, value, spec, scale, enable_gqa,
-            torch.is_grad_enabled(), torch.get_num_threads(),
+            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
+        )  # fmt: skip
+
+    def packed_at_once(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float | None
+    ) -> Tensor | None:
+        if learns(query):
+            return None
+        return _cpu.attention(
+            query, key, value, with_summaries(spec, self.tile_summary), scale, True,
+            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
         )  # fmt: skip
 
     def norm_at_once(

@@ -6,7 +6,8 @@ First order runs on the kernels; the backward of a backward is in second_order.p
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from fused_attn.backends import Backend, reference
 from fused_attn.core import ops, philox
 from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
 from fused_attn.core.flat import Flat, FlatT
+from fused_attn.core.layout import readable_in_place
 from fused_attn.core.second_order import differentiated, give_second_order
-from fused_attn.masks.spec import with_summaries
+from fused_attn.core.torch_state import batched_by_autograd, plain_eager
+from fused_attn.masks import Mask
+from fused_attn.masks.spec import MaskSpec, spec_at_once, with_summaries
 
 
 def attention(call: AttentionCall, backend: Backend, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -35,6 +39,53 @@ def attention(call: AttentionCall, backend: Backend, with_lse: bool) -> tuple[Te
         call = _apart(call) if torch.compiler.is_compiling() else call
         return _Attention.apply(call, backend, *call.tensors())[:2]
     return ops.attention_fwd(call, backend, False)[:2]
+
+
+def attention_at_once(
+    backend: Backend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """out with its gradients, of a call that nothing watches; None: it has to go the whole way."""
+    spec = None
+    if attn_mask is not None or is_causal:
+        spec = spec_at_once(attn_mask, is_causal, query, key)
+        if spec is None:
+            return None
+        spec = with_summaries(spec, backend.tile_summary)
+    rest = _AtOnceCall(spec, scale, float(dropout_p), query.device)
+    outputs = backend.outputs_at_once(query, key, value, *rest.fields(), enable_gqa)
+    if outputs is None:
+        return None
+    masks = () if spec is None else spec.tensors()
+    return _AttentionAtOnce.apply(rest, backend, outputs, masks, query, key, value)
+
+
+@dataclass
+class _AtOnceCall:
+    """What a backward needs of such a call but for its tensors."""
+
+    spec: MaskSpec | None
+    scale: float | None
+    dropout_p: float
+    device: torch.device
+    seed: Tensor | None = None
+
+    def draw(self) -> int:
+        """The seed, without its sign; it is drawn where it is first asked for."""
+        if self.seed is None:
+            self.seed = philox.new_seed(self.device)
+        return int(self.seed) & ((1 << 64) - 1)
+
+    def fields(self) -> tuple[MaskSpec | None, float | None, float, Callable[[], int]]:
+        """As backends take them."""
+        return self.spec, self.scale, self.dropout_p, self.draw
 
 
 def attention_with_weights(
@@ -133,17 +184,70 @@ class _Attention(Function):
         outputs = AttentionOutputs(out, lse, lse_low, out_low).readable()
         given = torch.zeros_like(out) if grad_out is None else grad_out
         needs_bias = _wanted(ctx, "bias")
-
-        def run() -> Any:
-            return ops.attention_bwd(call, outputs, given, grad_lse, needs_bias, ctx.backend)
-
-        grads = differentiated(
-            run, call, call.DIFFERENTIABLE, (given, grad_lse), reference.attention
-        )
+        grads = _gradients(call, outputs, given, grad_lse, needs_bias, ctx.backend)
         by_name = dict(zip(call.DIFFERENTIABLE, grads, strict=True))
         if not needs_bias:
             del by_name["bias"]
         return (None, None, *call.by_tensor(**by_name))
+
+
+def _gradients(
+    call: AttentionCall,
+    outputs: AttentionOutputs,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs_bias: bool,
+    backend: Backend,
+) -> Any:
+    """Those of query, key, value and bias, which can be differentiated."""
+
+    def run() -> Any:
+        return ops.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias, backend)
+
+    given = grad_out, grad_lse
+    return differentiated(run, call, call.DIFFERENTIABLE, given, reference.attention)
+
+
+class _AttentionAtOnce(Function):
+    """Of results that are there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rest: _AtOnceCall,
+        backend: Backend,
+        outputs: AttentionOutputs,
+        masks: tuple[Tensor | None, ...],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        # Those of the mask, too: who changes them before the backward has to hear of it.
+        ctx.save_for_backward(*outputs, *tensors, *masks)
+        ctx.rest, ctx.backend = rest, backend
+        return outputs.out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> Any:
+        nothing = (None,) * 4
+        if grad_out is None:
+            return (*nothing, None, None, None)
+        out, lse, lse_low, out_low, query, key, value, *_ = ctx.saved_tensors
+        rest, backend = ctx.rest, ctx.backend
+        outputs, qkv = AttentionOutputs(out, lse, lse_low, out_low), (query, key, value)
+        plain = plain_eager(grad_out) and not batched_by_autograd(grad_out)
+        if plain and not torch.is_grad_enabled():
+            given = readable_in_place(grad_out)
+            grads = backend.gradients_at_once(given, outputs, *qkv, *rest.fields())
+            if grads is not None:
+                return (*nothing, *grads)
+        spec = MaskSpec() if rest.spec is None else rest.spec
+        scale = query.shape[-1] ** -0.5 if rest.scale is None else float(rest.scale)
+        dropout = rest.dropout_p, rest.seed
+        call = AttentionCall(*qkv, spec, scale, 0.0, *dropout).readable()
+        if out_low is None:
+            outputs = outputs._replace(out_low=lse.new_empty(0, dtype=torch.int16))
+        grads = _gradients(call, outputs.readable(), grad_out, None, False, backend)
+        return (*nothing, *grads[:3])
 
 
 class _Weights(Function):

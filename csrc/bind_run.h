@@ -1,0 +1,63 @@
+// How the bindings of the CPU run a kernel.
+#pragma once
+
+#include <new>
+#include <vector>
+
+#include "bind_fields.h"
+#include "cpu/dispatch.h"
+
+namespace fused_attn {
+namespace {
+
+template <class Params>
+const KernelTable& kernels_for(const Params&) {
+  return kernels();
+}
+const KernelTable& kernels_for(const AttentionParams& p) { return attention_kernels(p); }
+const KernelTable& kernels_for(const AttentionBwdParams& p) { return attention_kernels(p.fwd); }
+const KernelTable& kernels_for(const AttentionWeightsParams& p) { return attention_kernels(p.fwd); }
+const KernelTable& kernels_for(const TileKindsParams& p) { return attention_kernels(p.problem); }
+
+// Runs an entry of the table without the GIL.
+template <class Params>
+void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params) {
+  py::gil_scoped_release release;
+  if (!(kernels_for(params).*entry)(params)) throw std::bad_alloc();
+}
+
+// Summaries of a call's masks that Python has none of, for as long as the call.
+class Summaries {
+ public:
+  void complete(const TensorView& mask, int64_t num_threads, DenseTensor* tensor) {
+    if (!mask.there || tensor->summary != nullptr) return;
+    SummaryParams p{};
+    int64_t step = 1;
+    for (int i = 3; i >= 0; --i) {
+      const int64_t tile = i == 2 ? kSummaryTileM : i == 3 ? kSummaryTileN : 1;
+      p.sizes[i] = mask.shape[i];
+      p.strides[i] = mask.strides[i];
+      tensor->summary_strides[i] = mask.shape[i] == 1 ? 0 : step;
+      step *= (mask.shape[i] + tile - 1) / tile;
+    }
+    memory_.emplace_back(step);
+    p.data = mask.data;
+    p.is_bool = !mask.is_float();
+    p.dtype = mask.dtype();
+    tensor->summary = p.summary = memory_.back().data();
+    p.num_threads = num_threads;
+    py::gil_scoped_release release;
+    kernels().tile_summary(p);
+  }
+
+ private:
+  std::vector<std::vector<uint8_t>> memory_;
+};
+
+void complete_mask(const py::handle& spec, AttentionParams* p, Summaries* summaries) {
+  summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias")), p->num_threads, &p->mask.bias);
+  summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense")), p->num_threads, &p->mask.dense);
+}
+
+}  // namespace
+}  // namespace fused_attn

@@ -20,7 +20,8 @@ def markdown(folder: Path, relative: str) -> str:
     machine, versions = runs[NAMES[0]]["machine"], runs[NAMES[0]]["versions"]
     lines = [
         f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
-        f"{versions['torch']}, float32, seed {runs[NAMES[0]]['seed']}."
+        f"{versions['torch']}, float32 (bert.py: products in bfloat16), seed "
+        f"{runs[NAMES[0]]['seed']}."
     ]
     for name, run in runs.items():
         if run["smoke"]:

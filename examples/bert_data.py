@@ -1,9 +1,7 @@
-"""Text for `python examples/bert.py`: pairs of passages, masked tokens, labelled speeches."""
+"""Text for `python examples/bert.py`: works, tokens, pairs of passages with masked tokens."""
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,13 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
-IGNORED = -100  # a label that F.cross_entropy skips
 # A tragedy, a history and a comedy. None of them continues another play.
 HELD_OUT = ["hamlet", "henry_viii", "twelfth_night"]
+# One of each again, by which sizes and learning rates were chosen.
+VALIDATION = ["macbeth", "john", "as_you_like_it"]
 # Its poems stand in other works, too.
 LEFT_OUT = ["passionate_pilgrim"]
-FORMS = ["verse", "prose"]
-MARKS = ["none", ",", ".", ";:", "?!"]  # what follows a word
 
 
 class Batch(NamedTuple):
@@ -41,10 +38,16 @@ class Pretraining(NamedTuple):
     is_next: Tensor  # (batch,) int64: 1 where the second segment follows the first
 
 
-def works() -> tuple[list[str], list[str]]:
-    """Plays and poems to train on, and the held-out plays."""
+def works(validation: bool = False) -> tuple[list[str], list[str]]:
+    """Plays and poems to train on, and the held-out plays.
+
+    Args:
+        validation: the plays of VALIDATION are held out, and those of HELD_OUT not there at all.
+    """
     texts = {name: text for name, text in data.shakespeare().items() if name not in LEFT_OUT}
     held_out = [texts.pop(name) for name in HELD_OUT]
+    if validation:
+        held_out = [texts.pop(name) for name in VALIDATION]
     return list(texts.values()), held_out
 
 
@@ -168,82 +171,3 @@ def pad_batch(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
     lengths = torch.tensor([len(row) for row in rows])
     return ids, torch.arange(ids.shape[1]) >= lengths[:, None]
-
-
-def speeches(texts: Iterable[str]) -> list[list[str]]:
-    """Speeches of plays, three and more printed lines each, without speaker and directions."""
-    found = []
-    for text in texts:
-        spoken = re.sub(r"\[[^]]*\]", "", text)
-        for paragraph in re.split(r"\n\s*\n", spoken):
-            speaker, *lines = paragraph.strip().split("\n")
-            if len(lines) >= 3 and re.fullmatch(r"[A-Z][\w'. -]{0,30}", speaker.strip()):
-                found.append([line.strip() for line in lines if line.strip()])
-    return found
-
-
-def form_of(lines: list[str]) -> int | None:
-    """Verse (0) or prose (1), as the print has it: each line of verse begins with a capital, and
-    prose goes on in small letters. None if it is not clear.
-
-    A model that reads the lower-cased words in one row sees nothing of that.
-    """
-    small = [line.lstrip("'\"(-")[:1].islower() for line in lines[1:]]
-    if not any(small):
-        return 0
-    return 1 if sum(small) * 2 >= len(small) else None
-
-
-def marks_of(lines: list[str]) -> tuple[list[str], list[int]]:
-    """The words of a speech in small letters, and for each the mark that follows it."""
-    pairs = re.findall(r"([a-z']*[a-z][a-z']*)([^a-z']*)", " ".join(lines).lower())
-    marks = [
-        next((i for i, m in enumerate(MARKS[1:], 1) if behind.strip()[:1] in list(m)), 0)
-        for _, behind in pairs
-    ]
-    return [word for word, _ in pairs], marks
-
-
-class Labelled(NamedTuple):
-    """Texts for fine-tuning."""
-
-    rows: list[list[int]]  # tokens, without special ones
-    labels: list[list[int]]  # of each text [label], or one for [CLS], each token and [SEP]
-
-    def batches(self, order: Tensor, size: int) -> list[tuple[Batch, Tensor]]:
-        """Texts in this order, with their labels, (batch, 1) or (batch, seqlen)."""
-        result = []
-        for part in order.split(size):
-            labels = [torch.tensor(self.labels[i]) for i in part]
-            padded = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
-            result.append((make_batch([self.rows[i] for i in part]), padded))
-        return result
-
-
-def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Passages of speeches with their form, as many of verse as of prose."""
-    length = max_seqlen - 2
-    by_form: list[list[list[int]]] = [[], []]
-    for lines in found:
-        form = form_of(lines)
-        if form is not None:
-            ids = tokenizer.encode(" ".join(lines)).ids
-            by_form[form] += [ids[i : i + length] for i in range(0, len(ids) - length // 2, length)]
-    count = min(map(len, by_form))
-    rows = [rows[i] for rows in by_form for i in torch.randperm(len(rows))[:count]]
-    return Labelled(rows, [[0]] * count + [[1]] * count)
-
-
-def mark_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Speeches without punctuation; the last token of each word has the mark that followed."""
-    rows, labels = [], []
-    for lines in found:
-        words, marks = marks_of(lines)
-        encoded = tokenizer.encode(words, is_pretokenized=True)
-        of_token = encoded.word_ids[: max_seqlen - 2]
-        # Behind the last token nothing is known: the text may be cut there.
-        last = [a != b for a, b in itertools.pairwise(of_token)] + [False]
-        own = [marks[word] if end else IGNORED for word, end in zip(of_token, last, strict=True)]
-        rows.append(encoded.ids[: max_seqlen - 2])
-        labels.append([IGNORED, *own, IGNORED])
-    return Labelled(rows, labels)

@@ -11,6 +11,9 @@ import torch
 from common import progress
 from torch import Tensor
 
+from fused_attn.tools import doctor
+
+_FAST_BFLOAT16 = ("amx", "amx_fp16", "avx512_bf16")  # instruction sets
 COLORS = {"fused": "tab:blue", "eager": "tab:gray", "other": "tab:orange"}
 
 
@@ -47,6 +50,11 @@ def train(
         losses.append(value.item())
         after(step)
     return losses
+
+
+def mixed_precision() -> torch.autocast:
+    """Products in bfloat16 in a `with` block, where the CPU has instructions for them."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=doctor.machine()["isa"] in _FAST_BFLOAT16)
 
 
 def inverse_sqrt(peak: float, warmup: int) -> Callable[[int], float]:

@@ -24,7 +24,8 @@ import data
 import fitting
 import torch
 import torch.nn.functional as F
-from bert_data import pad_batch, speeches
+from bert_data import pad_batch
+from bert_labels import speeches
 from bert_model import Bert, SentenceClassifier, load_minilm
 from tokenizers import Tokenizer
 from torch import Tensor

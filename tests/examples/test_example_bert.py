@@ -10,8 +10,11 @@ from example_runs import run_example  # which lets examples/ be imported
 
 # isort: split
 import bert_data
+import bert_labels
 import bert_model
-from bert_data import CLS, IGNORED, MASK, PAD, SEP, SPECIAL
+import bert_tasks
+from bert_data import CLS, MASK, PAD, SEP, SPECIAL
+from bert_labels import IGNORED
 from bert_model import Bert, BertConfig, PretrainingHeads, SentenceClassifier, TokenClassifier
 
 VOCAB = 1000
@@ -29,11 +32,43 @@ def test_smoke(smoke):
     assert figures["curves"]["max_relative_difference"] < 1e-3
     assert 3 < figures["unigram_entropy"] < 7 and 3 < figures["mlm_loss"] < 8
     assert 0 <= figures["nsp_accuracy"] <= 1
-    for task in ("form_cls", "form_mean", "form_mean_random"):
-        assert figures[task]["majority"] == 0.5 and 0 <= figures[task]["accuracy"] <= 1
-    for task in ("marks", "marks_random"):
-        assert 0.5 < figures[task]["majority"] < 1 and 0 <= figures[task]["macro_f1"] <= 1
+    for head in bert_tasks.HEADS:
+        for task in (head, f"{head}_random"):
+            assert len(figures[task]["accuracies"]) == 2 and 0 <= figures[task]["accuracy"] <= 1
+            assert 0 <= figures[task]["macro_f1"] <= 1
+            frequent = figures[task]["majority"]
+            assert 0.5 < frequent < 1 if head == "marks" else frequent == 0.5
+        assert {"gain", "gain_standard_error"} <= figures[head].keys()
     assert "Held-out plays" in printed
+
+
+def test_validation_holds_out_others():
+    texts, held_out = bert_data.works()
+    fewer, validation = bert_data.works(validation=True)
+    assert len(texts) == 38 and len(fewer) == 35 and len(held_out) == len(validation) == 3
+    assert set(validation) < set(texts) and not set(held_out) & {*fewer, *validation}
+
+
+def scores_of(accuracy, texts, seeds, words=1):
+    """Scores of texts of 1 to `words` labels, each of which is right so often."""
+    labels = torch.arange(texts) % words + 1.0
+    rights = [torch.binomial(labels, torch.full((texts,), accuracy)) for _ in range(seeds)]
+    return [bert_tasks.Score(right, labels, 0.0) for right in rights]
+
+
+@pytest.mark.parametrize("words", [1, 20])
+def test_gain_and_its_standard_error(words):
+    torch.manual_seed(0)
+    found = [
+        bert_tasks.gain(scores_of(0.8, 400, 3, words), scores_of(0.7, 400, 3, words))
+        for _ in range(300)
+    ]
+    gains, errors = torch.tensor(found).T
+    assert gains.mean().item() == pytest.approx(0.1, abs=0.005)
+    # Seeds and texts are the same chance here, which is counted twice: never too sure.
+    assert 1.0 < errors.square().mean().sqrt() / gains.std() < 1.7
+    alike = scores_of(0.8, 400, 3, words)
+    assert bert_tasks.gain(alike, alike) == (0.0, 0.0)
 
 
 def test_masking_proportions():
@@ -202,25 +237,25 @@ And there
 
 KING.
 One line."""
-    prose, verse = bert_data.speeches([text])
+    prose, verse = bert_labels.speeches([text])
     assert prose[0] == "To be, or not  to be, that"
-    assert bert_data.FORMS[bert_data.form_of(prose)] == "prose"
-    assert bert_data.FORMS[bert_data.form_of(verse)] == "verse"
-    assert bert_data.form_of(["A", "B", "C", "d", "E"]) is None
+    assert bert_labels.FORMS[bert_labels.form_of(prose)] == "prose"
+    assert bert_labels.FORMS[bert_labels.form_of(verse)] == "verse"
+    assert bert_labels.form_of(["A", "B", "C", "d", "E"]) is None
 
 
 def test_marks():
-    words, marks = bert_data.marks_of(["O, what a noble mind!", "Call'd: 'tis done. Go"])
+    words, marks = bert_labels.marks_of(["O, what a noble mind!", "Call'd: 'tis done. Go"])
     assert words == ["o", "what", "a", "noble", "mind", "call'd", "'tis", "done", "go"]
-    named = [bert_data.MARKS[mark] for mark in marks]
+    named = [bert_labels.MARKS[mark] for mark in marks]
     assert named == [",", "none", "none", "none", "?!", ";:", "none", ".", "none"]
 
 
 def test_marks_stand_at_the_last_token_of_a_word():
     tokenizer = bert_data.train_tokenizer(["to be or not to be " * 3], 40)
-    (row,), (labels,) = bert_data.mark_examples([["To be, or not.", "X"]], tokenizer, 64)
+    (row,), (labels,) = bert_labels.mark_examples([["To be, or not.", "X"]], tokenizer, 64)
     assert len(labels) == len(row) + 2
     assert labels[0] == labels[-1] == IGNORED
-    assert [bert_data.MARKS[label] for label in labels if label != IGNORED] == [
+    assert [bert_labels.MARKS[label] for label in labels if label != IGNORED] == [
         "none", ",", "none", ".",
     ]  # fmt: skip

@@ -264,7 +264,9 @@ py::object attention_gradients(const py::handle& grad_out, const py::tuple& outp
   AttentionBwdParams p{};
   Summaries summaries;
   if (!read_problem(views, spec, scale, true, num_threads, &summaries, &p.fwd)) return py::none();
-  if (grad.dtype() != p.fwd.dtype || grad.ndim != 4 || out.ndim != 4 ||
+  if (grad.dtype() != p.fwd.dtype || out.dtype() != p.fwd.dtype || grad.ndim != 4 ||
+      out.ndim != 4 || out.shape[0] != p.fwd.batch || out.shape[1] != p.fwd.num_heads ||
+      out.shape[2] != p.fwd.seqlen_q || out.shape[3] != p.fwd.head_dim_v ||
       !std::equal(out.shape, out.shape + 4, grad.shape) || !contiguous_from(grad, 3) ||
       !contiguous_from(out, 3)) {
     return py::none();
@@ -272,8 +274,16 @@ py::object attention_gradients(const py::handle& grad_out, const py::tuple& outp
   // Hooks on saved tensors may give back others than they took.
   const TensorView lse = view_of(outputs[1]), lse_low = view_of(outputs[2]);
   const TensorView out_low = view_of(outputs[3]);
-  if (!contiguous_from(lse, 0) || !contiguous_from(lse_low, 0) ||
-      (out_low.there && !contiguous_from(out_low, 3))) {
+  for (const TensorView* const view : {&lse, &lse_low}) {
+    if (view->dtype() != (grad.bits == 64 ? DType::kFloat64 : DType::kFloat32) ||
+        !contiguous_from(*view, 0) || view->numel() * p.fwd.head_dim_v != out.numel()) {
+      return py::none();
+    }
+  }
+  if (out_low.there != (grad.bits == 16)) return py::none();
+  if (out_low.there &&
+      (out_low.code != kDLInt || out_low.bits != 16 || out_low.ndim != 4 ||
+       !std::equal(out.shape, out.shape + 4, out_low.shape) || !contiguous_from(out_low, 3))) {
     return py::none();
   }
   p.fwd.out = out.data;
@@ -310,6 +320,10 @@ bool as_matrix(int num_dims, TensorView* view) {
     return true;
   }
   if (first > 2 || !contiguous_from(*view, first)) return false;
+  constexpr int64_t kShortRow = 128, kPage = 4096;  // bytes, see rows_in_place
+  const int64_t bytes = view->bits / 8, step = first > 0 ? view->strides[first - 1] : 0;
+  if (columns * bytes < kShortRow && step * bytes >= kPage) return false;
+  if (first == 2 && rows > int64_t{1} << 31) return false;
   view->ndim = first + 1;
   view->shape[first] = columns;
   view->strides[first] = 1;

@@ -16,7 +16,7 @@ from fused_attn.core.autocast import any_autocast, autocast, autocast_norm
 from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.core.second_order import give_second_order
 from fused_attn.core.shapes import canonical
-from fused_attn.core.torch_state import learns, statistics_dtype, unwatched
+from fused_attn.core.torch_state import learns, plain_eager, statistics_dtype, unwatched
 from fused_attn.core.validation import (
     attention_call,
     check_float,
@@ -245,20 +245,24 @@ def _packed_at_once(
     scale: float | None,
 ) -> Tensor | None:
     """out of packed sequences by a backend that does all in one, or None."""
-    if not all(isinstance(t, Tensor) and t.dim() == 3 for t in (query, key, value)):
-        return None
-    if type(is_causal) is not bool or type(scale) not in _SCALES or isinstance(attn_mask, Tensor):
+    for tensor in (query, key, value):
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
+            return None
+    if type(is_causal) is not bool or type(scale) not in _SCALES:
         return None
     backend = first_backend(query.device)
     if backend is None or type(backend).packed_at_once is Backend.packed_at_once:
         return None
     if type(dropout_p) not in (float, int) or dropout_p != 0.0:
         return None
+    if attn_mask is not None:
+        if not isinstance(attn_mask, Mask) or not plain_eager(*attn_mask.tensors()):
+            return None
+        if any(bias.requires_grad for bias in attn_mask.biases):
+            return None
     if any_autocast():
         query, key, value = autocast(query, key, value)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    if attn_mask is not None and any(b.requires_grad for b in attn_mask.biases):
-        return None
     spec = _packed_spec(query, key, *lengths, attn_mask, is_causal)
     if not bias_fits(spec, query.dtype):
         return None

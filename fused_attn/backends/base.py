@@ -204,7 +204,8 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """dropout(activation(input + bias)) of a contiguous matrix. Not every backend has it.
+        """dropout(activation(input + bias)) of a contiguous tensor, (*, columns), which is not
+        negated lazily; in out, or in a tensor that is no view. Not every backend has it.
 
         Args:
             bias: (columns,), of the same type.

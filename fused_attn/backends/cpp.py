@@ -22,7 +22,7 @@ from fused_attn.core.call import (
     NormGradients,
     NormOutputs,
 )
-from fused_attn.core.layout import readable_in_place, rows_in_place
+from fused_attn.core.layout import contiguous, readable_in_place, rows_in_place
 from fused_attn.core.torch_state import learns
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, spec_at_once, spec_of_ends, with_summaries
@@ -193,9 +193,10 @@ class CppBackend(Backend):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        rows, columns = input.shape
+        columns = input.shape[-1]
+        rows = input.numel() // columns
         if out is None:
-            out = self.empty(input.shape, (columns, 1), input.dtype, input.device)
+            out = self.empty(*contiguous(input.shape), input.dtype, input.device)
         _cpu.activation(
             input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
             rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),

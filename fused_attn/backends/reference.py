@@ -136,7 +136,8 @@ def activation(
         value = _activated(total, activation)
     if dropout_p > 0.0:
         assert seed is not None
-        kept = philox.norm_keep(seed, dropout_p, *input.shape)
+        rows, columns = input.shape[:-1].numel(), input.shape[-1]
+        kept = philox.norm_keep(seed, dropout_p, rows, columns).view(input.shape)
         value = torch.where(kept, value * philox.dropout_scale(dropout_p), 0)
     if backward and activation != "identity":
         value = torch.ops.aten.gelu_backward(value, total, approximate=_APPROXIMATE[activation])

@@ -157,7 +157,9 @@ class SdpaBackend(Backend):
             total = F.dropout(total, call.dropout_p)
         if call.residual is not None:
             total = call.residual + total
-        return NormOutputs(reference.norm_of(total, call), total, _NOTHING, _NOTHING)
+        out = reference.norm_of(total, call)
+        total = total.contiguous() if call.has_total else out.new_empty(0)
+        return NormOutputs(out, total, _NOTHING, _NOTHING)
 
 
 def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def activation_pass(
     backend = _backend_of(input)
     if backend is None or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
         return None
-    if not (input.dim() and input.numel() > 0 and input.is_contiguous()):
+    if not (input.dim() and input.numel() > 0 and input.is_contiguous()) or input.is_neg():
         return None
     if bias is not None:
         bias = bias.to(input.dtype)
@@ -52,9 +52,10 @@ def activation_pass(
             return None
     seed = philox.new_seed(input.device) if dropout_p > 0.0 else None
     needs_grad = input.requires_grad or (bias is not None and bias.requires_grad)
+    call = activation, dropout_p, seed
     if torch.is_grad_enabled() and needs_grad:
-        return _Activation.apply(input, bias, activation, dropout_p, seed, backend)
-    return _forward(input, bias, activation, dropout_p, seed, backend, overwrite)
+        return _Activation.apply(input, bias, call, backend)
+    return backend.activation(input, bias, *call, out=input if overwrite else None)
 
 
 def _backend_of(input: Tensor) -> Backend | None:
@@ -66,47 +67,38 @@ def _backend_of(input: Tensor) -> Backend | None:
     return backend
 
 
-def _forward(
-    input: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    backend: Backend,
-    overwrite: bool,
-) -> Tensor:
-    matrix = input.view(-1, input.shape[-1])
-    out = matrix if overwrite else None
-    return backend.activation(matrix, bias, activation, dropout_p, seed, out=out).view(input.shape)
-
-
 class _Activation(Function):
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
         bias: Tensor | None,
-        activation: str,
-        dropout_p: float,
-        seed: Tensor | None,
+        call: tuple[str, float, Tensor | None],
         backend: Backend,
     ) -> Tensor:
-        out = _forward(input, bias, activation, dropout_p, seed, backend, False)
+        # No view, which autograd would let nobody change.
+        out = backend.activation(input, bias, *call)
+        activation = call[0]
         if activation == "relu":
             ctx.save_for_backward(out, None)  # positive where something is left
         elif activation != "identity":
             ctx.save_for_backward(input, bias)
-        ctx.call = activation, dropout_p, seed
-        ctx.backend = backend
+        ctx.call, ctx.backend = call, backend
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        grad_rows = grad_out.resolve_neg().contiguous().view(-1, grad_out.shape[-1])
-        input, bias = ctx.saved_tensors or (grad_rows, None)
-        args = (input.view(grad_rows.shape), bias, *ctx.call, grad_rows)
-        plain = plain_eager(grad_out) and not batched_by_autograd(grad_out)
+        grad_out = grad_out.resolve_neg().contiguous()
+        # Hooks on saved tensors may give back others than they took.
+        input, bias = (_as_given(t, grad_out) for t in ctx.saved_tensors or (grad_out, None))
+        args = (input, bias, *ctx.call, grad_out)
+        plain = plain_eager(grad_out, input) and not batched_by_autograd(grad_out)
         differentiably = torch.is_grad_enabled() or not plain
         grad = (reference if differentiably else ctx.backend).activation(*args)
-        grad_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
-        return grad.view(grad_out.shape), grad_bias, None, None, None, None
+        columns = grad.shape[-1]
+        grad_bias = grad.reshape(-1, columns).sum(0) if ctx.needs_input_grad[1] else None
+        return grad, grad_bias, None, None
+
+
+def _as_given(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.to(like.dtype).contiguous()

@@ -64,7 +64,12 @@ def attention_at_once(
     if outputs is None:
         return None
     masks = () if spec is None else spec.tensors()
-    return _AttentionAtOnce.apply(rest, backend, outputs, masks, query, key, value)
+    if any(tensor is not None for tensor in masks):
+        assert spec is not None
+        rest.spec = spec.without_tensors()
+    else:
+        masks = ()
+    return _AttentionAtOnce.apply(rest, backend, outputs, query, key, value, *masks)
 
 
 @dataclass
@@ -158,6 +163,17 @@ def _wanted(ctx: Any, name: str) -> bool:
     return ctx.needs_input_grad[tensors.index(name) - len(tensors)]
 
 
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """The tensors of `_save` in their types: hooks may give back others than they took."""
+    saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    return [t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in saved]
+
+
 # forward takes ctx: with a setup_context of its own, apply would inspect signatures at every call,
 # which takes longer than a small kernel. (No functorch transform comes here, see torch_state.)
 
@@ -170,7 +186,7 @@ class _Attention(Function):
         outputs = ops.attention_fwd(call, backend, True)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(outputs.lse_low, outputs.out_low)
-        ctx.save_for_backward(*outputs, *tensors)
+        _save(ctx, *outputs, *tensors)
         ctx.call, ctx.backend = call.without_tensors(), backend
         return tuple(outputs)
 
@@ -178,8 +194,7 @@ class _Attention(Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
         if grad_out is None and grad_lse is None:
             return (None, None, *ctx.call.by_tensor())
-        out, lse, lse_low, out_low, *tensors = ctx.saved_tensors
-        # Hooks on saved tensors may give back others than they took.
+        out, lse, lse_low, out_low, *tensors = _saved(ctx)
         call = ctx.call.with_tensors(tensors).readable()
         outputs = AttentionOutputs(out, lse, lse_low, out_low).readable()
         given = torch.zeros_like(out) if grad_out is None else grad_out
@@ -217,29 +232,30 @@ class _AttentionAtOnce(Function):
         rest: _AtOnceCall,
         backend: Backend,
         outputs: AttentionOutputs,
-        masks: tuple[Tensor | None, ...],
-        *tensors: Tensor,
+        *tensors: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        # Those of the mask, too: who changes them before the backward has to hear of it.
-        ctx.save_for_backward(*outputs, *tensors, *masks)
+        _save(ctx, *outputs, *tensors)
         ctx.rest, ctx.backend = rest, backend
         return outputs.out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None) -> Any:
-        nothing = (None,) * 4
+        nothing = (None,) * 3
         if grad_out is None:
-            return (*nothing, None, None, None)
-        out, lse, lse_low, out_low, query, key, value, *_ = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        out, lse, lse_low, out_low, query, key, value, *masks = _saved(ctx)
         rest, backend = ctx.rest, ctx.backend
+        if masks:
+            rest = replace(rest, spec=rest.spec.with_tensors(masks))
+        no_masks = (None,) * len(masks)
         outputs, qkv = AttentionOutputs(out, lse, lse_low, out_low), (query, key, value)
         plain = plain_eager(grad_out) and not batched_by_autograd(grad_out)
         if plain and not torch.is_grad_enabled():
             given = readable_in_place(grad_out)
             grads = backend.gradients_at_once(given, outputs, *qkv, *rest.fields())
             if grads is not None:
-                return (*nothing, *grads)
+                return (*nothing, *grads, *no_masks)
         spec = MaskSpec() if rest.spec is None else rest.spec
         scale = query.shape[-1] ** -0.5 if rest.scale is None else float(rest.scale)
         dropout = rest.dropout_p, rest.seed
@@ -247,7 +263,7 @@ class _AttentionAtOnce(Function):
         if out_low is None:
             outputs = outputs._replace(out_low=lse.new_empty(0, dtype=torch.int16))
         grads = _gradients(call, outputs.readable(), grad_out, None, False, backend)
-        return (*nothing, *grads[:3])
+        return (*nothing, *grads[:3], *no_masks)
 
 
 class _Weights(Function):
@@ -261,13 +277,13 @@ class _Weights(Function):
         backend: Backend,
         *tensors: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(lse, lse_low, *tensors)
+        _save(ctx, lse, lse_low, *tensors)
         ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
         return ops.attention_weights(call, lse, lse_low, average, backend)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
-        lse, lse_low, *tensors = ctx.saved_tensors
+        lse, lse_low, *tensors = _saved(ctx)
         call, average = ctx.call.with_tensors(tensors).readable(), ctx.average
         needs_bias = _wanted(ctx, "bias")
 
@@ -297,13 +313,13 @@ class _Norm(Function):
         # The kernel needs the sum alone, which is input where nothing was added; second order
         # differentiates the reference, which starts from input and residual.
         total = outputs.total if call.has_total else call.input
-        ctx.save_for_backward(total, outputs.mean, outputs.rstd, *tensors)
+        _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
         ctx.call, ctx.backend = call.without_tensors(), backend
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None, *_: Any) -> Any:
-        total, mean, rstd, *tensors = ctx.saved_tensors
+        total, mean, rstd, *tensors = _saved(ctx)
         mean, rstd = mean.contiguous(), rstd.contiguous()
         call = ctx.call.with_tensors(tensors)
         if not call.has_total:

@@ -158,6 +158,8 @@ def unhooked(module: Module) -> bool:
     return not (
         hooks._global_forward_hooks
         or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

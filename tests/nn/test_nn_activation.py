@@ -16,6 +16,7 @@ from fused_attn.backends.base import ACTIVATIONS
 from fused_attn.core import philox
 from fused_attn.core.activation import activation_pass
 from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.nn import activation as activation_module
 from fused_attn.nn.activation import feed_forward_hidden
 
 SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
@@ -28,6 +29,12 @@ def activated(x, activation):
     if activation == "gelu_tanh":
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
     return x.relu() if activation == "relu" else x
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Small tensors go through the pass too."""
+    monkeypatch.setattr(activation_module, "MIN_NUMEL", 0)
 
 
 def numbers(shape, dtype):
@@ -173,8 +180,59 @@ def test_what_is_not_plain_is_torchs():
     torch.vmap(lambda t: torch.ones(()) if dropped(t, 0.5) is None else None)(x)
 
 
+def test_results_can_be_changed_in_place():
+    """They are no views; of ReLU, whose backward asks its result, autograd says what happened."""
+    for activation in ACTIVATIONS:
+        x = torch.randn(4, 3, 6, requires_grad=True)
+        out = activation_pass(x, None, activation, 0.25)
+        out.mul_(2.0)
+        if activation != "relu":
+            out.sum().backward()
+            assert x.grad.isfinite().all()
+
+
+def test_lazily_negated_is_torchs():
+    assert dropped(torch._neg_view(torch.ones(2, 6)), 0.5) is None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=short)
+def test_saved_tensors_of_other_types(dtype, activation):
+    """As hooks on saved tensors (compression) may give them back."""
+    x, grad = torch.randn(40, 33), torch.randn(40, 33)
+
+    def run(unpack):
+        leaf = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            out = activation_pass(leaf, None, activation)
+        return torch.autograd.grad(out, leaf, grad)[0]
+
+    torch.testing.assert_close(run(lambda t: t.to(dtype)), run(lambda t: t), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("backward", ["register_module_full_backward_hook", "_pre"])
+def test_global_backward_hooks_see_modules(backward):
+    hooks = torch.nn.modules.module
+    name = f"register_module_full_backward{backward}_hook" if backward == "_pre" else backward
+    seen = []
+    handle = getattr(hooks, name)(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        layer = nn.TransformerEncoderLayer(64, 2, 256, 0.3, batch_first=True)
+        layer(torch.randn(2, 40, 64, requires_grad=True)).sum().backward()
+    finally:
+        handle.remove()
+    assert seen.count("Dropout") == 3
+
+
+def test_small_ones_are_torchs(monkeypatch):
+    linear, dropout = torch.nn.Linear(8, 16), torch.nn.Dropout(0.5)
+    with torch.profiler.profile() as profile:
+        feed_forward_hidden(linear, F.gelu, dropout, torch.randn(5, 8))
+    assert "aten::gelu" in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.parametrize("hooked", ["linear", "activation", "dropout"])
-def test_hooks_are_called(hooked):
+def test_hooks_are_called(hooked, any_size):
     modules = {
         "linear": torch.nn.Linear(40, 30),
         "activation": torch.nn.ReLU(),
@@ -189,7 +247,7 @@ def test_hooks_are_called(hooked):
     torch.testing.assert_close(out[out != 0], want[out != 0])
 
 
-def test_own_linear_keeps_what_it_returns():
+def test_own_linear_keeps_what_it_returns(any_size):
     class Cached(torch.nn.Linear):
         def forward(self, x):
             self.seen = super().forward(x)
@@ -212,7 +270,7 @@ def test_own_linear_keeps_what_it_returns():
     ],
     ids=["F.relu", "relu", "ReLU", "gelu", "GELU", "GELU-tanh", "silu", "SiLU", "own"],
 )  # fmt: skip
-def test_feed_forward_hidden(activation, bias, grad):
+def test_feed_forward_hidden(activation, bias, grad, any_size):
     x, dropout = torch.randn(30, 40, requires_grad=grad), torch.nn.Dropout(0.4)
     linear = torch.nn.Linear(40, 50, bias=bias)
     want = activation(linear(x))
@@ -232,7 +290,7 @@ def test_feed_forward_hidden(activation, bias, grad):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-def test_autocast(dtype):
+def test_autocast(dtype, any_size):
     x, linear = torch.randn(30, 40), torch.nn.Linear(40, 50)
     with torch.autocast("cpu", dtype):
         out = feed_forward_hidden(linear, F.gelu, None, x)
@@ -246,7 +304,7 @@ def test_autocast(dtype):
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_layer_drops_in_one_pass(norm_first, monkeypatch):
+def test_layer_drops_in_one_pass(norm_first, any_size):
     """Nothing of a layer in training calls torch's dropout, and what checkpoints do again is the
     same."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.3, batch_first=True, norm_first=norm_first)

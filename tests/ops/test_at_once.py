@@ -147,6 +147,27 @@ def test_changes_before_the_backward_are_errors(changed, at_once):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("which", range(7))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=short)
+@pytest.mark.parametrize("backend", [None, "cpp"])
+def test_saved_tensors_of_other_types(backend, dtype, which, at_once):
+    """Hooks may give them back: they are converted, never read as what they are not."""
+    leaves, unpacked = tensors(torch.bfloat16), []
+
+    def unpack(tensor):
+        unpacked.append(tensor)
+        return tensor.to(dtype) if len(unpacked) - 1 == which else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        out = F.scaled_dot_product_attention(*leaves, backend=backend)
+    assert bool(at_once) == (backend is None)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert len(unpacked) > which
+    want = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sum(), leaves)
+    for got, wanted in zip(grads, want, strict=True):
+        torch.testing.assert_close(got.bfloat16(), wanted, rtol=0.1, atol=0.1)
+
+
 def test_checkpoints_draw_the_same(at_once):
     leaves = tensors(torch.float32)
 

@@ -72,6 +72,7 @@ LAYOUTS = {
     "three_strides": Layout((2, 5, 3, 4, 40), lambda t: t[:, 1:, 1], in_place=False),
     "heads_first": Layout((2, 5, 3, 40), lambda t: t.transpose(1, 2), in_place=False),
     "columns_apart": Layout((2, 5, 80), lambda t: t[..., ::2], in_place=False),
+    "pages_apart": Layout((6, 520, 8), lambda t: t[:, :2].transpose(0, 1), in_place=False),
     "same_column": Layout((2, 5, 1), lambda t: t.expand(2, 5, 40), in_place=False),
     "no_rows": Layout((2, 1, 40), lambda t: t[:, 1:]),
 }

@@ -117,5 +117,5 @@ def _works_by_token(module: Module, stack: Any) -> bool:
     return alone(module) and (
         module is stack
         or type(module) in (*BY_TOKEN, ModuleList)
-        or getattr(module, "source", type(module)).__module__ in known
+        or getattr(type(module), "source", type(module)).__module__ in known
     )

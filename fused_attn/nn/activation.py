@@ -34,7 +34,7 @@ NAMES_OF_MODULES: dict[type[Module], Callable[[Any], str | None]] = {
 def drop(dropout: Module, input: Tensor) -> Tensor:
     """dropout(input)."""
     out = None
-    if _drops(dropout) and input.numel() >= MIN_NUMEL:
+    if takes_activation(input) and _drops(dropout) and input.numel() >= MIN_NUMEL:
         out = activation_pass(input, None, "identity", dropout.p)  # type: ignore[arg-type]
     return dropout(input) if out is None else out
 

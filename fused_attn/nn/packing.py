@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_attn import masks
 from fused_attn.backends import first_backend
-from fused_attn.core.torch_state import plain_eager
+from fused_attn.core.torch_state import PLAIN_TYPES, in_transform, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
 from fused_attn.nn.norm import LayerNorm, RMSNorm
@@ -69,6 +69,8 @@ def packing_of(
     """The packing of a batch; None where it does not pay, or would change results.
 
     The values of `ignored` are read: on a GPU that waits for the device, once for the whole stack.
+    In a graph of torch.compile they are not known: there a batch is packed whatever its padding,
+    unless there is a mask of positions.
 
     Args:
         ignored: (N, S) bool, True where there is no token.
@@ -76,14 +78,18 @@ def packing_of(
         is_causal: whether attention is causal besides.
         batch_first: whether batches are (N, S, width), not (S, N, width).
     """
+    compiling = torch.compiler.is_compiling()
+    if compiling and mask is not None:
+        return None
     real = ~ignored
     lengths = real.sum(1)
     index = real.flatten().nonzero().squeeze(1)
     batch, seqlen = ignored.shape
-    if not 0 < index.numel() <= (1.0 - MIN_PADDED) * ignored.numel():
-        return None
-    max_seqlen = int(lengths.max())
-    within = Mask()
+    max_seqlen, within = seqlen, Mask()
+    if not compiling:
+        if not 0 < index.numel() <= (1.0 - MIN_PADDED) * ignored.numel():
+            return None
+        max_seqlen = int(lengths.max())
     if mask is not None:
         if bool((real[:, 1:] > real[:, :-1]).any()):
             return None
@@ -122,12 +128,27 @@ def can_pack(
 
 def watched(*tensors: Tensor) -> bool:
     """True if something sees shapes (graphs, modes, global hooks), or values cannot be read."""
+    if torch.compiler.is_compiling():
+        return not (_graph_takes_any_size() and PLAIN_TYPES.issuperset(map(type, tensors)))
     return (
         not plain_eager(*tensors)
         or tensors[0].is_meta
         or torch.nn.modules.module._has_any_global_hook()
         or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+@torch.compiler.assume_constant_result
+def _graph_takes_any_size() -> bool:
+    """Whether sizes in the graph in the making may depend on values.
+
+    That is torch's to say: where it may not be, the graph would break at the packing, which is an
+    error with fullgraph=True, of which nothing tells. An exported graph stays as it is.
+    """
+    import torch._dynamo.config  # there is one where this is called
+
+    wanted = torch._dynamo.config.capture_dynamic_output_shape_ops
+    return wanted and not torch.compiler.is_exporting() and not in_transform()
 
 
 def _as_mask(mask: Tensor, seqlen: int) -> Mask:
@@ -152,7 +173,7 @@ def _is_pointwise(activation: object) -> bool:
 def alone(module: Module) -> bool:
     """True for a module without hooks or methods of its own; a norm must be of one dimension."""
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
-        any(callable(value) and hasattr(type(module), n) for n, value in module.__dict__.items())
+        any(callable(getattr(type(module), name, None)) for name in module.__dict__)
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

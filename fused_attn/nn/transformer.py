@@ -234,8 +234,8 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoder. A batch
     with a bool src_key_padding_mask is packed where enough of it is padding: layers, norms and
     dropout work on its real tokens only, in training too. That takes layers of this package as they
-    are, without hooks, which would see the shapes, and no torch.compile; enable_nested_tensor=False
-    turns it off. mask_check has no effect.
+    are, without hooks, which would see the shapes, and under torch.compile its leave, see
+    docs/models.md; enable_nested_tensor=False turns it off. mask_check has no effect.
     """
 
     def forward(

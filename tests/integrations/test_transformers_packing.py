@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from graphs import Recorded
 from nn_helpers import assert_equal_in_float64, assert_within_contract, perturb, run
 
 import fused_attn
@@ -214,3 +215,20 @@ def test_copies_and_pickles():
         assert torch.equal(other(**call).last_hidden_state, expected)
     with pytest.raises(AttributeError, match="PackedGPT2"):
         encoders.PackedGPT2  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"), [*((name, True) for name in FAMILIES), ("Bert", False)]
+)
+def test_compiled_encoders(name, packed):
+    """Packed where sizes in a graph may depend on values."""
+    fused, call = model(name), inputs(REAL["right"])
+    fused_attn.swap_modules(fused)
+    expected, backend = run(Tokens(fused, REAL["right"]), (), call), Recorded()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=packed):
+        fused.compile(fullgraph=True, backend=backend)
+        results = run(Tokens(fused, REAL["right"]), (), call)
+    # A graph gives what it does not use, as a pooler, a gradient of zeros.
+    assert_equal_in_float64({name: results[name] for name in expected}, expected)
+    assert backend.packs() == packed

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from graphs import Recorded
 from nn_helpers import EMBED, HEADS, check_against_torch, perturb, randn
 from torch.nn import Module
 
@@ -253,12 +254,80 @@ def test_little_padding_does_not_pay(packings):
     assert packings == [None] and not out[0, -1].any()
 
 
+@pytest.fixture
+def any_size():
+    """Sizes in graphs may depend on values."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+    torch.compiler.reset()
+
+
 def test_compiled_stacks_are_padded_and_equal():
-    stack = fused(encoder())
+    stack, backend = fused(encoder()), Recorded()
     x, ignored = randn(BATCH, LENGTH, EMBED), IGNORED["right"]
-    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(stack, fullgraph=True, backend=backend)
     expected = stack(x, src_key_padding_mask=ignored)
     torch.testing.assert_close(compiled(x, src_key_padding_mask=ignored), expected)
+    assert not backend.packs()
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "batch_first", "dynamic"),
+    [(False, True, None), (True, False, None), (False, False, True)],
+)
+def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
+    is_causal, batch_first, dynamic, any_size
+):
+    """The same graphs for any padding, for none and for nothing else."""
+    stack, backend = fused(encoder(batch_first=batch_first)), Recorded()
+    compiled = torch.compile(stack, fullgraph=True, backend=backend, dynamic=dynamic)
+    whole = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    for ignored in (*IGNORED.values(), ~whole, whole):
+        x = randn(*((BATCH, LENGTH) if batch_first else (LENGTH, BATCH)), EMBED)
+        call = {"src_key_padding_mask": ignored, **MASKS["hint" if is_causal else "none"]()}
+        results = []
+        for module in (stack, compiled):
+            out = module(x, **call)
+            weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+            grads = torch.autograd.grad((out * weight).sum(), (x, *stack.parameters()))
+            results.append((out, *grads))
+        torch.testing.assert_close(results[1], results[0])
+    assert backend.packs()
+
+
+def test_compiled_packing_with_dropout(any_size):
+    stack = fused(encoder(dropout=0.5))
+    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
+    x, ignored = randn(BATCH, LENGTH, EMBED), IGNORED["right"]
+    first, second = (compiled(x, src_key_padding_mask=ignored) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert not first[ignored].any()
+
+
+@pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
+def test_what_graphs_do_not_pack(why, any_size):
+    """A mask of positions wants the padding at the end, which depends on values."""
+    stack, backend, call = fused(encoder()), Recorded(), {"src_key_padding_mask": IGNORED["right"]}
+    if why == "mask":
+        call["mask"] = randn(LENGTH, LENGTH)
+    elif why == "turned off":
+        stack.enable_nested_tensor = False
+    else:
+        stack.layers[0].norm1.register_forward_hook(lambda module, args, out: out)
+    x = randn(BATCH, LENGTH, EMBED)
+    compiled = torch.compile(stack, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(x, **call), stack(x, **call))
+    assert not backend.packs()
+
+
+def test_exported_graphs_are_not_packed(any_size):
+    stack, call = fused(encoder()).eval(), {"src_key_padding_mask": IGNORED["right"]}
+    x = randn(BATCH, LENGTH, EMBED)
+    for strict in (True, False):
+        graph = torch.export.export(stack, (x,), call, strict=strict)
+        assert not any("nonzero" in str(node.target) for node in graph.graph.nodes)
+        torch.testing.assert_close(graph.module()(x, **call), stack(x, **call))
 
 
 def test_meta_tensors():

@@ -138,7 +138,6 @@ def watched(*tensors: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
 def _graph_takes_any_size() -> bool:
     """Whether sizes in the graph in the making may depend on values.
 
@@ -149,6 +148,10 @@ def _graph_takes_any_size() -> bool:
 
     wanted = torch._dynamo.config.capture_dynamic_output_shape_ops
     return wanted and not torch.compiler.is_exporting() and not in_transform()
+
+
+# As torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+_graph_takes_any_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _as_mask(mask: Tensor, seqlen: int) -> Mask:

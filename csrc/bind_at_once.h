@@ -1,4 +1,5 @@
-// Calls of plain tensors that the CPU's bindings make whole: checks, results and kernel in one.
+// Calls of plain tensors that the CPU's bindings make whole: checks, results and kernel in one;
+// here those of attention.
 //
 // Small calls spend their time on the way; None sends a call the whole way, through Python.
 #pragma once
@@ -143,7 +144,8 @@ void as_one_sequence(TensorView* view) {
 }
 
 // The numbers of a call's dropout; draw is asked for a seed where there is any.
-void read_dropout(double dropout_p, const py::handle& draw, AttentionParams* p) {
+template <class Params>
+void read_dropout(double dropout_p, const py::handle& draw, Params* p) {
   p->dropout_p = dropout_p;
   if (dropout_p > 0) p->seed = py::cast<uint64_t>(draw());
 }
@@ -305,97 +307,6 @@ py::object attention_gradients(const py::handle& grad_out, const py::tuple& outp
       new_rows(v, p.fwd.head_dim_v, v.code, v.bits, &p.grad_value, p.grad_value_strides);
   run_entry(&KernelTable::attention_bwd, p);
   return py::make_tuple(grad_q, grad_k, grad_v);
-}
-
-// A tensor as a matrix, whose columns are its last num_dims dimensions. False: only the whole way
-// finds its runs, or copies it.
-bool as_matrix(int num_dims, TensorView* view) {
-  const int first = view->ndim - num_dims;
-  int64_t columns = 1;
-  for (int i = first; i < view->ndim; ++i) columns *= view->shape[i];
-  const int64_t rows = view->numel() / columns;
-  if (contiguous_from(*view, 0)) {
-    const int64_t shape[] = {rows, columns}, strides[] = {columns, 1};
-    copy_shape(shape, strides, 2, view);
-    return true;
-  }
-  if (first > 2 || !contiguous_from(*view, first)) return false;
-  constexpr int64_t kShortRow = 128, kPage = 4096;  // bytes, see rows_in_place
-  const int64_t bytes = view->bits / 8, step = first > 0 ? view->strides[first - 1] : 0;
-  if (columns * bytes < kShortRow && step * bytes >= kPage) return false;
-  if (first == 2 && rows > int64_t{1} << 31) return false;
-  view->ndim = first + 1;
-  view->shape[first] = columns;
-  view->strides[first] = 1;
-  return true;
-}
-
-// The same for a norm over the last dimensions, whose sizes are normalized_shape; with_total: and
-// the sum that was normalised.
-py::object norm(const py::handle& input, const py::tuple& normalized_shape,
-                const py::handle& weight, const py::handle& bias, const py::handle& residual,
-                double eps, bool rms, bool with_total, bool grad_enabled, int64_t num_threads) {
-  TensorView x;
-  if (!short_way() || !plain_view(input, grad_enabled, &x)) return py::none();
-  const int num_dims = static_cast<int>(normalized_shape.size());
-  if (num_dims == 0 || num_dims > x.ndim || x.numel() == 0) return py::none();
-  NormParams p{};
-  p.columns = 1;
-  for (int i = 0; i < num_dims; ++i) {
-    const int64_t size = x.shape[x.ndim - num_dims + i];
-    PyObject* const given = PyTuple_GET_ITEM(normalized_shape.ptr(), i);
-    int overflow = 0;
-    if (!PyLong_Check(given) || PyLong_AsLongLongAndOverflow(given, &overflow) != size ||
-        overflow != 0) {
-      return py::none();
-    }
-    p.columns *= size;
-  }
-  TensorView matrix = x;
-  if (!as_matrix(num_dims, &matrix)) return py::none();
-  read_matrix(matrix, "input", &p.input, &p.input_rows);
-  p.dtype = x.dtype();
-  p.rows = x.numel() / p.columns;
-  p.rms = rms;
-  p.eps = eps;
-  p.num_threads = num_threads;
-  const DType statistics = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  for (const auto& [parameter, data] : {std::pair{weight, &p.weight}, std::pair{bias, &p.bias}}) {
-    if (parameter.is_none()) continue;
-    TensorView view;
-    if (!plain_view(parameter, grad_enabled, &view) || view.dtype() != statistics ||
-        view.ndim != num_dims || !contiguous_from(view, 0)) {
-      return py::none();
-    }
-    for (int i = 0; i < num_dims; ++i) {
-      if (view.shape[i] != x.shape[x.ndim - num_dims + i]) return py::none();
-    }
-    *data = view.data;
-  }
-  if (!residual.is_none()) {
-    TensorView view;
-    if (!plain_view(residual, grad_enabled, &view) || view.dtype() != p.dtype ||
-        view.ndim != x.ndim || !std::equal(x.shape, x.shape + x.ndim, view.shape) ||
-        !as_matrix(num_dims, &view)) {
-      return py::none();
-    }
-    read_matrix(view, "residual", &p.residual, &p.residual_rows);
-  }
-  int64_t strides[TensorView::kMaxDims], step = 1;
-  for (int i = x.ndim - 1; i >= 0; --i) {
-    strides[i] = step;
-    step *= x.shape[i];
-  }
-  py::object out = new_tensor(x.shape, strides, x.ndim, x.code, x.bits), total;
-  p.out = view_of(out).data;
-  // The norm is that of the sum as it is rounded where it is stored, with a backward or without.
-  if (p.residual != nullptr && (with_total || p.dtype != statistics)) {
-    total = new_tensor(x.shape, strides, x.ndim, x.code, x.bits);
-    p.total = view_of(total).data;
-  }
-  run_entry(&KernelTable::norm_fwd, p);
-  if (!with_total) return out;
-  return py::make_tuple(out, total ? total : py::reinterpret_borrow<py::object>(input));
 }
 
 }  // namespace

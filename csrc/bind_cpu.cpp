@@ -1,6 +1,7 @@
 // The module fused_attn._cpu: the CPU kernels.
 #include "bind_at_once.h"
 #include "bind_fields.h"
+#include "bind_norm_at_once.h"
 #include "bind_run.h"
 #include "cpu/debug.h"
 #include "cpu/workspace_pool.h"
@@ -89,6 +90,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("attention", &attention);
   m.def("attention_gradients", &attention_gradients);
   m.def("norm", &norm);
+  m.def("norm_gradients", &norm_gradients);
   m.def("set_torch", &set_torch);
   m.def("empty_tensor", &empty_tensor);
   m.def("activation", &activation);

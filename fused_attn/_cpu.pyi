@@ -54,8 +54,27 @@ def norm(
     with_total: bool,
     grad_enabled: bool,
     num_threads: int,
+    for_backward: bool,
+    dropout_p: float,
+    draw: Callable[[], int] | None,
     /,
-) -> Tensor | tuple[Tensor, Tensor] | None: ...
+) -> Any: ...
+def norm_gradients(
+    grad_out: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    rms: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    num_threads: int,
+    dropout_p: float,
+    draw: Callable[[], int],
+    /,
+) -> tuple[Tensor | None, ...] | None: ...
 def set_torch(tensor: type, parameter: type, exchange_api: object, /) -> None: ...
 def empty_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int, /) -> Tensor: ...
 def activation(**fields: Any) -> None: ...

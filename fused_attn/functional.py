@@ -427,19 +427,12 @@ def _norm(
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    plain = seed is None and backend is None
-    plain = plain and type(dropout_p) in (float, int) and dropout_p == 0.0
-    if plain and isinstance(input, Tensor) and unwatched():
-        first = first_backend(input.device)
-        added = _default_eps(input) if eps is None else eps
-        if first is not None and type(added) is float:
-            if any_autocast():
-                check_norm(input, shape, weight, bias, residual)
-                input, residual = autocast_norm(input, residual)
-            args = (input, shape, weight, bias, residual, added, rms, return_residual)
-            at_once = first.norm_at_once(*args)
-            if at_once is not None:
-                return at_once
+    plain = seed is None and backend is None and type(dropout_p) in (float, int)
+    if plain and 0.0 <= dropout_p < 1.0 and isinstance(input, Tensor) and unwatched():
+        call_of = (input, shape, weight, bias, eps, rms, residual, dropout_p, return_residual)
+        at_once = _norm_at_once(*call_of)
+        if at_once is not None:
+            return at_once
     check_norm(input, shape, weight, bias, residual)
     dropout_p = checked_probability(dropout_p)
     input, residual = autocast_norm(input, residual)
@@ -462,6 +455,35 @@ def _norm(
     out, total = autograd.norm(call, select(problem_of(call), backend))
     out = _reshaped(out, input.shape)
     return (out, _reshaped(total, input.shape)) if return_residual else out
+
+
+def _norm_at_once(
+    input: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    rms: bool,
+    residual: Tensor | None,
+    dropout_p: float,
+    return_residual: bool,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The norm by a backend that does all in one, or None."""
+    first = first_backend(input.device)
+    eps = _default_eps(input) if eps is None else eps
+    trains = first is not None and first.trains_at_once
+    trains = trains and any(learns(t) for t in (input, residual, weight, bias))
+    if first is None or type(eps) is not float or (dropout_p > 0.0 and not trains):
+        return None
+    if any_autocast():
+        check_norm(input, shape, weight, bias, residual)
+        input, residual = autocast_norm(input, residual)
+    if not trains:
+        return first.norm_at_once(input, shape, weight, bias, residual, eps, rms, return_residual)
+    if len(shape) > 1 or shape != input.shape[-1:] or input.dim() > _MAX_DIMS:
+        return None
+    call_of = (input, residual, weight, bias, eps, rms, dropout_p, return_residual)
+    return autograd.norm_at_once(first, *call_of)
 
 
 def _default_eps(input: Tensor) -> float:

@@ -51,7 +51,7 @@ class Backend:
         name: what users ask for.
         differentiable: whether its passes are torch operations, which autograd, torch.compile and
             torch.func go through; else they are kernels, and the passes below their derivatives.
-        trains_at_once: whether it has `outputs_at_once` and `gradients_at_once`.
+        trains_at_once: whether it has `outputs_at_once` and `gradients_at_once`, also of norms.
         torchs_own: whether all is computed by torch's own kernels, as they are. What torch does
             differently stays so: dropout draws from torch's generator, not by a call's seed
             (Philox), and NaN in keys and values that no query sees may reach results. Nor is there
@@ -191,6 +191,44 @@ class Backend:
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """The same for norm(residual + input) over the last dimensions, which are `shape`; with
         the sum, if that is wanted."""
+        return None
+
+    def norm_outputs_at_once(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        rms: bool,
+        dropout_p: float,
+        draw: Callable[[], int],
+    ) -> tuple[Tensor | None, ...] | None:
+        """The same of norm(residual + dropout(input)) over the last dimension for a backward: out,
+        total, mean, rstd; total is None where it is input, mean for rms.
+
+        Args:
+            draw: as in `outputs_at_once`.
+        """
+        return None
+
+    def norm_gradients_at_once(
+        self,
+        grad_out: Tensor,
+        grad_total: Tensor | None,
+        total: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        rms: bool,
+        dropout_p: float,
+        draw: Callable[[], int],
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor | None, ...] | None:
+        """The gradients of input (None where it is that of the sum), of the sum, of weight and of
+        bias (None where they are not needed), by what `norm_outputs_at_once` gave."""
         return None
 
     def activation(

@@ -179,7 +179,43 @@ class CppBackend(Backend):
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         return _cpu.norm(
             input, shape, weight, bias, residual, eps, rms, with_total,
-            torch.is_grad_enabled(), torch.get_num_threads(),
+            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
+        )  # fmt: skip
+
+    def norm_outputs_at_once(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        rms: bool,
+        dropout_p: float,
+        draw: Callable[[], int],
+    ) -> tuple[Tensor | None, ...] | None:
+        return _cpu.norm(
+            input, input.shape[-1:], weight, bias, residual, eps, rms, False,
+            True, torch.get_num_threads(), True, dropout_p, draw,
+        )  # fmt: skip
+
+    def norm_gradients_at_once(
+        self,
+        grad_out: Tensor,
+        grad_total: Tensor | None,
+        total: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        rms: bool,
+        dropout_p: float,
+        draw: Callable[[], int],
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor | None, ...] | None:
+        return _cpu.norm_gradients(
+            grad_out, grad_total, total, mean, rstd, weight, eps, rms, needs_weight, needs_bias,
+            torch.get_num_threads(), dropout_p, draw,
         )  # fmt: skip
 
     def activation(

@@ -7,7 +7,7 @@ First order runs on the kernels; the backward of a backward is in second_order.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
 from fused_attn.core.flat import Flat, FlatT
 from fused_attn.core.layout import readable_in_place
 from fused_attn.core.second_order import differentiated, give_second_order
-from fused_attn.core.torch_state import batched_by_autograd, plain_eager
+from fused_attn.core.torch_state import batched, batched_by_autograd, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, spec_at_once, with_summaries
 
@@ -59,7 +59,7 @@ def attention_at_once(
         if spec is None:
             return None
         spec = with_summaries(spec, backend.tile_summary)
-    rest = _AtOnceCall(spec, scale, float(dropout_p), query.device)
+    rest = _AtOnceCall(query.device, float(dropout_p), spec, scale)
     outputs = backend.outputs_at_once(query, key, value, *rest.fields(), enable_gqa)
     if outputs is None:
         return None
@@ -73,20 +73,26 @@ def attention_at_once(
 
 
 @dataclass
-class _AtOnceCall:
+class _Dropout:
+    """That of a call whose seed is drawn where it is first asked for."""
+
+    device: torch.device
+    dropout_p: float
+    seed: Tensor | None = field(default=None, kw_only=True)
+
+    def draw(self) -> int:
+        """The seed, without its sign."""
+        if self.seed is None:
+            self.seed = philox.new_seed(self.device)
+        return int(self.seed) & ((1 << 64) - 1)
+
+
+@dataclass
+class _AtOnceCall(_Dropout):
     """What a backward needs of such a call but for its tensors."""
 
     spec: MaskSpec | None
     scale: float | None
-    dropout_p: float
-    device: torch.device
-    seed: Tensor | None = None
-
-    def draw(self) -> int:
-        """The seed, without its sign; it is drawn where it is first asked for."""
-        if self.seed is None:
-            self.seed = philox.new_seed(self.device)
-        return int(self.seed) & ((1 << 64) - 1)
 
     def fields(self) -> tuple[MaskSpec | None, float | None, float, Callable[[], int]]:
         """As backends take them."""
@@ -125,6 +131,40 @@ def norm(call: NormCall, backend: Backend) -> tuple[Tensor, Tensor]:
     else:
         out, total = ops.norm_fwd(call, backend)[:2]
     return out, total if call.has_total else call.input
+
+
+def norm_at_once(
+    backend: Backend,
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dropout_p: float,
+    with_total: bool,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The norm over the last dimension with its gradients, of a call that nothing watches, and with
+    the sum if that is wanted; None: it has to go the whole way."""
+    rest = _NormAtOnceCall(input.device, float(dropout_p), eps, rms)
+    tensors = (input, residual, weight, bias)
+    outputs = backend.norm_outputs_at_once(*tensors, *rest.fields())
+    if outputs is None:
+        return None
+    out, total = _NormAtOnce.apply(rest, backend, outputs, *tensors)
+    return out if not with_total else (out, input if total is None else total)
+
+
+@dataclass
+class _NormAtOnceCall(_Dropout):
+    """What a backward needs of such a norm but for its tensors."""
+
+    eps: float
+    rms: bool
+
+    def fields(self) -> tuple[float, bool, float, Callable[[], int]]:
+        """As backends take them."""
+        return self.eps, self.rms, self.dropout_p, self.draw
 
 
 def _seeded(call: Any, backend: Backend) -> Any:
@@ -326,23 +366,81 @@ class _Norm(Function):
             grad_total = None  # of the empty output; torch.compile hands zeros in
         if grad_out is None and grad_total is None:
             return (None, None, *call.by_tensor())
-        given = torch.zeros_like(total) if grad_out is None else grad_out
-        of_total = call.of_total(total)
         needs = _wanted(ctx, "weight"), _wanted(ctx, "bias")
+        grads = grad_out, grad_total
+        return (None, None, *_norm_gradients(call, total, mean, rstd, *grads, needs, ctx.backend))
 
-        def run() -> Any:
-            return ops.norm_bwd(of_total, mean, rstd, given, grad_total, *needs, ctx.backend)
 
-        # Without dropout the gradient of input is that of the sum, and so is residual's.
-        dropped = call.dropout_p > 0.0
-        of_sum = "residual" if call.residual is not None else None if dropped else "input"
-        names = ("input" if dropped else None, of_sum, "weight", "bias")
-        grads = differentiated(run, call, names, (given, grad_total), reference.norm)
-        by_name = {"input": grads[0] if dropped else grads[1]}
-        if call.residual is not None:
-            by_name["residual"] = grads[1]
-        if call.weight is not None and needs[0]:
-            by_name["weight"] = grads[2].to(call.weight.dtype)
-        if call.bias is not None and needs[1]:
-            by_name["bias"] = grads[3].to(call.bias.dtype)
-        return (None, None, *call.by_tensor(**by_name))
+def _norm_gradients(
+    call: NormCall,
+    total: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    grad_out: Tensor | None,
+    grad_total: Tensor | None,
+    needs: tuple[bool, bool],
+    backend: Backend,
+) -> tuple[Tensor | None, ...]:
+    """By tensor of the call, differentiable; needs: whether weight and bias want theirs."""
+    given = torch.zeros_like(total) if grad_out is None else grad_out
+    of_total = call.of_total(total)
+
+    def run() -> Any:
+        return ops.norm_bwd(of_total, mean, rstd, given, grad_total, *needs, backend)
+
+    # Without dropout the gradient of input is that of the sum, and so is residual's.
+    dropped = call.dropout_p > 0.0
+    of_sum = "residual" if call.residual is not None else None if dropped else "input"
+    names = ("input" if dropped else None, of_sum, "weight", "bias")
+    grads = differentiated(run, call, names, (given, grad_total), reference.norm)
+    by_name = {"input": grads[0] if dropped else grads[1]}
+    if call.residual is not None:
+        by_name["residual"] = grads[1]
+    if call.weight is not None and needs[0]:
+        by_name["weight"] = grads[2].to(call.weight.dtype)
+    if call.bias is not None and needs[1]:
+        by_name["bias"] = grads[3].to(call.bias.dtype)
+    return call.by_tensor(**by_name)
+
+
+class _NormAtOnce(Function):
+    """Of results that are there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rest: _NormAtOnceCall,
+        backend: Backend,
+        outputs: tuple[Tensor | None, ...],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        out, total, mean, rstd = outputs
+        ctx.set_materialize_grads(False)
+        _save(ctx, tensors[0] if total is None else total, mean, rstd, *tensors)
+        ctx.rest, ctx.backend = rest, backend
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None) -> Any:
+        nothing = (None,) * 3
+        if grad_out is None and grad_total is None:
+            return (None,) * len(ctx.needs_input_grad)
+        total, mean, rstd, *tensors = _saved(ctx)
+        rest, backend, needs = ctx.rest, ctx.backend, ctx.needs_input_grad[-2:]
+        plain = plain_eager(grad_out, grad_total) and not batched(grad_out, grad_total)
+        if plain and grad_out is not None and not torch.is_grad_enabled():
+            given = grad_out, grad_total, total, mean, rstd, tensors[2]
+            grads = backend.norm_gradients_at_once(*given, *rest.fields(), *needs)
+            if grads is not None:
+                of_input, of_sum, *of_parameters = grads
+                of_input = of_sum if of_input is None else of_input
+                of_residual = None if tensors[1] is None else of_sum
+                return (*nothing, of_input, of_residual, *of_parameters)
+        input, residual, weight, bias = tensors
+        options = rest.eps, rest.rms, rest.dropout_p, rest.seed
+        call = NormCall(input, residual, weight, bias, *options)
+        mean = rstd.new_empty(0) if mean is None else mean.contiguous()
+        statistics = mean, rstd.contiguous()
+        grads = _norm_gradients(call, total, *statistics, grad_out, grad_total, needs, backend)
+        by_name = dict(zip(NormCall.TENSORS, grads, strict=True))
+        return (*nothing, *(by_name[name] for name in NormCall.DIFFERENTIABLE))

@@ -18,8 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-torch torch-suite test-isas peaked-rows clang-test \
-	lint format sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
+	peaked-rows clang-test lint format wheel sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -110,6 +110,12 @@ build/torch-%/installed:
 	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q pytest hypothesis numpy || $(NO_INSTALL)
 	@touch $@
 
+# From a folder of its own, where Python finds no source tree.
+installed-test: ## run the same tests on the fused_attn that PYTHON has installed
+	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && cd "$$dir" && \
+		OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -c "$(CURDIR)/pyproject.toml" \
+		--rootdir "$(CURDIR)" $(addprefix $(CURDIR)/,$(TORCH_TESTS))
+
 # docs/compatibility.md has what differs. Ten minutes, and nothing is fetched.
 torch-suite: env ## run PyTorch's own tests of PYTORCH=/path/to/pytorch with ours in torch's place
 	@test -n "$(PYTORCH)" || { echo "make: name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
@@ -163,6 +169,15 @@ format: $(VENV)/installed ## rewrite the sources in the common style
 	$(BIN)/ruff check --fix-only -q
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FILES)
+
+# Of this machine's own libraries; for older ones .github/workflows/wheels.yml makes wheels in containers.
+# torch's libgomp is not copied in: two of them would not share their threads.
+wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
+	$(SAY) "compiles the kernels anew: a few minutes"
+	@rm -rf build/wheel dist && $(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log 2>&1 \
+		|| { cat build/wheel.log; exit 1; }
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl
+	@$(BIN)/auditwheel show dist/*.whl && ls -lh dist
 
 # The import runs outside of this tree, so that it finds the wheel and nothing else.
 sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment

@@ -109,6 +109,41 @@ class Mask:
         pairs = zip(self.tensors(), mapped.tensors(), strict=True)
         return self if all(one is other for one, other in pairs) else mapped
 
+    def plot(
+        self,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        sequence: int = 0,
+        head: int = 0,
+        tile: tuple[int, int] = (64, 64),
+        axes: Any = None,
+    ) -> Any:
+        """A picture of one head of one sequence, by matplotlib: what is visible, and which tiles
+        kernels skip, work on in part, and work on whole.
+
+        Args:
+            seqlen_q, seqlen_k: queries and keys; None: as many keys as queries.
+            sequence, head: which ones of those that the mask has something of its own for.
+            tile: queries and keys of a tile. Kernels' differ: on a CPU with AMX 64 x 64.
+            axes: matplotlib's Axes that are drawn on; None makes some.
+
+        Returns:
+            The Axes; `.figure.savefig(path)` writes the picture. What is visible is the darker,
+            the more a bias or ALiBi adds to its score.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: the mask is not one of these sizes.
+
+        Example:
+            >>> axes = (masks.causal() & masks.sliding_window(128)).plot(512)
+        """
+        from fused_attn.masks import picture
+
+        keys = seqlen_q if seqlen_k is None else seqlen_k
+        return picture.plot(self, seqlen_q, keys, sequence, head, tile, axes)
+
     @property
     def is_relative(self) -> bool:
         """Whether it is made of bands and ALiBi alone, none of which depends on a sequence's end:

@@ -57,6 +57,7 @@ def test_csrc_includes_no_torch_header():
 
 def test_version_is_that_of_the_metadata():
     assert fused_attn.__version__ == metadata.version("fused-attn")
+    assert f"version: {fused_attn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_files_are_short():
@@ -144,6 +145,20 @@ def test_nvcc_is_not_looked_for_unasked(tmp_path):
     text = configured(tmp_path, "-DFUSED_ATTN_CUDA=ON")
     assert "asks for the CUDA module, but no working nvcc was" in text
     assert (tmp_path / "called").exists()
+
+
+def test_windows_is_refused_before_anything_is_looked_for(tmp_path):
+    text = " ".join(configured(tmp_path, "-DMSVC=ON").split())
+    assert "does not build on Windows" in text and "WSL" in text
+    assert "compiler identification" not in text
+
+
+def test_a_compiler_without_openmp_is_told_what_to_install(tmp_path):
+    """One that knows no -fopenmp, whatever it is asked."""
+    own = "case \"$*\" in *openmp*) echo 'unrecognized option' >&2; exit 1;; esac"
+    executable(tmp_path / "no-openmp", f'{own}\nexec g++ "$@"')
+    text = configured(tmp_path, f"-DCMAKE_CXX_COMPILER={tmp_path / 'no-openmp'}")
+    assert "fused_attn needs OpenMP" in text and "libomp-dev" in text and "brew" in text
 
 
 @pytest.mark.slow

@@ -1,0 +1,118 @@
+"""Masks as pictures: what is visible, and what kernels skip for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_attn.masks.mask import Mask
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import normalize
+
+# Colours: a position in a tile that is skipped, one that is hidden in a partial tile, the least and
+# the most of what is visible, and lines between tiles.
+_SKIPPED, _HIDDEN, _LIGHT, _DARK, _LINE = "#e9ecef", "#ffffff", "#9ecae1", "#1f5f99", "#adb5bd"
+
+
+class Seen(NamedTuple):
+    """What one head of one sequence sees.
+
+    Attributes:
+        visible: bool (seqlen_q, seqlen_k).
+        added: float32 (seqlen_q, seqlen_k), what is added to the scores; None: nothing is.
+        kinds: uint8 (tiles of queries, tiles of keys); 0 for tiles that are skipped, 1 for partial
+            and 2 for full ones.
+    """
+
+    visible: Tensor
+    added: Tensor | None
+    kinds: Tensor
+
+
+def seen(
+    mask: Mask, seqlen_q: int, seqlen_k: int, sequence: int, head: int, tile: tuple[int, int]
+) -> Seen:
+    """See `Mask.plot`."""
+    batch, num_heads = _sizes(mask)
+    sizes = max(batch, sequence + 1), max(num_heads, head + 1), seqlen_q, seqlen_k
+    cpu = torch.device("cpu")
+    spec = normalize(mask.to(cpu), *sizes, torch.empty(0))
+    visible, added = materialize(spec, *sizes, cpu, torch.float32)
+    visible = torch.ones((), dtype=torch.bool) if visible is None else visible
+    of_head = visible.expand(sizes)[sequence, head]
+    if added is not None:
+        added = added.detach().float().expand(sizes)[sequence, head]
+    return Seen(of_head, added, _kinds(of_head, tile))
+
+
+def plot(
+    mask: Mask,
+    seqlen_q: int,
+    seqlen_k: int,
+    sequence: int,
+    head: int,
+    tile: tuple[int, int],
+    axes: Any,
+) -> Any:
+    """See `Mask.plot`."""
+    try:
+        from matplotlib import colors, patches, pyplot
+    except ImportError:
+        raise ImportError("plot needs matplotlib: pip install 'fused-attn[cli]'") from None
+    of_head = seen(mask, seqlen_q, seqlen_k, sequence, head, tile)
+    axes = pyplot.subplots(figsize=(4.5, 4.5), layout="constrained")[1] if axes is None else axes
+    image = torch.empty(seqlen_q, seqlen_k, 3)
+    worked_on = of_head.kinds.bool().repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)
+    for color, where in ((_SKIPPED, ~worked_on), (_HIDDEN, worked_on)):
+        image[where[:seqlen_q, :seqlen_k]] = torch.tensor(colors.to_rgb(color))
+    shades = colors.LinearSegmentedColormap.from_list("visible", [_LIGHT, _DARK])
+    strength = torch.ones(seqlen_q, seqlen_k)
+    if of_head.added is not None and of_head.visible.any():
+        values = of_head.added[of_head.visible]
+        low, high = values.min(), values.max()
+        strength = (of_head.added - low) / (high - low) if high > low else strength
+    shaded = torch.from_numpy(shades(strength.nan_to_num().numpy())[..., :3]).float()
+    image[of_head.visible] = shaded[of_head.visible]
+    axes.imshow(image.numpy(), interpolation="nearest", extent=(0, seqlen_k, seqlen_q, 0))
+    for step, end, line in ((tile[0], seqlen_q, axes.axhline), (tile[1], seqlen_k, axes.axvline)):
+        for place in range(step, end, step):
+            line(place, color=_LINE, linewidth=0.6)
+    counts = [int((of_head.kinds == kind).sum()) for kind in range(3)]
+    names = [(_SKIPPED, f"skipped tiles: {counts[0]}"), (_HIDDEN, f"partial: {counts[1]}")]
+    names.append((_DARK, f"full: {counts[2]}"))
+    handles = [patches.Patch(facecolor=c, edgecolor=_LINE, label=label) for c, label in names]
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize=8,
+        frameon=False,
+    )  # fmt: skip
+    axes.set(xlabel="keys", ylabel="queries")
+    share = of_head.visible.float().mean().item()
+    axes.set_title(f"{share:.0%} of the scores are visible", fontsize=9)
+    return axes
+
+
+def _sizes(mask: Mask) -> tuple[int, int]:
+    """Sequences and heads that a mask has something of its own for."""
+    batch, heads = [1], [1]
+    batch += [len(p.key_lengths) for p in mask.paddings] + [len(p) for p in mask.prefixes]
+    for pair in mask.document_pairs:
+        batch += [len(ids) for ids in (pair.query_ids, pair.key_ids) if ids.dim() == 2]
+    for tensor in (*mask.dense_masks, *mask.biases):
+        batch += list(tensor.shape[-4:-3]) if tensor.dim() > 3 else []
+        heads += list(tensor.shape[-3:-2]) if tensor.dim() > 2 else []
+    for alibi in mask.slopes:
+        batch += list(alibi.slopes.shape[:-1])
+        heads.append(alibi.slopes.shape[-1])
+    return max(batch), max(heads)
+
+
+def _kinds(visible: Tensor, tile: tuple[int, int]) -> Tensor:
+    """See `Seen.kinds`; the last tiles may be parts of one."""
+    rows, columns = (-(-size // step) for size, step in zip(visible.shape, tile, strict=True))
+    counts = torch.zeros(2, rows * tile[0], columns * tile[1], dtype=torch.int64)
+    counts[0, : visible.shape[0], : visible.shape[1]] = visible
+    counts[1, : visible.shape[0], : visible.shape[1]] = 1
+    seen_, there = counts.view(2, rows, tile[0], columns, tile[1]).sum((2, 4))
+    return ((seen_ > 0).to(torch.uint8) + (seen_ == there)) * (seen_ > 0)

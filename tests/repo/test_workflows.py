@@ -1,0 +1,31 @@
+"""GitHub's workflows: valid, and no command in them that is not there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def test_workflows_are_valid():
+    pytest.importorskip("check_jsonschema", reason="reason: needs check-jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema"]
+    done = subprocess.run(
+        [*command, "vendor.github-workflows", *map(str, WORKFLOWS)], capture_output=True, text=True
+    )
+    assert WORKFLOWS and done.returncode == 0, done.stdout + done.stderr
+
+
+def test_workflows_call_what_is_there():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for text in [path.read_text() for path in WORKFLOWS]:
+        assert set(re.findall(r"run: make ([a-z-]+)", text)) <= set(targets)
+        for path in re.findall(r"uses: \./(\S+)", text) + re.findall(r"run: (\.\S+)", text):
+            assert (ROOT / path).exists()
+        # Only what says so may write, and each action is named with a version.
+        assert re.search(r"^permissions:\n  contents: read$", text, re.MULTILINE)
+        assert all("@" in action for action in re.findall(r"uses: ([^.\s]\S*)", text))

@@ -1,0 +1,59 @@
+"""Pictures of masks show what is visible, and which tiles are skipped for it."""
+
+import pytest
+import torch
+
+from fused_attn import masks
+from fused_attn.backends import cpp
+from fused_attn.masks.picture import seen
+from fused_attn.masks.spec import normalize
+
+LENGTHS = torch.tensor([200, 70])
+MASKS = {
+    "causal": masks.causal(),
+    "window": masks.sliding_window(70, 10),
+    "padding": masks.padding(LENGTHS),
+    "prefix": masks.prefix_lm(torch.tensor([90, 20])),
+    "documents": masks.documents(torch.arange(200) // 77),
+    "dense": masks.dense(torch.arange(200)[:, None] % 128 < torch.arange(200) % 90),
+    "nothing": masks.documents(torch.zeros(200).long(), torch.ones(200).long()),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_tiles_are_those_of_the_kernels(mask):
+    spec = normalize(mask, 2, 1, 200, 200, torch.empty(0))
+    kinds, tile = cpp.tile_kinds(spec, 2, 1, 200, 200, torch.float32)
+    for sequence in range(2):
+        ours = seen(mask, 200, 200, sequence, 0, tile).kinds
+        kernels = kinds[sequence, 0]
+        # Kernels may see less than there is, never more.
+        assert not (kernels == 0)[ours > 0].any()
+        assert not (kernels == 2)[ours < 2].any()
+        assert (kernels == ours).float().mean() > 0.6
+
+
+def test_what_is_visible_and_added():
+    slopes = torch.tensor([0.0, 0.5])
+    mask = masks.causal() & masks.alibi(slopes) & masks.padding(torch.tensor([3, 5]))
+    of_head = seen(mask, 4, 6, 1, 1, (2, 2))
+    assert torch.equal(of_head.visible, torch.ones(4, 6).tril().bool())
+    assert of_head.added is not None and of_head.added[3, 1] == -1.0
+    assert of_head.kinds.tolist() == [[1, 0, 0], [2, 1, 0]]
+    assert seen(masks.Mask(), 3, 5, 0, 0, (2, 2)).kinds.tolist() == [[2, 2, 2], [2, 2, 2]]
+
+
+def test_picture(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="reason: needs matplotlib")
+    axes = (masks.causal() & masks.bias(torch.randn(96, 96))).plot(96, tile=(32, 32))
+    assert axes.get_title() == "51% of the scores are visible"
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["skipped tiles: 3", "partial: 3", "full: 3"]
+    (image,) = axes.images
+    assert image.get_array().shape == (96, 96, 3)
+    axes.figure.savefig(tmp_path / "mask.png")
+    own = pyplot.subplots()[1]
+    assert masks.causal().plot(8, 12, axes=own) is own
+    with pytest.raises(ValueError, match="must"):
+        masks.documents(torch.arange(7)).plot(8)
+    pyplot.close("all")

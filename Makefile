@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
-	peaked-rows clang-test lint format wheel sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+	peaked-rows clang-test arm-test lint format wheel sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -157,6 +157,15 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt i
 	@$(CLANG_PYTHON) -c 'from fused_attn import _cpu; print(_cpu.__file__); assert "/build/clang/" in _cpu.__file__'
 	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
 		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
+
+# An emulator takes a hundred times as long. ARM_TESTS=tests/ops/test_attention.py asks for others.
+ARM = build/aarch64
+ARM_TESTS ?= tests/ops/test_norm.py tests/ops/test_dropout.py tests/ops/test_layouts.py
+arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test them in an emulator (Debian, as root)
+	$(SAY) "an ARM compiler, emulator, Python and torch, the first time; the tests: minutes"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/support/aarch64.sh "$(CURDIR)/$(ARM)"
+	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon", cpp.isa()'
+	OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -p no:cacheprovider $(ARM_TESTS) -k "not triton and not cuda"
 
 lint: $(VENV)/installed ## check style, spelling and types
 	$(BIN)/ruff check

@@ -49,6 +49,8 @@ inline float to_acc(BFloat16 x) { return bit_cast<float>(uint32_t{x.bits} << 16)
 inline float to_acc(Half x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
+#elif defined(FUSED_ATTN_NEON)
+  return static_cast<float>(bit_cast<__fp16>(x.bits));
 #else
   // Exponent and mantissa moved into place and the bias corrected by a product, which handles
   // subnormals too; infinity and NaN get the largest exponent back.
@@ -72,6 +74,8 @@ inline void from_acc(float x, BFloat16* out) {
 inline void from_acc(float x, Half* out) {
 #if defined(__F16C__)
   out->bits = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(FUSED_ATTN_NEON)
+  out->bits = bit_cast<uint16_t>(static_cast<__fp16>(x));
 #else
   const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -169,6 +173,15 @@ inline Vec<float> load_as<Half>(const Half* src) {
 template <>
 inline void store_as<Half>(Vec<float> v, Half* dst) {
   _mm_storeu_si128((__m128i*)dst, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(FUSED_ATTN_NEON)
+template <>
+inline Vec<float> load_as<Half>(const Half* src) {
+  return (Vec<float>)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&src->bits)));
+}
+template <>
+inline void store_as<Half>(Vec<float> v, Half* dst) {
+  vst1_u16(&dst->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
 }
 #endif
 

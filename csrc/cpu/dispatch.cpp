@@ -30,6 +30,9 @@ namespace fused_attn {
 namespace {
 
 bool runs_generic(bool = false) { return true; }
+#if defined(__aarch64__)
+bool runs_neon(bool = false) { return true; }  // every one of 64 bits has it
+#endif
 
 #if defined(__x86_64__)
 // A register of cpuid: 0 to 3 are EAX to EDX.

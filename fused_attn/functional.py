@@ -480,7 +480,9 @@ def _norm_at_once(
         input, residual = autocast_norm(input, residual)
     if not trains:
         return first.norm_at_once(input, shape, weight, bias, residual, eps, rms, return_residual)
-    if len(shape) > 1 or shape != input.shape[-1:] or input.dim() > _MAX_DIMS:
+    if len(shape) > 1 or input.is_nested or input.dim() > _MAX_DIMS:
+        return None
+    if shape != input.shape[-1:]:
         return None
     call_of = (input, residual, weight, bias, eps, rms, dropout_p, return_residual)
     return autograd.norm_at_once(first, *call_of)

@@ -184,14 +184,15 @@ def test_doctor_json(capsys, tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text()).keys() == facts.keys()
 
 
-@pytest.mark.parametrize("kernel", ["attention_bwd", "norm_fwd"])
+@pytest.mark.parametrize("kernel", ["attention_bwd", "norm_outputs_at_once"])
 def test_doctor_finds_a_wrong_kernel(capsys, monkeypatch, kernel):
     backend = get_backend("cpp")
     right = getattr(backend, kernel)
 
     def wrong(*args):
         results = right(*args)
-        return results._replace(**{results._fields[0]: results[0] * 1.1})
+        results[0].mul_(1.1)
+        return results
 
     monkeypatch.setattr(backend, kernel, wrong)
     status, out, _ = run(capsys, "doctor")

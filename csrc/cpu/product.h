@@ -199,14 +199,16 @@ class PairProduct {
     return kParts * pad_steps(steps) / 2 * lanes;
   }
 
-  // stage: (pad_steps(n), pad_dim(dim)) of T. One part that needs no padding stays in place.
+  // stage: (pad_steps(n), pad_dim(dim)) of T. One part that needs no padding stays in place, if its
+  // rows are whole words apart.
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
                    uint16_t* buffer) {
     const int64_t wide = pad_dim(dim), high = pad_rows(n);
-    if (kParts == 1 && wide == dim && high == n) {
+    const bool in_words = kParts > 1 || stride % 2 == 0;
+    if (kParts == 1 && wide == dim && high == n && in_words) {
       return {reinterpret_cast<const uint16_t*>(src), stride, 0};
     }
-    if (wide != dim || high != n) {
+    if (wide != dim || high != n || !in_words) {
       copy_rows(src, stride, n, dim, stage, high, wide);
       src = stage;
       stride = wide;

@@ -29,6 +29,20 @@ def test_attention(name, dtype, isa):
     assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_rows_an_odd_number_apart(dtype, isa):
+    """Words of two 16-bit numbers are read from rows in place only where they are words."""
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.randn(1, 2, 64, 65, generator=generator, dtype=dtype) for _ in range(3)]
+    results = []
+    for tensors in ([x[..., :64] for x in wide], [x[..., :64].contiguous() for x in wide]):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = functional.scaled_dot_product_attention(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    for strided, packed in zip(*results, strict=True):
+        assert torch.equal(strided, packed)
+
+
 def test_sums_over_keys(isa):
     """With gentle slopes a row of 40 keys has two large weights, and 38 roundings at their size."""
     shape = 2, 2, 1, 70, 139

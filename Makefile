@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
-	peaked-rows clang-test arm-test lint format wheel sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+	peaked-rows clang-test arm-test arm-report lint format wheel sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -160,12 +160,17 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt i
 
 # An emulator takes a hundred times as long. ARM_TESTS=tests/ops/test_attention.py asks for others.
 ARM = build/aarch64
-ARM_TESTS ?= tests/ops/test_norm.py tests/ops/test_dropout.py tests/ops/test_layouts.py
+ARM_TESTS ?= $(addprefix tests/ops/test_,isas.py norm.py dropout.py layouts.py)
 arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test them in an emulator (Debian, as root)
 	$(SAY) "an ARM compiler, emulator, Python and torch, the first time; the tests: minutes"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/support/aarch64.sh "$(CURDIR)/$(ARM)"
-	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon", cpp.isa()'
+	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon_bf16", cpp.isa()'
 	OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -p no:cacheprovider $(ARM_TESTS) -k "not triton and not cuda"
+
+arm-report: $(VENV)/installed ## count the main loops of the ARM kernels against a core's floor (Debian, as root)
+	@{ command -v aarch64-linux-gnu-g++ && command -v llvm-mca-19; } >/dev/null \
+		|| { apt-get update -q && apt-get install -q -y g++-aarch64-linux-gnu llvm-19; }
+	$(BIN)/python benchmarks/arm_report.py
 
 docs: env ## build the site of the docs, strictly, into build/site
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site

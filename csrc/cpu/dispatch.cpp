@@ -16,6 +16,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace fused_attn {
@@ -32,6 +36,19 @@ namespace {
 bool runs_generic(bool = false) { return true; }
 #if defined(__aarch64__)
 bool runs_neon(bool = false) { return true; }  // every one of 64 bits has it
+
+bool runs_neon_bf16(bool = false) {
+#if defined(__linux__)
+  constexpr unsigned long kBFloat16 = 1ul << 14;  // HWCAP2_BF16 of asm/hwcap.h
+  return (getauxval(AT_HWCAP2) & kBFloat16) != 0;
+#elif defined(__APPLE__)
+  int there = 0;
+  size_t size = sizeof(there);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, nullptr, 0) == 0 && there != 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 #if defined(__x86_64__)

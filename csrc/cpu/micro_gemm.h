@@ -32,13 +32,27 @@ struct Numbers {
   static Vec<A> multiply_add(A x, Vec<A> b, Vec<A> c) { return x * b + c; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(FUSED_ATTN_NEON_BF16)
+// Of words whose value the compiler must not know: GCC 12 writes constants of bfloat16 as float16
+// (1 becomes 2^-13), which its assembler refuses where float16 is not allowed.
+inline bfloat16x8_t bfloat16_vector(Vec32 words) {
+  asm("" : "+w"(words));
+  return vreinterpretq_bf16_u32((uint32x4_t)words);
+}
+#endif
+
+#if defined(FUSED_ATTN_BF16_PAIRS)
 // One step of k is a pair of bfloat16 numbers in a word.
 struct BFloat16Pairs {
   using Element = uint32_t;
   using Result = float;
   static Vec<float> multiply_add(uint32_t x, Vec32 b, Vec<float> c) {
+#if defined(__AVX512BF16__)
     return (Vec<float>)_mm512_dpbf16_ps((__m512)c, (__m512bh)(Vec32{} + x), (__m512bh)b);
+#else
+    return (Vec<float>)vbfdotq_f32((float32x4_t)c, bfloat16_vector(b),
+                                   bfloat16_vector(Vec32{} + x));
+#endif
   }
 };
 #endif

@@ -60,21 +60,32 @@ inline double spin_tiles(int64_t rounds) {
   const double products = 4.0 / TileProducts<F::kParts>::kCount * static_cast<double>(rounds);
   return products * 2 * 16 * 16 * 32;
 }
-#elif defined(__AVX512BF16__)
+#elif defined(FUSED_ATTN_BF16_PAIRS)
 inline double spin_pairs(int64_t rounds) {
   constexpr int kPairChains = 16;
+#if defined(FUSED_ATTN_NEON_BF16)
+  constexpr double kOperations = 32;
+  const auto multiply_add = [](Vec32 x, Vec<float> sum) {
+    const bfloat16x8_t both = bfloat16_vector(x);
+    return (Vec<float>)vbfmmlaq_f32((float32x4_t)sum, both, both);
+  };
+#else
+  constexpr double kOperations = 4 * kLanes<float>;
+  const auto multiply_add = [](Vec32 x, Vec<float> sum) {
+    return BFloat16Pairs::multiply_add(0x3C003C00u, x, sum);
+  };
+#endif
   Vec<float> sum[kPairChains];
   for (int i = 0; i < kPairChains; ++i) sum[i] = broadcast<float>(static_cast<float>(i));
   Vec32 x = Vec32{} + 0x3F003F00u;
   for (int64_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 24
-    for (int i = 0; i < kPairChains; ++i)
-      sum[i] = BFloat16Pairs::multiply_add(0x3C003C00u, x, sum[i]);
+    for (int i = 0; i < kPairChains; ++i) sum[i] = multiply_add(x, sum[i]);
   }
   for (int i = 1; i < kPairChains; ++i) sum[0] += sum[i];
   volatile float result = sum[0][0];  // or nothing of this would be done
   (void)result;
-  return 4.0 * kPairChains * 16 * static_cast<double>(rounds);
+  return kOperations * kPairChains * static_cast<double>(rounds);
 }
 #endif
 
@@ -100,7 +111,7 @@ template <class T>
 inline double product_peak(int64_t threads) {
 #if defined(__AMX_BF16__)
   if constexpr (sizeof(T) < 8) return peak_of(threads, spin_tiles<TileFormat<T>>);
-#elif defined(__AVX512BF16__)
+#elif defined(FUSED_ATTN_BF16_PAIRS)
   if constexpr (kIsBFloat16<T>) return peak_of(threads, spin_pairs);
 #endif
   return multiply_add_peak(threads) * 4 / static_cast<double>(sizeof(Acc<T>));

@@ -3,10 +3,11 @@
 // Left operands (rows, steps) are broadcast or read in tiles of rows; right operands (steps, lanes)
 // have a panel of queries, or features, in their lanes. Product<T> packs both, and multiplies.
 //   NumberProduct: numbers, by vector multiply-add; operands stay where they are if they can.
-//   PairProduct: bfloat16 pairs, by vdpbf16ps or by AMX tiles.
+//   PairProduct: bfloat16 pairs, by vdpbf16ps, by BFMMLA or by AMX tiles.
 #pragma once
 
 #include "cpu/micro_gemm.h"
+#include "cpu/mmla_gemm.h"
 #include "cpu/tile_gemm.h"
 #include "cpu/transpose.h"
 #include "cpu/vec_math.h"
@@ -149,9 +150,10 @@ class NumberProduct {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(FUSED_ATTN_BF16_PAIRS)
 // Each number as kParts bfloat16 numbers, in planes that lie `part` elements apart. Within a step
-// of 32, a word holds two neighbours of a feature or key dimension, or the queries l and l + 16.
+// of 2 * kLane, a word holds two neighbours of a feature or key dimension, or the queries l and
+// l + kLane.
 template <class T>
 class PairProduct {
  public:
@@ -159,6 +161,7 @@ class PairProduct {
   using LeftElement = uint16_t;
   using RightElement = uint32_t;
   static constexpr int64_t kRows = kPanel<float>;
+  static constexpr int64_t kLane = kLanes<float>;
   static constexpr bool kPairs = true;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : kIsHalf<T> ? 2 : 1;
   // Panels whose weights are multiplied at once in the backward, so that the sums over queries
@@ -183,9 +186,9 @@ class PairProduct {
   struct Registers {};
 #endif
 
-  static int64_t pad_rows(int64_t rows) { return round_up(rows, 16); }
-  static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 32); }
-  static int64_t pad_dim(int64_t dim) { return round_up(dim, 32); }
+  static int64_t pad_rows(int64_t rows) { return round_up(rows, kLane); }
+  static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 2 * kLane); }
+  static int64_t pad_dim(int64_t dim) { return round_up(dim, 2 * kLane); }
   // Rows of left operands lie this much further apart than they are long: the 16 of a tile then
   // fall into different sets of L1. Measured on the product alone: 10 % for three parts.
   static constexpr int64_t kRowGap = 32;
@@ -229,16 +232,16 @@ class PairProduct {
       stride = wide;
     }
     const int64_t apart = high + kRowGap;
-    for (int64_t t = 0; t < high; t += 32) {
-      for (int64_t d = 0; d < wide; d += 16) {
-        uint32_t words[kParts][16][16];
-        for (int64_t i = 0; i < 16; ++i) {
+    for (int64_t t = 0; t < high; t += 2 * kLane) {
+      for (int64_t d = 0; d < wide; d += kLane) {
+        uint32_t words[kParts][kLane][kLane];
+        for (int64_t i = 0; i < kLane; ++i) {
           const T* const row = src + (t + 2 * i) * stride + d;
           const Weight a = number(load_as<T>(row)), b = number(load_as<T>(row + stride));
           for (int p = 0; p < kParts; ++p) store(words[p][i], pair(a.part[p], b.part[p]));
         }
         for (int p = 0; p < kParts; ++p) {
-          transpose_tile(words[p], 16, buffer + (p * wide + d) * apart + t, apart / 2);
+          transpose_tile(words[p], kLane, buffer + (p * wide + d) * apart + t, apart / 2);
         }
       }
     }
@@ -266,19 +269,19 @@ class PairProduct {
   // The planes of `panels` panels lie together.
   static Right right_rows(const T* panel, int64_t dim, uint32_t* buffer, int64_t panels) {
     const int64_t wide = pad_dim(dim);
-    for (int64_t l = 0; l < 16; ++l) {
-      for (int64_t d = 0; d < wide; d += 16) {
+    for (int64_t l = 0; l < kLane; ++l) {
+      for (int64_t d = 0; d < wide; d += kLane) {
         const T* const row = panel + l * wide + d;
-        const Weight a = number(load_as<T>(row)), b = number(load_as<T>(row + 16 * wide));
+        const Weight a = number(load_as<T>(row)), b = number(load_as<T>(row + kLane * wide));
         for (int p = 0; p < kParts; ++p) {
-          store(buffer + (p * panels * 16 + l) * wide + d, pair(a.part[p], b.part[p]));
+          store(buffer + (p * panels * kLane + l) * wide + d, pair(a.part[p], b.part[p]));
         }
       }
     }
     return rows_view(buffer, dim, panels);
   }
   static Right rows_view(const uint32_t* buffer, int64_t dim, int64_t panels) {
-    return {buffer, pad_dim(dim), panels * 16 * pad_dim(dim)};
+    return {buffer, pad_dim(dim), panels * kLane * pad_dim(dim)};
   }
 
   struct Weight {
@@ -315,7 +318,7 @@ class PairProduct {
   static void store_right(uint32_t* operand, int64_t part, int64_t t, int v, const Weight& a,
                           const Weight& b) {
     for (int p = 0; p < kParts; ++p) {
-      store(operand + p * part + t / 2 * kRows + v * 16, pair(a.part[p], b.part[p]));
+      store(operand + p * part + t / 2 * kRows + v * kLane, pair(a.part[p], b.part[p]));
     }
   }
   static Left left_view(const uint16_t* data, int64_t stride, int64_t part) {
@@ -343,6 +346,11 @@ class PairProduct {
       tile_block<kParts, false, kInto>(k, a.data + r * a.stride, a.stride, a.part, b.data, b.stride,
                                        b.part, c + r * ldc, ldc, scale, meanwhile);
     }
+#elif defined(FUSED_ATTN_NEON_BF16)
+    static_assert(kParts == 1, "three products of BFMMLA's are no faster than FMLA's one");
+    mmla_gemm<kInto>(m, pad_steps(k) / 2, reinterpret_cast<const uint32_t*>(a.data), a.stride / 2,
+                     b.data, b.stride, c, ldc, scale);
+    (void)meanwhile;
 #else
     static_assert(kParts == 1, "vdpbf16ps is as fast as multiply-add for two products at most");
     gemm<BFloat16Pairs, Layout::kRowMajor, kInto, kAllSteps>(
@@ -371,7 +379,7 @@ class PairProduct {
   }
 
   static void split_row(const T* src, int64_t n, uint16_t* dst, int64_t part) {
-    for (int64_t i = 0; i < n; i += 16) {
+    for (int64_t i = 0; i < n; i += kLane) {
       const Weight w = number(load_as<T>(src + i));
       for (int p = 0; p < kParts; ++p) {
         const Shorts high = __builtin_convertvector(w.part[p] >> 16, Shorts);
@@ -382,12 +390,12 @@ class PairProduct {
 };
 #endif
 
-// AMX takes every type but float64; vdpbf16ps only bfloat16.
+// AMX takes every type but float64; vdpbf16ps and BFMMLA only bfloat16.
 template <class T>
 struct ProductOf {
   using type = NumberProduct<T>;
 };
-#if defined(__AVX512BF16__)
+#if defined(FUSED_ATTN_BF16_PAIRS)
 template <>
 struct ProductOf<BFloat16> {
   using type = PairProduct<BFloat16>;

@@ -14,6 +14,11 @@
 #include <arm_neon.h>
 #endif
 
+// Dot products of pairs of bfloat16 numbers, summed up in float32.
+#if defined(__AVX512BF16__) || defined(FUSED_ATTN_NEON_BF16)
+#define FUSED_ATTN_BF16_PAIRS
+#endif
+
 // For what is beside products or in an inner loop: called, it would cost all vector registers.
 #define FUSED_ATTN_INLINE inline __attribute__((always_inline))
 
@@ -179,6 +184,9 @@ inline uint32_t to_bits(V mask) {
   if constexpr (kCount == 4) return static_cast<uint32_t>(_mm256_movemask_pd((__m256d)mask));
 #elif defined(FUSED_ATTN_NEON)
   if constexpr (kCount == 4) return vaddvq_u32((uint32x4_t)mask & uint32x4_t{1, 2, 4, 8});
+  if constexpr (kCount == 2) {
+    return static_cast<uint32_t>(vaddvq_u64((uint64x2_t)mask & uint64x2_t{1, 2}));
+  }
 #endif
   uint32_t bits = 0;
   for (int l = 0; l < kCount; ++l) bits |= static_cast<uint32_t>(mask[l] != 0) << l;

@@ -12,15 +12,15 @@ packages="python$version python$version-minimal libpython$version libpython$vers
   libexpat1 libssl3 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1 libreadline8 libncursesw6
   libtinfo6 libdb5.3 libcrypt1 libnsl2 libtirpc3"
 
-command -v $suite-g++ qemu-aarch64 > /dev/null || {
+{ command -v $suite-g++ && command -v qemu-aarch64; } > /dev/null || {
   apt-get update -q
   apt-get install -q -y g++-$suite qemu-user
 }
 if [ ! -e "$out/root/usr/bin/python$version" ]; then
   mkdir -p "$out/packages" "$out/root"
-  dpkg --add-architecture arm64
-  apt-get update -q
-  (cd "$out/packages" && apt-get download -q $(printf '%s:arm64 ' $packages))
+  both="-o APT::Architectures::=$(dpkg --print-architecture) -o APT::Architectures::=arm64"
+  apt-get $both update -q
+  (cd "$out/packages" && apt-get $both download -q $(printf '%s:arm64 ' $packages))
   for package in "$out"/packages/*.deb; do dpkg -x "$package" "$out/root"; done
 fi
 if [ ! -e "$out/site/torch" ]; then

@@ -27,7 +27,7 @@ if os.environ.get("CUDA_EMULATED") == "1":
 
 # Those whose kernels are this package's. What torch computes is torch's: see test_sdpa.py.
 BACKENDS = [n for n in fused_attn.available_backends() if not get_backend(n).differentiable]
-ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon", "generic"]
+ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic"]
 # Of these, a test runs those that its backend takes: conftest.py leaves out the others.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()

@@ -1,0 +1,147 @@
+"""The main loops of the ARM kernels against a Neoverse V2's floor: `make arm-report`.
+
+kernels.cpp is compiled to assembly for each ARM instruction set. Of the innermost loops, those of
+products are taken: the one with the largest share of multiply instructions of each kind that also
+loads what it multiplies. llvm-mca says how many cycles one turn takes on a Neoverse V2, whose
+floor is four multiply instructions a cycle (Arm, "Neoverse V2 Software Optimization Guide", tables
+of ASIMD floating-point and BFloat16 instructions). Nothing of this has run on such a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/arm-loops.json"
+# Those of CMakeLists.txt.
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fno-exceptions", "-fopenmp", "-fPIC", "-w", "-DFUSED_ATTN_NEON"]
+ISAS = {
+    "neon": [],
+    "neon_bf16": ["-DFUSED_ATTN_NEON_BF16", "-march=armv8.2-a+bf16"],
+}
+PER_CYCLE = 4  # multiply instructions of any kind below
+TURNS = 200
+
+# Instruction, lanes -> multiply-adds of one.
+PRODUCTS = {
+    "neon": {("fmla", "4s"): 4, ("fmla", "2d"): 2},
+    "neon_bf16": {("bfmmla", "4s"): 16},
+}
+
+
+@dataclass
+class Loop:
+    """A turn of a main loop.
+
+    Attributes:
+        products: multiply instructions.
+        cycles: by llvm-mca, on a Neoverse V2.
+        floor: cycles that the products alone take.
+        multiply_adds: of a cycle.
+    """
+
+    isa: str
+    instruction: str
+    instructions: int
+    products: int
+    cycles: float
+    floor: float
+    multiply_adds: float
+
+
+def assembly(compiler: str, isa: str) -> list[str]:
+    """What the compiler makes of the kernels."""
+    command = [compiler, *FLAGS, *ISAS[isa], f"-DFUSED_ATTN_ISA={isa}", f"-I{ROOT / 'csrc'}"]
+    command += ["-S", "-o", "-", str(ROOT / "csrc/cpu/kernels.cpp")]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
+
+
+def innermost_loops(lines: list[str]) -> Iterator[list[str]]:
+    """Instructions from a label to the branch back to it, where nothing else is between."""
+    start, label = 0, ""
+    for at, line in enumerate(lines):
+        if found := re.match(r"(\.L\d+):", line):
+            start, label = at + 1, found[1]
+        elif label and re.search(rf"\bb\S*\s.*?{re.escape(label)}$", line):
+            body = (part.strip() for part in lines[start : at + 1])
+            yield [part for part in body if part and not part.startswith(".")]
+
+
+def main_loop(loops: list[list[str]], mnemonic: str, lanes: str) -> list[str] | None:
+    """The one that comes next to nothing but products, of operands that it loads."""
+
+    def products(body: list[str]) -> int:
+        return sum(part.split()[0] == mnemonic and f".{lanes}" in part.split()[1] for part in body)
+
+    loading = [
+        body
+        for body in loops
+        if products(body) >= 8 and any(part.startswith("ld") for part in body)
+    ]
+    return max(loading, key=lambda body: products(body) / len(body), default=None)
+
+
+def cycles_of(mca: str, body: list[str]) -> float:
+    """A turn's, where turns follow each other."""
+    command = [mca, "-mtriple=aarch64", "-mcpu=neoverse-v2", f"-iterations={TURNS}"]
+    shown = subprocess.run(
+        command, input="\n".join(body), check=True, capture_output=True, text=True
+    ).stdout
+    found = re.search(r"Total Cycles:\s+(\d+)", shown)
+    assert found, shown
+    return int(found[1]) / TURNS
+
+
+def report(compiler: str, mca: str) -> list[Loop]:
+    rows = []
+    for isa, kinds in PRODUCTS.items():
+        loops = list(innermost_loops(assembly(compiler, isa)))
+        for (mnemonic, lanes), each in kinds.items():
+            body = main_loop(loops, mnemonic, lanes)
+            assert body is not None, f"{isa} has no loop of {mnemonic} .{lanes}"
+            count = sum(part.split()[0] == mnemonic for part in body)
+            cycles = cycles_of(mca, body)
+            rows.append(
+                Loop(
+                    isa=isa,
+                    instruction=f"{mnemonic} .{lanes}",
+                    instructions=len(body),
+                    products=count,
+                    cycles=round(cycles, 2),
+                    floor=count / PER_CYCLE,
+                    multiply_adds=round(count * each / cycles, 1),
+                )
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--compiler", default="aarch64-linux-gnu-g++")
+    parser.add_argument("--mca", default="llvm-mca-19", help="of LLVM 17 or later")
+    args = parser.parse_args()
+    rows = report(args.compiler, args.mca)
+    version = subprocess.run(
+        [args.compiler, "-dumpfullversion"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    found = {"core": "Neoverse V2, llvm-mca's model", "compiler": f"GCC {version}"}
+    found |= {"loops": [asdict(row) for row in rows]}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    for row in rows:
+        share = row.floor / row.cycles
+        print(
+            f"{row.isa:10} {row.instruction:11} {row.instructions} instructions, {row.products} "
+            f"products: {row.cycles} cycles, floor {row.floor} ({share:.0%}), "
+            f"{row.multiply_adds} multiply-adds a cycle"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -74,20 +74,39 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "fused_attn"  # the same results give the same file
-    for group in GROUPS:
-        plot(cpus()[0], group, HERE / "results" / f"{group.replace(' ', '_')}.svg")
+    for name, results in cpus().items():
+        for group in GROUPS:
+            plot(results, group, HERE / "results" / plot_name(name, group))
     for page in (README, PERFORMANCE_PAGE):
         page.write_text(with_results(page, page.read_text("utf-8")), "utf-8")
     lengths = json.loads((HERE / "results" / "lengths.json").read_text())
     lengths_plot.draw(lengths, HERE / "results" / "lengths.svg")
     write_into(LENGTHS_PAGE, LENGTHS_BEGIN, LENGTHS_END, tables.lengths(lengths))
-    shown = examples_table.markdown(HERE / "results" / "examples", "../benchmarks/results/examples")
-    write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, shown)
+    trained = examples_table.markdown(
+        HERE / "results" / "examples", "../benchmarks/results/examples"
+    )
+    write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, trained)
 
 
-def cpus() -> list[dict[str, Any]]:
-    """The results of each model that was measured; the first is plotted."""
-    return [json.loads(p.read_text()) for p in sorted((HERE / "results").glob("cpu-*.json"))]
+def cpus() -> dict[str, dict[str, Any]]:
+    """The results of each model of CPU that was measured, by the name of their file."""
+    return {
+        p.stem: json.loads(p.read_text()) for p in sorted((HERE / "results").glob("cpu-*.json"))
+    }
+
+
+def plot_name(name: str, group: str) -> str:
+    """The file of a group's plot, of the results that have this name."""
+    return f"{name}-{group.replace(' ', '-')}.svg"
+
+
+def shown(name: str, results: dict[str, Any]) -> str:
+    """A CPU's table and plots: the first two of them, and where the others are."""
+    alt = "times as fast as torch, by case and type"
+    at = {group: f"../benchmarks/results/{plot_name(name, group)}" for group in GROUPS}
+    drawn = [f"![{group}: {alt}]({at[group]})" for group in GROUPS[:2]]
+    others = ", ".join(f"[{group}]({at[group]})" for group in GROUPS[2:])
+    return "\n\n".join([tables.cpu(results), "\n".join(drawn), f"More plots: {others}."])
 
 
 def with_results(page: Path, text: str) -> str:
@@ -96,12 +115,12 @@ def with_results(page: Path, text: str) -> str:
     models = json.loads((results / "models.json").read_text())
     if page == README:
         return replaced(text, HEADLINE_BEGIN, HEADLINE_END, headline(models))
-    text = replaced(text, BEGIN, END, "\n\n".join(map(tables.cpu, cpus())))
+    text = replaced(text, BEGIN, END, "\n\n".join(shown(*each) for each in cpus().items()))
     text = replaced(text, MODELS_BEGIN, MODELS_END, tables.models(models))
     gpus = sorted(results.glob("gpu-*.json"))
     if gpus:
-        shown = [tables.gpu(json.loads(path.read_text())) for path in gpus]
-        text = replaced(text, GPU_BEGIN, GPU_END, "\n\n".join(shown))
+        measured = [tables.gpu(json.loads(path.read_text())) for path in gpus]
+        text = replaced(text, GPU_BEGIN, GPU_END, "\n\n".join(measured))
     return text
 
 

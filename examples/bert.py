@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from bert_data import Pairs, Pretraining, train_tokenizer, works
 from bert_model import Bert, BertConfig, PretrainingHeads
 from bert_tasks import Amount, compare_heads
-from common import console
+from terminal import console, table
 from torch import Tensor
 
 MAX_SEQLEN = 128
@@ -123,7 +123,7 @@ def report_pretraining(
         "nsp_accuracy": round(nsp, 4),
         "nsp_standard_error": round(error, 4),
     }
-    common.table(
+    table(
         "Held-out plays",
         ("task", "model", "without context"),
         [

@@ -27,6 +27,7 @@ from bert_labels import (
     speeches,
 )
 from bert_model import Bert, SentenceClassifier, TokenClassifier
+from terminal import table
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -169,4 +170,4 @@ def compare_heads(
         )
     header = ("task", "accuracy", "majority", "macro F1")
     title = f"Held-out plays, {amount.seeds} seeds: verse or prose, and which mark follows a word"
-    common.table(title, header, rows)
+    table(title, header, rows)

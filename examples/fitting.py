@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from common import progress
+from terminal import progress
 from torch import Tensor
 
 from fused_attn.tools import doctor

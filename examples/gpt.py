@@ -17,8 +17,9 @@ import data
 import fitting
 import torch
 import torch.nn.functional as F
-from common import Example, console
+from common import Example
 from gpt_model import GPT, WINDOW, generate
+from terminal import console, table
 from torch import Tensor
 
 HELD_OUT = ["macbeth", "tempest", "twelfth_night"]  # they share no passage with the other works
@@ -132,7 +133,7 @@ def main() -> None:
 
 def report_losses(run: Example, loss: float, unigram: float) -> None:
     """The loss on the works held out in three units."""
-    common.table(
+    table(
         "Prediction of the next character in works held out",
         ["", "nats", "bits", "perplexity"],
         [
@@ -161,7 +162,7 @@ def measure_speed(run: Example, model: GPT, prompt: Tensor) -> dict[int, tuple[f
         kept = 0.5 + 0.5 * min(1, (WINDOW - 1) / length)  # half of the layers have a window
         rows.append([length, f"{fast:.0f}", f"{slow:.0f}", f"{fast / slow:.1f}", f"{kept:.0%}"])
     title = "Tokens per second, and the share of keys that the cache keeps, thanks to windows"
-    common.table(title, ["tokens", "with cache", "without", "times as fast", "kept"], rows)
+    table(title, ["tokens", "with cache", "without", "times as fast", "kept"], rows)
     run.figures["tokens_per_second"] = {
         str(length): {"with_cache": round(fast), "without": round(slow)}
         for length, (fast, slow) in speeds.items()

@@ -29,7 +29,7 @@ try:
     import torch
     import torch.nn.functional as F
     import transformers
-    from common import console, progress, table
+    from terminal import console, progress, table
     from torch import Tensor
 
     import fused_attn

@@ -18,7 +18,7 @@ import common
 import fitting
 import torch
 import translation
-from common import console
+from terminal import console, table
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from translation import BINS, BOS, EOS, LONGER_BY, PAD
@@ -148,7 +148,7 @@ def compare(run: common.Example, both: dict[str, dict[str, Any]]) -> None:
         for name, figures in both.items()
     ]
     header = ("", "parameters", "epochs", "s per epoch", "loss", "held-out", "exact", "chrF")
-    common.table("Loss, training pairs right to the letter, chrF of held-out pairs", header, rows)
+    table("Loss, training pairs right to the letter, chrF of held-out pairs", header, rows)
     for name, figures in both.items():
         learnt, held_out = figures["train"]["all"]["exact"], figures["held_out"]["all"]["chrf"]
         run.report(
@@ -165,7 +165,7 @@ def compare(run: common.Example, both: dict[str, dict[str, Any]]) -> None:
             counts = [run.figures[part][key]["pairs"] for key in bins]
             values = {name: [f[part][key][score] for key in bins] for name, f in both.items()}
             lines = zip(bins, counts, *values.values(), strict=True)
-            common.table(f"{title}, by tokens of the source", ("tokens", "pairs", *both), lines)
+            table(f"{title}, by tokens of the source", ("tokens", "pairs", *both), lines)
             for name, column in values.items():
                 axis.plot(bins, column, "o-", label=name, color=COLORS[name])
             axis.set(title=title, xlabel="tokens of the source", ylim=(0, None))

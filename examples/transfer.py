@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from bert_data import pad_batch
 from bert_labels import speeches
 from bert_model import Bert, SentenceClassifier, load_minilm
+from terminal import console, table
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -144,7 +145,7 @@ def check_frozen(run: common.Example, before: dict[str, Tensor], after: dict[str
     frozen = all(equal for name, equal in same.items() if not name.startswith("head."))
     head = not any(equal for name, equal in same.items() if name.startswith("head."))
     count = sum(not name.startswith("head.") for name in same)
-    common.console.print(
+    console.print(
         f"After the first phase: {count} frozen tensors {'un' * frozen}changed, "
         f"head {'changed' if head else 'unchanged'}"
     )
@@ -159,7 +160,7 @@ def report(run: common.Example, results: dict[str, float], tested: int) -> None:
     run.figures |= {name: round(value, 4) for name, value in results.items()}
     run.figures["standard_error_of_differences"] = round(error, 4)
     rows = [(name.replace("_", " "), f"{value:.3f}") for name, value in results.items()]
-    common.table("Plays not trained on", ("", "accuracy"), rows)
+    table("Plays not trained on", ("", "accuracy"), rows)
     for name in ("frozen", "unfrozen"):
         for baseline in ("majority", "from_scratch"):
             run.require(
@@ -182,7 +183,7 @@ def main() -> None:
         bert, tokenizer = load_minilm(DROPOUT)
         training = read_passages(TRAINING, size.training, size.words, tokenizer)
         test = read_passages(TEST, size.test, size.words, tokenizer)
-        common.console.print(
+        console.print(
             f"{len(training.ids)} passages of {size.words} words to train on, "
             f"{len(test.ids)} of other plays to test"
         )

@@ -18,7 +18,7 @@ import common
 import fitting
 import torch
 import translation
-from common import console
+from terminal import console, table
 from torch import Tensor
 from translation import BOS, EOS, LONGER_BY, PAD, Corpus
 
@@ -149,7 +149,7 @@ def show_translations(corpus: Corpus, ours: list[str]) -> None:
     order = sorted(range(len(ours)), key=lambda i: len(corpus.held_out[i][0]))
     chosen = [order[(2 * i + 1) * len(order) // 20] for i in range(10)]
     rows = [(*corpus.held_out[i], ours[i]) for i in chosen]
-    common.table("Held-out pairs", ("source", "reference", "ours"), rows)
+    table("Held-out pairs", ("source", "reference", "ours"), rows)
 
 
 def romanized(token: str) -> str:
@@ -201,7 +201,7 @@ def main() -> None:
             f"{BEAMS} beams": translation.scores(beams, korean),
         }
         rows = [(name, f"{f['chrf']:.1f}", f"{f['exact']:.1%}") for name, f in found.items()]
-        common.table(f"{len(korean)} held-out pairs", ("search", "chrF", "exact"), rows)
+        table(f"{len(korean)} held-out pairs", ("search", "chrF", "exact"), rows)
         told = ", ".join(f"{f['chrf']:.1f} ({name})" for name, f in found.items())
         run.report(f"chrF on {len(korean)} held-out pairs: {told}")
         plot_attention(run, model, corpus)

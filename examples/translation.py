@@ -14,7 +14,7 @@ import fitting
 import sacrebleu
 import torch
 import torch.nn.functional as F
-from common import console
+from terminal import console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import Module

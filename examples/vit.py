@@ -19,7 +19,7 @@ import data
 import fitting
 import torch
 import torch.nn.functional as F
-from common import Example, console
+from terminal import console, table
 from torch import Tensor, nn
 
 import fused_attn.nn
@@ -192,7 +192,7 @@ def main() -> None:
         )
 
 
-def report_test(run: Example, images: Tensor, labels: Tensor, predicted: Tensor) -> None:
+def report_test(run: common.Example, images: Tensor, labels: Tensor, predicted: Tensor) -> None:
     """The accuracy, which digits are taken for which, and pictures of the wrong ones."""
     count = int(labels.max()) + 1
     # Row: what the digit is, column: what it was taken for.
@@ -202,7 +202,7 @@ def report_test(run: Example, images: Tensor, labels: Tensor, predicted: Tensor)
     run.figures |= {"accuracy": round(accuracy, 4), "confusion": confusion.tolist()}
     header = ["digit", *(f"as {label}" for label in range(count))]
     rows = [[label, *(n or "" for n in row)] for label, row in enumerate(confusion.tolist())]
-    common.table(f"Accuracy {accuracy:.1%}: {len(wrong)} of {len(labels)} are wrong", header, rows)
+    table(f"Accuracy {accuracy:.1%}: {len(wrong)} of {len(labels)} are wrong", header, rows)
     shown = wrong[:: math.ceil(len(wrong) / 30)][:30] if len(wrong) else wrong
     with run.figure("wrong", 3, 10, size=(10, 3.8)) as axes:
         for axis in axes.flat:
@@ -213,7 +213,7 @@ def report_test(run: Example, images: Tensor, labels: Tensor, predicted: Tensor)
 
 
 def show_rollout(
-    run: Example, model: VisionTransformer, images: Tensor, labels: Tensor, predicted: Tensor
+    run: common.Example, model: VisionTransformer, images: Tensor, labels: Tensor, predicted: Tensor
 ) -> None:
     """Pictures of what the class token attends to, and how much of that is ink."""
     logits, rollout = attention_rollout(model, images)

@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
-	peaked-rows clang-test arm-test arm-report lint format wheel sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+	peaked-rows clang-test arm-test arm-report lint format wheel environments sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -196,6 +196,11 @@ wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 		|| { cat build/wheel.log; exit 1; }
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl
 	@$(BIN)/auditwheel show dist/*.whl && ls -lh dist
+
+# ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" asks for less. Gigabytes are fetched.
+environments: $(VENV)/installed ## use a wheel in new environments of several Pythons and torches
+	$(SAY) "three builds, six environments: half an hour"
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python tests/support/environments.py $(ENVIRONMENTS)
 
 # The import runs outside of this tree, so that it finds the wheel and nothing else.
 sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment

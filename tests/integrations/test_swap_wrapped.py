@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
+from enable_helpers import functions_called
 from nn_helpers import assert_equal_in_float64, assert_within_contract, cast, perturb, run
 from torch.nn.utils import parametrize
 
 import fused_attn.nn as fnn
-from fused_attn import functional
 from fused_attn.swap import swap_modules
 
 EMBED, HEADS, LENGTH = 12, 2, 5  # an even number of heads, or torch has no inference path
@@ -26,18 +26,10 @@ def _seed():
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch):
+def kernel_calls():
     """The names of the functions of this package that are called, in order."""
-    seen = []
-    for name in ("scaled_dot_product_attention", "layer_norm"):
-        function = getattr(functional, name)
-
-        def spy(*args, _name=name, _function=function, **kwargs):
-            seen.append(_name)
-            return _function(*args, **kwargs)
-
-        monkeypatch.setattr(functional, name, spy)
-    return seen
+    with functions_called("scaled_dot_product_attention", "layer_norm") as seen:
+        yield seen
 
 
 class MyLayer(torch.nn.TransformerEncoderLayer):

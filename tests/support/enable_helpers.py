@@ -50,3 +50,28 @@ def taken_over() -> Iterator[Computed]:
     """The same, within `fused_attn.enabled()`."""
     with fused_attn.enabled(), counting() as computed:
         yield computed
+
+
+@contextlib.contextmanager
+def functions_called(*names: str) -> Iterator[list[str]]:
+    """The names of those functions of this package that are called, in order."""
+    seen: list[str] = []
+
+    def spied(name: str) -> Any:
+        function = getattr(functional, name)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        return mock.patch.object(functional, name, spy)
+
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            patches.enter_context(spied(name))
+        yield seen
+
+
+def attention_calls() -> contextlib.AbstractContextManager[list[str]]:
+    """Calls of attention, also of packed sequences."""
+    return functions_called("scaled_dot_product_attention", "varlen_attention")

@@ -88,13 +88,38 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "sentence-transformers",
-        "MiniLM by `model_kwargs`",
-        {"test_transformers_families": ("test_sentence_transformers_with_the_weights_of_minilm",)},
+        "MiniLM by `model_kwargs` and by `swap_modules`, encoding and training",
+        {"test_sentence_transformers": ()},
     ),
     (
         "timm",
         "ViT, DeiT, Swin: `enable()`, LayerNorm swapped",
         {"test_timm": ("test_forward_and_backward",)},
+    ),
+    (
+        "torchvision",
+        "ViT swapped; of Swin the LayerNorms",
+        {"test_torchvision": ()},
+    ),
+    (
+        "diffusers",
+        "UNet, DiT, SD3, Flux, VAE: `enable()`, norms of torch.nn swapped",
+        {"test_diffusers": ()},
+    ),
+    (
+        "peft",
+        "LoRA before and after the swap, merged",
+        {"test_peft": ()},
+    ),
+    (
+        "accelerate, Trainer, Lightning",
+        "losses of 20 steps are those of eager",
+        {"test_trainers": ()},
+    ),
+    (
+        "torchao",
+        "int8 weights before and after the swap",
+        {"test_torchao": ()},
     ),
     (
         "torch.compile, export, checkpointing, autocast",

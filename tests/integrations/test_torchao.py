@@ -1,0 +1,55 @@
+"""Linear layers with int8 weights of torchao, in models that were swapped before or after.
+
+Weights are quantised by torchao, products are its own; attention and norms are ours.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from enable_helpers import attention_calls
+from small_bert import Logits, small_bert, tokens
+
+import fused_attn
+
+quantization = pytest.importorskip("torchao.quantization", reason="reason: needs torchao")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def quantized(model: torch.nn.Module) -> torch.nn.Module:
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+def encoder() -> torch.nn.Module:
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 48, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("first", ["int8", "swap"])
+@pytest.mark.parametrize("of", ["torch.nn", "transformers"])
+def test_results_are_those_of_eager(of, first):
+    if of == "torch.nn":
+        model, inputs = encoder().eval(), {"src": torch.randn(2, 7, 32)}
+        inputs["src_key_padding_mask"] = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    else:
+        model, inputs = Logits(small_bert()).eval(), tokens()
+    keep = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = quantized(model)(**inputs)
+    other = Logits(small_bert()).eval() if of == "transformers" else encoder().eval()
+    other.load_state_dict(keep)
+    steps = [quantized, fused_attn.swap_modules]
+    for step in steps if first == "int8" else steps[::-1]:
+        step(other)
+    with torch.no_grad(), attention_calls() as calls:
+        actual = other(**inputs)
+    assert len(calls) == 2
+    if of == "torch.nn":  # rows of padding are 0 here
+        hidden = inputs["src_key_padding_mask"]
+        actual, expected = actual[~hidden], expected[~hidden]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

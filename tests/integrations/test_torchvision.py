@@ -1,0 +1,41 @@
+"""torchvision's ViT and Swin with random weights: attention and norms of torch.nn, swapped.
+
+Swin multiplies and masks its windows itself, so only its norms are.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from enable_helpers import attention_calls
+from nn_helpers import assert_equal_in_float64, perturb, run
+
+import fused_attn
+
+try:
+    from torchvision import models
+except (ImportError, RuntimeError) as error:  # one for another torch
+    pytest.skip(f"reason: needs torchvision ({error})", allow_module_level=True)
+
+
+def vit():
+    return models.VisionTransformer(16, 4, 2, 2, 24, 32, num_classes=3)
+
+
+def swin():
+    return models.SwinTransformer([4, 4], 12, [2, 2], [2, 4], [2, 2], num_classes=3)
+
+
+# Model, calls of attention, modules that are swapped.
+@pytest.mark.parametrize(("of", "attentions", "modules"), [(vit, 2, 7), (swin, 0, 11)])
+def test_forward_and_backward(of, attentions, modules):
+    torch.manual_seed(0)
+    model = perturb(of().double()).eval()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True)
+    expected = run(model, (images,))
+    report = fused_attn.swap_modules(model)
+    assert len(report.swapped) == modules and not report.skipped
+    with attention_calls() as calls:
+        actual = run(model, (images,))
+    assert len(calls) == attentions
+    assert_equal_in_float64(actual, expected)

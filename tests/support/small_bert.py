@@ -1,0 +1,52 @@
+"""A small BERT that classifies, and padded batches for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY, BATCH, LENGTH = 50, 4, 9
+
+
+def small_bert() -> Any:
+    """Without dropout, so that trainings are the same on every kernel."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+    )
+    return BertForSequenceClassification(config)
+
+
+def tokens(batch: int = BATCH) -> dict[str, Tensor]:
+    """Sentences of unequal lengths, padded on the right."""
+    lengths = torch.arange(batch) % 4 * 2 + 3
+    attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    ids = torch.randint(1, VOCABULARY, (batch, LENGTH)) * attention_mask
+    return {"input_ids": ids, "attention_mask": attention_mask}
+
+
+def labels_of(batch: dict[str, Tensor]) -> Tensor:
+    """What can be learned of them: whether the first token is in the upper half."""
+    return (batch["input_ids"][:, 0] >= VOCABULARY // 2).long()
+
+
+class Logits(torch.nn.Module):
+    """The logits alone, as a tensor."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.model(**inputs).logits

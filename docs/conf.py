@@ -9,9 +9,16 @@ import fused_attn
 project = "fused_attn"
 author = "The fused_attn authors"
 release = version = fused_attn.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"fused_attn {release}"
+
+# Notebooks are kept without outputs, and run as the site is built.
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # the repository's files begin anywhere
@@ -54,6 +61,8 @@ def with_links_of_the_site(text: str, source: str, page: str) -> str:
 
 def on_source_read(app, docname, content):
     """Fills in pages whose text is elsewhere, and their links and all others."""
+    if docname.startswith("notebooks/"):
+        return
     source = PAGES.get(docname, f"docs/{docname}.md")
     text = (ROOT / source).read_text() if docname in PAGES else content[0]
     own = content[0] if docname in PAGES else ""

@@ -1,5 +1,6 @@
-"""The site of the docs: it builds without a warning, and has every public name."""
+"""The site of the docs: it builds without a warning, notebooks run, every public name is there."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import fused_attn
 import fused_attn.nn
 
 ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 MODULES = {"masks", "nn"}  # of fused_attn.__all__: they have pages of their own
 
 
@@ -24,9 +26,16 @@ def test_reference_has_every_public_name():
     assert named == public
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_kept_without_outputs(path):
+    """They run as the site is built."""
+    cells = json.loads(path.read_text())["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
 @pytest.mark.slow
 def test_site_builds_without_a_warning(tmp_path):
-    for module in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
+    for module in ("sphinx", "furo", "myst_nb", "ipykernel", "sphinx_copybutton"):
         pytest.importorskip(module, reason=f"reason: needs {module}")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(
@@ -34,6 +43,7 @@ def test_site_builds_without_a_warning(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     start = (tmp_path / "index.html").read_text()
-    for page in ("masks.html", "reference/functions.html", "examples.html"):
+    notebooks = [f"notebooks/{name}.html" for name in ("swap_bert", "masks")]
+    for page in ("masks.html", "reference/functions.html", "examples.html", *notebooks):
         assert f'href="{page}"' in start and (tmp_path / page).exists()
     assert "docs/" not in re.sub(r">[^<]*<", "><", start)

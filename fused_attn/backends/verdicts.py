@@ -364,9 +364,9 @@ def _version(package: str) -> str:
 
 
 def _package_version() -> str:
-    import fused_attn  # here, as the package imports this module
+    from fused_attn import __version__  # here, as the package imports this module
 
-    return fused_attn.__version__
+    return __version__
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fused_attn.backends import reference
 from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 from fused_attn.core.flat import empty_strided
+from fused_attn.core.namespace import OPS
 
 
 def attention_fwd(call: AttentionCall) -> AttentionOutputs:
@@ -48,9 +49,8 @@ def _norm_fwd(*values: Any) -> tuple[Tensor, ...]:
 def decompositions() -> dict[torch._ops.OpOverload, Any]:
     """What to update `torch.export.default_decompositions()` with, for `run_decompositions` of a
     program that was exported already."""
-    ops = torch.ops.fused_attn
     return {
-        ops.attention_fwd.default: _attention_fwd,
-        ops.attention_weights.default: _attention_weights,
-        ops.norm_fwd.default: _norm_fwd,
+        OPS.attention_fwd.default: _attention_fwd,
+        OPS.attention_weights.default: _attention_weights,
+        OPS.norm_fwd.default: _norm_fwd,
     }

@@ -14,9 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from fused_attn.core.call import AttentionCall
+from fused_attn.core.namespace import OPS
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -62,7 +61,7 @@ def _register(counter: ModuleType) -> None:
     if not hasattr(counter, "register_flop_formula"):  # it is what imports this package
         return
     for formula in (_attention_fwd, _attention_bwd, _attention_weights, _attention_weights_bwd):
-        op = getattr(torch.ops.fused_attn, formula.__name__.removeprefix("_"))
+        op = getattr(OPS, formula.__name__.removeprefix("_"))
         counter.register_flop_formula(op)(formula)
 
 

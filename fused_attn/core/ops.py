@@ -22,6 +22,7 @@ from fused_attn.core.call import (
     NormOutputs,
 )
 from fused_attn.core.flat import Flat, empty_strided
+from fused_attn.core.namespace import NAMESPACE, OPS
 from fused_attn.core.packed import check_cu_seqlens
 from fused_attn.core.torch_state import batched_by_autograd, plain_eager
 from fused_attn.core.validation import check_length
@@ -36,7 +37,7 @@ def attention_fwd(call: AttentionCall, backend: Backend, for_backward: bool) -> 
         return backend.attention_fwd(call, for_backward)
     if torch.onnx.is_in_onnx_export():
         return decompositions.attention_fwd(call)
-    results = torch.ops.fused_attn.attention_fwd(*call.flat(), for_backward, backend.name)
+    results = OPS.attention_fwd(*call.flat(), for_backward, backend.name)
     return AttentionOutputs(*results)
 
 
@@ -52,7 +53,7 @@ def attention_bwd(
     if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
         return backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
     rest = (*outputs, grad_out, grad_lse, needs_bias, backend.name)
-    return AttentionGradients(*torch.ops.fused_attn.attention_bwd(*call.flat(), *rest))
+    return AttentionGradients(*OPS.attention_bwd(*call.flat(), *rest))
 
 
 def attention_weights(
@@ -64,7 +65,7 @@ def attention_weights(
     if torch.onnx.is_in_onnx_export():
         return decompositions.attention_weights(call, average)
     rest = (lse, lse_low, average, backend.name)
-    return torch.ops.fused_attn.attention_weights(*call.flat(), *rest)
+    return OPS.attention_weights(*call.flat(), *rest)
 
 
 def attention_weights_bwd(
@@ -80,7 +81,7 @@ def attention_weights_bwd(
     args = (lse, lse_low, grad_weights, average, needs_bias)
     if plain_eager(*call.tensors(), grad_weights) and not batched_by_autograd(grad_weights):
         return backend.attention_weights_bwd(call, *args)
-    return torch.ops.fused_attn.attention_weights_bwd(*call.flat(), *args, backend.name)
+    return OPS.attention_weights_bwd(*call.flat(), *args, backend.name)
 
 
 def norm_fwd(call: NormCall, backend: Backend) -> NormOutputs:
@@ -89,7 +90,7 @@ def norm_fwd(call: NormCall, backend: Backend) -> NormOutputs:
         return backend.norm_fwd(call)
     if torch.onnx.is_in_onnx_export():
         return decompositions.norm_fwd(call)
-    return NormOutputs(*torch.ops.fused_attn.norm_fwd(*call.flat(), backend.name))
+    return NormOutputs(*OPS.norm_fwd(*call.flat(), backend.name))
 
 
 def norm_bwd(
@@ -108,7 +109,7 @@ def norm_bwd(
     if not watched and not batched_by_autograd(grad_out, grad_total):
         return backend.norm_bwd(call, mean, rstd, *_resolved(grad_out, grad_total), *needs)
     args = (mean, rstd, grad_out, grad_total, *needs, backend.name)
-    return NormGradients(*torch.ops.fused_attn.norm_bwd(*call.flat(), *args))
+    return NormGradients(*OPS.norm_bwd(*call.flat(), *args))
 
 
 def _resolved(grad_out: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -309,7 +310,7 @@ def _fake_norm_bwd(call: NormCall, *rest: Any) -> Any:
 
 # ---- registration -------------------------------------------------------------------------------
 
-_library = torch.library.Library("fused_attn", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _register(name: str, call: type[Flat], parameters: str, returns: str) -> None:
@@ -328,9 +329,9 @@ def _register(name: str, call: type[Flat], parameters: str, returns: str) -> Non
 
     _library.define(f"{name}({call.SCHEMA}, {parameters}str backend) -> {returns}")
     _library.impl(name, unflatten(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fused_attn::{name}", unflatten(fake), lib=_library)
-    op = getattr(torch.ops.fused_attn, name)
-    torch.library.register_vmap(f"fused_attn::{name}", _one_by_one(op), lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", unflatten(fake), lib=_library)
+    op = getattr(OPS, name)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", _one_by_one(op), lib=_library)
 
 
 def _one_by_one(op: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from fused_attn.backends.fields import check_fields
 from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.core.namespace import NAMESPACE
 
 try:
     from fused_attn import _cuda
@@ -19,7 +20,7 @@ except ImportError as error:
     _cuda = None  # type: ignore[assignment]
     _missing = (
         "was built without the CUDA module, for which FUSED_ATTN_CUDA=1 asks (docs/install.md)"
-        if importlib.util.find_spec("fused_attn._cuda") is None
+        if importlib.util.find_spec(f"{NAMESPACE}._cuda") is None
         else f"fused_attn._cuda cannot be imported: {error}"
     )
 

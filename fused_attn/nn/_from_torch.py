@@ -17,6 +17,7 @@ from torch.nn import Module, ModuleList
 from torch.nn.utils.parametrize import is_parametrized
 
 from fused_attn.backends import first_backend
+from fused_attn.core.namespace import NAMESPACE
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ClassT = TypeVar("ClassT", bound=type)
@@ -128,7 +129,7 @@ def qualified_name(cls: type) -> str:
     """The name under which a user knows a class: torch.nn.LayerNorm, transformers.BertModel."""
     if getattr(torch.nn, cls.__name__, None) is cls:
         return f"torch.nn.{cls.__name__}"
-    if cls.__module__.startswith("fused_attn.nn."):
+    if cls.__module__.startswith(f"{NAMESPACE}.nn."):
         return f"fused_attn.nn.{cls.__name__}"
     return f"{cls.__module__}.{cls.__qualname__}"
 

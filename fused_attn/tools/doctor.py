@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fused_attn
-from fused_attn import masks
+from fused_attn import (
+    __version__,
+    layer_norm,
+    masks,
+    rms_norm,
+    scaled_dot_product_attention,
+)
 from fused_attn.backends import (
     AttentionProblem,
     cpp,
@@ -37,7 +42,7 @@ OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")
 def versions() -> dict[str, str | None]:
     """Versions by package; None for an optional one that is not installed."""
     return {
-        "fused_attn": fused_attn.__version__,
+        "fused_attn": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{package: _version(package) for package in OPTIONAL_PACKAGES},
@@ -149,9 +154,9 @@ def _cases() -> list[_Case]:
         ("causal, padding", "bfloat16", qkv, _attention(causal)),
         ("documents, learned bias", "bfloat16", qkv_bias, _attention(documents)),
         ("window, alibi", "float16", qkv, _attention(window)),
-        ("layer_norm of a sum", "float32", tokens, _norm(fused_attn.layer_norm)),
-        ("layer_norm of a sum", "bfloat16", tokens, _norm(fused_attn.layer_norm)),
-        ("rms_norm of a sum", "float16", tokens, _norm(fused_attn.rms_norm)),
+        ("layer_norm of a sum", "float32", tokens, _norm(layer_norm)),
+        ("layer_norm of a sum", "bfloat16", tokens, _norm(layer_norm)),
+        ("rms_norm of a sum", "float16", tokens, _norm(rms_norm)),
     ]
     cases = []
     for name, dtype_name, operands, call in listed:
@@ -171,7 +176,7 @@ def _attention(mask: Mask) -> Callable[..., Any]:
         whole = mask.to(query.device)
         if bias is not None:
             whole = whole & masks.bias(bias)
-        return fused_attn.scaled_dot_product_attention(query, key, value, whole, enable_gqa=True)
+        return scaled_dot_product_attention(query, key, value, whole, enable_gqa=True)
 
     return call
 

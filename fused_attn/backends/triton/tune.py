@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import fused_attn
-from fused_attn import masks
+from fused_attn import masks, scaled_dot_product_attention
 from fused_attn.backends.triton import tuning
 from fused_attn.backends.triton.launch import arch_of
 from fused_attn.backends.triton.tuning import Config
@@ -123,7 +122,7 @@ def _attend(operands: list[Tensor], mask: masks.Mask | None, dropout_p: float) -
     query, key, value = operands
     if dropout_p > 0.0:
         torch.manual_seed(0)  # the same for every candidate
-    out = fused_attn.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query, key, value, mask, dropout_p, enable_gqa=True, backend="triton"
     )
     assert isinstance(out, Tensor)

@@ -1,0 +1,153 @@
+"""The package as a kernel of Hugging Face's Hub: loaded from a folder, under another name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nn_helpers import assert_equal_in_float64, perturb, randn, run
+from torch import nn
+
+import fused_attn
+
+kernels = pytest.importorskip("kernels", reason="reason: needs Hugging Face's kernels")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "hub"))
+
+ALONE = """
+import sys
+from pathlib import Path
+sys.modules["fused_attn"] = None  # an import of it would fail
+import torch
+from kernels import get_local_kernel
+
+kernel = get_local_kernel(Path(sys.argv[1]), backend="cpu")
+import importlib, pkgutil
+LEFT_OUT = ("_cuda", "__main__", "integrations.timm")
+for found in pkgutil.walk_packages(kernel.__path__, kernel.__name__ + "."):
+    if "triton." not in found.name and not found.name.endswith(LEFT_OUT):
+        importlib.import_module(found.name)
+assert kernel.available_backends()[0] == "cpp"
+x = torch.randn(2, 4, 9, 8, requires_grad=True)
+mask = kernel.masks.causal() & kernel.masks.padding([9, 4])
+compiled = torch.compile(kernel.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+out = compiled(x, x, x, mask)
+out.sum().backward()
+assert torch.equal(out, kernel.scaled_dot_product_attention(x, x, x, mask))
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """Of the checkout, as it would be of a wheel."""
+    import export
+
+    out = tmp_path_factory.mktemp("hub") / "fused-attn"
+    export.export([ROOT], out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def kernel(repository):
+    return kernels.get_local_kernel(repository, backend="cpu")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_what_the_hub_reads(repository, backend):
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+    from kernels.validate import AllValidator, default_metadata_validators
+    from kernels.variants import NoarchVariant, get_variants_local
+
+    variant = repository / "build" / f"torch-{backend}"
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert (str(metadata.name), metadata.version, metadata.license) == ("fused-attn", 0, "MIT")
+    assert str(metadata.backend.backend_type).lower() == backend
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+    AllValidator(default_metadata_validators()).validate_metadata(
+        metadata=metadata, variant=variant.name
+    )
+    variants = get_variants_local(repository / "build")
+    assert all(isinstance(variant, NoarchVariant) for variant in variants)
+    assert sorted(v.variant_str for v in variants) == ["torch-cpu", "torch-cuda"]
+
+
+def test_needs_no_installed_package(repository):
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(repository)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_beside_the_installed_package(kernel):
+    query, key, value = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    mask = kernel.masks.causal() & kernel.masks.padding([9, 4])
+    ours = fused_attn.masks.causal() & fused_attn.masks.padding([9, 4])
+    theirs = kernel.scaled_dot_product_attention(query, key, value, mask)
+    assert torch.equal(
+        theirs, fused_attn.scaled_dot_product_attention(query, key, value, attn_mask=ours)
+    )
+    assert kernel.Mask is not fused_attn.Mask
+
+
+def test_swaps_modules(kernel):
+    layer = perturb(nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True).double())
+    inputs = (randn(2, 5, 16),)
+    expected = run(layer, inputs)
+    report = kernel.swap_modules(layer)
+    assert report.swapped and all("fused_attn.nn." in str(entry) for entry in report.swapped)
+    assert_equal_in_float64(run(layer, inputs), expected)
+
+
+class Llamas(nn.Module):
+    """The attributes of transformers' LlamaRMSNorm."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        return nn.functional.rms_norm(
+            hidden_states, self.weight.shape, self.weight, self.variance_epsilon
+        )
+
+
+class Torchs(nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(("of", "name"), [(Llamas, "RMSNorm"), (Torchs, "LayerNorm")])
+def test_kernelize(repository, kernel, of, name):
+    cls = type(of.__name__, (of,), {"forward": of.forward})
+    kernels.replace_kernel_forward_from_hub(cls, name)
+    model = perturb(nn.Sequential(cls(16), nn.Linear(16, 16)).double())
+    inputs = (randn(3, 16),)
+    expected = run(model, inputs)
+    layer = kernels.LocalLayerRepository(repository, layer_name=name)
+    with kernels.use_kernel_mapping({name: {"cpu": layer}}):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE)
+    assert model[0].forward.__func__ is getattr(kernel.layers, name).forward
+    assert_equal_in_float64(run(model, inputs), expected)
+
+
+def test_wheels_of_two_versions_are_refused(repository, tmp_path):
+    import export
+
+    package = tmp_path / "other" / "fused_attn"
+    package.mkdir(parents=True)
+    (package / "decode.py").write_text("")
+    with pytest.raises(SystemExit, match="different versions"):
+        export.export([ROOT, tmp_path / "other"], tmp_path / "out")
+
+
+def test_card_says_what_is_there(repository):
+    card = (repository / "README.md").read_text()
+    for variant in (repository / "build").iterdir():
+        assert f"`{variant.name}`" in card
+        assert json.loads((variant / "metadata.json").read_text())["python-depends"] == []

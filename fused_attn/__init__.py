@@ -3,16 +3,12 @@
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
 from fused_attn.decode import decode_attention
-from fused_attn.functional import (
-    layer_norm,
-    rms_norm,
-    scaled_dot_product_attention,
-    varlen_attention,
-)
+from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 from fused_attn.integrations.sdpa import disable, enable, enabled
 from fused_attn.masks import Mask
 from fused_attn.swap import SwapReport, swap_modules
 from fused_attn.tools.compare import ComparisonReport, compare
+from fused_attn.varlen import varlen_attention
 
 __version__ = "0.1.0"
 

@@ -85,11 +85,17 @@ def decode_attention(
         NotImplementedError: the backend that was asked for does not take the problem.
 
     Example:
-        >>> key_cache, value_cache = (torch.zeros(batch, num_heads_kv, 4096, 64) for _ in range(2))
-        >>> out = decode_attention(
-        ...     query, key_cache, value_cache, cache_lengths=lengths, key=key, value=value
-        ... )
-        >>> lengths += key.shape[2]
+        >>> key_cache, value_cache = (torch.zeros(2, 2, 4096, 64) for _ in range(2))
+        >>> lengths = torch.tensor([0, 0])
+        >>> for seqlen_new in (100, 1, 1):  # a prompt, then token by token
+        ...     query = torch.randn(2, 8, seqlen_new, 64)
+        ...     key, value = (torch.randn(2, 2, seqlen_new, 64) for _ in range(2))
+        ...     out = fused_attn.decode_attention(
+        ...         query, key_cache, value_cache, cache_lengths=lengths, key=key, value=value
+        ...     )
+        ...     lengths += seqlen_new
+        >>> out.shape, lengths.tolist()
+        (torch.Size([2, 8, 1, 64]), [102, 102])
 
     `fused_attn.nn.KeyValueCache` is a cache that grows, of sequences that are equally long.
 

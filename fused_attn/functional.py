@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.backends import Backend, first_backend, problem_of, select
-from fused_attn.core import autograd, packed
+from fused_attn.backends import first_backend, problem_of, select
+from fused_attn.core import autograd
 from fused_attn.core.autocast import any_autocast, autocast, autocast_norm
 from fused_attn.core.call import AttentionCall, NormCall
 from fused_attn.core.second_order import give_second_order
 from fused_attn.core.shapes import canonical
-from fused_attn.core.torch_state import learns, plain_eager, statistics_dtype, unwatched
+from fused_attn.core.torch_state import learns, statistics_dtype, unwatched
 from fused_attn.core.validation import (
     attention_call,
     check_float,
-    check_max_seqlen,
     check_norm,
     check_qkv,
-    check_same,
-    checked_cu_seqlens,
     checked_probability,
     checked_seed,
 )
 from fused_attn.masks import Mask
-from fused_attn.masks.memo import recall, recall_of
-from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
+from fused_attn.masks.spec import MaskSpec
 
 
 def scaled_dot_product_attention(
@@ -86,8 +81,14 @@ def scaled_dot_product_attention(
         NotImplementedError: the backend that was asked for does not take the problem.
 
     Example:
-        >>> mask = masks.causal() & masks.padding(lengths)
-        >>> out = scaled_dot_product_attention(query, key, value, mask)
+        >>> query = torch.randn(2, 8, 128, 64)
+        >>> key, value = torch.randn(2, 2, 128, 64), torch.randn(2, 2, 128, 64)
+        >>> mask = fused_attn.masks.causal() & fused_attn.masks.padding([128, 100])
+        >>> out, lse = fused_attn.scaled_dot_product_attention(
+        ...     query, key, value, mask, enable_gqa=True, return_lse=True
+        ... )
+        >>> out.shape, lse.shape
+        (torch.Size([2, 8, 128, 64]), torch.Size([2, 8, 128]))
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
@@ -105,7 +106,7 @@ def scaled_dot_product_attention(
     q, k, v, mask_tensor, leading = canonical(query, key, value, mask_tensor, enable_gqa)
     mask = masks.as_mask(attn_mask if mask_tensor is None else mask_tensor, is_causal)
     result = "lse" if return_lse else "out"
-    out, lse = _attend(q, k, v, mask, scale, softcap, dropout_p, seed, result, backend)
+    out, lse = attend(q, k, v, mask, scale, softcap, dropout_p, seed, result, backend)
     out = out if len(leading) == 3 else out.reshape(*leading, out.shape[-1])
     return (out, lse.reshape(leading)) if return_lse else out
 
@@ -123,7 +124,7 @@ def _at_once(
     """out by a backend that does all in one, or None: small calls spend their time on the way."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return None
-    if type(is_causal) is not bool or type(scale) not in _SCALES:
+    if type(is_causal) is not bool or type(scale) not in SCALES:
         return None
     backend = first_backend(query.device)
     if backend is None:
@@ -149,164 +150,11 @@ def _at_once(
     return out
 
 
-_MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
-_SCALES = frozenset({type(None), float, int})
+# Types of a scale that the short way takes.
+SCALES = frozenset({type(None), float, int})
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    attn_mask: Tensor | Mask | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    *,
-    softcap: float | None = None,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each of several sequences that lie one after the other, without padding.
-
-    The results are those of `scaled_dot_product_attention` on the padded batch, dropout included,
-    and so is what is differentiable.
-
-    Args:
-        query: (total_q, num_heads, head_dim); float32, float16, bfloat16, float64.
-        key: (total_k, num_heads_kv, head_dim); num_heads may be a multiple of num_heads_kv.
-        value: (total_k, num_heads_kv, head_dim_v).
-        cu_seqlens_q: (batch + 1,) int32 or int64; sequence b is the rows [cu_seqlens_q[b],
-            cu_seqlens_q[b + 1]), so it starts with 0 and ends with total_q. Layers should share
-            it, for what calls derive of it, which is kept until torch changes it (another library's
-            kernel or `.data` would not be noticed).
-        cu_seqlens_k: the same for key and value, and total_k.
-        max_seqlen_q, max_seqlen_k: rows of the longest sequence, or more.
-        attn_mask: as in scaled_dot_product_attention, of each sequence by itself: broadcastable to
-            (batch, num_heads, max_seqlen_q, max_seqlen_k), or a `fused_attn.masks.Mask`.
-        is_causal: query i of a sequence sees its keys j <= i (top-left; for bottom-right, as in
-            decoding with a cache, pass masks.causal(align="bottom_right")).
-        dropout_p, scale, softcap, seed, backend: as in scaled_dot_product_attention.
-        return_lse: also return the natural log of the softmax denominator.
-
-    Returns:
-        out (total_q, num_heads, head_dim_v); with return_lse also lse, (num_heads, total_q),
-        float32 (float64 for float64).
-
-    Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got. Values of
-            cu_seqlens are looked at on the CPU only.
-        NotImplementedError: the backend that was asked for does not take the problem.
-
-    Source: Dao 2023, "FlashAttention-2", section 3.2, for the layout.
-    """
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    plain = softcap is None and seed is None and backend is None and not return_lse
-    if plain and unwatched():
-        out = _packed_at_once(query, key, value, *lengths, attn_mask, dropout_p, is_causal, scale)
-        if out is not None:
-            return out
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_float(name, tensor)
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions, got {tuple(tensor.shape)}")
-    query, key, value = autocast(query, key, value)
-    check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
-    num_heads, num_heads_kv = query.shape[1], key.shape[1]
-    check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
-    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
-        raise ValueError(
-            f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
-            f"got {num_heads_kv}"
-        )
-    spec = _packed_spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    result = "lse" if return_lse else "out"
-    out, lse = _attend(q, k, v, spec, scale, softcap, dropout_p, seed, result, backend)
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
-
-
-def _packed_at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    attn_mask: Tensor | Mask | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor | None:
-    """out of packed sequences by a backend that does all in one, or None."""
-    for tensor in (query, key, value):
-        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
-            return None
-    if type(is_causal) is not bool or type(scale) not in _SCALES:
-        return None
-    backend = first_backend(query.device)
-    if backend is None or type(backend).packed_at_once is Backend.packed_at_once:
-        return None
-    if type(dropout_p) not in (float, int) or dropout_p != 0.0:
-        return None
-    if attn_mask is not None:
-        if not isinstance(attn_mask, Mask) or not plain_eager(*attn_mask.tensors()):
-            return None
-        if any(bias.requires_grad for bias in attn_mask.biases):
-            return None
-    if any_autocast():
-        query, key, value = autocast(query, key, value)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    spec = _packed_spec(query, key, *lengths, attn_mask, is_causal)
-    if not bias_fits(spec, query.dtype):
-        return None
-    return backend.packed_at_once(query, key, value, spec, scale)
-
-
-def _packed_spec(
-    query: Tensor,
-    key: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    mask: Mask | None,
-    is_causal: bool,
-) -> MaskSpec:
-    """The mask of packed sequences, which are checked; kept, so that layers share it."""
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    num_heads = query.shape[1]
-
-    def make() -> MaskSpec:
-        starts_q = checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, query)
-        starts_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, key)
-        check_same("cu_seqlens_k", "shape", starts_k.shape, starts_q.shape, "cu_seqlens_q")
-        within = packed.with_lengths(mask, is_causal, cu_seqlens_q, cu_seqlens_k)
-        batch = starts_q.shape[0] - 1
-        # What is kept must not hold its owner.
-        return replace(
-            normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query),
-            cu_seqlens_q=starts_q.clone() if starts_q is cu_seqlens_q else starts_q,
-            cu_seqlens_k=starts_k.clone() if starts_k is cu_seqlens_q else starts_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-        )
-
-    what = ("spec", is_causal, max_seqlen_q, max_seqlen_k, num_heads, len(query), len(key))
-    ends = cu_seqlens_q, cu_seqlens_k
-    if mask is None:
-        return recall_of(cu_seqlens_q, what, ends, make)
-    return recall(mask.memo, what, (*ends, *mask.tensors()), query.device, make)
-
-
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -321,6 +169,9 @@ def _attend(
     """out and lse of tensors in their canonical form."""
     call = attention_call(query, key, value, mask, scale, softcap, dropout_p, seed)
     return autograd.attention(call, select(problem_of(call, result), backend), result == "lse")
+
+
+_MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
 
 
 def layer_norm(
@@ -359,6 +210,15 @@ def layer_norm(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.
+
+    Example:
+        >>> sublayer, x = torch.randn(2, 128, 512), torch.randn(2, 128, 512)
+        >>> weight, bias = torch.ones(512), torch.zeros(512)
+        >>> out, x = fused_attn.layer_norm(
+        ...     sublayer, 512, weight, bias, residual=x, dropout_p=0.1, return_residual=True
+        ... )
+        >>> out.shape, x.shape
+        (torch.Size([2, 128, 512]), torch.Size([2, 128, 512]))
 
     Source: Ba et al. 2016, "Layer Normalization", equation 4.
     """
@@ -400,10 +260,15 @@ def rms_norm(
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
     Returns:
-        out, like input; with return_residual also the sum.
+        out, like input; with return_residual also the sum (input itself where nothing is added).
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.
+
+    Example:
+        >>> x = torch.randn(2, 128, 512, dtype=torch.bfloat16)
+        >>> fused_attn.rms_norm(x, 512, torch.ones(512), eps=1e-6).dtype
+        torch.bfloat16
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """

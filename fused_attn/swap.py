@@ -120,8 +120,11 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
         TypeError: model is not a Module.
 
     Example:
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4)
         >>> report = fused_attn.swap_modules(model)
-        >>> logging.info("%s", report)
+        >>> len(report.swapped), len(report.skipped)
+        (4, 0)
+        >>> report.restore()
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -65,8 +65,9 @@ def use_backend(name: str) -> Iterator[None]:
         ValueError: there is no backend of that name.
 
     Example:
-        with fused_attn.use_backend("eager"):
-            model(x)
+        >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
+        >>> with fused_attn.use_backend("eager"):
+        ...     out = fused_attn.scaled_dot_product_attention(query, key, value)
     """
     global _override
     get_backend(name)

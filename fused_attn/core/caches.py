@@ -20,8 +20,10 @@ class KeyValueCache:
         length: positions that are there.
 
     Example:
+        >>> cache = fused_attn.nn.KeyValueCache()
+        >>> query, key, value = (torch.randn(2, 8, 1, 64) for _ in range(3))
         >>> cache.make_room(key, value)
-        >>> out = decode_attention(
+        >>> out = fused_attn.decode_attention(
         ...     query, cache.keys, cache.values, cache_lengths=cache.lengths, key=key, value=value
         ... )
         >>> cache.length += key.shape[2]

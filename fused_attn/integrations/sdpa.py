@@ -76,8 +76,10 @@ def enable() -> None:
     Switch while no other thread is within a call of the function.
 
     Example:
+        >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
         >>> fused_attn.enable()
-        >>> model(images)
+        >>> out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> fused_attn.disable()
     """
     _switch(on=True)
     _config.cache_key_tag = _tagged()
@@ -94,8 +96,9 @@ def enabled() -> Iterator[None]:
     """`enable()` for the length of a block, for all threads; blocks may be nested or overlap.
 
     Example:
+        >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
         >>> with fused_attn.enabled():
-        ...     model(images)
+        ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     """
     _switch(blocks=1)
     try:

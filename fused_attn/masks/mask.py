@@ -99,7 +99,9 @@ class Mask:
             nothing of what kernels derived from this one.
 
         Example:
-            >>> mask = (masks.causal() & masks.padding(lengths)).to(query.device)
+            >>> query = torch.randn(2, 8, 128, 64)
+            >>> mask = fused_attn.masks.causal() & fused_attn.masks.padding([128, 100])
+            >>> mask = mask.to(query.device)
         """
         return self.mapped(lambda tensor: tensor.to(device))
 
@@ -137,7 +139,8 @@ class Mask:
             ValueError: the mask is not one of these sizes.
 
         Example:
-            >>> axes = (masks.causal() & masks.sliding_window(128)).plot(512)
+            >>> axes = fused_attn.masks.sliding_window(128).plot(512)
+            >>> axes.figure.savefig("window.png")  # doctest: +SKIP
         """
         from fused_attn.masks import picture
 
@@ -213,6 +216,11 @@ def padding(
         query_lengths: (batch,) integers, real queries; None means that all are real. The rows of
             the others are 0.
         side: where the padding is, "right" (real tokens first) or "left".
+
+    Example:
+        >>> tokens = torch.tensor([[5, 8, 2, 0], [7, 2, 0, 0]])  # 0 is <pad>
+        >>> lengths = (tokens != 0).sum(1)
+        >>> mask = fused_attn.masks.causal() & fused_attn.masks.padding(lengths)
     """
     if side not in ("right", "left"):
         raise ValueError(f'side must be "right" or "left", got {side!r}')
@@ -243,6 +251,10 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     Args:
         query_ids: (batch, seqlen_q) or (seqlen_q,) integers.
         key_ids: (batch, seqlen_k) or (seqlen_k,) integers; None takes query_ids.
+
+    Example:
+        >>> ids = torch.tensor([0, 0, 0, 1, 1, 2])  # three documents of 3, 2 and 1 tokens
+        >>> mask = fused_attn.masks.causal() & fused_attn.masks.documents(ids)
     """
     query = _ids("query_ids", query_ids)
     key = query if key_ids is None else _ids("key_ids", key_ids)
@@ -255,6 +267,10 @@ def alibi(slopes: Tensor, align: str = "top_left") -> Mask:
     Args:
         slopes: float (num_heads,) or (batch, num_heads). Not differentiated.
         align: offset as in `sliding_window`.
+
+    Example:
+        >>> slopes = 2.0 ** -torch.arange(1, 9)  # of 8 heads
+        >>> mask = fused_attn.masks.causal() & fused_attn.masks.alibi(slopes)
 
     Source: Press et al. 2022, "Train Short, Test Long", section 3.
     """
@@ -301,7 +317,12 @@ def bias(mask: Tensor) -> Mask:
 
 
 def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | None:
-    """The Mask that an `attn_mask` argument stands for; None if everything is visible."""
+    """The Mask that an `attn_mask` argument stands for; None if everything is visible.
+
+    Args:
+        attn_mask: a Mask, a bool tensor (True = attend), a float tensor, or None.
+        is_causal: combined with `causal()`.
+    """
     if attn_mask is None:
         mask = None
     elif isinstance(attn_mask, Mask):

@@ -72,7 +72,10 @@ class FromTorch(Module):
             ValueError: `forward` of `module` was replaced or compiled in place.
 
         Example:
+            >>> torch_attention = torch.nn.MultiheadAttention(64, 4)
             >>> attention = fused_attn.nn.MultiheadAttention.from_torch(torch_attention)
+            >>> attention.in_proj_weight is torch_attention.in_proj_weight
+            True
         """
         if REPLACEMENTS.get(type(module)) is not cls:
             raise TypeError(

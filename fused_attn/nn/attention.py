@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_attn import functional, masks
+from fused_attn import functional, masks, varlen
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces
@@ -26,6 +26,33 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     padding mask stays a key mask and a causal mask stays a structure: neither becomes a
     (batch * num_heads, L, S) tensor. Queries that may see no key give the bias of out_proj and
     zero gradients, never NaN.
+
+    Args:
+        embed_dim: features of query and of the output, split evenly among the heads.
+        num_heads: divides embed_dim.
+        dropout: probability of dropping a weight, in training.
+        bias: the projections have biases.
+        add_bias_kv: append a learned key and value, bias_k and bias_v of (1, 1, embed_dim).
+        add_zero_attn: append a key and value of zeros.
+        kdim, vdim: features of key and value; None is embed_dim.
+        batch_first: batches are (N, L, embed_dim) instead of (L, N, embed_dim).
+        device, dtype: of the parameters: in_proj_weight (3 * embed_dim, embed_dim), or with
+            kdim or vdim q_proj_weight, k_proj_weight, v_proj_weight; in_proj_bias (3 * embed_dim,);
+            out_proj.
+
+    Raises:
+        ValueError: embed_dim or num_heads is not positive.
+        AssertionError: num_heads does not divide embed_dim; both as torch.nn has them.
+
+    Example:
+        >>> attention = fused_attn.nn.MultiheadAttention(64, 4, batch_first=True)
+        >>> x = torch.randn(2, 10, 64)
+        >>> padding = torch.arange(10) >= torch.tensor([[10], [7]])
+        >>> out, _ = attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        >>> out.shape
+        torch.Size([2, 10, 64])
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
     """
 
     def forward(
@@ -115,7 +142,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         """
         projected = F.linear(x[0], self.in_proj_weight, self.in_proj_bias)
         q, k, v = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        out = functional.varlen_attention(
+        out = varlen.varlen_attention(
             q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
             packing.max_seqlen, packing.mask, self.dropout if self.training else 0.0,
         )  # fmt: skip

@@ -27,6 +27,22 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, optionally of ``residual + dropout(input)``, in one pass.
 
     Arguments, parameters and state_dict keys are those of torch.nn.LayerNorm.
+
+    Args:
+        normalized_shape: the trailing dimensions of the input, an int for the last one alone.
+        eps: added to the variance.
+        elementwise_affine: there is a weight of (*normalized_shape).
+        bias: and a bias of the same shape.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> norm = fused_attn.nn.LayerNorm(64)
+        >>> x, sublayer = torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> out, total = norm(sublayer, residual=x, dropout_p=0.1, return_residual=True)
+        >>> out.shape, total.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 10, 64]))
+
+    Source: Ba et al. 2016, "Layer Normalization", equation 4.
     """
 
     def forward(  # type: ignore[override]
@@ -39,14 +55,14 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         """Normalise input, or residual + dropout(input).
 
         Args:
-            input: (*, *normalized_shape).
+            input: (*, *normalized_shape); float32, float16, bfloat16, float64.
             residual: like input; added before the norm.
             dropout_p: probability of dropping an element of input before the sum. It always
                 applies: pass 0.0 in evaluation.
             return_residual: also return residual + dropout(input).
 
         Returns:
-            Like input; with return_residual also the sum.
+            out, like input; with return_residual also the sum, like input.
         """
         if input.is_nested and residual is None and not (dropout_p or return_residual):
             return self._forward_nested(input)
@@ -67,6 +83,18 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, optionally of ``residual + dropout(x)``, in one pass.
 
     Arguments, parameters and state_dict keys are those of torch.nn.RMSNorm.
+
+    Args:
+        normalized_shape: the trailing dimensions of the input, an int for the last one alone.
+        eps: added to the mean square; None is that of float32 (float64 for float64).
+        elementwise_affine: there is a weight of (*normalized_shape).
+        device, dtype: of the weight.
+
+    Example:
+        >>> fused_attn.nn.RMSNorm(64)(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
 
     def forward(  # type: ignore[override]
@@ -76,7 +104,15 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         dropout_p: float = 0.0,
         return_residual: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise x, or residual + dropout(x); arguments as in `LayerNorm.forward`."""
+        """Normalise x, or residual + dropout(x).
+
+        Args:
+            x: (*, *normalized_shape); float32, float16, bfloat16, float64.
+            residual, dropout_p, return_residual: as in `LayerNorm.forward`.
+
+        Returns:
+            out, like x; with return_residual also the sum, like x.
+        """
         if x.is_nested and residual is None and not (dropout_p or return_residual):
             return self._forward_nested(x)
         return functional.rms_norm(

@@ -70,6 +70,12 @@ class SinusoidalPositionalEmbedding(_PositionalEmbedding):
         max_seqlen: positions in the table. It is not part of the state_dict, so it can differ
             between training and inference.
         batch_first: the input is (N, L, embed_dim).
+        device, dtype: of the table.
+
+    Example:
+        >>> embed = fused_attn.nn.SinusoidalPositionalEmbedding(64, batch_first=True)
+        >>> embed(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5.
     """
@@ -105,6 +111,12 @@ class LearnedPositionalEmbedding(_PositionalEmbedding):
         embed_dim: features of the input.
         max_seqlen: positions in the table.
         batch_first: the input is (N, L, embed_dim).
+        device, dtype: of the table.
+
+    Example:
+        >>> embed = fused_attn.nn.LearnedPositionalEmbedding(64, max_seqlen=512, batch_first=True)
+        >>> embed(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
 
     Source: Gehring et al. 2017, "Convolutional Sequence to Sequence Learning", section 3.1;
         standard deviation of the initialisation: Devlin et al. 2019, "BERT".

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn import functional, masks
+from fused_attn import functional, masks, varlen
 from fused_attn.core import philox
 from fused_attn.core.torch_state import statistics_dtype
 from fused_attn.decode import decode_attention
@@ -183,7 +183,7 @@ class AttentionCheck(Check):
                 query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = constant
             ) -> Any:
                 whole = _both(mask, bias)
-                return functional.varlen_attention(query, key, value, *sequences, whole, **more)
+                return varlen.varlen_attention(query, key, value, *sequences, whole, **more)
 
             return packed
 

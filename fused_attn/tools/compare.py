@@ -152,8 +152,10 @@ def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> 
         TypeError: the model fails, and its arguments came as one tuple.
 
     Example:
-        >>> report = fused_attn.compare(model, input_ids, attention_mask=attention_mask)
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> report = fused_attn.compare(model, torch.randn(2, 10, 64))
         >>> report.ok
+        True
     """
     dtype = _check(model)
     fused_model = copy.deepcopy(model)

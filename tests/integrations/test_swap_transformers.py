@@ -9,7 +9,7 @@ import torch
 from hf_families import FAMILIES, VOCABULARY, transformers
 from nn_helpers import DRAWS, assert_equal_in_float64, assert_within_contract, cast, pooled, run
 
-from fused_attn import functional
+from fused_attn import functional, varlen
 from fused_attn.integrations.transformers.norms import TransformersNorm
 from fused_attn.nn.norm import Norm
 from fused_attn.swap import swap_modules
@@ -27,14 +27,15 @@ def _seed():
 def kernel_calls(monkeypatch):
     """The names of the functions of this package that are called, in order."""
     seen = []
-    for name in ("scaled_dot_product_attention", "varlen_attention", "layer_norm", "rms_norm"):
-        function = getattr(functional, name)
+    of_functional = ("scaled_dot_product_attention", "layer_norm", "rms_norm")
+    for module, name in [(varlen, "varlen_attention"), *((functional, n) for n in of_functional)]:
+        function = getattr(module, name)
 
         def spy(*args, _name=name, _function=function, **kwargs):
             seen.append(_name)
             return _function(*args, **kwargs)
 
-        monkeypatch.setattr(functional, name, spy)
+        monkeypatch.setattr(module, name, spy)
     return seen
 
 

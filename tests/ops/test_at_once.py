@@ -7,7 +7,7 @@ import torch
 from helpers import DTYPES, short
 
 from fused_attn import functional as F
-from fused_attn import masks, nn
+from fused_attn import masks, nn, varlen, varlen_attention
 from fused_attn.core import autograd
 
 LENGTHS = torch.tensor([19, 7])
@@ -210,11 +210,11 @@ def packed_results(monkeypatch):
     """The results of packed calls that came by the short way."""
     results = []
 
-    def spy(*args, _function=F._packed_at_once):
+    def spy(*args, _function=varlen._at_once):
         results.append(_function(*args))
         return results[-1]
 
-    monkeypatch.setattr(F, "_packed_at_once", spy)
+    monkeypatch.setattr(varlen, "_at_once", spy)
     return results
 
 
@@ -232,38 +232,38 @@ def test_packed(mask, int_type, dtype, packed_results):
     for heads_kv in (4, 2):
         qkv = packed(dtype, heads_kv)
         for _ in range(2):  # the second finds what the first kept
-            ours = F.varlen_attention(*qkv, ends, ends, 21, 30, **options)
+            ours = varlen_attention(*qkv, ends, ends, 21, 30, **options)
             assert packed_results.pop() is ours
-        whole = F.varlen_attention(*qkv, ends, ends, 21, 30, **options, backend="cpp")
+        whole = varlen_attention(*qkv, ends, ends, 21, 30, **options, backend="cpp")
         # bfloat16 without an lse, which the whole way always makes, may round otherwise.
         rounding = 2.0**-7 if dtype == torch.bfloat16 else 0.0
         torch.testing.assert_close(ours, whole, rtol=rounding, atol=rounding)
         assert ours.stride() == whole.stride()
         sliced = [torch.cat([t, t], 2)[..., :16] for t in qkv]
-        assert torch.equal(F.varlen_attention(*sliced, ends, ends, 21, 30, **options), ours)
+        assert torch.equal(varlen_attention(*sliced, ends, ends, 21, 30, **options), ours)
 
 
 def test_packed_lengths_are_checked(packed_results):
     query, key, value = packed(torch.float32)
     ends = CU_SEQLENS.clone()
-    F.varlen_attention(query, key, value, ends, ends, 21, 21)
+    varlen_attention(query, key, value, ends, ends, 21, 21)
     for call in (
-        lambda: F.varlen_attention(query[:-1], key, value, ends, ends, 21, 21),
-        lambda: F.varlen_attention(query, key, value, ends, ends, 20, 21),
-        lambda: F.varlen_attention(query, key, value, ends, ends[1:], 21, 21),
+        lambda: varlen_attention(query[:-1], key, value, ends, ends, 21, 21),
+        lambda: varlen_attention(query, key, value, ends, ends, 20, 21),
+        lambda: varlen_attention(query, key, value, ends, ends[1:], 21, 21),
     ):
         with pytest.raises(ValueError, match="cu_seqlens"):
             call()
     ends[2] = 12  # in place: nothing that was kept holds any more
-    ours = F.varlen_attention(query, key, value, ends, ends, 21, 21)
-    whole = F.varlen_attention(query, key, value, ends.clone(), ends.clone(), 21, 21, backend="cpp")
+    ours = varlen_attention(query, key, value, ends, ends, 21, 21)
+    whole = varlen_attention(query, key, value, ends.clone(), ends.clone(), 21, 21, backend="cpp")
     assert torch.equal(ours, whole)
     assert all(result is not None for result in packed_results[::4])
 
 
 def test_packed_training_goes_the_whole_way(packed_results):
     query, key, value = (t.requires_grad_() for t in packed(torch.float32))
-    out = F.varlen_attention(query, key, value, CU_SEQLENS, CU_SEQLENS, 21, 21)
+    out = varlen_attention(query, key, value, CU_SEQLENS, CU_SEQLENS, 21, 21)
     assert packed_results == [None]
     assert torch.autograd.grad(out.sum(), query)[0].isfinite().all()
 
@@ -276,7 +276,7 @@ def test_packed_memory_is_not_kept(packed_results):
     query, key, value = packed(torch.float32)
     ends = CU_SEQLENS.to(torch.int64)
     reference = weakref.ref(ends)
-    F.varlen_attention(query, key, value, ends, ends, 21, 21)
+    varlen_attention(query, key, value, ends, ends, 21, 21)
     del ends
     gc.collect()
     assert reference() is None

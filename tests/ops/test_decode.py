@@ -19,7 +19,7 @@ from helpers import (
 from mask_cases import MASKS
 
 from fused_attn import functional as F
-from fused_attn import masks
+from fused_attn import masks, varlen_attention
 from fused_attn.backends import cpp, get_backend
 from fused_attn.core.call import AttentionCall
 from fused_attn.masks.spec import MaskSpec
@@ -183,7 +183,7 @@ def test_packed(is_causal, backend):
             ends = (
                 torch.tensor((0, *n)).cumsum(0).to(query.device) for n in (lengths_q, lengths_k)
             )
-            return F.varlen_attention(
+            return varlen_attention(
                 query, key, value, *ends, 5, 300, is_causal=is_causal, return_lse=True,
                 backend=backend,
             )  # fmt: skip

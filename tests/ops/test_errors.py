@@ -9,7 +9,7 @@ import torch
 
 import fused_attn
 import fused_attn.nn as fnn
-from fused_attn import _cpu, masks
+from fused_attn import _cpu, masks, varlen_attention
 from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, NormProblem
 from fused_attn.backends.fields import check_fields
@@ -242,12 +242,12 @@ CASES = {
         "2): cpp: takes head_dim up to 256, not 300",
     ),
     "lengths_for_cu_seqlens": (
-        lambda: F.varlen_attention(*[torch.randn(7, 2, 8)] * 3, *[torch.tensor([3, 4])] * 2, 4, 4),
+        lambda: varlen_attention(*[torch.randn(7, 2, 8)] * 3, *[torch.tensor([3, 4])] * 2, 4, 4),
         ValueError, "cu_seqlens_q must go from 0 to 7, got 3 to 4; lengths are cumulative here: "
         "(0, n0, n0 + n1, ...)",
     ),
     "steps_of_cu_seqlens": (
-        lambda: F.varlen_attention(
+        lambda: varlen_attention(
             *[torch.randn(7, 2, 8)] * 3, *[torch.tensor([0, 8, 3, 7])] * 2, 4, 4
         ),
         ValueError, "must have steps in [0, 4], got [-5, 8]; lengths are cumulative here",

@@ -11,7 +11,7 @@ from helpers import BACKENDS, device_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_attn import functional as F
-from fused_attn import masks, nn
+from fused_attn import masks, nn, varlen_attention
 from fused_attn.core.call import AttentionCall
 from fused_attn.masks.spec import MaskSpec
 
@@ -148,6 +148,6 @@ def test_expanded_dimensions_stay_where_they_are(expanded):
 def test_packed_sequences():
     packed = torch.randn(SEQLEN, HEADS, DIM, requires_grad=True)
     starts = torch.tensor([0, 2, SEQLEN])
-    out = F.varlen_attention(packed, packed, packed, starts, starts, 3, 3, masks.causal())
+    out = varlen_attention(packed, packed, packed, starts, starts, 3, 3, masks.causal())
     assert out.is_contiguous()
     assert torch.autograd.grad(out.sum(), packed)[0].is_contiguous()

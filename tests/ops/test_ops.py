@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fused_attn
 from fused_attn import functional as F
-from fused_attn import masks
+from fused_attn import masks, varlen_attention
 from fused_attn.backends import get_backend
 from fused_attn.core import ops, philox
 from fused_attn.core.call import AttentionCall, NormCall
@@ -278,7 +278,7 @@ def test_flop_counter():
     packed = torch.randn(7, 2, 8, requires_grad=True)
     where = (torch.tensor([0, 3, 7]),) * 2
     with FlopCounterMode(display=False) as counter:
-        F.varlen_attention(packed, packed, packed, *where, 4, 4).sum().backward()
+        varlen_attention(packed, packed, packed, *where, 4, 4).sum().backward()
     assert counter.get_total_flops() == 7 * (2 * 2 * 7 * 4 * 8)
 
 
@@ -406,5 +406,5 @@ def test_packed_lengths_made_in_inference_mode_then_training():
     with torch.inference_mode():
         starts = torch.tensor([0, 2, 5])
     x = torch.randn(5, 2, 8, requires_grad=True)
-    F.varlen_attention(x, x, x, starts, starts, 3, 3).sum().backward()
+    varlen_attention(x, x, x, starts, starts, 3, 3).sum().backward()
     assert torch.isfinite(x.grad).all()

@@ -21,7 +21,7 @@ from helpers import (
 from mask_cases import MASKS
 
 from fused_attn import functional as F
-from fused_attn import masks
+from fused_attn import masks, varlen_attention
 from fused_attn.backends import cpp
 
 LENGTHS_Q = (40, 0, 3, 150)
@@ -55,7 +55,7 @@ def varlen(lengths_q, lengths_k, mask=None, longest=None, **options):
             whole = None if mask is None else mask.to(query.device)
             if bias is not None:
                 whole = masks.bias(bias) if whole is None else whole & masks.bias(bias)
-            return F.varlen_attention(
+            return varlen_attention(
                 query, key, value, *where, *longest, whole, return_lse=True, backend=backend,
                 **options,
             )  # fmt: skip
@@ -147,7 +147,7 @@ def small_call(backend):
     where = (cu_seqlens((3, 2)).to(there), cu_seqlens((4, 5), torch.int64).to(there), 3, 5)
 
     def call(query, key, value):
-        return F.varlen_attention(query, key, value, *where, is_causal=True, backend=backend)
+        return varlen_attention(query, key, value, *where, is_causal=True, backend=backend)
 
     return call, leaves_of(
         packed((3, 2), (4, 5), 2, 1, 4, 4).values(), most_exact(backend), backend
@@ -182,7 +182,7 @@ def test_a_mask_keeps_what_is_derived(backend):
     mask = masks.dense(torch.rand(60, 60, device=there) > 0.5)
 
     def run(mask):
-        return F.varlen_attention(*tensors, *where, 60, 60, mask, backend=backend)
+        return varlen_attention(*tensors, *where, 60, 60, mask, backend=backend)
 
     first = run(mask)
     kept = packed_of(mask)
@@ -197,13 +197,13 @@ def test_a_mask_keeps_what_is_derived(backend):
 def test_nothing_is_differentiable(backend):
     empty = torch.zeros(0, 2, 8, device=device_of(backend), requires_grad=True)
     where = (torch.zeros(2, dtype=torch.int64, device=device_of(backend)),) * 2
-    F.varlen_attention(empty, empty, empty, *where, 0, 0, backend=backend).sum().backward()
+    varlen_attention(empty, empty, empty, *where, 0, 0, backend=backend).sum().backward()
     assert empty.grad is not None
 
 
 def test_nothing_at_all():
     empty = torch.zeros(0, 2, 8)
-    out = F.varlen_attention(empty, empty, empty, *(torch.zeros(1, dtype=torch.int32),) * 2, 0, 0)
+    out = varlen_attention(empty, empty, empty, *(torch.zeros(1, dtype=torch.int32),) * 2, 0, 0)
     assert out.shape == (0, 2, 8)
 
 
@@ -234,4 +234,4 @@ def test_errors(change, error, message):
         "max_seqlen_k": 6,
     }
     with pytest.raises(error, match=message):
-        F.varlen_attention(**(arguments | change))
+        varlen_attention(**(arguments | change))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import fused_attn as fa
-from fused_attn import functional
+from fused_attn import functional, varlen
 from fused_attn.backends import problem_of, registry
 from fused_attn.nn import weights
 
@@ -48,10 +48,9 @@ def pretended(device_type: str) -> Iterator[list[str]]:
         for module in (functional, weights):
             stack.enter_context(mock.patch.object(module, "problem_of", problem))
             stack.enter_context(mock.patch.object(module, "select", select))
-        first = mock.patch.object(
-            functional, "first_backend", functools.partial(_first, device_type)
-        )
-        stack.enter_context(first)
+        first = functools.partial(_first, device_type)
+        for module in (functional, varlen):
+            stack.enter_context(mock.patch.object(module, "first_backend", first))
         stack.enter_context(mock.patch.object(registry, "_notified", set()))
         registry._first_on.cache_clear()
         yield chosen

@@ -125,7 +125,8 @@ def problem_of_probe(probe):
     with pytest.MonkeyPatch.context() as patch:
         for module in ("functional", "nn.weights", "decode"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
-        patch.setattr("fused_attn.functional.first_backend", lambda device: None)
+        for module in ("functional", "varlen"):
+            patch.setattr(f"fused_attn.{module}.first_backend", lambda device: None)
         with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.timed.gradients):
             call(*leaves)
     return seen[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fused_attn import functional, masks
+from fused_attn import functional, masks, varlen
 from fused_attn.integrations.transformers.model_mask import handed_on
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
@@ -145,7 +145,7 @@ def _attend_packed(
     """Attention within each sequence of a packed batch: (1, num_heads, total, head_dim) to (1,
     total, num_heads, head_dim)."""
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = functional.varlen_attention(
+    out = varlen.varlen_attention(
         query, key, value, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
         packing.max_seqlen, packing.mask, dropout, scale=scaling,
     )  # fmt: skip

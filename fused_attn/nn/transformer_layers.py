@@ -1,0 +1,246 @@
+"""The layers of torch.nn's Transformer on the fused kernels.
+
+Each sublayer is attention or feed-forward, then dropout, the residual addition and a norm; the
+last three are one kernel. torch's own inference path, which would bypass all of it, is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.masks import Mask
+from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
+from fused_attn.nn._nested import on_padded
+from fused_attn.nn.activation import drop, feed_forward_hidden
+from fused_attn.nn.caches import KeyValueCache
+from fused_attn.nn.norm import residual_norm, residual_norm_and_sum
+from fused_attn.nn.packing import Packing
+
+
+class _Layer(FromTorch):
+    """Base of the encoder layer and the decoder layer."""
+
+    self_attn: Any  # MultiheadAttention, or what the user put in its place
+    linear1: torch.nn.Linear
+    linear2: torch.nn.Linear
+    dropout: torch.nn.Dropout
+    activation: Callable[[Tensor], Tensor]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("_sa_block", "_mha_block", "_ff_block"):
+            if name in cls.__dict__:
+                raise TypeError(
+                    f"{cls.__name__} must not override {name}, which is not called here: dropout "
+                    "and residual are part of the norm; override _self_attend, _cross_attend or "
+                    "_feed_forward, which return the sublayer before dropout"
+                )
+
+    def _self_attend(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | Mask | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        return self.self_attn(
+            x,
+            x,
+            x,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+        )[0]
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        hidden = feed_forward_hidden(self.linear1, self.activation, self.dropout, x)
+        return self.linear2(hidden)
+
+
+@replaces(torch.nn.TransformerEncoderLayer)
+class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer`: self-attention and feed-forward, each with its norm.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoderLayer.
+
+    Args:
+        d_model: features of the input and the output.
+        nhead: heads of the attention; divides d_model.
+        dim_feedforward: features between the two linear layers.
+        dropout: probability in training, of weights, activations and sublayers' outputs.
+        activation: "relu", "gelu" or a function of a tensor.
+        layer_norm_eps: eps of the norms.
+        batch_first: batches are (N, S, d_model) instead of (S, N, d_model).
+        norm_first: norms stand before the sublayers instead of behind the residual additions.
+        bias: linear layers and norms have biases.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> layer = fused_attn.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> layer(torch.randn(2, 10, 64), is_causal=True).shape
+        torch.Size([2, 10, 64])
+
+    Source: Vaswani et al. 2017, section 3.1; norm_first: Xiong et al. 2020, figure 1.
+    """
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Mask | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Pass src through the layer.
+
+        Args:
+            src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
+            src_mask, src_key_padding_mask, is_causal: see `MultiheadAttention.forward`.
+
+        Returns:
+            As src.
+        """
+        unmasked = src_mask is None and src_key_padding_mask is None and not is_causal
+        # Masked, torch has NaN where a row sees nothing.
+        if unmasked and type(self) is TransformerEncoderLayer and torch_infers(self, src):
+            return super().forward(src)
+        if src.is_nested:
+            return self._forward_nested(src, src_mask, src_key_padding_mask, is_causal)
+        masks = (src_mask, src_key_padding_mask, is_causal)
+        return self._sublayers(src, lambda x: self._self_attend(x, *masks))
+
+    def forward_packed(self, src: Tensor, packing: Packing) -> Tensor:
+        """As forward, on nothing but the tokens of a padded batch.
+
+        Args:
+            src: (1, total, d_model), as `Packing.pack` gives it.
+        """
+        return self._sublayers(src, lambda x: self.self_attn.forward_packed(x, packing))
+
+    def _sublayers(self, src: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norm_first:
+            attended = attend(self.norm1(src))
+            normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, src)
+            return x + drop(self.dropout2, self._feed_forward(normed))
+        x = residual_norm(self.norm1, self.dropout1, attend(src), src)
+        return residual_norm(self.norm2, self.dropout2, self._feed_forward(x), x)
+
+    def _forward_nested(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Mask | None,
+        src_key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """torch.nn.TransformerEncoder hands nested tensors to its layers in inference."""
+        if src_key_padding_mask is not None:
+            raise ValueError("src_key_padding_mask must be None where src is a nested tensor")
+        return on_padded(lambda x, ignored: self.forward(x, src_mask, ignored, is_causal), src)
+
+
+@replaces(torch.nn.TransformerDecoderLayer)
+class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer`: self-attention, cross-attention and feed-forward.
+
+    Arguments, parameters and state_dict keys are those of torch.nn.TransformerDecoderLayer.
+
+    Args:
+        d_model: features of the input, the memory and the output.
+        nhead, dim_feedforward, dropout, activation: as in `TransformerEncoderLayer`.
+        layer_norm_eps, norm_first, bias, device, dtype: as there.
+        batch_first: batches are (N, T, d_model) instead of (T, N, d_model).
+
+    Example:
+        >>> layer = fused_attn.nn.TransformerDecoderLayer(64, 4, batch_first=True)
+        >>> layer(torch.randn(2, 7, 64), memory=torch.randn(2, 10, 64), tgt_is_causal=True).shape
+        torch.Size([2, 7, 64])
+
+    Source: Vaswani et al. 2017, section 3.1; norm_first: Xiong et al. 2020, figure 1.
+    """
+
+    multihead_attn: Any
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | None = None,
+        memory_mask: Tensor | Mask | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Pass tgt through the layer.
+
+        Args:
+            tgt: (T, N, d_model), (N, T, d_model) with batch_first, or (T, d_model).
+            memory: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
+            tgt_mask, tgt_key_padding_mask, tgt_is_causal: of the self-attention, see
+                `MultiheadAttention.forward`.
+            memory_mask, memory_key_padding_mask, memory_is_causal: of the cross-attention.
+
+        Returns:
+            As tgt.
+        """
+        self_args = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        cross_args = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        return self._sublayers(
+            tgt,
+            lambda x: self._self_attend(x, *self_args),
+            lambda x: self._cross_attend(x, *cross_args),
+        )
+
+    def _sublayers(
+        self,
+        tgt: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        attend_memory: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        if self.norm_first:
+            attended = attend(self.norm1(tgt))
+            normed, x = residual_norm_and_sum(self.norm2, self.dropout1, attended, tgt)
+            attended = attend_memory(normed)
+            normed, x = residual_norm_and_sum(self.norm3, self.dropout2, attended, x)
+            return x + drop(self.dropout3, self._feed_forward(normed))
+        x = residual_norm(self.norm1, self.dropout1, attend(tgt), tgt)
+        x = residual_norm(self.norm2, self.dropout2, attend_memory(x), x)
+        return residual_norm(self.norm3, self.dropout3, self._feed_forward(x), x)
+
+    def forward_cached(
+        self,
+        tgt: Tensor,
+        own: KeyValueCache,
+        memory: tuple[Tensor, ...],
+        tgt_key_padding_mask: Tensor | None,
+        memory_key_padding_mask: Tensor | None,
+    ) -> Tensor:
+        """As forward for new positions, causal, with the keys and values of the others and of the
+        memory as `DecoderCache` has them."""
+        return self._sublayers(
+            tgt,
+            lambda x: self.self_attn.forward_cached(x, own, tgt_key_padding_mask),
+            lambda x: self.multihead_attn.forward_projected(x, *memory, memory_key_padding_mask),
+        )
+
+    def _cross_attend(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        attn_mask: Tensor | Mask | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        return self.multihead_attn(
+            x,
+            memory,
+            memory,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+        )[0]

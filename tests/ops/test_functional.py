@@ -134,3 +134,26 @@ def test_numbers_as_torch_takes_them(name):
     assert torch.equal(dropped[0], dropped[2]) and torch.equal(dropped[1], dropped[3])
     capped = F.scaled_dot_product_attention(x, x, x, softcap=number)
     assert torch.equal(capped, F.scaled_dot_product_attention(x, x, x, softcap=0.25))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_parts_of_the_keys_make_the_whole(backend):
+    """As docs/scale.md has it, also where a row sees nothing of a part; gradients included."""
+    dtype, visible = most_exact(backend), torch.rand(2, 1, 9, 24) < 0.5
+    visible[0, :, 2, :8], visible[..., 20] = False, True
+    tensors = [torch.randn(2, 2, length, 8, dtype=dtype) for length in (9, 24, 24)]
+    ours, eager = leaves_of(tensors, dtype, backend), leaves_of(tensors, dtype, "eager")
+    seen, (query, key, value) = visible.to(device_of(backend)), ours
+    parts = [
+        F.scaled_dot_product_attention(query, *part, return_lse=True, backend=backend)
+        for part in zip(key.split(8, 2), value.split(8, 2), seen.split(8, 3), strict=True)
+    ]
+    outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
+    got = (outs * (lses - lses.logsumexp(0)).exp()[..., None]).sum(0)
+    want = torch.nn.functional.scaled_dot_product_attention(*eager, visible)
+    grad = torch.randn_like(want)
+    got.backward(grad.to(got.device))
+    want.backward(grad)
+    tensors = zip([got, *(t.grad for t in ours)], [want, *(t.grad for t in eager)], strict=True)
+    for mine, theirs in tensors:
+        torch.testing.assert_close(mine.cpu(), theirs)

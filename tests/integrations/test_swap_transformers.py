@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
+from enable_helpers import functions_called
 from hf_families import FAMILIES, VOCABULARY, transformers
 from nn_helpers import DRAWS, assert_equal_in_float64, assert_within_contract, cast, pooled, run
 
-from fused_attn import functional, varlen
 from fused_attn.integrations.transformers.norms import TransformersNorm
 from fused_attn.nn.norm import Norm
 from fused_attn.swap import swap_modules
@@ -24,19 +24,11 @@ def _seed():
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch):
+def kernel_calls():
     """The names of the functions of this package that are called, in order."""
-    seen = []
-    of_functional = ("scaled_dot_product_attention", "layer_norm", "rms_norm")
-    for module, name in [(varlen, "varlen_attention"), *((functional, n) for n in of_functional)]:
-        function = getattr(module, name)
-
-        def spy(*args, _name=name, _function=function, **kwargs):
-            seen.append(_name)
-            return _function(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, spy)
-    return seen
+    names = ("scaled_dot_product_attention", "varlen_attention", "layer_norm", "rms_norm")
+    with functions_called(*names) as seen:
+        yield seen
 
 
 class Outputs(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -58,13 +59,13 @@ def functions_called(*names: str) -> Iterator[list[str]]:
     seen: list[str] = []
 
     def spied(name: str) -> Any:
-        function = getattr(functional, name)
+        function = getattr(fused_attn, name)
 
         def spy(*args: Any, **kwargs: Any) -> Any:
             seen.append(name)
             return function(*args, **kwargs)
 
-        return mock.patch.object(functional, name, spy)
+        return mock.patch.object(sys.modules[function.__module__], name, spy)
 
     with contextlib.ExitStack() as patches:
         for name in names:

@@ -79,7 +79,7 @@ examples: env ## train all examples on real data, and bring their figures into e
 # Triton's interpreter, and the CUDA kernels, emulated.
 KERNEL_TESTS = $(addprefix tests/ops/test_,attention.py decode.py dropout.py norm.py varlen.py)
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
-	$(SAY) "1 of 4, the kernels; all four take about 12 minutes on two cores"
+	$(SAY) "1 of 4, the kernels; all four take about 20 minutes on two cores"
 	$(BIN)/python -m pytest -q $(KERNEL_TESTS)
 	$(SAY) "2 of 4, the rest"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not thorough" \

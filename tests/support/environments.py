@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--torches", nargs="+", default=["torch==2.9.1", "torch"])
     parser.add_argument("--torch-options", nargs="*", default=[], help="more of pip's options")
     args = parser.parse_args()
+    for python in args.pythons:
+        run(python, "--version")  # one that is missing ends this before results are written over
     rows = []
     for python in args.pythons:
         with tempfile.TemporaryDirectory() as name:

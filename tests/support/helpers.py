@@ -6,6 +6,7 @@ No test has another tolerance.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 import cuda_emulation
 import pytest
 import torch
+from long_double import LongDouble
 from torch import Tensor
 
 import fused_attn
@@ -21,6 +23,7 @@ from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, cpp, cuda, get_backend, triton
 from fused_attn.core import philox
 from fused_attn.tools import contract
+from fused_attn.tools.rounding import Expected
 
 if os.environ.get("CUDA_EMULATED") == "1":
     cuda_emulation.use()
@@ -67,16 +70,19 @@ def short(dtype: torch.dtype) -> str:
 
 
 def assert_contract(
-    name: str, got: Tensor, truth: Tensor, eager: Tensor, eager_scale: float = 1.0
+    name: str,
+    got: Tensor,
+    truth: Tensor,
+    eager: Tensor,
+    expected: contract.ExpectedError = contract.no_error,
 ) -> None:
     """got is within the contract, that of gradients if its name begins with "grad".
 
     Args:
-        truth, eager, eager_scale: as in `contract.judge`.
+        truth, eager, expected: as in `contract.judge`.
     """
-    finding = contract.judge(
-        name, got, truth, eager, gradient=name.startswith("grad"), eager_scale=eager_scale
-    )
+    gradient = name.startswith("grad")
+    finding = contract.judge(name, got, truth, eager, gradient=gradient, expected=expected)
     assert finding.ok, str(finding)
 
 
@@ -175,22 +181,9 @@ def compare_with_eager(
     The backend runs on its device, the truth and eager attention on the CPU.
     """
     exact = {name: None if t is None else round_inputs(t, dtype) for name, t in tensors.items()}
-    eager_dtype = torch.float32 if dtype == torch.float64 else dtype
-    scale = 1.0
-    if dtype == torch.float64:
-        exact = {n: None if t is None else round_inputs(t, torch.float32) for n, t in exact.items()}
-        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    truth = run_with_gradients(function("eager"), exact, torch.float64)
-    eager = run_with_gradients(function("eager"), exact, eager_dtype)
+    reference = Reference(lambda d: run_with_gradients(function("eager"), exact, d), dtype)
     got = run_with_gradients(function(backend), exact, dtype, device=device_of(backend))
-    assert got.keys() == truth.keys()
-    return got, [
-        contract.judge(
-            name, got[name], truth[name].double(), eager[name],
-            gradient=name.startswith("grad"), eager_scale=scale,
-        )
-        for name in truth
-    ]  # fmt: skip
+    return got, reference.findings(got)
 
 
 def assert_outputs_like_eager(
@@ -200,18 +193,49 @@ def assert_outputs_like_eager(
     backend: str,
 ) -> None:
     """The same for a call without gradients, which may run another kernel."""
-    eager_dtype = torch.float32 if dtype == torch.float64 else dtype
-    scale = torch.finfo(dtype).eps / torch.finfo(eager_dtype).eps
+    exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
 
-    def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
-        exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
+    def run(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
         leaves = {n: t.to(device_of(backend), dtype) for n, t in exact.items()}
         with dropout_seed(7):
-            return [output.cpu() for output in function(backend)(**leaves)]
+            outputs = function(backend)(**leaves)
+        return {f"out{i}": output.cpu() for i, output in enumerate(outputs)}
 
-    outputs = run(dtype, backend), run(torch.float64, "eager"), run(eager_dtype, "eager")
-    for i, (got, truth, eager) in enumerate(zip(*outputs, strict=True)):
-        assert_contract(f"out{i}", got, truth, eager, scale)
+    for finding in Reference(lambda d: run(d, "eager"), dtype).findings(run(dtype, backend)):
+        assert finding.ok, str(finding)
+
+
+class Reference:
+    """What results in a type are judged by: the truth, eager attention, and its expected error.
+
+    Args:
+        run: eager attention in a type; its results by name.
+        dtype: the type that is judged.
+    """
+
+    def __init__(self, run: Callable[[torch.dtype], dict[str, Tensor]], dtype: torch.dtype) -> None:
+        self.eager = run(dtype)
+        self.residuals: dict[str, Tensor] = {}
+        if dtype == torch.float64:
+            with LongDouble() as mode:
+                self.truth = run(dtype)
+            self.residuals = {name: mode.residual(t) for name, t in self.truth.items()}
+        else:
+            self.truth = {name: t.double() for name, t in run(torch.float64).items()}
+        self.expected = Expected(run, self.truth, dtype, self.residuals)
+
+    def findings(self, got: dict[str, Tensor]) -> list[contract.Finding]:
+        """What the contract says of each result."""
+        assert got.keys() == self.truth.keys()
+        return [
+            contract.judge(
+                name, got[name], truth, self.eager[name],
+                gradient=name.startswith("grad"),
+                residual=self.residuals.get(name),
+                expected=functools.partial(self.expected.error, name),
+            )
+            for name, truth in self.truth.items()
+        ]  # fmt: skip
 
 
 def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,120 @@
+"""Counts the problems on which eager attention is further off than the numerics contract expects.
+
+    ATEN_CPU_CAPABILITY=avx2 python scripts/calibrate_contract.py --problems 1000000 --dtype float32
+
+Half of the problems are hard: few keys, queries of 4 to 20 times normal size. They are drawn in
+batches, each element of which is a problem with errors of its own. An element is beyond what is
+expected if eager's error, less one rounding of the largest value, is larger than that of each of
+the RUNS runs of fused_attn/tools/rounding.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+import fused_attn
+from fused_attn import functional as F
+from fused_attn import masks
+from fused_attn.tools.rounding import RUNS, RandomRounding
+
+BATCH = 1000
+NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
+
+
+class Batch:
+    """Problems of one shape and mask, from a number."""
+
+    def __init__(self, number: int, dtype: torch.dtype) -> None:
+        draw = random.Random(number)
+        generator = torch.Generator().manual_seed(number)
+        hard = draw.random() < 0.5
+        seqlen_q = draw.choice([1, 2, 5, 17])
+        seqlen_k = draw.choice([1, 2, 3, 5] if hard else [3, 8, 17, 40, 70, 130])
+        head_dim = draw.choice([8, 16, 32, 64, 128])
+        size = draw.choice([4.0, 8.0, 20.0] if hard else [1.0, 1.0, 2.0])
+        alibi = masks.alibi(torch.tensor([0.5]))
+        self.mask = draw.choice([None, masks.causal(), masks.sliding_window(2, 1), alibi])
+        shapes = [(BATCH, 1, n, head_dim) for n in (seqlen_q, seqlen_k, seqlen_k)]
+        qkv = [torch.randn(s, generator=generator) for s in shapes]
+        qkv[0] *= size
+        self.qkv = [t.to(dtype) for t in qkv]
+        grads = [torch.randn(s, generator=generator) for s in (shapes[0], shapes[0][:3])]
+        self.grads = [t.bfloat16() for t in grads]
+        self.dtype = dtype
+
+    def run(self, dtype: torch.dtype, rows: Tensor) -> list[Tensor]:
+        """out, lse and gradients of eager attention on some of the problems, in a type."""
+        leaves = [t[rows].to(dtype).requires_grad_() for t in self.qkv]
+        results = F.scaled_dot_product_attention(
+            *leaves, self.mask, return_lse=True, backend="eager"
+        )
+        finite = [t.masked_fill(t.isinf(), 0.0) for t in results]
+        given = [g[rows].to(t.dtype) for g, t in zip(self.grads, finite, strict=True)]
+        grads = torch.autograd.grad(finite, leaves, given)
+        return [t.detach() for t in (*finite, *grads)]
+
+    def unexpected(self, runs: Counter[int]) -> Tensor:
+        """(results,) counts of the problems beyond what is expected.
+
+        Args:
+            runs: counts the problems by the number of runs that showed such an error.
+        """
+        every = torch.arange(BATCH)
+        truth = self.run(torch.float64, every)
+        largest = _largest(truth)
+        eager = _largest(_errors(self.run(self.dtype, every), truth))
+        left = eager - torch.finfo(self.dtype).eps * largest
+        for seed in range(RUNS):
+            rows = left.gt(0.0).any(0).nonzero().squeeze(1)
+            runs[seed] += BATCH - len(rows)
+            if not len(rows):
+                return left.gt(0.0).sum(1)
+            for dtype in {self.dtype, torch.promote_types(self.dtype, torch.float32)}:
+                with RandomRounding(seed):
+                    results = self.run(dtype, rows)
+                error = _largest(_errors(results, [t[rows] for t in truth]))
+                left[:, rows] = left[:, rows].masked_fill(error >= left[:, rows], 0.0)
+        return left.gt(0.0).sum(1)
+
+
+def _errors(results: list[Tensor], truth: list[Tensor]) -> list[Tensor]:
+    return [r.double() - t for r, t in zip(results, truth, strict=True)]
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    """(results, problems) largest values."""
+    return torch.stack([t.abs().flatten(1).amax(1) for t in tensors])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--problems", type=int, default=1_000_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch")
+    args = parser.parse_args()
+    runs: Counter[int] = Counter()
+    unexpected = torch.zeros(len(NAMES), dtype=torch.int64)
+    numbers = range(args.first, args.first + args.problems // BATCH)
+    for number in numbers:
+        unexpected += Batch(number, getattr(torch, args.dtype)).unexpected(runs)
+    report = {
+        "fused_attn": fused_attn.__version__,
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "dtype": args.dtype,
+        "problems": len(numbers) * BATCH,
+        "runs": RUNS,
+        "beyond": dict(zip(NAMES, unexpected.tolist(), strict=True)),
+        "within_after_runs": {n: runs[n] for n in (0, 1, 2, 4, 8, 16, 32, RUNS - 1)},
+    }
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The error that is to be expected of eager attention: its formula, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import attention, random_qkv, run_with_gradients
+
+from fused_attn.tools import contract
+from fused_attn.tools.rounding import FIRST_RUNS, RUNS, Expected, RandomRounding
+
+ROUNDOFF = 2.0**-24
+
+
+def samples(function, *tensors, runs=400):
+    results = []
+    for seed in range(runs):
+        with RandomRounding(seed):
+            results.append(function(*tensors).double())
+    return torch.stack(results)
+
+
+def test_a_product_is_off_by_the_formula():
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 64, generator=generator), torch.randn(64, 2, generator=generator)
+    exact = a.double() @ b.double()
+    terms = (a.double().square() @ b.double().square()).sqrt()
+    size = exact.abs() + 64**0.5 / 2 * (exact.square() + terms.square()).sqrt()
+    error = (samples(torch.mm, a, b) - exact).square().mean(0).sqrt()
+    # The last rounding adds to it.
+    assert (error / (ROUNDOFF / 3**0.5 * size)).sub(1.05).abs().le(0.1).all()
+
+
+def test_other_arithmetic_is_off_by_a_rounding():
+    x = torch.linspace(0.1, 3.0, 100)
+    error = (samples(torch.exp, x) - x.double().exp()).abs().amax(0)
+    assert error.le(4 * ROUNDOFF * x.double().exp()).all() and error.gt(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_needs_no_rounding_is_exact(dtype):
+    x = torch.tensor([1.0, -0.5, 3.0, 0.0, float("inf"), float("nan")]).to(dtype)
+    for function in (lambda x: x * 2, lambda x: x + 1, torch.relu, lambda x: x.softmax(0)[4:]):
+        with RandomRounding(0):
+            result = function(x)
+        assert result.dtype == dtype
+        assert torch.equal(result.nan_to_num(7.0), function(x).nan_to_num(7.0))
+
+
+def test_sixteen_bits_are_rounded_once():
+    """An error of float32 shows where a result is close to the middle of two numbers, else not."""
+    a = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = a.double() @ a.double().mT
+    results = samples(lambda x: x @ x.mT, a)
+    ulp = torch.finfo(torch.bfloat16).eps * exact.abs()
+    assert (results - exact).abs().le(0.51 * ulp + 1e-5).all()
+
+
+def test_compositions_are_rounded_in_each_step():
+    x = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
+    for function in (torch.softmax, torch.log_softmax):
+        results = samples(lambda x, f=function: f(x, -1), x, runs=3)
+        assert not torch.equal(results[0], results[1])
+    results = samples(lambda x: torch.layer_norm(x, (200,)), x, runs=3)
+    assert not torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0].float(), torch.layer_norm(x, (200,)))
+
+
+def test_views_random_numbers_and_places_are_left_alone():
+    x = torch.randn(4, 5)
+    with RandomRounding(0):
+        assert x.mT.data_ptr() == x.data_ptr() and x[1:].data_ptr() == x[1].data_ptr()
+        y = x.clone()
+        y.mul_(3.0)
+        torch.manual_seed(0)
+        drawn = torch.rand(5)
+    torch.manual_seed(0)
+    assert torch.equal(y, x * 3.0) and torch.equal(drawn, torch.rand(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_eager_attention_is_as_expected(dtype):
+    """Its errors are below those expected, which are of their size, in outputs and gradients."""
+    tensors = {n: t.bfloat16().float() for n, t in random_qkv(2, 4, 2, 33, 70, 64).items()}
+    function = attention(None, enable_gqa=True)("eager")
+    truth = run_with_gradients(function, tensors, torch.float64)
+    eager = run_with_gradients(function, tensors, dtype)
+    runs = []
+
+    def run(dtype):
+        runs.append(dtype)
+        return run_with_gradients(function, tensors, dtype)
+
+    expected = Expected(run, truth, dtype)
+    for name, reference in truth.items():
+        if dtype != torch.float64:  # which is its own truth here
+            error = contract.errors(eager[name], reference)[0]
+            assert error <= expected.error(name) <= 6 * error, name
+        scale = contract.largest(reference)
+        assert 0.0 < expected.error(name) < 300 * torch.finfo(dtype).eps * scale, name
+    assert len(runs) == RUNS * (2 if dtype == torch.bfloat16 else 1)
+
+
+def test_runs_stop_where_the_error_is_large_enough_or_far_from_it():
+    truth = {"x": torch.zeros(1, dtype=torch.float64)}
+
+    def expected():
+        return Expected(lambda dtype: {"x": torch.ones(1, dtype=dtype)}, truth, torch.float32)
+
+    for needed, runs in ((0.5, 1), (2.0, RUNS), (3.5, FIRST_RUNS), (float("inf"), RUNS)):
+        error = expected()
+        assert error.error("x", needed) == 1.0
+        assert error.runs == runs
+        assert error.error("x", 0.9) == 1.0 and error.runs == runs
+
+
+def test_an_error_is_expected_only_where_it_matters():
+    def expected(needed):
+        raise AssertionError("not to be asked for")
+
+    truth = torch.ones(3, dtype=torch.float64)
+    eager = truth.float() + 1e-3
+    off = truth.float() + 1.9e-3
+    assert contract.judge("out", off, truth, eager, gradient=False, expected=expected).ok
+    off = truth.float() + 2.1e-3
+    for error, ok in ((1.0e-3, False), (1.2e-3, True)):
+        finding = contract.judge(
+            "out", off, truth, eager, gradient=False, expected=lambda needed, error=error: error
+        )
+        assert finding.ok is ok
+    assert "expected of eager" in str(finding)

@@ -75,20 +75,10 @@ examples: env ## train all examples on real data, and bring their figures into e
 		$(BIN)/python examples/$$name.py --output $(EXAMPLE_RESULTS) || failed=1; done; \
 		$(BIN)/python benchmarks/report.py && exit $$failed
 
-# The kernels by all threads; then the rest, by a process a core; then the Triton kernels once more, in
-# Triton's interpreter, and the CUDA kernels, emulated.
-KERNEL_TESTS = $(addprefix tests/ops/test_,attention.py decode.py dropout.py norm.py varlen.py)
+# tests/support/stages.py has the stages. STAGES="triton cuda" runs those alone.
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
-	$(SAY) "1 of 4, the kernels; all four take about 20 minutes on two cores"
-	$(BIN)/python -m pytest -q $(KERNEL_TESTS)
-	$(SAY) "2 of 4, the rest"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not thorough" \
-		$(addprefix --ignore=,$(KERNEL_TESTS))
-	$(SAY) "3 of 4, the Triton kernels, interpreted"
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k triton
-	$(SAY) "4 of 4, the CUDA kernels, emulated"
-	CUDA_EMULATED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -k cuda \
-		--ignore=tests/backends/test_cuda_compiled.py --ignore=tests/backends/test_cuda_emulator.py
+	$(SAY) "all stages take about 20 minutes on two cores"
+	@$(BIN)/python tests/support/stages.py $(STAGES)
 
 test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
 	$(SAY) "every kernel for every GPU, many minutes"

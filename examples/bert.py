@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass
 
 import common
+import curves
 import fitting
 import torch
 import torch.nn.functional as F
@@ -140,9 +141,9 @@ def report_pretraining(
     run.require(nsp > chance, f"accuracy on the next passage must be > {chance:.3f}, got {nsp:.3f}")
 
 
-def curve(pairs: Pairs, size: Size) -> list[float]:
-    """The losses of the first steps of pretraining, in float32."""
-    model = PretrainingHeads(new_bert(size, dropout=0.0))
+def curve(pairs: Pairs, size: Size, prepare: curves.Prepare) -> list[float]:
+    """The losses of the first steps of pretraining, without bfloat16."""
+    model = prepare(PretrainingHeads(new_bert(size, dropout=0.0)))
     rows = size.tokens // pairs.max_seqlen
     schedule = fitting.cosine(PEAK, size.warmup, size.steps)
     steps = range(size.curve_steps)
@@ -169,8 +170,8 @@ def main() -> None:
         console.print(f"{len(texts)} works to learn from, {len(held_out)} held out")
         mlm, nsp = pretrain(model, short, long, size)
         report_pretraining(run, model, validation, long)
-        curves = run.compare_curves(lambda: curve(long, size))
-        with run.figure("curves", 1, 3 if curves else 2, size=(13, 3.6)) as axes:
+        pair = curves.compare(run, lambda prepare: curve(long, size, prepare))
+        with run.figure("curves", 1, 3 if pair else 2, size=(13, 3.6)) as axes:
             entropy = run.figures["unigram_entropy"]
             axes[0].axhline(entropy, color="black", linestyle="--", label="unigram entropy")
             fitting.plot_curves(axes[0], {"hidden tokens": fitting.smoothed(mlm)}, "Pretraining")
@@ -178,8 +179,8 @@ def main() -> None:
             fitting.plot_curves(axes[1], {"next passage": fitting.smoothed(nsp)}, "Pretraining")
             for axis in axes[:2]:
                 axis.axvline(size.short_steps, color="gray", linestyle=":")  # longer from here on
-            if curves:
-                fitting.plot_curves(axes[2], curves, "Both, first steps, of two backends")
+            if pair:
+                fitting.plot_curves(axes[2], pair, "Both, first steps, of two backends")
 
         def random_bert() -> Bert:
             return new_bert(size, DROPOUT)

@@ -1,4 +1,4 @@
-"""What the trainings share: arguments, curves of two backends, plots, records."""
+"""What the trainings share: arguments, claims, plots, records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ except ImportError as error:
     sys.exit(
         f"{Path(sys.argv[0]).stem}: {error}; run `make env`, which installs what examples need"
     )
-
-MAX_DIFFERENCE = 1e-3  # of two trainings on different kernels, relative to the loss
 
 
 @dataclass
@@ -59,33 +57,6 @@ class Example:
     figures: dict[str, Any] = field(default_factory=dict)
     shown: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
-
-    def compare_curves(self, train: Callable[[], list[float]]) -> dict[str, list[float]]:
-        """The losses of `train` on the kernels and on the reference, which must agree.
-
-        Args:
-            train: builds a model, trains it without dropout, and returns the loss of each step. It
-                must draw its batches from torch's default generator, or not at random.
-        """
-        if self.backend == "eager":
-            console.print("\nLoss curves are not compared: this run is on the reference itself")
-            return {}
-        curves = {}
-        # What is drawn here changes nothing of what is drawn later.
-        with torch.random.fork_rng(devices=[]):
-            for name, backend in (("fused", self.backend), ("eager", "eager")):
-                with fused_attn.use_backend(backend):
-                    torch.manual_seed(self.seed)
-                    curves[name] = train()
-        pairs = list(zip(*curves.values(), strict=True))
-        worst = max(abs(fused - eager) / abs(eager) for fused, eager in pairs)
-        self.require(
-            worst < MAX_DIFFERENCE,
-            f"losses of {len(pairs)} steps without dropout, fused against eager, must "
-            f"differ by < {MAX_DIFFERENCE} of themselves, got {worst:.1e}",
-        )
-        self.figures["curves"] = {"steps": len(pairs), "max_relative_difference": worst}
-        return curves
 
     def require(self, holds: bool, claim: str) -> None:
         """Prints a claim and whether it holds; else the exit status is 1. Not in smoke mode."""

@@ -13,6 +13,7 @@ import timeit
 from functools import partial
 
 import common
+import curves
 import data
 import fitting
 import torch
@@ -67,10 +68,16 @@ def unigram_loss(train: Tensor, test: Tensor) -> float:
 
 
 def fit(
-    train: Tensor, steps: int, batch: int, seqlen: int, title: str, windows: Tensor | None = None
+    train: Tensor,
+    steps: int,
+    batch: int,
+    seqlen: int,
+    title: str,
+    windows: Tensor | None = None,
+    prepare: curves.Prepare = curves.as_is,
 ) -> tuple[GPT, list[float], dict[int, float]]:
     """A model, the loss of each step, and, ten times in between, that of `windows`."""
-    model = GPT(int(train.max()) + 1)
+    model = prepare(GPT(int(train.max()) + 1))
     validation = {}
 
     def validate(step: int) -> None:
@@ -91,7 +98,7 @@ def fit(
 
 def main() -> None:
     with common.example("gpt", __doc__) as run:
-        steps, compared, batch, seqlen, count = STEPS, 200, BATCH, SEQLEN, 500
+        steps, compared, batch, seqlen, count = STEPS, 100, BATCH, SEQLEN, 500
         if run.smoke:
             steps, compared, batch, seqlen, count = 4, 2, 2, 80, 20
         train, test, characters = read_works()
@@ -115,10 +122,11 @@ def main() -> None:
         )
         run.figures["same_with_and_without_cache"] = equal
         speeds = measure_speed(run, model, prompt)
-        curves = run.compare_curves(
-            lambda: fit(train, compared, batch, seqlen // 4, "comparing")[1]
+        short = seqlen // 4
+        pair = curves.compare(
+            run, lambda prepare: fit(train, compared, batch, short, "comparing", prepare=prepare)[1]
         )
-        plot(run, losses, validation, curves, speeds)
+        plot(run, losses, validation, pair, speeds)
         run.require(
             loss <= MAX_LOSS,
             f"nats per character of works held out must be <= {MAX_LOSS} ({unigram:.2f} without "
@@ -174,7 +182,7 @@ def plot(
     run: Example,
     losses: list[float],
     validation: dict[int, float],
-    curves: dict[str, list[float]],
+    pair: dict[str, list[float]],
     speeds: dict[int, tuple[float, float]],
 ) -> None:
     """Losses of the training, on two backends, and the speed of generation."""
@@ -182,7 +190,7 @@ def plot(
         fitting.plot_curves(left, {"training": fitting.smoothed(losses)}, "Nats per character")
         left.plot(list(validation), list(validation.values()), "o-", label="held out")
         left.legend()
-        fitting.plot_curves(right, curves, "Two backends")
+        fitting.plot_curves(right, pair, "Two backends")
     with run.figure("speed", size=(5, 4)) as axis:
         for name, values in zip(
             ("with", "without"), zip(*speeds.values(), strict=True), strict=True

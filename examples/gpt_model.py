@@ -21,6 +21,7 @@ from fused_attn.nn import KeyValueCache, RMSNorm
 
 D_MODEL, NUM_LAYERS, FEED_FORWARD = 128, 4, 256
 NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 8, 2, 16
+EPS = torch.finfo(torch.float32).eps  # of RMS norms; their default depends on the type
 WINDOW = 64  # positions that a windowed layer sees, its own among them
 
 
@@ -105,7 +106,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = RMSNorm(D_MODEL), RMSNorm(D_MODEL)
+        self.norm1, self.norm2 = RMSNorm(D_MODEL, eps=EPS), RMSNorm(D_MODEL, eps=EPS)
         self.attention, self.feed_forward = Attention(), SwiGLU()
 
     def forward(self, x: Tensor, residual: Tensor | None, *context: Any) -> tuple[Tensor, Tensor]:
@@ -124,7 +125,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(vocabulary, D_MODEL)
         nn.init.normal_(self.embedding.weight, std=0.05)  # small beside what layers add to it
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
-        self.norm = RMSNorm(D_MODEL)
+        self.norm = RMSNorm(D_MODEL, eps=EPS)
         self.head = nn.Linear(D_MODEL, vocabulary, bias=False)
         # Layers share their masks, which keep what kernels derive from them. The last query stands
         # with the last key, so that they hold with a cache too.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import common
+import curves
 import data
 import fitting
 import torch
@@ -170,9 +171,9 @@ def report(run: common.Example, results: dict[str, float], tested: int) -> None:
             )
 
 
-def curve(training: Passages, steps: int) -> list[float]:
+def curve(training: Passages, steps: int, prepare: curves.Prepare) -> list[float]:
     """The losses of a short training of all weights."""
-    model = SentenceClassifier(load_minilm(dropout=0.0)[0], len(GENRES), "mean")
+    model = prepare(SentenceClassifier(load_minilm(dropout=0.0)[0], len(GENRES), "mean"))
     batches = [torch.randint(len(training.ids), (8,)) for _ in range(steps)]
     return train(model, training, batches, PEAK, "Comparing")
 
@@ -198,22 +199,22 @@ def main() -> None:
         results["frozen"] = accuracy(model, test)
 
         batches = epochs_of(len(training.ids), size.epochs)
-        curves = {"unfrozen": train(model, training, batches, PEAK, "All layers")}
+        losses = {"unfrozen": train(model, training, batches, PEAK, "All layers")}
         results["unfrozen"] = accuracy(model, test)
 
         # As many steps as both phases have; weights that know nothing need a higher learning rate.
         scratch = SentenceClassifier(Bert(bert.config), len(GENRES), "mean")
-        curves["from scratch"] = train(
+        losses["from scratch"] = train(
             scratch, training, head_batches + batches, SCRATCH_PEAK, "From random weights"
         )
         results["from_scratch"] = accuracy(scratch, test)
         report(run, results, len(test.ids))
 
-        pair = run.compare_curves(lambda: curve(training, size.curve_steps))
+        pair = curves.compare(run, lambda prepare: curve(training, size.curve_steps, prepare))
         with run.figure("curves", 1, 2 if pair else 1, size=(10, 3.6)) as axes:
             first = axes[0] if pair else axes
             for name in ("unfrozen", "from scratch"):
-                first.plot(fitting.smoothed(curves[name]), label=name)
+                first.plot(fitting.smoothed(losses[name]), label=name)
             first.set(title="Training passages", xlabel="step", ylabel="loss (nats)")
             first.legend()
             if pair:

@@ -29,7 +29,7 @@ def smoke(tmp_path_factory):
 def test_smoke(smoke):
     printed, figures, folder = smoke
     assert (folder / "bert_curves.png").read_bytes().startswith(b"\x89PNG")
-    assert figures["curves"]["max_relative_difference"] < 1e-3
+    assert figures["curves"]["holds"]
     assert 3 < figures["unigram_entropy"] < 7 and 3 < figures["mlm_loss"] < 8
     assert 0 <= figures["nsp_accuracy"] <= 1
     for head in bert_tasks.HEADS:

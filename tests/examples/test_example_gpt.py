@@ -37,7 +37,7 @@ def draw(*shape):
 def test_smoke(run):
     folder, printed, figures = run
     assert figures["same_with_and_without_cache"] is True
-    assert figures["curves"]["max_relative_difference"] < 1e-3
+    assert figures["curves"]["holds"]
     assert 3 < figures["unigram_loss"] < 3.7
     assert figures["bits_per_character"] == pytest.approx(
         figures["validation_loss"] / math.log(2), abs=1e-3

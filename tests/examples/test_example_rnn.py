@@ -28,7 +28,7 @@ def model() -> rnn.Recurrent:
 def test_smoke(tmp_path):
     out, figures = run_example("rnn", tmp_path)  # translate.py has not run there
     assert "run `python examples/translate.py` first" in out
-    assert figures["curves"]["max_relative_difference"] < common.MAX_DIFFERENCE
+    assert figures["curves"]["holds"]
     assert 0 <= figures["train"]["all"]["exact"] <= 1
     for name in ("backends", "loss", "lengths"):
         assert (tmp_path / f"rnn_{name}.png").read_bytes().startswith(b"\x89PNG"), name

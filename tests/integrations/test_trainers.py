@@ -32,8 +32,12 @@ def examples() -> list[dict[str, Any]]:
 
 
 def check(train: Callable[[torch.nn.Module], list[float]]) -> None:
-    """The losses of a training on eager attention, and on ours."""
-    plain = small_bert()
+    """The losses of a training on eager attention, and on ours.
+
+    In float64: AdamW amplifies float32 rounding to 4e-5 of a loss within 20 steps, and how far
+    depends on the CPU.
+    """
+    plain = small_bert().double()
     fused = copy.deepcopy(plain)
     assert fused_attn.swap_modules(fused).swapped
     expected = train(plain)
@@ -41,7 +45,7 @@ def check(train: Callable[[torch.nn.Module], list[float]]) -> None:
         actual = train(fused)
     assert len(calls) == STEPS * LAYERS
     assert len(actual) == STEPS and min(actual[-5:]) < actual[0]
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_accelerate(examples):

@@ -1,0 +1,128 @@
+"""Runs the pytest stages of `make test` one after another and sums up their results.
+
+    python tests/support/stages.py [stage ...]
+
+Every stage runs, whatever the ones before it found; Ctrl-C stops at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "build" / "test-results"  # JUnit XML, with the duration of each test
+INTERRUPTED = 2  # pytest's exit status
+
+
+class Stage(NamedTuple):
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+
+
+# The kernel tests use all threads. All other stages use one process a core, of one thread each.
+_KERNELS = [f"tests/ops/test_{n}.py" for n in ("attention", "decode", "dropout", "norm", "varlen")]
+_PARALLEL = ["-n", "2"]
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
+STAGES = [
+    Stage("kernels", _KERNELS, {}),
+    Stage(
+        "rest",
+        [*_PARALLEL, "-m", "not thorough", *(f"--ignore={path}" for path in _KERNELS)],
+        _ONE_THREAD,
+    ),
+    Stage("triton", [*_PARALLEL, "-k", "triton"], _ONE_THREAD | {"TRITON_INTERPRET": "1"}),
+    Stage(
+        "cuda",
+        [*_PARALLEL, "-k", "cuda", *(f"--ignore={path}" for path in _NOT_EMULATED)],
+        _ONE_THREAD | {"CUDA_EMULATED": "1"},
+    ),
+]
+
+
+def run(stages: Sequence[Stage], folder: Path) -> int:
+    """Runs the stages, prints a summary, and returns the exit status: 0 if nothing failed.
+
+    Args:
+        folder: for the results of each stage, <name>.xml.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    total: Counter[str] = Counter()
+    rows, failures = [], []
+    for number, stage in enumerate(stages, 1):
+        print(f"\nStage {number} of {len(stages)}: {stage.name}", flush=True)
+        results = folder / f"{stage.name}.xml"
+        results.unlink(missing_ok=True)
+        # xunit1 has the file of each test.
+        options = ["-q", "--continue-on-collection-errors", "-o", "junit_family=xunit1"]
+        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={results}"]
+        began = time.perf_counter()
+        status = subprocess.run(
+            [*command, *stage.arguments], cwd=ROOT, env=os.environ | stage.environment
+        ).returncode
+        seconds = time.perf_counter() - began
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
+        counts, failed = read(results)
+        if status != 0 and not failed:  # no tests, wrong arguments, or a crash
+            failed = [f"(pytest exited with status {status})"]
+            counts["failed"] += 1
+        failures += [f"{stage.name}: {test}" for test in failed]
+        total += counts
+        rows.append(f"{stage.name:12} {seconds:5.0f} s  {line(counts)}")
+    print("", *rows, "", *(f"FAILED {test}" for test in failures), sep="\n")
+    print(line(total), flush=True)
+    return min(len(failures), 1)
+
+
+def line(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+
+
+def read(path: Path) -> tuple[Counter[str], list[str]]:
+    """The counts and the ids of the failed tests in a JUnit XML file; nothing without the file."""
+    counts: Counter[str] = Counter()
+    failed = []
+    for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+            failed.append(test_id(case))
+        else:
+            counts["passed" if case.find("skipped") is None else "skipped"] += 1
+    return counts, failed
+
+
+def test_id(case: ElementTree.Element) -> str:
+    """The test's id as pytest takes it; the path of a file that could not be collected."""
+    name, module, file = (case.get(key, "") for key in ("name", "classname", "file"))
+    if not module or not file:
+        return file or f"{module}{name}"
+    classes = module.removeprefix(file.removesuffix(".py").replace("/", ".")).replace(".", "::")
+    return f"{file}{classes}::{name}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("stages", nargs="*", help=f"of {', '.join(names)}; without, all")
+    chosen = parser.parse_args().stages
+    if unknown := set(chosen) - set(names):
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    try:
+        return run([s for s in STAGES if not chosen or s.name in chosen], RESULTS)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,10 @@ import torch
 from torch.nn import Module
 
 from fused_attn.backends import first_backend
+from fused_attn.integrations.transformers.encoders import PackedStack
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
 from fused_attn.nn.norm import Norm
+from fused_attn.nn.transformer import TransformerEncoder
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class SwapReport:
         swapped: the modules (and Hugging Face models) that are fused now. A module that stands in
             several places is listed under each of its names.
         skipped: the modules of a kind that is swapped that were left alone, with the reason.
-        notes: what else was changed, so that what is swapped is also called, and what was fused
-            before.
+        notes: what else was changed, so that what is swapped is also called, what was fused before,
+            and which stacks return 0 in padded rows.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -82,7 +85,9 @@ class SwapReport:
         return "\n".join(lines)
 
 
-def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) -> SwapReport:
+def swap_modules(
+    model: Module, *, attention: bool = True, norm: bool = True, remove_padding: bool = True
+) -> SwapReport:
     """Replace the attention, Transformer and norm modules of a model by the fused ones, in place.
 
     A module keeps its identity: it gets the class of its fused counterpart. So parameters (their
@@ -93,6 +98,10 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
     Wrappers that also change the class of a module (parametrizations, fully_shard) have to come
     after the swap: modules that they changed are left alone, and listed. DistributedDataParallel
     may come before or after. Swap before torch.compile, so that nothing is compiled twice.
+
+    Stacks of encoder layers (torch.nn.TransformerEncoder, those of Hugging Face BERT and its kind)
+    return 0 in padded rows after the swap, where the original has numbers, unless remove_padding is
+    False.
 
     Where a torch.nn.TransformerEncoderLayer itself is not swapped (a subclass, or without
     `attention`) but a module in it is, its inference path is turned off, since that reads the
@@ -112,6 +121,9 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
         attention: swap attention, and the Transformer containers, whose inference path in torch
             would bypass it.
         norm: swap the norms.
+        remove_padding: let stacks of encoder layers drop the padding of a batch, which saves their
+            work on it. False: nothing is packed, and padded rows are those of the original; for
+            models that read them, as `last_hidden_state.mean(1)` does.
 
     Returns:
         What was swapped and what was not, with reasons; `restore()` undoes it.
@@ -153,6 +165,7 @@ def swap_modules(model: Module, *, attention: bool = True, norm: bool = True) ->
     if attention:
         for name, hf_model in transformers_models(model):
             _swap_transformers_model(hf_model, shown_name(name), report)
+    _settle_padding(model, remove_padding, report)
     if report.swapped:
         report.notes += _notices(model)
     return report
@@ -279,6 +292,37 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
         Swapped(name, f"{kind}, {detail} attention", f"{integration.NAME} attention")
     )
     report._undo.append(restore)
+
+
+def padding_removers(model: Module) -> list[tuple[str, Module, str]]:
+    """The stacks that remove padding: name, module, and the flag that turns it off."""
+    found: list[tuple[str, Module, str]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, TransformerEncoder) and module.enable_nested_tensor:
+            found.append((shown_name(name), module, "enable_nested_tensor"))
+        elif isinstance(module, PackedStack) and module.zeroes_padding:
+            found.append((shown_name(name), module, "zeroes_padding"))
+    return found
+
+
+def _settle_padding(model: Module, remove_padding: bool, report: SwapReport) -> None:
+    """Turn the removal of padding off, or note which stacks do it."""
+    stacks = padding_removers(model)
+    if remove_padding:
+        if stacks:
+            names = ", ".join(name for name, _, _ in stacks)
+            report.notes.append(
+                f"padded rows are 0 in the output of {names}: swap_modules(model, "
+                "remove_padding=False) keeps the original's numbers there"
+            )
+        return
+    for _, module, attribute in stacks:
+        if attribute in module.__dict__:
+            undo = functools.partial(setattr, module, attribute, True)
+        else:  # a default of the fused class
+            undo = functools.partial(module.__dict__.pop, attribute, None)
+        setattr(module, attribute, False)
+        report._undo.append(undo)
 
 
 def shown_name(name: str) -> str:

@@ -170,6 +170,8 @@ def _by_token(layer: Module) -> bool:
 
 
 def _is_pointwise(activation: object) -> bool:
+    if getattr(activation, "pointwise", False):  # compare() replaces F.relu by such a function
+        return True
     return type(activation) in BY_TOKEN or activation in _POINTWISE_FUNCTIONS
 
 

@@ -11,6 +11,7 @@ from torch.nn import Module, ModuleList
 
 from fused_attn import masks
 from fused_attn.core.caches import check_no_grad
+from fused_attn.core.torch_state import plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
@@ -43,7 +44,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         encoder_layer: is copied num_layers times; one of torch.nn works too, without packing.
         num_layers: how many layers.
         norm: behind the last layer; None leaves it out.
-        enable_nested_tensor: False turns packing off.
+        enable_nested_tensor: False turns packing off; padded rows are then what torch returns.
         mask_check: has no effect.
 
     Example:
@@ -71,8 +72,8 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
 
         Returns:
             As src. Rows that a bool src_key_padding_mask ignores are 0, packed or not, unless
-            enable_nested_tensor is False. (torch has 0 there on its inference path alone, else
-            numbers of no meaning: where these were read, results differ.)
+            enable_nested_tensor is False. (torch returns 0 there on its inference path only, other
+            numbers elsewhere: code that reads these rows gets other results.)
         """
         ignored = src_key_padding_mask
         by_torch = mask is None and not is_causal and torch_infers(self, src)
@@ -87,6 +88,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
                 packed = layer.forward_packed(packed, packing)
             packed = packed if self.norm is None else self.norm(packed)
             return packing.unpack(packed, src.shape)
+        torch_zeroes = self._torch_zeroes_padding(src, mask, ignored)
         mask, src_key_padding_mask, causal = _share_masks(
             self.layers, "self_attn", mask, src_key_padding_mask, causal, src, src
         )
@@ -98,6 +100,8 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
                 is_causal=causal,
                 src_key_padding_mask=src_key_padding_mask,
             )
+        if torch_zeroes and ignored is not None:
+            output = output.masked_fill(ignored[..., None], 0.0)
         output = output if self.norm is None else self.norm(output)
         return self._without_ignored(output, ignored)
 
@@ -111,6 +115,31 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
             rows = ignored if ignored.dim() == 2 else ignored[None]
             rows = rows if self.layers[0].self_attn.batch_first else rows.transpose(0, 1)
         return output.masked_fill(rows[..., None], 0.0)
+
+    def _torch_zeroes_padding(self, src: Tensor, mask: object, ignored: Tensor | None) -> bool:
+        """True if torch would run the layers on a nested tensor and fill in zeros before the norm.
+
+        With enable_nested_tensor=False, padded rows have to be what torch returns. The conditions
+        are those under which torch.nn.TransformerEncoder.forward makes a nested tensor.
+        """
+        if self.enable_nested_tensor or not getattr(self, "use_nested_tensor", False):
+            return False
+        if mask is not None or ignored is None or ignored.dtype != torch.bool:
+            return False
+        tensors = (src, *self.layers[0].parameters())
+        infers = (
+            torch.backends.mha.get_fastpath_enabled()
+            and not self.layers[0].training
+            and not torch.is_autocast_enabled()
+            and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+            and plain_eager(*tensors)
+            and not src.is_meta
+            and src.dim() == 3
+            and src.shape[:2] == ignored.shape
+        )
+        if not infers or not getattr(self, "mask_check", True):
+            return infers
+        return torch._nested_tensor_from_mask_left_aligned(src, ~ignored)
 
     def _packing(
         self,

@@ -152,7 +152,10 @@ def _compare(options: argparse.Namespace) -> int:
     source = sources.load(options.source, options.batch, options.seqlen, options.seed)
     source = source.to(device, dtype)
     backward = not options.no_backward
-    report = compare(source.model, *source.args, backward=backward, **source.kwargs)
+    report = compare(
+        source.model, *source.args,
+        backward=backward, remove_padding=not options.keep_padding, **source.kwargs,
+    )  # fmt: skip
     report.notes[:0] = source.notes
     if options.png:
         plots.plot_comparison(report, options.png)

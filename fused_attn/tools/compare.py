@@ -4,6 +4,9 @@ The model runs on the same inputs, forward and backward: in float64 with eager a
 truth), in its own type with eager attention, and in its own type with the fused modules. Both of
 the latter are measured against the first. Eager runs once more, as what does not repeat, or is far
 from its float64, is no measure.
+
+The fused modules run twice where they remove padding: with padding for the rows of layers, whose
+shapes would differ, and as users run them for the outputs and gradients of the model.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import torch
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_attn.integrations.transformers.encoders import PackedStack
 from fused_attn.nn import TransformerEncoder
 from fused_attn.swap import (
     SwapReport,
     contains_fused_modules,
+    padding_removers,
     shown_name,
     swap_modules,
     transformers_models,
@@ -35,6 +38,11 @@ from fused_attn.tools.terminal import aligned, progress
 
 # Of `ComparisonReport.table`; ">" aligns to the right.
 COLUMNS = ("tensor", "kind", ">eager max", ">fused max", ">limit", ">eager rms", ">fused rms", "")
+
+_PADDING_NOTE = (
+    "above the limit only because padded rows are 0 in the output of {}, and the model reads or "
+    "returns them: swap_modules(model, remove_padding=False) keeps the original's numbers there"
+)
 
 
 @dataclass(frozen=True)
@@ -127,17 +135,23 @@ class ComparisonReport:
         return "\n".join([self.title(), self.table(), *self.notes, self.verdict()])
 
 
-def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> ComparisonReport:
+def compare(
+    model: Module, *args: Any, backward: bool = True, remove_padding: bool = True, **kwargs: Any
+) -> ComparisonReport:
     """Compare the numerics of the fused modules with eager attention, on the user's own model.
 
-    The model is copied, never modified, and runs in evaluation mode, without dropout. Layers are
-    looked into, so that padded batches are not packed, as they are else (see `fused_attn.nn`).
+    The model is copied, never modified, and runs in evaluation mode, without dropout. Outputs and
+    gradients are those of the model that `swap_modules` makes. Its stacks return 0 in padded rows:
+    if the model reads or returns these, the report is not ok, and a note says why. Layers are
+    recorded in a run of their own, without packing.
 
     Args:
         model: a model in float32, float16 or bfloat16, not swapped yet.
         *args, **kwargs: what the model is called with. Float tensors among them are compared as
             inputs too if they require grad.
         backward: compare gradients as well, those of a fixed random projection of all outputs.
+        remove_padding: as in `swap_modules`; the model does not get it. False compares the model
+            that `swap_modules(model, remove_padding=False)` makes, padded rows included.
 
     Returns:
         Errors of outputs, layer outputs and gradients, and whether the contract holds: against
@@ -159,16 +173,12 @@ def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> 
     """
     dtype = _check(model)
     fused_model = copy.deepcopy(model)
-    swap = swap_modules(fused_model)
-    for module in fused_model.modules():
-        # Batches stay padded, so that padded rows are compared as well.
-        if isinstance(module, TransformerEncoder):
-            module.enable_nested_tensor = False
-        elif isinstance(module, PackedStack):
-            module.zeroes_padding = False
+    swap = swap_modules(fused_model, remove_padding=remove_padding)
+    stacks = _keep_padding(fused_model)
     if not swap.swapped:
         raise ValueError(f"model must have modules that can be swapped, got none: {swap}")
-    with progress("comparing", 7 if backward else 4) as advance:
+    runs = 4 if stacks else 3
+    with progress("comparing", 2 * runs + 1 if backward else runs + 1) as advance:
         recorder = Recorder(_watched(model, swap), backward, dtype, advance)
         with _eager_kernels():
             with torch.autocast(device_of(model).type, enabled=False), _arguments_named(args):
@@ -181,7 +191,38 @@ def compare(model: Module, *args: Any, backward: bool = True, **kwargs: Any) -> 
         _check_repeats(eager, again, dtype, device_of(model))
         _check_plausible(eager, truth, dtype)
         fused = recorder.run(fused_model, copied(args), copied(kwargs))
-    return _report(truth, eager, fused, dtype, swap)
+        del fused_model
+        report = _report(truth, eager, fused, dtype, swap)
+        if not stacks:
+            return report
+
+        def run_swapped(layers: bool) -> Tensors:
+            swapped_model = copy.deepcopy(model)
+            swap_modules(swapped_model)
+            return recorder.run(swapped_model, copied(args), copied(kwargs), layers=layers)
+
+        of_layers = {key: t for key, t in fused.items() if key[1] in ("layer output", "input grad")}
+        judged = _report(truth, eager, of_layers | run_swapped(layers=False), dtype, swap)
+        # While layers are recorded, stacks return 0 in padded rows but pack nothing.
+        if (
+            report.ok
+            and not judged.ok
+            and not _report(truth, eager, run_swapped(layers=True), dtype, swap).ok
+        ):
+            judged.notes = [*report.notes, _PADDING_NOTE.format(", ".join(stacks))]
+    return judged
+
+
+def _keep_padding(model: Module) -> list[str]:
+    """Turn the removal of padding off, and return the names of the stacks that did it."""
+    stacks = padding_removers(model)
+    for _, module, attribute in stacks:
+        setattr(module, attribute, False)
+    for module in model.modules():
+        if isinstance(module, TransformerEncoder):
+            # Eager attention ran without torch's inference path, which returns 0 in padded rows.
+            module.use_nested_tensor = False
+    return [name for name, _, _ in stacks]
 
 
 def _check(model: Module) -> torch.dtype:

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
+from fused_attn.nn import TransformerEncoder
+from fused_attn.nn.packing import Packing
+
 # (name, kind) -> tensor, in the order in which they came up.
 Tensors = dict[tuple[str, str], Tensor]
 
@@ -47,16 +50,22 @@ class Recorder:
         self.advance = advance
         self._relu_sides: list[Tensor] = []
         self._relu_calls: int | None = None
+        self._packing: Packing | None = None
 
-    def run(self, model: Module, args: Any, kwargs: Any, again: bool = False) -> Tensors:
+    def run(
+        self, model: Module, args: Any, kwargs: Any, again: bool = False, layers: bool = True
+    ) -> Tensors:
         """Run `model`, which is changed, in evaluation mode.
 
         Args:
             again: forward only, with other random numbers: what a model draws shows in its outputs.
+            layers: record what the watched modules get and return; a stack of encoder layers packs
+                no batch then.
         """
         found: Tensors = {}
         model.eval()
-        for name in self.watched - {""}:  # what the model itself returns is an "output"
+        # The output of the model itself is an "output".
+        for name in self.watched - {""} if layers else ():
             self._watch(model.get_submodule(name), name, found)
         if self.backward:
             self._pin_relus(model)
@@ -117,6 +126,8 @@ class Recorder:
     def _pin_relus(self, model: Module) -> None:
         module: Any
         for module in model.modules():
+            if isinstance(module, TransformerEncoder):
+                self._note_packing(module)
             if type(module) is torch.nn.ReLU:
                 module.__dict__["forward"] = self._relu
             elif module.__dict__.get("activation") in (F.relu, torch.relu):
@@ -128,7 +139,21 @@ class Recorder:
             return F.relu(x)
         positive = self._relu_sides[self._relu_calls]
         self._relu_calls += 1
+        if self._packing is not None and positive.shape != x.shape:
+            positive = self._packing.pack(positive)
         return torch.where(positive, x, torch.zeros_like(x))
+
+    _relu.pointwise = True  # type: ignore[attr-defined]
+
+    def _note_packing(self, stack: Any) -> None:
+        """Keep how a stack packs its batch: the sides of ReLUs are those of a padded one."""
+        packing_of = stack._packing
+
+        def noting(*args: Any) -> Packing | None:
+            self._packing = packing_of(*args)
+            return self._packing
+
+        stack._packing = noting
 
 
 def device_of(model: Module) -> torch.device:

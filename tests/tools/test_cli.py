@@ -274,7 +274,8 @@ def test_compare_folder(capsys, tmp_path, weights):
     model = hugging_face_model("Bert")
     (model if weights else model.config).save_pretrained(tmp_path)
     capsys.readouterr()
-    status, out, err = run(capsys, "compare", str(tmp_path), "--batch", "3", "--json", "-")
+    argv = ("compare", str(tmp_path), "--batch", "3", "--json", "-")
+    status, out, err = run(capsys, *argv, "--keep-padding")
     assert (status, err) == (0, "")
     facts = json.loads(out)
     assert any("has no weights" in note for note in facts["notes"]) != weights
@@ -284,6 +285,10 @@ def test_compare_folder(capsys, tmp_path, weights):
     if weights:
         loaded = sources.load(str(tmp_path)).model.state_dict()
         assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    else:  # padded rows are among its outputs
+        status, out, err = run(capsys, *argv)
+        assert (status, err) == (1, "")
+        assert any("remove_padding=False" in note for note in json.loads(out)["notes"])
 
 
 @pytest.mark.parametrize("kind", ["Bert", "ViT", "T5"])

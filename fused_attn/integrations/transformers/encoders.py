@@ -34,8 +34,9 @@ class PackedStack(Module):
     """The replacement of a stack: it computes the same, on packed batches where nobody could tell.
 
     Attributes:
-        zeroes_padding: whether rows that a padding mask hides are 0 in the result, packed or not,
-            so that it does not depend on how much padding there is.
+        zeroes_padding: whether padded rows are 0 in the result, packed or not, so that it does not
+            depend on how much padding there is. False turns packing off and leaves the rows as the
+            stack computes them; `swap_modules(model, remove_padding=False)` sets it.
     """
 
     zeroes_padding = True
@@ -50,7 +51,7 @@ class PackedStack(Module):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As the stack's own; rows of padding are 0."""
+        """As the stack's own; padded rows are 0 where `zeroes_padding` is True."""
         run: Callable[..., Any] = super().forward
         others = (encoder_hidden_states, encoder_attention_mask, past_key_values)
         if args or any(value is not None for value in others):

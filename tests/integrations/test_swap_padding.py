@@ -1,0 +1,108 @@
+"""Padded rows after a swap: 0, with a note that says so, or kept by remove_padding=False."""
+
+import copy
+import io
+
+import pytest
+import torch
+from nn_helpers import assert_within_contract, run
+from padded_models import (
+    BATCH,
+    IGNORED,
+    LENGTH,
+    OPTION,
+    STACKS,
+    WIDTH,
+    Pooled,
+    made,
+    recorded_packings,
+)
+
+from fused_attn.swap import padding_removers, swap_modules
+
+NAMES = pytest.mark.parametrize("name", STACKS)
+
+
+@NAMES
+def test_outputs_with_padding_kept_are_those_of_the_original(name, monkeypatch):
+    packings = recorded_packings(monkeypatch)
+    model, args, kwargs = made(name)
+    swapped = copy.deepcopy(model)
+    report = swap_modules(swapped, remove_padding=False)
+    assert not any("padded rows" in note for note in report.notes)
+    truth = copy.deepcopy(model).double(), tuple(a.detach().double() for a in args)
+    calls = [(swapped, args), (model, args), truth]
+    results = [run(module, tuple(a.detach() for a in inputs), kwargs) for module, inputs in calls]
+    # The gradient of a key bias is 0 but for the rounding of what cancels.
+    assert_within_contract(
+        *({n: t for n, t in result.items() if "key.bias" not in n} for result in results)
+    )
+    assert not packings
+
+
+@NAMES
+def test_kept_padding_is_copied_pickled_and_restored(name):
+    model, args, kwargs = made(name)
+    attributes = {n: set(m.__dict__) for n, m in model.named_modules()}
+    expected = model(*args, **kwargs)
+    report = swap_modules(model, remove_padding=False)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        torch.testing.assert_close(other(*args, **kwargs), expected)
+        assert not padding_removers(other)
+    report.restore()
+    assert {n: set(m.__dict__) for n, m in model.named_modules()} == attributes
+    assert torch.equal(model(*args, **kwargs), expected)
+    swap_modules(model)
+    assert [stack for stack, _, _ in padding_removers(model)] == [STACKS[name]]
+
+
+@NAMES
+def test_the_report_names_the_stacks_that_return_zeros(name):
+    model, args, kwargs = made(name)
+    expected = model(*args, **kwargs)
+    (note,) = [note for note in swap_modules(model).notes if "padded rows" in note]
+    assert STACKS[name] in note and OPTION in note
+    assert (model(*args, **kwargs) - expected).abs().max() > 0.01
+
+
+@NAMES
+def test_a_second_swap_turns_the_removal_off(name):
+    model, args, kwargs = made(name)
+    expected = model(*args, **kwargs)
+    swap_modules(model)
+    again = swap_modules(model, remove_padding=False)
+    torch.testing.assert_close(model(*args, **kwargs), expected)
+    again.restore()
+    assert [stack for stack, _, _ in padding_removers(model)] == [STACKS[name]]
+
+
+def test_stacks_that_keep_their_padding_are_not_noted():
+    model = Pooled()
+    model.encoder.enable_nested_tensor = False
+    assert not swap_modules(model).notes
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"batch_first": False}], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_padding_kept_in_inference_is_that_of_the_original(options, norm, padding):
+    """torch's inference path fills in zeros in front of the norm if the padding is on the right."""
+    ignored = IGNORED if padding == "right" else IGNORED.flip(1)
+    model = Pooled(norm=norm, **options).encoder.eval()
+    swapped = copy.deepcopy(model)
+    swap_modules(swapped, remove_padding=False)
+    src = torch.randn(BATCH, LENGTH, WIDTH)
+    src = src if options.get("batch_first", True) else src.transpose(0, 1)
+    for grad, fast_path in ((False, True), (False, False), (True, True)):
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        try:
+            with torch.set_grad_enabled(grad):
+                outs = [m(src, src_key_padding_mask=ignored) for m in (swapped, model)]
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        torch.testing.assert_close(*outs)

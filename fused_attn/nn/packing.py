@@ -170,9 +170,9 @@ def _by_token(layer: Module) -> bool:
 
 
 def _is_pointwise(activation: object) -> bool:
-    if getattr(activation, "pointwise", False):  # compare() replaces F.relu by such a function
+    if type(activation) in BY_TOKEN or activation in _POINTWISE_FUNCTIONS:
         return True
-    return type(activation) in BY_TOKEN or activation in _POINTWISE_FUNCTIONS
+    return getattr(activation, "pointwise", False)  # compare() replaces F.relu by such a function
 
 
 def alone(module: Module) -> bool:

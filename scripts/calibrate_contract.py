@@ -74,7 +74,7 @@ class Batch:
             rows = left.gt(0.0).any(0).nonzero().squeeze(1)
             runs[seed] += BATCH - len(rows)
             if not len(rows):
-                return left.gt(0.0).sum(1)
+                continue
             for dtype in {self.dtype, torch.promote_types(self.dtype, torch.float32)}:
                 with RandomRounding(seed):
                     results = self.run(dtype, rows)

@@ -81,6 +81,27 @@ def no_error(needed: float) -> float:
     return 0.0
 
 
+def allowed(
+    error: float,
+    eager_error: float,
+    factor: float,
+    largest_value: float,
+    dtype: torch.dtype,
+    expected: ExpectedError,
+) -> tuple[float, float]:
+    """The limit for a result that is off by `error`, and the error of eager attention behind it.
+
+    The expected error is asked for only where the one measured does not allow for the result's.
+    """
+    most = limit(factor, eager_error, largest_value, dtype)
+    if most < error < math.inf and math.isfinite(eager_error):
+        rounding = limit(0.0, 0.0, largest_value, dtype)
+        expected_error = expected((error - rounding) / factor)
+        if expected_error > eager_error:
+            return limit(factor, expected_error, largest_value, dtype), expected_error
+    return most, eager_error
+
+
 # ---- one result ---------------------------------------------------------------------------------
 
 
@@ -130,24 +151,18 @@ def judge(
     undefined = ~truth.isfinite()
     if not torch.equal(got[undefined].double(), truth[undefined]):
         return Finding(name, math.inf, 0.0, ": infinities differ")
-    eager_error, size = errors(eager, truth, residual)[0], largest(truth)
-    factor = factor_of(gradient)
-    allowed = limit(factor, eager_error, size, got.dtype)
+    eager_error, factor = errors(eager, truth, residual)[0], factor_of(gradient)
     error = _deviation(got, truth, residual)
     if error.numel() == 0:
-        return Finding(name, 0.0, allowed)
+        return Finding(name, 0.0, 0.0)
     index = torch.unravel_index(error.argmax(), error.shape)
     at = tuple(int(i) for i in index)
-    whose = "eager"
-    if allowed < error[at].item() < math.inf and math.isfinite(eager_error):
-        expected_error = expected((error[at].item() - limit(0.0, 0.0, size, got.dtype)) / factor)
-        if expected_error > eager_error:
-            allowed, eager_error = limit(factor, expected_error, size, got.dtype), expected_error
-            whose = "expected of eager"
+    most, by = allowed(error[at].item(), eager_error, factor, largest(truth), got.dtype, expected)
+    whose = "eager" if by == eager_error else "expected of eager"
     return Finding(
-        name, error[at].item(), allowed,
+        name, error[at].item(), most,
         f" at {at} (got {got[at].item():.8g}, truth {truth[at].item():.8g}); allowed "
-        f"{allowed:.3e} = {factor:g} x {eager_error:.3e} ({whose}) + a rounding",
+        f"{most:.3e} = {factor:g} x {by:.3e} ({whose}) + a rounding",
     )  # fmt: skip
 
 

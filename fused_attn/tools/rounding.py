@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 # With so many, eager attention is beyond the largest error of these runs in less than one of 10^6
 # problems: scripts/calibrate_contract.py counts.
 RUNS = 64
-# After so many, what is not within a third of the error that is needed will hardly get there.
+# After so many, what is not within a third of the error that is needed will hardly get there; nor
+# will, after one, what is not within a thousandth.
 FIRST_RUNS = 8
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -184,6 +185,7 @@ class Expected:
         residuals: what truth lacks of a higher precision than float64, by name.
 
     Attributes:
+        dtype: as given.
         runs: how many there have been.
     """
 
@@ -194,6 +196,7 @@ class Expected:
         dtype: torch.dtype,
         residuals: Mapping[Any, Tensor] | None = None,
     ) -> None:
+        self.dtype = dtype
         self._run, self._truth = run, truth
         self._dtypes = {dtype, torch.promote_types(dtype, torch.float32)}
         self._residuals = residuals or {}
@@ -202,9 +205,10 @@ class Expected:
 
     def error(self, name: Any, needed: float = math.inf) -> float:
         """The largest error of one result in RUNS runs; fewer if it is `needed`, or far from it."""
-        while self.runs < RUNS and self._largest.get(name, 0.0) < needed:
-            hopeless = self.runs >= FIRST_RUNS and self._largest.get(name, 0.0) < needed / 3
-            if hopeless and needed < math.inf:
+        while self.runs < RUNS:
+            largest = self._largest.get(name, 0.0)
+            far = 3.0 if self.runs >= FIRST_RUNS else 1000.0
+            if largest >= needed or (self.runs and far * largest < needed < math.inf):
                 break
             self._run_once()
         return self._largest.get(name, 0.0)

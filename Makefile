@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
-	peaked-rows clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -117,15 +117,16 @@ test-isas: env ## run the numerics tests on each instruction set that this CPU h
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
 
-# Half an hour on two cores: each instruction set gets other problems.
-PEAKED = PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(BIN)/python tests/support/peaked_rows.py
-PEAKED_PROBLEMS ?= 20000
-peaked-rows: env emulator ## search for 16-bit gradients outside the contract among rows of few keys or one peak
+# An hour on two cores: each instruction set gets other problems.
+RANDOM = PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(BIN)/python tests/support/random_problems.py
+PROBLEMS ?= 20000
+random-problems: env emulator ## search for results outside the contract among random problems, half of them hard
 	@failed=0; first=0; for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do \
-		$(PEAKED) --isa $$isa --problems $(PEAKED_PROBLEMS) --first $$first || failed=1; \
-		first=$$((first + $(PEAKED_PROBLEMS))); done; \
-	CUDA_EMULATED=1 $(PEAKED) --backend cuda --problems $$(($(PEAKED_PROBLEMS) / 4)) || failed=1; \
-	TRITON_INTERPRET=1 $(PEAKED) --backend triton --problems $$(($(PEAKED_PROBLEMS) / 20)) || failed=1; \
+		for dtype in float32 float64 bfloat16 float16; do \
+			$(RANDOM) --isa $$isa --dtype $$dtype --problems $(PROBLEMS) --first $$first || failed=1; \
+			first=$$((first + $(PROBLEMS))); done; done; \
+	CUDA_EMULATED=1 $(RANDOM) --backend cuda --problems $$(($(PROBLEMS) / 4)) || failed=1; \
+	TRITON_INTERPRET=1 $(RANDOM) --backend triton --problems $$(($(PROBLEMS) / 20)) || failed=1; \
 	exit $$failed
 
 # Half an hour on two cores; TYPES=bert,llama judges those alone. The verdicts are committed.

@@ -1,6 +1,6 @@
 """Gradients of rows that see few keys, or one that has nearly all the weight.
 
-`make peaked-rows` searches among many more of these problems in 16 bits.
+`make random-problems` searches many more of these problems, in every type.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BACKENDS, ISAS, SLOW_BACKENDS, device_of, random_qkv, runnable
-from peaked_rows import Problem, problem
+from random_problems import Problem, problem
 
 from fused_attn import functional as F
 from fused_attn.backends import cpp

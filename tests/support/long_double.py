@@ -100,7 +100,8 @@ class LongDouble(TorchDispatchMode):
         address = storage.data_ptr()
         if address not in self._shadows:
             numbers = torch.empty(0, dtype=torch.float64).set_(storage)
-            self._shadows[address] = (storage, numbers.numpy().astype(np.longdouble))
+            with np.errstate(invalid="ignore"):  # NaN in unused memory
+                self._shadows[address] = (storage, numbers.numpy().astype(np.longdouble))
         flat = self._shadows[address][1]
         strides = [s * flat.itemsize for s in tensor.stride()]
         start = flat[tensor.storage_offset() :]

@@ -1,9 +1,9 @@
-"""Attention whose rows see few keys, or one that has nearly all the weight, in 16 bits.
+"""Random attention problems; half are hard: rows see few keys, or one has nearly all the weight.
 
 What is left of the scores' gradients there is small beside what it is the difference of, and shows
-what was rounded on the way. A search of its own, by problems with a number each:
+every rounding on the way. A search through problems, each of which has a number:
 
-    python tests/support/peaked_rows.py --backend cpp --isa avx2 --problems 20000
+    python tests/support/random_problems.py --isa avx2 --dtype float32 --problems 20000
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fused_attn.backends import cpp
 from fused_attn.masks import Mask
 from fused_attn.tools.contract import Finding
 
-ROUNDINGS = 8  # of float32, in what a score's gradient is the difference of
+ROUNDINGS = 8  # of the accumulator, in what a score's gradient is the difference of
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Problem:
         return compare_with_eager(function, self.tensors(), self.dtype, backend)[1]
 
     def judge(self, backend: str) -> Finding:
-        """What is closest to its limit, or furthest beyond, where gradients may show what float32
-        leaves of a difference.
+        """The finding that is closest to its limit, or furthest beyond.
 
-        A score's gradient is P (dP - delta), which is 0 or nearly so where one key has all the
-        weight. Eager attention subtracts numbers of 16 bits there, mostly without any error, and is
-        no measure for kernels that keep 32 bits.
+        A score's gradient is P (dP - delta), 0 or nearly so where one key has all the weight. Eager
+        attention subtracts equal numbers there, without any error. Fused kernels compute delta from
+        the output, so that ROUNDINGS of the accumulator remain, which are allowed here.
         """
         tensors = self.tensors()
+        roundoff = 2.0**-53 if self.dtype == torch.float64 else 2.0**-24
         scale = self.shape[5] ** -0.5 if self.scale is None else self.scale
         terms = tensors["value"].abs().sum(-1).max().item() / (1.0 - self.dropout_p) * scale
         other = {"grad_query": "key", "grad_key": "query"}
@@ -88,7 +88,7 @@ class Problem:
             lost = 0.0
             if finding.name in other:
                 lost = terms * tensors[other[finding.name]].abs().max().item()
-            limit = finding.limit + ROUNDINGS * 2.0**-24 * lost
+            limit = finding.limit + ROUNDINGS * roundoff * lost
             judged.append(replace(finding, limit=limit))
         return max(judged, key=share)
 
@@ -115,14 +115,15 @@ KINDS = (
 )  # fmt: skip
 
 
-def problem(number: int) -> Problem:
-    """The problem of a number, in any process."""
+def problem(number: int, dtype: torch.dtype | None = None) -> Problem:
+    """The problem of a number, in any process; of a 16-bit type if none is given."""
     draw = random.Random(number)
     heads_kv = draw.choice([1, 2, 2, 3])
     head_dim = draw.choice([16, 32, 64, 80, 96, 128, 256])
+    drawn = draw.choice([torch.bfloat16, torch.float16])
     return Problem(
         number,
-        draw.choice([torch.bfloat16, torch.float16]),
+        drawn if dtype is None else dtype,
         (
             draw.choice([1, 2, 3]),
             heads_kv * draw.choice([1, 1, 2]),
@@ -133,7 +134,7 @@ def problem(number: int) -> Problem:
             draw.choice([head_dim, head_dim, 40]),
         ),
         tuple(draw.sample(KINDS, draw.choice([0, 1, 1, 2, 3]))),
-        draw.choice([1.0, 3.0, 8.0]),
+        draw.choice([1.0, 3.0, 8.0, 20.0]),
         draw.choice([None, 0.3]),
         draw.choice([0.0, 0.0, 0.0, 0.3]),
     )
@@ -165,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=BACKENDS, default="cpp")
     parser.add_argument("--isa", help="instruction set of the backend cpp")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"])
     parser.add_argument("--problems", type=int, default=20000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     args = parser.parse_args()
@@ -172,17 +174,18 @@ def main() -> None:
         import triton_interpreter
 
         triton_interpreter.repair()
+    dtype = getattr(torch, args.dtype) if args.dtype else None
     outside, worst, begin = 0, 0.0, time.monotonic()
     with cpp.use_isa(args.isa) if args.isa else contextlib.nullcontext():
         for number in range(args.first, args.first + args.problems):
-            own = problem(number)
+            own = problem(number, dtype)
             finding = own.judge(args.backend)
             if not finding.ok:
                 outside += 1
                 print(f"{own}\n    {finding}", flush=True)
             worst = max(worst, share(finding))
     took = time.monotonic() - begin
-    where = f"{args.backend} {args.isa or ''}".strip()
+    where = " ".join(filter(None, (args.backend, args.isa, args.dtype)))
     print(
         f"{where}: {outside} of {args.problems} outside the contract, worst {worst:.2f} of the "
         f"limit, {took:.0f} s"

@@ -22,10 +22,11 @@ Prepare = Callable[[Module], Module]
 Train = Callable[[Prepare], list[float]]
 
 TWINS = 2
-# Nine correct trainings of translate.py (eager, fused, twins of both; 100 steps; AMD EPYC) have
-# means from 6.5e-6 to 1.2e-5 and maxima from 5.8e-5 to 1.3e-4: the largest is 2.2 times the
-# smallest. 4 is almost twice that ratio, and the limit is taken from the largest of three.
-FACTOR = 4.0
+# Maxima of correct trainings (eager, fused, twins of both; 100 steps; AMD EPYC) differ by a factor
+# of 2.2 in translate.py (5.8e-5 to 1.3e-4) and of 6.1 in gpt.py (2.5e-7 to 1.5e-6), means by less.
+# 8 is above both, and the limit is taken from the largest of three. Training amplifies a fault as
+# it does rounding: scores that are off by 1e-4 of themselves exceed the limit.
+FACTOR = 8.0
 ROUNDING = 2.0**-23  # of a loss in float32
 
 

@@ -68,7 +68,7 @@ class Size:
     curve_steps: int
 
 
-FULL = Size(50, 150, 100, 14, 6, 50)
+FULL = Size(50, 150, 100, 14, 6, 25)
 SMOKE = Size(4, 4, 8, 2, 1, 2)
 
 

@@ -11,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from transformers import masking_utils  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
     bidirectional_mask_function,
@@ -36,6 +37,7 @@ from fused_attn.masks.spec import normalize  # noqa: E402
 SHAPE = (2, 1, 4, 6)
 PADDING = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1, 1]])
+POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
 LEFT = torch.tensor([0, 1])
 FUNCTIONS = {
     "causal": causal_mask_function,
@@ -52,6 +54,16 @@ FUNCTIONS = {
         sliding_window_causal_mask_function(2), packed_sequence_mask_function(DOCUMENTS)
     ),
 }
+# Newer versions look up positions for the indices of packed sequences.
+REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+if REMAP is not None:
+    FUNCTIONS |= {
+        f"packed {name}, by position": and_masks(
+            REMAP(FUNCTIONS[name], POSITIONS), packed_sequence_mask_function(DOCUMENTS)
+        )
+        for name in ("causal", "window", "chunks")
+    }
+PACKED = [name for name in FUNCTIONS if name.startswith("packed")]
 
 
 def odd_keys(batch_idx, head_idx, q_idx, kv_idx):
@@ -114,15 +126,27 @@ def test_mask_keeps_structure(name, offset):
     assert [tuple(m.shape) for m in structure.dense_masks] == [(2, 1, 1, 6)]
 
 
-@pytest.mark.parametrize("name", ["packed", "packed window"])
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_documents(name):
     # As create_causal_mask asks for them.
     mask = make_mask(
         mask_function=FUNCTIONS[name], allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
     structure = mask.content()
-    assert (len(structure.bands), len(structure.document_pairs)) == (1, 1)
+    assert (len(structure.bands), len(structure.document_pairs)) == (1, 1 + ("chunks" in name))
     assert not structure.dense_masks
+
+
+@pytest.mark.skipif(REMAP is None, reason="reason: this transformers looks up no positions")
+@pytest.mark.parametrize("ids", [None, DOCUMENTS // 2], ids=["unpacked", "coarser"])
+@pytest.mark.parametrize("name", ["causal", "window", "chunks", "packed"])
+def test_positions_that_are_not_those_of_the_packing_are_looked_up(name, ids):
+    function = REMAP(FUNCTIONS[name], POSITIONS % 4)
+    if ids is not None:
+        function = and_masks(function, packed_sequence_mask_function(ids))
+    mask = make_mask(mask_function=function)
+    assert not isinstance(mask, ModelMask)
+    assert torch.equal(mask.expand(SHAPE), of_transformers(mask_function=function))
 
 
 def test_padding_alone_is_a_key_mask():

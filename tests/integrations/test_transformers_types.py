@@ -30,7 +30,7 @@ SAMPLE = {
     "xglm": "declined",  # eager runs in float32 alone
     "kosmos_2_5_vision_model": "declined",  # looks for implementations where there are none
     "diffusion_gemma": "agrees with sdpa",  # hands over a window that its mask does not have
-    "aimv2_text_model": "no model",
+    "layoutxlm": "no model",
     "minimax_m3_vl": "declined",  # chooses blocks of keys
     "sam_vision_model": "declined",  # picks classes by name
     "falcon": "declined",

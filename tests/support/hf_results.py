@@ -71,10 +71,12 @@ def cached(model: Any, inputs: dict[str, Any]) -> Results:
     cut = mask if name.startswith("decoder") else mask[:, :-1]
     with _exact_softmax():
         before = model(**{**once, name: tokens[:, :-1], "attention_mask": cut}, use_cache=True)
-        cache = getattr(before, "past_key_values", None)
-        if cache is None:
+        # Older versions of transformers call it past_key_values.
+        caches = {key: getattr(before, key, None) for key in ("cache", "past_key_values")}
+        known = next((key for key, cache in caches.items() if cache is not None), None)
+        if known is None:
             return {}
-        more = {name: tokens[:, -1:], "attention_mask": mask, "past_key_values": cache}
+        more = {name: tokens[:, -1:], "attention_mask": mask, known: caches[known]}
         if name.startswith("decoder"):
             more["encoder_outputs"] = (before.encoder_last_hidden_state,)
         after = model(**more, use_cache=True)

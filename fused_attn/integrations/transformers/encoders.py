@@ -45,17 +45,13 @@ class PackedStack(Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Any = None,
-        past_key_values: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """As the stack's own; padded rows are 0 where `zeroes_padding` is True."""
         run: Callable[..., Any] = super().forward
-        others = (encoder_hidden_states, encoder_attention_mask, past_key_values)
-        if args or any(value is not None for value in others):
-            return run(hidden_states, attention_mask, *others, *args, **kwargs)
+        if args or _sees_more(kwargs):
+            return run(hidden_states, attention_mask, *args, **kwargs)
         if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
             return run(hidden_states, attention_mask, **kwargs)
         packing = _packing(self, hidden_states, attention_mask)
@@ -90,6 +86,15 @@ def __getattr__(name: str) -> Any:
         if name == f"Packed{stack}":
             return _fused(package)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _sees_more(arguments: dict[str, Any]) -> bool:
+    """True if tokens attend to more than each other: to an encoder's, or to those of a cache."""
+    return any(
+        value is not None
+        and (name.startswith(("encoder_", "past_", "cache")) or hasattr(value, "get_seq_length"))
+        for name, value in arguments.items()
+    )
 
 
 def _is_padding(hidden_states: Tensor, mask: Any) -> bool:

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     chunked_overlay,
+    find_packed_sequence_indices,
     packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
@@ -31,6 +32,7 @@ from transformers.masking_utils import (
 )
 
 from fused_attn import masks
+from fused_attn.core.torch_state import captured, plain_eager
 from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
 from fused_attn.masks import Mask
 
@@ -40,6 +42,9 @@ _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _CHUNKED = chunked_overlay(1, torch.empty(0)).__code__
+# Newer versions of transformers look up positions for the indices of packed sequences.
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAPPED = _remap(causal_mask_function, torch.empty(0)).__code__ if _remap else None
 
 
 class _Structure(NamedTuple):
@@ -49,12 +54,15 @@ class _Structure(NamedTuple):
         left, right: as of `masks.sliding_window`, around the position of the query.
         packed: (batch, tokens) integers each; tokens of the same number see each other.
         chunked: chunk sizes, and (batch,) tokens to leave out on the left.
+        positions: (batch, tokens) integers each; left and right count these. That is as good as
+            counting tokens if they rise by one within each packed sequence.
     """
 
     left: int = -1
     right: int = -1
     packed: tuple[Tensor, ...] = ()
     chunked: tuple[tuple[int, Tensor], ...] = ()
+    positions: tuple[Tensor, ...] = ()
 
 
 _EVERYTHING = _Structure()
@@ -131,6 +139,8 @@ def attention_mask(
         and not torch.jit.is_tracing()  # sizes are tensors there
     ):
         structure = _structure(mask_function)
+    if structure is not None and not _counts_tokens(structure):
+        structure = None
     # Where it packs, the library forbids to leave out the mask, so that says nothing of the model.
     if structure is None or not (
         allow_is_causal_skip or allow_is_bidirectional_skip or structure.packed
@@ -214,6 +224,8 @@ def _structure(function: Callable[..., Any]) -> _Structure | None:
         return _intersection([_structure(part) for part in names["mask_functions"]])
     if code is _PACKED:
         return _Structure(packed=(names["packed_sequence_mask"],))
+    if code is _REMAPPED:
+        return _at_positions(_structure(names["mask_function"]), names["position_ids"])
     if code is _CHUNKED:
         return _Structure(chunked=((names["chunk_size"], names["left_padding"]),))
     if code is _WINDOW and names["sliding_window"] > 0:
@@ -233,8 +245,31 @@ def _intersection(parts: list[_Structure | None]) -> _Structure | None:
             _narrower(whole.right, part.right),
             whole.packed + part.packed,
             whole.chunked + part.chunked,
+            whole.positions + part.positions,
         )
     return whole
+
+
+def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure | None:
+    """A structure of positions, which are looked up for each index; None if it is not known."""
+    if structure is None or structure.packed or structure.positions:
+        return None
+    chunks = tuple(
+        (positions - left_out.to(positions.device)[:, None]) // size
+        for size, left_out in structure.chunked
+    )
+    return _Structure(structure.left, structure.right, chunks, positions=(positions,))
+
+
+def _counts_tokens(structure: _Structure) -> bool:
+    """True if the positions, if any, rise by one within each packed sequence."""
+    for positions in structure.positions:
+        if not plain_eager(positions, *structure.packed) or captured(positions):
+            continue  # no values to look at; the library makes both of the same position_ids
+        known = find_packed_sequence_indices(positions)
+        if known is not None and not any(torch.equal(known, ids) for ids in structure.packed):
+            return False
+    return True
 
 
 def _narrower(a: int, b: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton_interpreter
-from helpers import BACKENDS, INTERPRETED, SLOW_BACKENDS, device_of, takes
+from helpers import BACKENDS, INTERPRETED, SLOW_BACKENDS, device_of, takes, use_draw
 
 from fused_attn.backends import verdicts
 
@@ -24,10 +24,14 @@ def nothing_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
     verdicts.folder = lambda: nowhere
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draw", type=int, default=0, help="number of the draw of random inputs")
+
+
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws is the same whatever ran before it."""
-    torch.manual_seed(0)
+    use_draw(request.config.getoption("--draw"))
 
 
 @pytest.fixture

@@ -69,6 +69,21 @@ def short(dtype: torch.dtype) -> str:
     }[dtype]
 
 
+_draw = 0
+
+
+def use_draw(number: int) -> None:
+    """Seed torch's generator and those of `drawn` for the draw of that number: --draw."""
+    global _draw
+    _draw = number
+    torch.manual_seed(number)
+
+
+def drawn(seed: int) -> torch.Generator:
+    """The generator of a seed, another one in each draw."""
+    return torch.Generator().manual_seed(seed + 1_000_003 * _draw)
+
+
 def assert_contract(
     name: str,
     got: Tensor,
@@ -281,7 +296,7 @@ def random_qkv(
     transposed: bool = False,
 ) -> dict[str, Tensor | None]:
     """query, key and value, float32; transposed: laid out as (batch, seqlen, heads, dim)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = drawn(seed)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
 
     def make(heads: int, seqlen: int, dim: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from helpers import drawn
 from torch import Tensor
 
 from fused_attn import functional as F
@@ -28,7 +29,7 @@ def norm(kind: str, **options):
 
 
 def tensors_of(kind, shape, residual, affine):
-    generator = torch.Generator().manual_seed(0)
+    generator = drawn(0)
     tensors = {"input": torch.randn(shape, generator=generator) * 2 + 1}
     if residual:
         tensors["residual"] = torch.randn(shape, generator=generator)

@@ -110,7 +110,7 @@ build/torch-%/installed:
 	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q pytest hypothesis numpy || $(NO_INSTALL)
 	@touch $@
 
-# Upon .venv, whose packages it finds behind its own: only what is newer, or what that needs, is installed.
+# An overlay of .venv: pip installs only newer releases into it, and what those require. torch stays pinned.
 NEWEST = accelerate diffusers peft timm transformers
 NEWEST_VENV = build/newest
 SITE = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'

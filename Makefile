@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch installed-test torch-suite test-isas \
+.PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch test-newest installed-test torch-suite test-isas \
 	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
@@ -98,6 +98,23 @@ build/torch-%/installed:
 	@$(BIN)/python -m venv $(@D)
 	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q torch==$* $(TORCH_OPTIONS) || $(NO_INSTALL)
 	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q pytest hypothesis numpy || $(NO_INSTALL)
+	@touch $@
+
+# An overlay of .venv: pip installs only newer releases into it, and what those require. torch stays pinned.
+NEWEST = accelerate diffusers peft timm transformers
+NEWEST_VENV = build/newest
+SITE = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the newest transformers and its like
+	@PIP_CONSTRAINT= $(NEWEST_VENV)/bin/python -m pip install -q -U $(filter-out timm,$(NEWEST)) \
+		"$$(grep '^torch==' constraints.txt)" || $(NO_INSTALL)
+	@PIP_CONSTRAINT= $(NEWEST_VENV)/bin/python -m pip install -q -U --no-deps timm || $(NO_INSTALL)
+	@$(NEWEST_VENV)/bin/python -c 'import sys; from importlib.metadata import version; \
+		print("make:", *(f"{name} {version(name)}" for name in sys.argv[1:]))' $(NEWEST)
+	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 tests/integrations
+
+$(NEWEST_VENV)/installed: $(VENV)/installed
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(BIN)/python $(SITE) > "$$($(@D)/bin/python $(SITE))/pinned.pth"
 	@touch $@
 
 # From a folder of its own, where Python finds no source tree.

@@ -18,9 +18,21 @@ import torch
 from hf_overrides import CLASSES, CONFIGS
 from torchvision_stand_in import import_timm
 
-if importlib.util.find_spec("timm") is not None:
+TIMM = importlib.util.find_spec("timm") is not None
+if TIMM:
     import_timm()  # before the library looks for it: backbones of timm can be imported then
 transformers = pytest.importorskip("transformers", minversion="5.0")
+
+
+def _find_timm() -> None:
+    """Have the library find timm without torchvision, which newer versions look for too."""
+    utils = transformers.utils
+    utils.is_timm_available = utils.import_utils.is_timm_available = lambda: TIMM
+    backends = utils.import_utils.BACKENDS_MAPPING
+    backends["timm"] = (utils.is_timm_available, backends["timm"][1])
+
+
+_find_timm()
 
 VOCABULARY, IMAGE = 99, 32
 

@@ -85,7 +85,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_kpool": 2, "index_topk": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"},
-                        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+                        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2",
+                        "vision_config": {"hidden_size": 64}},  # one head for each 64
     "gemma4_assistant gemma4_unified_assistant": {
         "num_centroids": 8, "centroid_intermediate_top_k": 2, "backbone_hidden_size": 32,
     },
@@ -294,11 +295,11 @@ INPUTS: dict[str, dict[str, Any]] = {
     "gemma4_audio": {"input_features": ("floats", 2, 64, 128), "attention_mask": ("ones", 2, 64)},
     "granite_speech_encoder granite_speech_plus_encoder": {"hidden_states": ("floats", 2, 10, 32)},
     "gemma4_assistant gemma4_unified_assistant": {
-        "inputs_embeds": ("floats", 2, 10, 64), "shared_kv_states": {
+        "inputs_embeds": ("floats", 2, 1, 64), "shared_kv_states": {
             "sliding_attention": [("floats", 2, 2, 10, 8), ("floats", 2, 2, 10, 8)],
             "full_attention": [("floats", 2, 2, 10, 8), ("floats", 2, 2, 10, 8)],
         },
-        "position_ids": [[*range(10)]] * 2,
+        "position_ids": [[9]] * 2,
     },
     "gemma4_vision": {
         "pixel_values": ("floats", 1, 9, 192), "pixel_position_ids": [

@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: docs help env build emulator cuda-build cuda-report demo test test-compile test-torch test-newest installed-test torch-suite test-isas \
+.PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-compile test-torch test-newest installed-test torch-suite test-isas \
 	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
@@ -77,8 +77,10 @@ examples: env ## train all examples on real data, and bring their figures into e
 
 # tests/support/stages.py has the stages. STAGES="triton cuda" runs those alone.
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
-	$(SAY) "all stages take about 20 minutes on two cores"
 	@$(BIN)/python tests/support/stages.py $(STAGES)
+
+test-all: env emulator ## run the tests with those that `test` leaves out: see docs/tests.md
+	@$(BIN)/python tests/support/stages.py --all $(STAGES)
 
 test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
 	$(SAY) "every kernel for every GPU, many minutes"

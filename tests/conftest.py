@@ -46,11 +46,13 @@ def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.hookimpl(tryfirst=True)  # -m sees the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects what does not run here, marks what runs on a GPU, and skips it without one."""
-    left_out = {item for item in items if not _taken(item) or _thinned_out(item)}
+    left_out = {item for item in items if not _taken(item)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     skip = pytest.mark.skip(reason="needs a GPU")
     for item in items:
+        if _thinned_out(item):
+            item.add_marker("thorough")
         backend = _backend(item)
         if backend in BACKENDS and device_of(backend).type == "cuda":
             item.add_marker("gpu")
@@ -69,13 +71,15 @@ def _backend(item: pytest.Item) -> str | None:
 
 
 def _taken(item: pytest.Item) -> bool:
-    """Whether the test's backend computes in the test's type."""
+    """Whether the test's backend computes in the test's type, and is not too slow for it."""
     backend, dtype = _backend(item), _parameters(item).get("dtype")
+    if backend in SLOW_BACKENDS and item.get_closest_marker("not_emulated"):
+        return False
     return backend not in BACKENDS or dtype is None or takes(backend, dtype)
 
 
 def _thinned_out(item: pytest.Item) -> bool:
-    """Whether a slow backend does without these parameters, by a `thinned` marker of the test."""
+    """Whether `make test` leaves these parameters out on a slow backend: a `thinned` marker."""
     if _backend(item) not in SLOW_BACKENDS:
         return False
     parameters = _parameters(item)

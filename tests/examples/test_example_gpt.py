@@ -34,6 +34,7 @@ def draw(*shape):
     return torch.randint(VOCABULARY, shape)
 
 
+@pytest.mark.thorough
 def test_smoke(run):
     folder, printed, figures = run
     assert figures["same_with_and_without_cache"] is True

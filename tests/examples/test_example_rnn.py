@@ -25,6 +25,7 @@ def model() -> rnn.Recurrent:
     return rnn.Recurrent(WORDS, embed_dim=8, hidden=16).eval()
 
 
+@pytest.mark.thorough
 def test_smoke(tmp_path):
     out, figures = run_example("rnn", tmp_path)  # translate.py has not run there
     assert "run `python examples/translate.py` first" in out

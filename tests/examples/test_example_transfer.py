@@ -19,6 +19,7 @@ def smoke(tmp_path_factory):
     return *run_example("transfer", folder), folder
 
 
+@pytest.mark.thorough
 def test_smoke(smoke):
     printed, figures, folder = smoke
     assert (folder / "transfer_curves.png").read_bytes().startswith(b"\x89PNG")

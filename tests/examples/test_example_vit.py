@@ -22,6 +22,7 @@ def model():
     return vit.VisionTransformer(28, 10).eval()
 
 
+@pytest.mark.thorough
 def test_smoke(run):
     folder, printed, figures = run
     assert 0 <= figures["accuracy"] <= 1

@@ -36,7 +36,10 @@ def losses(printed: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "translate" else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES],
+)
 def test_seed_decides_and_the_reference_agrees(name, tmp_path):
     """Two runs give the same figures and plots but for times; one on the reference, the losses."""
     first, second, eager = (

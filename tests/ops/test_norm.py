@@ -194,7 +194,7 @@ def test_cancellation(backend):
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 
 
-@pytest.mark.thinned("the interpreter runs one program after the other")
+@pytest.mark.not_emulated("the interpreter runs one program after the other")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results_do_not_depend_on_threads(backend):
     tensors = tensors_of("layer_norm", (300, 64), True, True)

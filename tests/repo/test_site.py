@@ -33,7 +33,7 @@ def test_notebooks_are_kept_without_outputs(path):
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_site_builds_without_a_warning(tmp_path):
     for module in ("sphinx", "furo", "myst_nb", "ipykernel", "sphinx_copybutton"):
         pytest.importorskip(module, reason=f"reason: needs {module}")

@@ -43,7 +43,7 @@ def wheel(tmp_path_factory):
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_wheel_brings_no_library_and_runs_on_other_systems(wheel):
     tag = re.fullmatch(r"fused_attn-.*-cp3\d+-cp3\d+-(.*)\.whl", wheel.name)
     assert tag is not None
@@ -57,7 +57,7 @@ def test_wheel_brings_no_library_and_runs_on_other_systems(wheel):
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_wheel_needs_what_systems_have(wheel, tmp_path):
     elffile = pytest.importorskip("elftools.elf.elffile", reason="reason: needs pyelftools")
     with zipfile.ZipFile(wheel) as archive:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 from unittest import mock
 
 import cuda_emulation
@@ -31,6 +33,7 @@ if os.environ.get("CUDA_EMULATED") == "1":
 # Those whose kernels are this package's. What torch computes is torch's: see test_sdpa.py.
 BACKENDS = [n for n in fused_attn.available_backends() if not get_backend(n).differentiable]
 ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic"]
+MAX_REFERENCES = 256  # that are remembered: more than one instruction set has in a test
 # Of these, a test runs those that its backend takes: conftest.py leaves out the others.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()
@@ -196,7 +199,9 @@ def compare_with_eager(
     The backend runs on its device, the truth and eager attention on the CPU.
     """
     exact = {name: None if t is None else round_inputs(t, dtype) for name, t in tensors.items()}
-    reference = Reference(lambda d: run_with_gradients(function("eager"), exact, d), dtype)
+    reference = Reference.of(
+        lambda d: run_with_gradients(function("eager"), exact, d), dtype, exact, function
+    )
     got = run_with_gradients(function(backend), exact, dtype, device=device_of(backend))
     return got, reference.findings(got)
 
@@ -216,7 +221,8 @@ def assert_outputs_like_eager(
             outputs = function(backend)(**leaves)
         return {f"out{i}": output.cpu() for i, output in enumerate(outputs)}
 
-    for finding in Reference(lambda d: run(d, "eager"), dtype).findings(run(dtype, backend)):
+    reference = Reference.of(lambda d: run(d, "eager"), dtype, exact, function, "no gradients")
+    for finding in reference.findings(run(dtype, backend)):
         assert finding.ok, str(finding)
 
 
@@ -227,6 +233,37 @@ class Reference:
         run: eager attention in a type; its results by name.
         dtype: the type that is judged.
     """
+
+    _latest: ClassVar[dict[bytes, Reference]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        run: Callable[[torch.dtype], dict[str, Tensor]],
+        dtype: torch.dtype,
+        tensors: Mapping[str, Tensor | None],
+        function: Callable[..., Any],
+        kind: str = "",
+    ) -> Reference:
+        """The reference of a problem, computed once for all instruction sets.
+
+        Args:
+            function: what `run` calls with the tensors; with a `key` if it does nothing else.
+            kind: of `run`.
+        """
+        if not hasattr(function, "key"):
+            return cls(run, dtype)
+        digest = hashlib.sha256(f"{kind} {dtype}".encode() + function.key)
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()}".encode())
+                digest.update(tensor.detach().double().numpy().tobytes())
+        key = digest.digest()
+        if key not in cls._latest:
+            if len(cls._latest) >= MAX_REFERENCES:
+                del cls._latest[next(iter(cls._latest))]
+            cls._latest[key] = cls(run, dtype)
+        return cls._latest[key]
 
     def __init__(self, run: Callable[[torch.dtype], dict[str, Tensor]], dtype: torch.dtype) -> None:
         self.eager = run(dtype)
@@ -281,6 +318,7 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
 
         return call
 
+    of.key = pickle.dumps(("attention", mask, options))  # type: ignore[attr-defined]
     return of
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ def norm(kind: str, **options):
 
         return call
 
+    of.key = pickle.dumps((kind, options))  # type: ignore[attr-defined]
     return of
 
 

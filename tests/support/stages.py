@@ -1,6 +1,8 @@
 """Runs the pytest stages of `make test` one after another and sums up their results.
 
-    python tests/support/stages.py [stage ...]
+    python tests/support/stages.py [--all] [stage ...]
+
+`make test` leaves out the tests that are marked `thorough`; with --all, `make test-all`, they run.
 
 Every stage runs, whatever the ones before it found; Ctrl-C stops at once.
 """
@@ -33,28 +35,31 @@ class Stage(NamedTuple):
 _KERNELS = [f"tests/ops/test_{n}.py" for n in ("attention", "decode", "dropout", "norm", "varlen")]
 _PARALLEL = ["-n", "2"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# The folders with tests that run on several backends: collecting the others takes a while.
+_BACKENDS = [f"tests/{folder}" for folder in ("ops", "backends", "nn", "tools")]
 _NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
 STAGES = [
     Stage("kernels", _KERNELS, {}),
+    Stage("rest", [*_PARALLEL, *(f"--ignore={path}" for path in _KERNELS)], _ONE_THREAD),
     Stage(
-        "rest",
-        [*_PARALLEL, "-m", "not thorough", *(f"--ignore={path}" for path in _KERNELS)],
-        _ONE_THREAD,
+        "triton",
+        [*_BACKENDS, *_PARALLEL, "-k", "triton"],
+        _ONE_THREAD | {"TRITON_INTERPRET": "1"},
     ),
-    Stage("triton", [*_PARALLEL, "-k", "triton"], _ONE_THREAD | {"TRITON_INTERPRET": "1"}),
     Stage(
         "cuda",
-        [*_PARALLEL, "-k", "cuda", *(f"--ignore={path}" for path in _NOT_EMULATED)],
+        [*_BACKENDS, *_PARALLEL, "-k", "cuda", *(f"--ignore={path}" for path in _NOT_EMULATED)],
         _ONE_THREAD | {"CUDA_EMULATED": "1"},
     ),
 ]
 
 
-def run(stages: Sequence[Stage], folder: Path) -> int:
+def run(stages: Sequence[Stage], folder: Path, thorough: bool = False) -> int:
     """Runs the stages, prints a summary, and returns the exit status: 0 if nothing failed.
 
     Args:
         folder: for the results of each stage, <name>.xml.
+        thorough: run the tests with that marker too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     total: Counter[str] = Counter()
@@ -65,6 +70,7 @@ def run(stages: Sequence[Stage], folder: Path) -> int:
         results.unlink(missing_ok=True)
         # xunit1 has the file of each test.
         options = ["-q", "--continue-on-collection-errors", "-o", "junit_family=xunit1"]
+        options += [] if thorough else ["-m", "not thorough"]
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={results}"]
         began = time.perf_counter()
         status = subprocess.run(
@@ -115,11 +121,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     names = [stage.name for stage in STAGES]
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(names)}; without, all")
-    chosen = parser.parse_args().stages
+    parser.add_argument("--all", action="store_true", help="also the tests marked thorough")
+    options = parser.parse_args()
+    chosen = options.stages
     if unknown := set(chosen) - set(names):
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     try:
-        return run([s for s in STAGES if not chosen or s.name in chosen], RESULTS)
+        wanted = [s for s in STAGES if not chosen or s.name in chosen]
+        return run(wanted, RESULTS, options.all)
     except KeyboardInterrupt:
         return 130
 

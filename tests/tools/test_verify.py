@@ -22,7 +22,7 @@ from fused_attn.tools.plan import Plan
 EMULATED = [name for name in BACKENDS if name in verdicts.KERNELS and torch.cuda.is_available() < 1]
 SMALL = {"ends": (32,), "tokens": 64, "hidden": 128, "cached": 64}
 SHAPE = "2,4/2,21,37,16"
-ONE_BACKEND = pytest.mark.thinned("what decides is the same for every backend")
+ONE_BACKEND = pytest.mark.not_emulated("what decides is the same for every backend")
 
 
 def small_plan(features=("none", "causal"), dtypes=("float32",)):

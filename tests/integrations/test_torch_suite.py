@@ -54,7 +54,7 @@ Counts:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_differences_are_found_and_held_to_the_page(tmp_path, monkeypatch, capsys):
     """expecttest is what PyTorch's tests import, not these."""
     tests, page = tmp_path / "pytorch" / "test_stand_in.py", tmp_path / "page.md"

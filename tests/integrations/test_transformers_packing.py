@@ -218,7 +218,12 @@ def test_copies_and_pickles():
 
 
 @pytest.mark.parametrize(
-    ("name", "packed"), [*((name, True) for name in FAMILIES), ("Bert", False)]
+    ("name", "packed"),
+    [
+        ("Bert", False),
+        ("Bert", True),
+        *(pytest.param(n, True, marks=pytest.mark.thorough) for n in FAMILIES if n != "Bert"),
+    ],
 )
 def test_compiled_encoders(name, packed):
     """Packed where sizes in a graph may depend on values."""

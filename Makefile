@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-compile test-torch test-newest installed-test torch-suite test-isas \
+.PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test torch-suite test-isas \
 	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
@@ -135,6 +135,15 @@ RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
 test-isas: env ## run the numerics tests on each instruction set that this CPU has
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
+
+# Torch's own kernels, which eager attention runs on, for any CPU, for AVX2, and for this one.
+DRAWS ?= 20
+DRAWN = $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py varlen.py)
+test-draws: env ## run the numerics tests on other random inputs, DRAWS times, with other kernels of torch
+	@failed=0; for draw in $$(seq $(DRAWS)); do for capability in default avx2 ""; do \
+		echo "draw $$draw, ATEN_CPU_CAPABILITY=$$capability"; \
+		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
+			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
 # An hour on two cores: each instruction set gets other problems.
 RANDOM = PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(BIN)/python tests/support/random_problems.py

@@ -100,8 +100,18 @@ def test_compile_with_dropout():
     assert all(p.grad.isfinite().all() for p in module.parameters())
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("backend", ["cpp", "sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("backend", "strict"),
+    [
+        ("cpp", False),
+        ("cpp", True),
+        *(
+            pytest.param(backend, strict, marks=pytest.mark.thorough)
+            for backend in ("sdpa", "eager")
+            for strict in (False, True)
+        ),
+    ],
+)
 def test_export_with_dropout(backend, strict):
     """Of a model that trains, with open sizes and a padding mask."""
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.5, batch_first=True)

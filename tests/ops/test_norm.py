@@ -28,6 +28,7 @@ SHAPES = [(1, 1), (3, 16), (5, 37), (130, 96), (1100, 33), (2, 65536)]
 @pytest.mark.thinned(
     "test_triton_norm.py has the rest of long rows", shape=SHAPES[-1:], affine=[False]
 )
+@pytest.mark.thinned("none and both are there", extras=["residual", "dropout"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

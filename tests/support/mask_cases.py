@@ -81,3 +81,8 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
         torch.full((m, n), float("-inf")).triu(1)  # tiles of zeros need not be read
     ),
 }
+# Masks of one field of a MaskSpec each (lengths: of keys and queries): what kernels tell apart.
+FIELDS = (
+    "window", "ragged_left", "prefix", "documents_shuffled", "dense_full", "key_mask_head",
+    "bias_with_inf", "alibi_batch",
+)  # fmt: skip

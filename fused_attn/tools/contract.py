@@ -45,7 +45,7 @@ def errors(
     """Maximal and root mean square error where the reference is finite; inf for NaN.
 
     Args:
-        residual: what the reference lacks of a result in higher precision.
+        residual: higher-precision reference minus `reference`.
     """
     if tensor is None:
         return math.inf, math.inf
@@ -71,13 +71,13 @@ def _deviation(tensor: Tensor, reference: Tensor, residual: Tensor | None) -> Te
     return error.masked_fill(~reference.isfinite(), 0.0)
 
 
-# The error that eager attention is expected to make of a result; its argument is the smallest that
-# matters, at which the search for a larger one may stop (`Expected.error`).
+# Returns the expected error of eager attention. The argument is the error at which the search may
+# stop (`Expected.error`).
 ExpectedError = Callable[[float], float]
 
 
 def no_error(needed: float) -> float:
-    """Nothing is known of the expected error: the one measured counts."""
+    """Return 0: only the measured error counts."""
     return 0.0
 
 
@@ -89,9 +89,9 @@ def allowed(
     dtype: torch.dtype,
     expected: ExpectedError,
 ) -> tuple[float, float]:
-    """The limit for a result that is off by `error`, and the error of eager attention behind it.
+    """Return the limit for an error, and the error of eager attention that it is based on.
 
-    The expected error is asked for only where the one measured does not allow for the result's.
+    `expected` is called only if the measured error of eager attention does not cover `error`.
     """
     most = limit(factor, eager_error, largest_value, dtype)
     if most < error < math.inf and math.isfinite(eager_error):
@@ -141,9 +141,9 @@ def judge(
     Args:
         truth: by eager attention in float64. Where it is not finite, `got` has to be the same.
         eager: by eager attention, in the type of `got`.
-        residual: what truth lacks of a higher precision than float64; needed where got is float64.
-        expected: returns the error that eager attention is expected to make, of the error that
-            would allow for that of `got`. It is called only where eager's error here does not.
+        residual: higher-precision truth minus the float64 truth; needed where got is float64.
+        expected: returns the expected error of eager attention; called only if the measured one
+            does not cover the error of `got`.
     """
     if got.shape != truth.shape:
         return Finding(name, math.inf, 0.0, f": shape {_size(got)}, not {_size(truth)}")

@@ -10,11 +10,13 @@ float32, which 16-bit types use too, 2^-53 for float64), that error is normal, o
     u * (|r| + sqrt(n) / 3 * sqrt(r^2 + ||terms||_2^2))     sums and matrix products, n > 1
     u * |r|                                                 all other arithmetic
 
-and none where r needs no rounding. That is about twice what rounding to nearest makes, one term
-after another: n steps of a random walk, as large as the partial sums are, sqrt(n / 2) ||terms||_2
-in all where signs are random and sqrt(n / 3) |r| where they are one, times 0.4 u.
+and none where r needs no rounding. This is about twice the error of round-to-nearest summation, a
+random walk of n steps: 0.4 u sqrt(n / 2) ||terms||_2 for random signs, 0.4 u sqrt(n / 3) |r| for
+terms of one sign.
 
-The expected error of a problem is the largest in RUNS such runs.
+The expected error of a problem is the largest in RUNS such runs. Discrete decisions (comparisons,
+integers made of floats, the side of 0 of a ReLU) are those of an undisturbed run: a machine that
+decides differently computes something else, which is no measure.
 
 Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic";
 Higham and Mary 2019, "A new approach to probabilistic rounding error analysis".
@@ -30,13 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-# With so many, eager attention is beyond the largest error of these runs in less than one of 10^6
-# problems: scripts/calibrate_contract.py counts.
+# With 64 runs, eager attention exceeds the largest simulated error in fewer than 1 of 10^6 problems
+# (scripts/calibrate_contract.py). Large tensors, as models have, vary less: see compare.py.
 RUNS = 64
-# After so many, what is not within a third of the error that is needed will hardly get there; nor
-# will, after one, what is not within a thousandth.
+# Early exit: an error below a third of the needed one after 8 runs, or below a thousandth after 1,
+# rarely reaches it.
 FIRST_RUNS = 8
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -47,7 +49,8 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     aten.addmm: (1, 2), aten.baddbmm: (1, 2), aten.addmv: (1, 2), aten.convolution: (0, 1),
 }  # fmt: skip
 _SUMS = frozenset({aten.sum, aten.mean, aten.cumsum, prims.sum})
-# Results are elements of the arguments: nothing is rounded. Float64 results would not show it.
+# Results are constants or elements of the arguments. In float64 nothing else tells that they are
+# exact, and constants that are equal have to stay equal.
 _MOVES = frozenset({
     aten._to_copy, aten.clone, aten.copy, aten.contiguous, aten.cat, aten.stack, aten.where,
     aten.masked_fill, aten.index, aten.index_select, aten.index_put, aten.gather, aten.embedding,
@@ -56,6 +59,8 @@ _MOVES = frozenset({
     aten.constant_pad_nd, aten.tril, aten.triu, aten.flip, aten.roll, aten.sort, aten.topk,
     aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_full, aten.new_ones,
     aten.slice_scatter, aten.index_copy, aten.masked_select, aten.clamp, aten.clamp_min,
+    aten.empty, aten.zeros, aten.ones, aten.full, aten.scalar_tensor, aten.arange, aten.linspace,
+    aten.new_empty, aten.empty_like, aten.empty_strided, aten.new_empty_strided,
 })  # fmt: skip
 # Computed from smaller operations, each of which is rounded.
 _COMPOSED = (
@@ -73,18 +78,50 @@ def _compositions() -> dict[Any, Callable[..., Any]]:
     return get_decompositions(_COMPOSED)
 
 
+class Decisions:
+    """The discrete results of one run, in order, for others to repeat.
+
+    The first run records them, until `replay` is called. A run that takes another path goes on
+    with decisions of its own.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, Tensor]] = []
+        self._next: int | None = None
+
+    def replay(self) -> None:
+        """Begin a run that repeats what is recorded."""
+        self._next = 0
+
+    def take(self, func: Any, decided: Tensor) -> Tensor:
+        """What the recorded run decided in place of `decided`."""
+        if self._next is None:
+            self._made.append((func, decided.clone()))
+            return decided
+        if self._next < len(self._made):
+            recorded, result = self._made[self._next]
+            self._next += 1
+            if recorded is func and result.shape == decided.shape:
+                return result.clone()
+            self._next = len(self._made)
+        return decided
+
+
 class RandomRounding(TorchDispatchMode):
     """Within the block, torch's operations round at random, as described above.
 
-    Operations in place, random numbers and operations without float results are left as they are.
+    Left as they are: random numbers, operations without float results, in-place operations and
+    `out=` (whose errors are those of this machine), nested and sparse tensors.
 
     Args:
-        seed: of the errors; each seed is another machine.
+        seed: of the errors; each seed is another machine. None: no errors, to record decisions.
+        decisions: those that the run records or repeats.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | None, decisions: Decisions | None = None) -> None:
         super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self._decisions = decisions
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,19 +133,42 @@ class RandomRounding(TorchDispatchMode):
                 return composition(*args, **kwargs)
         rounded = func(*args, **kwargs)
         packet = func.overloadpacket
-        if packet in _MOVES or _aliases(func) or not _is_float(rounded):
+        if self._decisions is not None and not _aliases(func):
+            if packet in (aten.relu, aten.threshold_backward):
+                return self._on_one_side(func, packet, args)
+            if isinstance(rounded, Tensor) and not _is_float(rounded) and _is_float(args):
+                return self._decisions.take(func, rounded)
+        if (
+            self._generator is None
+            or packet in _MOVES
+            or _aliases(func)
+            or not _is_float(rounded)
+            or torch.Tag.nondeterministic_seeded in func.tags
+            or not _is_plain((args, kwargs, rounded))
+        ):
             return rounded
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return rounded
-        wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
-        exact = func(*wide_args, **wide_kwargs)
-        if isinstance(rounded, Tensor):
+        try:
+            wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
+            exact = func(*wide_args, **wide_kwargs)
             size = _magnitude(packet, func, wide_args, wide_kwargs, exact)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, NotImplementedError, TypeError):  # no such operation in float64
+            exact = tree_map(_widened, rounded)
+            size = exact.abs() if isinstance(exact, Tensor) else None
+        if isinstance(rounded, Tensor):
             return self._round(rounded, exact, size)
         return type(rounded)(
             self._round(r, e, e.abs()) if _is_float(r) else r
             for r, e in zip(rounded, exact, strict=True)
         )
+
+    def _on_one_side(self, func: Any, packet: Any, args: tuple[Any, ...]) -> Tensor:
+        """A ReLU, or its derivative, on the recorded sides of 0."""
+        assert self._decisions is not None
+        value, of = args[0], args[0] if packet is aten.relu else args[1]
+        positive = self._decisions.take(func, of > (0 if packet is aten.relu else args[2]))
+        return torch.where(positive | value.isnan(), value, 0)
 
     def _round(self, rounded: Tensor, exact: Tensor, size: Tensor) -> Tensor:
         """`exact` with an error of that size, in the type and layout of `rounded`."""
@@ -123,8 +183,10 @@ class RandomRounding(TorchDispatchMode):
         return torch.empty_like(rounded).copy_(value)
 
 
-def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Tensor) -> Tensor:
-    """What u is multiplied by in the module's formula."""
+def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Any) -> Any:
+    """Return the factor of u in the module's formula, None for several results."""
+    if not isinstance(exact, Tensor):
+        return None
     size = exact.abs()
     if packet in _PRODUCTS:
         first, second = _PRODUCTS[packet]
@@ -132,7 +194,8 @@ def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Tensor) ->
         terms = args[first].shape[-1]
         if packet is aten.convolution:
             terms = other.numel() // max(other.shape[0], 1)
-        squares = func(*tree_map_only(Tensor, torch.square, args), **kwargs)
+        factors = {name: value**2 for name, value in kwargs.items()}  # alpha and beta
+        squares = func(*tree_map_only(Tensor, torch.square, args), **factors)
     elif packet in _SUMS:
         terms = args[0].numel() // max(exact.numel(), 1)
         if packet is aten.cumsum:
@@ -157,9 +220,16 @@ def _widened(value: Any) -> Any:
     return value
 
 
-def _is_float(result: Any) -> bool:
-    tensors = result if isinstance(result, (tuple, list)) else (result,)
-    return any(isinstance(t, Tensor) and t.is_floating_point() for t in tensors)
+def _is_float(values: Any) -> bool:
+    if isinstance(values, (tuple, list)):
+        return any(_is_float(v) for v in values)
+    return isinstance(values, Tensor) and values.is_floating_point()
+
+
+def _is_plain(values: Any) -> bool:
+    """No tensor is nested or sparse."""
+    tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    return not any(t.is_nested or t.layout != torch.strided for t in tensors)
 
 
 @functools.cache
@@ -182,7 +252,8 @@ class Expected:
         run: the results of eager attention in a type, by name.
         truth: the results in a higher precision, by name.
         dtype: the type that is judged.
-        residuals: what truth lacks of a higher precision than float64, by name.
+        residuals: higher-precision truth minus the float64 truth, by name.
+        most: the number of runs.
 
     Attributes:
         dtype: as given.
@@ -195,17 +266,20 @@ class Expected:
         truth: Mapping[Any, Tensor],
         dtype: torch.dtype,
         residuals: Mapping[Any, Tensor] | None = None,
+        most: int = RUNS,
     ) -> None:
         self.dtype = dtype
+        self._most = most
         self._run, self._truth = run, truth
-        self._dtypes = {dtype, torch.promote_types(dtype, torch.float32)}
+        dtypes = {dtype, torch.promote_types(dtype, torch.float32)}
+        self._decisions = {in_dtype: Decisions() for in_dtype in dtypes}
         self._residuals = residuals or {}
         self._largest: dict[Any, float] = {}
         self.runs = 0
 
     def error(self, name: Any, needed: float = math.inf) -> float:
-        """The largest error of one result in RUNS runs; fewer if it is `needed`, or far from it."""
-        while self.runs < RUNS:
+        """Return the largest error over the runs; stop once it reaches `needed` or is far below."""
+        while self.runs < self._most:
             largest = self._largest.get(name, 0.0)
             far = 3.0 if self.runs >= FIRST_RUNS else 1000.0
             if largest >= needed or (self.runs and far * largest < needed < math.inf):
@@ -214,8 +288,12 @@ class Expected:
         return self._largest.get(name, 0.0)
 
     def _run_once(self) -> None:
-        for dtype in self._dtypes:
-            with RandomRounding(self.runs):
+        for dtype, decisions in self._decisions.items():
+            if self.runs == 0:
+                with RandomRounding(None, decisions):
+                    self._run(dtype)
+            decisions.replay()
+            with RandomRounding(self.runs, decisions):
                 results = self._run(dtype)
             for name in results.keys() & self._truth.keys():
                 error = self._error(name, results[name])

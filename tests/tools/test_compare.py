@@ -131,6 +131,25 @@ def test_gradients_that_are_off_are_reported(monkeypatch):
     assert compare(transformer(), *args, **kwargs, backward=False).ok
 
 
+@pytest.mark.parametrize("off", [0.0, 1e-3])
+def test_a_mistake_in_a_model_that_decides(monkeypatch, off):
+    """T5 puts distances into buckets: float errors of eager runs may not move them to others."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
+    )
+    tokens = torch.randint(3, 40, (2, 40))
+    exact = functional.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
+        return exact(*args, **kwargs) * (1 + off)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    report = compare(transformers.T5EncoderModel(config), input_ids=tokens)
+    assert report.ok is (off == 0.0)
+    assert all(row.limit < 1e-5 for row in report.rows if row.kind == "output")
+
+
 def test_nan_is_above_the_limit(monkeypatch):
     exact = functional.layer_norm
 

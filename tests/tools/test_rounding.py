@@ -7,7 +7,7 @@ import torch
 from helpers import attention, random_qkv, run_with_gradients
 
 from fused_attn.tools import contract
-from fused_attn.tools.rounding import FIRST_RUNS, RUNS, Expected, RandomRounding
+from fused_attn.tools.rounding import FIRST_RUNS, RUNS, Decisions, Expected, RandomRounding
 
 ROUNDOFF = 2.0**-24
 
@@ -65,6 +65,44 @@ def test_compositions_are_rounded_in_each_step():
     torch.testing.assert_close(results[0].float(), torch.layer_norm(x, (200,)))
 
 
+def test_decisions_are_those_of_an_undisturbed_run():
+    """A flipped index or ReLU is no rounding error."""
+    x = torch.linspace(-1.0, 1.0, 4001)
+
+    def decide(x):
+        steps = (x.exp().log() * 8.0).to(torch.int64)
+        below = x.sin().asin() < 0.5
+        return steps, below, torch.relu(x.exp().log()) * 1e9
+
+    decisions = Decisions()
+    with RandomRounding(None, decisions):
+        first = decide(x)
+    assert all(torch.equal(a, b) for a, b in zip(first, decide(x), strict=True))
+    decisions.replay()
+    with RandomRounding(0, decisions):
+        second = decide(x)
+    with RandomRounding(0):
+        third = decide(x)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert torch.equal(first[2] == 0.0, second[2] == 0.0) and not torch.equal(first[2], second[2])
+    assert not torch.equal(first[0], third[0])
+
+
+def test_constants_stay_equal():
+    with RandomRounding(0):
+        filled = torch.full((100,), -1e30)
+        assert filled.eq(filled[0]).all() and torch.arange(5.0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_float64_lacks_is_left_alone():
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+    lstm, x = torch.nn.LSTM(3, 4), torch.randn(5, 2, 3)
+    with RandomRounding(0):
+        assert (nested * 2.5).is_nested
+        assert torch.nn.functional.linear(x.to_sparse().to_dense(), torch.ones(2, 3)).shape[-1] == 2
+        torch.testing.assert_close(lstm(x)[0], lstm(x)[0])
+
+
 def test_views_random_numbers_and_places_are_left_alone():
     x = torch.randn(4, 5)
     with RandomRounding(0):
@@ -97,7 +135,7 @@ def test_eager_attention_is_as_expected(dtype):
             assert error <= expected.error(name) <= 10 * error, name
         scale = contract.largest(reference)
         assert 0.0 < expected.error(name) < 300 * torch.finfo(dtype).eps * scale, name
-    assert len(runs) == RUNS * (2 if dtype == torch.bfloat16 else 1)
+    assert len(runs) == (RUNS + 1) * (2 if dtype == torch.bfloat16 else 1)  # one for decisions
 
 
 def test_runs_stop_where_the_error_is_large_enough_or_far_from_it():

@@ -129,6 +129,7 @@ def attention_mask(
             device=device,
             **kwargs,
         )
+        assert tensor is not None  # neither skip is allowed
         return added(tensor, dtype) if adds else tensor
 
     adds = config is not None and _adds_masks(type(config))

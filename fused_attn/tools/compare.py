@@ -197,6 +197,17 @@ def compare(
         _check_plausible(eager, truth, dtype)
         fused = recorder.run(fused_model, copied(args), copied(kwargs))
         del fused_model
+
+        def run_swapped(layers: bool) -> Tensors:
+            swapped_model = copy.deepcopy(model)
+            swap_modules(swapped_model)
+            return recorder.run(swapped_model, copied(args), copied(kwargs), layers=layers)
+
+        judged = fused
+        if stacks:
+            layers = ("layer output", "input grad")
+            of_layers = {key: t for key, t in fused.items() if key[1] in layers}
+            judged = of_layers | run_swapped(layers=False)
         recorder.advance = _no_progress
 
         def run_eager(in_dtype: torch.dtype) -> Tensors:
@@ -206,29 +217,19 @@ def compare(
                 return recorder.run(_eager(copy.deepcopy(model).to(other)), *inputs)
 
         expected = Expected(run_eager, truth, dtype, most=RUNS)
-        report = _report(truth, eager, fused, expected, swap)
-        if not stacks:
-            return report
-
-        def run_swapped(layers: bool) -> Tensors:
-            swapped_model = copy.deepcopy(model)
-            swap_modules(swapped_model)
-            return recorder.run(swapped_model, copied(args), copied(kwargs), layers=layers)
-
-        of_layers = {key: t for key, t in fused.items() if key[1] in ("layer output", "input grad")}
-        judged = _report(truth, eager, of_layers | run_swapped(layers=False), expected, swap)
-        # While layers are recorded, stacks return 0 in padded rows but pack nothing.
-        if (
-            report.ok
-            and not judged.ok
-            and not _report(truth, eager, run_swapped(layers=True), expected, swap).ok
-        ):
-            judged.notes = [*report.notes, _PADDING_NOTE.format(", ".join(stacks))]
-    return judged
+        report = _report(truth, eager, judged, expected, swap)
+        if stacks and not report.ok:
+            padded = _report(truth, eager, fused, expected, swap)
+            # While layers are recorded, stacks return 0 in padded rows but pack nothing.
+            if padded.ok:
+                zeroed = _report(truth, eager, run_swapped(layers=True), expected, swap)
+                if not zeroed.ok:
+                    report.notes = [*padded.notes, _PADDING_NOTE.format(", ".join(stacks))]
+    return report
 
 
 def _no_progress() -> None:
-    """Runs that not every comparison needs are not announced."""
+    """Optional runs do not advance the progress bar."""
 
 
 def _keep_padding(model: Module) -> list[str]:

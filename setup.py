@@ -45,7 +45,7 @@ def build_dir() -> Path:
     parts = ["cmake", sysconfig.get_config_var("SOABI"), *COMPILER]
     for tool in WHEEL_BIN_DIRS:
         said = subprocess.run([find_tool(tool), "--version"], capture_output=True, text=True).stdout
-        parts += [tool[0] + version for version in re.findall(r"\d[\w.]*", said)[:1]]
+        parts += [tool[0] + version for version in re.findall(r"\d+(?:\.\d+)*", said)[:1]]
     return ROOT / "build" / "-".join(parts)
 
 

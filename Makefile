@@ -210,7 +210,7 @@ format: $(VENV)/installed ## rewrite the sources in the common style
 # Of this machine's own libraries; for older ones .github/workflows/wheels.yml makes wheels in containers.
 # torch's libgomp is not copied in: two of them would not share their threads.
 wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
-	$(SAY) "compiles the kernels anew: a few minutes"
+	$(SAY) "a minute, and compiles what build has not"
 	@rm -rf build/wheel dist && $(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log 2>&1 \
 		|| { cat build/wheel.log; exit 1; }
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl

@@ -1,5 +1,6 @@
 """Builds the compiled modules by handing them to CMake, which holds every compiler flag."""
 
+import importlib
 import os
 import re
 import shutil
@@ -12,19 +13,57 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# One for each Python version and ABI, and each compiler that is named: CMake asks CXX but once. It
-# stays, so that the next build compiles what changed only.
-COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))
-BUILD_DIR = ROOT / "build" / "-".join(["cmake", sysconfig.get_config_var("SOABI"), *COMPILER])
+COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))  # CMake asks CXX but once
+# Where the wheels of these tools say that their programs are.
+WHEEL_BIN_DIRS = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
 CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
 
 
 def find_tool(name: str) -> str:
-    """The program on the PATH (pip's isolated build environment is), else beside this Python."""
-    path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    """The program of the wheel that this Python imports, else beside this Python or on the PATH.
+
+    The PATH comes last: it differs between make, pip and a shell, and what another CMake has built
+    is built anew. pip's isolated build environments import their wheels, not those beside Python.
+    """
+    try:
+        folder = getattr(importlib.import_module(name), WHEEL_BIN_DIRS[name], None)
+    except ImportError:
+        folder = None
+    beside = shutil.which(name, path=sysconfig.get_path("scripts"))
+    path = (folder and shutil.which(name, path=folder)) or beside or shutil.which(name)
     if path is None:
         raise SystemExit(f"fused_attn: {name} not found; install it: pip install {name}")
     return path
+
+
+def build_dir() -> Path:
+    """One for all that decides over objects: the tools, the Python ABI, a compiler that is named.
+
+    CMakes order flags differently, and ninja does not read the log of a newer one. The folder
+    stays, so that the next build compiles only what changed.
+    """
+    parts = ["cmake", sysconfig.get_config_var("SOABI"), *COMPILER]
+    for tool in WHEEL_BIN_DIRS:
+        said = subprocess.run([find_tool(tool), "--version"], capture_output=True, text=True).stdout
+        parts += [tool[0] + version for version in re.findall(r"\d+(?:\.\d+)*", said)[:1]]
+    return ROOT / "build" / "-".join(parts)
+
+
+def pybind11_cmake_dir() -> str:
+    """pybind11's CMake folder, by a link: a build environment's path is another one each time."""
+    try:
+        import pybind11
+    except ImportError:
+        raise SystemExit("fused_attn: pybind11 not found; pip install pybind11") from None
+    package, folder = Path(pybind11.__file__).parent, Path(pybind11.get_cmake_dir())
+    if package not in folder.parents:
+        return str(folder)
+    link = ROOT / "build" / f"pybind11-{pybind11.__version__}"
+    if not link.exists():
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)  # to an environment that is gone
+        link.symlink_to(package)
+    return str(link / folder.relative_to(package))
 
 
 def cuda_options() -> list[str]:
@@ -47,6 +86,7 @@ def run_cmake(*args: str) -> None:
 
 class CMakeBuild(build_ext):
     def run(self) -> None:
+        self.build_dir = build_dir()
         self.configure_and_build()
         if self.inplace:
             # A new file, not new bytes in the old one: a process may have that one mapped.
@@ -56,29 +96,25 @@ class CMakeBuild(build_ext):
     def build_extensions(self) -> None:
         # CMake decides which modules there are: one of an earlier build must not slip in.
         self.remove_modules(Path(self.build_lib))
-        run_cmake("--install", str(BUILD_DIR), "--prefix", str(Path(self.build_lib).resolve()))
+        run_cmake("--install", str(self.build_dir), "--prefix", str(Path(self.build_lib).resolve()))
 
     def remove_modules(self, prefix: Path) -> None:
         for extension in self.extensions:
             (prefix / self.get_ext_filename(extension.name)).unlink(missing_ok=True)
 
     def configure_and_build(self) -> None:
-        try:
-            import pybind11
-        except ImportError:
-            raise SystemExit("fused_attn: pybind11 not found; pip install pybind11") from None
-        cache = BUILD_DIR / "CMakeCache.txt"
+        cache = self.build_dir / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
-            shutil.rmtree(BUILD_DIR)  # the tree was moved or copied
+            shutil.rmtree(self.build_dir)  # the tree was moved or copied
         # All paths are given anew: those of the last build may have been temporary.
         run_cmake(
-            *("-S", str(ROOT), "-B", str(BUILD_DIR), "-G", "Ninja"),
+            *("-S", str(ROOT), "-B", str(self.build_dir), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-Dpybind11_DIR={pybind11_cmake_dir()}",
             *cuda_options(),
         )
-        run_cmake("--build", str(BUILD_DIR))
+        run_cmake("--build", str(self.build_dir))
 
 
 setup(

@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/arm-loops.json"
 # Those of CMakeLists.txt.
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-std=c++17", "-O2", "-fpeel-loops", "-fvect-cost-model=dynamic"]
+FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fno-exceptions", "-fopenmp", "-fPIC", "-w", "-DFUSED_ATTN_NEON"]
 ISAS = {
     "neon": [],
@@ -58,7 +59,8 @@ class Loop:
 
 def assembly(compiler: str, isa: str) -> list[str]:
     """What the compiler makes of the kernels."""
-    command = [compiler, *FLAGS, *ISAS[isa], f"-DFUSED_ATTN_ISA={isa}", f"-I{ROOT / 'csrc'}"]
+    command = [compiler, *FLAGS, *ISAS[isa], f"-DFUSED_ATTN_ISA={isa}"]
+    command += [f"-DFUSED_ATTN_BASE={isa}", f"-I{ROOT / 'csrc'}"]
     command += ["-S", "-o", "-", str(ROOT / "csrc/cpu/kernels.cpp")]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
 

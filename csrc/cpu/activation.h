@@ -77,7 +77,7 @@ class ActivationPass {
     const ActivationParams& p = self.p_;
     const T *const x = self.row(p.input, r), *const bias = static_cast<const T*>(p.bias);
     const F function;
-    self.write<kDropout>(r, [&](int64_t c, int64_t count) {
+    self.write<kDropout>(r, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       __builtin_prefetch(reinterpret_cast<const char*>(x + c) + kAhead);
       Vec<A> sum = load_part(x + c, count);
       if (bias != nullptr) sum += load_part(bias + c, count);
@@ -91,7 +91,7 @@ class ActivationPass {
     const T *const x = self.row(p.input, r), *const bias = static_cast<const T*>(p.bias);
     const T* const grad_out = self.row(p.grad_out, r);
     const F function;
-    self.write<kDropout>(r, [&](int64_t c, int64_t count) {
+    self.write<kDropout>(r, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       __builtin_prefetch(reinterpret_cast<const char*>(x + c) + kAhead);
       Vec<A> sum = load_part(x + c, count);
       if (bias != nullptr) sum += load_part(bias + c, count);
@@ -104,7 +104,7 @@ class ActivationPass {
     const ActivationParams& p = self.p_;
     const T *const out = self.row(p.input, r), *const grad_out = self.row(p.grad_out, r);
     const A scale = static_cast<A>(dropout_scale(p.dropout_p));
-    self.write<false>(r, [&](int64_t c, int64_t count) {
+    self.write<false>(r, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Vec<A> scaled = load_part(grad_out + c, count) * scale;
       return load_part(out + c, count) <= A(0) ? Vec<A>{} : scaled;
     });
@@ -118,7 +118,7 @@ class ActivationPass {
     const RowDropout<A> dropout = dropout_;
     const uint32_t counter = dropout.counter_row(r);
     uint64_t kept = 0;
-    for_each_vector<A>(0, p_.columns, [&](int64_t c, int64_t count) {
+    for_each_vector<A>(0, p_.columns, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       Vec<A> result = compute(c, count);
       if constexpr (kDropout) {
         if (c % RowDropout<A>::kColumns == 0) kept = dropout.keep(counter, c);

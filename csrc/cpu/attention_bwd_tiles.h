@@ -293,7 +293,8 @@ class AttentionBwdTiles : BwdPanels<T> {
     met_ = -1;
   }
 
-  void advance(Job* next) {
+  // Not inlined where it is called: the body is large, and a tile is thousands of cycles of work.
+  __attribute__((noinline)) void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
     if (next != nullptr) add_products(*next);
     if (last_ != nullptr && last_->ends_run) sums_.add_query_sums(*last_);

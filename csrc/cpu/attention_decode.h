@@ -35,14 +35,19 @@ class AttentionDecode {
     return kTakesPanel && rows > 0 && rows <= kPanel<A> && p.seqlen_k >= kLongKeys;
   }
 
-  static bool run(const AttentionParams& p) {
+  static bool run(const AttentionParams& p) { return run_by<DecodeRows<T>>(p); }
+
 #if defined(__AMX_BF16__)
-    if constexpr (kTiles) {
-      if (DecodeShape<A>(p).rows >= DecodeTiles<T>::kMinRows) return run_by<DecodeTiles<T>>(p);
-    }
-#endif
-    return run_by<DecodeRows<T>>(p);
+  static bool takes_tiles(const AttentionParams& p) {
+    if constexpr (kTiles) return DecodeShape<A>(p).rows >= DecodeTiles<T>::kMinRows;
+    return false;
   }
+
+  static bool run_tiles(const AttentionParams& p) {
+    if constexpr (kTiles) return run_by<DecodeTiles<T>>(p);
+    return run(p);
+  }
+#endif
 
  private:
 #if defined(__AMX_BF16__)

@@ -234,7 +234,8 @@ class AttentionFwdTiles {
     pending_.flush();  // a panel may end without seeing anything more
   }
 
-  void advance(Job* next) {
+  // Not inlined where it is called: the body is large, and a tile is thousands of cycles of work.
+  __attribute__((noinline)) void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
     softmax_.template finish<kDrops>(tile_, multiply(next));
     const bool special = last_ != nullptr && last_->block->num_special > 0;
@@ -286,16 +287,15 @@ class AttentionFwdTiles {
   __attribute__((noinline)) uint32_t multiply_beside() {
     using Stream = typename Softmax::template Stream<kDrops>;
     TileSchedule<F, Stream> schedule(&pending_, Stream(tile_, current_ != nullptr));
-    for (int64_t q = 0; q < num_products_; ++q) {
-      schedule.template multiply<false, kRows>(products_[q]);
-    }
+    // What a panel begins with is written over, not cleared and read.
     const bool adds = num_sums_ > 0 && !last_->first;
+    const int64_t num_stored = num_products_ + (adds ? 0 : num_sums_);
+    for (int64_t q = 0; q < num_stored; ++q) {
+      schedule.template multiply<false, kRows>(
+          *(q < num_products_ ? products_ + q : sums_ + (q - num_products_)));
+    }
     for (int64_t q = 0; adds && q < num_sums_; ++q) {
       schedule.template multiply<true, kRows>(sums_[q]);
-    }
-    // What a panel begins with is written over, not cleared and read.
-    for (int64_t q = 0; !adds && q < num_sums_; ++q) {
-      schedule.template multiply<false, kRows>(sums_[q]);
     }
     schedule.finish();
     return schedule.work.left();

@@ -24,7 +24,7 @@
 
 namespace fused_attn {
 
-#define FUSED_ATTN_ISA(name)           \
+#define FUSED_ATTN_ISA(name, base)     \
   namespace isa_##name {               \
     extern const KernelTable kKernels; \
   }
@@ -154,7 +154,7 @@ bool pays_off(const char* isa) {
 
 // isas.inc goes from the best to the last resort, so the first hit is the best.
 const KernelTable* first_kernels(const char* isa) {
-#define FUSED_ATTN_ISA(name) FUSED_ATTN_TABLE(FUSED_ATTN_ISA_BUILT_##name, name)
+#define FUSED_ATTN_ISA(name, base) FUSED_ATTN_TABLE(FUSED_ATTN_ISA_BUILT_##name, name)
 #include "cpu/isas.inc"
 #undef FUSED_ATTN_ISA
   return nullptr;
@@ -165,7 +165,7 @@ const KernelTable& choose_kernels(const char* wanted) {
   const KernelTable* table = first_kernels(any ? nullptr : wanted);
   if (table != nullptr) return *table;
   std::string names;
-#define FUSED_ATTN_ISA(name) \
+#define FUSED_ATTN_ISA(name, base) \
   if (first_kernels(#name) != nullptr) names += names.empty() ? #name : ", " #name;
 #include "cpu/isas.inc"
 #undef FUSED_ATTN_ISA

@@ -1,91 +1,54 @@
-// The kernels of one instruction set; compiled once for each line of isas.inc.
-#include "cpu/activation.h"
+// The kernels of one instruction set: attention, and the table of all.
+#include "cpu/isa.h"
+#include "cpu/peak.h"
+#include "cpu/run_as.h"
+
+#if defined(FUSED_ATTN_OWN_ATTENTION)
 #include "cpu/attention_bwd.h"
 #include "cpu/attention_bwd_bias.h"
-#include "cpu/attention_bwd_tiles.h"
 #include "cpu/attention_decode.h"
 #include "cpu/attention_fwd.h"
-#include "cpu/attention_fwd_tiles.h"
 #include "cpu/attention_weights.h"
-#include "cpu/dispatch.h"
-#include "cpu/norm.h"
-#include "cpu/peak.h"
-#include "cpu/tile_kinds.h"
-#include "cpu/tile_summary.h"
-
-#define FUSED_ATTN_PASTE_(a, b) a##b
-#define FUSED_ATTN_PASTE(a, b) FUSED_ATTN_PASTE_(a, b)
-#define FUSED_ATTN_ISA_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_ISA)
-#define FUSED_ATTN_STRING_(a) #a
-#define FUSED_ATTN_STRING(a) FUSED_ATTN_STRING_(a)
+#endif
 
 namespace fused_attn {
+
+// ---- attention ----------------------------------------------------------------------------------
+
+#if defined(FUSED_ATTN_OWN_ATTENTION)
 namespace {
 
-// Runs Op<T> for the type that a tensor is stored in.
-template <template <class> class Op, class Params>
-bool run_as(DType dtype, const Params& params) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return Op<float>::run(params);
-    case DType::kFloat64:
-      return Op<double>::run(params);
-    case DType::kFloat16:
-      return Op<Half>::run(params);
-    case DType::kBFloat16:
-      return Op<BFloat16>::run(params);
-  }
-  return false;
-}
-
-#if defined(__AMX_BF16__)
+#if defined(FUSED_ATTN_OWN_TILES)
 // Where tiles of rows pay off, forward and backward alike: the backward's scores have to be those
 // that lse was made of. Not where a panel is all that shares packed keys (96 heads of 32 x 64 in
 // bfloat16: 0.18 against 0.11 ms).
-inline bool wants_tiles(const AttentionParams& p) {
+bool wants_tiles(const AttentionParams& p) {
   const int64_t group = p.num_heads / max64(p.num_heads_kv, 1);
   return group * p.seqlen_q > kTileQueries || p.seqlen_k > 2 * kTileKeys;
 }
+#else
+bool wants_tiles(const AttentionParams&) { return false; }
 #endif
 
 template <class T>
 struct Forward {
-#if defined(__AMX_BF16__)
-  static bool run_tiles(const AttentionParams& p) {
-    // Without rounding, the sum of weights is what out is divided by, and wanted anyway.
-    if constexpr (TileFormat<T>::kRounds) {
-      if (p.lse == nullptr && p.dropout_p == 0) return AttentionFwdTiles<T, false>::run(p);
+  static bool run(const TilePasses* tiles, const AttentionParams& p) {
+    if (AttentionDecode<T>::pays_off(p)) {
+      if (tiles != nullptr && tiles->takes_decode(p)) return tiles->decode(p);
+      return own::attention_decode(p);
     }
-    if (p.dropout_p > 0) return AttentionFwdTiles<T, true, true>::run(p);
-    return AttentionFwdTiles<T, true>::run(p);
-  }
-#endif
-
-  static bool run(const AttentionParams& p) {
-    if (AttentionDecode<T>::pays_off(p)) return AttentionDecode<T>::run(p);
-#if defined(__AMX_BF16__)
-    if constexpr (sizeof(T) < 8) {
-      if (wants_tiles(p)) return run_tiles(p);
-    }
-#endif
+    if (tiles != nullptr && wants_tiles(p)) return tiles->forward(p);
     return AttentionFwd<T>::run(p);
   }
 };
 
-bool run_attention_fwd(const AttentionParams& p) { return run_as<Forward>(p.dtype, p); }
-
 template <class T>
 struct Backward {
-  static bool run(const AttentionBwdParams& p) {
+  static bool run(const TilePasses* tiles, const AttentionBwdParams& p) {
     if (p.grad_weights != nullptr && !WeightRowSums<T>::run(p)) return false;
-#if defined(__AMX_BF16__)
-    if constexpr (sizeof(T) < 8) {
-      using Tiles = AttentionBwdTiles<T>;
-      if (wants_tiles(p.fwd) && !Tiles::unsupported(p)) {
-        return Tiles::run(p) && (Tiles::takes_bias(p) || run_bias(p));
-      }
+    if (tiles != nullptr && wants_tiles(p.fwd) && tiles->takes_backward(p)) {
+      return tiles->backward(p) && (tiles->takes_bias(p) || run_bias(p));
     }
-#endif
     return AttentionBwd<T>::run(p) && run_bias(p);
   }
 
@@ -95,69 +58,94 @@ struct Backward {
   }
 };
 
-bool run_attention_bwd(const AttentionBwdParams& p) { return run_as<Backward>(p.fwd.dtype, p); }
-
-bool run_attention_weights(const AttentionWeightsParams& p) {
-  return run_as<AttentionWeights>(p.fwd.dtype, p);
-}
-
-bool run_norm_fwd(const NormParams& p) { return run_as<NormFwd>(p.dtype, p); }
-
-bool run_norm_bwd(const NormBwdParams& p) { return run_as<NormBwd>(p.fwd.dtype, p); }
-
-bool run_activation(const ActivationParams& p) { return run_as<ActivationPass>(p.dtype, p); }
-
-bool run_tile_kinds(const TileKindsParams& p) { return run_as<TileKinds>(p.problem.dtype, p); }
-
-int64_t panel_of(DType dtype) { return dtype == DType::kFloat64 ? kPanel<double> : kPanel<float>; }
-
-double run_product_peak(DType dtype, int64_t threads) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return product_peak<float>(threads);
-    case DType::kFloat64:
-      return product_peak<double>(threads);
-    case DType::kFloat16:
-      return product_peak<Half>(threads);
-    case DType::kBFloat16:
-      return product_peak<BFloat16>(threads);
-  }
-  return 0;
-}
-
-template <class B>
-struct TileSummary {
-  static bool run(const SummaryParams& p) {
-    tile_summary<B>(p);
-    return true;
-  }
+template <class T>
+struct ProductPeak {
+  static double run(DType, int64_t threads) { return product_peak<T>(threads); }
 };
-
-void run_tile_summary(const SummaryParams& p) {
-  if (p.is_bool) {
-    tile_summary<Flag>(p);
-  } else {
-    run_as<TileSummary>(p.dtype, p);
-  }
-}
 
 }  // namespace
 
-namespace FUSED_ATTN_ISA_NAMESPACE {
-extern const KernelTable kKernels;
-const KernelTable kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
-                              run_attention_fwd,
-                              run_attention_bwd,
-                              run_attention_weights,
-                              run_norm_fwd,
-                              run_norm_bwd,
-                              run_activation,
-                              run_tile_kinds,
-                              run_tile_summary,
-                              panel_of,
-                              kBlockN,
-                              multiply_add_peak,
-                              run_product_peak};
-}  // namespace FUSED_ATTN_ISA_NAMESPACE
+bool own::attention_fwd_beside(const TilePasses* tiles, const AttentionParams& p) {
+  const auto of_base = [](const TilePasses*, const AttentionParams& p) {
+    return base::attention_fwd(p);
+  };
+  return run_as<Forward>(p.dtype, of_base, tiles, p);
+}
+
+bool own::attention_bwd_beside(const TilePasses* tiles, const AttentionBwdParams& p) {
+  const auto of_base = [](const TilePasses*, const AttentionBwdParams& p) {
+    return base::attention_bwd(p);
+  };
+  return run_as<Backward>(p.fwd.dtype, of_base, tiles, p);
+}
+
+bool own::attention_weights(const AttentionWeightsParams& p) {
+  return run_as<AttentionWeights>(p.fwd.dtype, base::attention_weights, p);
+}
+
+double own::product_peak(DType dtype, int64_t threads) {
+  return run_as<ProductPeak>(dtype, base::product_peak, dtype, threads);
+}
+#else
+bool own::attention_fwd_beside(const TilePasses* tiles, const AttentionParams& p) {
+  return base::attention_fwd_beside(tiles, p);
+}
+bool own::attention_bwd_beside(const TilePasses* tiles, const AttentionBwdParams& p) {
+  return base::attention_bwd_beside(tiles, p);
+}
+bool own::attention_weights(const AttentionWeightsParams& p) { return base::attention_weights(p); }
+#endif
+
+#if !defined(FUSED_ATTN_OWN_ROWS)
+bool own::norm_fwd(const NormParams& p) { return base::norm_fwd(p); }
+bool own::norm_bwd(const NormBwdParams& p) { return base::norm_bwd(p); }
+bool own::activation(const ActivationParams& p) { return base::activation(p); }
+bool own::tile_kinds(const TileKindsParams& p) { return base::tile_kinds(p); }
+void own::tile_summary(const SummaryParams& p) { base::tile_summary(p); }
+double own::multiply_add_peak(int64_t threads) { return base::multiply_add_peak(threads); }
+#endif
+
+// ---- attention in tile registers ----------------------------------------------------------------
+
+#if defined(FUSED_ATTN_OWN_TILES)
+static constexpr TilePasses kTilePasses = {own::tiles_fwd,       own::tiles_take_decode,
+                                           own::tiles_decode,    own::tiles_take_bwd,
+                                           own::tiles_take_bias, own::tiles_bwd};
+static constexpr const TilePasses* kTiles = &kTilePasses;
+#else
+// For types that have none, of those whose base this is: never called.
+bool own::tiles_fwd(const AttentionParams&) { return false; }
+bool own::tiles_take_decode(const AttentionParams&) { return false; }
+bool own::tiles_decode(const AttentionParams&) { return false; }
+bool own::tiles_take_bwd(const AttentionBwdParams&) { return false; }
+bool own::tiles_take_bias(const AttentionBwdParams&) { return false; }
+bool own::tiles_bwd(const AttentionBwdParams&) { return false; }
+static constexpr const TilePasses* kTiles = nullptr;
+#endif
+
+// ---- the table ----------------------------------------------------------------------------------
+
+namespace {
+
+int64_t panel_of(DType dtype) { return dtype == DType::kFloat64 ? kPanel<double> : kPanel<float>; }
+
+}  // namespace
+
+bool own::attention_fwd(const AttentionParams& p) { return attention_fwd_beside(kTiles, p); }
+bool own::attention_bwd(const AttentionBwdParams& p) { return attention_bwd_beside(kTiles, p); }
+
+const KernelTable own::kKernels = {FUSED_ATTN_STRING(FUSED_ATTN_ISA),
+                                   own::attention_fwd,
+                                   own::attention_bwd,
+                                   own::attention_weights,
+                                   own::norm_fwd,
+                                   own::norm_bwd,
+                                   own::activation,
+                                   own::tile_kinds,
+                                   own::tile_summary,
+                                   panel_of,
+                                   kBlockN,
+                                   own::multiply_add_peak,
+                                   own::product_peak};
 
 }  // namespace fused_attn

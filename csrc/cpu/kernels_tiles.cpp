@@ -1,0 +1,66 @@
+// Attention forward in tile registers.
+#include "cpu/isa.h"
+
+#if defined(FUSED_ATTN_OWN_TILES)
+#include "cpu/attention_decode.h"
+#include "cpu/attention_fwd_tiles.h"
+#include "cpu/peak.h"
+#include "cpu/run_as.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+struct Forward {
+  static bool run(const AttentionParams& p) {
+    // Without rounding, the sum of weights is what out is divided by, and wanted anyway.
+    if constexpr (TileFormat<T>::kRounds) {
+      if (p.lse == nullptr && p.dropout_p == 0) return AttentionFwdTiles<T, false>::run(p);
+    }
+    if (p.dropout_p > 0) return AttentionFwdTiles<T, true, true>::run(p);
+    return AttentionFwdTiles<T, true>::run(p);
+  }
+};
+
+template <class T>
+struct TakesDecode {
+  static bool run(const AttentionParams& p) { return AttentionDecode<T>::takes_tiles(p); }
+};
+
+template <class T>
+struct Decode {
+  static bool run(const AttentionParams& p) { return AttentionDecode<T>::run_tiles(p); }
+};
+
+}  // namespace
+
+bool own::tiles_fwd(const AttentionParams& p) {
+  return run_as<Forward>(p.dtype, base::tiles_fwd, p);
+}
+
+bool own::tiles_take_decode(const AttentionParams& p) {
+  return run_as<TakesDecode>(p.dtype, base::tiles_take_decode, p);
+}
+
+bool own::tiles_decode(const AttentionParams& p) {
+  return run_as<Decode>(p.dtype, base::tiles_decode, p);
+}
+
+#if !defined(FUSED_ATTN_OWN_ATTENTION)
+namespace {
+
+template <class T>
+struct ProductPeak {
+  static double run(DType, int64_t threads) { return product_peak<T>(threads); }
+};
+
+}  // namespace
+
+double own::product_peak(DType dtype, int64_t threads) {
+  return run_as<ProductPeak>(dtype, base::product_peak, dtype, threads);
+}
+#endif
+
+}  // namespace fused_attn
+
+#endif  // FUSED_ATTN_OWN_TILES

@@ -3,9 +3,9 @@
     ATEN_CPU_CAPABILITY=avx2 python scripts/calibrate_contract.py --problems 1000000 --dtype float32
 
 Half of the problems are hard: few keys, queries of 4 to 20 times normal size. They are drawn in
-batches, each element of which is a problem with errors of its own. An element is beyond what is
-expected if eager's error, less one rounding of the largest value, is larger than that of each of
-the RUNS runs of fused_attn/tools/rounding.py.
+batches. Each batch element is a separate problem, judged separately. It is beyond what is expected
+if eager's error, less one rounding of the largest value, is larger than that of each of the RUNS
+runs of fused_attn/tools/rounding.py.
 """
 
 from __future__ import annotations

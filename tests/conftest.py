@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """What a test draws is the same whatever ran before it."""
+    """Seed every test, so that its draws do not depend on test order."""
     use_draw(request.config.getoption("--draw"))
 
 
@@ -71,7 +71,7 @@ def _backend(item: pytest.Item) -> str | None:
 
 
 def _taken(item: pytest.Item) -> bool:
-    """Whether the test's backend computes in the test's type, and is not too slow for it."""
+    """True if the backend supports the dtype and is fast enough for the test."""
     backend, dtype = _backend(item), _parameters(item).get("dtype")
     if backend in SLOW_BACKENDS and item.get_closest_marker("not_emulated"):
         return False
@@ -79,7 +79,7 @@ def _taken(item: pytest.Item) -> bool:
 
 
 def _thinned_out(item: pytest.Item) -> bool:
-    """Whether `make test` leaves these parameters out on a slow backend: a `thinned` marker."""
+    """True if a `thinned` marker excludes these parameters on a slow backend."""
     if _backend(item) not in SLOW_BACKENDS:
         return False
     parameters = _parameters(item)

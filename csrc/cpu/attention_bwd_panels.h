@@ -220,7 +220,6 @@ class BwdPanels {
       const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
       const double natural = scores_.units.natural * step;
       in_units(lse, low, natural, &rows.lse[r], &rows.lse_lost[r]);
-      rows.lse_lost[r] = -rows.lse_lost[r];
       if (bwd_.grad_lse != nullptr) {
         rows.grad_lse[r] = static_cast<const float*>(bwd_.grad_lse)[at + r];
       }

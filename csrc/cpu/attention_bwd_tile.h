@@ -38,7 +38,7 @@ class BwdTile {
     grad_out_rows_ =
         arena_.template take<RightElement>(rows ? P::right_size(panels * kRows, wide_v_) : 0);
     lse_ = arena_.template take<A>(panels * kRows);
-    lse_low_ = arena_.template take<A>(panels * kRows);
+    lse_lost_ = arena_.template take<A>(panels * kRows);
     delta_ = arena_.template take<A>(panels * kRows);
     grad_lse_ = arena_.template take<A>(panels * kRows);
     scores_ = arena_.template take<A>(kBlockN * kRows);
@@ -65,10 +65,10 @@ class BwdTile {
       const A lse = l < count ? static_cast<const A*>(p_.lse)[head + l] : -infinity;
       alive_[l] = lse != -infinity;
       lse_[at + l] = infinity;  // P is 0
-      lse_low_[at + l] = grad_lse_[at + l] = 0;
+      lse_lost_[at + l] = grad_lse_[at + l] = 0;
       if (!alive_[l]) continue;
       in_units(lse, static_cast<const A*>(p_.lse_low)[head + l], units_.natural, &lse_[at + l],
-               &lse_low_[at + l]);
+               &lse_lost_[at + l]);
       if (bwd_.grad_lse != nullptr) {
         grad_lse_[at + l] = static_cast<const A*>(bwd_.grad_lse)[head + l];
       }
@@ -131,10 +131,10 @@ class BwdTile {
     const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
     const int64_t steps = P::pad_steps(at.n);
     const bool guard = kind == Tile::kPartial || steps != at.n;
-    Vec<A> lse[2], low[2], delta[2], grad_lse[2];
+    Vec<A> lse[2], lse_lost[2], delta[2], grad_lse[2];
     for (int v = 0; v < 2; ++v) {
       lse[v] = load(lse_ + slot * kRows + v * kLane);
-      low[v] = load(lse_low_ + slot * kRows + v * kLane);
+      lse_lost[v] = load(lse_lost_ + slot * kRows + v * kLane);
       delta[v] = load(delta_ + slot * kRows + v * kLane);
       grad_lse[v] = load(grad_lse_ + slot * kRows + v * kLane);
     }
@@ -146,9 +146,9 @@ class BwdTile {
           const int64_t e = (t + r) * kRows + v * kLane;
           const Vec<A> score = load(scores_ + e), below = score - lse[v];
           const Vec<A> rounded = exp_nonpositive<A, kPrecision<T>>(below, unit_);
-          // What rounding took from lse, and takes from the difference, is applied as a factor
-          // (exp(-low) is 1 - low): in the exponent it would be lost again.
-          Vec<A> lost = -low[v];
+          // What rounding took from lse, and takes from the difference, is applied as a factor: in
+          // the exponent it would be lost again.
+          Vec<A> lost = lse_lost[v];
           if (kPrecision<T> == Precision::kFull) {
             lost += (score - (below + lse[v])) * unit_.natural;
             lost = rounded == 0 ? Vec<A>{} : lost;  // of a masked score it is NaN
@@ -185,7 +185,8 @@ class BwdTile {
   typename P::Registers registers_;
   int64_t panels_ = 0;    // slots
   bool alive_[kRows];     // of the panel that is packed: rows that see something
-  A *lse_, *lse_low_;     // (panels, panel), in units of a score; +inf where a row sees nothing
+  A* lse_;                // (panels, panel), in units of a score; +inf where a row sees nothing
+  A* lse_lost_;           // (panels, panel), see in_units
   A *delta_, *grad_lse_;  // (panels, panel)
   A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, panel)
   A* grad_weights_;                                // (panel, kBlockN)

@@ -189,24 +189,26 @@ inline Vec<T> tanh(Vec<T> x) {
 
 // maximum * unit + log(sum), and what its rounding loses.
 inline void log_sum_exp(float maximum, double unit, float sum, float* high, float* low) {
-  const double whole = maximum * unit + __builtin_log(static_cast<double>(sum));
-  *high = static_cast<float>(whole);
-  *low = static_cast<float>(whole - static_cast<double>(*high));
+  const double scaled = maximum * unit, log = __builtin_log(static_cast<double>(sum));
+  *high = static_cast<float>(scaled + log);
+  *low = static_cast<float>((scaled - static_cast<double>(*high)) + log);
 }
 
 inline void log_sum_exp(double maximum, double unit, double sum, double* high, double* low) {
-  const long double whole =
-      static_cast<long double>(maximum) * unit + __builtin_logl(static_cast<long double>(sum));
-  *high = static_cast<double>(whole);
-  *low = static_cast<double>(whole - static_cast<long double>(*high));
+  const long double scaled = static_cast<long double>(maximum) * unit;
+  const long double log = __builtin_logl(static_cast<long double>(sum));
+  *high = static_cast<double>(scaled + log);
+  *low = static_cast<double>((scaled - static_cast<long double>(*high)) + log);
 }
 
-// (high + low) / unit, and what its rounding loses, in natural units.
+// lse = high + low in units of a score, rounded, and the factor less 1 that makes up for the
+// rounding in exp(score - lse). Under a bias of -1e8 lse is a multiple of 8: low is not small, and
+// would be lost in a sum with high.
 template <class A>
-inline void in_units(A high, A low, double unit, A* high_unit, A* low_natural) {
-  const Wide<A> natural = static_cast<Wide<A>>(high) + low, whole = natural / unit;
-  *high_unit = static_cast<A>(whole);
-  *low_natural = static_cast<A>((whole - static_cast<Wide<A>>(*high_unit)) * unit);
+inline void in_units(A high, A low, double unit, A* high_unit, A* lost) {
+  *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + low) / unit);
+  const Wide<A> rest = (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + low;
+  *lost = static_cast<A>(__builtin_expm1(-static_cast<double>(rest)));
 }
 
 }  // namespace

@@ -147,7 +147,7 @@ def compare(
     The model is copied, never modified, and runs in evaluation mode, without dropout. Outputs and
     gradients are those of the model that `swap_modules` makes. Its stacks return 0 in padded rows:
     if the model reads or returns these, the report is not ok, and a note says why. Layers are
-    recorded in a run of their own, without packing.
+    recorded in a separate run without packing.
 
     Args:
         model: a model in float32, float16 or bfloat16, not swapped yet.

@@ -146,7 +146,7 @@ class Recorder:
     _relu.pointwise = True  # type: ignore[attr-defined]
 
     def _note_packing(self, stack: Any) -> None:
-        """Keep how a stack packs its batch: the sides of ReLUs are those of a padded one."""
+        """Record the packing of a stack, to pack the ReLU signs recorded on the padded batch."""
         packing_of = stack._packing
 
         def noting(*args: Any) -> Packing | None:

@@ -14,6 +14,7 @@ from helpers import (
     assert_like_eager,
     attention,
     device_of,
+    drawn,
     leaves_of,
     random_qkv,
     short,
@@ -111,6 +112,16 @@ def test_pairs_of_masks(pair, backend):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
+@pytest.mark.parametrize("lowest", [-1e6, -1e8, torch.finfo(torch.float32).min])
+def test_rows_whose_bias_is_very_negative(lowest, dtype):
+    """It is added, as in eager attention: such rows see all keys, and lse is no exact number."""
+    bias = torch.zeros(9, 70)
+    bias[2:5] = lowest
+    tensors = random_qkv(1, 2, 2, 9, 70, 16)
+    assert_like_eager(attention(masks.bias(bias)), tensors, dtype, "cpp")
+
+
 BIAS_SHAPES = [
     (2, 4, 45, 150),
     (4, 45, 150),
@@ -129,7 +140,7 @@ BIAS_SHAPES = [
 @pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
 def test_bias_gradient(shape, own_dtype, dtype, backend):
     tensors = random_qkv(2, 4, 2, 45, 150, 32)
-    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(shape, generator=drawn(1))
     half = dtype in (torch.float16, torch.bfloat16)
     tensors["bias"] = bias.to(dtype) if own_dtype and half else bias
     assert_like_eager(attention(masks.causal(), enable_gqa=True), tensors, dtype, backend)
@@ -349,7 +360,7 @@ def test_masks_with_large_strides(backend):
         pytest.skip("reason: a GPU has no memory that is not there")
     whole = torch.empty(2**31 + 512, dtype=torch.bool)
     mask = whole.as_strided((3, 1, 8, 8), (2**30, 64, 8, 1))
-    mask.copy_(torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.7)
+    mask.copy_(torch.rand(3, 1, 8, 8, generator=drawn(0)) < 0.7)
     tensors = random_qkv(3, 2, 2, 8, 8, 16)
     assert_like_eager(attention(masks.dense(mask)), tensors, torch.float32, backend)
 
@@ -444,7 +455,7 @@ def test_anything(backend, data):
     # Without masks.bias among the masks: the two would become one float mask.
     if data.draw(st.booleans()) and (mask is None or not mask.biases):
         sizes = [data.draw(st.sampled_from([1, n])) for n in (shape[0], shape[1], *shape[3:5])]
-        tensors["bias"] = torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+        tensors["bias"] = torch.randn(sizes, generator=drawn(seed))
     options = {
         "dropout_p": data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.7])),
         "softcap": data.draw(st.sampled_from([None, None, 4.0])),
@@ -470,7 +481,7 @@ def test_weights_of_the_backward_are_not_scaled_by_the_rounding_of_lse(backend):
 def test_gradients_of_a_float_mask_add_up_over_the_keys(dtype, backend):
     """To the gradient of lse: a part of the mask that is the same for all keys shifts a row. The
     rounding of out to 16 bits must not show there."""
-    base = masks.bias(torch.randn(60, 150, generator=torch.Generator().manual_seed(2)))
+    base = masks.bias(torch.randn(60, 150, generator=drawn(2)))
     tensors = random_qkv(2, 2, 2, 60, 150, 32)
-    tensors["bias"] = torch.randn(60, 1, generator=torch.Generator().manual_seed(3))
+    tensors["bias"] = torch.randn(60, 1, generator=drawn(3))
     assert_like_eager(attention(base), tensors, dtype, backend)

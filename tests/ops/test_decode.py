@@ -12,6 +12,7 @@ from helpers import (
     assert_outputs_like_eager,
     attention,
     device_of,
+    drawn,
     random_qkv,
     runnable,
     short,
@@ -170,7 +171,7 @@ def test_heads_that_share_keys_see_others(rows, kind, backend):
 def test_packed(is_causal, backend):
     """Some sequences without queries, some without keys."""
     lengths_q, lengths_k = (3, 0, 1, 5, 2), (300, 40, 0, 129, 7)
-    generator = torch.Generator().manual_seed(0)
+    generator = drawn(0)
     tensors = {
         name: torch.randn(sum(lengths), heads, 32, generator=generator)
         for name, heads, lengths in (

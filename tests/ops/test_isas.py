@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, ISAS, assert_like_eager, attention, random_qkv, runnable, short
+from helpers import DTYPES, ISAS, assert_like_eager, attention, drawn, random_qkv, runnable, short
 from mask_cases import MASKS
 from norm_cases import norm, tensors_of
 
@@ -32,7 +32,7 @@ def test_attention(name, dtype, isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_rows_an_odd_number_apart(dtype, isa):
     """Words of two 16-bit numbers are read from rows in place only where they are words."""
-    generator = torch.Generator().manual_seed(0)
+    generator = drawn(0)
     wide = [torch.randn(1, 2, 64, 65, generator=generator, dtype=dtype) for _ in range(3)]
     results = []
     for tensors in ([x[..., :64] for x in wide], [x[..., :64].contiguous() for x in wide]):
@@ -55,7 +55,7 @@ def test_sums_over_keys(isa):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_bias_softcap_dropout(dtype, isa):
     tensors = random_qkv(2, 4, 2, 45, 149, 36, 20)
-    tensors["bias"] = torch.randn(4, 45, 149, generator=torch.Generator().manual_seed(1))
+    tensors["bias"] = torch.randn(4, 45, 149, generator=drawn(1))
     options = {"softcap": 4.0, "dropout_p": 0.3, "enable_gqa": True}
     assert_like_eager(attention(masks.causal(), **options), tensors, dtype, "cpp")
 
@@ -84,7 +84,7 @@ def test_float16_conversions_are_those_of_the_processor(isa):
         total = total_of(odd, torch.zeros_like(odd))
         assert torch.equal(total[:2], odd[:2]) and total[2].isnan().all()
     # Sums that have to be rounded: to even, over the largest, under the smallest.
-    big = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)) * 3e4
+    big = torch.randn(4096, 1, generator=drawn(0)) * 3e4
     for dtype in (torch.float16, torch.bfloat16):
         a, b = big.to(dtype), big.flip(0).to(dtype) * 2**-7
         total = total_of(a, b)

@@ -10,6 +10,7 @@ from helpers import (
     ONE_16_BIT_TYPE,
     assert_like_eager,
     device_of,
+    drawn,
     leaves_of,
     short,
 )
@@ -191,7 +192,7 @@ def test_layouts_that_are_compiled(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancellation(backend):
     """A large mean: the difference of two large sums would lose the variance."""
-    tensors = {"input": torch.randn(8, 512, generator=torch.Generator().manual_seed(1)) + 1.0e4}
+    tensors = {"input": torch.randn(8, 512, generator=drawn(1)) + 1.0e4}
     assert_like_eager(norm("layer_norm"), tensors, torch.float32, backend)
 
 

@@ -13,6 +13,7 @@ from helpers import (
     assert_like_eager,
     assert_outputs_like_eager,
     device_of,
+    drawn,
     leaves_of,
     most_exact,
     runnable,
@@ -33,7 +34,7 @@ def cu_seqlens(lengths, dtype=torch.int32):
 
 
 def packed(lengths_q, lengths_k, heads=4, heads_kv=2, dim=24, dim_v=40):
-    generator = torch.Generator().manual_seed(3)
+    generator = drawn(3)
 
     def make(rows, heads, dim):
         return torch.randn(rows, heads, dim, generator=generator)
@@ -114,7 +115,7 @@ def test_is_the_padded_batch(options, backend):
 @pytest.mark.parametrize("shape", [(4, 1, 1, 160), (1, 4, 170, 1), (4, 4, 170, 160)])
 def test_bias_gradient(shape, backend):
     tensors = packed(LENGTHS_Q, LENGTHS_K)
-    tensors["bias"] = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    tensors["bias"] = torch.randn(shape, generator=drawn(1))
     function = varlen(LENGTHS_Q, LENGTHS_K, longest=(170, 160))
     assert_like_eager(function, tensors, torch.float32, backend)
 

@@ -33,7 +33,7 @@ if os.environ.get("CUDA_EMULATED") == "1":
 # Those whose kernels are this package's. What torch computes is torch's: see test_sdpa.py.
 BACKENDS = [n for n in fused_attn.available_backends() if not get_backend(n).differentiable]
 ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic"]
-MAX_REFERENCES = 256  # that are remembered: more than one instruction set has in a test
+MAX_REFERENCES = 256  # cache size; larger than the problems of one test
 # Of these, a test runs those that its backend takes: conftest.py leaves out the others.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()
@@ -128,7 +128,7 @@ def run_with_gradients(
         leaves[name].requires_grad_()
     with dropout_seed(seed):
         outputs = function(**leaves)
-    generator = torch.Generator().manual_seed(seed)
+    generator = drawn(seed)
     loss = outputs[0].new_zeros((), dtype=torch.float64)
     for output in outputs:
         weights = torch.randn(output.shape, generator=generator)
@@ -151,7 +151,7 @@ def dropout_seed(seed: int) -> Iterator[None]:
     def drawn_on_the_cpu(device: torch.device) -> Tensor:
         return new_seed(torch.device("cpu")).to(device)
 
-    torch.manual_seed(seed)
+    torch.manual_seed(drawn(seed).initial_seed())
     with mock.patch.object(philox, "new_seed", drawn_on_the_cpu):
         yield
 
@@ -227,7 +227,7 @@ def assert_outputs_like_eager(
 
 
 class Reference:
-    """What results in a type are judged by: the truth, eager attention, and its expected error.
+    """Truth, eager results and expected eager error of one problem.
 
     Args:
         run: eager attention in a type; its results by name.
@@ -277,7 +277,7 @@ class Reference:
         self.expected = Expected(run, self.truth, dtype, self.residuals)
 
     def findings(self, got: dict[str, Tensor]) -> list[contract.Finding]:
-        """What the contract says of each result."""
+        """Judge each result by the contract."""
         assert got.keys() == self.truth.keys()
         return [
             contract.judge(

@@ -26,16 +26,16 @@ class LongDouble(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # By the address of a storage, which is kept, so that the address stays its own.
+        # Keyed by storage address; storages are kept alive so that addresses are not reused.
         self._shadows: dict[int, tuple[Any, Array]] = {}
 
     def residual(self, tensor: Tensor) -> Tensor:
-        """What a float64 tensor lacks of its value in long double, 0 where that is not finite."""
+        """Return long double value minus float64 value; 0 where not finite."""
         value = self._value(tensor)
-        rounded = value.astype(np.float64)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
+            rounded = value.astype(np.float64)
             rest = np.where(np.isfinite(rounded), value - rounded, 0.0)
-        return torch.from_numpy(np.ascontiguousarray(rest, dtype=np.float64))
+        return torch.from_numpy(rest.astype(np.float64))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -53,11 +53,11 @@ class LongDouble(TorchDispatchMode):
         rule = RULES.get(packet)
         if rule is None:
             result = func(*args, **kwargs)
-            if _has_float64(result):
+            if _has_float64(result) or _is_complex(result):
                 raise NotImplementedError(f"long double has no rule for {func}")
             return result
         dtype = kwargs.get("dtype")
-        if packet is aten._to_copy and dtype not in (None, torch.float64):
+        if dtype not in (None, torch.float64):
             return func(*args, **kwargs)
         if not _has_float64((*args, dtype)) and not _has_float64(result := func(*args, **kwargs)):
             return result
@@ -74,12 +74,14 @@ class LongDouble(TorchDispatchMode):
         if not _has_float64(target):
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        rule = (lambda _, source: source) if name == "copy" else RULES[getattr(aten, name)]
+        rule = (lambda _, source: source) if name == "copy" else RULES.get(getattr(aten, name))
+        if rule is None:
+            raise NotImplementedError(f"long double has no rule for {func}")
         value = self._compute(rule, args, kwargs)
         shadow = self._value(target)
         shadow[...] = value
-        rounded = shadow.astype(np.float64)
-        return aten.copy_.default(target, torch.from_numpy(np.ascontiguousarray(rounded)))
+        rounded = np.asarray(shadow.astype(np.float64))
+        return aten.copy_.default(target, torch.from_numpy(rounded))
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -115,6 +117,10 @@ class LongDouble(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._shadows[storage.data_ptr()] = (storage, value.reshape(-1))
         return tensor
+
+
+def _is_complex(result: Any) -> bool:
+    return isinstance(result, Tensor) and result.is_complex()
 
 
 def _has_float64(values: Any) -> bool:

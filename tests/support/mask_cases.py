@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from helpers import drawn
 
 from fused_attn import masks
 from fused_attn.masks import Mask
@@ -17,7 +18,7 @@ from fused_attn.tools.cases import Shape, make_mask
 
 def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
     """Random lengths, the first of them 0 and the last full."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = drawn(seed)
     lengths = torch.randint(0, seqlen + 1, (batch,), generator=generator)
     lengths[0] = 0
     lengths[-1] = seqlen
@@ -26,12 +27,12 @@ def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
 
 def _partial(batch: int, seqlen: int, seed: int) -> torch.Tensor:
     """Random lengths, none of them 0: with `_lengths` on the other side, a sequence is seen."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = drawn(seed)
     return torch.randint(max(seqlen // 4, 1), max(seqlen, 2), (batch,), generator=generator)
 
 
 def _dense(*shape: int, seed: int, visible: float = 0.5) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = drawn(seed)
     mask = torch.rand(*shape, generator=generator) < visible
     mask[..., : shape[-1] // 3] &= torch.rand(shape[-2], 1, generator=generator) < 0.7
     return mask
@@ -65,7 +66,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     ),
     "alibi": lambda b, h, m, n: masks.alibi(2.0 ** -torch.arange(1.0, h + 1)),
     "alibi_batch": lambda b, h, m, n: masks.alibi(
-        torch.rand(b, h, generator=torch.Generator().manual_seed(8)), align="bottom_right"
+        torch.rand(b, h, generator=drawn(8)), align="bottom_right"
     ),
     "dense": lambda b, h, m, n: masks.dense(_dense(m, n, seed=9)),
     "dense_full": lambda b, h, m, n: masks.dense(_dense(b, h, m, n, seed=10)),

@@ -1,7 +1,7 @@
 """Random attention problems; half are hard: rows see few keys, or one has nearly all the weight.
 
-What is left of the scores' gradients there is small beside what it is the difference of, and shows
-every rounding on the way. A search through problems, each of which has a number:
+Score gradients are small differences of large terms there and expose every rounding. A search
+through problems, each of which has a number:
 
     python tests/support/random_problems.py --isa avx2 --dtype float32 --problems 20000
 """

@@ -4,7 +4,7 @@
 
 `make test` leaves out the tests that are marked `thorough`; with --all, `make test-all`, they run.
 
-Every stage runs, whatever the ones before it found; Ctrl-C stops at once.
+All stages run even if earlier ones fail; Ctrl-C stops at once.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MISTAKES = {
     "lse_residual": "the backward takes lse without its rounding residual",
     "stride": "the strides of two heads of V are swapped",
     "philox": "dropout reads the words of a counter in another order",
-    "delta": "delta is made of the rounded output",
+    "delta": "delta is computed from the rounded output",
 }
 
 
@@ -125,7 +125,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor, tile: slice, options: Options) -
 
 
 def _keep(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """What each weight is multiplied by: 0, or the factor of those that are kept."""
+    """Return the dropout factor of each weight."""
     shape = (*q.shape[:3], k.shape[2])
     if options.dropout_p == 0.0:
         return q.new_ones(shape)

@@ -79,7 +79,7 @@ examples: env ## train all examples on real data, and bring their figures into e
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
 	@$(BIN)/python tests/support/stages.py $(STAGES)
 
-test-all: env emulator ## run the tests with those that `test` leaves out: see docs/tests.md
+test-all: env emulator ## run the tests with those that `test` leaves out: see CONTRIBUTING.md
 	@$(BIN)/python tests/support/stages.py --all $(STAGES)
 
 test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU

@@ -1,4 +1,4 @@
-"""What the trainings share: arguments, claims, plots, records."""
+"""Code shared by the trainings: arguments, claims, plots, records."""
 
 from __future__ import annotations
 

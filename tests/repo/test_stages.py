@@ -72,7 +72,7 @@ def test_results_of_earlier_runs_do_not_count(tmp_path, capfd):
     assert capfd.readouterr().out.splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
 
 
-def test_interrupt_stops_at_once(tmp_path):
+def test_an_interrupt_stops_the_run(tmp_path):
     interrupted = stage(tmp_path, "one", "def test_one():\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         stages.run([interrupted, stage(tmp_path, "two", PASSES)], tmp_path / "results")

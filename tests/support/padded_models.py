@@ -37,7 +37,7 @@ class Pooled(torch.nn.Module):
 
 
 class PooledBert(torch.nn.Module):
-    """The same with Hugging Face's BERT."""
+    """The mean over all rows of Hugging Face's BERT, padded rows included."""
 
     def __init__(self, real_only: bool = False) -> None:
         super().__init__()

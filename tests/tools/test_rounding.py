@@ -99,7 +99,6 @@ def test_what_float64_lacks_is_left_alone():
     lstm, x = torch.nn.LSTM(3, 4), torch.randn(5, 2, 3)
     with RandomRounding(0):
         assert (nested * 2.5).is_nested
-        assert torch.nn.functional.linear(x.to_sparse().to_dense(), torch.ones(2, 3)).shape[-1] == 2
         torch.testing.assert_close(lstm(x)[0], lstm(x)[0])
 
 

@@ -211,14 +211,14 @@ struct DkdvKernel {
       const uint32_t at = (n * 8 + 2 * t) * sizeof(float);
       const Pair lse = load_shared<Pair>(Layout::statistics(stage, 0) + at);
       Pair factor{1.0f, 1.0f};
-      if (sizeof(T) == 4) factor = load_shared<Pair>(Layout::statistics(stage, 1) + at);
+      if (kGeneral) factor = load_shared<Pair>(Layout::statistics(stage, 1) + at);
       FUSED_ATTN_UNROLL
       for (int m = 0; m < kM; ++m) {
         FUSED_ATTN_UNROLL
         for (int e = 0; e < 4; ++e) {
           float& weight = weights[m][n][e];
           weight = units.power(weight, e % 2 == 0 ? lse.low : lse.high);
-          if (sizeof(T) == 4) weight *= e % 2 == 0 ? factor.low : factor.high;
+          if (kGeneral) weight *= e % 2 == 0 ? factor.low : factor.high;
         }
       }
     }

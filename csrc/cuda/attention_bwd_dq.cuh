@@ -94,7 +94,7 @@ struct DqKernel {
         for (int e = 0; e < 4; ++e) {
           float& weight = weights[m][n][e];
           weight = units.power(weight, lse[2 * m + e / 2]);
-          if (sizeof(T) == 4) weight *= factor[2 * m + e / 2];
+          if (kGeneral) weight *= factor[2 * m + e / 2];
         }
       }
     }

@@ -18,7 +18,7 @@ struct AttentionBwdArgs {
 // What the backward knows of the queries of a head, by row of the sequence, up to a whole tile.
 struct RowStatistics {
   float* lse;     // an exponent as of Units; inf for rows that see nothing, whose P is 0 then
-  float* factor;  // exp of what rounding took from it; matters for float32 only
+  float* factor;  // exp of what rounding took from it; does not show in the plain case
   float* delta;
 };
 

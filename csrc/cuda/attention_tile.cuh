@@ -66,11 +66,13 @@ FUSED_ATTN_DEVICE uint32_t lost_bits(float value) {
 template <class U>
 FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exponent, float sum,
                                  const U& units) {
-  const double wide = units.to_natural(exponent) + log_exact(sum);
-  const float high = sum == 0.0f ? -kInfinity : static_cast<float>(wide);
+  const double scaled = units.to_natural(exponent), log = log_exact(sum);
+  const float high = sum == 0.0f ? -kInfinity : static_cast<float>(scaled + log);
   static_cast<float*>(p.lse)[at] = high;
   if (p.lse_low == nullptr) return;
-  static_cast<float*>(p.lse_low)[at] = sum == 0.0f ? 0.0f : static_cast<float>(wide - high);
+  // The log is lost in a sum with a maximum of float32's lowest.
+  static_cast<float*>(p.lse_low)[at] =
+      sum == 0.0f ? 0.0f : static_cast<float>((scaled - high) + log);
 }
 
 // A row's log-sum-exp for Units::power: as an exponent, and the factor by which weights grow that
@@ -87,9 +89,9 @@ FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U&
   const float high = static_cast<const float*>(p.lse)[at];
   if (high == -kInfinity) return kSeesNothing;
   const double low = static_cast<const float*>(p.lse_low)[at];
-  const double wide = units.from_natural(high + low);
-  const float exponent = static_cast<float>(wide);
-  return {exponent, units.power_of(static_cast<float>(exponent - wide))};
+  const float exponent = static_cast<float>(units.from_natural(high + low));
+  const double lost = (units.to_natural(exponent) - high) - low;
+  return {exponent, units.power_of(static_cast<float>(units.from_natural(lost)))};
 }
 
 // The tile of a block: rows [begin, begin + count) of head h of sequence b.

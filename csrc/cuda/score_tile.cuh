@@ -118,8 +118,8 @@ struct ScoreTile {
       FUSED_ATTN_UNROLL
       for (int e = 0; e < 4; ++e) {
         float& weight = scores[0][n][e];
-        weight = units.power(weight, log_sums[e / 2].exponent);
-        if (sizeof(T) == 4) weight *= log_sums[e / 2].factor;
+        const LogSum& log_sum = log_sums[e / 2];
+        weight = units.power(weight, log_sum.exponent) * log_sum.factor;
       }
     }
   }

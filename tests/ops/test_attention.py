@@ -114,12 +114,13 @@ def test_pairs_of_masks(pair, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
 @pytest.mark.parametrize("lowest", [-1e6, -1e8, torch.finfo(torch.float32).min])
-def test_rows_whose_bias_is_very_negative(lowest, dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_whose_bias_is_very_negative(backend, lowest, dtype):
     """It is added, as in eager attention: such rows see all keys, and lse is no exact number."""
     bias = torch.zeros(9, 70)
     bias[2:5] = lowest
     tensors = random_qkv(1, 2, 2, 9, 70, 16)
-    assert_like_eager(attention(masks.bias(bias)), tensors, dtype, "cpp")
+    assert_like_eager(attention(masks.bias(bias)), tensors, dtype, backend)
 
 
 BIAS_SHAPES = [

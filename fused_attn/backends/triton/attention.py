@@ -111,7 +111,8 @@ def attention_bwd(
     low_rows = _rows(_readable(out_low)) if out_low.numel() else None
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float32).contiguous().resolve_neg()
-    factor = torch.empty_like(lse) if query.dtype == torch.float32 else None
+    exact = args.natural or query.dtype == torch.float32
+    factor = torch.empty_like(lse) if exact else None
     stats = RowStatistics(torch.empty_like(lse), factor, torch.empty_like(lse), grad_lse)
     heads = sizes.batch * sizes.num_heads
     cut = args.config("statistics")

@@ -46,7 +46,8 @@ class RowStatistics(NamedTuple):
 
     lse: Any  # in the units of scores; inf for rows that see nothing, whose P is 0 then
     # exp of what rounding took from it, which weights are multiplied by: taken from the scores it
-    # would be rounded off again. None with 16-bit types, where it does not show.
+    # would be rounded off again. None where it does not show: with 16-bit types, if nothing is added
+    # to scores.
     lse_factor: Any
     delta: Any
     grad_lse: Any  # None: 0
@@ -102,13 +103,15 @@ def row_statistics_kernel(
 @triton.jit
 def lse_in_units(lse, lse_low, at, inside, cut: tl.constexpr):
     """lse and lse_factor of RowStatistics from the natural lse and what its rounding lost."""
+    unit = 1.0 if cut.NATURAL else LOG2E
     high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
     sees = high != float("-inf")
-    wide = high + tl.load(lse_low + at, inside, 0.0).to(tl.float64)
-    wide *= 1.0 if cut.NATURAL else LOG2E
-    rounded = tl.where(sees, wide, float("inf")).to(tl.float32)
-    low = tl.where(sees, rounded.to(tl.float64) - wide, 0.0)
-    return rounded, power(low.to(tl.float32), cut)
+    high *= unit
+    low = tl.load(lse_low + at, inside, 0.0).to(tl.float64) * unit
+    rounded = tl.where(sees, high + low, float("inf")).to(tl.float32)
+    # low is lost in a sum with float32's lowest number.
+    lost = tl.where(sees, (rounded.to(tl.float64) - high) - low, 0.0)
+    return rounded, power(lost.to(tl.float32), cut)
 
 
 @triton.jit(do_not_specialize=SIZES)

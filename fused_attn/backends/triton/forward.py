@@ -101,12 +101,14 @@ def attention_fwd_kernel(
 @triton.jit
 def store_lse(lse, lse_low, at, inside, maximum, total, cut: tl.constexpr):
     """The natural log of the sums, and what its rounding loses (None: not wanted)."""
-    wide = maximum.to(tl.float64) * (1.0 if cut.NATURAL else LN2) + tl.log(total.to(tl.float64))
+    scaled = maximum.to(tl.float64) * (1.0 if cut.NATURAL else LN2)
+    log = tl.log(total.to(tl.float64))
     empty = total == 0.0
-    high = tl.where(empty, float("-inf"), wide).to(tl.float32)
+    high = tl.where(empty, float("-inf"), scaled + log).to(tl.float32)
     tl.store(lse + at, high, inside)
     if lse_low is not None:
-        low = tl.where(empty, 0.0, wide - high.to(tl.float64))
+        # The log is lost in a sum with a maximum of float32's lowest.
+        low = tl.where(empty, 0.0, (scaled - high.to(tl.float64)) + log)
         tl.store(lse_low + at, low.to(tl.float32), inside)
 
 

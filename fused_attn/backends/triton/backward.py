@@ -45,9 +45,8 @@ class RowStatistics(NamedTuple):
     """Statistics of each query for the backward, (batch, num_heads, total_q) each."""
 
     lse: Any  # in the units of scores; inf for rows that see nothing, whose P is 0 then
-    # exp of what rounding took from it, which weights are multiplied by: taken from the scores it
-    # would be rounded off again. None where it does not show: with 16-bit types, if nothing is added
-    # to scores.
+    # exp of what rounding took from lse, by which weights are multiplied: taken from the scores, it
+    # would be rounded off again. None with 16-bit types if nothing is added to scores: it is small.
     lse_factor: Any
     delta: Any
     grad_lse: Any  # None: 0

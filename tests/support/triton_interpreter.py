@@ -2,12 +2,15 @@
 
 Seen in Triton 3.6: bfloat16 operands of a product are multiplied as the integers that hold them,
 conversions to bfloat16 are cut off instead of rounded, and loop bounds fail with numpy 2.4 and
-later. Besides, the language is patched anew in each call of a device function, and every addition
-of integers is checked for overflow; without the two it is three times as fast.
+later. Besides, the language is patched anew in each call of a device function, every addition of
+integers is checked for overflow, and each value builds the name of its type anew; without the three
+it is five times as fast.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -54,12 +57,65 @@ def repair() -> None:
     options = interpreter.interpreter_builder.options
     object.__setattr__(options, "sanitize_overflow", False)  # frozen
     interpreter._patch_lang = _patched_once(interpreter._patch_lang, tl)
+    _cache_types(interpreter, tl.core)
+
+
+def _cache_types(interpreter: Any, core: Any) -> None:
+    """Computes the name, the size and the numpy type of each type of the language only once."""
+    constexpr, make_block_type, make_tuple = core.constexpr, core.block_type.__init__, core.tuple
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(n, "value", n) for n in shape))
+        if key not in blocks:
+            make_block_type(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    @functools.cache
+    def shape_of(*sizes: int) -> tuple[Any, Any]:
+        return make_tuple([constexpr(n) for n in sizes]), constexpr(math.prod(sizes))
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(*(type.shape if type.is_block() else ()))
+
+    def init_tuple(self: Any, args: Any, type: Any = None) -> None:
+        self.values, self.given_type = list(args), type
+
+    def type_of_tuple(self: Any) -> Any:
+        given = self.given_type
+        if given is None:
+            self.given_type = given = core._type_for_tuple_values(self.values)
+        elif not isinstance(given, core.tuple_type):
+            self.given_type = given = core.tuple_type(given)
+        return given
+
+    core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
+    make_tuple.__init__ = init_tuple
+    make_tuple.type = property(type_of_tuple, lambda self, type: setattr(self, "given_type", type))
+
+    numpy_type = interpreter._get_np_dtype
+    numpy_types: dict[str, Any] = {}
+
+    def get_numpy_type(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(type.scalar)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = get_numpy_type
 
 
 def _patched_once(patch: Any, tl: Any) -> Any:
     """`_patch_lang` for a whole launch: device functions find the language patched already."""
     scopes: list[Any] = []
     seen: set[tuple[bool, bool]] = set()
+
+    @functools.cache
+    def modules_of(function: Any) -> tuple[bool, bool]:
+        values = function.__globals__.values()
+        return any(v is tl for v in values), any(v is tl.core for v in values)
 
     class Launch:
         def restore(self) -> None:
@@ -68,8 +124,7 @@ def _patched_once(patch: Any, tl: Any) -> Any:
             seen.clear()
 
     def patch_once(function: Any) -> Launch:
-        values = function.__globals__.values()
-        modules = (any(v is tl for v in values), any(v is tl.core for v in values))
+        modules = modules_of(function)
         if modules not in seen:
             seen.add(modules)
             scopes.append(patch(function))

@@ -25,7 +25,7 @@ import torch
 from fused_attn import masks
 from fused_attn.backends import cuda, get_backend
 from fused_attn.backends.cuda.module import compiled
-from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.tools.terminal import show_table
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fused_attn
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.masks import UNLIMITED, Mask
 from fused_attn.tools.cases import as_dense_mask, as_one_tensor
 

@@ -115,7 +115,7 @@ bool plain_view(const py::handle& tensor, bool grad_enabled, TensorView* view) {
 }
 
 // Strides of a dense tensor whose dimensions lie in the order of those of `like`, the last one
-// innermost: laid_out_like of core/layout.py.
+// innermost: laid_out_like of base/layout.py.
 void lay_out_like(const TensorView& like, const int64_t* shape, int64_t* strides) {
   int order[] = {0, 1, 2, 3};
   for (const int i : {0, 1, 0}) {     // three comparisons sort three

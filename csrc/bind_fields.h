@@ -1,4 +1,4 @@
-// Calls of Python (fused_attn/core/call.py) and fields by name, as the structs of params.h.
+// Calls of Python (fused_attn/call/calls.py) and fields by name, as the structs of params.h.
 //
 // Python checks shapes and types; here a missing field or an empty tensor is absent (null, 0), and
 // a field that no struct has is an error that names it.
@@ -30,7 +30,7 @@ void check_dense(const TensorView& view, const char* name, int first_dim) {
   throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
 }
 
-// A matrix as rows_in_place of core/layout.py gives it.
+// A matrix as rows_in_place of base/layout.py gives it.
 template <class T>
 void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* rows) {
   if (!view.there || view.numel() == 0) return;

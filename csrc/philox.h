@@ -2,7 +2,7 @@
 //
 // Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", who find 7 rounds
 // enough for all of TestU01's BigCrush.
-// fused_attn/core/philox.py is the same in torch operations.
+// fused_attn/base/philox.py is the same in torch operations.
 #pragma once
 
 #include <cstdint>

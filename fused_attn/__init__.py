@@ -9,8 +9,7 @@ from fused_attn.masks import Mask
 from fused_attn.swap import SwapReport, swap_modules
 from fused_attn.tools.compare import ComparisonReport, compare
 from fused_attn.varlen import varlen_attention
-
-__version__ = "0.1.0"
+from fused_attn.version import __version__ as __version__
 
 __all__ = [
     "ComparisonReport",

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks.spec import MaskSpec
 
 SUMMARY_TILE: tuple[int, int]

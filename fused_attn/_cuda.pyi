@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, NormCall
 
 SUMMARY_TILE: tuple[int, int]
 CALL_FIELDS: list[str]

@@ -12,14 +12,14 @@ from torch.autograd.graph import increment_version
 
 from fused_attn import masks
 from fused_attn.backends import CacheUpdate, first_backend, problem_of, select
-from fused_attn.core import autograd
-from fused_attn.core.autocast import any_autocast
-from fused_attn.core.call import AttentionCall
-from fused_attn.core.torch_state import plain_eager, readable, unwatched
-from fused_attn.core.validation import attention_call, check_float, check_length, check_same
+from fused_attn.base.autocast import any_autocast
+from fused_attn.base.torch_state import plain_eager, readable, unwatched
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.validation import attention_call, check_float, check_length, check_same
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
 from fused_attn.masks.spec import normalize, with_summaries
+from fused_attn.ops import autograd
 
 
 def decode_attention(

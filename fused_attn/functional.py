@@ -10,13 +10,11 @@ from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.backends import first_backend, problem_of, select
-from fused_attn.core import autograd
-from fused_attn.core.autocast import any_autocast, autocast, autocast_norm
-from fused_attn.core.call import AttentionCall, NormCall
-from fused_attn.core.second_order import give_second_order
-from fused_attn.core.shapes import canonical
-from fused_attn.core.torch_state import learns, statistics_dtype, unwatched
-from fused_attn.core.validation import (
+from fused_attn.base.autocast import any_autocast, autocast, autocast_norm
+from fused_attn.base.shapes import canonical
+from fused_attn.base.torch_state import learns, statistics_dtype, unwatched
+from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.validation import (
     attention_call,
     check_float,
     check_norm,
@@ -26,6 +24,8 @@ from fused_attn.core.validation import (
 )
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec
+from fused_attn.ops import autograd
+from fused_attn.ops.second_order import give_second_order
 
 
 def scaled_dot_product_attention(

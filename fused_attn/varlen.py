@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.backends import Backend, first_backend
-from fused_attn.core import packed
-from fused_attn.core.autocast import any_autocast, autocast
-from fused_attn.core.torch_state import plain_eager, unwatched
-from fused_attn.core.validation import (
+from fused_attn.base.autocast import any_autocast, autocast
+from fused_attn.base.torch_state import plain_eager, unwatched
+from fused_attn.call import packed
+from fused_attn.call.validation import (
     check_float,
     check_max_seqlen,
     check_qkv,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fused_attn.backends import weights_bwd
 from fused_attn.backends.problem import Problem
-from fused_attn.core.call import (
+from fused_attn.base.flat import empty_strided
+from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
@@ -18,7 +19,6 @@ from fused_attn.core.call import (
     NormGradients,
     NormOutputs,
 )
-from fused_attn.core.flat import empty_strided
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from fused_attn.backends.base import ACTIVATIONS, Backend
 from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
-from fused_attn.core.call import (
+from fused_attn.base.layout import contiguous, readable_in_place, rows_in_place
+from fused_attn.base.torch_state import learns
+from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
@@ -22,8 +24,6 @@ from fused_attn.core.call import (
     NormGradients,
     NormOutputs,
 )
-from fused_attn.core.layout import contiguous, readable_in_place, rows_in_place
-from fused_attn.core.torch_state import learns
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, spec_at_once, spec_of_ends, with_summaries
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fused_attn.backends import reference
 from fused_attn.backends.base import Backend
-from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 
 
 class EagerBackend(Backend):

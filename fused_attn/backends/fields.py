@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, NormCall
 
 # enum DType of csrc/params.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

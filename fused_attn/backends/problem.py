@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_attn.core.call import AttentionCall, NormCall
-from fused_attn.core.torch_state import transformed
+from fused_attn.base.torch_state import transformed
+from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, spec_at_once
 

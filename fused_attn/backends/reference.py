@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.core import packed, philox
-from fused_attn.core.call import AttentionCall, NormCall
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.base import philox
+from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call import packed
+from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks.materialize import materialize
 
 

@@ -20,7 +20,7 @@ from fused_attn.backends.eager import EagerBackend
 from fused_attn.backends.problem import NormProblem, Problem, plain_problem
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
-from fused_attn.core.torch_state import learns
+from fused_attn.base.torch_state import learns
 from fused_attn.masks import Mask
 
 # In order of preference; eager takes everything, so it is last.

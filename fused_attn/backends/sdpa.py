@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from fused_attn.backends import reference
 from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
-from fused_attn.core import packed
-from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.call import packed
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 from fused_attn.masks import Mask
 from fused_attn.masks.torch_arguments import TorchArguments, arguments_at_once, torch_arguments
 

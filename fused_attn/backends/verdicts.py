@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fused_attn.backends.problem import NormProblem, Problem
+from fused_attn.version import __version__
 
 # The files that the kernels of a backend come from, by its name: those of the backends that are
 # chosen only where they were verified.
@@ -223,7 +224,7 @@ def identity(backend: str, device: torch.device) -> dict[str, str]:
         "driver": _driver(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "fused_attn": _package_version(),
+        "fused_attn": __version__,
         "kernels": _digest(KERNELS[backend]()),
     }
 
@@ -361,12 +362,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def _package_version() -> str:
-    from fused_attn import __version__  # here, as the package imports this module
-
-    return __version__
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.core import philox
-from fused_attn.core.call import AttentionCall
-from fused_attn.core.flat import empty_strided
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.base import philox
+from fused_attn.base.flat import empty_strided
+from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.materialize import materialize, of_head
 
 

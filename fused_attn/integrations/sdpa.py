@@ -30,7 +30,7 @@ from fused_attn import functional
 from fused_attn.backends import AttentionProblem, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as torchs
 from fused_attn.backends.registry import BY_PROBLEM, first_backend
-from fused_attn.core.torch_state import in_transform
+from fused_attn.base.torch_state import in_transform
 
 _config: Any = torch.compiler.config
 _OP = torch.ops.aten.scaled_dot_product_attention.default

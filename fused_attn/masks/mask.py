@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fused_attn.core.torch_state import readable
+from fused_attn.base.torch_state import readable
 from fused_attn.masks.memo import Memo, recall
 
 # Larger than any sequence, and small enough that sums of a few stay inside int32, the type in
@@ -69,6 +69,7 @@ class Mask:
     biases: tuple[Tensor, ...] = ()
     slopes: tuple[_Alibi, ...] = ()
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
+    draw: ClassVar[Callable[..., Any]]  # set by picture.py, which imports this file
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, Tensor):
@@ -142,10 +143,8 @@ class Mask:
             >>> axes = fused_attn.masks.sliding_window(128).plot(512)
             >>> axes.figure.savefig("window.png")  # doctest: +SKIP
         """
-        from fused_attn.masks import picture
-
         keys = seqlen_q if seqlen_k is None else seqlen_k
-        return picture.plot(self, seqlen_q, keys, sequence, head, tile, axes)
+        return self.draw(seqlen_q, keys, sequence, head, tile, axes)
 
     @property
     def is_relative(self) -> bool:

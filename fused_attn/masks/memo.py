@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fused_attn.core.torch_state import PLAIN_TYPES, captured, stream_of, watched
+from fused_attn.base.torch_state import PLAIN_TYPES, captured, stream_of, watched
 
 T = TypeVar("T")
 

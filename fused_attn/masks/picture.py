@@ -93,6 +93,9 @@ def plot(
     return axes
 
 
+Mask.draw = plot
+
+
 def _sizes(mask: Mask) -> tuple[int, int]:
     """Sequences and heads that a mask has something of its own for."""
     batch, heads = [1], [1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.core.torch_state import readable
+from fused_attn.base.torch_state import readable
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.memo import recall_of
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.core.flat import Flat, flattens
-from fused_attn.core.shapes import TRANSPOSED
-from fused_attn.core.torch_state import plain_eager, readable, savable, statistics_dtype
+from fused_attn.base.flat import Flat, flattens
+from fused_attn.base.shapes import TRANSPOSED
+from fused_attn.base.torch_state import plain_eager, readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.memo import recall
 

@@ -17,7 +17,7 @@ from torch.nn import Module, ModuleList
 from torch.nn.utils.parametrize import is_parametrized
 
 from fused_attn.backends import first_backend
-from fused_attn.core.namespace import NAMESPACE
+from fused_attn.base.namespace import NAMESPACE
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ClassT = TypeVar("ClassT", bound=type)

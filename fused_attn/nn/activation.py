@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import GELU, Dropout, Linear, Module, ReLU
 
-from fused_attn.core.activation import activation_pass, takes_activation
 from fused_attn.nn._from_torch import is_plain
+from fused_attn.ops.activation import activation_pass, takes_activation
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"))
 # Of what is dropped or activated: below it torch's operations, forward and backward, take as long

@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_attn import masks
 from fused_attn.backends import first_backend
-from fused_attn.core.torch_state import PLAIN_TYPES, in_transform, plain_eager
+from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
 from fused_attn.nn.norm import LayerNorm, RMSNorm

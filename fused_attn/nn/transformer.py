@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from fused_attn import masks
-from fused_attn.core.caches import check_no_grad
-from fused_attn.core.torch_state import plain_eager
+from fused_attn.base.torch_state import plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
-from fused_attn.nn.caches import DecoderCache, KeyValueCache
+from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
 from fused_attn.nn.packing import Packing, alone, can_pack, packing_of
 from fused_attn.nn.transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 

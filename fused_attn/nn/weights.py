@@ -6,10 +6,10 @@ from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.backends import problem_of, select
-from fused_attn.core import autograd
-from fused_attn.core.autocast import autocast
-from fused_attn.core.validation import attention_call
+from fused_attn.base.autocast import autocast
+from fused_attn.call.validation import attention_call
 from fused_attn.masks import Mask
+from fused_attn.ops import autograd
 
 
 def attention_with_weights(

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from fused_attn import __version__
 from fused_attn.backends.registry import BACKENDS
 from fused_attn.tools import plan, sources, verify
 from fused_attn.tools.cases import DTYPES, MASKS, Shape
+from fused_attn.version import __version__
 
 TOOL = "fused-attn"
 USAGE = 2  # exit status of errors

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, select, use_backend
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
 from fused_attn.tools import ceilings, contract, timing

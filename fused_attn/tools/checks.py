@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fused_attn import functional, masks, varlen
-from fused_attn.core import philox
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.base import philox
+from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.decode import decode_attention
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize

@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn import (
-    __version__,
-    layer_norm,
-    masks,
-    rms_norm,
-    scaled_dot_product_attention,
-)
+from fused_attn import masks
 from fused_attn.backends import (
     AttentionProblem,
     cpp,
@@ -30,10 +24,12 @@ from fused_attn.backends import (
     wanted_backend,
 )
 from fused_attn.backends.registry import BACKENDS
+from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 from fused_attn.masks import Mask
 from fused_attn.tools import contract
 from fused_attn.tools.cases import Shape, make_mask
 from fused_attn.tools.choices import Choice, choices, device_types
+from fused_attn.version import __version__
 
 # What fused_attn works with, where it is there.
 OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")

@@ -22,7 +22,7 @@ from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
 
 from fused_attn.backends import get_backend
 from fused_attn.backends.triton.tuning import WIDTHS
-from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks.spec import MaskSpec, normalize
 
 BACKEND = get_backend("triton")

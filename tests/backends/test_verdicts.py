@@ -29,7 +29,7 @@ from fused_attn.backends import (
 )
 from fused_attn.backends.problem import plain_problem
 from fused_attn.backends.verdicts import ClassVerdict
-from fused_attn.core.call import AttentionCall
+from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.spec import normalize
 from fused_attn.tools.cases import MASKS, Shape, make_mask
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as early_bound
 
 import fused_attn
 from fused_attn import functional
-from fused_attn.core import philox
+from fused_attn.base import philox
 
 BATCH, HEADS, LEN_Q, LEN_K, DIM = 2, 4, 5, 7, 8
 FULL = (BATCH, HEADS, LEN_Q, LEN_K)

@@ -7,7 +7,7 @@ from nn_helpers import perturb
 
 import fused_attn
 from fused_attn import masks, nn
-from fused_attn.core.decompositions import decompositions
+from fused_attn.ops.decompositions import decompositions
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason=f"reason: needs {package}")

@@ -13,11 +13,11 @@ import fused_attn
 from fused_attn import nn
 from fused_attn.backends import cpp
 from fused_attn.backends.base import ACTIVATIONS
-from fused_attn.core import philox
-from fused_attn.core.activation import activation_pass
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.base import philox
+from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.nn import activation as activation_module
 from fused_attn.nn.activation import feed_forward_hidden
+from fused_attn.ops.activation import activation_pass
 
 SHAPES = [(3, 70), (5, 2, 33), (64, 2048), (7,), (2000, 1)]
 

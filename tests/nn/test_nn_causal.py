@@ -10,10 +10,11 @@ from nn_helpers import BATCH, EMBED, HEADS, LEN_Q, causal_bias, perturb, randn
 
 import fused_attn.nn as fnn
 from fused_attn import masks
-from fused_attn.core import autograd, validation
+from fused_attn.call import validation
 from fused_attn.masks import memo, recognize
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.masks.spec import spec_at_once
+from fused_attn.ops import autograd
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from nn_helpers import EMBED, HEADS, perturb, randn
 
 import fused_attn
 import fused_attn.nn as fnn
-from fused_attn.core import caches
+from fused_attn.nn import caches
 
 BATCH, LEN_T, LEN_S, VOCABULARY, BOS, EOS = 3, 7, 5, 6, 1, 0
 PADDING = torch.arange(LEN_S) >= torch.tensor([[5], [2], [4]])

@@ -29,10 +29,11 @@ import fused_attn.nn as fnn
 from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import cpp, get_backend
-from fused_attn.core import ops, philox
-from fused_attn.core.call import AttentionCall
+from fused_attn.base import philox
+from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.nn.weights import attention_with_weights
+from fused_attn.ops import library as ops
 
 AVERAGE = pytest.mark.parametrize("average", [False, True], ids=["heads", "average"])
 

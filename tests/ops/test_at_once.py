@@ -8,7 +8,7 @@ from helpers import DTYPES, short
 
 from fused_attn import functional as F
 from fused_attn import masks, nn, varlen, varlen_attention
-from fused_attn.core import autograd
+from fused_attn.ops import autograd
 
 LENGTHS = torch.tensor([19, 7])
 MASKS = {

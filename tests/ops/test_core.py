@@ -18,8 +18,8 @@ from fused_attn.backends import (
     registry,
     select,
 )
-from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
-from fused_attn.core.flat import empty_strided, flattens
+from fused_attn.base.flat import empty_strided, flattens
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
 from fused_attn.masks.spec import MaskSpec
 
 

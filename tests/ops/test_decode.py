@@ -22,7 +22,7 @@ from mask_cases import MASKS
 from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
 from fused_attn.backends import cpp, get_backend
-from fused_attn.core.call import AttentionCall
+from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.spec import MaskSpec
 
 IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.float16)]

@@ -10,7 +10,7 @@ from helpers import BACKENDS, device_of, runnable
 from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
 from fused_attn.backends import cpp
-from fused_attn.core import philox
+from fused_attn.base import philox
 
 ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon", "generic"]
 SHAPE = (2, 3, 45, 201)  # batch, heads, seqlen_q, seqlen_k

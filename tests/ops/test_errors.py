@@ -13,7 +13,7 @@ from fused_attn import _cpu, masks, varlen_attention
 from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, NormProblem
 from fused_attn.backends.fields import check_fields
-from fused_attn.core.call import AttentionCall
+from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.spec import MaskSpec
 
 Q = torch.randn(2, 4, 5, 8)

@@ -10,7 +10,7 @@ from norm_cases import norm, tensors_of
 
 from fused_attn import functional, masks
 from fused_attn.backends import cpp, get_backend
-from fused_attn.core.call import NormCall
+from fused_attn.call.calls import NormCall
 
 
 @pytest.fixture(params=ISAS)

@@ -11,7 +11,7 @@ from norm_cases import LAYOUTS
 from torch.utils.checkpoint import checkpoint
 
 from fused_attn import functional as F
-from fused_attn.core import autograd
+from fused_attn.ops import autograd
 
 COLUMNS = 40
 FORMS = {

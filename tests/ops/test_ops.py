@@ -15,10 +15,11 @@ import fused_attn
 from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
 from fused_attn.backends import get_backend
-from fused_attn.core import ops, philox
-from fused_attn.core.call import AttentionCall, NormCall
+from fused_attn.base import philox
+from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.masks import spec as mask_spec
 from fused_attn.nn.weights import attention_with_weights
+from fused_attn.ops import library as ops
 
 SHAPE = (2, 4, 2, 33, 70)  # batch, heads, heads_kv, seqlen_q, seqlen_k
 

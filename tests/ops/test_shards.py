@@ -10,10 +10,12 @@ from helpers import BACKENDS, ISAS, assert_like_eager, device_of, random_qkv, ru
 
 from fused_attn import masks
 from fused_attn.backends import cpp, get_backend, problem_of
-from fused_attn.core import autograd, ops, philox
-from fused_attn.core.call import AttentionCall, NormCall
-from fused_attn.core.shards import attention_origin, norm_origin
+from fused_attn.base import philox
+from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.shards import attention_origin, norm_origin
 from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.ops import autograd
+from fused_attn.ops import library as ops
 
 EVERY_BACKEND = [*BACKENDS, "eager"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

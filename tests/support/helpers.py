@@ -23,7 +23,7 @@ from torch import Tensor
 import fused_attn
 from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, cpp, cuda, get_backend, triton
-from fused_attn.core import philox
+from fused_attn.base import philox
 from fused_attn.tools import contract
 from fused_attn.tools.rounding import Expected
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.core import philox
+from fused_attn.base import philox
 
 BLOCK = 32  # keys of a tile
 

@@ -17,7 +17,7 @@ from fused_attn.backends.base import Backend, CacheUpdate
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
-from fused_attn.core.call import (
+from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,

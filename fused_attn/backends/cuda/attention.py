@@ -18,7 +18,7 @@ from fused_attn.backends.cuda.module import (
     times_to_fill,
 )
 from fused_attn.backends.fields import empty_summary
-from fused_attn.core.call import AttentionCall, AttentionGradients, AttentionOutputs, Empty
+from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs, Empty
 from fused_attn.masks.spec import with_summaries
 
 # Kernels read rows in chunks of so many bytes, and count within a tile in 32 bits.

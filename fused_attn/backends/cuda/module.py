@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fused_attn.backends.fields import check_fields
-from fused_attn.core.call import AttentionCall, NormCall
-from fused_attn.core.namespace import NAMESPACE
+from fused_attn.base.namespace import NAMESPACE
+from fused_attn.call.calls import AttentionCall, NormCall
 
 try:
     from fused_attn import _cuda

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from fused_attn.backends.cuda.module import compiled, num_multiprocessors, run
-from fused_attn.core.call import NormCall, NormGradients, NormOutputs
-from fused_attn.core.layout import rows_in_place
+from fused_attn.base.layout import rows_in_place
+from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:

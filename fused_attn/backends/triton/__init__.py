@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from torch import Tensor
 from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import Problem, kernel_limits, too_old
-from fused_attn.core.call import (
+from fused_attn.backends.triton.interpreter import interpreted
+from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
@@ -118,11 +118,6 @@ def _kernel_files() -> Iterator[Path]:
 
 
 verdicts.KERNELS[TritonBackend.name] = _kernel_files
-
-
-def interpreted() -> bool:
-    """True if kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @functools.cache

@@ -35,9 +35,9 @@ from fused_attn.backends.triton.tuning import (
     padded,
 )
 from fused_attn.backends.triton.weights import attention_weights_kernel
-from fused_attn.core.call import AttentionCall, AttentionGradients, AttentionOutputs
-from fused_attn.core.layout import readable_in_place
-from fused_attn.core.philox import dropout_scale, dropout_threshold
+from fused_attn.base.layout import readable_in_place
+from fused_attn.base.philox import dropout_scale, dropout_threshold
+from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs
 from fused_attn.masks.spec import MaskSpec
 
 _NO_LISTS = TileLists(None, None, 1)

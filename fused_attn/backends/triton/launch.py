@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_attn.backends.triton import interpreted
+from fused_attn.backends.triton.interpreter import interpreted
 
 
 @dataclass(frozen=True)

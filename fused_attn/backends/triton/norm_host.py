@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fused_attn.backends.triton.launch import Arch, arch_of, launch
 from fused_attn.backends.triton.norm import Dropout, Matrix, Runs, norm_bwd_kernel, norm_fwd_kernel
-from fused_attn.core.call import NormCall, NormGradients, NormOutputs
-from fused_attn.core.layout import rows_in_place
-from fused_attn.core.philox import dropout_scale, dropout_threshold
+from fused_attn.base.layout import rows_in_place
+from fused_attn.base.philox import dropout_scale, dropout_threshold
+from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:

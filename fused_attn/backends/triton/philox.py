@@ -1,4 +1,4 @@
-"""The dropout mask of the contract, in kernels; fused_attn/core/philox.py has the same in torch."""
+"""The dropout mask of the contract, in kernels; fused_attn/base/philox.py has the same in torch."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fused_attn.core import philox
+from fused_attn.base import philox
 
 _ROUNDS = tl.constexpr(philox.ROUNDS)
 

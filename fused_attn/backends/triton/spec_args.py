@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_attn.backends.triton.masks import MaskArgs
 from fused_attn.backends.triton.tiles import Summaries
-from fused_attn.core.layout import readable_in_place
+from fused_attn.base.layout import readable_in_place
 from fused_attn.masks.spec import MaskSpec
 
 

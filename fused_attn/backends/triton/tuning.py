@@ -1,6 +1,6 @@
 """Tile sizes, warps and stages: one row a pass, element size and head_dim, by architecture.
 
-No kernel is tuned while a user waits: `python -m fused_attn.backends.triton.tune` measures the
+No kernel is tuned while a user waits: `python -m fused_attn.tools.tune_triton` measures the
 candidates on the GPU it runs on, and prints rows to put here.
 
 Who measured: nobody yet. Every row is the largest tile of a list (large ones first: fewer reads of

@@ -32,7 +32,7 @@ from transformers.masking_utils import (
 )
 
 from fused_attn import masks
-from fused_attn.core.torch_state import captured, plain_eager
+from fused_attn.base.torch_state import captured, plain_eager
 from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
 from fused_attn.masks import Mask
 

@@ -16,8 +16,8 @@ from torch.autograd import Function
 from fused_attn.backends import Backend, reference
 from fused_attn.backends.fields import DTYPES
 from fused_attn.backends.registry import first_backend
-from fused_attn.core import philox
-from fused_attn.core.torch_state import PLAIN_TYPES, batched_by_autograd, plain_eager, unwatched
+from fused_attn.base import philox
+from fused_attn.base.torch_state import PLAIN_TYPES, batched_by_autograd, plain_eager, unwatched
 
 
 def takes_activation(input: Tensor) -> bool:

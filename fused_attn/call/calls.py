@@ -13,15 +13,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fused_attn.core.flat import Flat, flattens
-from fused_attn.core.layout import (
+from fused_attn.base.flat import Flat, flattens
+from fused_attn.base.layout import (
     NOTHING,
     contiguous,
     laid_out_like,
     readable_in_place,
     rows_in_place,
 )
-from fused_attn.core.torch_state import statistics_dtype
+from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.masks.spec import MaskSpec
 
 
@@ -91,7 +91,7 @@ class AttentionCall(Flat):
         dropout_p: probability of dropping a weight.
         seed: int64 scalar tensor, needed where dropout_p > 0.
         dropout_origin: int64 (batch, 3), of packed sequences one row each: where they lie in the
-            whole whose weights are dropped, see core/shards.py. None: in none but this.
+            whole whose weights are dropped, see call/shards.py. None: in none but this.
     """
 
     query: Tensor
@@ -219,7 +219,7 @@ class NormCall(Flat):
         dropout_p: probability of dropping an element of input.
         seed: int64 scalar tensor, needed where dropout_p > 0.
         dropout_origin: int64 (runs,), runs of rows / runs rows each: where they lie in the whole
-            whose elements are dropped, see core/shards.py. None: in none but this.
+            whose elements are dropped, see call/shards.py. None: in none but this.
     """
 
     input: Tensor

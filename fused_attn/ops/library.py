@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import Backend, get_backend
-from fused_attn.core import decompositions, flops
-from fused_attn.core.call import (
+from fused_attn.base.flat import Flat, empty_strided
+from fused_attn.base.namespace import NAMESPACE, OPS
+from fused_attn.base.torch_state import batched_by_autograd, plain_eager
+from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
@@ -21,12 +23,10 @@ from fused_attn.core.call import (
     NormGradients,
     NormOutputs,
 )
-from fused_attn.core.flat import Flat, empty_strided
-from fused_attn.core.namespace import NAMESPACE, OPS
-from fused_attn.core.packed import check_cu_seqlens
-from fused_attn.core.torch_state import batched_by_autograd, plain_eager
-from fused_attn.core.validation import check_length
+from fused_attn.call.packed import check_cu_seqlens
+from fused_attn.call.validation import check_length
 from fused_attn.masks.spec import BOUNDS
+from fused_attn.ops import decompositions, flops
 
 # ---- the way in ---------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import reference
-from fused_attn.core.call import AttentionCall
-from fused_attn.core.flat import Flat
-from fused_attn.core.torch_state import batched
+from fused_attn.base.flat import Flat
+from fused_attn.base.torch_state import batched
+from fused_attn.call.calls import AttentionCall
 
 Names = tuple[str | None, ...]
 Reference = Callable[[Any], Sequence[Tensor]]

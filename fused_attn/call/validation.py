@@ -8,9 +8,9 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from fused_attn.core.call import AttentionCall
-from fused_attn.core.packed import check_cu_seqlens
-from fused_attn.core.torch_state import savable
+from fused_attn.base.torch_state import savable
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.masks import UNLIMITED, Mask
 from fused_attn.masks.memo import recall_of
 from fused_attn.masks.spec import MaskSpec, normalize

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import reference
-from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall, NormOutputs
-from fused_attn.core.flat import empty_strided
-from fused_attn.core.namespace import OPS
+from fused_attn.base.flat import empty_strided
+from fused_attn.base.namespace import OPS
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 
 
 def attention_fwd(call: AttentionCall) -> AttentionOutputs:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.core.torch_state import readable
+from fused_attn.base.torch_state import readable
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
 
 if TYPE_CHECKING:
-    from fused_attn.core.call import AttentionCall
+    from fused_attn.call.calls import AttentionCall
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:

@@ -1,6 +1,6 @@
 """Measures tile sizes on this machine's GPU, and prints rows for the tables of tuning.py.
 
-    python -m fused_attn.backends.triton.tune --pass fwd dq --dtype bf16 --head-dim 64 128
+    python -m fused_attn.tools.tune_triton --pass fwd dq --dtype bf16 --head-dim 64 128
 
 A candidate counts where it compiles, fits, and gives the results of the row that is there.
 """
@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn import masks, scaled_dot_product_attention
+from fused_attn import masks
 from fused_attn.backends.triton import tuning
 from fused_attn.backends.triton.launch import arch_of
 from fused_attn.backends.triton.tuning import Config
+from fused_attn.functional import scaled_dot_product_attention
 
 PASSES = ("fwd", "dq", "dkdv", "fwd_masked", "dq_masked", "dkdv_masked", "decode")
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

@@ -12,8 +12,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from fused_attn.core.philox import DECISIONS
-from fused_attn.core.torch_state import readable
+from fused_attn.base.philox import DECISIONS
+from fused_attn.base.torch_state import readable
 
 Positions = int | Sequence[int] | Tensor
 

@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, reference
-from fused_attn.core import ops, philox
-from fused_attn.core.call import AttentionCall, AttentionOutputs, NormCall
-from fused_attn.core.flat import Flat, FlatT
-from fused_attn.core.layout import readable_in_place
-from fused_attn.core.second_order import differentiated, give_second_order
-from fused_attn.core.torch_state import batched, batched_by_autograd, plain_eager
+from fused_attn.base import philox
+from fused_attn.base.flat import Flat, FlatT
+from fused_attn.base.layout import readable_in_place
+from fused_attn.base.torch_state import batched, batched_by_autograd, plain_eager
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import MaskSpec, spec_at_once, with_summaries
+from fused_attn.ops import library as ops
+from fused_attn.ops.second_order import differentiated, give_second_order
 
 
 def attention(call: AttentionCall, backend: Backend, with_lse: bool) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from fused_attn.core.call import AttentionCall
-from fused_attn.core.namespace import OPS
+from fused_attn.base.namespace import OPS
+from fused_attn.call.calls import AttentionCall
 
 _COUNTER = "torch.utils.flop_counter"
 

@@ -1,1 +1,0 @@
-"""The way of a call from the public functions to a kernel."""

@@ -1,0 +1,1 @@
+"""The ops of torch.library, their derivatives and decompositions."""

@@ -1,0 +1,60 @@
+"""The floors of the package: each imports only from those above it in this list."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = [
+    {"_cpu", "_cuda", "version"},
+    {"base"},
+    {"masks"},
+    {"call"},
+    {"backends"},
+    {"ops"},
+    {"functional", "varlen", "decode"},
+    {"nn"},
+    {"integrations", "swap"},
+    {"tools"},
+]
+
+
+def name_of(path: Path) -> str:
+    """fused_attn.masks.spec of fused_attn/masks/spec.py; a folder's of its __init__.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(path): path for path in sorted((ROOT / "fused_attn").rglob("*.py"))}
+
+
+def floor(module: str) -> int:
+    """The index of a module's floor; the public names at the top import from all of them."""
+    first = module.split(".")[1:2] or [""]
+    return next((n for n, names in enumerate(FLOORS) if first[0] in names), len(FLOORS))
+
+
+def imports(module: str) -> set[str]:
+    """What a module imports of the package, inside functions too."""
+    found = []
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [n if n in FILES or "._c" in n else node.module for n in names]
+    return {name for name in found if name.split(".")[0] == "fused_attn"}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_from_floors_above_only(module):
+    for name in imports(module):
+        assert floor(name) <= floor(module), f"{module} imports {name}"
+
+
+def test_no_circles():
+    TopologicalSorter({module: imports(module) for module in FILES}).prepare()

@@ -79,11 +79,11 @@ def _taken(item: pytest.Item) -> bool:
 
 
 def _thinned_out(item: pytest.Item) -> bool:
-    """True if a `thinned` marker excludes these parameters on a slow backend."""
-    if _backend(item) not in SLOW_BACKENDS:
-        return False
+    """True if a `sampled` marker, or `thinned` on a slow backend, excludes these parameters."""
+    marks = list(item.iter_markers("sampled"))
+    if _backend(item) in SLOW_BACKENDS:
+        marks += item.iter_markers("thinned")
     parameters = _parameters(item)
     return any(
-        all(parameters[name] in values for name, values in mark.kwargs.items())
-        for mark in item.iter_markers("thinned")
+        all(parameters[name] in values for name, values in mark.kwargs.items()) for mark in marks
     )

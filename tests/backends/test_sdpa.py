@@ -345,6 +345,7 @@ def test_with_enable():
     assert torch.equal(got, expected) and torch.equal(named, expected)
 
 
+@pytest.mark.sampled("a mask is there", mask=[None, "causal"])
 @pytest.mark.parametrize("mask", [None, "causal", "padding"])
 def test_compiles(mask):
     q, k, v = qkv()

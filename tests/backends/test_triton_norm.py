@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 WIDE = [(19, 8200), (3, 16400)]
 
 
+@pytest.mark.sampled("dropout is there", dropout_p=[0.0], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("shape", WIDE, ids=str)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])

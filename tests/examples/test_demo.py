@@ -20,6 +20,7 @@ def run(*args: object, flags: tuple[str, ...] = (), **environment: str) -> Any:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
 
 
+@pytest.mark.thorough
 def test_minilm_demo(tmp_path):
     for module in MODULES:
         pytest.importorskip(module)

@@ -35,6 +35,7 @@ def losses(printed: str) -> dict[str, float]:
     return {title: float(loss) for title, loss in found}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -71,6 +71,10 @@ ATTENTION = {
 }
 
 
+@pytest.mark.sampled(
+    "causal calls and float masks are there",
+    function=[ATTENTION[n][0] for n in ("padding and window", "groups")],
+)
 @pytest.mark.parametrize(("function", "more"), ATTENTION.values(), ids=ATTENTION)
 def test_attention(function, more):
     check_export(Called(function), (*heads(), *more))
@@ -89,6 +93,7 @@ def test_norms(norm):
     check_export(perturb(norm(E)), (torch.randn(B, L, E),))
 
 
+@pytest.mark.sampled("padded batches are there", padded=[False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_encoder_layer(padded):
     layer = nn.TransformerEncoderLayer(E, 4, 48, batch_first=True).eval()
@@ -96,6 +101,7 @@ def test_encoder_layer(padded):
     check_export(layer, (torch.randn(B, L, E),), kwargs)
 
 
+@pytest.mark.sampled("an encoder is there", name=["Mistral"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Bert", "Mistral"])
 def test_swapped_model_of_transformers(name):

@@ -137,6 +137,7 @@ def test_the_name_is_known_everywhere(tmp_path, calls):
         assert len(calls) == 2
 
 
+@pytest.mark.sampled("a decoder is there", name=["T5"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mistral", "T5"])
 def test_family_compiles(name):

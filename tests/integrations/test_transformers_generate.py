@@ -70,6 +70,7 @@ def test_a_cache_that_is_continued_in_chunks(name):
         torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
+@pytest.mark.sampled("one graph is there", name=["Gemma2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "graphs"), [("Llama", 1), ("Gemma2", 2)])
 def test_compiled_decoding_is_not_compiled_for_each_token(name, graphs):

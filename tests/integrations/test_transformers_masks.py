@@ -440,6 +440,14 @@ WRITES = {
 }
 
 
+@pytest.mark.sampled(
+    "writes of each kind are there",
+    write=[
+        write
+        for name, write in WRITES.items()
+        if name not in ("nothing", "whole", "foreach of views")
+    ],
+)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_written_into_a_mask_counts_in_a_graph(write, inference):

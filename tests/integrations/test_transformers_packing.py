@@ -217,6 +217,7 @@ def test_copies_and_pickles():
         encoders.PackedGPT2  # noqa: B018
 
 
+@pytest.mark.sampled("packed ones are there", packed=[False])
 @pytest.mark.parametrize(
     ("name", "packed"),
     [

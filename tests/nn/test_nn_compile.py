@@ -78,6 +78,7 @@ def test_compile(case):
     assert_equal_in_float64(actual, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_compile_inductor():
     module, args, kwargs = graph_cases()["encoder"]

@@ -300,6 +300,7 @@ def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
     assert backend.packs()
 
 
+@pytest.mark.thorough
 def test_compiled_packing_with_dropout(any_size):
     stack = fused(encoder(dropout=0.5))
     compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
@@ -309,6 +310,7 @@ def test_compiled_packing_with_dropout(any_size):
     assert not first[ignored].any()
 
 
+@pytest.mark.sampled("one reason is there", why=["mask", "hooks"])
 @pytest.mark.parametrize("why", ["mask", "turned off", "hooks"])
 def test_what_graphs_do_not_pack(why, any_size):
     """A mask of positions wants the padding at the end, which depends on values."""

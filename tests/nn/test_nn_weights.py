@@ -89,6 +89,8 @@ def test_masks(name, average, backend):
     assert_like_eager(with_weights(mask, average=average), tensors, torch.float32, backend)
 
 
+@pytest.mark.thinned("the average is there", average=[False], dtype=[torch.bfloat16])
+@pytest.mark.thinned("other shapes are there", dtype=[torch.bfloat16], bias=[(4, 1, 150), (33, 1)])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @AVERAGE
@@ -199,6 +201,7 @@ def test_gradcheck(dropout_p, average, backend):
 # ---- the ops ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned("biased calls are there", options=[{}])
 @pytest.mark.parametrize("backend", BACKENDS)
 @AVERAGE
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"dropout_p": 0.2}], ids=str)
@@ -268,6 +271,7 @@ print(json.dumps(resident("VmHWM") - before))
 """
 
 
+@pytest.mark.sampled("the average is there", average=[False])
 @AVERAGE
 def test_memory(average):
     """Forward and backward hold no (num_heads, L, S) tensor, of 67 MB here, for the average."""

@@ -103,6 +103,7 @@ def test_gradients_of_any_layout(given, at_once):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.sampled("dropout is there", dropout_p=[0.0])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_second_order_and_batches(dropout_p, at_once):
     leaves = [t[:1, :2, :5].detach().requires_grad_() for t in tensors(torch.float64)]

@@ -17,7 +17,7 @@ from helpers import (
     runnable,
     short,
 )
-from mask_cases import MASKS
+from mask_cases import FIELDS, MASKS
 
 from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
@@ -33,6 +33,11 @@ def check(tensors, mask, dtype, backend="cpp", **options):
     assert_outputs_like_eager(attention(mask, enable_gqa=True, **options), tensors, dtype, backend)
 
 
+@pytest.mark.thinned(
+    "masks are read alike for each type", dtype=[torch.bfloat16], name=set(MASKS) - set(FIELDS)
+)
+@pytest.mark.thinned("1 and 16 are there", seqlen_q=[5], name=set(MASKS) - set(FIELDS))
+@pytest.mark.thinned("1 and 16 are there", seqlen_q=[5], dtype=[torch.bfloat16])
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

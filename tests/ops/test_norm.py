@@ -25,6 +25,7 @@ from fused_attn.base.layout import rows_in_place
 SHAPES = [(1, 1), (3, 16), (5, 37), (130, 96), (1100, 33), (2, 65536)]
 
 
+@pytest.mark.thinned("float32 has the rest", dtype=[torch.bfloat16], affine=[False])
 @ONE_16_BIT_TYPE
 @pytest.mark.thinned(
     "test_triton_norm.py has the rest of long rows", shape=SHAPES[-1:], affine=[False]

@@ -36,6 +36,14 @@ def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
     return AttentionCall(query, key, value, spec, 0.25, softcap, dropout_p, seed)
 
 
+@pytest.mark.thinned(
+    "ops are the same for all masks",
+    options=[
+        {"mask": "ragged", "dropout_p": 0.2},
+        {"mask": "documents", "softcap": 2.0},
+        {"mask": "alibi"},
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",
@@ -96,6 +104,8 @@ def attend_inputs():
     return *leaves, torch.randn(4, *SHAPE[3:], requires_grad=True), torch.tensor([70, 31])
 
 
+@pytest.mark.sampled("each compiler is there once", compiler=["inductor"], dynamic=[False])
+@pytest.mark.sampled("each compiler is there once", compiler=["aot_eager"], dynamic=[True])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compile_with_gradients(compiler, dynamic):
@@ -155,6 +165,7 @@ MASKS_OF_LENGTHS = {
 }
 
 
+@pytest.mark.sampled("both ways to export are there", backend=["eager"], strict=[True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("mask", MASKS_OF_LENGTHS.values(), ids=MASKS_OF_LENGTHS)
 @pytest.mark.parametrize("backend", ["cpp", "eager"])

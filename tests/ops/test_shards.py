@@ -109,6 +109,10 @@ def test_every_isa(dtype, part, isa):
         test_heads_that_share_keys(dtype, "cpp")
 
 
+@pytest.mark.thinned(
+    "biased calls are there", dtype=[torch.float16, torch.bfloat16], biased=[False]
+)
+@pytest.mark.thinned("one 16-bit type is there", dtype=[torch.float16])
 @FEWER
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,7 @@ from helpers import (
     runnable,
     short,
 )
-from mask_cases import MASKS
+from mask_cases import FIELDS, MASKS
 
 from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
@@ -73,6 +73,9 @@ def padded(packed, lengths):
     return whole.transpose(1, 2)
 
 
+@pytest.mark.thinned(
+    "masks are read alike for each type", dtype=[torch.bfloat16], name=set(MASKS) - set(FIELDS)
+)
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -84,6 +87,9 @@ def test_masks(name, dtype, backend):
     )
 
 
+@pytest.mark.thinned(
+    "dropout is there", options=[{"is_causal": True}, {"softcap": 2.0, "scale": 0.4}]
+)
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"dropout_p": 0.3}, {"softcap": 2.0, "scale": 0.4}],

@@ -74,6 +74,7 @@ def test_triton_is_not_imported():
     run(CALLS)
 
 
+@pytest.mark.sampled("one order is there", before=["", LOOKED_FOR])
 @pytest.mark.parametrize("before", ["", FIRST, LOOKED_FOR], ids=["after", "before", "looked_for"])
 def test_flops_are_counted_whoever_imports_the_counter(before):
     run(before + COUNTED)

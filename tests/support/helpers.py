@@ -318,7 +318,9 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
 
         return call
 
-    of.key = pickle.dumps(("attention", mask, options))  # type: ignore[attr-defined]
+    # A pickle has all that a view is a view of.
+    if mask is None or all(t.untyped_storage().nbytes() < 2**20 for t in mask.tensors()):
+        of.key = pickle.dumps(("attention", mask, options))  # type: ignore[attr-defined]
     return of
 
 

@@ -47,18 +47,16 @@ class ActivationPass {
   }
 
   static bool in_parallel(const ActivationParams& p, Rows one_row) {
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, p.rows)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, p.rows, [&] {
       ActivationPass self(p);
-      ok = self.allocate();
-#pragma omp for schedule(static)
+      const bool ok = self.allocate();
+#pragma omp for schedule(static) nowait
       for (int64_t r = 0; r < p.rows; ++r) {
         if (ok) one_row(self, r);
       }
       stream_fence();
-    }
-    return ok;
+      return ok;
+    });
   }
 
   explicit ActivationPass(const ActivationParams& p)

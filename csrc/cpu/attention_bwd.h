@@ -58,11 +58,9 @@ class AttentionBwd : BwdTile<T> {
     A* grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0);
     if (!parts.allocate()) return false;
     grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0);
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, tasks)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, tasks, [&] {
       AttentionBwd self(bwd, mask);
-      ok = self.allocate(panels, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
+      const bool ok = self.allocate(panels, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
       share_tasks(tasks, 2 * operand_bytes<T>(p), [&](int64_t task) {
         if (!ok) return;
         const int64_t head = task / splits, split = task % splits;
@@ -73,7 +71,8 @@ class AttentionBwd : BwdTile<T> {
         self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, own, splits * part);
       });
       if (splits > 1) {
-#pragma omp for schedule(static)
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
         for (int64_t head = 0; head < p.batch * p.num_heads; ++head) {
           if (!ok) continue;
           A* const first = grad_query + head * splits * part;
@@ -83,8 +82,8 @@ class AttentionBwd : BwdTile<T> {
           self.write_grad_query(head / p.num_heads, head % p.num_heads, first);
         }
       }
-    }
-    return ok;
+      return ok;
+    });
   }
 
  private:

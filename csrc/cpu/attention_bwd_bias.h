@@ -31,12 +31,10 @@ class AttentionBwdBias : BwdTile<T> {
     const int64_t own_heads = strides[1] == 0 ? min64(1, p.num_heads) : p.num_heads;
     const int64_t own_panels = strides[2] == 0 ? 1 : panels;
     const int64_t tasks = own_batch * own_heads * own_panels;
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, tasks)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, tasks, [&] {
       AttentionBwdBias self(bwd, mask);
-      ok = self.allocate();
-#pragma omp for schedule(dynamic)
+      const bool ok = self.allocate();
+#pragma omp for schedule(dynamic) nowait
       for (int64_t task = 0; task < tasks; ++task) {
         const int64_t own = task / own_panels, panel = task % own_panels;
         const int64_t b = own / own_heads, h = own % own_heads;
@@ -51,8 +49,8 @@ class AttentionBwdBias : BwdTile<T> {
         }
         self.write(own, panel);
       }
-    }
-    return ok;
+      return ok;
+    });
   }
 
  private:

@@ -60,22 +60,21 @@ class AttentionBwdTiles : BwdPanels<T> {
     parts.template take<float>(count);
     if (!parts.allocate()) return false;
     float* const grad_query = parts.template take<float>(count);
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, work.tasks)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, work.tasks, [&] {
       AttentionBwdTiles self(bwd, mask, work, grad_query);
-      ok = self.allocate();
+      const bool ok = self.allocate();
       share_tasks(work.tasks, 2 * operand_bytes<T>(p), [&](int64_t task) {
         if (ok) self.task(task / work.splits, task % work.splits);
       });
       if (work.splits > 1) {
-#pragma omp for schedule(static)
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
         for (int64_t head = 0; head < p.batch * p.num_heads; ++head) {
           if (ok) self.add_parts(head);
         }
       }
-    }
-    return ok;
+      return ok;
+    });
   }
 
  private:

@@ -70,11 +70,9 @@ class AttentionDecode {
     parts.template take<A>(heads * splits * shape.part());
     if (!parts.allocate()) return false;
     A* const results = parts.template take<A>(heads * splits * shape.part());
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, heads* splits)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, heads * splits, [&] {
       Kernel kernel(p, mask, shape);
-      ok = kernel.allocate();
+      const bool ok = kernel.allocate();
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < heads * splits; ++task) {
         const int64_t head = task / splits, begin = task % splits * per_split;
@@ -83,7 +81,7 @@ class AttentionDecode {
         kernel.run(b, head % p.num_heads_kv, min64(begin, num_keys),
                    min64(begin + per_split, num_keys), shape.at(results + task * shape.part()));
       }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (int64_t head = 0; head < heads; ++head) {
         if (!ok) continue;
         const AttentionDecode self(p, shape);
@@ -93,8 +91,8 @@ class AttentionDecode {
         }
         self.write(head / p.num_heads_kv, head % p.num_heads_kv, first);
       }
-    }
-    return ok;
+      return ok;
+    });
   }
 
   AttentionDecode(const AttentionParams& p, const DecodeShape<A>& shape)

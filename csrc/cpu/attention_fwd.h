@@ -108,11 +108,9 @@ class AttentionFwd {
     int64_t per_task = kMaxPanels;
     while (per_task > 1 && heads * div_up(num_panels, per_task) < 4 * p.num_threads) per_task /= 2;
     const int64_t per_head = div_up(num_panels, per_task), tasks = heads * per_head;
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, tasks)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, tasks, [&] {
       AttentionFwd self(p, mask);
-      ok = self.allocate(min64(per_task, num_panels));
+      const bool ok = self.allocate(min64(per_task, num_panels));
       // Last panels first: under a causal mask they are the longest.
       share_tasks(tasks, operand_bytes<T>(p), [&](int64_t task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
@@ -121,8 +119,8 @@ class AttentionFwd {
         const int64_t count = min64(per_task, own_panels - first);
         if (ok && count > 0) self.head_panels(b, head % p.num_heads, first, count);
       });
-    }
-    return ok;
+      return ok;
+    });
   }
 
  private:

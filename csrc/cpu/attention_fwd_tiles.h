@@ -38,18 +38,16 @@ class AttentionFwdTiles {
     int64_t per_task = min64(panels, kMaxPanels);
     while (per_task > 4 && heads * div_up(panels, per_task) < 4 * p.num_threads) per_task /= 2;
     const int64_t per_head = div_up(panels, per_task), tasks = heads * per_head;
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, tasks)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, tasks, [&] {
       AttentionFwdTiles self(p, mask, per_task);
-      ok = self.allocate();
+      const bool ok = self.allocate();
       // Last panels first: under a causal mask they are the longest.
       share_tasks(tasks, operand_bytes<T>(p), [&](int64_t task) {
         const int64_t first = (per_head - 1 - task % per_head) * per_task;
         if (ok) self.panels(task / per_head, first, min64(first + per_task, panels));
       });
-    }
-    return ok;
+      return ok;
+    });
   }
 
  private:

@@ -7,6 +7,7 @@
 
 #include "cpu/dropout.h"
 #include "cpu/mask.h"
+#include "cpu/team.h"
 #include "cpu/vec_math.h"
 
 namespace fused_attn {
@@ -182,22 +183,6 @@ struct KeyColumns {
 
 inline int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Runs task(0) to task(count - 1) on the threads of the parallel region around it.
-//
-// Operands that fit into the cores' caches stay there if a task goes to the same thread call after
-// call; larger ones go to whichever thread is free. (8 heads of 32 x 64: 14 and 17 microseconds.)
-template <class Task>
-inline void share_tasks(int64_t count, int64_t operand_bytes, const Task& task) {
-  constexpr int64_t kCacheBytes = int64_t{1} << 20;
-  if (operand_bytes <= kCacheBytes) {
-#pragma omp for schedule(static, 1)  // neighbours are alike in length under a mask
-    for (int64_t i = 0; i < count; ++i) task(i);
-  } else {
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < count; ++i) task(i);
-  }
-}
-
 // Bytes of query, key, value and out.
 template <class T>
 inline int64_t operand_bytes(const AttentionParams& p) {
@@ -206,10 +191,6 @@ inline int64_t operand_bytes(const AttentionParams& p) {
   const int64_t queries = packed ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q;
   const int64_t keys = packed ? p.cu_seqlens_k[p.batch] : p.batch * p.seqlen_k;
   return (p.num_heads * queries + p.num_heads_kv * keys) * dims * size;
-}
-
-inline int clamp_threads(int64_t num_threads, int64_t tasks) {
-  return static_cast<int>(max64(1, min64(num_threads, tasks)));
 }
 
 // Rows (rows, dim) from (dim, panel).

@@ -33,12 +33,10 @@ class WeightTiles : protected BwdTile<T> {
     if (!mask.init(p)) return false;
     const int64_t panels = div_up(p.seqlen_q, kRows), parts = div_up(panels, kPanels);
     const int64_t tasks = p.batch * p.num_heads / heads * parts;
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, tasks)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, tasks, [&] {
       Self self(bwd, mask, args...);
-      ok = self.allocate(heads);
-#pragma omp for schedule(dynamic)
+      const bool ok = self.allocate(heads);
+#pragma omp for schedule(dynamic) nowait
       for (int64_t task = 0; task < tasks; ++task) {
         if (!ok) continue;
         const int64_t head = task / parts * heads, first = task % parts * kPanels;
@@ -51,8 +49,8 @@ class WeightTiles : protected BwdTile<T> {
         }
         self.task(b, h, first, count);
       }
-    }
-    return ok;
+      return ok;
+    });
   }
 
   WeightTiles(const AttentionBwdParams& bwd, const MaskView<A>& mask) : Base(bwd, mask) {}

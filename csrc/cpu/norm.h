@@ -88,13 +88,11 @@ class NormFwd {
     const int64_t stride = round_up(p.columns, kLanes<A>);
     const int64_t fit = kBlockBytes / max64(stride * static_cast<int64_t>(sizeof(A)), 1);
     const int64_t block = max64(min64(fit, kMaxBlockRows), 1), blocks = div_up(p.rows, block);
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, blocks)) reduction(&& : ok)
-    {
+    return run_team(p.num_threads, blocks, [&] {
       NormFwd self(p, stride);
-      ok = self.allocate(block);
+      const bool ok = self.allocate(block);
       const bool plain = !self.added_ && p.weight != nullptr && p.bias != nullptr;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (int64_t i = 0; i < blocks; ++i) {
         if (!ok) continue;
         const int64_t count = min64(block, p.rows - i * block);
@@ -102,8 +100,8 @@ class NormFwd {
               : self.template rows<false>(i * block, count);
       }
       stream_fence();
-    }
-    return ok;
+      return ok;
+    });
   }
 
  private:
@@ -268,14 +266,12 @@ class NormBwd {
     arena.template take<A>(parts * 2 * n);
     if (!arena.allocate()) return false;
     A* const sums = arena.template take<A>(parts * 2 * n);
-    bool ok = true;
-#pragma omp parallel num_threads(clamp_threads(p.num_threads, parts)) reduction(&& : ok)
-    {
+    const bool done = run_team(p.num_threads, parts, [&] {
       NormBwd self(bwd);
-      ok = self.allocate();
+      const bool ok = self.allocate();
       const bool affine =
           p.weight != nullptr && bwd.grad_weight != nullptr && bwd.grad_bias != nullptr;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (int64_t part = 0; part < parts; ++part) {
         if (!ok) continue;
         A* const own = sums + part * 2 * n;
@@ -290,13 +286,13 @@ class NormBwd {
         });
       }
       stream_fence();
-#pragma omp single
-      {
-        add_up(sums, parts, n, static_cast<A*>(bwd.grad_weight));
-        add_up(sums + n, parts, n, static_cast<A*>(bwd.grad_bias));
-      }
+      return ok;
+    });
+    if (done) {
+      add_up(sums, parts, n, static_cast<A*>(bwd.grad_weight));
+      add_up(sums + n, parts, n, static_cast<A*>(bwd.grad_bias));
     }
-    return ok;
+    return done;
   }
 
  private:

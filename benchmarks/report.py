@@ -25,6 +25,7 @@ LENGTHS_PAGE = HERE.parent / "docs" / "quadratic-cost.md"
 LENGTHS_BEGIN, LENGTHS_END = "<!-- lengths: begin -->", "<!-- lengths: end -->"
 EXAMPLES_PAGE = HERE.parent / "examples" / "README.md"
 EXAMPLES_BEGIN, EXAMPLES_END = "<!-- examples: begin -->", "<!-- examples: end -->"
+BUSY_BEGIN, BUSY_END = "<!-- busy: begin -->", "<!-- busy: end -->"
 GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
@@ -117,6 +118,8 @@ def with_results(page: Path, text: str) -> str:
         return replaced(text, HEADLINE_BEGIN, HEADLINE_END, headline(models))
     text = replaced(text, BEGIN, END, "\n\n".join(shown(*each) for each in cpus().items()))
     text = replaced(text, MODELS_BEGIN, MODELS_END, tables.models(models))
+    beside = json.loads((results / "busy.json").read_text())
+    text = replaced(text, BUSY_BEGIN, BUSY_END, tables.busy(beside))
     gpus = sorted(results.glob("gpu-*.json"))
     if gpus:
         measured = [tables.gpu(json.loads(path.read_text())) for path in gpus]

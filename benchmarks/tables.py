@@ -86,6 +86,21 @@ def models(results: dict[str, Any]) -> str:
     return _page(about, ["model", "compared with", "ms, theirs", "ms, ours", "times as fast"], rows)
 
 
+def busy(results: dict[str, Any]) -> str:
+    """Calls beside busy processes: medians and 90th percentiles."""
+    rows = []
+    for record in results["records"]:
+        ours, theirs = record["ms"]["fused_attn"], record["ms"]["torch"]
+        cells = [record["name"], str(record["busy"])]
+        for key in ("median", "p90"):
+            cells += [f"{theirs[key]:.2f}", f"{ours[key]:.2f}", f"{theirs[key] / ours[key]:.2f}"]
+        rows.append(cells)
+    header = ["call", "busy processes", "median, ms: torch", "ours", "ratio"]
+    header += ["90th percentile, ms: torch", "ours", "ratio"]
+    about = f"{_cpu_machine(results)}, float32; attention is B8 H12 L128 D32."
+    return _page(about, header, rows, numbers=True)
+
+
 def lengths(results: dict[str, Any]) -> str:
     """Times and memory of a layer, a row for each mask and length."""
     rows = []

@@ -61,7 +61,7 @@ class AttentionBwd : BwdTile<T> {
     return run_team(p.num_threads, tasks, [&] {
       AttentionBwd self(bwd, mask);
       const bool ok = self.allocate(panels, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
-      share_tasks(tasks, 2 * operand_bytes<T>(p), [&](int64_t task) {
+      share_tasks(tasks, fit_caches(2 * operand_bytes<T>(p)), [&](int64_t task) {
         if (!ok) return;
         const int64_t head = task / splits, split = task % splits;
         const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;

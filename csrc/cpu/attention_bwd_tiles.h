@@ -63,7 +63,7 @@ class AttentionBwdTiles : BwdPanels<T> {
     return run_team(p.num_threads, work.tasks, [&] {
       AttentionBwdTiles self(bwd, mask, work, grad_query);
       const bool ok = self.allocate();
-      share_tasks(work.tasks, 2 * operand_bytes<T>(p), [&](int64_t task) {
+      share_tasks(work.tasks, fit_caches(2 * operand_bytes<T>(p)), [&](int64_t task) {
         if (ok) self.task(task / work.splits, task % work.splits);
       });
       if (work.splits > 1) {

@@ -112,7 +112,7 @@ class AttentionFwd {
       AttentionFwd self(p, mask);
       const bool ok = self.allocate(min64(per_task, num_panels));
       // Last panels first: under a causal mask they are the longest.
-      share_tasks(tasks, operand_bytes<T>(p), [&](int64_t task) {
+      share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
         const int64_t b = head / p.num_heads, first = group * per_task;
         const int64_t own_panels = div_up(query_rows(p, b).count, kRows);

@@ -42,7 +42,7 @@ class AttentionFwdTiles {
       AttentionFwdTiles self(p, mask, per_task);
       const bool ok = self.allocate();
       // Last panels first: under a causal mask they are the longest.
-      share_tasks(tasks, operand_bytes<T>(p), [&](int64_t task) {
+      share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t first = (per_head - 1 - task % per_head) * per_task;
         if (ok) self.panels(task / per_head, first, min64(first + per_task, panels));
       });

@@ -7,7 +7,7 @@ import torch
 from helpers import attention, random_qkv, run_with_gradients
 
 from fused_attn.tools import contract
-from fused_attn.tools.rounding import FIRST_RUNS, RUNS, Decisions, Expected, RandomRounding
+from fused_attn.tools.rounding import FIRST_RUNS, RUNS, WIDTH, Decisions, Expected, RandomRounding
 
 ROUNDOFF = 2.0**-24
 
@@ -27,7 +27,7 @@ def test_a_product_is_off_by_the_formula():
     terms = (a.double().square() @ b.double().square()).sqrt()
     size = exact.abs() + 64**0.5 / 3 * (exact.square() + terms.square()).sqrt()
     error = (samples(torch.mm, a, b) - exact).square().mean(0).sqrt()
-    assert (error / (ROUNDOFF * size)).sub(1.0).abs().le(0.15).all()
+    assert (error / (WIDTH * ROUNDOFF * size)).sub(1.0).abs().le(0.15).all()
 
 
 def test_other_arithmetic_is_off_by_a_rounding():

@@ -35,7 +35,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@# First what builds, so that the editable install shares these (and its objects) with `build`.
 	@# An unpinned torch would be gigabytes of GPU libraries.
 	@$(BIN)/python -m pip install -q setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
-	$(SAY) "the CPU kernels: a minute or two"
+	$(SAY) "the CPU kernels: two minutes on two cores"
 	@$(BUILD)
 	$(SAY) "what tests, examples and the demo need: a minute on a fast network"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \

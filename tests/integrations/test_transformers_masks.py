@@ -26,7 +26,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_overlay,
 )
 
-from fused_attn import functional, masks  # noqa: E402
+from fused_attn import masks  # noqa: E402
 from fused_attn.integrations.transformers import attention_forward  # noqa: E402
 from fused_attn.integrations.transformers.masks import attention_mask  # noqa: E402
 from fused_attn.integrations.transformers.model_mask import ModelMask  # noqa: E402
@@ -424,82 +424,3 @@ def test_configs_of_a_users_model_get_the_masks_of_that_model():
         _supports_sdpa = True
 
     assert make_mask(config=Known()).dtype == torch.bool
-
-
-WRITES = {
-    "nothing": lambda mask: mask.logical_not(),
-    "whole": lambda mask: mask.fill_(True),
-    "view": lambda mask: mask[:, :, 1:].fill_(True),
-    "item": lambda mask: mask.__setitem__((0, 0, 0), True),
-    "operator": lambda mask: mask.__ior__(torch.ones_like(mask)),
-    "out": lambda mask: torch.logical_not(mask, out=mask),
-    "foreach": lambda mask: torch._foreach_copy_([mask], [torch.ones_like(mask)]),
-    "foreach of views": lambda mask: torch._foreach_zero_([mask[:, :, 1:], mask[:, :, :1]]),
-    "data": lambda mask: mask.data.logical_not_(),
-    "detached": lambda mask: mask.detach().fill_(True),
-}
-
-
-@pytest.mark.sampled(
-    "writes of each kind are there",
-    write=[
-        write
-        for name, write in WRITES.items()
-        if name not in ("nothing", "whole", "foreach of views")
-    ],
-)
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("inference", [False, True])
-def test_what_is_written_into_a_mask_counts_in_a_graph(write, inference):
-    def attend(query, key):
-        mask = make_mask(attention_mask=PADDING)
-        write(mask)
-        return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
-
-    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
-    expected = attend(query, key)
-    torch.compiler.reset()  # every way of writing is one more version of the same code
-    with torch.inference_mode(inference):
-        actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(query, key)
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_masks_in_a_graph_are_structure(inference, monkeypatch):
-    kinds = []
-    attend = functional.scaled_dot_product_attention
-
-    @torch.compiler.assume_constant_result
-    def note(kind):
-        kinds.append(kind)
-
-    def spy(query, key, value, mask, *args, **kwargs):
-        note(isinstance(mask, Mask))
-        return attend(query, key, value, mask, *args, **kwargs)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
-
-    def layer(query, key):
-        mask = make_mask(attention_mask=PADDING)
-        mask[:, :, 0].any()  # reading is not writing
-        return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
-
-    with torch.inference_mode(inference):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(query, key)
-    assert kinds == [True]
-
-
-@pytest.mark.parametrize("write", [False, True])
-def test_what_is_written_before_a_graph_break_counts(write):
-    def attend(query, key):
-        mask = make_mask(attention_mask=PADDING)
-        if write:
-            mask.fill_(True)
-        torch._dynamo.graph_break()
-        return attention_forward(torch.nn.Module(), query, key, key, mask)[0]
-
-    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
-    expected = attend(query, key)
-    actual = torch.compile(attend, backend="aot_eager")(query, key)
-    torch.testing.assert_close(actual, expected)

@@ -21,7 +21,7 @@ from helpers import (
     runnable,
     short,
 )
-from mask_cases import MASKS
+from mask_cases import FIELDS, MASKS
 from nn_helpers import EMBED, HEADS, check_against_torch, perturb, randn, random_mask
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -77,6 +77,9 @@ def test_rows_that_one_key_dominates(seed, backend):
     assert_like_eager(weights, tensors, torch.bfloat16, backend)
 
 
+@pytest.mark.thinned(
+    "kernels see fields; other masks are in test_attention.py", name=set(MASKS) - set(FIELDS)
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @AVERAGE
 @pytest.mark.thinned("the average walks every head", average=[False])

@@ -30,6 +30,11 @@ def finite(lse):
     return lse.masked_fill(lse.isinf(), 0.0)
 
 
+@pytest.mark.sampled(
+    "others have softcap and dropout",
+    name=["ragged", "alibi"],
+    options=[{"softcap": 1.5}, {"dropout_p": 0.4}],
+)
 @pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"dropout_p": 0.4}], ids=str)
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ test-isas: env ## run the numerics tests on each instruction set that this CPU h
 
 # Torch's own kernels, which eager attention runs on, for any CPU, for AVX2, and for this one.
 DRAWS ?= 20
-DRAWN = $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py varlen.py)
+DRAWN = $(addprefix tests/ops/test_,attention.py bias.py decode.py isas.py norm.py varlen.py)
 test-draws: env ## run the numerics tests on other random inputs, DRAWS times, with other kernels of torch
 	@failed=0; for draw in $$(seq $(DRAWS)); do for capability in default avx2 ""; do \
 		echo "draw $$draw, ATEN_CPU_CAPABILITY=$$capability"; \
@@ -159,7 +159,7 @@ random-problems: env emulator ## search for results outside the contract among r
 
 # Half an hour on two cores; TYPES=bert,llama judges those alone. The verdicts are committed.
 models-check: env ## every model type of transformers, made small: swapped against eager
-	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/check_models.py --write \
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/check_models.py --write \
 		$(if $(TYPES),--types $(TYPES))
 
 # The package lies in build/clang, and Python has to take it from there, not from this tree.
@@ -182,7 +182,7 @@ ARM = build/aarch64
 ARM_TESTS ?= $(addprefix tests/ops/test_,isas.py norm.py dropout.py layouts.py)
 arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test them in an emulator (Debian, as root)
 	$(SAY) "an ARM compiler, emulator, Python and torch, the first time; the tests: minutes"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/support/aarch64.sh "$(CURDIR)/$(ARM)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/aarch64.sh "$(CURDIR)/$(ARM)"
 	@$(ARM)/python -c 'from fused_attn.backends import cpp; assert cpp.isa() == "neon_bf16", cpp.isa()'
 	OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -p no:cacheprovider $(ARM_TESTS) -k "not triton and not cuda"
 
@@ -222,7 +222,7 @@ hub: wheel ## lay the wheel out as a kernel of Hugging Face's Hub, in build/hub
 # ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" asks for less. Gigabytes are fetched.
 environments: $(VENV)/installed ## use a wheel in new environments of several Pythons and torches
 	$(SAY) "three builds, six environments: half an hour"
-	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python tests/support/environments.py $(ENVIRONMENTS)
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python scripts/environments.py $(ENVIRONMENTS)
 
 # The import runs outside of this tree, so that it finds the wheel and nothing else.
 sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment

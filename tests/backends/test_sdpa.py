@@ -400,4 +400,4 @@ def test_warns_once():
 
 def test_the_table_of_devices():
     page = device_table.PAGE.read_text("utf-8")
-    assert page == device_table.with_table(page), "run python tests/support/device_table.py"
+    assert page == device_table.with_table(page), "run python scripts/device_table.py"

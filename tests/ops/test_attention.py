@@ -113,62 +113,6 @@ def test_pairs_of_masks(pair, backend):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
-@pytest.mark.parametrize("lowest", [-1e6, -1e8, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_whose_bias_is_very_negative(backend, lowest, dtype):
-    """It is added, as in eager attention: such rows see all keys, and lse is no exact number."""
-    bias = torch.zeros(9, 70)
-    bias[2:5] = lowest
-    tensors = random_qkv(1, 2, 2, 9, 70, 16)
-    assert_like_eager(attention(masks.bias(bias)), tensors, dtype, backend)
-
-
-BIAS_SHAPES = [
-    (2, 4, 45, 150),
-    (4, 45, 150),
-    (2, 1, 45, 150),
-    (45, 150),
-    (2, 1, 1, 150),
-    (1, 4, 45, 1),
-    (1, 1, 1, 1),
-    (4, 1, 150),
-]
-
-
-@ONE_16_BIT_TYPE
-@pytest.mark.sampled("the same bias again", dtype=[torch.float32, torch.float64], own_dtype=[True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("own_dtype", [False, True], ids=["bias_f32", "bias_same"])
-@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
-def test_bias_gradient(shape, own_dtype, dtype, backend):
-    tensors = random_qkv(2, 4, 2, 45, 150, 32)
-    bias = torch.randn(shape, generator=drawn(1))
-    half = dtype in (torch.float16, torch.bfloat16)
-    tensors["bias"] = bias.to(dtype) if own_dtype and half else bias
-    assert_like_eager(attention(masks.causal(), enable_gqa=True), tensors, dtype, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_bias_gradient_reaches_an_expanded_mask(dtype, backend):
-    """The mask is an expand of a small tensor: its gradient is the sum over the expansion."""
-    tensors = random_qkv(2, 4, 4, 20, 30, 16)
-    tensors["bias"] = torch.randn(20, 30)
-
-    def expanded(backend):
-        def call(query, key, value, bias):
-            mask = bias.expand(2, 4, 20, 30)
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, return_lse=True, backend=backend
-            )
-
-        return call
-
-    assert_like_eager(expanded, tensors, dtype, backend)
-
-
 @pytest.mark.thinned("each is there in float32", dtype=[torch.bfloat16], mask=["causal", "padding"])
 @ONE_16_BIT_TYPE
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -492,14 +436,3 @@ def test_weights_of_the_backward_are_not_scaled_by_the_rounding_of_lse(backend):
         tensors = random_qkv(1, 1, 1, 1, seqlen_k, 4)
         tensors["query"].zero_()
         assert_like_eager(attention(), tensors, torch.float32, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_gradients_of_a_float_mask_add_up_over_the_keys(dtype, backend):
-    """To the gradient of lse: a part of the mask that is the same for all keys shifts a row. The
-    rounding of out to 16 bits must not show there."""
-    base = masks.bias(torch.randn(60, 150, generator=drawn(2)))
-    tensors = random_qkv(2, 2, 2, 60, 150, 32)
-    tensors["bias"] = torch.randn(60, 1, generator=drawn(3))
-    assert_like_eager(attention(base), tensors, dtype, backend)

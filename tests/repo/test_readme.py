@@ -97,7 +97,7 @@ def test_values_of_environment_variables_are_listed():
 
 
 def test_table_of_surfaces_is_up_to_date():
-    """`python tests/support/surfaces.py` writes it; it fails where a test that it names is gone."""
+    """`python scripts/surfaces.py` writes it; it fails where a test that it names is gone."""
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
     import surfaces
 

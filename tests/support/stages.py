@@ -32,7 +32,9 @@ class Stage(NamedTuple):
 
 
 # The kernel tests use all threads. All other stages use one process a core, of one thread each.
-_KERNELS = [f"tests/ops/test_{n}.py" for n in ("attention", "decode", "dropout", "norm", "varlen")]
+_KERNELS = [
+    f"tests/ops/test_{n}.py" for n in ("attention", "bias", "decode", "dropout", "norm", "varlen")
+]
 _PARALLEL = ["-n", "2", "--dist", "worksteal"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # The folders with tests that run on several backends: collecting the others takes a while.

@@ -1,7 +1,7 @@
 """The table of docs/support.md: what calls on a device without verified kernels run on.
 
 The devices are pretended: the choice sees them, the tensors are on the CPU, and torch's CPU kernels
-stand for its own of that device. `python tests/support/device_table.py` brings it into the page.
+stand for its own of that device. `python scripts/device_table.py` brings it into the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fused_attn import functional, varlen
 from fused_attn.backends import problem_of, registry
 from fused_attn.nn import weights
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- devices: begin -->", "<!-- devices: end -->"
 DEVICES = ("cuda", "mps", "xpu")
 

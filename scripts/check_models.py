@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import hf_zoo
 import torch
@@ -28,7 +28,7 @@ import transformers
 
 from fused_attn.tools import doctor
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "benchmarks/results/models-check.json"
 PARTIAL = ROOT / "build/models-check.json"  # of a run that was interrupted
 PAGE = ROOT / "docs/models.md"

@@ -1,19 +1,22 @@
 """The table of surfaces: where the package can be used, what of it, which test shows it.
 
-`python tests/support/surfaces.py` writes it to docs/support.md; tests/repo/test_readme.py
+`python scripts/surfaces.py` writes it to docs/support.md; tests/repo/test_readme.py
 holds it to the code.
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from hf_families import FAMILIES
 
 from fused_attn.nn._from_torch import REPLACEMENTS, qualified_name
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- surfaces: begin -->", "<!-- surfaces: end -->"
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/environments.json"
 AUDIT = ["repair", "--exclude", "libgomp.so.1"]
 TESTS = ["tests/ops/test_functional.py", "tests/ops/test_masks.py", "tests/ops/test_norm.py"]

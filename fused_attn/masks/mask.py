@@ -69,7 +69,7 @@ class Mask:
     biases: tuple[Tensor, ...] = ()
     slopes: tuple[_Alibi, ...] = ()
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
-    draw: ClassVar[Callable[..., Any]]  # set by picture.py, which imports this file
+    _draw: ClassVar[Callable[..., Any]]  # set by picture.py, which imports this file
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, Tensor):
@@ -144,7 +144,7 @@ class Mask:
             >>> axes.figure.savefig("window.png")  # doctest: +SKIP
         """
         keys = seqlen_q if seqlen_k is None else seqlen_k
-        return self.draw(seqlen_q, keys, sequence, head, tile, axes)
+        return self._draw(seqlen_q, keys, sequence, head, tile, axes)
 
     @property
     def is_relative(self) -> bool:

@@ -93,7 +93,7 @@ def plot(
     return axes
 
 
-Mask.draw = plot
+Mask._draw = plot
 
 
 def _sizes(mask: Mask) -> tuple[int, int]:

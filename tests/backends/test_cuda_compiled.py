@@ -57,7 +57,7 @@ def test_attention_does_not_spill(name, params, head_dim, arch, tmp_path):
     assert not [(k.dtype, k.arguments, k.spilled) for k in kernels if k.spilled]
 
 
-@pytest.mark.sampled("20 s of clang", name=["layer_norm"])
+@pytest.mark.sampled("20 s of clang: every night", name=["layer_norm"])
 @pytest.mark.parametrize("name", ["tile_summary", "layer_norm"])
 def test_other_kernels_do_not_spill(name, tmp_path):
     file = tmp_path / f"{name}.cu"

@@ -38,7 +38,7 @@ def floor(module: str) -> int:
 
 
 def imports(module: str) -> set[str]:
-    """What a module imports of the package, inside functions too."""
+    """Return the modules of the package that a module imports, inside functions too."""
     found = []
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -46,7 +46,9 @@ def imports(module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [n if n in FILES or "._c" in n else node.module for n in names]
+            found += [
+                n if n in FILES or n.rpartition(".")[2] in FLOORS[0] else node.module for n in names
+            ]
     return {name for name in found if name.split(".")[0] == "fused_attn"}
 
 

@@ -3,8 +3,8 @@
 Seen in Triton 3.6: bfloat16 operands of a product are multiplied as the integers that hold them,
 conversions to bfloat16 are cut off instead of rounded, and loop bounds fail with numpy 2.4 and
 later. Besides, the language is patched anew in each call of a device function, every addition of
-integers is checked for overflow, and each value builds the name of its type anew; without the three
-it is five times as fast.
+integers is checked for overflow, and each value builds the name of its type anew; the first two
+take two thirds of the time, the third half of the rest.
 """
 
 from __future__ import annotations

@@ -145,14 +145,13 @@ test-draws: env ## run the numerics tests on other random inputs, DRAWS times, w
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
-# An hour on two cores: each instruction set gets other problems.
+# Some hours of one core.
 RANDOM = PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(BIN)/python tests/support/random_problems.py
 PROBLEMS ?= 20000
 random-problems: env emulator ## search for results outside the contract among random problems, half of them hard
-	@failed=0; first=0; for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do \
-		for dtype in float32 float64 bfloat16 float16; do \
-			$(RANDOM) --isa $$isa --dtype $$dtype --problems $(PROBLEMS) --first $$first || failed=1; \
-			first=$$((first + $(PROBLEMS))); done; done; \
+	@failed=0; isas=$$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); \
+	for dtype in float32 float64 bfloat16 float16; do \
+		$(RANDOM) --isa $$isas --dtype $$dtype --problems $(PROBLEMS) || failed=1; done; \
 	CUDA_EMULATED=1 $(RANDOM) --backend cuda --problems $$(($(PROBLEMS) / 4)) || failed=1; \
 	TRITON_INTERPRET=1 $(RANDOM) --backend triton --problems $$(($(PROBLEMS) / 20)) || failed=1; \
 	exit $$failed

@@ -92,6 +92,15 @@ def test_float16_conversions_are_those_of_the_processor(isa):
         torch.testing.assert_close(total, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
+def test_scores_of_float16_are_those_of_float32(isa):
+    """A single score is its row's lse, whose error no other row hides."""
+    query, key = (torch.randn(2, 64, 8, 1, 40, generator=drawn(0))).half()
+    _, lse = functional.scaled_dot_product_attention(query, key, key, return_lse=True)
+    truth = (query.double() * key.double()).sum(-1) * 40**-0.5
+    terms = (query.double() * key.double()).norm(dim=-1) * 40**-0.5
+    assert ((lse - truth).abs() <= 2.0**-21 * terms).all()
+
+
 def test_few_products_take_vectors():
     """Float32 of few queries, on a CPU with AMX: forward and backward by the same kernels."""
     if not cpp.isa().startswith("amx"):

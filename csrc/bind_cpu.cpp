@@ -1,10 +1,7 @@
 // The module fused_attn._cpu: the CPU kernels.
-#include "bind_at_once.h"
-#include "bind_fields.h"
-#include "bind_norm_at_once.h"
-#include "bind_run.h"
+#include "bind_attention.h"
+#include "bind_norm.h"
 #include "cpu/debug.h"
-#include "cpu/workspace_pool.h"
 
 namespace fused_attn {
 namespace {
@@ -25,8 +22,6 @@ void complete(const py::handle& call, AttentionBwdParams* p, Summaries* s) {
 void complete(const py::handle& call, AttentionWeightsParams* p, Summaries* s) {
   complete(call, &p->fwd, s);
 }
-void complete(const py::handle& call, NormParams* p, Summaries*) { p->seed = seed_of(call); }
-void complete(const py::handle& call, NormBwdParams* p, Summaries*) { p->fwd.seed = seed_of(call); }
 
 // A call, and the fields that a pass adds to it.
 template <class Params>
@@ -77,21 +72,20 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of fused_attn; call them through fused_attn.backends.cpp.";
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
   m.attr("CALL_FIELDS") = call_fields();
-#define FUSED_ATTN_PASS(name)                                         \
-  m.def(#name, [](const py::object& call, const py::kwargs& fields) { \
-    run(&KernelTable::name, call, fields);                            \
-  })
-  FUSED_ATTN_PASS(attention_fwd);
-  FUSED_ATTN_PASS(attention_bwd);
-  FUSED_ATTN_PASS(attention_weights);
-  FUSED_ATTN_PASS(norm_fwd);
-  FUSED_ATTN_PASS(norm_bwd);
-#undef FUSED_ATTN_PASS
-  m.def("attention", &attention);
-  m.def("attention_gradients", &attention_gradients);
-  m.def("norm", &norm);
-  m.def("norm_gradients", &norm_gradients);
+  m.def("attention_fwd", &attention_fwd);
+  m.def("attention_bwd", &attention_bwd);
+  m.def("attention_weights", [](const py::object& call, const py::kwargs& fields) {
+    run(&KernelTable::attention_weights, call, fields);
+  });
+  m.def("attention_weights_bwd", [](const py::object& call, const py::kwargs& fields) {
+    run(&KernelTable::attention_bwd, call, fields);
+  });
+  m.def("norm_fwd", &norm_fwd);
+  m.def("norm_bwd", &norm_bwd);
   m.def("set_torch", &set_torch);
+  m.def("set_no_mask", &set_no_mask);
+  // os.environ.get, in a fifth of the time.
+  m.def("environment", [](const char* name) { return std::getenv(name); });
   m.def("empty_tensor", &empty_tensor);
   m.def("activation", &activation);
   m.def("tile_summary", &tile_summary);

@@ -15,6 +15,7 @@ namespace fused_attn {
 namespace {
 
 bool contiguous_from(const TensorView& view, int first_dim) {
+  if (view.numel() == 0) return true;
   int64_t step = 1;
   for (int i = view.ndim - 1; i >= first_dim; --i) {
     if (view.shape[i] > 1 && view.strides[i] != step) return false;
@@ -25,7 +26,7 @@ bool contiguous_from(const TensorView& view, int first_dim) {
 
 // What kernels read as an array, or as rows that are arrays.
 void check_dense(const TensorView& view, const char* name, int first_dim) {
-  if (view.numel() == 0 || contiguous_from(view, first_dim)) return;
+  if (contiguous_from(view, first_dim)) return;
   const char* const where = first_dim == 0 ? "" : " in its last dimension";
   throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
 }
@@ -163,7 +164,7 @@ void read(Fields& fields, NormParams* p) {
 #include "fields/norm.inc"
 }
 
-void read(Fields& fields, NormBwdParams* p) {
+[[maybe_unused]] void read(Fields& fields, NormBwdParams* p) {
   read(fields, &p->fwd);
 #include "fields/norm_bwd.inc"
 }
@@ -320,6 +321,18 @@ void read_call(const py::handle& call, AttentionParams* p) {
 void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
 void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }
 
+// dropout_origin of a NormCall, whose rows are known.
+void read_runs(const py::handle& call, NormParams* p) {
+  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(call, "dropout_origin"));
+  if (!origin.there || p->rows == 0) return;
+  const int64_t runs = origin.ndim == 1 ? origin.numel() : 0;
+  if (runs == 0 || p->rows % runs != 0) {
+    throw std::invalid_argument("dropout_origin must have one dimension, whose size divides rows");
+  }
+  read_origin(call, runs, &p->dropout_origin);
+  p->dropout_run = p->rows / runs;
+}
+
 // A NormCall, but for its seed.
 void read_call(const py::handle& call, NormParams* p) {
   const TensorView input = view_of(FUSED_ATTN_ATTRIBUTE(call, "input"));
@@ -334,20 +347,12 @@ void read_call(const py::handle& call, NormParams* p) {
   p->rms = py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "rms"));
   p->eps = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "eps"));
   p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
-  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(call, "dropout_origin"));
-  if (origin.there) {
-    const int64_t runs = origin.ndim == 1 ? origin.numel() : 0;
-    if (p->rows == 0) return;
-    if (runs == 0 || p->rows % runs != 0) {
-      throw std::invalid_argument(
-          "dropout_origin must have one dimension, whose size divides rows");
-    }
-    read_origin(call, origin.numel(), &p->dropout_origin);
-    p->dropout_run = p->rows / origin.numel();
-  }
+  read_runs(call, p);
 }
 
-void read_call(const py::handle& call, NormBwdParams* p) { read_call(call, &p->fwd); }
+[[maybe_unused]] void read_call(const py::handle& call, NormBwdParams* p) {
+  read_call(call, &p->fwd);
+}
 
 // Names of the attributes that are read of calls and of their masks: Python compares them.
 py::list call_fields() {

@@ -5,77 +5,53 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks.spec import MaskSpec
 
 SUMMARY_TILE: tuple[int, int]
 CALL_FIELDS: list[str]
 
-def attention_fwd(call: AttentionCall, **fields: Any) -> None: ...
-def attention_bwd(call: AttentionCall, **fields: Any) -> None: ...
-def attention_weights(call: AttentionCall, **fields: Any) -> None: ...
-def norm_fwd(call: NormCall, **fields: Any) -> None: ...
-def norm_bwd(call: NormCall, **fields: Any) -> None: ...
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: MaskSpec | None,
-    scale: float | None,
-    enable_gqa: bool,
-    grad_enabled: bool,
-    num_threads: int,
+# None: the call has to be checked.
+def attention_fwd(
+    call: AttentionCall | UncheckedAttention,
     for_backward: bool,
-    dropout_p: float,
-    draw: Callable[[], int] | None,
+    want_lse: bool,
+    num_threads: int,
     /,
 ) -> Any: ...
-def attention_gradients(
+def attention_bwd(
+    call: AttentionCall,
+    outputs: AttentionOutputs,
     grad_out: Tensor,
-    outputs: tuple[Tensor | None, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: MaskSpec | None,
-    scale: float | None,
+    grad_lse: Tensor | None,
+    needs_bias: bool,
     num_threads: int,
-    dropout_p: float,
-    draw: Callable[[], int],
-    /,
-) -> tuple[Tensor, Tensor, Tensor] | None: ...
-def norm(
-    input: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    rms: bool,
-    with_total: bool,
-    grad_enabled: bool,
-    num_threads: int,
-    for_backward: bool,
-    dropout_p: float,
-    draw: Callable[[], int] | None,
     /,
 ) -> Any: ...
-def norm_gradients(
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
+def norm_fwd(
+    call: NormCall | UncheckedNorm, for_backward: bool, want_total: bool, num_threads: int, /
+) -> Any: ...
+def norm_bwd(
+    call: NormCall,
     mean: Tensor | None,
     rstd: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    rms: bool,
+    grad_out: Tensor,
+    grad_total: Tensor | None,
     needs_weight: bool,
     needs_bias: bool,
     num_threads: int,
-    dropout_p: float,
-    draw: Callable[[], int],
     /,
-) -> tuple[Tensor | None, ...] | None: ...
-def set_torch(tensor: type, parameter: type, exchange_api: object, /) -> None: ...
+) -> Any: ...
+def attention_weights(call: AttentionCall, **fields: Any) -> None: ...
+def attention_weights_bwd(call: AttentionCall, **fields: Any) -> None: ...
+def set_torch(
+    exchange_api: object,
+    empty: Callable[[tuple[int, ...], tuple[int, ...], int], Tensor],
+    /,
+) -> None: ...
+def set_no_mask(spec: MaskSpec, /) -> None: ...
+def environment(name: str, /) -> str | None: ...
 def empty_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int, /) -> Tensor: ...
 def activation(**fields: Any) -> None: ...
 def tile_summary(**fields: Any) -> None: ...

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fused_attn import masks
-from fused_attn.backends import CacheUpdate, first_backend, problem_of, select
+from fused_attn.backends import CacheUpdate, problem_of, select, wanted_backend
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import plain_eager, readable, unwatched
 from fused_attn.call.calls import AttentionCall
-from fused_attn.call.validation import attention_call, check_float, check_length, check_same
+from fused_attn.call.unchecked import UncheckedAttention
+from fused_attn.call.validation import (
+    attention_call,
+    check_float,
+    check_length,
+    check_same,
+    checked_scale,
+    checked_softcap,
+)
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
-from fused_attn.masks.spec import normalize, with_summaries
+from fused_attn.masks.spec import MaskSpec, normalize, spec_of_ends, with_summaries
 from fused_attn.ops import autograd
 
 
@@ -116,12 +124,12 @@ def decode_attention(
     cache_lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
     # A single query sees all positions anyway.
     is_causal = is_causal and seqlen_q != 1
-    bare = block_table is None and attn_mask is None and softcap is None
-    if bare and backend is None and not return_lse and known is not None:
+    if block_table is None and attn_mask is None and backend is None and known is not None:
         caches = (key_cache, value_cache)
-        out = _at_once(query, caches, key, value, cache_lengths, known, is_causal, scale)
-        if out is not None:
-            return out
+        step = _of_cpu(query, caches, key, value, cache_lengths, known, is_causal, scale, softcap)
+        if step is not None:
+            results = autograd.attention(step, return_lse, None)
+            return results if return_lse else results[0]  # type: ignore[return-value]
     lengths = torch.as_tensor(cache_lengths, device=query.device)
     if block_table is not None:
         _check_pages(block_table, key_cache, lengths, seqlen_new)
@@ -131,7 +139,7 @@ def decode_attention(
     spec = normalize(mask, batch, num_heads, seqlen_q, capacity, query)
     call = attention_call(query, key_cache, value_cache, spec, scale, softcap, 0.0)
     chosen = select(problem_of(call, "lse" if return_lse else "out"), backend)
-    result = None
+    result: Any = None
     if plain_eager(*given.values(), lengths, block_table, *mask.tensors()):
         call = replace(call, mask=with_summaries(spec, chosen.tile_summary))
         result = chosen.attention_decode(call, CacheUpdate(key, value, lengths, block_table))
@@ -152,12 +160,12 @@ def decode_attention(
                 call = _narrowed(call, mask, is_causal, known[0] == known[1], known[1] + seqlen_new)
             if known is None or known[0] + seqlen_new < call.key.shape[2]:
                 call = _without_what_is_behind(call, lengths + seqlen_new)
-        result = autograd.attention(call, chosen, return_lse)
+        result = autograd.attention_by(call, chosen, return_lse)
     out, lse = result
     return (out, lse) if return_lse else out
 
 
-def _at_once(
+def _of_cpu(
     query: Tensor,
     caches: tuple[Tensor, Tensor],
     key: Tensor | None,
@@ -166,20 +174,19 @@ def _at_once(
     known: tuple[int, int],
     is_causal: bool,
     scale: float | None,
-) -> Tensor | None:
-    """out; None where that is no plain call of a CPU. Small steps spend their time on the way.
+    softcap: float | None,
+) -> UncheckedAttention | None:
+    """The call of a small step on a CPU, whose new rows are in the cache; None where it is none.
 
     Args:
         lengths: of the sequences, integers of a CPU.
         known: the least and the most of them.
     """
-    if query.device.type != "cpu" or any_autocast() or type(scale) not in (NoneType, float, int):
+    if query.device.type != "cpu" or any_autocast() or wanted_backend() is not None:
         return None
     if not (unwatched() and plain_eager(query, *caches, key, value)):
         return None
-    first = first_backend(query.device)
-    if first is None:
-        return None
+    checked_scale(scale, query.shape[3]), checked_softcap(softcap)
     seqlen_new = 0
     if key is not None and value is not None:
         seqlen_new = key.shape[2]
@@ -189,14 +196,12 @@ def _at_once(
         else:
             _write(caches, (key, value), torch.as_tensor(lengths), None)
     keys, values = (cache.narrow(2, 0, known[1] + seqlen_new) for cache in caches)
-    gqa = query.shape[1] != keys.shape[1]
-    # What it is None for is computed the long way, which writes the same once more.
-    if known[0] == known[1]:
-        mask = _CAUSAL if is_causal else None
-        return first.attention_at_once(query, keys, values, mask, 0.0, False, scale, gqa)
-    integers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    ends = [length + seqlen_new for length in integers]
-    return first.decode_at_once(query, keys, values, ends, is_causal, scale, gqa)
+    mask: Mask | MaskSpec | None = _CAUSAL if is_causal else None
+    if known[0] != known[1]:
+        integers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        ends = [length + seqlen_new for length in integers]
+        mask = spec_of_ends(ends, query.shape[2], is_causal)
+    return UncheckedAttention(query, keys, values, mask, 0.0, False, scale, True, softcap, None)
 
 
 # ---- what arguments must be ---------------------------------------------------------------------

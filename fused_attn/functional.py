@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from fused_attn import masks
-from fused_attn.backends import first_backend, problem_of, select
-from fused_attn.base.autocast import any_autocast, autocast, autocast_norm
-from fused_attn.base.shapes import canonical
-from fused_attn.base.torch_state import learns, statistics_dtype, unwatched
-from fused_attn.call.calls import AttentionCall, NormCall
-from fused_attn.call.validation import (
-    attention_call,
-    check_float,
-    check_norm,
-    check_qkv,
-    checked_probability,
-    checked_seed,
-)
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import autograd
-from fused_attn.ops.second_order import give_second_order
 
 
 def scaled_dot_product_attention(
@@ -93,85 +76,11 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
-    plain = softcap is None and seed is None and backend is None and not return_lse
-    if plain and unwatched():
-        out = _at_once(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if out is not None:
-            return out
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_float(name, tensor)
-    query, key, value = autocast(query, key, value)
-    check_qkv(query, key, value)
-    mask_tensor = attn_mask if isinstance(attn_mask, Tensor) else None
-    q, k, v, mask_tensor, leading = canonical(query, key, value, mask_tensor, enable_gqa)
-    mask = masks.as_mask(attn_mask if mask_tensor is None else mask_tensor, is_causal)
-    result = "lse" if return_lse else "out"
-    out, lse = attend(q, k, v, mask, scale, softcap, dropout_p, seed, result, backend)
-    out = out if len(leading) == 3 else out.reshape(*leading, out.shape[-1])
-    return (out, lse.reshape(leading)) if return_lse else out
-
-
-def _at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | Mask | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor | None:
-    """out by a backend that does all in one, or None: small calls spend their time on the way."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        return None
-    if type(is_causal) is not bool or type(scale) not in SCALES:
-        return None
-    backend = first_backend(query.device)
-    if backend is None:
-        return None
-    if any_autocast():
-        query, key, value = autocast(query, key, value)
-    call_of = (query, key, value, attn_mask, dropout_p, is_causal, scale, bool(enable_gqa))
-    if backend.trains_at_once and any(learns(t) for t in (query, key, value)):
-        if type(dropout_p) not in (float, int) or not 0.0 <= dropout_p < 1.0:
-            return None
-        return autograd.attention_at_once(backend, *call_of)
-    out = backend.attention_at_once(*call_of)
-    if out is not None and out.requires_grad and dropout_p == 0.0:
-
-        def call() -> AttentionCall:
-            mask = masks.as_mask(attn_mask, is_causal)
-            return attention_call(query, key, value, mask, scale, None, 0.0)
-
-        tensors = [query, key, value]
-        if attn_mask is not None:
-            tensors += [attn_mask] if isinstance(attn_mask, Tensor) else attn_mask.tensors()
-        give_second_order(out, tensors, call)
-    return out
-
-
-# Types of a scale that the short way takes.
-SCALES = frozenset({type(None), float, int})
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | MaskSpec | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    result: str,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of tensors in their canonical form."""
-    call = attention_call(query, key, value, mask, scale, softcap, dropout_p, seed)
-    return autograd.attention(call, select(problem_of(call, result), backend), result == "lse")
-
-
-_MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
+    call = UncheckedAttention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, seed
+    )
+    results = autograd.attention(call, return_lse, backend)
+    return results if return_lse else results[0]  # type: ignore[return-value]
 
 
 def layer_norm(
@@ -291,72 +200,6 @@ def _norm(
     return_residual: bool,
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    plain = seed is None and backend is None and type(dropout_p) in (float, int)
-    if plain and 0.0 <= dropout_p < 1.0 and isinstance(input, Tensor) and unwatched():
-        call_of = (input, shape, weight, bias, eps, rms, residual, dropout_p, return_residual)
-        at_once = _norm_at_once(*call_of)
-        if at_once is not None:
-            return at_once
-    check_norm(input, shape, weight, bias, residual)
-    dropout_p = checked_probability(dropout_p)
-    input, residual = autocast_norm(input, residual)
-    eps = _default_eps(input) if eps is None else eps
-    columns = math.prod(shape)
-    matrix: Sequence[int] = input.shape
-    if len(shape) > 1 or len(matrix) > _MAX_DIMS:
-        leading = matrix[: -len(shape)]
-        matrix = (*(leading if len(leading) < _MAX_DIMS else (math.prod(leading),)), columns)
-    call = NormCall(
-        _reshaped(input, matrix),
-        None if residual is None else _reshaped(residual, matrix),
-        None if weight is None else _reshaped(weight, (columns,)),
-        None if bias is None else _reshaped(bias, (columns,)),
-        eps,
-        rms,
-        dropout_p,
-        checked_seed(seed, dropout_p, input.device),
-    )
-    out, total = autograd.norm(call, select(problem_of(call), backend))
-    out = _reshaped(out, input.shape)
-    return (out, _reshaped(total, input.shape)) if return_residual else out
-
-
-def _norm_at_once(
-    input: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    rms: bool,
-    residual: Tensor | None,
-    dropout_p: float,
-    return_residual: bool,
-) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The norm by a backend that does all in one, or None."""
-    first = first_backend(input.device)
-    eps = _default_eps(input) if eps is None else eps
-    trains = first is not None and first.trains_at_once
-    trains = trains and any(learns(t) for t in (input, residual, weight, bias))
-    if first is None or type(eps) is not float or (dropout_p > 0.0 and not trains):
-        return None
-    if any_autocast():
-        check_norm(input, shape, weight, bias, residual)
-        input, residual = autocast_norm(input, residual)
-    if not trains:
-        return first.norm_at_once(input, shape, weight, bias, residual, eps, rms, return_residual)
-    if len(shape) > 1 or input.is_nested or input.dim() > _MAX_DIMS:
-        return None
-    if shape != input.shape[-1:]:
-        return None
-    call_of = (input, residual, weight, bias, eps, rms, dropout_p, return_residual)
-    return autograd.norm_at_once(first, *call_of)
-
-
-def _default_eps(input: Tensor) -> float:
-    return torch.finfo(statistics_dtype(input.dtype)).eps
-
-
-def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    tensor = tensor.resolve_neg()
-    return tensor if tensor.shape == shape else tensor.reshape(shape)
+    call = UncheckedNorm(input, normalized_shape, weight, bias, eps, rms, residual, dropout_p, seed)
+    results = autograd.norm(call, return_residual, backend)
+    return results if return_residual else results[0]  # type: ignore[return-value]

@@ -7,21 +7,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.backends import Backend, first_backend
-from fused_attn.base.autocast import any_autocast, autocast
-from fused_attn.base.torch_state import plain_eager, unwatched
 from fused_attn.call import packed
+from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import (
-    check_float,
     check_max_seqlen,
-    check_qkv,
+    check_packed,
     check_same,
     checked_cu_seqlens,
 )
-from fused_attn.functional import SCALES, attend
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
-from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
+from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.ops import autograd
 
 
 def varlen_attention(
@@ -85,69 +82,13 @@ def varlen_attention(
 
     Source: Dao 2023, "FlashAttention-2", section 3.2, for the layout.
     """
+    if type(query) is not Tensor or not query.dim() == key.dim() == value.dim() == 3:
+        check_packed(query, key, value)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    plain = softcap is None and seed is None and backend is None and not return_lse
-    if plain and unwatched():
-        out = _at_once(query, key, value, *lengths, attn_mask, dropout_p, is_causal, scale)
-        if out is not None:
-            return out
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_float(name, tensor)
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions, got {tuple(tensor.shape)}")
-    query, key, value = autocast(query, key, value)
-    check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
-    num_heads, num_heads_kv = query.shape[1], key.shape[1]
-    check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
-    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
-        raise ValueError(
-            f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
-            f"got {num_heads_kv}"
-        )
     spec = _spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    result = "lse" if return_lse else "out"
-    out, lse = attend(q, k, v, spec, scale, softcap, dropout_p, seed, result, backend)
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
-
-
-def _at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    attn_mask: Tensor | Mask | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor | None:
-    """out of packed sequences by a backend that does all in one, or None."""
-    for tensor in (query, key, value):
-        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
-            return None
-    if type(is_causal) is not bool or type(scale) not in SCALES:
-        return None
-    backend = first_backend(query.device)
-    if backend is None or type(backend).packed_at_once is Backend.packed_at_once:
-        return None
-    if type(dropout_p) not in (float, int) or dropout_p != 0.0:
-        return None
-    if attn_mask is not None:
-        if not isinstance(attn_mask, Mask) or not plain_eager(*attn_mask.tensors()):
-            return None
-        if any(bias.requires_grad for bias in attn_mask.biases):
-            return None
-    if any_autocast():
-        query, key, value = autocast(query, key, value)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    spec = _spec(query, key, *lengths, attn_mask, is_causal)
-    if not bias_fits(spec, query.dtype):
-        return None
-    return backend.packed_at_once(query, key, value, spec, scale)
+    call = UncheckedAttention(query, key, value, spec, dropout_p, False, scale, True, softcap, seed)
+    results = autograd.attention(call, return_lse, backend)
+    return results if return_lse else results[0]  # type: ignore[return-value]
 
 
 def _spec(

@@ -7,7 +7,6 @@ stand for its own of that device. `python scripts/device_table.py` brings it int
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,9 +19,10 @@ import torch
 import torch.nn.functional as F
 
 import fused_attn as fa
-from fused_attn import functional, varlen
 from fused_attn.backends import problem_of, registry
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.nn import weights
+from fused_attn.ops import autograd
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- devices: begin -->", "<!-- devices: end -->"
@@ -32,7 +32,7 @@ DEVICES = ("cuda", "mps", "xpu")
 @contextlib.contextmanager
 def pretended(device_type: str) -> Iterator[list[str]]:
     """Within the block the choice of a backend sees all tensors on such a device, without kernels
-    of this package. Gives the names of the backends that the whole way chose."""
+    of this package. Gives the names of the backends that checked calls chose."""
     chosen: list[str] = []
     device = torch.device(device_type)
 
@@ -45,20 +45,15 @@ def pretended(device_type: str) -> Iterator[list[str]]:
         return backend
 
     with contextlib.ExitStack() as stack:
-        for module in (functional, weights):
+        for module in (autograd, weights):
             stack.enter_context(mock.patch.object(module, "problem_of", problem))
             stack.enter_context(mock.patch.object(module, "select", select))
-        first = functools.partial(_first, device_type)
-        for module in (functional, varlen):
-            stack.enter_context(mock.patch.object(module, "first_backend", first))
+        for call in (UncheckedAttention, UncheckedNorm):
+            stack.enter_context(mock.patch.object(call, "device", device))
         stack.enter_context(mock.patch.object(registry, "_notified", set()))
         registry._first_on.cache_clear()
         yield chosen
     registry._first_on.cache_clear()
-
-
-def _first(device_type: str, _: torch.device) -> Any:
-    return registry.first_backend(torch.device(device_type))
 
 
 def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from fused_attn.call.calls import (
     NormGradients,
     NormOutputs,
 )
-from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec
 
 # In the order of csrc/params.h, enum Activation.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
@@ -44,14 +41,15 @@ class CacheUpdate(NamedTuple):
 class Backend:
     """One way to compute the ops; the registry has an object of each.
 
-    Passes of attention get calls that are `readable()`, but for attention_decode, whose caches may
-    lie anyhow; who calls them sees to that.
+    Passes of attention get checked calls that are `readable()`, but for attention_decode, whose
+    caches may lie anyhow; who calls them sees to that.
 
     Attributes:
         name: what users ask for.
         differentiable: whether its passes are torch operations, which autograd, torch.compile and
             torch.func go through; else they are kernels, and the passes below their derivatives.
-        trains_at_once: whether it has `outputs_at_once` and `gradients_at_once`, also of norms.
+        takes_unchecked: whether `attention_fwd` and `norm_fwd` look at calls that nobody has
+            checked, and give None for those that they do not take. Nothing watches such a call.
         torchs_own: whether all is computed by torch's own kernels, as they are. What torch does
             differently stays so: dropout draws from torch's generator, not by a call's seed
             (Philox), and NaN in keys and values that no query sees may reach results. Nor is there
@@ -60,7 +58,7 @@ class Backend:
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
-    trains_at_once: ClassVar[bool] = False
+    takes_unchecked: ClassVar[bool] = False
     torchs_own: ClassVar[bool] = False
 
     def unavailable(self) -> list[str]:
@@ -80,8 +78,7 @@ class Backend:
         return None
 
     def asked_first(self, device_type: str) -> bool:
-        """Whether `attention_at_once` and `norm_at_once` are for all that is on such devices and
-        that they take."""
+        """Whether this is the backend of all calls on such devices that its passes take."""
         return False
 
     def chosen_for_some(self, device_type: str) -> bool:
@@ -103,134 +100,6 @@ class Backend:
         csrc/params.h; None where the passes want no summaries."""
         return None
 
-    def attention_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | Mask | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor | None:
-        """out of a call that nothing watches: validation, masks, allocation and kernel in one.
-
-        Args:
-            query, key, value: in the types of autocast, where that is on; otherwise, as all the
-                rest but is_causal, what the caller gave.
-
-        Returns:
-            None where the whole way has to look at the arguments, or gradients are wanted and the
-            backend is not differentiable.
-        """
-        return None
-
-    def outputs_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spec: MaskSpec | None,
-        scale: float | None,
-        dropout_p: float,
-        draw: Callable[[], int],
-        enable_gqa: bool,
-    ) -> AttentionOutputs | None:
-        """The same for a backward; out_low is None where out is not rounded.
-
-        Args:
-            draw: gives the seed, which is asked for where something is dropped.
-        """
-        return None
-
-    def gradients_at_once(
-        self,
-        grad_out: Tensor,
-        outputs: AttentionOutputs,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spec: MaskSpec | None,
-        scale: float | None,
-        dropout_p: float,
-        draw: Callable[[], int],
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The gradients of query, key and value by what `outputs_at_once` gave."""
-        return None
-
-    def decode_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Sequence[int],
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor | None:
-        """The same where sequence b has the first ends[b] of the keys; bottom-right, if causal."""
-        return None
-
-    def packed_at_once(
-        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float | None
-    ) -> Tensor | None:
-        """The same of packed sequences, (total, num_heads, dim) each; spec is of this call."""
-        return None
-
-    def norm_at_once(
-        self,
-        input: Tensor,
-        shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        rms: bool,
-        with_total: bool,
-    ) -> Tensor | tuple[Tensor, Tensor] | None:
-        """The same for norm(residual + input) over the last dimensions, which are `shape`; with
-        the sum, if that is wanted."""
-        return None
-
-    def norm_outputs_at_once(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        rms: bool,
-        dropout_p: float,
-        draw: Callable[[], int],
-    ) -> tuple[Tensor | None, ...] | None:
-        """The same of norm(residual + dropout(input)) over the last dimension for a backward: out,
-        total, mean, rstd; total is None where it is input, mean for rms.
-
-        Args:
-            draw: as in `outputs_at_once`.
-        """
-        return None
-
-    def norm_gradients_at_once(
-        self,
-        grad_out: Tensor,
-        grad_total: Tensor | None,
-        total: Tensor,
-        mean: Tensor | None,
-        rstd: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        rms: bool,
-        dropout_p: float,
-        draw: Callable[[], int],
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> tuple[Tensor | None, ...] | None:
-        """The gradients of input (None where it is that of the sum), of the sum, of weight and of
-        bias (None where they are not needed), by what `norm_outputs_at_once` gave."""
-        return None
-
     def activation(
         self,
         input: Tensor,
@@ -248,16 +117,20 @@ class Backend:
         Args:
             bias: (columns,), of the same type.
             activation: one of ACTIVATIONS.
-            seed: int64 scalar; what it drops is `core.philox.norm_keep`. None without dropout.
+            seed: int64 scalar; what it drops is `base.philox.norm_keep`. None without dropout.
             grad_out: the gradient of the result; then this is the gradient of input + bias. For
                 "relu" input is the result then.
             out: where the result is written; it may be input.
         """
         raise NotImplementedError
 
-    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
-        """The outputs. Not for_backward: lse_low and out_low are empty, of a differentiable backend
-        lse may be, and a few queries may be computed in another order than the backward's."""
+    def attention_fwd(
+        self, call: Any, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs | None:
+        """The outputs of an AttentionCall; where the backend takes them, also those of an
+        UncheckedAttention, or None: the call has to be checked first. Not for_backward, a few
+        queries may be computed in another order than the backward's; not want_lse either, weights
+        may be rounded otherwise."""
         raise NotImplementedError
 
     def attention_bwd(
@@ -267,13 +140,16 @@ class Backend:
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs_bias: bool,
-    ) -> AttentionGradients:
-        """The gradients under grad_out and grad_lse."""
+    ) -> AttentionGradients | None:
+        """The gradients under grad_out and grad_lse. Backends that take unchecked calls get calls
+        and outputs that are not `readable()` too, and give None for those."""
         raise NotImplementedError
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
         """out, and the weights that made it; of a differentiable backend."""
-        out, lse, lse_low, _ = self.attention_fwd(call, True)
+        outputs = self.attention_fwd(call, True, True)
+        assert outputs is not None
+        out, lse, lse_low, _ = outputs
         return out, self.attention_weights(call, lse, lse_low, average)
 
     def attention_weights(
@@ -311,19 +187,22 @@ class Backend:
         """
         return None
 
-    def norm_fwd(self, call: NormCall) -> NormOutputs:
-        """The outputs."""
+    def norm_fwd(self, call: Any, for_backward: bool, want_total: bool) -> NormOutputs | None:
+        """The outputs of a NormCall; where the backend takes them, also those of an UncheckedNorm,
+        or None: the call has to be checked first. Not for_backward, mean and rstd may
+        be left out; not want_total either, so may total."""
         raise NotImplementedError
 
     def norm_bwd(
         self,
         call: NormCall,
-        mean: Tensor,
+        mean: Any,
         rstd: Tensor,
         grad_out: Tensor,
         grad_total: Tensor | None,
         needs_weight: bool,
         needs_bias: bool,
-    ) -> NormGradients:
-        """The gradients; `call` has the sum that was normalised as its input, and no residual."""
+    ) -> NormGradients | None:
+        """The gradients; `call` has the sum that was normalised as its input, and no residual. None
+        as of `attention_bwd`, where mean or rstd are not as they were."""
         raise NotImplementedError

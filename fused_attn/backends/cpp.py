@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from fused_attn.backends.base import ACTIVATIONS, Backend
 from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
-from fused_attn.base.layout import contiguous, readable_in_place, rows_in_place
-from fused_attn.base.torch_state import learns
+from fused_attn.base.layout import contiguous, readable_in_place
 from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
@@ -24,8 +24,8 @@ from fused_attn.call.calls import (
     NormGradients,
     NormOutputs,
 )
-from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, spec_at_once, spec_of_ends, with_summaries
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.masks.spec import NO_MASK, MaskSpec
 
 try:
     from fused_attn import _cpu
@@ -35,22 +35,22 @@ except ImportError as error:  # pragma: no cover - a broken installation
 # A capsule of C functions that read and make tensors, from torch 2.10 on; without it small calls
 # take longer, and large outputs are torch's.
 _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-if _cpu is not None:
-    check_fields(_cpu.CALL_FIELDS)
-    _cpu.set_torch(Tensor, torch.nn.Parameter, _EXCHANGE_API)
+# os.environ.get, but for torch.compile, which cannot follow it.
+environment = os.environ.get if _cpu is None else _cpu.environment
 
 MAX_HEAD_DIM = 256
 # Smaller blocks stay with malloc, which reuses them; larger ones it may give back at every free.
 _POOLED_FROM = 1 << 17
 _MASK64 = (1 << 64) - 1
 _RESULTS = {**DTYPES, torch.int16: -1}  # of out_low
+_TYPES = {number: dtype for dtype, number in _RESULTS.items()}
 
 
 class CppBackend(Backend):
     """The kernels of the best instruction set that the CPU has."""
 
     name = "cpp"
-    trains_at_once = True
+    takes_unchecked = True
 
     def unavailable(self) -> list[str]:
         return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]
@@ -81,143 +81,6 @@ class CppBackend(Backend):
         _cpu.tile_summary(tensor=tensor, summary=summary, num_threads=torch.get_num_threads())
         return summary
 
-    def attention_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | Mask | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor | None:
-        if type(dropout_p) not in (float, int) or dropout_p != 0.0 or learns(query):
-            return None
-        spec = None
-        if attn_mask is not None or is_causal:
-            spec = spec_at_once(attn_mask, is_causal, query, key)
-            if spec is None:
-                return None
-            if isinstance(attn_mask, Mask):
-                spec = with_summaries(spec, self.tile_summary)
-        return _cpu.attention(
-            query, key, value, spec, scale, enable_gqa,
-            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
-        )  # fmt: skip
-
-    def outputs_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spec: MaskSpec | None,
-        scale: float | None,
-        dropout_p: float,
-        draw: Callable[[], int],
-        enable_gqa: bool,
-    ) -> AttentionOutputs | None:
-        outputs = _cpu.attention(
-            query, key, value, spec, scale, enable_gqa,
-            True, torch.get_num_threads(), True, dropout_p, draw,
-        )  # fmt: skip
-        return None if outputs is None else AttentionOutputs(*outputs)
-
-    def gradients_at_once(
-        self,
-        grad_out: Tensor,
-        outputs: AttentionOutputs,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spec: MaskSpec | None,
-        scale: float | None,
-        dropout_p: float,
-        draw: Callable[[], int],
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        return _cpu.attention_gradients(
-            grad_out, outputs, query, key, value, spec, scale,
-            torch.get_num_threads(), dropout_p, draw,
-        )  # fmt: skip
-
-    def decode_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Sequence[int],
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor | None:
-        spec = spec_of_ends(ends, query.shape[2], is_causal)
-        return _cpu.attention(
-            query, key, value, spec, scale, enable_gqa,
-            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
-        )  # fmt: skip
-
-    def packed_at_once(
-        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float | None
-    ) -> Tensor | None:
-        if learns(query):
-            return None
-        return _cpu.attention(
-            query, key, value, with_summaries(spec, self.tile_summary), scale, True,
-            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
-        )  # fmt: skip
-
-    def norm_at_once(
-        self,
-        input: Tensor,
-        shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        rms: bool,
-        with_total: bool,
-    ) -> Tensor | tuple[Tensor, Tensor] | None:
-        return _cpu.norm(
-            input, shape, weight, bias, residual, eps, rms, with_total,
-            torch.is_grad_enabled(), torch.get_num_threads(), False, 0.0, None,
-        )  # fmt: skip
-
-    def norm_outputs_at_once(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        rms: bool,
-        dropout_p: float,
-        draw: Callable[[], int],
-    ) -> tuple[Tensor | None, ...] | None:
-        return _cpu.norm(
-            input, input.shape[-1:], weight, bias, residual, eps, rms, False,
-            True, torch.get_num_threads(), True, dropout_p, draw,
-        )  # fmt: skip
-
-    def norm_gradients_at_once(
-        self,
-        grad_out: Tensor,
-        grad_total: Tensor | None,
-        total: Tensor,
-        mean: Tensor | None,
-        rstd: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        rms: bool,
-        dropout_p: float,
-        draw: Callable[[], int],
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> tuple[Tensor | None, ...] | None:
-        return _cpu.norm_gradients(
-            grad_out, grad_total, total, mean, rstd, weight, eps, rms, needs_weight, needs_bias,
-            torch.get_num_threads(), dropout_p, draw,
-        )  # fmt: skip
-
     def activation(
         self,
         input: Tensor,
@@ -241,10 +104,11 @@ class CppBackend(Backend):
         )  # fmt: skip
         return out
 
-    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
-        outputs = call.outputs(self.empty, for_backward)
-        _cpu.attention_fwd(call, **outputs._asdict(), num_threads=torch.get_num_threads())
-        return outputs
+    def attention_fwd(
+        self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs | None:
+        results = _cpu.attention_fwd(call, for_backward, want_lse, torch.get_num_threads())
+        return None if results is None else AttentionOutputs._make(results)
 
     def attention_bwd(
         self,
@@ -253,20 +117,21 @@ class CppBackend(Backend):
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs_bias: bool,
-    ) -> AttentionGradients:
-        grads = call.gradients(self.empty, needs_bias)
-        lse = outputs.lse
-        fields = {
-            **outputs._asdict(),
-            "grad_out": readable_in_place(grad_out),
-            "grad_query": grads.query,
-            "grad_key": grads.key,
-            "grad_value": grads.value,
-        }
-        if grad_lse is not None:
-            fields["grad_lse"] = grad_lse.to(lse.dtype).contiguous().resolve_neg()
-        _run_bwd(call, fields, lse, grads.bias if needs_bias else None)
-        return grads
+    ) -> AttentionGradients | None:
+        rest = needs_bias, torch.get_num_threads()
+        results = _cpu.attention_bwd(call, outputs, grad_out, grad_lse, *rest)
+        if results is None:
+            if grad_lse is not None:
+                grad_lse = grad_lse.to(outputs.lse.dtype).contiguous().resolve_neg()
+            given = readable_in_place(grad_out), grad_lse
+            results = _cpu.attention_bwd(call, outputs, *given, *rest)
+        if results is None:
+            return None
+        query, key, value, bias = results
+        if bias is not None:
+            assert call.mask.bias is not None
+            bias = bias.to(call.mask.bias.dtype)
+        return AttentionGradients(query, key, value, bias)
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
@@ -300,13 +165,19 @@ class CppBackend(Backend):
             "grad_weights_factor": 1.0 / max(num_heads, 1) if average else 1.0,
             "row_sums": torch.empty_like(lse),
         }
-        _run_bwd(call, fields, lse, grads.bias if needs_bias else None)
+        _run_weights_bwd(call, fields, lse, grads.bias if needs_bias else None)
         return grads.query, grads.key, grads.bias
 
-    def norm_fwd(self, call: NormCall) -> NormOutputs:
-        outputs = call.outputs(self.empty)
-        _cpu.norm_fwd(call.readable(), **outputs._asdict(), num_threads=torch.get_num_threads())
-        return outputs
+    def norm_fwd(
+        self, call: NormCall | UncheckedNorm, for_backward: bool, want_total: bool
+    ) -> NormOutputs | None:
+        threads = torch.get_num_threads()
+        results = _cpu.norm_fwd(call, for_backward, want_total, threads)
+        if results is None and isinstance(call, NormCall):
+            if call.input.numel() == 0:
+                return call.outputs(_zeros)
+            results = _cpu.norm_fwd(call.in_one_piece(), for_backward, want_total, threads)
+        return None if results is None else NormOutputs._make(results)
 
     def norm_bwd(
         self,
@@ -317,21 +188,15 @@ class CppBackend(Backend):
         grad_total: Tensor | None,
         needs_weight: bool,
         needs_bias: bool,
-    ) -> NormGradients:
-        grads = call.gradients(self.empty, needs_weight, needs_bias)
-        _cpu.norm_bwd(
-            call.readable(),
-            mean=mean,
-            rstd=rstd,
-            grad_out=rows_in_place(grad_out),
-            grad_total=None if grad_total is None else rows_in_place(grad_total),
-            grad_input=grads.input,
-            grad_residual=grads.total,
-            grad_weight=grads.weight,
-            grad_bias=grads.bias,
-            num_threads=torch.get_num_threads(),
-        )
-        return grads
+    ) -> NormGradients | None:
+        rest: Any = needs_weight, needs_bias, torch.get_num_threads()
+        results = _cpu.norm_bwd(call, mean, rstd, grad_out, grad_total, *rest)
+        if results is None:
+            if call.input.numel() == 0:
+                return call.gradients(_zeros, needs_weight, needs_bias)
+            given = grad_out.contiguous(), None if grad_total is None else grad_total.contiguous()
+            results = _cpu.norm_bwd(call.in_one_piece(), mean, rstd, *given, *rest)
+        return None if results is None else NormGradients._make(results)
 
 
 def isa() -> str:
@@ -368,6 +233,18 @@ def tile_kinds(
     return kinds, (panel, block)
 
 
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:
+    """An uninitialised tensor for the module, where torch has no C functions for it."""
+    return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
+
+
+def _zeros(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Where empty matrices have their results: sums of nothing."""
+    return torch.zeros(shape, dtype=dtype)
+
+
 def _of_weights(
     call: AttentionCall, lse: Tensor, lse_low: Tensor
 ) -> tuple[AttentionCall, dict[str, Any]]:
@@ -378,13 +255,19 @@ def _of_weights(
     return call, {"out": out, "lse": lse.contiguous(), "lse_low": lse_low.contiguous()}
 
 
-def _run_bwd(
+def _run_weights_bwd(
     call: AttentionCall, fields: dict[str, Any], lse: Tensor, grad_bias: Tensor | None
 ) -> None:
-    """Runs the backward; gradients of a float mask are added up in the type of lse."""
+    """Runs the backward of weights; gradients of a float mask are added up in the type of lse."""
     sums = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=lse.dtype)
     if sums is not None:
         fields = {**fields, "grad_bias": sums}
-    _cpu.attention_bwd(call, **fields, num_threads=torch.get_num_threads())
+    _cpu.attention_weights_bwd(call, **fields, num_threads=torch.get_num_threads())
     if grad_bias is not None and sums is not None:
         grad_bias.copy_(sums)
+
+
+if _cpu is not None:
+    check_fields(_cpu.CALL_FIELDS)
+    _cpu.set_torch(_EXCHANGE_API, _empty)
+    _cpu.set_no_mask(NO_MASK)

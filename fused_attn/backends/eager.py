@@ -15,7 +15,9 @@ class EagerBackend(Backend):
     name = "eager"
     differentiable = True
 
-    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+    def attention_fwd(
+        self, call: AttentionCall, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs:
         out, lse = reference.attention(call)
         nothing = lse.new_empty(0)
         return AttentionOutputs(out, lse, nothing, nothing)
@@ -25,7 +27,7 @@ class EagerBackend(Backend):
     ) -> Tensor:
         return reference.attention_weights(call, average)
 
-    def norm_fwd(self, call: NormCall) -> NormOutputs:
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
         out, total = reference.norm(call)
         nothing = out.new_empty(0)
         total = total.contiguous() if call.has_total else nothing

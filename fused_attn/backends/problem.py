@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fused_attn.base.torch_state import transformed
 from fused_attn.call.calls import AttentionCall, NormCall
-from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, spec_at_once
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+
+AnyCall = AttentionCall | NormCall | UncheckedAttention | UncheckedNorm
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,22 @@ def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
+def problem_of(call: AnyCall, result: str = "out") -> Problem:
     """The properties of a call that the choice depends on.
 
     Args:
+        call: a checked one, or one that is as a checked one would be.
         result: see AttentionProblem.
     """
     learns = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in call.tensors()
     )
-    if isinstance(call, NormCall):
+    if isinstance(call, (NormCall, UncheckedNorm)):
         input = call.input
         return NormProblem(
             input.device,
             input.dtype,
-            input.shape[-1],
+            math.prod(call.normalized_shape),
             rms=call.rms,
             residual=call.residual is not None,
             dropout=call.dropout_p > 0.0,
@@ -136,7 +138,7 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         packed=mask.cu_seqlens_q is not None,
-        softcap=call.softcap > 0.0,
+        softcap=bool(call.softcap),
         dropout=call.dropout_p > 0.0,
         seeded=call.seed is not None,
         sharded=_sharded(call),
@@ -147,41 +149,8 @@ def problem_of(call: AttentionCall | NormCall, result: str = "out") -> Problem:
     )
 
 
-def _sharded(call: AttentionCall | NormCall) -> bool:
+def _sharded(call: AnyCall) -> bool:
     return call.dropout_p > 0.0 and call.dropout_origin is not None
-
-
-def plain_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | Mask | None,
-    dropout_p: float,
-    is_causal: bool,
-) -> AttentionProblem | None:
-    """The same of arguments that nobody has looked at, without options; None where they are not
-    as in a call."""
-    tensors = query, key, value
-    if any(t.dim() != 4 for t in tensors) or type(dropout_p) not in (float, int):
-        return None
-    spec = MaskSpec()
-    if attn_mask is not None or is_causal:
-        at_once = spec_at_once(attn_mask, is_causal, query, key)
-        if at_once is None:
-            return None
-        spec = at_once
-    return AttentionProblem(
-        query.device,
-        query.dtype,
-        query.shape[3],
-        value.shape[3],
-        spec.added_dtype(query.dtype),
-        mask=spec.kind,
-        seqlen_q=query.shape[2],
-        seqlen_k=key.shape[2],
-        dropout=dropout_p > 0.0,
-        learns=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
-    )
 
 
 def kernel_limits(

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import warnings
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend
-from fused_attn.backends.cpp import CppBackend
+from fused_attn.backends.cpp import CppBackend, environment
 from fused_attn.backends.cuda import CudaBackend
 from fused_attn.backends.eager import EagerBackend
-from fused_attn.backends.problem import NormProblem, Problem, plain_problem
+from fused_attn.backends.problem import Problem, problem_of
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
-from fused_attn.base.torch_state import learns
-from fused_attn.masks import Mask
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 
 # In order of preference; eager takes everything, so it is last.
 BACKENDS: dict[str, Backend] = {
@@ -84,19 +81,40 @@ def wanted_backend() -> str | None:
 
 
 def first_backend(device: torch.device) -> Backend | None:
-    """The backend that may compute a call on a device at once, without `select`: BY_PROBLEM where
-    the choice depends on the problem."""
-    first = _first_on(device, verdicts.changes) if _override is None else None
-    # Our CPU module looks at the environment itself, in a tenth of the time.
-    if type(first) is CppBackend:
-        return first
+    """The backend of all plain calls on a device; None where the choice depends on the problem."""
     wanted = wanted_backend()
-    return first if wanted is None else BACKENDS.get(wanted)
+    return _first_on(device, verdicts.changes) if wanted is None else BACKENDS.get(wanted)
+
+
+def backend_to_try(call: UncheckedAttention | UncheckedNorm, named: str | None) -> Backend | None:
+    """The backend whose pass may take a call that nobody has looked at; None: one has to be chosen
+    by the checked call.
+
+    Args:
+        call: a plain one.
+        named: what the caller asks for, or None.
+    """
+    wanted = named or _override or environment(_VARIABLE)
+    if wanted:
+        backend = BACKENDS.get(wanted)
+    else:
+        backend = _first_on(call.device, verdicts.changes)
+        if backend is None and _is_known(call):
+            backend = _chosen(problem_of(call), verdicts.changes)
+    return backend if backend is not None and backend.takes_unchecked else None
+
+
+def _is_known(call: UncheckedAttention | UncheckedNorm) -> bool:
+    """Whether `problem_of` may look at an unchecked call."""
+    if isinstance(call, UncheckedNorm):
+        return True
+    tensors = call.query, call.key, call.value
+    return all(t.dim() == 4 for t in tensors) and call.find_mask() is not None
 
 
 @functools.cache
 def _first_on(device: torch.device, changes: int) -> Backend | None:
-    """The first backend, if what it computes at once is its own on such devices.
+    """The first backend on a device, if it is that of all plain calls there.
 
     Args:
         changes: `verdicts.changes`, as verdicts decide too.
@@ -106,63 +124,13 @@ def _first_on(device: torch.device, changes: int) -> Backend | None:
             _notify(backend, device.type)
             return backend
         if backend.chosen_for_some(device.type):
-            return BY_PROBLEM
+            return None
     return None
-
-
-class _ByProblem(Backend):
-    """Hands a call to the backend that is chosen for its problem, if that is asked first."""
-
-    name = "by problem"
-
-    def attention_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | Mask | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor | None:
-        args = (query, key, value, attn_mask, dropout_p, is_causal)
-        problem = plain_problem(*args)
-        chosen = None if problem is None else _chosen(problem, verdicts.changes)
-        return None if chosen is None else chosen.attention_at_once(*args, scale, enable_gqa)
-
-    def norm_at_once(
-        self,
-        input: Tensor,
-        shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        rms: bool,
-        with_total: bool,
-    ) -> Tensor | tuple[Tensor, Tensor] | None:
-        args = (input, shape, weight, bias, residual)
-        problem = NormProblem(
-            input.device,
-            input.dtype,
-            math.prod(shape),
-            rms,
-            residual is not None,
-            learns=any(learns(t) for t in (input, weight, bias, residual)),
-        )
-        chosen = _chosen(problem, verdicts.changes)
-        return None if chosen is None else chosen.norm_at_once(*args, eps, rms, with_total)
-
-
-BY_PROBLEM = _ByProblem()
 
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(problem: Problem, changes: int) -> Backend | None:
-    chosen = choose(problem)[0]
-    first = chosen is not None and chosen.asked_first(problem.device.type)
-    return chosen if first else None
+    return choose(problem)[0]
 
 
 def _notify(backend: Backend, device_type: str) -> None:

@@ -7,24 +7,23 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from fused_attn.backends import reference
 from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
 from fused_attn.call import packed
 from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
-from fused_attn.masks import Mask
-from fused_attn.masks.torch_arguments import TorchArguments, arguments_at_once, torch_arguments
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.torch_arguments import TorchArguments, arguments_of, torch_arguments
 
 _aten = torch.ops.aten
 _NOTHING = torch.empty(0)  # in the place of outputs that torch does not give
+_NO_LSE = (_NOTHING, _NOTHING, _NOTHING)
 
 # torch's function; `enable()`, which takes that over, puts what is behind it here.
 attend = F.scaled_dot_product_attention
 _NO_MASK, _CAUSAL = TorchArguments(), TorchArguments(is_causal=True)
-_PLAIN = frozenset({Tensor, Parameter, type(None)})
-_NUMBERS = frozenset({float, int})
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
@@ -33,6 +32,7 @@ class SdpaBackend(Backend):
 
     name = "sdpa"
     differentiable = True
+    takes_unchecked = True
     torchs_own = True
 
     def asked_first(self, device_type: str) -> bool:
@@ -68,64 +68,15 @@ class SdpaBackend(Backend):
             reasons += _no_lse(problem)
         return reasons
 
-    def attention_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | Mask | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor | None:
-        grouped = _grouped(query, key, value, enable_gqa)
-        if grouped is None:
-            return None
-        if type(dropout_p) not in _NUMBERS or not 0.0 <= dropout_p <= 1.0:
-            return None
-        arguments = _CAUSAL if is_causal else _NO_MASK
-        if attn_mask is not None:
-            known = arguments_at_once(attn_mask, is_causal, query, key)
-            if known is None:
+    def attention_fwd(
+        self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs | None:
+        if isinstance(call, UncheckedAttention):
+            if want_lse or call.softcap is not None:
                 return None
-            arguments = known
-        return _attention(query, key, value, arguments, dropout_p, scale, grouped)
-
-    def norm_at_once(
-        self,
-        input: Tensor,
-        shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        rms: bool,
-        with_total: bool,
-    ) -> Tensor | tuple[Tensor, Tensor] | None:
-        tensors = (input, weight, bias, residual)
-        if not _PLAIN.issuperset(map(type, tensors)) or input.is_nested:
-            return None
-        if input.shape[len(input.shape) - len(shape) :] != shape or input.dtype not in _FLOATS:
-            return None
-        for parameter in (weight, bias):
-            if parameter is not None and (
-                parameter.shape != shape or parameter.dtype != input.dtype
-            ):
-                return None
-        if residual is not None:
-            if residual.shape != input.shape or residual.dtype != input.dtype:
-                return None
-            input = residual + input
-        if rms:
-            out = torch.rms_norm(input, shape, weight, eps)
-        else:
-            out = torch.layer_norm(input, shape, weight, bias, eps)
-        return (out, input) if with_total else out
-
-    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
-        """out, and lse where `for_backward`."""
-        out, lse = _out_and_lse(call, for_backward)
+            out = _unchecked_attention(call)
+            return None if out is None else AttentionOutputs(out, *_NO_LSE)
+        out, lse = _out_and_lse(call, want_lse)
         return AttentionOutputs(out, lse, _NOTHING, _NOTHING)
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
@@ -151,7 +102,11 @@ class SdpaBackend(Backend):
             weights = weights.masked_fill(empty, 0.0)
         return weights @ value, weights.mean(1) if average else weights
 
-    def norm_fwd(self, call: NormCall) -> NormOutputs:
+    def norm_fwd(
+        self, call: NormCall | UncheckedNorm, for_backward: bool, want_total: bool
+    ) -> NormOutputs | None:
+        if isinstance(call, UncheckedNorm):
+            return _unchecked_norm(call)
         total = call.input
         if call.dropout_p > 0.0:
             total = F.dropout(total, call.dropout_p)
@@ -160,6 +115,44 @@ class SdpaBackend(Backend):
         out = reference.norm_of(total, call)
         total = total.contiguous() if call.has_total else out.new_empty(0)
         return NormOutputs(out, total, _NOTHING, _NOTHING)
+
+
+def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
+    """out; None where somebody has to look at the call."""
+    query, key, value = call.query, call.key, call.value
+    grouped = _grouped(query, key, value, call.enable_gqa)
+    if grouped is None:
+        return None
+    arguments = _CAUSAL if call.is_causal else _NO_MASK
+    if isinstance(call.attn_mask, MaskSpec):
+        return None
+    if call.attn_mask is not None:
+        known = arguments_of(call.attn_mask, call.is_causal, query, key)
+        if known is None:
+            return None
+        arguments = known
+    return _attention(query, key, value, arguments, call.dropout_p, call.scale, grouped)
+
+
+def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
+    """As `_unchecked_attention`."""
+    input, residual, shape, eps = call.input, call.residual, call.normalized_shape, call.eps
+    if input.is_nested or input.dtype not in _FLOATS or call.dropout_p > 0.0 or eps is None:
+        return None
+    if not shape or input.shape[len(input.shape) - len(shape) :] != shape:
+        return None
+    for parameter in (call.weight, call.bias):
+        if parameter is not None and (parameter.shape != shape or parameter.dtype != input.dtype):
+            return None
+    if residual is not None:
+        if residual.shape != input.shape or residual.dtype != input.dtype:
+            return None
+        input = residual + input
+    if call.rms:
+        out = torch.rms_norm(input, shape, call.weight, eps)
+    else:
+        out = torch.layer_norm(input, shape, call.weight, call.bias, eps)
+    return NormOutputs(out, input, _NOTHING, _NOTHING)
 
 
 def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -180,9 +173,7 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool | None:
     """Whether heads share keys and values; None of tensors that are not as those of a call."""
-    if not type(query) is type(key) is type(value) is Tensor or query.dtype not in _FLOATS:
-        return None
-    if not query.dtype == key.dtype == value.dtype:
+    if query.dtype not in _FLOATS or not query.dtype == key.dtype == value.dtype:
         return None
     if query.is_nested or key.is_nested or value.is_nested:
         return None

@@ -26,7 +26,7 @@ def rows_in_place(tensor: Tensor) -> Tensor:
     Of four and more dimensions the leading ones become one where they lie as one. All is copied
     where more than two are left, where columns are apart, where two strides lead to more rows than
     kernels count, and where rows are short and each is in a page of its own, which takes up to 1.5
-    times as long in place (bfloat16, 512 x 512 rows of 32). csrc/bind_at_once.h has the rule too.
+    times as long in place (bfloat16, 512 x 512 rows of 32). csrc/bind_norm.h has the rule too.
     """
     strides = tensor.stride()
     *leading, columns = tensor.shape
@@ -64,7 +64,7 @@ def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
 
     That is torch's rule for attention: a contiguous query gives a contiguous output, and one that
     is a transpose of (batch, seqlen, num_heads, dim) gives the same, which the projection that
-    follows reads without a copy. csrc/bind_cpu.cpp has the rule too, for calls in one.
+    follows reads without a copy. csrc/bind_attention.h has the rule too.
 
     These are strides for a fresh tensor, not a transpose of one: that would be a view to autograd,
     which restricts in-place operations on it.

@@ -37,46 +37,76 @@ class Empty(Protocol):
     ) -> Tensor: ...
 
 
+def default_scale(head_dim: int) -> float:
+    """What scores are multiplied by where no scale is given: 1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """The eps of RMS norms where none is given, as in torch."""
+    return torch.finfo(statistics_dtype(dtype)).eps
+
+
 class AttentionOutputs(NamedTuple):
-    """Results of a forward.
+    """Results of a forward. None stands for what is not there, as an empty tensor does, which ops
+    of torch.library have to return.
 
     Attributes:
         out: (batch, num_heads, seqlen_q, head_dim_v), laid out as query is (see `laid_out_like`).
-        lse: (batch, num_heads, seqlen_q), float32 (float64 for float64).
-        lse_low: what rounding took from lse, likewise; empty where no backward follows.
+        lse: (batch, num_heads, seqlen_q), float32 (float64 for float64); not there where nobody
+            wants it and no backward follows.
+        lse_low: what rounding took from lse, likewise; not there where no backward follows.
         out_low: what rounding to 16 bits took from out, as out and laid out as it: int16, see
-            csrc/fields/attention.inc; empty where no backward follows, or out is not rounded. The
-            backward's row sums are taken of both: in rows that see few keys, or one that has
+            csrc/fields/attention.inc; not there where no backward follows, or out is not rounded.
+            The backward's row sums are taken of both: in rows that see few keys, or one that has
             nearly all the weight, the rounding of out alone is larger than what is left of the
             scores' gradients.
     """
 
     out: Tensor
-    lse: Tensor
-    lse_low: Tensor
-    out_low: Tensor
+    lse: Any  # Tensor, or None; so are the next ones
+    lse_low: Any
+    out_low: Any
 
     def readable(self) -> AttentionOutputs:
-        """These results with strides that backwards read."""
+        """These results, of a forward for a backward, with strides that backwards read."""
+        low = self.out_low
         return AttentionOutputs(
             readable_in_place(self.out),
             self.lse.contiguous(),
             self.lse_low.contiguous(),
-            readable_in_place(self.out_low),
+            low if low is None else readable_in_place(low),
+        )
+
+    def all_there(self) -> AttentionOutputs:
+        """These results with empty tensors for what is not there."""
+        out, lse, lse_low, out_low = self
+        statistics = statistics_dtype(out.dtype)
+        return AttentionOutputs(
+            out,
+            _there(lse, out, statistics),
+            _there(lse_low, out, statistics),
+            _there(out_low, out, torch.int16),
         )
 
 
 class AttentionGradients(NamedTuple):
-    """Gradients of a call's tensors, in their types; bias is empty where it is not wanted."""
+    """Gradients of a call's tensors, in their types; bias is empty, or None, where it is not
+    wanted."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    bias: Tensor
+    bias: Any  # Tensor, or None
+
+    def all_there(self) -> AttentionGradients:
+        """These gradients with an empty tensor for what is not there."""
+        query, key, value, bias = self
+        return AttentionGradients(query, key, value, _there(bias, query, query.dtype))
 
 
 @flattens
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AttentionCall(Flat):
     """Attention: softmax(mask(scale * query @ key^T)) @ value.
 
@@ -105,6 +135,8 @@ class AttentionCall(Flat):
     dropout_origin: Tensor | None = None
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("query", "key", "value", "bias")
+    checked: ClassVar[bool] = True
+    enable_gqa: ClassVar[bool] = True  # num_heads_kv divides num_heads
 
     def sizes(self) -> tuple[int, int, int]:
         """batch, seqlen_q and seqlen_k as masks see them."""
@@ -129,8 +161,8 @@ class AttentionCall(Flat):
             return self
         return replace(self, query=q, key=k, value=v, mask=mask, dropout_origin=origin)
 
-    def outputs(self, empty: Empty, for_backward: bool) -> AttentionOutputs:
-        """Uninitialised results."""
+    def outputs(self, empty: Empty, for_backward: bool, want_lse: bool = True) -> AttentionOutputs:
+        """Uninitialised results; those that are not there are empty."""
         query = self.query
         batch, num_heads, seqlen_q, _ = query.shape
         out = laid_out_like(query, (batch, num_heads, seqlen_q, self.value.shape[3]))
@@ -139,7 +171,7 @@ class AttentionCall(Flat):
         rounds = for_backward and query.dtype.itemsize == 2
         return AttentionOutputs(
             empty(*out, query.dtype, device),
-            empty(*rows, dtype, device),
+            empty(*(rows if for_backward or want_lse else NOTHING), dtype, device),
             empty(*(rows if for_backward else NOTHING), dtype, device),
             empty(*(out if rounds else NOTHING), torch.int16, device),
         )
@@ -175,38 +207,61 @@ class AttentionCall(Flat):
 
 
 class NormOutputs(NamedTuple):
-    """Results of a norm's forward.
+    """Results of a norm's forward; None or empty as in AttentionOutputs.
 
     Attributes:
         out: (*, columns), as input, contiguous.
-        total: residual + dropout(input), likewise; empty where that is input.
-        mean: (rows,), float32 (float64 for float64); empty for RMS norms.
+        total: residual + dropout(input), likewise; not there where that is input, or nobody wants
+            it.
+        mean: (rows,), float32 (float64 for float64); not there for RMS norms.
         rstd: (rows,), likewise.
     """
 
     out: Tensor
-    total: Tensor
-    mean: Tensor
-    rstd: Tensor
+    total: Any  # Tensor, or None; so are the next ones
+    mean: Any
+    rstd: Any
+
+    def all_there(self) -> NormOutputs:
+        """These results with empty tensors for what is not there."""
+        out, total, mean, rstd = self
+        statistics = statistics_dtype(out.dtype)
+        return NormOutputs(
+            out,
+            _there(total, out, out.dtype),
+            _there(mean, out, statistics),
+            _there(rstd, out, statistics),
+        )
 
 
 class NormGradients(NamedTuple):
-    """Gradients of a norm's call.
+    """Gradients of a norm's call; None or empty as in AttentionOutputs.
 
     Attributes:
-        input: (*, columns), contiguous; empty where it is that of `total` (without dropout).
+        input: (*, columns), contiguous; not there where it is that of `total` (without dropout).
         total: (*, columns), contiguous, of residual + dropout(input), and so of residual.
-        weight, bias: (columns,) in the type of rstd; empty where they are not wanted.
+        weight, bias: (columns,) in the type of rstd; not there where they are not wanted.
     """
 
-    input: Tensor
+    input: Any  # Tensor, or None; so are weight and bias
     total: Tensor
-    weight: Tensor
-    bias: Tensor
+    weight: Any
+    bias: Any
+
+    def all_there(self) -> NormGradients:
+        """These gradients with empty tensors for what is not there."""
+        input, total, weight, bias = self
+        statistics = statistics_dtype(total.dtype)
+        return NormGradients(
+            _there(input, total, total.dtype),
+            total,
+            _there(weight, total, statistics),
+            _there(bias, total, statistics),
+        )
 
 
 @flattens
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class NormCall(Flat):
     """norm(residual + dropout(input)) over rows.
 
@@ -233,6 +288,12 @@ class NormCall(Flat):
     dropout_origin: Tensor | None = None
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("input", "residual", "weight", "bias")
+    checked: ClassVar[bool] = True
+
+    @property
+    def normalized_shape(self) -> tuple[int]:
+        """The dimension of the columns."""
+        return (self.input.shape[-1],)
 
     @property
     def rows(self) -> int:
@@ -264,6 +325,18 @@ class NormCall(Flat):
         tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
         return replace(self, **tensors, dropout_origin=origin)
 
+    def in_one_piece(self) -> NormCall:
+        """This call with contiguous tensors, in the types that kernels read."""
+        own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
+        return replace(
+            self,
+            input=self.input.contiguous().resolve_neg(),
+            residual=_dense(self.residual, own),
+            weight=_dense(self.weight, dtype),
+            bias=_dense(self.bias, dtype),
+            dropout_origin=_dense(self.dropout_origin, torch.int64),
+        )
+
     def of_total(self, total: Tensor) -> NormCall:
         """The call as the backward sees it: the sum that was normalised, and no residual."""
         options = (self.eps, self.rms, self.dropout_p, self.seed, self.dropout_origin)
@@ -294,7 +367,10 @@ class NormCall(Flat):
         )
 
 
+def _there(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor, or an empty one on the device of another."""
+    return like.new_empty(0, dtype=dtype) if tensor is None else tensor
+
+
 def _dense(tensor: Any, dtype: torch.dtype) -> Any:
-    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
-        return tensor
-    return tensor.to(dtype).contiguous()
+    return None if tensor is None else tensor.to(dtype).contiguous().resolve_neg()

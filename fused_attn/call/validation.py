@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_attn.base.autocast import autocast, autocast_norm
+from fused_attn.base.shapes import canonical
 from fused_attn.base.torch_state import savable
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.calls import AttentionCall, NormCall, default_eps, default_scale
 from fused_attn.call.packed import check_cu_seqlens
-from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.masks import UNLIMITED, Mask, as_mask
 from fused_attn.masks.memo import recall_of
 from fused_attn.masks.spec import MaskSpec, normalize
 
@@ -95,9 +100,7 @@ def checked_seed(
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    return checked_number("scale", scale)
+    return default_scale(head_dim) if scale is None else checked_number("scale", scale)
 
 
 def check_max_seqlen(name: str, seqlen: int) -> None:
@@ -178,6 +181,52 @@ def check_norm(
         check_same("residual", "device", residual.device, input.device, "input")
 
 
+def checked_attention(
+    call: UncheckedAttention,
+) -> tuple[AttentionCall, tuple[int, ...] | None]:
+    """The call in its checked form, and the leading dimensions of its result: out is (*leading,
+    head_dim_v), lse is leading. None: the sequences are packed, as one batch.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message has expected and got.
+    """
+    for name in ("query", "key", "value"):
+        check_float(name, getattr(call, name))
+    query, key, value = autocast(call.query, call.key, call.value)
+    options = call.scale, call.softcap, call.dropout_p, call.seed
+    given: Any = call.attn_mask
+    if isinstance(given, MaskSpec) and given.cu_seqlens_q is not None:
+        query, key, value = _packed_qkv(query, key, value)
+        return attention_call(query, key, value, given, *options), None
+    check_qkv(query, key, value)
+    tensor = given if isinstance(given, Tensor) else None
+    q, k, v, tensor, leading = canonical(query, key, value, tensor, call.enable_gqa)
+    mask = given if tensor is None else tensor
+    mask = mask if isinstance(mask, MaskSpec) else as_mask(mask, call.is_causal)
+    return attention_call(q, k, v, mask, *options), leading
+
+
+def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Of packed sequences, (total, num_heads, dim) each."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_float(name, tensor)
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions, got {tuple(tensor.shape)}")
+
+
+def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Packed sequences as one batch, checked."""
+    check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
+    num_heads, num_heads_kv = query.shape[1], key.shape[1]
+    check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
+    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
+        raise ValueError(
+            f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
+            f"got {num_heads_kv}"
+        )
+    return [t.transpose(0, 1)[None] for t in (query, key, value)]
+
+
 def attention_call(
     query: Tensor,
     key: Tensor,
@@ -205,3 +254,38 @@ def attention_call(
             f"attn_mask must be bool, float32 or {query.dtype} (as query), got float64"
         )
     return AttentionCall(query, key, value, mask, scale, softcap, dropout_p, seed)
+
+
+_MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
+
+
+def checked_norm(call: UncheckedNorm) -> NormCall:
+    """The call in its checked form: a matrix, or a tensor whose last dimension are the columns.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message has expected and got.
+    """
+    shape = call.normalized_shape
+    check_norm(call.input, shape, call.weight, call.bias, call.residual)
+    dropout_p = checked_probability(call.dropout_p)
+    input, residual = autocast_norm(call.input, call.residual)
+    columns = math.prod(shape)
+    matrix: Sequence[int] = input.shape
+    if len(shape) > 1 or len(matrix) > _MAX_DIMS:
+        leading = matrix[: -len(shape)]
+        matrix = (*(leading if len(leading) < _MAX_DIMS else (math.prod(leading),)), columns)
+    return NormCall(
+        _reshaped(input, matrix),
+        None if residual is None else _reshaped(residual, matrix),
+        None if call.weight is None else _reshaped(call.weight, (columns,)),
+        None if call.bias is None else _reshaped(call.bias, (columns,)),
+        default_eps(input.dtype) if call.eps is None else call.eps,
+        call.rms,
+        dropout_p,
+        checked_seed(call.seed, dropout_p, input.device),
+    )
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.shape == shape else tensor.reshape(shape)

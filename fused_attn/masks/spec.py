@@ -34,7 +34,7 @@ BOUNDS = (
 
 
 @flattens
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class MaskSpec(Flat):
     """A mask as kernels see it, and the packing of the sequences.
 
@@ -124,6 +124,7 @@ class MaskSpec(Flat):
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
 
 
+NO_MASK = MaskSpec()
 _CAUSAL = MaskSpec(band_hi=0)
 _BIAS_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -147,18 +148,18 @@ def bias_fits(spec: MaskSpec, dtype: torch.dtype) -> bool:
     return spec.bias is None or spec.bias.dtype in (dtype, *_BIAS_TYPES)
 
 
-def spec_at_once(
+def spec_of(
     attn_mask: Tensor | Mask | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> MaskSpec | None:
     """`normalize` of an `attn_mask` argument where that takes no look at it; else None."""
     if attn_mask is None:
-        return _CAUSAL
+        return _CAUSAL if is_causal else NO_MASK
     if is_causal or query.is_nested or key.is_nested or query.dim() != 4 or key.dim() != 4:
         return None
     batch, num_heads, seqlen_q, _ = query.shape
     shape = (batch, num_heads, seqlen_q, key.shape[2])
     if isinstance(attn_mask, Mask):
-        if not plain_eager(*attn_mask.tensors()) or any(b.requires_grad for b in attn_mask.biases):
+        if not plain_eager(*attn_mask.tensors()):
             return None
         try:
             spec = normalize(attn_mask, *shape, query)
@@ -167,7 +168,7 @@ def spec_at_once(
         return spec if bias_fits(spec, query.dtype) else None
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
         return None
-    if attn_mask.requires_grad or attn_mask.device != query.device or attn_mask.is_neg():
+    if attn_mask.device != query.device or attn_mask.is_neg():
         return None
     if not savable(attn_mask) or attn_mask.dim() > 4:
         return None
@@ -403,7 +404,7 @@ def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None])
             summary = summarize(tensor.detach())
             with _SETTING:
                 if getattr(spec, f"{name}_summary") is None:
-                    object.__setattr__(spec, f"{name}_summary", summary)
+                    setattr(spec, f"{name}_summary", summary)
     return spec
 
 

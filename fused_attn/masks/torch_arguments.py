@@ -35,11 +35,11 @@ class TorchArguments(NamedTuple):
     empty: Tensor | None = None
 
 
-def arguments_at_once(
+def arguments_of(
     attn_mask: Tensor | Mask, is_causal: bool, query: Tensor, key: Tensor
 ) -> TorchArguments | None:
     """The arguments for an `attn_mask`, kept with it, of a call that nothing watches; None where
-    the whole way has to look at it.
+    validation has to look at it.
 
     Args:
         query, key: 4-D; their shapes, type and device count.
@@ -50,7 +50,7 @@ def arguments_at_once(
     def spec() -> MaskSpec:
         made = normalize(as_mask(attn_mask, is_causal), *shape, query)
         if not bias_fits(made, query.dtype):
-            raise ValueError  # with its message on the whole way
+            raise ValueError  # with its message there
         return made
 
     what = ("torch", shape, query.dtype, query.device, is_causal)

@@ -6,98 +6,100 @@ First order runs on the kernels; the backward of a backward is in second_order.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_attn.backends import Backend, reference
+from fused_attn.backends import Backend, problem_of, reference, select
+from fused_attn.backends.registry import backend_to_try
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
-from fused_attn.base.layout import readable_in_place
-from fused_attn.base.torch_state import batched, batched_by_autograd, plain_eager
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
-from fused_attn.masks import Mask
-from fused_attn.masks.spec import MaskSpec, spec_at_once, with_summaries
+from fused_attn.base.torch_state import batched, learns, plain_eager, unwatched
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.validation import checked_attention, checked_norm
+from fused_attn.masks.spec import with_summaries
 from fused_attn.ops import library as ops
-from fused_attn.ops.second_order import differentiated, give_second_order
+from fused_attn.ops.second_order import differentiated
 
 
-def attention(call: AttentionCall, backend: Backend, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """out, and lse, which may be empty unless `with_lse`."""
-    call = _seeded(call, backend)
+def attention(
+    call: UncheckedAttention, want_lse: bool, named: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """out, and lse if it is wanted, of a call that nobody has looked at.
+
+    Args:
+        named: the backend that the caller asks for, or None.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        NotImplementedError: the backend that was asked for does not take the problem.
+    """
+    results = _tried(call, want_lse, named) if unwatched() else None
+    if results is not None:
+        return results
+    checked, leading = checked_attention(call)
+    backend = select(problem_of(checked, "lse" if want_lse else "out"), named)
+    out, lse = attention_by(checked, backend, want_lse)
+    if leading is None:  # packed
+        return out[0].transpose(0, 1), lse[0] if want_lse and lse is not None else None
+    if len(leading) != 3:
+        out = out.reshape(*leading, out.shape[-1])
+        lse = lse.reshape(leading) if want_lse and lse is not None else None
+    return out, lse
+
+
+def _tried(
+    call: UncheckedAttention, want_lse: bool, named: str | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """What a backend's pass makes of the call as it is; None: it has to be checked."""
+    backend = backend_to_try(call, named) if call.plain() else None
+    if backend is None:
+        return None
     if backend.differentiable:
-        out, lse = backend.attention_fwd(call, with_lse)[:2]
-        plain = not torch.compiler.is_compiling() and call.mask.cu_seqlens_q is None
-        if plain and out.requires_grad and call.dropout_p == 0.0:
-            give_second_order(out, call.tensors(), lambda: call)
-        return out, lse
-    call = _readable(call, backend)
-    if _needs_grad(call):
-        call = _apart(call) if torch.compiler.is_compiling() else call
-        return _Attention.apply(call, backend, *call.tensors())[:2]
-    return ops.attention_fwd(call, backend, False)[:2]
-
-
-def attention_at_once(
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | Mask | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor | None:
-    """out with its gradients, of a call that nothing watches; None: it has to go the whole way."""
-    spec = None
-    if attn_mask is not None or is_causal:
-        spec = spec_at_once(attn_mask, is_causal, query, key)
-        if spec is None:
-            return None
-        spec = with_summaries(spec, backend.tile_summary)
-    rest = _AtOnceCall(query.device, float(dropout_p), spec, scale)
-    outputs = backend.outputs_at_once(query, key, value, *rest.fields(), enable_gqa)
+        outputs = backend.attention_fwd(call, False, want_lse)
+        return None if outputs is None else (outputs.out, outputs.lse)
+    spec = call.find_mask()
+    if spec is None:
+        return None
+    needs_grad = torch.is_grad_enabled() and (
+        call.query.requires_grad
+        or call.key.requires_grad
+        or call.value.requires_grad
+        or (spec.bias is not None and spec.bias.requires_grad)
+    )
+    # That of a tensor which is a mask for one forward is the pass's own.
+    read = spec.dense is not None or spec.bias is not None
+    if read and (needs_grad or not isinstance(call.attn_mask, Tensor)):
+        with_summaries(spec, backend.tile_summary)
+    outputs = backend.attention_fwd(call, needs_grad, want_lse)
     if outputs is None:
         return None
-    masks = () if spec is None else spec.tensors()
-    if any(tensor is not None for tensor in masks):
-        assert spec is not None
-        rest.spec = spec.without_tensors()
-    else:
-        masks = ()
-    return _AttentionAtOnce.apply(rest, backend, outputs, query, key, value, *masks)
+    if not needs_grad:
+        return outputs.out, outputs.lse
+    results = _Attention.apply(call, backend, outputs, 2 if want_lse else 1, *_present(call))
+    return results if want_lse else (results, None)
 
 
-@dataclass
-class _Dropout:
-    """That of a call whose seed is drawn where it is first asked for."""
-
-    device: torch.device
-    dropout_p: float
-    seed: Tensor | None = field(default=None, kw_only=True)
-
-    def draw(self) -> int:
-        """The seed, without its sign."""
-        if self.seed is None:
-            self.seed = philox.new_seed(self.device)
-        return int(self.seed) & ((1 << 64) - 1)
-
-
-@dataclass
-class _AtOnceCall(_Dropout):
-    """What a backward needs of such a call but for its tensors."""
-
-    spec: MaskSpec | None
-    scale: float | None
-
-    def fields(self) -> tuple[MaskSpec | None, float | None, float, Callable[[], int]]:
-        """As backends take them."""
-        return self.spec, self.scale, self.dropout_p, self.draw
+def attention_by(
+    call: AttentionCall, backend: Backend, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """out, and lse if it is wanted, of a checked call, by the backend that was chosen for it."""
+    call = _seeded(call, backend)
+    if backend.differentiable:
+        outputs = backend.attention_fwd(call, False, want_lse)
+        assert outputs is not None  # of a checked call
+        return outputs[:2]
+    call = _readable(call, backend)
+    if not _needs_grad(call):
+        return ops.attention_fwd(call, backend, False, want_lse)[:2]
+    call = _apart(call) if torch.compiler.is_compiling() else call
+    results = _Attention.apply(call, backend, None, 2 if want_lse else 1, *_present(call))
+    return results if want_lse else (results, None)
 
 
 def attention_with_weights(
@@ -111,9 +113,9 @@ def attention_with_weights(
     needs_grad = _needs_grad(call)
     if needs_grad:
         call = _apart(call) if torch.compiler.is_compiling() else call
-        out, lse, lse_low, _ = _Attention.apply(call, backend, *call.tensors())
+        out, lse, lse_low = _Attention.apply(call, backend, None, 3, *_present(call))
     else:
-        out, lse, lse_low, _ = ops.attention_fwd(call, backend, True)
+        out, lse, lse_low, _ = ops.attention_fwd(call, backend, True, True)
     # The weights are a function of query, key and bias: that lse is known is no business of theirs.
     lse = lse.detach()
     if needs_grad:
@@ -121,51 +123,55 @@ def attention_with_weights(
     return out, ops.attention_weights(call, lse, lse_low, average, backend)
 
 
-def norm(call: NormCall, backend: Backend) -> tuple[Tensor, Tensor]:
-    """out and residual + dropout(input)."""
-    call = _seeded(call, backend)
-    if backend.differentiable:
-        out, total = backend.norm_fwd(call)[:2]
-    elif _needs_grad(call):
-        call = _apart(call) if torch.compiler.is_compiling() else call
-        out, total = _Norm.apply(call, backend, *call.tensors())[:2]
+def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
+    """out, and residual + dropout(input) if it is wanted, of a call that nobody has looked at.
+
+    Args, Raises: as in `attention`.
+    """
+    results = _tried_norm(call, want_total, named) if unwatched() else None
+    if results is not None:
+        return results
+    checked, shape = checked_norm(call), call.input.shape
+    backend = select(problem_of(checked), named)
+    out, total = norm_by(checked, backend, want_total)
+    if out.shape != shape:
+        out, total = out.reshape(shape), total if total is None else total.reshape(shape)
+    return out, total
+
+
+def _tried_norm(
+    call: UncheckedNorm, want_total: bool, named: str | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """As `_tried`."""
+    backend = backend_to_try(call, named) if call.plain() else None
+    if backend is None:
+        return None
+    needs_grad = not backend.differentiable and any(map(learns, call.tensors()))
+    if needs_grad and len(call.normalized_shape) != 1:
+        return None  # a backward is over columns
+    outputs = backend.norm_fwd(call, needs_grad, want_total)
+    if outputs is None:
+        return None
+    if needs_grad:
+        out, total = _Norm.apply(call, backend, outputs, *_present(call))
     else:
-        out, total = ops.norm_fwd(call, backend)[:2]
+        out, total = outputs[:2]
     return out, total if call.has_total else call.input
 
 
-def norm_at_once(
-    backend: Backend,
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    dropout_p: float,
-    with_total: bool,
-) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The norm over the last dimension with its gradients, of a call that nothing watches, and with
-    the sum if that is wanted; None: it has to go the whole way."""
-    rest = _NormAtOnceCall(input.device, float(dropout_p), eps, rms)
-    tensors = (input, residual, weight, bias)
-    outputs = backend.norm_outputs_at_once(*tensors, *rest.fields())
-    if outputs is None:
-        return None
-    out, total = _NormAtOnce.apply(rest, backend, outputs, *tensors)
-    return out if not with_total else (out, input if total is None else total)
-
-
-@dataclass
-class _NormAtOnceCall(_Dropout):
-    """What a backward needs of such a norm but for its tensors."""
-
-    eps: float
-    rms: bool
-
-    def fields(self) -> tuple[float, bool, float, Callable[[], int]]:
-        """As backends take them."""
-        return self.eps, self.rms, self.dropout_p, self.draw
+def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor, Tensor | None]:
+    """As `attention_by`."""
+    call = _seeded(call, backend)
+    if backend.differentiable:
+        outputs = backend.norm_fwd(call, False, want_total)
+        assert outputs is not None  # of a checked call
+        out, total = outputs[:2]
+    elif _needs_grad(call):
+        call = _apart(call) if torch.compiler.is_compiling() else call
+        out, total = _Norm.apply(call, backend, None, *_present(call))
+    else:
+        out, total = ops.norm_fwd(call, backend, False, want_total)[:2]
+    return out, total if call.has_total else call.input
 
 
 def _seeded(call: Any, backend: Backend) -> Any:
@@ -192,6 +198,25 @@ def _apart(call: FlatT) -> FlatT:
     return call.with_tensors(tensors)
 
 
+def _present(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
+    """The call's tensors up to the last that is there: what a Function takes costs time."""
+    tensors = call.tensors()
+    count = len(tensors)
+    while tensors[count - 1] is None:
+        count -= 1
+    return tensors[:count]
+
+
+def _rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
+    """The call of `_present` tensors."""
+    return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
+
+
+def _plain(grad: Tensor | None, other: Tensor | None) -> bool:
+    """Whether a pass may run at once on gradients that no further ones are taken of."""
+    return not torch.is_grad_enabled() and plain_eager(grad, other) and not batched(grad, other)
+
+
 def _needs_grad(call: Flat) -> bool:
     return torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in call.tensors()
@@ -199,9 +224,9 @@ def _needs_grad(call: Flat) -> bool:
 
 
 def _wanted(ctx: Any, name: str) -> bool:
-    """True where the backward has to give a gradient of a tensor of the call, which came last."""
-    tensors = ctx.call.TENSORS
-    return ctx.needs_input_grad[tensors.index(name) - len(tensors)]
+    """True where the backward has to give a gradient of a tensor of the call."""
+    index = ctx.call.TENSORS.index(name) + ctx.first
+    return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
 
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:
@@ -220,31 +245,50 @@ def _saved(ctx: Any) -> list[Any]:
 
 
 class _Attention(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, call: AttentionCall, backend: Backend, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        outputs = ops.attention_fwd(call, backend, True)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(outputs.lse_low, outputs.out_low)
-        _save(ctx, *outputs, *tensors)
-        ctx.call, ctx.backend = call.without_tensors(), backend
-        return tuple(outputs)
+    """The first `count` of the outputs.
+
+    Args:
+        outputs: of a pass that has run; None: it runs here, where torch.compile follows.
+        tensors: see `_present`.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
+    def forward(
+        ctx: Any,
+        call: AttentionCall | UncheckedAttention,
+        backend: Backend,
+        outputs: AttentionOutputs | None,
+        count: int,
+        *tensors: Tensor | None,
+    ) -> Any:
+        if outputs is None:
+            assert isinstance(call, AttentionCall)
+            outputs = ops.attention_fwd(call, backend, True, True)
+        ctx.set_materialize_grads(False)
+        if count > 2:
+            ctx.mark_non_differentiable(*outputs[2:count])
+        _save(ctx, *outputs, *tensors)
+        ctx.call, ctx.backend, ctx.first = call.without_tensors(), backend, 4
+        return outputs.out if count == 1 else outputs[:count]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, *_: Any) -> Any:
         if grad_out is None and grad_lse is None:
-            return (None, None, *ctx.call.by_tensor())
+            return (None,) * len(ctx.needs_input_grad)
         out, lse, lse_low, out_low, *tensors = _saved(ctx)
-        call = ctx.call.with_tensors(tensors).readable()
-        outputs = AttentionOutputs(out, lse, lse_low, out_low).readable()
+        call, backend = _rebuilt(ctx.call, tensors), ctx.backend
+        outputs = AttentionOutputs(out, lse, lse_low, out_low)
         given = torch.zeros_like(out) if grad_out is None else grad_out
         needs_bias = _wanted(ctx, "bias")
-        grads = _gradients(call, outputs, given, grad_lse, needs_bias, ctx.backend)
-        by_name = dict(zip(call.DIFFERENTIABLE, grads, strict=True))
-        if not needs_bias:
-            del by_name["bias"]
-        return (None, None, *call.by_tensor(**by_name))
+        grads: Any = None
+        if backend.takes_unchecked and _plain(given, grad_lse):
+            grads = backend.attention_bwd(call, outputs, given, grad_lse, needs_bias)
+        if grads is None:
+            call, outputs = call.readable(), outputs.readable()
+            grads = _gradients(call, outputs, given, grad_lse, needs_bias, backend)
+        query, key, value, bias = grads
+        grads = (query, key, value, bias if needs_bias else None)[: len(tensors)]
+        return (*(None,) * 4, *grads, *(None,) * (len(tensors) - len(grads)))
 
 
 def _gradients(
@@ -264,49 +308,6 @@ def _gradients(
     return differentiated(run, call, call.DIFFERENTIABLE, given, reference.attention)
 
 
-class _AttentionAtOnce(Function):
-    """Of results that are there already."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rest: _AtOnceCall,
-        backend: Backend,
-        outputs: AttentionOutputs,
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        _save(ctx, *outputs, *tensors)
-        ctx.rest, ctx.backend = rest, backend
-        return outputs.out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None) -> Any:
-        nothing = (None,) * 3
-        if grad_out is None:
-            return (None,) * len(ctx.needs_input_grad)
-        out, lse, lse_low, out_low, query, key, value, *masks = _saved(ctx)
-        rest, backend = ctx.rest, ctx.backend
-        if masks:
-            rest = replace(rest, spec=rest.spec.with_tensors(masks))
-        no_masks = (None,) * len(masks)
-        outputs, qkv = AttentionOutputs(out, lse, lse_low, out_low), (query, key, value)
-        plain = plain_eager(grad_out) and not batched_by_autograd(grad_out)
-        if plain and not torch.is_grad_enabled():
-            given = readable_in_place(grad_out)
-            grads = backend.gradients_at_once(given, outputs, *qkv, *rest.fields())
-            if grads is not None:
-                return (*nothing, *grads, *no_masks)
-        spec = MaskSpec() if rest.spec is None else rest.spec
-        scale = query.shape[-1] ** -0.5 if rest.scale is None else float(rest.scale)
-        dropout = rest.dropout_p, rest.seed
-        call = AttentionCall(*qkv, spec, scale, 0.0, *dropout).readable()
-        if out_low is None:
-            outputs = outputs._replace(out_low=lse.new_empty(0, dtype=torch.int16))
-        grads = _gradients(call, outputs.readable(), grad_out, None, False, backend)
-        return (*nothing, *grads[:3], *no_masks)
-
-
 class _Weights(Function):
     @staticmethod
     def forward(
@@ -320,6 +321,7 @@ class _Weights(Function):
     ) -> Tensor:
         _save(ctx, lse, lse_low, *tensors)
         ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
+        ctx.first = 5
         return ops.attention_weights(call, lse, lse_low, average, backend)
 
     @staticmethod
@@ -344,104 +346,80 @@ class _Weights(Function):
 
 
 class _Norm(Function):
+    """out and total; outputs and tensors as in _Attention."""
+
     @staticmethod
     def forward(
-        ctx: Any, call: NormCall, backend: Backend, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        outputs = ops.norm_fwd(call, backend)
+        ctx: Any,
+        call: NormCall | UncheckedNorm,
+        backend: Backend,
+        outputs: NormOutputs | None,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        if outputs is None:
+            assert isinstance(call, NormCall)
+            outputs = ops.norm_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(outputs.mean, outputs.rstd)
         # The kernel needs the sum alone, which is input where nothing was added; second order
         # differentiates the reference, which starts from input and residual.
         total = outputs.total if call.has_total else call.input
         _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
-        ctx.call, ctx.backend = call.without_tensors(), backend
-        return tuple(outputs)
+        ctx.call, ctx.backend, ctx.first = call.without_tensors(), backend, 3
+        return outputs[:2]
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None) -> Any:
         total, mean, rstd, *tensors = _saved(ctx)
-        mean, rstd = mean.contiguous(), rstd.contiguous()
-        call = ctx.call.with_tensors(tensors)
+        call, backend = _rebuilt(ctx.call, tensors), ctx.backend
         if not call.has_total:
             grad_total = None  # of the empty output; torch.compile hands zeros in
         if grad_out is None and grad_total is None:
-            return (None, None, *call.by_tensor())
+            return (None,) * len(ctx.needs_input_grad)
         needs = _wanted(ctx, "weight"), _wanted(ctx, "bias")
-        grads = grad_out, grad_total
-        return (None, None, *_norm_gradients(call, total, mean, rstd, *grads, needs, ctx.backend))
+        given = torch.zeros_like(total) if grad_out is None else grad_out
+        saved = call.of_total(total), mean, rstd, given, grad_total
+        grads: Any = None
+        if backend.takes_unchecked and _plain(given, grad_total):
+            grads = backend.norm_bwd(*saved, *needs)
+        if grads is None:
+            grads = _norm_gradients(call, *saved, needs, backend)
+        return (None, None, None, *_by_norm_tensor(call, grads, needs)[: len(tensors)])
 
 
 def _norm_gradients(
     call: NormCall,
-    total: Tensor,
-    mean: Tensor,
+    of_total: NormCall,
+    mean: Tensor | None,
     rstd: Tensor,
-    grad_out: Tensor | None,
+    grad_out: Tensor,
     grad_total: Tensor | None,
     needs: tuple[bool, bool],
     backend: Backend,
-) -> tuple[Tensor | None, ...]:
-    """By tensor of the call, differentiable; needs: whether weight and bias want theirs."""
-    given = torch.zeros_like(total) if grad_out is None else grad_out
-    of_total = call.of_total(total)
+) -> Any:
+    """Those of input, the sum, weight and bias, which can be differentiated."""
+    mean, rstd = mean if mean is None else mean.contiguous(), rstd.contiguous()
 
     def run() -> Any:
-        return ops.norm_bwd(of_total, mean, rstd, given, grad_total, *needs, backend)
+        return ops.norm_bwd(of_total, mean, rstd, grad_out, grad_total, *needs, backend)
 
     # Without dropout the gradient of input is that of the sum, and so is residual's.
     dropped = call.dropout_p > 0.0
     of_sum = "residual" if call.residual is not None else None if dropped else "input"
     names = ("input" if dropped else None, of_sum, "weight", "bias")
-    grads = differentiated(run, call, names, (given, grad_total), reference.norm)
-    by_name = {"input": grads[0] if dropped else grads[1]}
-    if call.residual is not None:
-        by_name["residual"] = grads[1]
-    if call.weight is not None and needs[0]:
-        by_name["weight"] = grads[2].to(call.weight.dtype)
-    if call.bias is not None and needs[1]:
-        by_name["bias"] = grads[3].to(call.bias.dtype)
-    return call.by_tensor(**by_name)
+    return differentiated(run, call, names, (grad_out, grad_total), reference.norm)
 
 
-class _NormAtOnce(Function):
-    """Of results that are there already."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rest: _NormAtOnceCall,
-        backend: Backend,
-        outputs: tuple[Tensor | None, ...],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        out, total, mean, rstd = outputs
-        ctx.set_materialize_grads(False)
-        _save(ctx, tensors[0] if total is None else total, mean, rstd, *tensors)
-        ctx.rest, ctx.backend = rest, backend
-        return out, total
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None) -> Any:
-        nothing = (None,) * 3
-        if grad_out is None and grad_total is None:
-            return (None,) * len(ctx.needs_input_grad)
-        total, mean, rstd, *tensors = _saved(ctx)
-        rest, backend, needs = ctx.rest, ctx.backend, ctx.needs_input_grad[-2:]
-        plain = plain_eager(grad_out, grad_total) and not batched(grad_out, grad_total)
-        if plain and grad_out is not None and not torch.is_grad_enabled():
-            given = grad_out, grad_total, total, mean, rstd, tensors[2]
-            grads = backend.norm_gradients_at_once(*given, *rest.fields(), *needs)
-            if grads is not None:
-                of_input, of_sum, *of_parameters = grads
-                of_input = of_sum if of_input is None else of_input
-                of_residual = None if tensors[1] is None else of_sum
-                return (*nothing, of_input, of_residual, *of_parameters)
-        input, residual, weight, bias = tensors
-        options = rest.eps, rest.rms, rest.dropout_p, rest.seed
-        call = NormCall(input, residual, weight, bias, *options)
-        mean = rstd.new_empty(0) if mean is None else mean.contiguous()
-        statistics = mean, rstd.contiguous()
-        grads = _norm_gradients(call, total, *statistics, grad_out, grad_total, needs, backend)
-        by_name = dict(zip(NormCall.TENSORS, grads, strict=True))
-        return (*nothing, *(by_name[name] for name in NormCall.DIFFERENTIABLE))
+def _by_norm_tensor(
+    call: NormCall, grads: Sequence[Tensor], needs: tuple[bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a pass by tensor of the call, in its types."""
+    of_input, of_sum, of_weight, of_bias = grads
+    weight, bias = call.weight, call.bias
+    return (
+        of_input if call.dropout_p > 0.0 else of_sum,
+        None if call.residual is None else of_sum,
+        of_weight.to(weight.dtype) if weight is not None and needs[0] else None,
+        of_bias.to(bias.dtype) if bias is not None and needs[1] else None,
+        None,
+        None,
+    )

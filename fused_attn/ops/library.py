@@ -31,14 +31,17 @@ from fused_attn.ops import decompositions, flops
 # ---- the way in ---------------------------------------------------------------------------------
 
 
-def attention_fwd(call: AttentionCall, backend: Backend, for_backward: bool) -> AttentionOutputs:
+def attention_fwd(
+    call: AttentionCall, backend: Backend, for_backward: bool, want_lse: bool
+) -> AttentionOutputs:
     """The outputs. Where no backward follows, backends have faster ways for a few queries."""
     if plain_eager(*call.tensors()):
-        return backend.attention_fwd(call, for_backward)
+        outputs = backend.attention_fwd(call, for_backward, want_lse)
+        assert outputs is not None  # of a checked call
+        return outputs
     if torch.onnx.is_in_onnx_export():
         return decompositions.attention_fwd(call)
-    results = OPS.attention_fwd(*call.flat(), for_backward, backend.name)
-    return AttentionOutputs(*results)
+    return AttentionOutputs(*OPS.attention_fwd(*call.flat(), for_backward, want_lse, backend.name))
 
 
 def attention_bwd(
@@ -51,8 +54,10 @@ def attention_bwd(
 ) -> AttentionGradients:
     """The gradients under grad_out and grad_lse."""
     if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
-        return backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
-    rest = (*outputs, grad_out, grad_lse, needs_bias, backend.name)
+        grads = backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
+        assert grads is not None  # of a readable call
+        return grads
+    rest = (*outputs.all_there(), grad_out, grad_lse, needs_bias, backend.name)
     return AttentionGradients(*OPS.attention_bwd(*call.flat(), *rest))
 
 
@@ -84,10 +89,12 @@ def attention_weights_bwd(
     return OPS.attention_weights_bwd(*call.flat(), *args, backend.name)
 
 
-def norm_fwd(call: NormCall, backend: Backend) -> NormOutputs:
+def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: bool) -> NormOutputs:
     """The outputs."""
     if plain_eager(*call.tensors()):
-        return backend.norm_fwd(call)
+        outputs = backend.norm_fwd(call, for_backward, want_total)
+        assert outputs is not None  # of a checked call
+        return outputs
     if torch.onnx.is_in_onnx_export():
         return decompositions.norm_fwd(call)
     return NormOutputs(*OPS.norm_fwd(*call.flat(), backend.name))
@@ -95,7 +102,7 @@ def norm_fwd(call: NormCall, backend: Backend) -> NormOutputs:
 
 def norm_bwd(
     call: NormCall,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     grad_out: Tensor,
     grad_total: Tensor | None,
@@ -107,7 +114,10 @@ def norm_bwd(
     needs = (needs_weight, needs_bias)
     watched = not plain_eager(grad_out, grad_total, *call.tensors())
     if not watched and not batched_by_autograd(grad_out, grad_total):
-        return backend.norm_bwd(call, mean, rstd, *_resolved(grad_out, grad_total), *needs)
+        grads = backend.norm_bwd(call, mean, rstd, *_resolved(grad_out, grad_total), *needs)
+        assert grads is not None
+        return grads
+    mean = rstd.new_empty(0) if mean is None else mean
     args = (mean, rstd, grad_out, grad_total, *needs, backend.name)
     return NormGradients(*OPS.norm_bwd(*call.flat(), *args))
 
@@ -120,9 +130,15 @@ def _resolved(grad_out: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tens
 # ---- what the ops do ----------------------------------------------------------------------------
 
 
-def _run_attention_fwd(call: AttentionCall, for_backward: bool, backend: str) -> Any:
+def _run_attention_fwd(
+    call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
+) -> Any:
     _check_attention(call)
-    return get_backend(backend).attention_fwd(call.readable(), for_backward)
+    outputs = get_backend(backend).attention_fwd(call.readable(), for_backward, want_lse)
+    assert outputs is not None  # of a checked call
+    if not for_backward and not want_lse:
+        outputs = outputs._replace(lse=None)  # some have it in any case; the fake has none
+    return outputs.all_there()
 
 
 def _run_attention_bwd(
@@ -146,7 +162,9 @@ def _run_attention_bwd(
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
     outputs = AttentionOutputs(out, lse, lse_low, out_low).readable()
     rest = (outputs, grad_out, grad_lse, needs_bias)
-    return get_backend(backend).attention_bwd(call.readable(), *rest)
+    grads = get_backend(backend).attention_bwd(call.readable(), *rest)
+    assert grads is not None  # of a readable call
+    return grads.all_there()
 
 
 def _run_attention_weights(
@@ -179,7 +197,9 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
     if any(t is not None and t.shape != input.shape[-1:] for t in (call.weight, call.bias)):
         raise ValueError("weight and bias must have shape (columns,)")
     _check_dropout(call)
-    return get_backend(backend).norm_fwd(call)
+    outputs = get_backend(backend).norm_fwd(call, True, call.has_total)
+    assert outputs is not None  # of a checked call
+    return outputs.all_there()
 
 
 def _run_norm_bwd(
@@ -204,7 +224,10 @@ def _run_norm_bwd(
         raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
     _check_dropout(call)
     mean, rstd, grads = mean.contiguous(), rstd.contiguous(), _resolved(grad_out, grad_total)
-    return get_backend(backend).norm_bwd(call, mean, rstd, *grads, needs_weight, needs_bias)
+    needs = needs_weight, needs_bias
+    results = get_backend(backend).norm_bwd(call, mean, rstd, *grads, *needs)
+    assert results is not None
+    return results.all_there()
 
 
 # What `functional` makes sure of, for those who call torch.ops.fused_attn directly.
@@ -283,8 +306,10 @@ def _check_dropout(call: AttentionCall | NormCall) -> None:
 # ---- fakes --------------------------------------------------------------------------------------
 
 
-def _fake_attention_fwd(call: AttentionCall, for_backward: bool, backend: str) -> Any:
-    return call.outputs(empty_strided, for_backward)
+def _fake_attention_fwd(
+    call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
+) -> Any:
+    return call.outputs(empty_strided, for_backward, want_lse)
 
 
 def _fake_attention_bwd(call: AttentionCall, *rest: Any) -> Any:
@@ -353,7 +378,7 @@ def _one_by_one(op: Any) -> Any:
 _register(
     "attention_fwd",
     AttentionCall,
-    "bool for_backward, ",
+    "bool for_backward, bool want_lse, ",
     "(Tensor out, Tensor lse, Tensor lse_low, Tensor out_low)",
 )
 _register(

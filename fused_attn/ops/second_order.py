@@ -6,17 +6,14 @@ Dropout drops the same there, by the call's seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_attn.backends import reference
 from fused_attn.base.flat import Flat
 from fused_attn.base.torch_state import batched
-from fused_attn.call.calls import AttentionCall
 
 Names = tuple[str | None, ...]
 Reference = Callable[[Any], Sequence[Tensor]]
@@ -81,79 +78,6 @@ class _Backward(Function):
         )
         by_name = dict(zip(call.DIFFERENTIABLE, for_inputs, strict=True))
         return (None,) * 5 + (*for_outputs, *call.by_tensor(**by_name))
-
-
-def give_second_order(
-    out: Tensor, tensors: Sequence[Tensor | None], call: Callable[[], AttentionCall]
-) -> None:
-    """Makes `out` of torch's fused kernels, which have no second derivative, have it.
-
-    A hook at the kernels' node does it, which costs nothing where no second derivative is wanted.
-    It holds the tensors as long as the graph is kept. Left as they are: dropout, of which only the
-    kernel knows what it dropped; packed sequences; a learned bias; what is within hooks of saved
-    tensors (checkpoints, for one), whose tensors are not to be held.
-
-    Args:
-        tensors: what `out` was computed of; query, key and value come first.
-        call: gives the call of these tensors, without dropout, of a batch that is not packed.
-    """
-    node = out.grad_fn
-    while node is not None and not node.name().startswith("ScaledDotProduct"):
-        # What torch or the backend "sdpa" does to the kernel's output: slices, fills.
-        if not node.name().startswith(("Slice", "MaskedFill", "Alias", "View", "Transpose")):
-            return
-        node = node.next_functions[0][0]
-    if node is None or _saved_elsewhere() or any(map(_learns, tensors[3:])):
-        return
-    versions = _versions(tensors)
-    held = [(tensors, call)]
-
-    def hook(grads: tuple[Tensor | None, ...], given: tuple[Tensor, ...]) -> Any:
-        if not torch.is_grad_enabled() and not _graph_is_kept():
-            held.clear()
-        if not torch.is_grad_enabled() or not held:
-            return None
-        tensors, call = held[0]
-        if _versions(tensors) != versions:
-            raise RuntimeError("a tensor that attention's gradient needs was changed in place")
-        whole, first = call(), [None if g is None else g.detach() for g in grads[:3]]
-        operands, dim = (whole.query, whole.key, whole.value), given[0].shape[3]
-        q, k, v = (_like(t, g, dim) for t, g in zip(operands, first, strict=True))
-
-        def run() -> tuple[Tensor, ...]:
-            return tuple(first)  # type: ignore[arg-type]
-
-        seen = replace(whole, query=q, key=k, value=v)
-        names = ("query", "key", "value")
-        second = differentiated(run, seen, names, (given[0], None), reference.attention)
-        return (*second, *grads[3:])
-
-    node.register_hook(hook)
-
-
-# Whether the backward that is running retains the graph.
-_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def _saved_elsewhere() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [t._version for t in tensors if t is not None and not t.is_inference()]
-
-
-def _learns(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
-def _like(tensor: Tensor, grad: Tensor | None, dim: int) -> Tensor:
-    """A tensor of a call as torch's kernel saw it, which may want equal heads or a padded dim."""
-    if grad is not None and grad.shape[1] != tensor.shape[1]:
-        tensor = tensor.repeat_interleave(grad.shape[1] // tensor.shape[1], 1)
-    if tensor.shape[3] == dim:
-        return tensor
-    return torch.nn.functional.pad(tensor, (0, dim - tensor.shape[3]))
 
 
 def _of_tensors(

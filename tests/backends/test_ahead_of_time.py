@@ -73,7 +73,7 @@ def attention(
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         with compiling_for(arch) as kernels:
-            outputs = BACKEND.attention_fwd(call, not decodes)
+            outputs = BACKEND.attention_fwd(call, not decodes, True)
             if not decodes:
                 out, lse, *_ = outputs
                 BACKEND.attention_bwd(call, outputs, out, lse, spec.bias is not None)
@@ -163,7 +163,7 @@ def test_lengths_do_not_compile_kernels_anew():
         mask = masks.causal(align="bottom_right") & masks.padding([seqlen_k] * BATCH)
         spec = normalize(mask, BATCH, HEADS, seqlen_q, seqlen_k, query)
         with compiling_for("sm_90") as kernels:
-            BACKEND.attention_fwd(AttentionCall(query, key, key, spec, 0.1), False)
+            BACKEND.attention_fwd(AttentionCall(query, key, key, spec, 0.1), False, True)
         for kernel in kernels:
             served.setdefault(kernel.name, set()).add(kernel.hash)
     assert set(served) == {"attention_decode_kernel", "merge_parts_kernel", "attention_fwd_kernel"}
@@ -206,15 +206,15 @@ def test_norm(dtype, columns, arch):
     seed = torch.zeros((), dtype=torch.int64)
     with compiling_for(arch) as kernels:
         call = NormCall(rows, rows, weight, weight, 1e-5, False, 0.1, seed)
-        _, total, mean, rstd = BACKEND.norm_fwd(call)
+        _, total, mean, rstd = BACKEND.norm_fwd(call, True, True)
         of_total = replace(call, input=total, residual=None)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
         origin = torch.zeros(4, dtype=torch.int64)
-        BACKEND.norm_fwd(replace(call, dropout_origin=origin))
+        BACKEND.norm_fwd(replace(call, dropout_origin=origin), True, True)
         of_total = replace(of_total, dropout_origin=origin)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
         view = torch.empty(8, 9, columns, dtype=dtype)[:, 1:]
-        BACKEND.norm_fwd(replace(call, input=view, residual=view))
+        BACKEND.norm_fwd(replace(call, input=view, residual=view), True, True)
         BACKEND.norm_bwd(replace(of_total, input=view), mean, rstd, view, view, True, True)
     check(kernels, arch)
     wide = "_load_dwordx4" if arch == "gfx942" else ".v4."

@@ -77,15 +77,13 @@ def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
     monkeypatch.setattr(sdpa, "attend", attend)
     shape = 2, 4, num_heads_kv, 33, 47, 20
     q, k, v = (t.requires_grad_() for t in random_qkv(*shape).values())
-    given = torch.randn(2, 4, 33, 20, requires_grad=True)
+    given = torch.randn(2, 4, 33, 20)
 
-    def second(backend):
+    def gradients(backend):
         options = {"is_causal": True, "enable_gqa": True, "backend": backend}
         out = fa.scaled_dot_product_attention(q, k, v, **options)
-        first = torch.autograd.grad(out, (q, k, v), given, create_graph=True)
-        penalty = sum(g.square().sum() for g in first)
-        return *first, *torch.autograd.grad(penalty, (q, k, v, given))
+        return torch.autograd.grad(out, (q, k, v), given)
 
-    for got, expected in zip(second("sdpa"), second("eager"), strict=True):
+    for got, expected in zip(gradients("sdpa"), gradients("eager"), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert seen == [24]

@@ -27,10 +27,11 @@ from fused_attn.backends import (
     select,
     verdicts,
 )
-from fused_attn.backends.problem import plain_problem
 from fused_attn.backends.verdicts import ClassVerdict
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.masks.spec import normalize
+from fused_attn.ops import autograd
 from fused_attn.tools.cases import MASKS, Shape, make_mask
 
 ROOT = Path(__file__).parents[2]
@@ -163,10 +164,10 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
     assert calls() == [False] * 3 + [True] * 3
 
 
-def test_calls_of_other_classes_stay_short(stand_in, monkeypatch):
-    """What torch computes on a machine with a verdict takes no longer way than without."""
+def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
+    """What torch computes on a machine with a verdict is checked no more than without."""
     stored()
-    monkeypatch.setattr(fused_attn.functional, "select", None)
+    monkeypatch.setattr(autograd, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)
     causal = masks.causal()
     F.scaled_dot_product_attention(x, x, x)
@@ -178,19 +179,20 @@ def test_calls_of_other_classes_stay_short(stand_in, monkeypatch):
 
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("name", ["none", *MASKS])
-def test_short_and_long_way_see_the_same_problem(name, learns):
+def test_unchecked_and_checked_calls_are_the_same_problem(name, learns):
     """Else a call would be chosen for twice, and not alike."""
     shape = Shape(2, 4, 2, 30, 40, 16)
     query, key, value = shape.operands(torch.bfloat16).values()
     key.requires_grad_(learns)
     mask = make_mask(name, shape)
-    short = plain_problem(query, key, value, mask, 0.0, False)
+    call = UncheckedAttention(query, key, value, mask, 0.0, False, None, True, None, None)
+    assert call.plain() and call.find_mask() is not None
     spec = normalize(mask, 2, 4, 30, 40, query)
-    assert short == problem_of(AttentionCall(query, key, value, spec, 1.0))
+    assert problem_of(call) == problem_of(AttentionCall(query, key, value, spec, 1.0))
 
 
 def test_calls_under_autocast_are_of_its_type(stand_in):
-    """The short way chooses by what the kernels will see."""
+    """The choice is by what the kernels will see."""
     seen = []
     stand_in.hurt = lambda call, outputs: seen.append(call.query.dtype)
     stored([NAME.replace("float32", "bfloat16")])
@@ -466,8 +468,8 @@ def test_a_compiled_call_in_one_graph(stand_in):
 
 def test_registry_asks_in_order(stand_in):
     """A backend that comes later is asked at once only where none before it may be chosen."""
-    assert registry.first_backend(CPU) is not registry.BY_PROBLEM
+    assert registry.first_backend(CPU) is not None
     stored()
-    assert registry.first_backend(CPU) is registry.BY_PROBLEM
+    assert registry.first_backend(CPU) is None
     verdicts.forget(["stand_in"])
-    assert registry.first_backend(CPU) is not registry.BY_PROBLEM
+    assert registry.first_backend(CPU) is not None

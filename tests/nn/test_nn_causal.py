@@ -10,11 +10,10 @@ from nn_helpers import BATCH, EMBED, HEADS, LEN_Q, causal_bias, perturb, randn
 
 import fused_attn.nn as fnn
 from fused_attn import masks
-from fused_attn.call import validation
+from fused_attn.call import unchecked, validation
 from fused_attn.masks import memo, recognize
 from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.masks.spec import spec_at_once
-from fused_attn.ops import autograd
+from fused_attn.masks.spec import spec_of
 
 
 @pytest.fixture
@@ -103,12 +102,12 @@ def test_modules_recognise_the_mask_of_every_step(kind, compared, monkeypatch):
         attended.append(mask)
         return normalize(mask, *args)
 
-    def spy_at_once(mask, is_causal, *args):
+    def spy_unchecked(mask, is_causal, *args):
         attended.append(masks.causal() if is_causal else mask)
-        return spec_at_once(mask, is_causal, *args)
+        return spec_of(mask, is_causal, *args)
 
     monkeypatch.setattr(validation, "normalize", spy)
-    monkeypatch.setattr(autograd, "spec_at_once", spy_at_once)
+    monkeypatch.setattr(unchecked, "spec_of", spy_unchecked)
     x, mask = torch.randn(LEN_Q, BATCH, EMBED), causal_bias(LEN_Q, torch.float32)
     layer = {"d_model": EMBED, "nhead": HEADS, "dim_feedforward": 16}
     if kind == "encoder":

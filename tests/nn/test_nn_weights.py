@@ -217,7 +217,7 @@ def test_opcheck(options, average, backend):
     spec = normalize(mask, 2, 4, 20, 70, query)
     seed = philox.new_seed(device) if dropout_p else None
     call = AttentionCall(query, key, value, spec, 0.25, 0.0, dropout_p, seed)
-    _, lse, lse_low, _ = ops.attention_fwd(call, get_backend(backend), True)
+    _, lse, lse_low, _ = ops.attention_fwd(call, get_backend(backend), True, True)
     args = (*call.flat(), lse, lse_low)
     torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, average, backend))
     grad = torch.randn(call.weights_shape(average), device=device)

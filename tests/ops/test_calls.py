@@ -1,4 +1,4 @@
-"""Calls one after the other: the short way and the whole one, what is kept, what memory is left."""
+"""Calls one after the other: unchecked and checked, what is kept, what memory is left."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import weakref
 
 import pytest
 import torch
+from helpers import DTYPES, short
+from routes import checked_first
 
 import fused_attn
 from fused_attn import Mask, _cpu, masks
@@ -31,19 +33,18 @@ class Watching(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def whole_way(*args, **options):
+def watched(*args, **options):
     with Watching():
         return F.scaled_dot_product_attention(*args, **options)
 
 
-# Not bfloat16, whose exponentials are other ones where lse is wanted, as the whole way does.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_second_call_is_the_first(dtype):
     for options in ({}, {"is_causal": True}, {"scale": 0.5}, {"softcap": 3.0}):
         first, second = qkv(2, 3, 40, 16, dtype=dtype), qkv(2, 3, 40, 16, dtype=dtype)
         F.scaled_dot_product_attention(*first, **options)
         got = F.scaled_dot_product_attention(*second, **options)
-        assert torch.equal(got, whole_way(*second, **options))
+        assert torch.equal(got, watched(*second, **options))
 
 
 def call(q, k, v, mask, **options):
@@ -391,14 +392,15 @@ def test_without_the_module():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-def test_sums_at_once(added, rms, dtype):
-    """out and the sum of a plain call are those of the whole way, which a backend's name takes."""
+def test_sums_of_norms(added, rms, dtype):
+    """out and the sum of a plain call are those of one that was checked first."""
     norm = functools.partial(F.rms_norm if rms else F.layer_norm, return_residual=True)
     x, weight = torch.randn(3, 5, 40, dtype=dtype), torch.randn(40)
     residual = torch.randn_like(x) if added else None
     with torch.no_grad():
         got = norm(x, (40,), weight, residual=residual)
-        want = norm(x, (40,), weight, residual=residual, backend="cpp")
+        with checked_first():
+            want = norm(x, (40,), weight, residual=residual)
     assert got[0].shape == got[1].shape == x.shape
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert (got[1] is x) == (not added)

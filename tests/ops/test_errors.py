@@ -364,7 +364,7 @@ def test_unknown_field_is_an_error():
     x = torch.randn(1, 1, 4, 8)
     call = AttentionCall(x, x, x, MaskSpec(), 1.0)
     with pytest.raises(ValueError, match="kernels have no field no_such_field"):
-        _cpu.attention_fwd(call, no_such_field=1)
+        _cpu.attention_weights(call, no_such_field=1)
 
 
 def test_unknown_field_of_a_call_is_an_error():

@@ -36,11 +36,11 @@ def test_output_lies_as_that_of_torch(order, masked):
     query, other = lying(order), lying((0, 1, 2, 3))
     mask = torch.rand(SEQLEN, SEQLEN) < 0.9 if masked else None
     want = torch.nn.functional.scaled_dot_product_attention(query, other, other, mask)
-    at_once = F.scaled_dot_product_attention(query, other, other, mask)
-    whole_way = F.scaled_dot_product_attention(query, other, other, mask, return_lse=True)[0]
+    plain = F.scaled_dot_product_attention(query, other, other, mask)
+    with_lse = F.scaled_dot_product_attention(query, other, other, mask, return_lse=True)[0]
     learned = F.scaled_dot_product_attention(query.requires_grad_(), other, other, mask)
     assert want.stride() == query.stride()
-    assert at_once.stride() == whole_way.stride() == learned.stride() == want.stride()
+    assert plain.stride() == with_lse.stride() == learned.stride() == want.stride()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,8 +86,8 @@ def test_fakes_agree(order, backend):
         AttentionCall(query[:1], key[:1], last[:1], MaskSpec(), 1.0),
     ):
         forward, backward = torch.ops.fused_attn.attention_fwd, torch.ops.fused_attn.attention_bwd
-        torch.library.opcheck(forward.default, (*call.flat(), True, backend))
-        outputs = forward(*call.flat(), True, backend)
+        torch.library.opcheck(forward.default, (*call.flat(), True, True, backend))
+        outputs = forward(*call.flat(), True, True, backend)
         rest = (*outputs, torch.ones_like(outputs[0]), None, False, backend)
         torch.library.opcheck(backward.default, (*call.flat(), *rest))
 
@@ -147,9 +147,9 @@ def test_modules_copy_nothing(kind, batch_first):
 def test_expanded_dimensions_stay_where_they_are(expanded):
     sizes = [1 if dim == expanded else size for dim, size in enumerate(SHAPE)]
     query, key = torch.randn(sizes).expand(SHAPE), torch.randn(SHAPE)
-    at_once = F.scaled_dot_product_attention(query, key, key)
-    whole_way = F.scaled_dot_product_attention(query, key, key, return_lse=True)[0]
-    assert at_once.is_contiguous() and whole_way.is_contiguous()
+    plain = F.scaled_dot_product_attention(query, key, key)
+    with_lse = F.scaled_dot_product_attention(query, key, key, return_lse=True)[0]
+    assert plain.is_contiguous() and with_lse.is_contiguous()
 
 
 def test_packed_sequences():

@@ -60,14 +60,16 @@ def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
 def test_opcheck_attention(options, backend):
     for_backward = options.pop("for_backward", True)
     call, attention = call_of(backend, **options), torch.ops.fused_attn
-    torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), for_backward, backend))
+    for want_lse in (False, True):
+        options = (for_backward, want_lse, backend)
+        torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), *options))
     if not for_backward:
         return
-    outputs = ops.attention_fwd(call, get_backend(backend), True)
+    outputs = ops.attention_fwd(call, get_backend(backend), True, True)
     out, lse, *_ = outputs
-    needs_bias = options.get("bias", False)
+    needs_bias = call.mask.bias is not None
     for grad_lse in (None, torch.randn_like(lse)):
-        rest = (*outputs, torch.randn_like(out), grad_lse, needs_bias, backend)
+        rest = (*outputs.all_there(), torch.randn_like(out), grad_lse, needs_bias, backend)
         torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
 
 
@@ -86,8 +88,9 @@ def test_opcheck_norm(residual, rms, dropout_p, backend):
     seed = philox.new_seed(x.device) if dropout_p else None
     call = NormCall(x, other, weight, bias, 1e-5, rms, dropout_p, seed)
     torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, (*call.flat(), backend))
-    _, total, mean, rstd = ops.norm_fwd(call, get_backend(backend))
+    _, total, mean, rstd = ops.norm_fwd(call, get_backend(backend), True, True)
     of_total = replace(call, input=total if call.has_total else x, residual=None)
+    mean = rstd.new_empty(0) if mean is None else mean
     rest = (mean, rstd, x, None, True, not rms, backend)
     torch.library.opcheck(torch.ops.fused_attn.norm_bwd.default, (*of_total.flat(), *rest))
 
@@ -192,7 +195,7 @@ def test_graphs_look_at_lengths_when_they_run():
     spec = mask_spec.MaskSpec()
     call = AttentionCall(query, too_long, too_long, spec, 1.0)
     with pytest.raises(ValueError, match="must be shorter than 536870912, got 536870912"):
-        torch.ops.fused_attn.attention_fwd(*call.flat(), False, "cpp")
+        torch.ops.fused_attn.attention_fwd(*call.flat(), False, False, "cpp")
     compiled = torch.compile(
         lambda *qkv: F.scaled_dot_product_attention(*qkv), backend="aot_eager", dynamic=True
     )

@@ -76,7 +76,7 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
 
 def assert_keeps(call, backend, keep, with_lse):
     """with_lse: as training and forwards of many queries, else as decoding has it."""
-    out, _ = autograd.attention(call, get_backend(backend), with_lse)
+    out, _ = autograd.attention_by(call, get_backend(backend), with_lse)
     assert torch.equal((out != 0).cpu(), keep)
 
 
@@ -133,7 +133,9 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
     spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query)
     origin = origin_of(part, there["device"])
     rest = (spec, 1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
-    out, _ = autograd.attention(AttentionCall(query, key, value, *rest), get_backend(backend), True)
+    out, _ = autograd.attention_by(
+        AttentionCall(query, key, value, *rest), get_backend(backend), True
+    )
     eye, ones = torch.eye(seqlen_q, **there), torch.ones(seqlen_q, 1, **there)
     out.backward(torch.cat([eye, ones], 1).expand_as(out))
     keep = whole_keep()[part]
@@ -156,7 +158,7 @@ def test_values_of_a_part(dtype, backend):
             origin = origin_of(part, query.device)
             rest = (spec, 0.3, 0.0, DROPOUT_P, seed_on(query.device), origin)
             call = AttentionCall(query, key, value, *rest)
-            return autograd.attention(call, get_backend(backend), True)
+            return autograd.attention_by(call, get_backend(backend), True)
 
         return call
 
@@ -169,13 +171,13 @@ def test_parts_add_up_to_the_whole(backend):
     device = device_of(backend)
     query, key, value = (t.to(device) for t in random_qkv(*WHOLE[:2], *WHOLE[1:], 16).values())
     rest = (MaskSpec(), 0.3, 0.0, DROPOUT_P, seed_on(device))
-    whole, _ = autograd.attention(
+    whole, _ = autograd.attention_by(
         AttentionCall(query, key, value, *rest), get_backend(backend), True
     )
     for rows in (slice(0, 32), slice(32, 69), slice(69, 70)):
         part = (ALL, ALL, rows, ALL)
         call = AttentionCall(query[:, :, rows], key, value, *rest, origin_of(part, device))
-        out, _ = autograd.attention(call, get_backend(backend), True)
+        out, _ = autograd.attention_by(call, get_backend(backend), True)
         torch.testing.assert_close(out, whole[:, :, rows])
 
 
@@ -201,7 +203,7 @@ def test_packed_sequences(backend):
     call = AttentionCall(query, key, value, spec, 1.0, 0.0, DROPOUT_P, seed_on(device), origin)
     for with_lse in (False, True):
         with torch.set_grad_enabled(with_lse):
-            out, _ = autograd.attention(call, get_backend(backend), with_lse)
+            out, _ = autograd.attention_by(call, get_backend(backend), with_lse)
         for b in range(3):
             got = out[0, :, ends[0][b] : ends[0][b + 1]].detach().cpu() != 0
             i, j, n = rows[b], keys[b], int(lengths_k[b])
@@ -275,10 +277,10 @@ def norm_shard(backend, dtype, columns, rms, batch0, rows):
 def test_norms(batch0, columns, dtype, backend):
     for rms in (False, True):
         call, keep = norm_shard(backend, dtype, columns, rms, batch0, slice(7, 18))
-        _, total = autograd.norm(call, get_backend(backend))
+        _, total = autograd.norm_by(call, get_backend(backend), True)
         assert torch.equal((total != 0).cpu(), keep)
         call.input.requires_grad_()
-        total = autograd.norm(call, get_backend(backend))[1]
+        total = autograd.norm_by(call, get_backend(backend), True)[1]
         assert torch.equal((total != 0).cpu(), keep)
         total.sum().backward()
         assert torch.equal((call.input.grad != 0).cpu(), keep)
@@ -298,7 +300,7 @@ def test_wide_norms(backend):
     """Rows that are walked in pieces."""
     call, keep = norm_shard(backend, torch.float32, 40000, False, [3, 1], slice(18, 20))
     call.input.requires_grad_()
-    total = autograd.norm(call, get_backend(backend))[1]
+    total = autograd.norm_by(call, get_backend(backend), True)[1]
     total.sum().backward()
     for got in (total, call.input.grad):
         assert torch.equal((got != 0).cpu(), keep)
@@ -311,8 +313,8 @@ def test_wide_norms(backend):
 def test_ops(backend):
     call = shard(PARTS["everything"], backend)
     attention, backend_ = torch.ops.fused_attn, get_backend(backend)
-    torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), True, backend))
-    outputs = ops.attention_fwd(call, backend_, True)
+    torch.library.opcheck(attention.attention_fwd.default, (*call.flat(), True, True, backend))
+    outputs = ops.attention_fwd(call, backend_, True, True)
     rest = (*outputs, torch.randn_like(outputs.out), None, False, backend)
     torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
     call, _ = norm_shard(backend, torch.float32, 64, True, [1, 2], slice(7, 18))
@@ -329,7 +331,9 @@ def test_compiled():
         of_query = replace(call, query=query, dropout_origin=origins[0])
         of_x = replace(norm, input=x, dropout_origin=origins[1])
         backend = get_backend("cpp")
-        return autograd.attention(of_query, backend, True)[0], autograd.norm(of_x, backend)[1]
+        return autograd.attention_by(of_query, backend, True)[0], autograd.norm_by(
+            of_x, backend, True
+        )[1]
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     origins = (call.dropout_origin, norm.dropout_origin)
@@ -353,7 +357,7 @@ def test_second_order():
     def second(backend):
         leaves = [t.double().requires_grad_() for t in tensors]
         own = replace(call, query=leaves[0], key=leaves[1], value=leaves[2])
-        out, _ = autograd.attention(own, get_backend(backend), True)
+        out, _ = autograd.attention_by(own, get_backend(backend), True)
         grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         return torch.autograd.grad([grad.square().sum() for grad in grads], leaves)
 
@@ -422,10 +426,10 @@ def test_calls_that_have_no_such_origin():
     ):  # fmt: skip
         wrong = replace(call, dropout_origin=origin)
         with pytest.raises(ValueError, match=r"int64 on cpu with shape \(2, 3\), got"):
-            torch.ops.fused_attn.attention_fwd(*wrong.flat(), True, "cpp")
+            torch.ops.fused_attn.attention_fwd(*wrong.flat(), True, True, "cpp")
     for origin in (call.dropout_origin[:1], call.dropout_origin.int(), call.dropout_origin[:, :2]):
         with pytest.raises(ValueError, match="dropout_origin must"):
-            cpp._cpu.attention_fwd(replace(call, dropout_origin=origin), num_threads=1)
+            cpp._cpu.attention_fwd(replace(call, dropout_origin=origin), False, False, 1)
     norm, _ = norm_shard("cpp", torch.float32, 8, True, [1, 2], slice(7, 18))
     for origin in (torch.zeros(3, dtype=torch.int64), torch.zeros(2), norm.dropout_origin[None]):
         wrong = replace(norm, dropout_origin=origin)

@@ -117,7 +117,7 @@ def test_direct_calls_of_the_ops_are_checked():
     def call(query, key, value, **options):
         spec = replace(MaskSpec(), **options.get("spec", {}))
         call = AttentionCall(query, key, value, spec, 1.0, 0.0, options.get("dropout_p", 0.0))
-        return torch.ops.fused_attn.attention_fwd(*call.flat(), False, "cpp")
+        return torch.ops.fused_attn.attention_fwd(*call.flat(), False, False, "cpp")
 
     x = torch.randn(1, 2, 4, 8)
     call(x, x, x)

@@ -19,7 +19,7 @@ class StandIn(CppBackend):
     """Its attention is done to as a test likes: `hurt` gets the call and its outputs."""
 
     name = "stand_in"
-    trains_at_once = False
+    takes_unchecked = False
 
     def __init__(self):
         self.hurt = lambda call, outputs: None
@@ -33,14 +33,8 @@ class StandIn(CppBackend):
     def chosen_for_some(self, device_type):
         return verdicts.any_usable(self.name, device_type)
 
-    def attention_at_once(self, *args):
-        return None
-
-    def norm_at_once(self, *args):
-        return None
-
-    def attention_fwd(self, call, for_backward):
-        outputs = super().attention_fwd(call, for_backward)
+    def attention_fwd(self, call, for_backward, want_lse):
+        outputs = super().attention_fwd(call, for_backward, want_lse)
         self.hurt(call, outputs)
         return outputs
 

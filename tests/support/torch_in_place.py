@@ -21,10 +21,7 @@ from fused_attn.backends.registry import BACKENDS
 from fused_attn.nn._from_torch import REPLACEMENTS
 
 # The passes that a call begins with. That kernels computed one is noted.
-_PASSES = (
-    "attention_at_once", "outputs_at_once", "packed_at_once", "decode_at_once", "norm_at_once",
-    "norm_outputs_at_once", "attention_fwd", "attention_weights", "attention_decode", "norm_fwd",
-)  # fmt: skip
+_PASSES = ("attention_fwd", "attention_weights", "attention_decode", "norm_fwd")
 
 _on_kernels = False  # the test that runs
 

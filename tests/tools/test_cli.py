@@ -184,7 +184,7 @@ def test_doctor_json(capsys, tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text()).keys() == facts.keys()
 
 
-@pytest.mark.parametrize("kernel", ["attention_bwd", "norm_outputs_at_once"])
+@pytest.mark.parametrize("kernel", ["attention_bwd", "norm_fwd"])
 def test_doctor_finds_a_wrong_kernel(capsys, monkeypatch, kernel):
     backend = get_backend("cpp")
     right = getattr(backend, kernel)

@@ -67,8 +67,8 @@ def hurt(monkeypatch, backend, when, how):
     """Makes a backend's attention do something to the outputs of calls like these."""
     run = type(backend).attention_fwd
 
-    def attention_fwd(self, call, for_backward):
-        outputs = run(self, call, for_backward)
+    def attention_fwd(self, call, for_backward, want_lse):
+        outputs = run(self, call, for_backward, want_lse)
         if when(call):
             how(outputs)
         return outputs
@@ -123,10 +123,10 @@ def problem_of_probe(probe):
     call, operands = probe.timed.call(CPU), probe.timed.operands(CPU)
     leaves = [t.requires_grad_(probe.timed.gradients) for t in operands.values()]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("functional", "nn.weights", "decode"):
+        for module in ("ops.autograd", "nn.weights", "decode"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
-        for module in ("functional", "varlen"):
-            patch.setattr(f"fused_attn.{module}.first_backend", lambda device: None)
+        patch.setattr("fused_attn.ops.autograd.backend_to_try", lambda call, named: None)
+        patch.setattr("fused_attn.decode._of_cpu", lambda *args: None)
         with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.timed.gradients):
             call(*leaves)
     return seen[0]

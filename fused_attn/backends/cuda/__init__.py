@@ -60,7 +60,9 @@ class CudaBackend(Backend):
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return attention.tile_summary(tensor)
 
-    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+    def attention_fwd(
+        self, call: AttentionCall, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs:
         outputs = call.outputs(self.empty, for_backward)
         attention.attention_fwd(call, outputs)
         return outputs
@@ -89,7 +91,7 @@ class CudaBackend(Backend):
     ) -> tuple[Tensor, Tensor] | None:
         return attention.attention_decode(call, update, self.empty)
 
-    def norm_fwd(self, call: NormCall) -> NormOutputs:
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
         outputs = call.outputs(self.empty)
         norm.norm_fwd(call, outputs)
         return outputs

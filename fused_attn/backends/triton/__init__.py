@@ -69,7 +69,9 @@ class TritonBackend(Backend):
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return _attention().tile_summary(tensor)
 
-    def attention_fwd(self, call: AttentionCall, for_backward: bool) -> AttentionOutputs:
+    def attention_fwd(
+        self, call: AttentionCall, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs:
         outputs = call.outputs(self.empty, for_backward)
         _attention().attention_fwd(call, outputs)
         return outputs
@@ -93,7 +95,7 @@ class TritonBackend(Backend):
         _attention().attention_weights(call, lse, lse_low, average, weights)
         return weights
 
-    def norm_fwd(self, call: NormCall) -> NormOutputs:
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
         outputs = call.outputs(self.empty)
         _norm().norm_fwd(call, outputs)
         return outputs

@@ -1,17 +1,18 @@
-"""Training of norms of plain tensors takes a short way on CPUs, with the same results."""
+"""Norms of plain tensors need no look by validation, and each route gives the same bits."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
+import routes
 import torch
 from helpers import DTYPES, short
 from norm_cases import LAYOUTS
+from routes import ROUTES, checked_first
 from torch.utils.checkpoint import checkpoint
 
 from fused_attn import functional as F
-from fused_attn.ops import autograd
 
 COLUMNS = 40
 FORMS = {
@@ -28,16 +29,10 @@ def _seed():
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    """The results that came by the short way."""
-    results = []
-
-    def spy(*args, _function=autograd.norm_at_once):
-        results.append(_function(*args))
-        return results[-1]
-
-    monkeypatch.setattr(autograd, "norm_at_once", spy)
-    return results
+def looked_at():
+    """The calls that validation has looked at."""
+    with routes.looked_at() as calls:
+        yield calls
 
 
 def tensors(
@@ -72,29 +67,32 @@ def trained(kind, leaves, **options):
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("return_residual", [False, True])
-def test_training_is_that_of_the_whole_way(return_residual, form, kind, dtype, at_once):
+def test_every_route_gives_the_same_bits(return_residual, form, kind, dtype, looked_at):
     options = {"return_residual": return_residual, **FORMS[form]}
     leaves = tensors(dtype, kind, residual=options.pop("residual", False))
     ours = trained(kind, leaves, **options)
-    assert at_once.pop() is not None
-    whole = trained(kind, leaves, **options, backend="cpp")
-    assert not at_once
-    for ours_i, whole_i in zip(ours, whole, strict=True):
-        assert torch.equal(ours_i, whole_i)
-        assert ours_i.dtype == whole_i.dtype and ours_i.stride() == whole_i.stride()
+    assert not looked_at
+    for route in ROUTES.values():
+        with route():
+            other = trained(kind, leaves, **options, backend="cpp")
+        for ours_i, other_i in zip(ours, other, strict=True):
+            assert torch.equal(ours_i, other_i)
+            assert ours_i.dtype == other_i.dtype and ours_i.stride() == other_i.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
-def test_16_bit_parameters(kind, parameters, dtype, at_once):
+def test_16_bit_parameters(kind, parameters, dtype, looked_at):
     leaves = tensors(dtype, kind, parameters=parameters)
     with torch.no_grad():
         leaves["weight"][:4] = torch.tensor([1e-6, -3e4, torch.nan, torch.inf])
-    ours, whole = (trained(kind, leaves, backend=backend) for backend in (None, "cpp"))
+    ours = trained(kind, leaves)
     with torch.no_grad():
         inferred = norm(kind, **leaves)
-    assert len(at_once) == 1 and at_once[0] is not None
+    assert not looked_at
+    with checked_first():
+        whole = trained(kind, leaves)
     for ours_i, whole_i in zip((*ours, inferred), (*whole, whole[0]), strict=True):
         assert ours_i.dtype == whole_i.dtype
         torch.testing.assert_close(ours_i, whole_i, rtol=0, atol=0, equal_nan=True)
@@ -102,25 +100,29 @@ def test_16_bit_parameters(kind, parameters, dtype, at_once):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout):
-    """Views go one way or the other; gradients that are views too."""
+    """Of views, and of gradients that are views."""
     whole = torch.randn(layout.whole, requires_grad=True)
     results = []
-    for backend in (None, "cpp"):
-        view = layout.view(whole)
-        out = norm("rms_norm", view, residual=view, backend=backend)
-        grad = layout.view(torch.linspace(-1, 1, whole.numel()).view(layout.whole))
-        results.append((out, *torch.autograd.grad(out, whole, grad)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for route in ROUTES.values():
+        with route():
+            view = layout.view(whole)
+            out = norm("rms_norm", view, residual=view)
+            grad = layout.view(torch.linspace(-1, 1, whole.numel()).view(layout.whole))
+            results.append((out, *torch.autograd.grad(out, whole, grad)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("frozen", [("input",), ("weight", "bias"), ("input", "bias")])
-def test_some_gradients_and_retained_graphs(frozen, at_once):
+def test_some_gradients_and_retained_graphs(frozen, looked_at):
     leaves = tensors()
     for name in frozen:
         leaves[name].requires_grad_(False)
     wanted = [t for t in leaves.values() if t.requires_grad]
-    out, whole = (norm("layer_norm", **leaves, backend=b) for b in (None, "cpp"))
-    assert len(at_once) == 1
+    out = norm("layer_norm", **leaves)
+    assert not looked_at
+    with checked_first():
+        whole = norm("layer_norm", **leaves)
     first = torch.autograd.grad(out.square().sum(), wanted, retain_graph=True)
     again = torch.autograd.grad(out.square().sum(), wanted)
     expected = torch.autograd.grad(whole.square().sum(), wanted)
@@ -130,21 +132,21 @@ def test_some_gradients_and_retained_graphs(frozen, at_once):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("used", [0, 1])
-def test_one_of_two_results(used, form, at_once):
+def test_one_of_two_results(used, form):
     options = {"return_residual": True, **FORMS[form]}
     leaves = tensors(residual=options.pop("residual", False))
     grads = []
-    for backend in (None, "cpp"):
-        results = norm("layer_norm", **leaves, **options, backend=backend)
-        loss = results[used].square().sum()
-        grads.append(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True))
-    assert len(at_once) == 1
+    for route in ("plain", "checked first"):
+        with ROUTES[route]():
+            results = norm("layer_norm", **leaves, **options)
+            loss = results[used].square().sum()
+            grads.append(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True))
     torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
-def test_second_order(kind, form, at_once):
+def test_second_order(kind, form, looked_at):
     options = dict(FORMS[form])
     leaves = tensors(torch.float64, kind, (2, 6), options.pop("residual", False))
 
@@ -153,12 +155,12 @@ def test_second_order(kind, form, at_once):
 
     assert torch.autograd.gradcheck(function, tuple(leaves.values()))
     assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
-    assert at_once
+    assert not looked_at
 
 
 @pytest.mark.parametrize("which", range(5))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=short)
-def test_saved_tensors_of_other_types(dtype, which, at_once):
+def test_saved_tensors_of_other_types(dtype, which, looked_at):
     leaves, unpacked = tensors(torch.bfloat16), []
 
     def unpack(tensor):
@@ -167,37 +169,37 @@ def test_saved_tensors_of_other_types(dtype, which, at_once):
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         out = norm("layer_norm", **leaves)
-    assert at_once
+    assert not looked_at
     grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
     assert len(unpacked) > which
     expected = torch.autograd.grad(
-        norm("layer_norm", **leaves, backend="cpp").square().sum(), list(leaves.values())
+        norm("layer_norm", **leaves).square().sum(), list(leaves.values())
     )
     torch.testing.assert_close(grads, expected, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("changed", ["input", "weight"])
-def test_changes_before_the_backward_are_errors(changed, at_once):
+def test_changes_before_the_backward_are_errors(changed, looked_at):
     leaves = tensors()
     own = {name: tensor * 1 for name, tensor in leaves.items()}
     out = norm("layer_norm", **own)
-    assert at_once
+    assert not looked_at
     with torch.no_grad():
         own[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
-def test_results_may_be_changed(at_once):
+def test_results_may_be_changed(looked_at):
     """Neither is a view, nor kept where the backward does not need it."""
     leaves = tensors(residual=True)
     out, total = norm("layer_norm", **leaves, return_residual=True)
     out.add_(1.0).sum().backward()
-    assert at_once and leaves["input"].grad is not None
+    assert not looked_at and leaves["input"].grad is not None
     assert out._base is None and total._base is None
 
 
-def test_checkpoints_draw_the_same(at_once):
+def test_checkpoints_draw_the_same(looked_at):
     leaves = list(tensors(residual=True).values())
 
     def function(input, residual, weight, bias):
@@ -209,44 +211,44 @@ def test_checkpoints_draw_the_same(at_once):
         torch.manual_seed(2)
         out = run(*leaves)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    assert at_once
+    assert not looked_at
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_batched_gradients(at_once):
+def test_batched_gradients():
     leaves = list(tensors(shape=(2, 6)).values())
     grads = torch.randn(5, 2, 6)
     results = []
-    for backend in (None, "cpp"):
-        out = F.layer_norm(leaves[0], 6, *leaves[1:], backend=backend)
-        results.append(torch.autograd.grad(out, leaves, grads, is_grads_batched=True))
-    assert len(at_once) == 1
+    for route in ("plain", "checked first"):
+        with ROUTES[route]():
+            out = F.layer_norm(leaves[0], 6, *leaves[1:])
+            results.append(torch.autograd.grad(out, leaves, grads, is_grads_batched=True))
     torch.testing.assert_close(*results)
 
 
-def test_autocast(at_once):
+def test_autocast():
     leaves = tensors()
     results = []
-    for backend in (None, "cpp"):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            results.append(trained("layer_norm", leaves, backend=backend))
-    assert at_once
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for route in ROUTES.values():
+        with route(), torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(trained("layer_norm", leaves))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_what_goes_the_whole_way(at_once):
+def test_what_validation_looks_at(looked_at):
     x = torch.randn(3, 4, 8, requires_grad=True)
     own = torch.ones(8, dtype=torch.float64, requires_grad=True)
-    for call in (
+    calls = (
         lambda: F.layer_norm(x, (4, 8)),
         lambda: F.layer_norm(x, 8, own),
         lambda: F.layer_norm(x.mT, 4),
-        lambda: F.layer_norm(x, 8, dropout_p=1.0),
         lambda: F.layer_norm(x, 8, dropout_p=0.5, seed=3),
         lambda: F.layer_norm(x[:0], 8),
-    ):
+    )
+    for number, call in enumerate(calls, 1):
         call().sum().backward()
-    assert all(result is None for result in at_once)
+        assert len(looked_at) == number
     for wrong in (9, (8, 8), (3, 8)):
         with pytest.raises(ValueError, match="normalized_shape"):
             F.layer_norm(x, wrong)

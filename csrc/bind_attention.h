@@ -1,0 +1,232 @@
+// Attention of a call of Python in one function a pass: checks, results and kernel.
+//
+// A call is an AttentionCall, or one that nobody has looked at (fused_attn/call/calls.py). None:
+// Python has to look at it, and calls again with what it made of it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "bind_new.h"
+#include "bind_run.h"
+
+namespace fused_attn {
+namespace {
+
+// Strides of a dense tensor whose dimensions lie in the order of those of `like`, the last one
+// innermost: laid_out_like of base/layout.py.
+void lay_out_like(const TensorView& like, const int64_t* shape, int64_t* strides) {
+  int order[] = {0, 1, 2, 3};
+  for (const int i : {0, 1, 0}) {     // three comparisons sort three
+    if (like.strides[3] != 1) break;  // it is copied
+    const int64_t stride = like.strides[order[i]];
+    if (0 < stride && stride < like.strides[order[i + 1]]) std::swap(order[i], order[i + 1]);
+  }
+  int64_t step = 1;
+  for (int i = 3; i >= 0; --i) {
+    strides[order[i]] = step;
+    step *= shape[order[i]];
+  }
+}
+
+// A new tensor laid out as `like`, a matrix of rows for each batch and head; memory and strides
+// are told.
+template <class T>
+py::object new_rows(const TensorView& like, int64_t dim, NumberType type, T** data,
+                    int64_t (&rows_strides)[3]) {
+  const int64_t shape[] = {like.shape[0], like.shape[1], like.shape[2], dim};
+  int64_t strides[4];
+  lay_out_like(like, shape, strides);
+  py::object tensor = new_tensor(shape, strides, 4, type);
+  *data = static_cast<T*>(view_of(tensor).data);
+  std::copy(strides, strides + 3, rows_strides);
+  return tensor;
+}
+
+// (total, num_heads, dim) of packed sequences as (1, num_heads, total, dim).
+void as_one_sequence(TensorView* view) {
+  const int64_t shape[] = {1, view->shape[1], view->shape[0], view->shape[2]};
+  const int64_t strides[] = {0, view->strides[1], view->strides[0], view->strides[2]};
+  copy_shape(shape, strides, 4, view);
+}
+
+// dropout_p and seed of a call; an unchecked one draws its seed here, where it is taken.
+template <class Params>
+void read_dropout(const py::handle& call, Params* p) {
+  p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
+  if (p->dropout_p == 0) return;
+  py::object seed = FUSED_ATTN_ATTRIBUTE(call, "seed");
+  if (seed.is_none()) seed = FUSED_ATTN_ATTRIBUTE(call, "draw_seed")();
+  p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view_of(seed).data));
+}
+
+// The MaskSpec that hides nothing, of which nothing has to be read; null until set_no_mask().
+PyObject* no_mask = nullptr;
+void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
+
+// query, key and value of an attention call, its mask and options.
+struct AttentionReader {
+  TensorView query, key, value;
+  Summaries summaries;
+  // Packed sequences came as (total, num_heads, dim), which is taken where no backward follows.
+  bool three_dims = false;
+
+  // False: Python has to look at the call.
+  bool read(const py::handle& call, bool for_backward, int64_t num_threads, AttentionParams* p) {
+    if (!float_view(FUSED_ATTN_ATTRIBUTE(call, "query"), &query) ||
+        !float_view(FUSED_ATTN_ATTRIBUTE(call, "key"), &key) ||
+        !float_view(FUSED_ATTN_ATTRIBUTE(call, "value"), &value)) {
+      return false;
+    }
+    const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
+    const bool masked = spec.ptr() != no_mask;
+    const bool packed = masked && !FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q").is_none();
+    three_dims = packed && !for_backward && query.ndim == 3 && key.ndim == 3 && value.ndim == 3;
+    if (three_dims) {
+      for (TensorView* const view : {&query, &key, &value}) as_one_sequence(view);
+    }
+    const bool enable_gqa = PyObject_IsTrue(FUSED_ATTN_ATTRIBUTE(call, "enable_gqa").ptr()) == 1;
+    if (!fits(enable_gqa)) return false;
+    p->num_threads = num_threads;
+    read_operands(query, key, value, p);
+    read_options(call, p);
+    if (masked) {
+      read_mask(spec, &p->mask);
+      read_packing(spec, p);
+      complete_mask(spec, p, &summaries);
+    } else {
+      p->mask.band_lo = -kUnlimited;
+      p->mask.band_hi = kUnlimited;
+    }
+    if (p->dropout_p > 0) read_origin(call, p->batch * 3, &p->dropout_origin);
+    return true;
+  }
+
+ private:
+  bool fits(bool enable_gqa) const {
+    constexpr int64_t kMaxHeadDim = 256;
+    const auto &q = query, &k = key, &v = value;
+    return q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && q.dtype() == k.dtype() &&
+           q.dtype() == v.dtype() && k.shape[0] == q.shape[0] && k.shape[3] == q.shape[3] &&
+           std::equal(k.shape, k.shape + 3, v.shape) && q.shape[3] <= kMaxHeadDim &&
+           v.shape[3] <= kMaxHeadDim && q.shape[2] < kUnlimited && k.shape[2] < kUnlimited &&
+           (q.shape[1] == k.shape[1] ||
+            (enable_gqa && k.shape[1] > 0 && q.shape[1] % k.shape[1] == 0)) &&
+           contiguous_from(q, 3) && contiguous_from(k, 3) && contiguous_from(v, 3);
+  }
+
+  void read_options(const py::handle& call, AttentionParams* p) const {
+    p->softmax_scale = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "scale"));
+    const py::object softcap = FUSED_ATTN_ATTRIBUTE(call, "softcap");
+    p->softcap = softcap.is_none() ? 0 : py::cast<double>(softcap);
+    read_dropout(call, p);
+  }
+};
+
+// A forward: (out, lse, lse_low, out_low). lse is None where it is neither wanted nor has a
+// backward to follow, the lows where none does, and out_low where out is not rounded.
+py::object attention_fwd(const py::handle& call, bool for_backward, bool want_lse,
+                         int64_t num_threads) {
+  AttentionReader reader;
+  AttentionParams p{};
+  if (!reader.read(call, for_backward, num_threads, &p)) return py::none();
+  const TensorView& q = reader.query;
+  const NumberType type{q.code, q.bits}, of_lse = type_of(statistics_of(p.dtype));
+  py::object out, lse = py::none(), lse_low = py::none(), out_low = py::none();
+  if (reader.three_dims) {
+    const int64_t shape[] = {q.shape[2], p.num_heads, p.head_dim_v};
+    out = new_dense(shape, 3, type, &p.out);
+    p.out_strides[1] = p.head_dim_v;
+    p.out_strides[2] = p.num_heads * p.head_dim_v;
+  } else {
+    out = new_rows(q, p.head_dim_v, type, &p.out, p.out_strides);
+  }
+  if (want_lse || for_backward) {
+    const int first = reader.three_dims ? 1 : 0;
+    lse = new_dense(q.shape + first, 3 - first, of_lse, &p.lse);
+  }
+  if (for_backward) {
+    lse_low = new_dense(q.shape, 3, of_lse, &p.lse_low);
+    if (q.bits == 16) out_low = new_rows(q, p.head_dim_v, kInt16, &p.out_low, p.out_low_strides);
+  }
+  run_entry(&KernelTable::attention_fwd, p);
+  return py::make_tuple(out, lse, lse_low, out_low);
+}
+
+// A tensor as rows, like q but for the last dimension.
+bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, int64_t* strides) {
+  if (view.ndim != 4 || !std::equal(q.shape, q.shape + 3, view.shape) || view.shape[3] != dim ||
+      !contiguous_from(view, 3)) {
+    return false;
+  }
+  std::copy(view.strides, view.strides + 3, strides);
+  return true;
+}
+
+// The results of attention_fwd, and what comes of them. Hooks on saved tensors may have given back
+// others than they took.
+bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py::handle& grad_lse,
+                  const TensorView& q, AttentionBwdParams* p) {
+  TensorView grad, out, lse, lse_low, of_lse;
+  if (!float_view(grad_out, &grad) || !float_view(outputs[0], &out) ||
+      !float_view(outputs[1], &lse) || !float_view(outputs[2], &lse_low) ||
+      (!grad_lse.is_none() && !float_view(grad_lse, &of_lse))) {
+    return false;
+  }
+  const DType dtype = p->fwd.dtype, statistics = statistics_of(dtype);
+  const int64_t dim = p->fwd.head_dim_v;
+  if (grad.dtype() != dtype || !read_rows_like(q, dim, grad, p->grad_out_strides) ||
+      out.dtype() != dtype || !read_rows_like(q, dim, out, p->fwd.out_strides)) {
+    return false;
+  }
+  for (const TensorView* const view : {&lse, &lse_low, &of_lse}) {
+    if (view->there &&
+        (view->dtype() != statistics || view->ndim != 3 ||
+         !std::equal(q.shape, q.shape + 3, view->shape) || !contiguous_from(*view, 0))) {
+      return false;
+    }
+  }
+  if (q.bits == 16) {
+    const TensorView out_low = view_of(outputs[3]);
+    if (!out_low.there || out_low.code != kDLInt || out_low.bits != 16 ||
+        !read_rows_like(q, dim, out_low, p->fwd.out_low_strides)) {
+      return false;
+    }
+    p->fwd.out_low = static_cast<int16_t*>(out_low.data);
+  }
+  p->fwd.out = out.data;
+  p->fwd.lse = lse.data;
+  p->fwd.lse_low = lse_low.data;
+  p->grad_out = grad.data;
+  p->grad_lse = of_lse.data;
+  return true;
+}
+
+// The gradients of query, key and value under grad_out and that of lse, or None; and that of bias,
+// in the type of lse and the shape of the bias, if it is wanted.
+py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
+                         const py::handle& grad_out, const py::handle& grad_lse, bool needs_bias,
+                         int64_t num_threads) {
+  AttentionReader reader;
+  AttentionBwdParams p{};
+  if (!reader.read(call, true, num_threads, &p.fwd)) return py::none();
+  const auto &q = reader.query, &k = reader.key, &v = reader.value;
+  if (!read_results(outputs, grad_out, grad_lse, q, &p)) return py::none();
+  const NumberType type{q.code, q.bits};
+  py::object grad_q = new_rows(q, p.fwd.head_dim, type, &p.grad_query, p.grad_query_strides);
+  py::object grad_k = new_rows(k, p.fwd.head_dim, type, &p.grad_key, p.grad_key_strides);
+  py::object grad_v = new_rows(v, p.fwd.head_dim_v, type, &p.grad_value, p.grad_value_strides);
+  py::object grad_bias = py::none();
+  if (needs_bias) {
+    const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
+    const TensorView bias = view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias"));
+    const NumberType sums = type_of(statistics_of(p.fwd.dtype));
+    grad_bias = new_dense(bias.shape, 4, sums, &p.grad_bias);
+    std::fill_n(static_cast<char*>(p.grad_bias), bias.numel() * sums.bits / 8, 0);
+  }
+  run_entry(&KernelTable::attention_bwd, p);
+  return py::make_tuple(grad_q, grad_k, grad_v, grad_bias);
+}
+
+}  // namespace
+}  // namespace fused_attn

@@ -1,0 +1,151 @@
+// New tensors, which hold the results of the CPU's kernels.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "bind_fields.h"
+#include "cpu/workspace_pool.h"
+
+namespace fused_attn {
+namespace {
+
+// Smaller blocks stay with malloc, which reuses them. Larger ones it may give back to the system
+// at every free: norms of 300 x 768 took 150 page faults a call, and 1.3 times as long.
+constexpr int64_t kPooledFrom = 1 << 17;
+
+// Makes a tensor where torch has no C functions for it; null until set_torch().
+PyObject* empty_strided = nullptr;
+
+// Tells the module of torch: torch.Tensor.__dlpack_c_exchange_api__ or None, and
+// empty(shape, strides, dtype), whose dtype is a DType, or -1 for int16.
+void set_torch(const py::object& api, const py::object& empty) {
+  set_exchange_api(api);
+  Py_XDECREF(empty_strided);
+  empty_strided = empty.inc_ref().ptr();
+}
+
+// The type of a tensor's numbers, as DLPack has it.
+struct NumberType {
+  uint8_t code, bits;
+};
+constexpr NumberType kInt16{kDLInt, 16};
+
+NumberType type_of(DType dtype) {
+  return {dtype == DType::kBFloat16 ? uint8_t{kDLBfloat} : uint8_t{kDLFloat},
+          dtype == DType::kFloat32   ? uint8_t{32}
+          : dtype == DType::kFloat64 ? uint8_t{64}
+                                     : uint8_t{16}};
+}
+
+// The type of lse, mean, rstd and of the sums of parameters' gradients.
+DType statistics_of(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+py::object new_tensor_of_torch(const int64_t* shape, const int64_t* strides, int ndim,
+                               NumberType type) {
+  py::tuple sizes(ndim), steps(ndim);
+  for (int i = 0; i < ndim; ++i) {
+    sizes[i] = shape[i];
+    steps[i] = strides[i];
+  }
+  TensorView view;
+  view.code = type.code;
+  view.bits = type.bits;
+  const int64_t dtype = type.code == kDLInt ? -1 : static_cast<int64_t>(view.dtype());
+  return py::handle(empty_strided)(sizes, steps, dtype);
+}
+
+// An uninitialised dense tensor; a large one in memory that earlier ones have left.
+py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, NumberType type) {
+  if (exchange_api == nullptr) return new_tensor_of_torch(shape, strides, ndim, type);
+  struct Managed {
+    DLManagedTensorVersioned base;
+    int64_t shape[TensorView::kMaxDims], strides[TensorView::kMaxDims];
+    bool pooled;
+  };
+  auto managed = std::make_unique<Managed>();
+  int64_t numel = 1;
+  for (int i = 0; i < ndim; ++i) {
+    managed->shape[i] = shape[i];
+    managed->strides[i] = strides[i];
+    numel *= shape[i];
+  }
+  constexpr int64_t kAlignment = 64;
+  const int64_t size = (numel * type.bits / 8 + kAlignment) / kAlignment * kAlignment;
+  managed->pooled = size >= kPooledFrom;
+  void* const data = managed->pooled ? take_workspace(size) : std::aligned_alloc(kAlignment, size);
+  if (data == nullptr) throw std::bad_alloc();
+  managed->base = {
+      1,
+      0,
+      nullptr,
+      [](DLManagedTensorVersioned* self) {
+        auto* const own = reinterpret_cast<Managed*>(self);
+        own->pooled ? give_workspace(self->tensor.data) : std::free(self->tensor.data);
+        delete own;
+      },
+      0,
+      {data, kDLCpu, 0, ndim, type.code, type.bits, 1, managed->shape, managed->strides, 0}};
+  void* object = nullptr;
+  if (exchange_api->managed_tensor_to_py_object(&managed.release()->base, &object) != 0) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
+// The same by Python's shape and strides.
+py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
+  int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
+  const int ndim = static_cast<int>(shape.size());
+  if (ndim > TensorView::kMaxDims) throw std::invalid_argument("a tensor has too many dimensions");
+  for (int i = 0; i < ndim; ++i) {
+    sizes[i] = py::cast<int64_t>(shape[i]);
+    steps[i] = py::cast<int64_t>(strides[i]);
+  }
+  return new_tensor(sizes, steps, ndim, dtype < 0 ? kInt16 : type_of(static_cast<DType>(dtype)));
+}
+
+// A new dense tensor, the last dimension innermost; its memory is told.
+template <class T>
+py::object new_dense(const int64_t* shape, int ndim, NumberType type, T** data) {
+  int64_t strides[TensorView::kMaxDims], step = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    strides[i] = step;
+    step *= shape[i];
+  }
+  py::object tensor = new_tensor(shape, strides, ndim, type);
+  *data = static_cast<T*>(view_of(tensor).data);
+  return tensor;
+}
+
+// A tensor on the CPU of one of the float types that is not negated lazily. Python has seen that it
+// is a tensor, and no subclass.
+bool float_view(const py::handle& tensor, TensorView* view) {
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  const auto negated =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), is_neg));
+  if (!negated) throw py::error_already_set();
+  if (negated.ptr() == Py_True) return false;
+  if (exchange_api == nullptr) {
+    if (py::cast<bool>(tensor.attr("is_nested")) || py::cast<bool>(tensor.attr("is_sparse"))) {
+      return false;
+    }
+    *view = view_by_attributes(tensor);
+  } else {
+    DLTensor raw;
+    if (exchange_api->dltensor_from_py_object(tensor.ptr(), &raw) != 0) {  // nested or sparse
+      PyErr_Clear();
+      return false;
+    }
+    if (raw.ndim > TensorView::kMaxDims) return false;
+    *view = view_of(raw);
+  }
+  return view->device_type == kDLCpu && view->is_float() &&
+         (view->data != nullptr || view->numel() == 0);
+}
+
+}  // namespace
+}  // namespace fused_attn

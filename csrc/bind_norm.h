@@ -1,0 +1,213 @@
+// Norms of a call of Python in one function a pass, as bind_attention.h has attention.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "bind_attention.h"
+#include "cpu/convert.h"
+
+namespace fused_attn {
+namespace {
+
+// A tensor, not empty, as a matrix whose columns are its last num_dims dimensions and whose rows
+// are in runs: rows_in_place of base/layout.py. False: Python has to copy it.
+bool as_matrix(int num_dims, TensorView* view) {
+  constexpr int64_t kShortRow = 128, kPage = 4096;  // bytes
+  const int first = view->ndim - num_dims;
+  if (!contiguous_from(*view, first)) return false;
+  int64_t columns = 1, rows = 1;
+  for (int i = first; i < view->ndim; ++i) columns *= view->shape[i];
+  int64_t sizes[2], steps[2];  // of dimensions that do not lie as one, the innermost first
+  int count = 0;
+  for (int i = first - 1; i >= 0; --i) {
+    const int64_t size = view->shape[i], step = view->strides[i];
+    rows *= size;
+    if (size == 1) continue;
+    if (count > 0 && step == sizes[count - 1] * steps[count - 1]) {
+      sizes[count - 1] *= size;
+    } else if (count == 2) {
+      return false;
+    } else {
+      sizes[count] = size;
+      steps[count++] = step;
+    }
+  }
+  const int64_t bytes = view->bits / 8;
+  if (count > 0 && columns * bytes < kShortRow && steps[0] * bytes >= kPage) return false;
+  if (count == 2 && rows > int64_t{1} << 31) return false;
+  for (int i = 0; i < count; ++i) {
+    view->shape[i] = sizes[count - 1 - i];
+    view->strides[i] = steps[count - 1 - i];
+  }
+  view->ndim = count + 1;
+  view->shape[count] = columns;
+  view->strides[count] = 1;
+  return true;
+}
+
+// A copy of 16-bit numbers in the type of statistics.
+class Widened {
+ public:
+  const float* of(const TensorView& view) {
+    const int64_t count = view.numel();
+    numbers_ = std::make_unique<float[]>(count);
+    view.dtype() == DType::kBFloat16 ? widen<BFloat16>(view, count) : widen<Half>(view, count);
+    return numbers_.get();
+  }
+
+ private:
+  template <class T>
+  void widen(const TensorView& view, int64_t count) {
+    const T* const from = static_cast<const T*>(view.data);
+    for (int64_t i = 0; i < count; ++i) numbers_[i] = to_acc(from[i]);
+  }
+
+  std::unique_ptr<float[]> numbers_;
+};
+
+// A norm's call.
+class NormReader {
+ public:
+  // False: Python has to look at the call.
+  bool read(const py::handle& call, int64_t num_threads, NormParams* p) {
+    if (!float_view(FUSED_ATTN_ATTRIBUTE(call, "input"), &input) || input.numel() == 0 ||
+        !ends_in(FUSED_ATTN_ATTRIBUTE(call, "normalized_shape"))) {
+      return false;
+    }
+    TensorView matrix = input;
+    if (!as_matrix(num_dims_, &matrix)) return false;
+    read_matrix(matrix, "input", &p->input, &p->input_rows);
+    if (!read_parameter(FUSED_ATTN_ATTRIBUTE(call, "weight"), &weight_, &p->weight) ||
+        !read_parameter(FUSED_ATTN_ATTRIBUTE(call, "bias"), &bias_, &p->bias) ||
+        !read_rows(FUSED_ATTN_ATTRIBUTE(call, "residual"), "residual", &p->residual,
+                   &p->residual_rows)) {
+      return false;
+    }
+    p->columns = 1;
+    for (int i = first(); i < input.ndim; ++i) p->columns *= input.shape[i];
+    p->dtype = input.dtype();
+    p->rows = input.numel() / p->columns;
+    p->rms = py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "rms"));
+    p->eps = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "eps"));
+    p->num_threads = num_threads;
+    read_dropout(call, p);
+    read_runs(call, p);
+    return true;
+  }
+
+  // A tensor of input's type and shape, or None, by rows; false: Python has to look at it.
+  bool read_rows(const py::handle& tensor, const char* name, const void** data,
+                 RowLayout* rows) const {
+    if (tensor.is_none()) return true;
+    TensorView view;
+    if (!float_view(tensor, &view) || view.dtype() != input.dtype() || view.ndim != input.ndim ||
+        !std::equal(view.shape, view.shape + view.ndim, input.shape) ||
+        !as_matrix(num_dims_, &view)) {
+      return false;
+    }
+    read_matrix(view, name, data, rows);
+    return true;
+  }
+
+  TensorView input;
+
+ private:
+  int first() const { return input.ndim - num_dims_; }
+
+  bool ends_in(const py::object& normalized_shape) {
+    if (!PyTuple_Check(normalized_shape.ptr())) return false;
+    num_dims_ = static_cast<int>(PyTuple_GET_SIZE(normalized_shape.ptr()));
+    if (num_dims_ == 0 || num_dims_ > input.ndim) return false;
+    for (int i = 0; i < num_dims_; ++i) {
+      PyObject* const given = PyTuple_GET_ITEM(normalized_shape.ptr(), i);
+      int overflow = 0;
+      if (!PyLong_Check(given) ||
+          PyLong_AsLongLongAndOverflow(given, &overflow) != input.shape[first() + i] ||
+          overflow != 0) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // weight or bias in the type of statistics, widened if need be; null for None.
+  bool read_parameter(const py::handle& parameter, Widened* widened, const void** data) const {
+    if (parameter.is_none()) return true;
+    TensorView view;
+    if (!float_view(parameter, &view) || view.ndim != num_dims_ || !contiguous_from(view, 0) ||
+        !std::equal(view.shape, view.shape + num_dims_, input.shape + first())) {
+      return false;
+    }
+    *data = view.data;
+    if (view.dtype() == statistics_of(input.dtype())) return true;
+    if (input.bits == 64 || view.bits != 16) return false;
+    *data = widened->of(view);
+    return true;
+  }
+
+  int num_dims_ = 0;
+  Widened weight_, bias_;
+};
+
+// A forward: (out, total, mean, rstd). total is None where it is input, or neither wanted nor has a
+// backward to follow; mean and rstd are None where none follows, and mean of RMS norms.
+py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
+                    int64_t num_threads) {
+  NormReader reader;
+  NormParams p{};
+  if (!reader.read(call, num_threads, &p)) return py::none();
+  const TensorView& x = reader.input;
+  const NumberType type{x.code, x.bits}, statistics = type_of(statistics_of(p.dtype));
+  py::object out = new_dense(x.shape, x.ndim, type, &p.out);
+  py::object total = py::none(), mean = py::none(), rstd = py::none();
+  // The norm is that of the sum as it is rounded where it is stored, with a backward or without.
+  const bool added = p.residual != nullptr || p.dropout_p > 0;
+  if (added && (want_total || for_backward || x.bits == 16)) {
+    total = new_dense(x.shape, x.ndim, type, &p.total);
+  }
+  if (for_backward) {
+    rstd = new_dense(&p.rows, 1, statistics, &p.rstd);
+    if (!p.rms) mean = new_dense(&p.rows, 1, statistics, &p.mean);
+  }
+  run_entry(&KernelTable::norm_fwd, p);
+  return py::make_tuple(out, total, mean, rstd);
+}
+
+// The gradients under grad_out and that of the sum, or None, from mean and rstd; input of the call
+// is the sum that was normalised. (of input, None where it is that of the sum; of the sum; of
+// weight and of bias in the type of statistics, None where they are not needed).
+py::object norm_bwd(const py::handle& call, const py::handle& mean, const py::handle& rstd,
+                    const py::handle& grad_out, const py::handle& grad_total, bool needs_weight,
+                    bool needs_bias, int64_t num_threads) {
+  NormReader reader;
+  NormBwdParams p{};
+  if (!reader.read(call, num_threads, &p.fwd) ||
+      !reader.read_rows(grad_out, "grad_out", &p.grad_out, &p.grad_out_rows) ||
+      !reader.read_rows(grad_total, "grad_total", &p.grad_total, &p.grad_total_rows)) {
+    return py::none();
+  }
+  const TensorView& x = reader.input;
+  // Hooks on saved tensors may give back others than they took.
+  for (const auto& [tensor, data] : {std::pair{mean, &p.fwd.mean}, std::pair{rstd, &p.fwd.rstd}}) {
+    if (p.fwd.rms && data == &p.fwd.mean) continue;
+    TensorView view;
+    if (!float_view(tensor, &view) || view.dtype() != statistics_of(x.dtype()) ||
+        view.numel() != p.fwd.rows || !contiguous_from(view, 0)) {
+      return py::none();
+    }
+    *data = view.data;
+  }
+  const NumberType type{x.code, x.bits}, sums = type_of(statistics_of(p.fwd.dtype));
+  py::object of_input = py::none(), of_weight = py::none(), of_bias = py::none();
+  py::object of_sum = new_dense(x.shape, x.ndim, type, &p.grad_residual);
+  if (p.fwd.dropout_p > 0) of_input = new_dense(x.shape, x.ndim, type, &p.grad_input);
+  if (needs_weight) of_weight = new_dense(&p.fwd.columns, 1, sums, &p.grad_weight);
+  if (needs_bias) of_bias = new_dense(&p.fwd.columns, 1, sums, &p.grad_bias);
+  run_entry(&KernelTable::norm_bwd, p);
+  return py::make_tuple(of_input, of_sum, of_weight, of_bias);
+}
+
+}  // namespace
+}  // namespace fused_attn

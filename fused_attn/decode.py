@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fused_attn import masks
-from fused_attn.backends import CacheUpdate, problem_of, select, wanted_backend
+from fused_attn.backends import CacheUpdate, problem_of, select
+from fused_attn.backends.registry import asks_for_a_backend
 from fused_attn.base.autocast import any_autocast
-from fused_attn.base.torch_state import plain_eager, readable, unwatched
+from fused_attn.base.torch_state import plain_eager, readable
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import (
@@ -182,9 +183,9 @@ def _of_cpu(
         lengths: of the sequences, integers of a CPU.
         known: the least and the most of them.
     """
-    if query.device.type != "cpu" or any_autocast() or wanted_backend() is not None:
+    if query.device.type != "cpu" or any_autocast():
         return None
-    if not (unwatched() and plain_eager(query, *caches, key, value)):
+    if not plain_eager(query, *caches, key, value) or asks_for_a_backend():
         return None
     checked_scale(scale, query.shape[3]), checked_softcap(softcap)
     seqlen_new = 0
@@ -213,14 +214,14 @@ _NO_GRAD = (
 
 
 def _check_tensors(given: dict[str, Tensor]) -> None:
-    query = given["query"]
+    query, grad_enabled = given["query"], torch.is_grad_enabled()
     for name, tensor in given.items():
         check_float(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, got {tuple(tensor.shape)}")
         check_same(name, "dtype", tensor.dtype, query.dtype, "query")
         check_same(name, "device", tensor.device, query.device, "query")
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if grad_enabled and tensor.requires_grad:
             raise ValueError(_NO_GRAD.format(name=name))
     key_cache, value_cache = given["key_cache"], given["value_cache"]
     check_same("key_cache", "head_dim", key_cache.shape[3], query.shape[3], "query")
@@ -241,7 +242,10 @@ def _check_tensors(given: dict[str, Tensor]) -> None:
         expected = (query.shape[0], num_heads_kv, given["key"].shape[2], cache.shape[3])
         if tensor.shape != expected:
             raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
-        if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
+        strides = cache.stride()
+        if 0 in strides and any(
+            n > 1 and s == 0 for n, s in zip(cache.shape, strides, strict=True)
+        ):
             raise ValueError(f"{name}_cache must be written to, got an expanded tensor")
 
 

@@ -80,6 +80,11 @@ def wanted_backend() -> str | None:
     return _override or os.environ.get(_VARIABLE) or None
 
 
+def asks_for_a_backend() -> bool:
+    """Whether `wanted_backend` names one; not for torch.compile to trace."""
+    return bool(_override or environment(_VARIABLE))
+
+
 def first_backend(device: torch.device) -> Backend | None:
     """The backend of all plain calls on a device; None where the choice depends on the problem."""
     wanted = wanted_backend()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -91,6 +91,10 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
     def of_tensors(path: str) -> str:
         return f"tensors[{tensor_index[path]}]" if path in tensor_index else f"self.{path}"
 
+    def without_tensors(path: str) -> str:
+        own = [of_tensors(p) for p in tensors if p.startswith(f"{path}.")]
+        return f"{' is '.join(own)} is None and not self.{path}.has_tensors()"
+
     scope: dict[str, Any] = {"cls": cls}
     whole, new = _tuple(path for path, _ in leaves), _tuple(tensors)
     source = (
@@ -98,7 +102,8 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
         f"def tensors(self): return ({new})\n"
         f"def has_tensors(self): return not ({' is '.join(f'self.{p}' for p in tensors)} is None)\n"
         f"def of_flat(values): return {_construction(cls, '', of_values, scope)}\n"
-        f"def with_tensors(self, tensors): return {_construction(cls, '', of_tensors, scope)}\n"
+        "def with_tensors(self, tensors): return "
+        f"{_construction(cls, '', of_tensors, scope, without_tensors)}\n"
     )
     exec(source, scope)
     for name in ("flat", "tensors", "has_tensors", "with_tensors"):
@@ -128,17 +133,27 @@ def _tuple(paths: Iterable[str]) -> str:
     return "".join(f"self.{path}, " for path in paths)
 
 
-def _construction(cls: type, prefix: str, value: Any, scope: dict[str, Any]) -> str:
-    """The expression that makes a `cls`, with value(path) for each of its leaves."""
+def _construction(
+    cls: type,
+    prefix: str,
+    value: Callable[[str], str],
+    scope: dict[str, Any],
+    kept: Callable[[str], str] = lambda path: "",
+) -> str:
+    """The expression that makes a `cls`, with value(path) for each of its leaves.
+
+    Args:
+        kept: of the path of a nested one, the condition on which that of self stays; "" for never.
+    """
     hints = typing.get_type_hints(cls)
     arguments = []
     for field in dataclasses.fields(cls):
         type_, path = hints[field.name], prefix + field.name
-        nested = dataclasses.is_dataclass(type_)
-        arguments.append(
-            _construction(typing.cast(type, type_), f"{path}.", value, scope)
-            if nested
-            else value(path)
-        )
+        if not dataclasses.is_dataclass(type_):
+            arguments.append(value(path))
+            continue
+        new = _construction(typing.cast(type, type_), f"{path}.", value, scope, kept)
+        condition = kept(path)
+        arguments.append(f"self.{path} if {condition} else {new}" if condition else new)
     scope[cls.__name__] = cls
     return f"{cls.__name__}({', '.join(arguments)})"

@@ -18,7 +18,7 @@ from fused_attn.backends import Backend, problem_of, reference, select
 from fused_attn.backends.registry import backend_to_try
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
-from fused_attn.base.torch_state import batched, learns, plain_eager, unwatched
+from fused_attn.base.torch_state import batched, plain_eager, unwatched
 from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
@@ -146,7 +146,16 @@ def _tried_norm(
     backend = backend_to_try(call, named) if call.plain() else None
     if backend is None:
         return None
-    needs_grad = not backend.differentiable and any(map(learns, call.tensors()))
+    needs_grad = (
+        not backend.differentiable
+        and torch.is_grad_enabled()
+        and (
+            call.input.requires_grad
+            or (call.weight is not None and call.weight.requires_grad)
+            or (call.bias is not None and call.bias.requires_grad)
+            or (call.residual is not None and call.residual.requires_grad)
+        )
+    )
     if needs_grad and len(call.normalized_shape) != 1:
         return None  # a backward is over columns
     outputs = backend.norm_fwd(call, needs_grad, want_total)
@@ -223,10 +232,15 @@ def _needs_grad(call: Flat) -> bool:
     )
 
 
-def _wanted(ctx: Any, name: str) -> bool:
-    """True where the backward has to give a gradient of a tensor of the call."""
-    index = ctx.call.TENSORS.index(name) + ctx.first
+def _wanted(ctx: Any, index: int) -> bool:
+    """True where the backward has to give a gradient of that one of the call's tensors, the last
+    arguments of `forward`."""
+    index += ctx.first
     return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
+
+
+_BIAS = AttentionCall.TENSORS.index("bias")
+_NORM_WEIGHT, _NORM_BIAS = NormCall.TENSORS.index("weight"), NormCall.TENSORS.index("bias")
 
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:
@@ -279,7 +293,7 @@ class _Attention(Function):
         call, backend = _rebuilt(ctx.call, tensors), ctx.backend
         outputs = AttentionOutputs(out, lse, lse_low, out_low)
         given = torch.zeros_like(out) if grad_out is None else grad_out
-        needs_bias = _wanted(ctx, "bias")
+        needs_bias = _wanted(ctx, _BIAS)
         grads: Any = None
         if backend.takes_unchecked and _plain(given, grad_lse):
             grads = backend.attention_bwd(call, outputs, given, grad_lse, needs_bias)
@@ -328,7 +342,7 @@ class _Weights(Function):
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
         lse, lse_low, *tensors = _saved(ctx)
         call, average = ctx.call.with_tensors(tensors).readable(), ctx.average
-        needs_bias = _wanted(ctx, "bias")
+        needs_bias = _wanted(ctx, _BIAS)
 
         def run() -> Any:
             return ops.attention_weights_bwd(
@@ -375,7 +389,7 @@ class _Norm(Function):
             grad_total = None  # of the empty output; torch.compile hands zeros in
         if grad_out is None and grad_total is None:
             return (None,) * len(ctx.needs_input_grad)
-        needs = _wanted(ctx, "weight"), _wanted(ctx, "bias")
+        needs = _wanted(ctx, _NORM_WEIGHT), _wanted(ctx, _NORM_BIAS)
         given = torch.zeros_like(total) if grad_out is None else grad_out
         saved = call.of_total(total), mean, rstd, given, grad_total
         grads: Any = None

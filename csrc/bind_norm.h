@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "bind_attention.h"
-#include "cpu/convert.h"
+#include "cpu/simd/convert.h"
 
 namespace fused_attn {
 namespace {

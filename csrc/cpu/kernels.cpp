@@ -1,14 +1,14 @@
 // The kernels of one instruction set: attention, and the table of all.
 #include "cpu/isa.h"
-#include "cpu/peak.h"
+#include "cpu/kernels/peak.h"
 #include "cpu/run_as.h"
 
 #if defined(FUSED_ATTN_OWN_ATTENTION)
-#include "cpu/attention_bwd.h"
-#include "cpu/attention_bwd_bias.h"
-#include "cpu/attention_decode.h"
-#include "cpu/attention_fwd.h"
-#include "cpu/attention_weights.h"
+#include "cpu/kernels/attention_bwd.h"
+#include "cpu/kernels/attention_bwd_bias.h"
+#include "cpu/kernels/attention_decode.h"
+#include "cpu/kernels/attention_fwd.h"
+#include "cpu/kernels/attention_weights.h"
 #endif
 
 namespace fused_attn {

@@ -2,7 +2,7 @@
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_ATTENTION)
-#include "cpu/attention_decode.h"
+#include "cpu/kernels/attention_decode.h"
 #include "cpu/run_as.h"
 
 namespace fused_attn {

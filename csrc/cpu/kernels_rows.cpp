@@ -2,12 +2,12 @@
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_ROWS)
-#include "cpu/activation.h"
-#include "cpu/norm.h"
-#include "cpu/peak.h"
+#include "cpu/kernels/activation.h"
+#include "cpu/kernels/norm.h"
+#include "cpu/kernels/peak.h"
+#include "cpu/kernels/tile_kinds.h"
+#include "cpu/kernels/tile_summary.h"
 #include "cpu/run_as.h"
-#include "cpu/tile_kinds.h"
-#include "cpu/tile_summary.h"
 
 namespace fused_attn {
 namespace {

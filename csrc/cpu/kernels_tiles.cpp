@@ -2,9 +2,9 @@
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_TILES)
-#include "cpu/attention_decode.h"
-#include "cpu/attention_fwd_tiles.h"
-#include "cpu/peak.h"
+#include "cpu/kernels/attention_decode.h"
+#include "cpu/kernels/attention_fwd_tiles.h"
+#include "cpu/kernels/peak.h"
 #include "cpu/run_as.h"
 
 namespace fused_attn {

@@ -2,7 +2,7 @@
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_TILES)
-#include "cpu/attention_bwd_tiles.h"
+#include "cpu/kernels/attention_bwd_tiles.h"
 #include "cpu/run_as.h"
 
 namespace fused_attn {

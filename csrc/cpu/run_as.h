@@ -1,8 +1,8 @@
 // Runs an operation for the type that a tensor is stored in.
 #pragma once
 
-#include "cpu/convert.h"
 #include "cpu/isa.h"
+#include "cpu/simd/convert.h"
 
 namespace fused_attn {
 namespace {

@@ -1,7 +1,7 @@
 // Memory of one thread for one call.
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/simd/simd.h"
 #include "cpu/workspace_pool.h"
 
 namespace fused_attn {

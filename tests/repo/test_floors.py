@@ -1,8 +1,9 @@
-"""The floors of the package: each imports only from those above it in this list."""
+"""The floors of the package, and the folders of csrc/cpu: each imports from those before it."""
 
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -60,3 +61,14 @@ def test_imports_from_floors_above_only(module):
 
 def test_no_circles():
     TopologicalSorter({module: imports(module) for module in FILES}).prepare()
+
+
+SOURCES = [path.relative_to(ROOT) for path in sorted((ROOT / "csrc/cpu").rglob("*.h"))]
+FOLDERS = ["simd", "amx", "kernels"]  # vectors, tile registers, and what is computed with them
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_headers_of_the_cpu_include_from_folders_before_theirs(path):
+    own = FOLDERS.index(path.parent.name) if path.parent.name in FOLDERS else len(FOLDERS)
+    for folder in re.findall(r'#include "cpu/(\w+)/', (ROOT / path).read_text()):
+        assert FOLDERS.index(folder) <= own

@@ -1,0 +1,358 @@
+// Rows of queries, keys and values as tiles. What is missing of a row is 0.
+#pragma once
+
+#include "cpu/amx/tile_format.h"
+#include "cpu/simd/transpose.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // of a panel, and of a block
+
+// A block of packed keys and values.
+struct KeyBlock {
+  uint16_t *key, *value;
+  bool packed;
+  // Rows of value that are not finite, and may not be multiplied with weights of 0: they are packed
+  // as 0, and added one by one.
+  int num_special;
+  uint8_t special[kTileKeys];
+};
+
+// The lanes of a vector from `d` on that a row of `dim` has.
+inline __mmask32 lanes32(int64_t dim, int64_t d) {
+  return dim - d >= 32 ? 0xFFFFFFFFu : dim <= d ? 0u : (1u << (dim - d)) - 1;
+}
+inline __mmask16 lanes16(int64_t dim, int64_t d) { return static_cast<__mmask16>(lanes32(dim, d)); }
+
+// Rows [begin, begin + n) of a head as addresses, and null up to `count`.
+template <class T>
+inline void list_rows(const T* head, int64_t stride, int64_t begin, int64_t n, int64_t count,
+                      const T** rows) {
+  for (int64_t r = 0; r < count; ++r) rows[r] = r < n ? head + (begin + r) * stride : nullptr;
+}
+
+// By vectors: memset would be a string instruction, which takes a hundred cycles to begin.
+inline void clear(float* at, int64_t count) {
+  for (int64_t e = 0; e < count; e += 16) {
+    Vec<float> zero{};
+    asm volatile("" : "+v"(zero));
+    store(at + e, zero);
+  }
+}
+
+constexpr int kInfinityOrNan = 0x99;  // of vfpclassps
+
+// Whether a row is finite.
+template <class T>
+inline bool row_finite(const T* row, int64_t dim) {
+  if constexpr (sizeof(T) == 4) {
+    __mmask16 special = 0;
+    for (int64_t d = 0; d < dim; d += 16) {
+      const __m512 x = _mm512_maskz_loadu_ps(lanes16(dim, d), row + d);
+      special |= _mm512_fpclass_ps_mask(x, kInfinityOrNan);
+    }
+    return special == 0;
+  } else {
+    const __m512i infinity = _mm512_set1_epi16(kIsHalf<T> ? 0x7C00 : 0x7F80);
+    __mmask32 special = 0;
+    for (int64_t d = 0; d < dim; d += 32) {
+      const __m512i x = _mm512_maskz_loadu_epi16(lanes32(dim, d), row + d);
+      special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, infinity), infinity);
+    }
+    return special == 0;
+  }
+}
+
+// How numbers are read: whole rows of finite numbers fast, all others with care.
+
+// Rows that are all there, whose length is whole steps. Whether one was not finite is known in the
+// end; then it has to be done again.
+template <class T>
+class WholeRows {
+  using F = TileFormat<T>;
+
+ public:
+  explicit WholeRows(int64_t) {}
+
+  // 32 numbers that are multiplied as they are.
+  FUSED_ATTN_INLINE __m512i numbers(const T* row, int64_t begin) {
+    return seen(_mm512_loadu_si512(row + begin));
+  }
+
+  // 16 numbers in float32.
+  FUSED_ATTN_INLINE __m512 floats(const T* row, int64_t begin) {
+    if constexpr (sizeof(T) == 4) {
+      return (__m512)seen(_mm512_loadu_si512(row + begin));
+    } else {
+      return (__m512)seen((__m512i)load_as<T>(row + begin));
+    }
+  }
+
+  static FUSED_ATTN_INLINE void split(__m512 x, Vec32* parts) { F::split((Vec<float>)x, parts); }
+
+  bool finite() const {
+    constexpr bool kWords = F::kParts == 1;
+    const __m512i most =
+        kWords ? _mm512_set1_epi16(kIsHalf<T> ? 0x7BFF : 0x7F7F) : _mm512_set1_epi32(0x7F7FFFFF);
+    return (kWords ? _mm512_cmpgt_epu16_mask(largest_, most)
+                   : __mmask32{_mm512_cmpgt_epu32_mask(largest_, most)}) == 0;
+  }
+
+ private:
+  FUSED_ATTN_INLINE __m512i seen(__m512i x) {
+    if constexpr (F::kParts == 1) {
+      const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
+      largest_ = _mm512_max_epu16(largest_, magnitude);
+    } else {
+      const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi32(0x7FFFFFFF));
+      largest_ = _mm512_max_epu32(largest_, magnitude);
+    }
+    return x;
+  }
+
+  __m512i largest_ = _mm512_setzero_si512();
+};
+
+template <class T>
+class AnyRows {
+  using F = TileFormat<T>;
+
+ public:
+  explicit AnyRows(int64_t dim) : dim_(dim) {}
+
+  __m512i numbers(const T* row, int64_t begin) const {
+    return _mm512_maskz_loadu_epi16(row == nullptr ? 0 : lanes32(dim_, begin), row + begin);
+  }
+
+  __m512 floats(const T* row, int64_t begin) const {
+    const __mmask16 own = row == nullptr ? __mmask16{0} : lanes16(dim_, begin);
+    if constexpr (sizeof(T) == 4) {
+      return _mm512_maskz_loadu_ps(own, row + begin);
+    } else {
+      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(own, row + begin));
+    }
+  }
+
+  // Infinity and NaN stay what they are: infinity less infinity is no part.
+  static void split(__m512 x, Vec32* parts) {
+    F::split((Vec<float>)x, parts);
+    const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);
+    if (__builtin_expect(odd == 0, 1)) return;
+    const __m512i quiet = _mm512_or_si512((__m512i)x, _mm512_set1_epi32(0x10000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    parts[0] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[0], nan, quiet);
+    for (int p = 1; p < F::kParts; ++p) {
+      parts[p] = (Vec32)_mm512_mask_mov_epi32((__m512i)parts[p], odd, _mm512_setzero_si512());
+    }
+  }
+
+  static bool finite() { return true; }
+
+ private:
+  const int64_t dim_;
+};
+
+// Rows are given by their addresses; null: a row of 0. What packs a block or a panel is not
+// inlined: it is called where it is worth a call, from many places.
+template <class T>
+class TilePack {
+  using F = TileFormat<T>;
+  static constexpr int kParts = F::kParts;
+  static constexpr int64_t kStep = kParts * kTileNumbers;  // of 16 rows or keys
+
+ public:
+  // Of rows of `steps` * 32 features, however they are packed.
+  static int64_t size(int64_t rows, int64_t steps) { return rows / 16 * steps * kStep; }
+
+  // Left tiles (steps, parts, 2) of 16 rows x 32 features. meanwhile() is called for each row and
+  // step.
+  template <class Meanwhile = Nothing>
+  __attribute__((noinline)) static void left(const T* const* rows, int64_t dim, int64_t steps,
+                                             uint16_t* dst, Meanwhile meanwhile = {}) {
+    read(rows, 2 * kTileRows, dim, steps, [&](auto& reader) {
+      for (int64_t r = 0; r < 2 * kTileRows; ++r) {
+        for (int64_t s = 0; s < steps; ++s) {
+          meanwhile();
+          numbers(reader, rows[r], s * kTileSteps, dst + s * 2 * kStep + r * kTileSteps);
+        }
+      }
+      return kParts == 1 || reader.finite();
+    });
+  }
+
+  // Right tiles (count / 16, steps, parts) of 16 pairs of features x 16 rows.
+  __attribute__((noinline)) static void right(const T* const* rows, int64_t count, int64_t dim,
+                                              int64_t steps, uint16_t* dst) {
+    read(rows, count, dim, steps, [&](auto& reader) {
+      for (int64_t tile = 0; tile < count / 16; ++tile) {
+        for (int64_t s = 0; s < steps; ++s) {
+          right_tile(reader, rows + tile * 16, s * kTileSteps, dst + (tile * steps + s) * kStep);
+        }
+      }
+      return kParts == 1 || reader.finite();
+    });
+  }
+
+  // Right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features. Of the values that
+  // weights are multiplied with: a row that is not finite may not be multiplied with 0, so it is
+  // left out, and said to be special. row_at(i): the row of 32 that stands at i. meanwhile() is
+  // called for each pair of rows and step.
+  template <class RowAt, class Meanwhile = Nothing>
+  __attribute__((noinline)) static void values(const T** rows, int64_t count, int64_t dim,
+                                               int64_t steps, const RowAt& row_at, KeyBlock* block,
+                                               Meanwhile meanwhile = {}) {
+    const auto pack = [&](auto& reader) {
+      for (int64_t r = 0; r < count / 32; ++r) {
+        for (int64_t s = 0; s < steps; ++s) {
+          pairs(reader, rows + 32 * r, s * kTileSteps, block->value + (r * steps + s) * 2 * kStep,
+                row_at, meanwhile);
+        }
+      }
+      return reader.finite();
+    };
+    block->num_special = 0;
+    if (read_fast(rows, count, dim, steps, pack)) return;
+    take_special(rows, count, dim, block);
+    AnyRows<T> reader(dim);
+    pack(reader);
+  }
+
+  // Left tiles (steps, parts, 2) of 16 features x 32 rows: the transpose.
+  __attribute__((noinline)) static void left_columns(const T* const* rows, int64_t dim,
+                                                     int64_t steps, uint16_t* dst) {
+    read(rows, 32, dim, steps, [&](auto& reader) {
+      alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
+      for (int64_t s = 0; s < steps; ++s) {
+        pairs(reader, rows, s * kTileSteps, stage[0], [](int i) { return i; }, Nothing());
+        for (int tile = 0; tile < 2 * kParts; ++tile) {
+          const int64_t at = s * 2 * kParts + tile % kParts * 2 + tile / kParts;
+          transpose_tile(stage[tile], 16, dst + at * kTileNumbers, 16);
+        }
+      }
+      return kParts == 1 || reader.finite();
+    });
+  }
+
+ private:
+  // Takes rows that are not finite out, and says which of a block they were.
+  static void take_special(const T** rows, int64_t count, int64_t dim, KeyBlock* block) {
+    block->num_special = 0;
+    for (int64_t t = 0; t < count; ++t) {
+      if (rows[t] == nullptr || __builtin_expect(row_finite(rows[t], dim), 1)) continue;
+      rows[t] = nullptr;
+      block->special[block->num_special++] = static_cast<uint8_t>(t);
+    }
+  }
+
+  // pack(reader), fast if that can be done.
+  template <class Packing>
+  static FUSED_ATTN_INLINE void read(const T* const* rows, int64_t count, int64_t dim,
+                                     int64_t steps, const Packing& pack) {
+    if (read_fast(rows, count, dim, steps, pack)) return;
+    AnyRows<T> reader(dim);
+    pack(reader);
+  }
+
+  // False: not done, as it should be with care.
+  template <class Packing>
+  static FUSED_ATTN_INLINE bool read_fast(const T* const* rows, int64_t count, int64_t dim,
+                                          int64_t steps, const Packing& pack) {
+    if (dim != steps * kTileSteps) return false;
+    __mmask8 missing = 0;
+    for (int64_t r = 0; r < count; r += 8) {
+      const __m512i addresses = _mm512_loadu_si512(rows + r);
+      missing |= _mm512_testn_epi64_mask(addresses, addresses);
+    }
+    if (missing != 0) return false;
+    WholeRows<T> reader(dim);
+    return pack(reader);
+  }
+
+  // A right tile of 16 rows, features [begin, begin + 32). In parts, transposed before they are
+  // split: the parts are more.
+  template <class Reader>
+  static FUSED_ATTN_INLINE void right_tile(Reader& reader, const T* const* rows, int64_t begin,
+                                           uint16_t* dst) {
+    if constexpr (kParts == 1) {
+      transpose_rows([&](int r) { return (__m512)reader.numbers(rows[r], begin); }, dst, 16);
+    } else {
+      alignas(64) float turned[2][16][16];
+      for (int64_t half = 0; half < 2; ++half) {
+        transpose_rows([&](int r) { return reader.floats(rows[r], begin + 16 * half); },
+                       turned[half], 16);
+      }
+      for (int64_t d = 0; d < 16; ++d) {
+        weave(reader, _mm512_load_ps(turned[0][d]), _mm512_load_ps(turned[1][d]), kTileNumbers,
+              dst + d * kTileSteps);
+      }
+    }
+  }
+
+  // Right tiles (2, parts) of 16 pairs of rows x 16 features, from feature `begin` on.
+  template <class Reader, class RowAt, class Meanwhile>
+  static FUSED_ATTN_INLINE void pairs(Reader& reader, const T* const* rows, int64_t begin,
+                                      uint16_t* dst, const RowAt& row_at, Meanwhile meanwhile) {
+    for (int r = 0; r < 16; ++r) {
+      meanwhile();
+      const T *const a = rows[row_at(2 * r)], *const b = rows[row_at(2 * r + 1)];
+      uint16_t* const at = dst + r * kTileSteps;
+      if constexpr (kParts == 1) {
+        pair(reader, a, b, begin, at);
+      } else {
+        for (int64_t half = 0; half < 2; ++half) {
+          weave(reader, reader.floats(a, begin + 16 * half), reader.floats(b, begin + 16 * half),
+                kTileNumbers, at + half * kStep);
+        }
+      }
+    }
+  }
+
+  template <class Reader>
+  static FUSED_ATTN_INLINE void pair(Reader& reader, const T* a, const T* b, int64_t begin,
+                                     uint16_t* dst) {
+    const __m512i down = low_halves(), up = _mm512_add_epi16(down, _mm512_set1_epi16(16));
+    const __m512i x = reader.numbers(a, begin), y = reader.numbers(b, begin);
+    _mm512_store_si512(dst, _mm512_permutex2var_epi16(x, down, y));
+    _mm512_store_si512(dst + kStep, _mm512_permutex2var_epi16(x, up, y));
+  }
+
+  // 32 numbers of a row of left tiles from `begin` on. In parts, numbers i and 16 + i are
+  // neighbours: queries and keys are packed alike, and products do not mind.
+  template <class Reader>
+  static FUSED_ATTN_INLINE void numbers(Reader& reader, const T* row, int64_t begin,
+                                        uint16_t* dst) {
+    if constexpr (kParts == 1) {
+      _mm512_storeu_si512(dst, reader.numbers(row, begin));
+    } else {
+      weave(reader, reader.floats(row, begin), reader.floats(row, begin + 16), kPairNumbers, dst);
+    }
+  }
+
+  // The parts of a and b, in turn, in a row of each part's tile; those are `apart`.
+  template <class Reader>
+  static FUSED_ATTN_INLINE void weave(const Reader&, __m512 a, __m512 b, int64_t apart,
+                                      uint16_t* dst) {
+    Vec32 parts_a[kParts], parts_b[kParts];
+    Reader::split(a, parts_a);
+    Reader::split(b, parts_b);
+    for (int p = 0; p < kParts; ++p) {
+      F::store_woven(parts_a[p], parts_b[p], dst + p * apart);
+    }
+  }
+
+  // Numbers 0 to 15 of two vectors, in turn.
+  static FUSED_ATTN_INLINE __m512i low_halves() {
+    alignas(64) static const uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
+                                                  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                  11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    return _mm512_load_si512(kLow);
+  }
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,309 @@
+// Attention backward: scores are computed anew, tile by tile, from query, key and lse.
+//
+// With P = exp(S - lse), Z what dropout keeps (1 or 0), c = dropout_scale(dropout_p) and
+// delta = rowsum(dO * O) / c:
+//   dV = c (P Z)^T dO,  dP = dO V^T,  dS = P (c (Z dP - delta) + dlse),  dK = scale dS^T Q,
+//   dQ = scale dS K.
+// Where the weights c P Z are differentiated too, their gradient is added to dP, and its part of
+// delta is the row sum of its product with P Z.
+// (Dao et al. 2022, FlashAttention, appendix B.4; delta as in FlashAttention-2, section 3.1.)
+#pragma once
+
+#include "cpu/kernels/attention_bwd_tile.h"
+
+namespace fused_attn {
+namespace {
+
+// Gradients of query, key and value.
+//
+// A task is a key/value head with all its query heads, so dK and dV are summed up by one thread.
+// Few heads are split over the keys as well, into parts that depend on the shape alone, each with a
+// dQ of its own that is added up in order: results are the same for any number of threads.
+template <class T>
+class AttentionBwd : BwdTile<T> {
+  using Base = BwdTile<T>;
+  using Base::arena_;
+  using Base::bwd_;
+  using Base::kLane;
+  using Base::kRows;
+  using Base::p_;
+  using Base::wide_;
+  using Base::wide_v_;
+  using typename Base::A;
+  using typename Base::LeftElement;
+  using typename Base::P;
+  using typename Base::RightElement;
+  using typename Base::Weight;
+
+  static constexpr int64_t kMinTasks = 8;  // splits stop here: each costs a dQ in float
+  // Queries are packed in chunks of so many bytes, which stay in L2 while all blocks of keys pass
+  // by. The four operands of 2048 queries of 64 take 3 MiB in three parts: packed all at once, a
+  // product of tiles took 50 cycles instead of 30, waiting for L3.
+  static constexpr int64_t kChunkBytes = int64_t{768} << 10;
+  static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
+
+ public:
+  static bool run(const AttentionBwdParams& bwd) {
+    const AttentionParams& p = bwd.fwd;
+    MaskView<A> mask;
+    if (!mask.init(p)) return false;
+    const int64_t blocks = div_up(p.seqlen_k, kBlockN), heads = p.batch * p.num_heads_kv;
+    const int64_t group = p.num_heads / max64(p.num_heads_kv, 1);
+    const int64_t panels = div_up(p.seqlen_q, kRows);
+    const int64_t part = panels * P::pad_dim(p.head_dim) * kRows;
+    int64_t splits = 1;
+    if (heads > 0 && heads < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / heads));
+    const int64_t per_split = div_up(blocks, splits), tasks = heads * splits;
+    Arena parts;  // (heads, group, splits, part)
+    A* grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0);
+    if (!parts.allocate()) return false;
+    grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0);
+    return run_team(p.num_threads, tasks, [&] {
+      AttentionBwd self(bwd, mask);
+      const bool ok = self.allocate(panels, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
+      share_tasks(tasks, fit_caches(2 * operand_bytes<T>(p)), [&](int64_t task) {
+        if (!ok) return;
+        const int64_t head = task / splits, split = task % splits;
+        const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;
+        const int64_t begin = min64(split * per_split * kBlockN, num_keys);
+        const int64_t end = min64(begin + per_split * kBlockN, num_keys);
+        A* const own = splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
+        self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, own, splits * part);
+      });
+      if (splits > 1) {
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+        for (int64_t head = 0; head < p.batch * p.num_heads; ++head) {
+          if (!ok) continue;
+          A* const first = grad_query + head * splits * part;
+          for (int64_t s = 1; s < splits; ++s) {
+            for (int64_t e = 0; e < part; ++e) first[e] += first[s * part + e];
+          }
+          self.write_grad_query(head / p.num_heads, head % p.num_heads, first);
+        }
+      }
+      return ok;
+    });
+  }
+
+ private:
+  using Base::Base;
+
+  void place(int64_t panels, int64_t keys, bool own_grad_query) {
+    const int64_t panel_size = 2 * (P::right_size(wide_, kRows) + P::right_size(wide_v_, kRows));
+    const int64_t fit = kChunkBytes / (panel_size * static_cast<int64_t>(sizeof(RightElement)));
+    chunk_ = min64(panels, max64(fit / kGroup, 1) * kGroup);
+    Base::place_tile(chunk_, true);
+    const int64_t rows = round_up(keys, kBlockN);
+    grad_key_ = arena_.template take<A>(rows * wide_);
+    grad_value_ = arena_.template take<A>(rows * wide_v_);
+    grad_query_ = arena_.template take<A>(own_grad_query ? panels * wide_ * kRows : 0);
+    key_columns_buffer_ = arena_.template take<LeftElement>(P::columns_size(kBlockN, wide_));
+    kept_ = arena_.template take<LeftElement>(P::kParts * kPlane);
+    grads_ = arena_.template take<LeftElement>(P::kParts * kPlane);
+    grads_right_ = arena_.template take<RightElement>(P::right_size(kBlockN, kRows));
+    rows_ = arena_.template take<A>(kRows * p_.head_dim);
+  }
+
+  bool allocate(int64_t panels, int64_t keys, bool own_grad_query) {
+    place(panels, keys, own_grad_query);
+    if (!arena_.allocate()) return false;
+    place(panels, keys, own_grad_query);
+    return true;
+  }
+
+  // Keys [begin, end) of a key/value head against all its query heads.
+  //
+  // parts: dQ of the first query head, the next ones `parts_stride` further on; null: this task has
+  // all keys, so its dQ is final.
+  void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end, A* parts, int64_t parts_stride) {
+    const int64_t group = p_.num_heads / p_.num_heads_kv;
+    const int64_t panels = div_up(query_rows(p_, b).count, kRows);
+    this->zero(grad_key_, round_up(end - begin, kBlockN) * wide_);
+    this->zero(grad_value_, round_up(end - begin, kBlockN) * wide_v_);
+    for (int64_t g = 0; g < group; ++g) {
+      const int64_t h = h_kv * group + g;
+      A* const grad_query = parts == nullptr ? grad_query_ : parts + g * parts_stride;
+      this->zero(grad_query, panels * wide_ * kRows);
+      for (chunk_begin_ = 0; chunk_begin_ < panels; chunk_begin_ += chunk_) {
+        const int64_t count = min64(chunk_, panels - chunk_begin_);
+        for (int64_t slot = 0; slot < count; ++slot) {
+          this->pack_panel(b, h, chunk_begin_ + slot, slot, true);
+        }
+        for (int64_t j = begin; j < end; j += kBlockN) {
+          block(b, h, h_kv, begin, j, end, count, grad_query);
+        }
+      }
+      if (parts == nullptr) write_grad_query(b, h, grad_query);
+    }
+    write_rows(grad_key_, wide_, p_.head_dim, p_.softmax_scale, begin, end, bwd_.grad_key,
+               bwd_.grad_key_strides, b, h_kv);
+    write_rows(grad_value_, wide_v_, p_.head_dim_v, 1, begin, end, bwd_.grad_value,
+               bwd_.grad_value_strides, b, h_kv);
+  }
+
+  // The block of keys at j against the panels of the chunk.
+  void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
+             int64_t slots, A* grad_query) {
+    const int64_t n = min64(kBlockN, end - j);
+    A* const grad_key = grad_key_ + (j - begin) * wide_;
+    A* const grad_value = grad_value_ + (j - begin) * wide_v_;
+    bool loaded = false;
+    for (int64_t first = 0; first < slots; first += kGroup) {
+      const int64_t count = min64(kGroup, slots - first);
+      Run run{first, 0, 0, n, 0};
+      for (int64_t at = 0; at < count; ++at) {
+        const int64_t row = (chunk_begin_ + first + at) * kRows;
+        const Tile kind = this->mask_.classify(b, h, row, j, j + n);
+        int64_t from = j, to = j + n;
+        if (kind == Tile::kPartial) this->mask_.visible_span(b, row, j, j + n, &from, &to);
+        if (kind == Tile::kSkip || from >= to) {
+          add_run(run, grad_key, grad_value);
+          run = {first, at + 1, at + 1, n, 0};
+          continue;
+        }
+        if (!loaded) load_keys(b, h_kv, j, n);
+        loaded = true;
+        tile(kind, {b, h, row, from, to - from}, from - j, n, first + at, at, grad_query);
+        run = {first, run.begin, at + 1, min64(run.lo, from - j), max64(run.hi, to - j)};
+      }
+      add_run(run, grad_key, grad_value);
+    }
+  }
+
+  void load_keys(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
+    const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
+    const SequenceRows keys = key_rows(p_, b);
+    const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * stride;
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * stride_v;
+    k_ = P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
+    v_ = P::rows(value, stride_v, n, p_.head_dim_v, this->stage_, this->value_);
+    key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
+  }
+
+  // The weights of one tile, into place `at` of the group, and its part of dQ.
+  void tile(Tile kind, const TileAt& tile, int64_t offset, int64_t n, int64_t slot, int64_t at,
+            A* grad_query) {
+    LeftElement* const kept_at = kept_ + at * kRows;
+    LeftElement* const grads_at = grads_ + at * kRows;
+    const bool special = key_columns_.count > 0;
+    const bool capped = p_.softcap > 0;
+    const A* const cap_slope = this->cap_slope_;
+    A* const numbers = this->grad_scores_;
+    const auto use = [&](int64_t t, const auto&, const auto& kept, auto& grad) {
+      Weight grads[2][2];
+      for (int r = 0; r < 2; ++r) {
+        for (int v = 0; v < 2; ++v) {
+          const int64_t e = (t + r) * kRows + v * kLane;
+          // Not where dS is 0: an invisible key's derivative may be NaN.
+          if (capped) grad[r][v] = grad[r][v] == 0 ? Vec<A>{} : grad[r][v] * load(cap_slope + e);
+          if (special) store(numbers + e, grad[r][v]);
+          grads[r][v] = P::weight(grad[r][v]);
+        }
+        const int64_t row = (offset + t + r) * kGroupStride;
+        P::store_left(kept_at + row, kPlane, P::weight(kept[r][0]), P::weight(kept[r][1]));
+        P::store_left(grads_at + row, kPlane, grads[r][0], grads[r][1]);
+      }
+      if (!P::kPairs) return;
+      for (int v = 0; v < 2; ++v) {
+        P::store_right(grads_right_, kRightPlane, t, v, grads[0][v], grads[1][v]);
+      }
+    };
+    this->tile_gradients(kind, tile, slot, k_.from_row(offset), v_.from_row(offset), use);
+    if (kGroup > 1) {  // keys that other panels of the group see
+      clear_rows(kept_at, grads_at, 0, offset);
+      clear_rows(kept_at, grads_at, offset + P::pad_steps(tile.n), P::pad_steps(n));
+    }
+    A* const out = grad_query + (chunk_begin_ + slot) * wide_ * kRows;
+    P::template multiply<Layout::kColumnMajor, Into::kAdd>(
+        p_.head_dim, tile.n, key_columns_.left.from_key(offset), grads_view(offset), out, kRows);
+    if (special) {
+      key_columns_.add_special(offset, offset + tile.n, p_.head_dim, numbers, out);
+    }
+  }
+
+  typename P::Right grads_view(int64_t offset) const {
+    if constexpr (P::kPairs) {
+      (void)offset;
+      return P::right_view(grads_right_, kRightPlane);
+    } else {
+      return P::right_view(grads_ + offset * kGroupStride, 0);
+    }
+  }
+
+  static void clear_rows(LeftElement* a, LeftElement* b, int64_t begin, int64_t end) {
+    for (int part = 0; part < P::kParts; ++part) {
+      for (int64_t t = begin; t < end; ++t) {
+        memset(a + part * kPlane + t * kGroupStride, 0, kRows * sizeof(LeftElement));
+        memset(b + part * kPlane + t * kGroupStride, 0, kRows * sizeof(LeftElement));
+      }
+    }
+  }
+
+  // Panels [begin, end) of the group at slot `first`, whose weights of keys [lo, hi) are not
+  // multiplied yet.
+  struct Run {
+    int64_t first, begin, end, lo, hi;
+  };
+
+  // A run's part of dK and dV.
+  void add_run(const Run& run, A* grad_key, A* grad_value) {
+    const int64_t steps = (run.end - run.begin) * kRows, m = run.hi - run.lo;
+    if (steps == 0) return;
+    const int64_t at = run.lo * kGroupStride + run.begin * kRows, slot = run.first + run.begin;
+    const typename P::Left kept = P::left_view(kept_ + at, kGroupStride, kPlane);
+    const typename P::Right out =
+        P::rows_view(this->grad_out_rows_at(slot), p_.head_dim_v, this->panels_);
+    for (int64_t d = 0; d < wide_v_; d += kRows) {
+      P::template multiply<Layout::kRowMajor, Into::kAdd>(
+          m, steps, kept, out.from_lane(d), grad_value + run.lo * wide_v_ + d, wide_v_);
+    }
+    const typename P::Left grads = P::left_view(grads_ + at, kGroupStride, kPlane);
+    const typename P::Right query =
+        P::rows_view(this->query_rows_at(slot), p_.head_dim, this->panels_);
+    for (int64_t d = 0; d < wide_; d += kRows) {
+      P::template multiply<Layout::kRowMajor, Into::kAdd>(m, steps, grads, query.from_lane(d),
+                                                          grad_key + run.lo * wide_ + d, wide_);
+    }
+  }
+
+  void write_grad_query(int64_t b, int64_t h, A* panels) {
+    const SequenceRows queries = query_rows(p_, b);
+    T* const head =
+        const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
+    const int64_t stride = bwd_.grad_query_strides[2];
+    const A scale = static_cast<A>(p_.softmax_scale);
+    for (int64_t i = 0; i < queries.count; i += kRows) {
+      A* const panel = panels + i * wide_;
+      for (int64_t e = 0; e < p_.head_dim * kRows; ++e) panel[e] *= scale;
+      write_panel<T>(panel, p_.head_dim, min64(kRows, queries.count - i), rows_, head + i * stride,
+                     stride);
+    }
+  }
+
+  void write_rows(A* rows, int64_t wide, int64_t dim, double factor, int64_t begin, int64_t end,
+                  void* out, const int64_t strides[3], int64_t b, int64_t h) const {
+    T* const head = const_cast<T*>(at_head<T>(out, strides, key_rows(p_, b), h));
+    for (int64_t j = begin; j < end; ++j) {
+      A* const row = rows + (j - begin) * wide;
+      for (int64_t d = 0; d < dim; ++d) row[d] *= static_cast<A>(factor);
+      store_row(row, dim, head + j * strides[2]);
+    }
+  }
+
+  static constexpr int64_t kPlane = kBlockN * kGroupStride;
+  static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // of pairs; numbers have none
+
+  int64_t chunk_ = 0, chunk_begin_ = 0;  // panels of a chunk, and the one in slot 0
+  typename P::Left k_, v_;
+  KeyColumns<T> key_columns_;
+  LeftElement* key_columns_buffer_;  // (head_dim, kBlockN)
+  LeftElement *kept_, *grads_;       // (kBlockN, kGroup panels): weights after dropout, and dS
+  RightElement* grads_right_;        // (kBlockN, panel): dS of one panel
+  A *grad_key_, *grad_value_;        // (keys of a split, head_dim), (keys, head_dim_v)
+  A* grad_query_;                    // (panels, head_dim, panel), without softmax_scale
+  A* rows_;                          // (panel, head_dim)
+};
+
+}  // namespace
+}  // namespace fused_attn

@@ -1,0 +1,159 @@
+// Gradient of the float mask, summed over the dimensions in which it is broadcast.
+//
+// A pass of its own over the score tiles: a task owns the part of the result that it writes, a
+// panel of rows of one (batch, head) of the mask, and walks through every head that it is broadcast
+// to. Nothing is added up between threads, and memory stays linear in the sequence length.
+#pragma once
+
+#include "cpu/kernels/attention_bwd_tile.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class AttentionBwdBias : BwdTile<T> {
+  using Base = BwdTile<T>;
+  using Base::arena_;
+  using Base::bwd_;
+  using Base::kRows;
+  using Base::p_;
+  using typename Base::A;
+  using typename Base::P;
+
+ public:
+  static bool run(const AttentionBwdParams& bwd) {
+    const AttentionParams& p = bwd.fwd;
+    MaskView<A> mask;
+    if (!mask.init(p)) return false;
+    const int64_t* const strides = p.mask.bias.strides;
+    const int64_t panels = div_up(p.seqlen_q, kRows);
+    const int64_t own_batch = strides[0] == 0 ? min64(1, p.batch) : p.batch;
+    const int64_t own_heads = strides[1] == 0 ? min64(1, p.num_heads) : p.num_heads;
+    const int64_t own_panels = strides[2] == 0 ? 1 : panels;
+    const int64_t tasks = own_batch * own_heads * own_panels;
+    return run_team(p.num_threads, tasks, [&] {
+      AttentionBwdBias self(bwd, mask);
+      const bool ok = self.allocate();
+#pragma omp for schedule(dynamic) nowait
+      for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t own = task / own_panels, panel = task % own_panels;
+        const int64_t b = own / own_heads, h = own % own_heads;
+        if (!ok) continue;
+        self.begin();
+        for (int64_t bb = b; bb < (strides[0] == 0 ? p.batch : b + 1); ++bb) {
+          for (int64_t hh = h; hh < (strides[1] == 0 ? p.num_heads : h + 1); ++hh) {
+            for (int64_t i = panel; i < (strides[2] == 0 ? panels : panel + 1); ++i) {
+              self.panel(bb, hh, i);
+            }
+          }
+        }
+        self.write(own, panel);
+      }
+      return ok;
+    });
+  }
+
+ private:
+  using Base::Base;
+
+  bool allocate() {
+    place();
+    if (!arena_.allocate()) return false;
+    place();
+    return true;
+  }
+
+  void place() {
+    Base::place_tile(1, false);
+    sum_ = arena_.template take<A>(p_.seqlen_k * kRows);
+    grads_ = arena_.template take<A>(p_.seqlen_k * kRows);
+    weights_ = arena_.template take<A>(p_.seqlen_k * kRows);
+  }
+
+  void begin() {
+    this->zero(sum_, p_.seqlen_k * kRows);
+    for (Wide<A>& sum : row_sum_) sum = 0;
+  }
+
+  // Adds one panel's dS to the sum.
+  void panel(int64_t b, int64_t h, int64_t panel) {
+    const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
+    const SequenceRows keys = key_rows(p_, b);
+    const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv);
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
+    if (panel * kRows >= query_rows(p_, b).count) return;
+    this->pack_panel(b, h, panel, 0, false);
+    if (p_.mask.bias.strides[3] == 0) {
+      // The same bias for all keys of a row is noticed by lse alone: its dS add up to dlse.
+      for (int64_t l = 0; l < kRows; ++l) row_sum_[l] += this->grad_lse_[l];
+      return;
+    }
+    this->zero(grads_, p_.seqlen_k * kRows);
+    this->zero(weights_, p_.seqlen_k * kRows);
+    for (int64_t j = 0; j < keys.count; j += kBlockN) {
+      const TileAt at{b, h, panel * kRows, j, min64(kBlockN, keys.count - j)};
+      const Tile kind = this->mask_.classify(b, h, at.i, j, j + at.n);
+      if (kind == Tile::kSkip) continue;
+      const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
+      const auto k = P::rows(key + j * stride, stride, at.n, p_.head_dim, this->stage_, this->key_);
+      const auto v =
+          P::rows(value + j * stride_v, stride_v, at.n, p_.head_dim_v, this->stage_, this->value_);
+      const auto use = [&](int64_t t, const auto& weight, const auto&, const auto& grad) {
+        for (int r = 0; r < (t + 1 < at.n ? 2 : 1) && t < at.n; ++r) {
+          for (int x = 0; x < 2; ++x) {
+            const int64_t e = (j + t + r) * kRows + x * kLanes<A>;
+            store(weights_ + e, weight[r][x]);
+            store(grads_ + e, grad[r][x]);
+          }
+        }
+      };
+      this->tile_gradients(kind, at, 0, k, v, use);
+    }
+    add_consistent();
+  }
+
+  // Adds dS of the panel to the sum. The dS of a row add up to dlse; but delta comes from out,
+  // whose weights were rounded, and leaves P times its error in them. What the row's sum misses
+  // tells it.
+  void add_consistent() {
+    for (int v = 0; v < 2; ++v) {
+      const int64_t first = v * kLanes<A>, end = p_.seqlen_k * kRows;
+      Vec<A> excess = -load(this->grad_lse_ + first), total{};
+      for (int64_t e = first; e < end; e += kRows) {
+        excess += load(grads_ + e);
+        total += load(weights_ + e);
+      }
+      const Vec<A> error = total == 0 ? Vec<A>{} : excess / total;
+      for (int64_t e = first; e < end; e += kRows) {
+        store(sum_ + e, load(sum_ + e) + (load(grads_ + e) - load(weights_ + e) * error));
+      }
+    }
+  }
+
+  // The sums to rows of grad_bias, reduced where rows or columns are broadcast.
+  void write(int64_t own, int64_t panel) {
+    const int64_t* const strides = p_.mask.bias.strides;
+    const int64_t columns = strides[3] == 0 ? 1 : p_.seqlen_k;
+    const int64_t own_rows = strides[2] == 0 ? 1 : p_.seqlen_q;
+    const int64_t i = panel * kRows;
+    const int64_t rows = strides[2] == 0 ? 1 : min64(kRows, p_.seqlen_q - i);
+    A* const out = static_cast<A*>(bwd_.grad_bias) + (own * own_rows + i) * columns;
+    for (int64_t j = 0; j < columns; ++j) {
+      Wide<A> all = 0;
+      for (int64_t l = 0; l < kRows; ++l) {
+        const Wide<A> own = strides[3] == 0 ? row_sum_[l] : Wide<A>(sum_[j * kRows + l]);
+        all += own;
+        if (strides[2] != 0 && l < rows) out[l * columns + j] = static_cast<A>(own);
+      }
+      if (strides[2] == 0) out[j] = static_cast<A>(all);
+    }
+  }
+
+  Wide<A> row_sum_[kRows];  // of dlse, where the bias is the same for all keys
+  A* sum_;                  // (seqlen_k, panel), over all panels that share the result
+  A* grads_;                // (seqlen_k, panel), dS of the current panel
+  A* weights_;              // (seqlen_k, panel), its P
+};
+
+}  // namespace
+}  // namespace fused_attn

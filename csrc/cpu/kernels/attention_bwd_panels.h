@@ -1,0 +1,269 @@
+// What goes into the tiles of the attention backward, and what comes out of them.
+#pragma once
+
+#include "cpu/amx/tile_schedule.h"
+#include "cpu/kernels/tile_gradients.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+// A panel of packed queries.
+struct BwdPanel {
+  int64_t b, h, first, count;                  // queries [first, first + count) of head (b, h)
+  uint32_t alive;                              // bit r: row r is there, and sees something
+  uint16_t *query, *grad_out;                  // left tiles (steps, parts, 2)
+  uint16_t *query_columns, *grad_out_columns;  // left tiles (steps, parts, 2) of features
+  float* grad_query;                           // tiles (2, 2 steps), without softmax_scale
+  GradientRows rows;
+};
+
+// A block of packed keys and values, and where its gradients are summed up: tiles of features x
+// keys (2 steps, 2).
+struct BwdBlock {
+  KeyBlock keys;       // value: pairs of keys, for dQ
+  uint16_t* features;  // value: pairs of features, for dP
+  float *grad_key, *grad_value;
+  int64_t j, n;  // keys [j, j + n)
+  int64_t at;    // of the blocks that are packed together
+};
+
+template <class T>
+class BwdPanels {
+ protected:
+  using F = TileFormat<T>;
+  using Pack = TilePack<T>;
+  static constexpr int64_t kKeyTiles = kGradientKeys / 16;
+  static constexpr int64_t kStep = F::kParts * kTileNumbers;
+
+  explicit BwdPanels(const AttentionBwdParams& p)
+      : bwd_(p),
+        p_(p.fwd),
+        scores_(p_),
+        unit_(scores_.units.natural),
+        steps_(div_up(p_.head_dim, kTileSteps)),
+        // The backward of the weights has no values: dP is a product of nothing then, not none.
+        steps_v_(max64(div_up(p_.head_dim_v, kTileSteps), 1)) {}
+
+  static int64_t panel_bytes(int64_t steps, int64_t steps_v) {
+    return 4 * Pack::size(kTileQueries, steps + steps_v);
+  }
+
+  void place(int64_t panels) {
+    const int64_t size = Pack::size(kTileQueries, steps_);
+    const int64_t size_v = Pack::size(kTileQueries, steps_v_);
+    panels_ = arena_.template take<BwdPanel>(panels);
+    query_ = arena_.template take<uint16_t>(panels * size);
+    query_columns_ = arena_.template take<uint16_t>(panels * size);
+    grad_out_ = arena_.template take<uint16_t>(panels * size_v);
+    grad_out_columns_ = arena_.template take<uint16_t>(panels * size_v);
+    out_ = arena_.template take<uint16_t>(size_v);
+    products_ = arena_.template take<float>(4 * kTileSums);
+    rows_ = arena_.template take<float>(kGradientKeys * max64(steps_, steps_v_) * kTileSteps);
+  }
+
+  // Queries from `first` on of head (b, h) into slot `slot`; if they see anything.
+  void pack_panel(int64_t b, int64_t h, int64_t first, int64_t slot) {
+    const SequenceRows queries = query_rows(p_, b);
+    BwdPanel& panel = panels_[slot];
+    panel.b = b;
+    panel.h = h;
+    panel.first = first;
+    panel.count = min64(kTileQueries, queries.count - first);
+    panel.query = query_ + slot * Pack::size(kTileQueries, steps_);
+    panel.query_columns = query_columns_ + slot * Pack::size(kTileQueries, steps_);
+    panel.grad_out = grad_out_ + slot * Pack::size(kTileQueries, steps_v_);
+    panel.grad_out_columns = grad_out_columns_ + slot * Pack::size(kTileQueries, steps_v_);
+    load_rows(lse_begin(p_, b, h) + first, &panel);
+    if (panel.alive == 0) return;
+    const T* rows[kTileQueries];
+    list(p_.query, p_.query_strides, queries, panel, rows);
+    Pack::left(rows, p_.head_dim, steps_, panel.query);
+    Pack::left_columns(rows, p_.head_dim, steps_, panel.query_columns);
+    list(bwd_.grad_out, bwd_.grad_out_strides, queries, panel, rows);
+    Pack::left(rows, p_.head_dim_v, steps_v_, panel.grad_out);
+    Pack::left_columns(rows, p_.head_dim_v, steps_v_, panel.grad_out_columns);
+    list(p_.out, p_.out_strides, queries, panel, rows);
+    Pack::right(rows, kTileQueries, p_.head_dim_v, steps_v_, out_);
+    load_delta(queries, &panel);
+  }
+
+  // Keys [j, j + n) of head (b, h_kv).
+  void pack_block(int64_t b, int64_t h_kv, int64_t j, int64_t n, BwdBlock* block) {
+    const SequenceRows keys = key_rows(p_, b);
+    const T* rows[kGradientKeys];
+    block->j = j;
+    block->n = n;
+    list_rows(at_head<T>(p_.value, p_.value_strides, keys, h_kv), p_.value_strides[2], j, n,
+              kGradientKeys, rows);
+    Pack::right(rows, kGradientKeys, p_.head_dim_v, steps_v_, block->features);
+    list_rows(at_head<T>(p_.key, p_.key_strides, keys, h_kv), p_.key_strides[2], j, n,
+              kGradientKeys, rows);
+    Pack::right(rows, kGradientKeys, p_.head_dim, steps_, block->keys.key);
+    Pack::values(
+        rows, kGradientKeys, p_.head_dim, steps_, [](int i) { return F::unwoven(i); },
+        &block->keys);
+  }
+
+  // Where numbers have few exponents: a power of 2 that dS is multiplied by, as large as it may be
+  // for the heads of h_kv. |dS| <= c (|dP| + |delta|) + |dlse| <= 2 c max |dO| max |V| + max
+  // |dlse|.
+  float grad_factor(int64_t b, int64_t h_kv) {
+    if (!F::kShortRange) return 1;
+    const SequenceRows queries = query_rows(p_, b), keys = key_rows(p_, b);
+    const int64_t group = p_.num_heads / p_.num_heads_kv;
+    float grad_out = 0, grad_lse = 0;
+    for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
+      const T* const head = at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, queries, h);
+      const float own = longest(head, bwd_.grad_out_strides[2], queries.count);
+      grad_out = own > grad_out ? own : grad_out;
+      for (int64_t i = 0; bwd_.grad_lse != nullptr && i < queries.count; ++i) {
+        const float x = static_cast<const float*>(bwd_.grad_lse)[lse_begin(p_, b, h) + i];
+        const float size = __builtin_fabsf(x);
+        grad_lse = size > grad_lse ? size : grad_lse;  // not NaN
+      }
+    }
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
+    const float length = longest(value, p_.value_strides[2], keys.count);
+    const double kept = dropout_scale(p_.dropout_p);
+    const double bound = 2 * kept * static_cast<double>(grad_out) * length + grad_lse;
+    constexpr int kLargest = 15;  // 2^15 is a float16
+    int exponent = 0;
+    (void)__builtin_frexp(bound, &exponent);  // bound <= 2^exponent
+    if (!(bound > 0) || exponent > 1000) return 1;
+    const int64_t shift = min64(max64(kLargest - exponent, -100), 100);
+    return __builtin_ldexpf(1.f, static_cast<int>(shift));
+  }
+
+  // dQ of a head's panels to rows.
+  void write_grad_query(int64_t b, int64_t h, const float* panels) {
+    const SequenceRows queries = query_rows(p_, b);
+    T* const head =
+        const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
+    const int64_t stride = bwd_.grad_query_strides[2];
+    const float scale = static_cast<float>(p_.softmax_scale);
+    for (int64_t i = 0; i < queries.count; i += kTileQueries) {
+      const float* const panel = panels + i * steps_ * kTileSteps;
+      for (int64_t r = 0; r < min64(kTileQueries, queries.count - i); ++r) {
+        for (int64_t c = 0; c < 2 * steps_; ++c) {
+          store(rows_ + c * 16, load(panel + c * kPairSums + r * 16) * scale);
+        }
+        store_row(rows_, p_.head_dim, head + (i + r) * stride);
+      }
+    }
+  }
+
+  // Gradients of keys [begin, end), of features x keys, times `factor`, to rows of out.
+  void write_key_rows(const float* tiles, int64_t steps, int64_t dim, double factor, int64_t begin,
+                      int64_t end, void* out, const int64_t strides[3], int64_t b, int64_t h) {
+    T* const head = const_cast<T*>(at_head<T>(out, strides, key_rows(p_, b), h));
+    const int64_t wide = steps * kTileSteps;
+    const float scale = static_cast<float>(factor);
+    for (int64_t j = begin; j < end; j += kGradientKeys, tiles += kGradientKeys * wide) {
+      for (int64_t f = 0; f < 2 * steps; ++f) {
+        for (int64_t k = 0; k < kKeyTiles; ++k) {
+          alignas(64) float turned[16][16];
+          const int64_t at = (f / 2 * kKeyTiles + k) * 2 + f % 2;
+          transpose_tile(tiles + at * kTileSums, 16, turned, 16);
+          for (int c = 0; c < 16; ++c) {
+            store(rows_ + (k * 16 + c) * wide + f * 16, load(turned[c]) * scale);
+          }
+        }
+      }
+      for (int64_t t = 0; t < min64(kGradientKeys, end - j); ++t) {
+        store_row(rows_ + t * wide, dim, head + (j + t) * strides[2]);
+      }
+    }
+  }
+
+  const AttentionBwdParams& bwd_;
+  const AttentionParams& p_;
+  TileScores<kGradientKeys> scores_;
+  const ExpUnit<float> unit_;  // of a score
+  const int64_t steps_, steps_v_;
+  Arena arena_;
+  TileRegisters registers_;
+  BwdPanel* panels_;  // (slots)
+  float* rows_;       // (32, widest head_dim)
+
+ private:
+  // The largest length of the rows that are finite.
+  float longest(const T* rows, int64_t stride, int64_t count) {
+    float most = 0;
+    for (int64_t r = 0; r < count; ++r) {
+      load_row(rows + r * stride, p_.head_dim_v, rows_);
+      for (int64_t d = p_.head_dim_v; d < steps_v_ * kTileSteps; ++d) rows_[d] = 0;
+      Vec<float> sum{};
+      for (int64_t d = 0; d < steps_v_ * kTileSteps; d += 16) {
+        sum += load(rows_ + d) * load(rows_ + d);
+      }
+      const float square = horizontal_sum<float>(sum);
+      most = square > most && square < __builtin_inff() ? square : most;
+    }
+    return __builtin_sqrtf(most);
+  }
+
+  // Statistics of rows from `at` of all rows on.
+  void load_rows(int64_t at, BwdPanel* panel) const {
+    panel->alive = 0;
+    GradientRows& rows = panel->rows;
+    const float infinity = __builtin_inff();
+    for (int64_t r = 0; r < kTileQueries; ++r) {
+      const float lse = r < panel->count ? static_cast<const float*>(p_.lse)[at + r] : -infinity;
+      rows.lse[r] = infinity;  // P is 0
+      rows.lse_lost[r] = rows.grad_lse[r] = 0;
+      if (lse == -infinity) continue;
+      panel->alive |= uint32_t{1} << r;
+      const float low = static_cast<const float*>(p_.lse_low)[at + r];
+      // A score times unit_.high is its power of 2.
+      const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
+      const double natural = scores_.units.natural * step;
+      in_units(lse, low, natural, &rows.lse[r], &rows.lse_lost[r]);
+      if (bwd_.grad_lse != nullptr) {
+        rows.grad_lse[r] = static_cast<const float*>(bwd_.grad_lse)[at + r];
+      }
+    }
+  }
+
+  // The rows of a panel, and null for those that see nothing: what stands there must not matter,
+  // NaN included.
+  static void list(const void* data, const int64_t strides[3], const SequenceRows& queries,
+                   const BwdPanel& panel, const T** rows) {
+    const T* const head = at_head<T>(data, strides, queries, panel.h);
+    for (int64_t r = 0; r < kTileQueries; ++r) {
+      rows[r] = panel.alive >> r & 1 ? head + (panel.first + r) * strides[2] : nullptr;
+    }
+  }
+
+  // delta is the diagonal of dO O^T, multiplied as dP is: where one key has all the weight the two
+  // then cancel, though each is large. So dlse is not folded in.
+  void load_delta(const SequenceRows& queries, BwdPanel* panel) {
+    TileQuad quad;
+    product_quads<F>(panel->grad_out, out_, steps_v_, 2, products_, &quad);
+    PendingSums pending;
+    TileSchedule<F, NoWork>(&pending, {}).template multiply<false, 0>(quad);
+    pending.flush();
+    const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
+    const int64_t head = lse_begin(p_, panel->b, panel->h) + panel->first;
+    for (int64_t r = 0; r < kTileQueries; ++r) {
+      panel->rows.delta[r] = 0;
+      if ((panel->alive >> r & 1) == 0 || kept == 0) continue;
+      float delta = products_[r / 16 * kPairSums + r * 16 + r % 16];
+      if constexpr (sizeof(T) == 2) {
+        if (p_.out_low != nullptr) delta += delta_low<T>(bwd_, queries, panel->h, panel->first + r);
+      }
+      if (bwd_.row_sums != nullptr) delta += static_cast<const float*>(bwd_.row_sums)[head + r];
+      panel->rows.delta[r] = delta / kept;
+    }
+  }
+
+  uint16_t *query_, *query_columns_, *grad_out_, *grad_out_columns_;
+  uint16_t* out_;    // right tiles (2, steps_v, parts)
+  float* products_;  // (4): dO O^T
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

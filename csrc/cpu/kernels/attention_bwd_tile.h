@@ -1,0 +1,232 @@
+// One tile of the attention backward: weights from scores computed anew, and their gradients.
+//
+// attention_bwd.h says what the letters mean.
+#pragma once
+
+#include "cpu/kernels/attention_tile.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class BwdTile {
+ protected:
+  using A = Acc<T>;
+  using P = Product<T>;
+  using LeftElement = typename P::LeftElement;
+  using RightElement = typename P::RightElement;
+  using Weight = typename P::Weight;
+  static constexpr int64_t kRows = kPanel<A>;
+  static constexpr int kLane = kLanes<A>;
+
+  BwdTile(const AttentionBwdParams& p, const MaskView<A>& mask)
+      : bwd_(p),
+        p_(p.fwd),
+        mask_(mask),
+        units_(p_),
+        unit_(units_.natural),
+        wide_(P::pad_dim(p_.head_dim)),
+        wide_v_(P::pad_dim(p_.head_dim_v)) {}
+
+  // rows: the operands of dK and dV are wanted too.
+  void place_tile(int64_t panels, bool rows) {
+    panels_ = panels;
+    query_ = arena_.template take<RightElement>(panels * P::right_size(wide_, kRows));
+    grad_out_ = arena_.template take<RightElement>(panels * P::right_size(wide_v_, kRows));
+    query_rows_ =
+        arena_.template take<RightElement>(rows ? P::right_size(panels * kRows, wide_) : 0);
+    grad_out_rows_ =
+        arena_.template take<RightElement>(rows ? P::right_size(panels * kRows, wide_v_) : 0);
+    lse_ = arena_.template take<A>(panels * kRows);
+    lse_lost_ = arena_.template take<A>(panels * kRows);
+    delta_ = arena_.template take<A>(panels * kRows);
+    grad_lse_ = arena_.template take<A>(panels * kRows);
+    scores_ = arena_.template take<A>(kBlockN * kRows);
+    grad_scores_ = arena_.template take<A>(kBlockN * kRows);
+    bias_ = arena_.template take<A>(kBlockN * kRows);
+    cap_slope_ = arena_.template take<A>(kBlockN * kRows);
+    const int64_t weight_rows = bwd_.grad_weights == nullptr ? 0 : kRows;
+    grad_weights_ = arena_.template take<A>(weight_rows * kBlockN);
+    const int64_t widest = max64(wide_, wide_v_);
+    stage_ = arena_.template take<T>(max64(kBlockN, kRows) * widest);
+    scratch_ = arena_.template take<RightElement>(P::scratch_size(widest));
+    out_ = arena_.template take<LeftElement>(P::left_size(kRows, wide_v_));
+    key_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_));
+    value_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_v_));
+  }
+
+  // Panel `panel` of head (b, h) into slot `slot`.
+  void pack_panel(int64_t b, int64_t h, int64_t panel, int64_t slot, bool rows) {
+    const SequenceRows queries = query_rows(p_, b);
+    const int64_t first = panel * kRows, count = min64(kRows, queries.count - first);
+    const int64_t head = lse_begin(p_, b, h) + first, at = slot * kRows;
+    for (int64_t l = 0; l < kRows; ++l) {
+      const A infinity = static_cast<A>(__builtin_inf());
+      const A lse = l < count ? static_cast<const A*>(p_.lse)[head + l] : -infinity;
+      alive_[l] = lse != -infinity;
+      lse_[at + l] = infinity;  // P is 0
+      lse_lost_[at + l] = grad_lse_[at + l] = 0;
+      if (!alive_[l]) continue;
+      in_units(lse, static_cast<const A*>(p_.lse_low)[head + l], units_.natural, &lse_[at + l],
+               &lse_lost_[at + l]);
+      if (bwd_.grad_lse != nullptr) {
+        grad_lse_[at + l] = static_cast<const A*>(bwd_.grad_lse)[head + l];
+      }
+    }
+    stage(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
+          p_.head_dim);
+    P::right_columns(stage_, p_.head_dim, scratch_, query_at(slot));
+    if (rows) P::right_rows(stage_, p_.head_dim, query_rows_at(slot), panels_);
+    stage(at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, queries, h), bwd_.grad_out_strides[2],
+          first, p_.head_dim_v);
+    const typename P::Right grad_out =
+        P::right_columns(stage_, p_.head_dim_v, scratch_, grad_out_at(slot));
+    if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), panels_);
+    // delta is rounded as an element of dO V^T, being the diagonal of such a product: where one key
+    // has all the weight the two then cancel, though each is large. So dlse is not folded in.
+    stage(at_head<T>(p_.out, p_.out_strides, queries, h), p_.out_strides[2], first, p_.head_dim_v);
+    const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
+    P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(kRows, p_.head_dim_v, out,
+                                                                          grad_out, scores_, kRows);
+    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    for (int64_t l = 0; l < kRows; ++l) {
+      A delta = scores_[l * kRows + l];
+      if constexpr (sizeof(T) == 2) {
+        if (p_.out_low != nullptr && alive_[l]) delta += delta_low<T>(bwd_, queries, h, first + l);
+      }
+      if (bwd_.row_sums != nullptr && alive_[l]) {
+        delta += static_cast<const A*>(bwd_.row_sums)[head + l];
+      }
+      delta_[at + l] = kept == 0 ? A(0) : delta / kept;
+    }
+  }
+
+  RightElement* query_at(int64_t slot) { return query_ + slot * P::right_size(wide_, kRows); }
+  RightElement* grad_out_at(int64_t slot) {
+    return grad_out_ + slot * P::right_size(wide_v_, kRows);
+  }
+  RightElement* query_rows_at(int64_t slot) {
+    return query_rows_ + slot * P::right_size(kRows, wide_) / P::kParts;
+  }
+  RightElement* grad_out_rows_at(int64_t slot) {
+    return grad_out_rows_ + slot * P::right_size(kRows, wide_v_) / P::kParts;
+  }
+
+  // Weights P and gradients of the scores, before the derivative of softcap, of two keys:
+  // use(t, weight, kept, grad) gets [key][vector] each, kept being the weight after dropout.
+  // Afterwards cap_slope_ has that derivative.
+  template <class Use>
+  void tile_gradients(Tile kind, const TileAt& at, int64_t slot, const typename P::Left& key,
+                      const typename P::Left& value, const Use& use) {
+    P::template multiply<Layout::kRowMajor, Into::kStore>(
+        at.n, p_.head_dim, key, P::columns_view(query_at(slot), p_.head_dim), scores_, kRows);
+    finish_scores<T>(p_, mask_, units_, kind, at, scores_, cap_slope_, bias_);
+    P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
+        at.n, p_.head_dim_v, value, P::columns_view(grad_out_at(slot), p_.head_dim_v), grad_scores_,
+        kRows);
+    if (bwd_.grad_weights != nullptr) add_grad_weights(at);
+    const bool dropout = p_.dropout_p > 0, plain = !dropout && bwd_.grad_lse == nullptr;
+    const DropoutAt dropped_at = dropout ? dropout_at(p_, at) : DropoutAt{};
+    uint32_t keep[kDecisions];
+    const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
+    const int64_t steps = P::pad_steps(at.n);
+    const bool guard = kind == Tile::kPartial || steps != at.n;
+    Vec<A> lse[2], lse_lost[2], delta[2], grad_lse[2];
+    for (int v = 0; v < 2; ++v) {
+      lse[v] = load(lse_ + slot * kRows + v * kLane);
+      lse_lost[v] = load(lse_lost_ + slot * kRows + v * kLane);
+      delta[v] = load(delta_ + slot * kRows + v * kLane);
+      grad_lse[v] = load(grad_lse_ + slot * kRows + v * kLane);
+    }
+    for (int64_t t = 0; t < steps; t += 2) {
+      if (dropout && t % kDecisions == 0) dropout_words<A>(p_, dropped_at, t, keep);
+      Vec<A> weight[2][2], kept[2][2], grad[2][2];
+      for (int r = 0; r < 2; ++r) {
+        for (int v = 0; v < 2; ++v) {
+          const int64_t e = (t + r) * kRows + v * kLane;
+          const Vec<A> score = load(scores_ + e), below = score - lse[v];
+          const Vec<A> rounded = exp_nonpositive<A, kPrecision<T>>(below, unit_);
+          // What rounding took from lse, and takes from the difference, is applied as a factor: in
+          // the exponent it would be lost again.
+          Vec<A> lost = lse_lost[v];
+          if (kPrecision<T> == Precision::kFull) {
+            lost += (score - (below + lse[v])) * unit_.natural;
+            lost = rounded == 0 ? Vec<A>{} : lost;  // of a masked score it is NaN
+          }
+          weight[r][v] = kept[r][v] = rounded + rounded * lost;
+          Vec<A> g = load(grad_scores_ + e);
+          if (plain) {
+            g = weight[r][v] * (g - delta[v]);
+          } else {
+            if (dropout) {
+              const uint32_t bits = keep[t % kDecisions + r] >> (v * kLane);
+              kept[r][v] = where<A>(bits, weight[r][v] * scale, Vec<A>{});
+              g = where<A>(bits, g, Vec<A>{});
+            }
+            g = weight[r][v] * ((g - delta[v]) * scale + grad_lse[v]);
+          }
+          // An invisible key may hold NaN, and 0 * NaN is no 0.
+          grad[r][v] = guard ? (weight[r][v] == 0 ? Vec<A>{} : g) : g;
+        }
+      }
+      use(t, weight, kept, grad);
+    }
+  }
+
+  static void zero(A* data, int64_t count) { memset(data, 0, count * sizeof(A)); }
+
+  const AttentionBwdParams& bwd_;
+  const AttentionParams& p_;
+  const MaskView<A>& mask_;
+  const ScoreUnits units_;
+  const ExpUnit<A> unit_;        // of a score
+  const int64_t wide_, wide_v_;  // padded head_dim and head_dim_v
+  Arena arena_;
+  typename P::Registers registers_;
+  int64_t panels_ = 0;    // slots
+  bool alive_[kRows];     // of the panel that is packed: rows that see something
+  A* lse_;                // (panels, panel), in units of a score; +inf where a row sees nothing
+  A* lse_lost_;           // (panels, panel), see in_units
+  A *delta_, *grad_lse_;  // (panels, panel)
+  A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, panel)
+  A* grad_weights_;                                // (panel, kBlockN)
+  T* stage_;                                       // (kBlockN, widest head_dim)
+  LeftElement* key_;                               // (kBlockN, head_dim)
+  LeftElement* value_;                             // (kBlockN, head_dim_v)
+  RightElement *query_rows_, *grad_out_rows_;      // (queries, head_dim), (queries, head_dim_v)
+
+ private:
+  // The tile of the weights' gradient, which has queries as rows, to grad_scores_.
+  void add_grad_weights(const TileAt& at) {
+    const int64_t* const strides = bwd_.grad_weights_strides;
+    const T* const src = static_cast<const T*>(bwd_.grad_weights) + at.b * strides[0] +
+                         at.h * strides[1] + at.i * strides[2] + at.j;
+    const int64_t count = min64(kRows, p_.seqlen_q - at.i);
+    for (int64_t l = 0; l < count; ++l) {
+      load_row(src + l * strides[2], at.n, grad_weights_ + l * kBlockN);
+    }
+    zero(grad_weights_ + count * kBlockN, (kRows - count) * kBlockN);
+    transpose(grad_weights_, kBlockN, kRows, at.n, bias_, kRows);
+    const A factor = static_cast<A>(bwd_.grad_weights_factor);
+    for (int64_t e = 0; e < at.n * kRows; e += kLane) {
+      store(grad_scores_ + e, load(grad_scores_ + e) + load(bias_ + e) * factor);
+    }
+  }
+
+  // Rows of a panel to stage_, and 0 for rows that see nothing: what stands there must not matter,
+  // NaN included.
+  void stage(const T* head, int64_t stride, int64_t first, int64_t dim) {
+    const int64_t wide = P::pad_dim(dim);
+    for (int64_t l = 0; l < kRows; ++l) {
+      copy_rows(head + (first + l) * stride, stride, alive_[l] ? 1 : 0, dim, stage_ + l * wide, 1,
+                wide);
+    }
+  }
+
+  RightElement *query_, *grad_out_;  // (panels, head_dim, panel), (panels, head_dim_v, panel)
+  RightElement* scratch_;
+  LeftElement* out_;  // (panel, head_dim_v)
+};
+
+}  // namespace
+}  // namespace fused_attn

@@ -1,0 +1,463 @@
+// Attention backward in tile registers; attention_bwd.h says what the letters mean.
+//
+// Queries are rows, as in the forward, whose scores are computed anew bit for bit. A group of
+// panels of 32 queries meets a few blocks of 32 keys, panel after panel. While vectors make P and
+// dS of one tile, tile registers multiply the next one's scores and dP, and sums of tiles before:
+// dQ of a panel over those blocks, dK^T and dV^T of a block over those panels. So sums stay in
+// registers for some steps: what is stored where L1 has not got it costs 3.7 cycles a line, as much
+// as a quarter of a product.
+#pragma once
+
+#include "cpu/kernels/attention_bwd_sums.h"
+#include "cpu/kernels/bias_rows.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class AttentionBwdTiles : BwdPanels<T> {
+  using Base = BwdPanels<T>;
+  using Base::arena_;
+  using Base::bwd_;
+  using Base::kKeyTiles;
+  using Base::kStep;
+  using Base::p_;
+  using Base::scores_;
+  using Base::steps_;
+  using Base::steps_v_;
+  using typename Base::F;
+  using typename Base::Pack;
+  using Gradients = TileGradients<T>;
+  using Sums = BwdSums<F>;
+  using Job = typename Sums::Job;
+
+  static constexpr int64_t kMinTasks = 8;  // splits stop here: each costs a dQ in float
+  // Queries are packed in chunks of so many bytes, which stay in L2 while all blocks of keys pass
+  // by.
+  static constexpr int64_t kChunkBytes = F::kParts * (int64_t{384} << 10);
+  static constexpr int64_t kGroup = Sums::kGroup, kBlocks = Sums::kBlocks;
+
+ public:
+  // Whether the gradient of the bias comes along. Not where it is summed over queries or keys, and
+  // not where rows have to be whole but keys are split: a pass of its own does those
+  // (attention_bwd_bias.h).
+  static bool takes_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
+
+  // Of gradients of the weights there is no bound.
+  static bool unsupported(const AttentionBwdParams& bwd) {
+    return F::kShortRange && bwd.grad_weights != nullptr;
+  }
+
+  static bool run(const AttentionBwdParams& bwd) {
+    const AttentionParams& p = bwd.fwd;
+    MaskView<float> mask;
+    if (!mask.init(p, kGradientKeys)) return false;
+    const Work work(bwd);
+    Arena parts;  // (batch, heads, splits, queries)
+    const int64_t count = work.splits > 1 ? p.batch * p.num_heads * work.splits * work.part : 0;
+    parts.template take<float>(count);
+    if (!parts.allocate()) return false;
+    float* const grad_query = parts.template take<float>(count);
+    return run_team(p.num_threads, work.tasks, [&] {
+      AttentionBwdTiles self(bwd, mask, work, grad_query);
+      const bool ok = self.allocate();
+      share_tasks(work.tasks, fit_caches(2 * operand_bytes<T>(p)), [&](int64_t task) {
+        if (ok) self.task(task / work.splits, task % work.splits);
+      });
+      if (work.splits > 1) {
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+        for (int64_t head = 0; head < p.batch * p.num_heads; ++head) {
+          if (ok) self.add_parts(head);
+        }
+      }
+      return ok;
+    });
+  }
+
+ private:
+  // How the work is divided, by the shape alone: so results are the same for any number of threads.
+  //
+  // A unit is what sums up the same dK, dV or gradient of the bias: a key/value head with its
+  // query heads, or all that share a bias. Few units are split over the keys as well, each with a
+  // dQ of its own, which are added up in order.
+  struct Work {
+    explicit Work(const AttentionBwdParams& bwd) {
+      const AttentionParams& p = bwd.fwd;
+      const int64_t* const strides = p.mask.bias.strides;
+      bias = bwd.grad_bias != nullptr && strides[2] != 0 && strides[3] != 0;
+      batches = bias && strides[0] == 0 ? p.batch : 1;
+      heads = bias && strides[1] == 0 ? p.num_heads_kv : 1;
+      int64_t units = p.batch * p.num_heads_kv / max64(batches * heads, 1);
+      if (BiasRows<T>::kWholeRows && bias && units < kMinTasks) {
+        bias = false;
+        batches = heads = 1;
+        units = p.batch * p.num_heads_kv;
+      }
+      const int64_t blocks = div_up(p.seqlen_k, kGradientKeys);
+      if (units > 0 && units < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / units));
+      split_keys = div_up(blocks, splits) * kGradientKeys;
+      tasks = units * splits;
+      part = round_up(p.seqlen_q, kTileQueries) * round_up(p.head_dim, kTileSteps);
+    }
+    bool bias;
+    int64_t batches, heads;  // of a unit
+    int64_t splits = 1, split_keys, tasks;
+    int64_t part;  // size of a dQ
+  };
+
+  AttentionBwdTiles(const AttentionBwdParams& bwd, const MaskView<float>& mask, const Work& work,
+                    float* parts)
+      : Base(bwd),
+        mask_(mask),
+        work_(work),
+        parts_(parts),
+        bias_(bwd),
+        dropout_(bwd.fwd),
+        sums_(steps_, steps_v_) {
+    const int64_t panels = div_up(p_.seqlen_q, kTileQueries);
+    chunk_ =
+        max64(1, min64(panels, max64(kChunkBytes / Base::panel_bytes(steps_, steps_v_), kGroup)));
+    plain_ = p_.dropout_p == 0 && p_.softcap == 0 && bwd_.grad_lse == nullptr && !work.bias;
+  }
+
+  void place() {
+    Base::place(chunk_);
+    const int64_t blocks = work_.split_keys / kGradientKeys, wide = steps_ * kTileSteps,
+                  wide_v = steps_v_ * kTileSteps;
+    for (auto& packed : blocks_) {
+      const int64_t size = Pack::size(kGradientKeys, steps_);
+      const int64_t size_v = Pack::size(kGradientKeys, steps_v_);
+      uint16_t* const key = arena_.template take<uint16_t>(kBlocks * size);
+      uint16_t* const pairs = arena_.template take<uint16_t>(kBlocks * size);
+      uint16_t* const value = arena_.template take<uint16_t>(kBlocks * size_v);
+      for (int64_t m = 0; m < kBlocks; ++m) {
+        packed[m].keys.key = key + m * size;
+        packed[m].keys.value = pairs + m * size;
+        packed[m].features = value + m * size_v;
+        packed[m].at = m;
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      score_tiles_[i] = arena_.template take<float>(2 * kKeyTiles * kTileSums);
+      grad_tiles_[i] = arena_.template take<float>(2 * kKeyTiles * kTileSums);
+      grad_rows_[i] = arena_.template take<uint16_t>(kBlocks * 2 * kStep);
+    }
+    cap_slope_ = arena_.template take<float>(p_.softcap > 0 ? 2 * kKeyTiles * kTileSums : 0);
+    grad_key_ = arena_.template take<float>(blocks * kGradientKeys * wide);
+    grad_value_ = arena_.template take<float>(blocks * kGradientKeys * wide_v);
+    grad_query_ = arena_.template take<float>(work_.splits == 1 ? work_.part : 0);
+    sums_.place(&arena_);
+    bias_.place(&arena_, work_.bias ? chunk_ * kTileQueries : 0);
+  }
+
+  bool allocate() {
+    place();
+    if (!arena_.allocate()) return false;
+    place();
+    return true;
+  }
+
+  void task(int64_t unit, int64_t split) {
+    const int64_t units = p_.num_heads_kv / work_.heads;
+    const int64_t b = unit / units * work_.batches, h_kv = unit % units * work_.heads;
+    const int64_t begin = split * work_.split_keys, group = p_.num_heads / p_.num_heads_kv;
+    if (work_.bias) {
+      bias_.begin(b, h_kv * group, group, begin, min64(work_.split_keys, p_.seqlen_k - begin));
+    }
+    for (int64_t bb = b; bb < b + work_.batches; ++bb) {
+      for (int64_t hh = h_kv; hh < h_kv + work_.heads; ++hh) keys(bb, hh, split);
+    }
+  }
+
+  // A split of a key/value head against all its query heads.
+  void keys(int64_t b, int64_t h_kv, int64_t split) {
+    const int64_t group = p_.num_heads / p_.num_heads_kv, num_keys = key_rows(p_, b).count;
+    const int64_t begin = min64(split * work_.split_keys, num_keys);
+    const int64_t end = min64(begin + work_.split_keys, num_keys);
+    const int64_t panels = div_up(query_rows(p_, b).count, kTileQueries);
+    const int64_t blocks = div_up(end - begin, kGradientKeys);
+    const float factor = this->grad_factor(b, h_kv);
+    tile_.grad_factor = factor;
+    clear(grad_key_, blocks * kGradientKeys * steps_ * kTileSteps);
+    clear(grad_value_, blocks * kGradientKeys * steps_v_ * kTileSteps);
+    for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
+      float* const grad_query =
+          work_.splits == 1 ? grad_query_
+                            : parts_ + ((b * p_.num_heads + h) * work_.splits + split) * work_.part;
+      clear(grad_query, panels * kTileQueries * steps_ * kTileSteps);
+      for (int64_t chunk = 0; chunk < panels; chunk += chunk_) {
+        const int64_t count = min64(chunk_, panels - chunk);
+        for (int64_t slot = 0; slot < count; ++slot) {
+          const int64_t panel = chunk + slot;
+          this->pack_panel(b, h, panel * kTileQueries, slot);
+          this->panels_[slot].grad_query = grad_query + panel * kTileQueries * steps_ * kTileSteps;
+        }
+        if (work_.bias) bias_.begin_rows(count * kTileQueries);
+        for (int64_t j = begin; j < end; j += kBlocks * kGradientKeys) {
+          meet(b, h_kv, begin, j, end, h, count);
+        }
+        drain();
+        if (BiasRows<T>::kWholeRows && work_.bias) end_bias_rows(count);
+      }
+      if (F::kShortRange) {
+        scale(grad_query, panels * kTileQueries * steps_ * kTileSteps, 1 / factor);
+      }
+      if (work_.splits == 1) this->write_grad_query(b, h, grad_query);
+    }
+    this->write_key_rows(grad_key_, steps_, p_.head_dim, p_.softmax_scale / factor, begin, end,
+                         bwd_.grad_key, bwd_.grad_key_strides, b, h_kv);
+    this->write_key_rows(grad_value_, steps_v_, p_.head_dim_v,
+                         dropout_scale(p_.dropout_p) / (1 << F::kWeightExponent), begin, end,
+                         bwd_.grad_value, bwd_.grad_value_strides, b, h_kv);
+  }
+
+  static void scale(float* at, int64_t count, float factor) {
+    for (int64_t e = 0; e < count; e += 16) store(at + e, load(at + e) * factor);
+  }
+
+  // The blocks of keys from j on against the panels of the chunk.
+  void meet(int64_t b, int64_t h_kv, int64_t begin, int64_t j, int64_t end, int64_t h,
+            int64_t panels) {
+    BwdBlock* const own = blocks_[turn_ % 2];
+    bool packed[kBlocks] = {}, any = false;
+    for (int64_t first = 0; first < panels; first += kGroup) {
+      begun_ = false;
+      for (int64_t slot = first; slot < min64(first + kGroup, panels); ++slot) {
+        BwdPanel& panel = this->panels_[slot];
+        if (panel.alive == 0) continue;
+        met_ = -1;
+        for (int64_t m = 0; m < kBlocks && j + m * kGradientKeys < end; ++m) {
+          const int64_t at = j + m * kGradientKeys, n = min64(kGradientKeys, end - at);
+          const Tile kind = mask_.classify(b, h, panel.first, at, at + n);
+          if (kind == Tile::kSkip) continue;
+          // What was packed two turns ago is still in use, if there were few tiles since.
+          if (!any && added_ - turn_added_ < kBlocks + 4) drain();
+          if (!any) turn_added_ = added_;
+          any = true;
+          if (!packed[m]) {
+            this->pack_block(b, h_kv, at, n, &own[m]);
+            own[m].grad_key = grad_key_ + (at - begin) * steps_ * kTileSteps;
+            own[m].grad_value = grad_value_ + (at - begin) * steps_v_ * kTileSteps;
+            packed[m] = true;
+          }
+          add_tile(&panel, slot - first, &own[m], kind == Tile::kPartial);
+        }
+      }
+    }
+    if (any) ++turn_;
+  }
+
+  // A tile more: panel `at` of the group. It is held back until the next one is known, which says
+  // what ends with it.
+  void add_tile(BwdPanel* panel, int64_t at, const BwdBlock* block, bool partial) {
+    Job& job = jobs_[added_ % 4];
+    job.panel = panel;
+    job.block = block;
+    job.at = at;
+    job.partial = partial;
+    job.ends_run = job.ends_panel = job.ends_group = false;
+    job.scores = score_tiles_[added_ % 2];
+    job.grads = grad_tiles_[added_ % 2];
+    const bool same_panel = met_ >= 0, next_block = same_panel && met_ + 1 == block->at;
+    if (held_ != nullptr) {
+      held_->ends_run = !next_block;
+      held_->ends_panel = !same_panel;
+      held_->ends_group = !begun_;
+    }
+    if (!begun_) group_ = sums_.begin_group();
+    begun_ = true;
+    if (!same_panel) ++visits_;
+    job.run = next_block ? held_->run + 1 : 1;
+    job.grad_rows = grad_rows_[visits_ % 2];
+    job.group = group_;
+    met_ = block->at;
+    Sums::add_to_run(job);
+    if (held_ != nullptr) advance(held_);
+    held_ = &job;
+    ++added_;
+  }
+
+  void drain() {
+    if (held_ != nullptr) {
+      held_->ends_run = held_->ends_panel = held_->ends_group = true;
+      advance(held_);
+    }
+    held_ = nullptr;
+    while (current_ != nullptr || last_ != nullptr || sums_.waiting()) advance(nullptr);
+    pending_.flush();
+    begun_ = false;
+    met_ = -1;
+  }
+
+  // Not inlined where it is called: the body is large, and a tile is thousands of cycles of work.
+  __attribute__((noinline)) void advance(Job* next) {
+    if (current_ != nullptr) open(*current_);
+    if (next != nullptr) add_products(*next);
+    if (last_ != nullptr && last_->ends_run) sums_.add_query_sums(*last_);
+    sums_.take_due(current_);
+    if (plain_) {
+      multiply<true>(next != nullptr);
+    } else {
+      multiply<false>(next != nullptr);
+    }
+    if (current_ != nullptr && work_.bias) {
+      bias_.add(tile_at(*current_), (current_->panel - this->panels_) * kTileQueries,
+                current_->panel->count, current_->grads, current_->scores);
+    }
+    const bool special = last_ != nullptr && last_->block->keys.num_special > 0;
+    if (sums_.num_due == 0 || special) pending_.flush();
+    if (special) add_special(*last_);
+    if (current_ != nullptr && current_->ends_group) sums_.add_key_sums(*current_->group);
+    last_ = current_;
+    current_ = next;
+  }
+
+  static TileAt tile_at(const Job& job) {
+    return {job.panel->b, job.panel->h, job.panel->first, job.block->j, job.block->n};
+  }
+
+  void open(const Job& job) {
+    const TileAt at = tile_at(job);
+    if (scores_.wanted(job.partial, at.n)) {
+      scores_.finish(at, job.partial, job.panel->count, job.scores, cap_slope_);
+    }
+    // Their product with a key that is not finite would be no number.
+    for (uint32_t dead = ~job.panel->alive; dead != 0; dead &= dead - 1) {
+      scores_.clear_row(static_cast<uint32_t>(__builtin_ctz(dead)), job.scores);
+    }
+    if (bwd_.grad_weights != nullptr) add_grad_weights(at, job.panel->count, job.grads);
+    tile_.rows = &job.panel->rows;
+    tile_.scores = job.scores;
+    tile_.grads = job.grads;
+    tile_.cap_slope = p_.softcap > 0 ? cap_slope_ : nullptr;
+    tile_.dropout = p_.dropout_p > 0 ? &dropout_ : nullptr;
+    if (p_.dropout_p > 0) dropout_.begin(p_, at);
+    tile_.weight_pairs = job.group->weight_pairs + Sums::pairs_at(job.block->at, job.at);
+    tile_.grad_pairs = job.group->grad_pairs + Sums::pairs_at(job.block->at, job.at);
+    tile_.grad_rows = Sums::rows_of(job);
+    tile_.unit = this->unit_;
+    tile_.dropout_scale = static_cast<float>(dropout_scale(p_.dropout_p));
+    tile_.for_bias = work_.bias;
+  }
+
+  // ---- products
+
+  void add_products(const Job& job) {
+    product_quads<F>(job.panel->query, job.block->keys.key, steps_, kKeyTiles, job.scores,
+                     products_);
+    product_quads<F>(job.panel->grad_out, job.block->features, steps_v_, kKeyTiles, job.grads,
+                     products_ + kKeyTiles / 2);
+  }
+
+  // The quads, beside the vector work of tile_, which is spread over their steps.
+  template <bool kPlain>
+  void multiply(bool products) {
+    const int64_t steps = max64(steps_, steps_v_);
+    if (steps == 1) return multiply_beside<kPlain, 4>(products);
+    if (steps == 2) return multiply_beside<kPlain, 2>(products);
+    multiply_beside<kPlain, 1>(products);
+  }
+
+  template <bool kPlain, int kUnits>
+  __attribute__((noinline)) void multiply_beside(bool products) {
+    constexpr int kSumUnits = kUnits == 1 ? 1 : kUnits / 2;
+    using Stream = typename Gradients::template Stream<kPlain>;
+    TileSchedule<F, Stream> schedule(&pending_, Stream(tile_, current_ != nullptr));
+    if (products) {
+      for (const TileQuad& quad : products_) schedule.template multiply<false, kUnits>(quad);
+    }
+    for (int64_t q = 0; q < sums_.num_due; ++q) {
+      schedule.template multiply<true, kSumUnits>(sums_.due[q]);
+    }
+    schedule.finish();
+  }
+
+  // ---- beside the products
+
+  // Adds keys that were not multiplied to dQ of those who see them.
+  void add_special(const Job& job) {
+    const int64_t h_kv = job.panel->h / (p_.num_heads / p_.num_heads_kv);
+    const int64_t stride = p_.key_strides[2];
+    const T* const key = at_head<T>(p_.key, p_.key_strides, key_rows(p_, job.panel->b), h_kv) +
+                         job.block->j * stride;
+    for (int s = 0; s < job.block->keys.num_special; ++s) {
+      const int t = job.block->keys.special[s];
+      for (uint32_t r = 0; r < kTileQueries; ++r) {
+        const float grad = F::weight(Sums::rows_of(job) + r * kTileSteps + F::woven(t));
+        if (grad == 0) continue;
+        float* const out = job.panel->grad_query + r * 16;
+        for (int64_t d = 0; d < p_.head_dim; ++d) {
+          out[d / 16 * kPairSums + d % 16] += grad * to_acc(key[t * stride + d]);
+        }
+      }
+    }
+  }
+
+  void add_grad_weights(const TileAt& at, int64_t rows, float* grads) {
+    const int64_t* const strides = bwd_.grad_weights_strides;
+    const T* const src = static_cast<const T*>(bwd_.grad_weights) + at.b * strides[0] +
+                         at.h * strides[1] + at.i * strides[2] + at.j;
+    const float factor = static_cast<float>(bwd_.grad_weights_factor);
+    alignas(64) float row[kGradientKeys] = {};
+    for (uint32_t r = 0; r < rows; ++r) {
+      load_row(src + r * strides[2], at.n, row);
+      for (int64_t v = 0; v < kKeyTiles; ++v) {
+        float* const to = grads + r * 16 + v * kPairSums;
+        store(to, load(to) + load(row + v * 16) * factor);
+      }
+    }
+  }
+
+  // The rows of the chunk have met all keys.
+  void end_bias_rows(int64_t panels) const {
+    for (int64_t slot = 0; slot < panels; ++slot) {
+      const BwdPanel& panel = this->panels_[slot];
+      for (uint32_t alive = panel.alive; alive != 0; alive &= alive - 1) {
+        const int64_t r = __builtin_ctz(alive);
+        bias_.end_row(slot * kTileQueries + r, panel.b, panel.h, panel.first + r,
+                      panel.rows.grad_lse[r]);
+      }
+    }
+  }
+
+  // dQ of a head from those of the splits.
+  void add_parts(int64_t head) {
+    float* const first = parts_ + head * work_.splits * work_.part;
+    for (int64_t s = 1; s < work_.splits; ++s) {
+      for (int64_t e = 0; e < work_.part; ++e) first[e] += first[s * work_.part + e];
+    }
+    this->write_grad_query(head / p_.num_heads, head % p_.num_heads, first);
+  }
+
+  const MaskView<float>& mask_;
+  const Work work_;
+  float* const parts_;  // (batch, heads, splits, queries x features); null without splits
+  BiasRows<T> bias_;
+  bool plain_;
+  int64_t chunk_;
+  TileDropout<kGradientKeys> dropout_;
+  typename Gradients::Tile tile_{};
+  BwdBlock blocks_[2][kBlocks];
+  typename Sums::Group* group_ = nullptr;
+  Job jobs_[4];
+  int64_t turn_ = 0, added_ = 0, visits_ = 0;  // of blocks, tiles, panels
+  int64_t turn_added_ = 0;                     // tiles before this turn
+  int64_t met_ = -1;                           // the last block that the panel meets
+  bool begun_ = false;                         // the group has a tile
+  Job *held_ = nullptr, *current_ = nullptr, *last_ = nullptr;
+  TileQuad products_[kKeyTiles];  // of this step: scores and dP
+  Sums sums_;
+  PendingSums pending_;
+  float *score_tiles_[2], *grad_tiles_[2], *cap_slope_;
+  uint16_t* grad_rows_[2];
+  float *grad_key_, *grad_value_;  // (blocks, features x keys)
+  float* grad_query_;              // (queries x features), where there are no splits
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

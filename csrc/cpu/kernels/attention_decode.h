@@ -1,0 +1,143 @@
+// Attention forward for a few queries against many keys, as in step-by-step decoding.
+//
+// What limits this is memory: 2 * head_dim elements a key. So each key and value is read once, as
+// it is stored, for all queries of all heads that share it, by one of two kernels: decode_tiles.h
+// where there are tile registers and enough queries for them, else decode_rows.h. Few heads are
+// split over the keys, into parts that depend on the shape alone and are merged in order.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/kernels/decode_rows.h"
+#include "cpu/kernels/decode_tiles.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class AttentionDecode {
+  using A = Acc<T>;
+  static constexpr int64_t kLane = kLanes<A>;
+  static constexpr int64_t kMinTasks = 16;  // parts stop here
+  static constexpr int64_t kPart = 128;     // keys of a part are a multiple of this
+
+ public:
+  // Queries up to which this is faster than panels, which cost the same for one query as for all.
+  // Not where a backward follows: it computes the scores anew, and where one key has all the weight
+  // their rounding only cancels if lse comes from scores that were rounded alike.
+  static bool pays_off(const AttentionParams& p) {
+    if (p.lse_low != nullptr) return false;
+    const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
+    if (few && p.seqlen_k >= 4 * p.seqlen_q) return true;
+    // A panel waits for long keys, which are read evenly here (48 heads, 2,048 keys of 64 in
+    // float32: 17 queries 12.5 and 6.1 ms); it is faster with short ones, and with more rows.
+    const int64_t rows = DecodeShape<A>(p).rows;
+    return kTakesPanel && rows > 0 && rows <= kPanel<A> && p.seqlen_k >= kLongKeys;
+  }
+
+  static bool run(const AttentionParams& p) { return run_by<DecodeRows<T>>(p); }
+
+#if defined(__AMX_BF16__)
+  static bool takes_tiles(const AttentionParams& p) {
+    if constexpr (kTiles) return DecodeShape<A>(p).rows >= DecodeTiles<T>::kMinRows;
+    return false;
+  }
+
+  static bool run_tiles(const AttentionParams& p) {
+    if constexpr (kTiles) return run_by<DecodeTiles<T>>(p);
+    return run(p);
+  }
+#endif
+
+ private:
+#if defined(__AMX_BF16__)
+  static constexpr bool kTiles = sizeof(T) == 2, kTakesPanel = kTiles;
+#else
+  static constexpr bool kTiles = false, kTakesPanel = sizeof(T) == 4 && kLane == 16;
+#endif
+  static constexpr int64_t kMaxQueries = kTiles ? 16 : DecodeRows<T>::kMaxQueries;
+  static constexpr int64_t kLongKeys = 512;
+
+  template <class Kernel>
+  static bool run_by(const AttentionParams& p) {
+    MaskView<A> mask;
+    if (!mask.init(p, kDecodeKeys)) return false;
+    const DecodeShape<A> shape(p);
+    const int64_t heads = p.batch * p.num_heads_kv, units = div_up(p.seqlen_k, kPart);
+    const int64_t splits = max64(1, min64(units, div_up(kMinTasks, max64(heads, 1))));
+    const int64_t per_split = div_up(units, splits) * kPart;
+    Arena parts;  // (heads, splits, part)
+    parts.template take<A>(heads * splits * shape.part());
+    if (!parts.allocate()) return false;
+    A* const results = parts.template take<A>(heads * splits * shape.part());
+    return run_team(p.num_threads, heads * splits, [&] {
+      Kernel kernel(p, mask, shape);
+      const bool ok = kernel.allocate();
+#pragma omp for schedule(dynamic)
+      for (int64_t task = 0; task < heads * splits; ++task) {
+        const int64_t head = task / splits, begin = task % splits * per_split;
+        const int64_t b = head / p.num_heads_kv, num_keys = key_rows(p, b).count;
+        if (!ok) continue;
+        kernel.run(b, head % p.num_heads_kv, min64(begin, num_keys),
+                   min64(begin + per_split, num_keys), shape.at(results + task * shape.part()));
+      }
+#pragma omp for schedule(static) nowait
+      for (int64_t head = 0; head < heads; ++head) {
+        if (!ok) continue;
+        const AttentionDecode self(p, shape);
+        const DecodePart<A> first = shape.at(results + head * splits * shape.part());
+        for (int64_t s = 1; s < splits; ++s) {
+          self.merge(shape.at(results + (head * splits + s) * shape.part()), first);
+        }
+        self.write(head / p.num_heads_kv, head % p.num_heads_kv, first);
+      }
+      return ok;
+    });
+  }
+
+  AttentionDecode(const AttentionParams& p, const DecodeShape<A>& shape)
+      : p_(p), shape_(shape), units_(p), unit_(units_.natural) {}
+
+  // Adds a part to another.
+  void merge(const DecodePart<A>& from, const DecodePart<A>& to) const {
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      if (from.sum[r] == 0) continue;
+      const A top = from.maximum[r] > to.maximum[r] ? from.maximum[r] : to.maximum[r];
+      const Vec<A> factor = exp_nonpositive<A>(broadcast<A>(from.maximum[r] - top), unit_);
+      const Vec<A> own = exp_nonpositive<A>(broadcast<A>(to.maximum[r] - top), unit_);
+      A* const out = to.out + r * shape_.wide;
+      for (int64_t d = 0; d < shape_.wide; d += kLane) {
+        store(out + d, load(out + d) * own + load(from.out + r * shape_.wide + d) * factor);
+      }
+      to.sum[r] = to.sum[r] * own[0] + from.sum[r] * factor[0];
+      to.maximum[r] = top;
+    }
+  }
+
+  void write(int64_t b, int64_t h_kv, const DecodePart<A>& part) const {
+    const SequenceRows queries = query_rows(p_, b);
+    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      const int64_t h = h_kv * shape_.group + r / p_.seqlen_q, i = r % p_.seqlen_q;
+      if (i >= queries.count) continue;
+      A* const row = part.out + r * shape_.wide;
+      const A sum = part.sum[r] == 0 ? A(1) : part.sum[r];  // rows that saw nothing stay 0
+      const A factor = kept / sum;
+      for (int64_t d = 0; d < shape_.wide; d += kLane) {
+        // A division takes longer, and rounds once less.
+        store(row + d, sizeof(A) == 8 ? load(row + d) / sum * kept : load(row + d) * factor);
+      }
+      T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));
+      store_row(row, p_.head_dim_v, out + i * p_.out_strides[2]);
+      write_lse(p_, units_.natural, lse_begin(p_, b, h) + i, part.maximum[r], part.sum[r]);
+    }
+  }
+
+  const AttentionParams& p_;
+  const DecodeShape<A>& shape_;
+  const ScoreUnits units_;
+  const ExpUnit<A> unit_;  // of a score
+};
+
+}  // namespace
+}  // namespace fused_attn

@@ -1,0 +1,399 @@
+// Attention forward: online softmax over blocks of keys, never a matrix of scores.
+//
+// Sources: Milakov and Gimelshein 2018 (online normalizer), Dao 2023 (FlashAttention-2).
+#pragma once
+
+#include "cpu/kernels/attention_tile.h"
+
+namespace fused_attn {
+namespace {
+
+// Panels that share a block of keys, which is then packed once and stays in cache. With 16, the
+// queries and outputs of 512 queries at head_dim 64 in three parts take 320 KiB of L2.
+constexpr int64_t kMaxPanels = 16;
+
+// A row's weights are relative to a maximum that may be too low by this power of 2: results are
+// then rescaled a few times a row, not for nearly every block.
+constexpr int kMaximumSlack = 8;
+
+// Scores of one tile to weights exp(score - maximum), a piece at a time.
+template <class T>
+struct SoftmaxStream {
+  using A = Acc<T>;
+  using P = Product<T>;
+  static constexpr int kLane = kLanes<A>;
+  // Keys, and vectors of queries, of a piece. Three parts are bound by their products: after a
+  // larger piece, the next tile loads would wait for room in the reorder buffer. The others are
+  // bound by this, and larger pieces have less overhead.
+  static constexpr int kKeys = 4, kVectors = P::kParts == 3 ? 1 : 2;
+
+  // One call of as many as there are until finish().
+  void operator()() {
+    due += pieces();
+    while (done < pieces() && done * calls < due) step();
+  }
+
+  void finish() {
+    while (done < pieces()) step();
+  }
+
+  int64_t pieces() const { return steps / kKeys * (2 / kVectors); }
+
+  void step() { dropout == nullptr && !in_place ? piece<true>() : piece<false>(); }
+
+  template <bool kPlain>
+  __attribute__((noinline)) void piece() {
+    const int64_t t = kVectors == 2 ? done * kKeys : done / 2 * kKeys;
+    const int first = kVectors == 2 ? 0 : static_cast<int>(done % 2);
+    A* const from = scores + t * kPanel<A>;
+    const ExpUnit<A> exp_unit = unit;
+    if (!kPlain && dropout != nullptr && first == 0 && t % kDecisions == 0) {
+      dropout_words<A>(*dropout, dropped_at, t, keep);
+    }
+    const uint32_t* const own = keep + t % kDecisions;
+    for (int v = first; v < first + kVectors; ++v) {
+      const Vec<A> below = shift[v];
+      Vec<A> x[kKeys];
+      typename P::Weight weight[kKeys], whole[kKeys];  // after dropout, and before
+      for (int r = 0; r < kKeys; ++r) {
+        A* const score = from + r * kPanel<A> + v * kLane;
+        x[r] = exp_nonpositive<A, kPrecision<T>>(load(score) - below, exp_unit);
+        Vec<A> kept = x[r];
+        if (!kPlain) {
+          if (dropout != nullptr) kept = where<A>(own[r] >> (v * kLane), kept, Vec<A>{});
+          if (in_place) store(score, kept);
+        }
+        whole[r] = P::weight(x[r]);
+        weight[r] = kPlain ? whole[r] : P::weight(kept);
+      }
+      for (int r = 0; r < kKeys; r += 2) {
+        sum[v] += x[r] + x[r + 1];
+        if constexpr (P::kRoundsWeights) {
+          rounded_sum[v] = P::add_rounded(rounded_sum[v], whole[r], whole[r + 1]);
+        }
+        P::store_right(weights, P::right_size(kBlockN, kPanel<A>) / P::kParts, t + r, v, weight[r],
+                       weight[r + 1]);
+      }
+    }
+    ++done;
+  }
+
+  int64_t steps, calls;               // keys, and calls to come
+  A* scores;                          // (steps, panel)
+  typename P::RightElement* weights;  // (steps, panel)
+  const AttentionParams* dropout;     // null: none
+  DropoutAt dropped_at;               // of the tile
+  bool in_place;                      // weights are wanted in place of the scores, too
+  ExpUnit<A> unit;                    // of a score
+  Vec<A> shift[2];
+  Vec<A> sum[2] = {};
+  Vec<A> rounded_sum[2] = {};      // of weights as they are multiplied, where that rounds them
+  uint32_t keep[kDecisions] = {};  // what dropout leaves of these keys
+  int64_t done = 0, due = 0;       // pieces, and pieces times calls
+};
+
+template <class T>
+class AttentionFwd {
+  using A = Acc<T>;
+  using P = Product<T>;
+  static constexpr int64_t kRows = kPanel<A>;
+  static constexpr int kLane = kLanes<A>;
+
+ public:
+  static bool run(const AttentionParams& p) {
+    MaskView<A> mask;
+    if (!mask.init(p)) return false;
+    const int64_t num_panels = div_up(p.seqlen_q, kRows), heads = p.batch * p.num_heads;
+    // Fewer panels a task where there are few tasks; each panel's result is the same either way.
+    int64_t per_task = kMaxPanels;
+    while (per_task > 1 && heads * div_up(num_panels, per_task) < 4 * p.num_threads) per_task /= 2;
+    const int64_t per_head = div_up(num_panels, per_task), tasks = heads * per_head;
+    return run_team(p.num_threads, tasks, [&] {
+      AttentionFwd self(p, mask);
+      const bool ok = self.allocate(min64(per_task, num_panels));
+      // Last panels first: under a causal mask they are the longest.
+      share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
+        const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
+        const int64_t b = head / p.num_heads, first = group * per_task;
+        const int64_t own_panels = div_up(query_rows(p, b).count, kRows);
+        const int64_t count = min64(per_task, own_panels - first);
+        if (ok && count > 0) self.head_panels(b, head % p.num_heads, first, count);
+      });
+      return ok;
+    });
+  }
+
+ private:
+  using LeftElement = typename P::LeftElement;
+  using RightElement = typename P::RightElement;
+
+  struct Panel {
+    RightElement* query;  // (head_dim, panel)
+    A* out;               // (head_dim_v, panel), not divided by sum
+    A* maximum;           // (panel), in the units of the scores
+    A* sum;               // (panel)
+    A* divisor;           // (panel), the sum of the weights as they were multiplied
+  };
+
+  // Keys `offset` and further of the block against a panel.
+  struct TileOf {
+    Tile kind;
+    TileAt at;
+    int64_t offset;
+    const Panel* panel;
+  };
+
+  // A tile on its way.
+  struct Job {
+    TileOf tile;
+    A* scores;              // (kBlockN, panel)
+    RightElement* weights;  // (kBlockN, panel)
+    bool rescale;
+    alignas(64) A alpha[kRows];  // with rescale: what earlier results are multiplied by
+  };
+
+  AttentionFwd(const AttentionParams& p, const MaskView<A>& mask)
+      : p_(p), mask_(mask), units_(p), unit_(units_.natural) {}
+
+  void place(int64_t panels) {
+    const int64_t wide = P::pad_dim(p_.head_dim), wide_v = P::pad_dim(p_.head_dim_v);
+    for (int64_t i = 0; i < panels; ++i) {
+      panels_[i] = {arena_.template take<RightElement>(P::right_size(wide, kRows)),
+                    arena_.template take<A>(wide_v * kRows), arena_.template take<A>(kRows),
+                    arena_.template take<A>(kRows), nullptr};
+      Panel& panel = panels_[i];
+      panel.divisor = P::kRoundsWeights ? arena_.template take<A>(kRows) : panel.sum;
+    }
+    for (int i = 0; i < 2; ++i) {
+      scores_[i] = arena_.template take<A>(kBlockN * kRows);
+      weights_[i] = arena_.template take<RightElement>(P::right_size(kBlockN, kRows));
+    }
+    bias_ = arena_.template take<A>(kBlockN * kRows);
+    stage_ = arena_.template take<T>(max64(kBlockN, kRows) * max64(wide, wide_v));
+    scratch_ = arena_.template take<RightElement>(P::scratch_size(wide));
+    rows_ = arena_.template take<A>(kRows * p_.head_dim_v);
+    key_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide));
+    value_ = arena_.template take<LeftElement>(P::columns_size(kBlockN, wide_v));
+  }
+
+  bool allocate(int64_t panels) {
+    place(panels);
+    if (!arena_.allocate()) return false;
+    place(panels);
+    return true;
+  }
+
+  void head_panels(int64_t b, int64_t h, int64_t first, int64_t count) {
+    const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
+    const SequenceRows keys = key_rows(p_, b);
+    queries_ = query_rows(p_, b);
+    const T* const query = at_head<T>(p_.query, p_.query_strides, queries_, h);
+    const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv);
+    const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
+    for (int64_t i = 0; i < count; ++i) begin_panel(query, (first + i) * kRows, panels_[i]);
+    for (int64_t j = 0; j < keys.count; j += kBlockN) {
+      const int64_t n = min64(kBlockN, keys.count - j);
+      int64_t tiles = 0;
+      bool partial = false;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = (first + i) * kRows;
+        const Tile kind = mask_.classify(b, h, row, j, j + n);
+        if (kind == Tile::kSkip) continue;
+        int64_t lo = j, hi = j + n;
+        if (kind == Tile::kPartial) mask_.visible_span(b, row, j, j + n, &lo, &hi);
+        if (lo >= hi) continue;
+        tiles_[tiles++] = {kind, {b, h, row, lo, hi - lo}, lo - j, &panels_[i]};
+        partial = partial || kind == Tile::kPartial;
+      }
+      if (tiles == 0) continue;
+      k_ = P::rows(key + j * p_.key_strides[2], p_.key_strides[2], n, p_.head_dim, stage_, key_);
+      v_.load(value + j * p_.value_strides[2], p_.value_strides[2], n, p_.head_dim_v, partial,
+              stage_, value_);
+      run_tiles(tiles);
+    }
+    for (int64_t i = 0; i < count; ++i) end_panel(b, h, (first + i) * kRows, panels_[i]);
+  }
+
+  // The tiles of a block of keys. While the vector units make weights of one tile's scores, tile
+  // registers multiply the last one's weights and the next one's queries.
+  void run_tiles(int64_t count) {
+    const auto job = [&](int64_t i) -> Job& { return jobs_[i % 3]; };
+    start(tiles_[0], 0, &job(0));
+    multiply_query(job(0), kNothing);
+    prepare(&job(0));
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + 1 < count) start(tiles_[i + 1], (i + 1) % 2, &job(i + 1));
+      SoftmaxStream<T> stream = open(job(i));
+      if (i > 0) stream.calls += P::calls(p_.head_dim_v, job(i - 1).tile.at.n);
+      if (i + 1 < count) stream.calls += P::calls(job(i + 1).tile.at.n, p_.head_dim);
+      if (i > 0) multiply_value(job(i - 1), stream);
+      if (i + 1 < count) multiply_query(job(i + 1), stream);
+      stream.finish();
+      close(stream, job(i));
+      if (i + 1 < count) prepare(&job(i + 1));
+    }
+    multiply_value(job(count - 1), kNothing);
+  }
+
+  void begin_panel(const T* query, int64_t i, const Panel& panel) {
+    copy_rows(query + i * p_.query_strides[2], p_.query_strides[2],
+              min64(kRows, queries_.count - i), p_.head_dim, stage_, kRows,
+              P::pad_dim(p_.head_dim));
+    P::right_columns(stage_, p_.head_dim, scratch_, panel.query);
+    memset(panel.out, 0, P::pad_dim(p_.head_dim_v) * kRows * sizeof(A));
+    for (int64_t l = 0; l < kRows; ++l) {
+      panel.maximum[l] = -static_cast<A>(__builtin_inf());
+      panel.sum[l] = panel.divisor[l] = 0;
+    }
+  }
+
+  void start(const TileOf& tile, int buffer, Job* job) {
+    job->tile = tile;
+    job->scores = scores_[buffer];
+    job->weights = weights_[buffer];
+  }
+
+  template <class Meanwhile>
+  void multiply_query(const Job& job, Meanwhile& meanwhile) {
+    P::template multiply<Layout::kRowMajor, Into::kStore>(
+        job.tile.at.n, p_.head_dim, k_.from_row(job.tile.offset),
+        P::columns_view(job.tile.panel->query, p_.head_dim), job.scores, kRows, nullptr, meanwhile);
+  }
+
+  // Masks the scores, and brings the maximum up to date.
+  void prepare(Job* job) {
+    const TileAt& at = job->tile.at;
+    finish_scores<T>(p_, mask_, units_, job->tile.kind, at, job->scores, nullptr, bias_);
+    const Vec<A> nothing = broadcast<A>(-static_cast<A>(__builtin_inf()));
+    const int64_t steps = P::pad_steps(at.n);
+    job->rescale = false;
+    for (int v = 0; v < 2; ++v) {
+      const A* const column = job->scores + v * kLane;
+      Vec<A> highest[4] = {nothing, nothing, nothing, nothing};
+      for (int64_t t = 0; t < steps; t += 4) {
+        for (int r = 0; r < 4; ++r) highest[r] = max<A>(highest[r], load(column + (t + r) * kRows));
+      }
+      A* const maximum = job->tile.panel->maximum + v * kLane;
+      const Vec<A> old = load(maximum);
+      const Vec<A> found = max<A>(max<A>(highest[0], highest[1]), max<A>(highest[2], highest[3]));
+      const Vec<A> raised = (found - old) * unit_.high > kMaximumSlack ? found : old;
+      store(maximum, raised);
+      // Nothing seen yet: 0 and 0 - -inf would be NaN.
+      store(job->alpha + v * kLane,
+            raised == old ? broadcast<A>(1) : exp_nonpositive<A>(old - raised, unit_));
+      job->rescale = job->rescale || any(raised != old);
+    }
+  }
+
+  SoftmaxStream<T> open(const Job& job) {
+    const bool drops = p_.dropout_p > 0;
+    SoftmaxStream<T> stream{P::pad_steps(job.tile.at.n),
+                            0,
+                            job.scores,
+                            job.weights,
+                            drops ? &p_ : nullptr,
+                            drops ? dropout_at(p_, job.tile.at) : DropoutAt{},
+                            v_.count > 0,
+                            unit_,
+                            {}};
+    for (int v = 0; v < 2; ++v) {
+      const Vec<A> maximum = load(job.tile.panel->maximum + v * kLane);
+      // -inf - -inf would be NaN: rows that have seen nothing yet are shifted by 0.
+      stream.shift[v] = maximum == -static_cast<A>(__builtin_inf()) ? Vec<A>{} : maximum;
+    }
+    return stream;
+  }
+
+  void close(const SoftmaxStream<T>& stream, const Job& job) {
+    for (int v = 0; v < 2; ++v) {
+      const Vec<A> alpha = load(job.alpha + v * kLane);
+      A* const sum = job.tile.panel->sum + v * kLane;
+      store(sum, load(sum) * alpha + stream.sum[v]);
+      if constexpr (P::kRoundsWeights) {
+        A* const divisor = job.tile.panel->divisor + v * kLane;
+        store(divisor, load(divisor) * alpha + stream.rounded_sum[v]);
+      }
+    }
+  }
+
+  template <class Meanwhile>
+  void multiply_value(const Job& job, Meanwhile& meanwhile) {
+    const TileOf& tile = job.tile;
+    const typename P::Left value = v_.left.from_key(tile.offset);
+    const typename P::Right weights = P::right_view(job.weights, kPlane);
+    A* const out = tile.panel->out;
+    if (job.rescale) {
+      P::template multiply<Layout::kColumnMajor, Into::kScale>(
+          p_.head_dim_v, tile.at.n, value, weights, out, kRows, job.alpha, meanwhile);
+    } else {
+      P::template multiply<Layout::kColumnMajor, Into::kAdd>(
+          p_.head_dim_v, tile.at.n, value, weights, out, kRows, nullptr, meanwhile);
+    }
+    if (v_.count == 0) return;
+    v_.add_special(tile.offset, tile.offset + tile.at.n, p_.head_dim_v, job.scores, out);
+  }
+
+  void end_panel(int64_t b, int64_t h, int64_t i, const Panel& panel) {
+    const int64_t rows = min64(kRows, queries_.count - i);
+    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    for (int v = 0; v < 2; ++v) {
+      // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
+      // row that one key dominates, 1.002 of it would hide all that the other keys have.
+      const Vec<A> sum = load(panel.divisor + v * kLanes<A>);
+      const Vec<A> divisor = sum == 0 ? broadcast<A>(1) : sum;  // rows that saw nothing stay 0
+      const Vec<A> factor = kept / divisor;
+      for (int64_t d = 0; d < p_.head_dim_v; ++d) {
+        A* const at = panel.out + d * kRows + v * kLane;
+        // A division takes 16 cycles, and rounds once less.
+        store(at, sizeof(A) == 8 ? load(at) / divisor * kept : load(at) * factor);
+      }
+    }
+    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries_, h));
+    write_panel<T>(panel.out, p_.head_dim_v, rows, rows_, out + i * p_.out_strides[2],
+                   p_.out_strides[2]);
+    if constexpr (sizeof(T) == 2) {
+      if (p_.out_low != nullptr) write_out_low(h, i, rows, out + i * p_.out_strides[2]);
+    }
+    const int64_t at = lse_begin(p_, b, h) + i;
+    for (int64_t l = 0; l < rows; ++l) {
+      write_lse(p_, units_.natural, at + l, panel.maximum[l], panel.sum[l]);
+    }
+  }
+
+  // What rounding took from rows of out, which write_panel has left in rows_.
+  void write_out_low(int64_t h, int64_t i, int64_t rows, const T* out) {
+    int16_t* const low =
+        const_cast<int16_t*>(at_head<int16_t>(p_.out_low, p_.out_low_strides, queries_, h)) +
+        i * p_.out_low_strides[2];
+    for (int64_t l = 0; l < rows; ++l) {
+      store_low_row(rows_ + l * p_.head_dim_v, out + l * p_.out_strides[2], p_.head_dim_v,
+                    low + l * p_.out_low_strides[2]);
+    }
+  }
+
+  static constexpr int64_t kPlane = P::right_size(kBlockN, kRows) / P::kParts;
+
+  const AttentionParams& p_;
+  const MaskView<A>& mask_;
+  const ScoreUnits units_;
+  const ExpUnit<A> unit_;  // of a score
+  Arena arena_;
+  typename P::Registers registers_;
+  SequenceRows queries_{};  // of the task at hand
+  KeyColumns<T> v_;
+  typename P::Left k_;
+  Panel panels_[kMaxPanels];
+  TileOf tiles_[kMaxPanels];
+  Job jobs_[3];
+  A* scores_[2];              // (kBlockN, panel)
+  RightElement* weights_[2];  // (kBlockN, panel)
+  A* bias_;                   // (kBlockN, panel)
+  T* stage_;                  // (kBlockN, widest head_dim)
+  RightElement* scratch_;
+  A* rows_;             // (panel, head_dim_v)
+  LeftElement* key_;    // (kBlockN, head_dim)
+  LeftElement* value_;  // (head_dim_v, kBlockN)
+};
+
+}  // namespace
+}  // namespace fused_attn

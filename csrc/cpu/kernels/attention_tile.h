@@ -1,0 +1,224 @@
+// What forward and backward of attention share: operands, packing, one tile of masked scores.
+//
+// Vector lanes are queries. A panel is two vectors of queries, a block up to kBlockN keys; a tile
+// of scores is S^T, (keys, panel). Row maximum, sum and rescaling are then vertical operations, and
+// only queries and outputs are transposed.
+#pragma once
+
+#include "cpu/kernels/mask.h"
+#include "cpu/simd/dropout.h"
+#include "cpu/simd/vec_math.h"
+#include "cpu/team.h"
+
+namespace fused_attn {
+namespace {
+
+// The first row of head h.
+template <class T>
+inline const T* at_head(const void* data, const int64_t strides[3], const SequenceRows& rows,
+                        int64_t h) {
+  return static_cast<const T*>(data) + rows.batch * strides[0] + h * strides[1] +
+         rows.first * strides[2];
+}
+
+// What a score, as finish_scores leaves it, is in natural units. The scale of a
+// plain problem is left to the softmax; where something is added to the scores, they have it.
+struct ScoreUnits {
+  explicit ScoreUnits(const AttentionParams& p) {
+    const bool plain = p.softcap == 0 && p.mask.bias.data == nullptr && p.mask.slopes == nullptr;
+    scaled = !plain || !(p.softmax_scale >= 0x1p-126);  // smaller ones may be 0 in float32
+    natural = scaled ? 1 : p.softmax_scale;
+  }
+  bool scaled;
+  double natural;
+};
+
+// The log-sum-exp of row `at` of all rows where it is wanted; -inf where it saw nothing. unit: of
+// the maximum.
+template <class A>
+inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maximum, A sum) {
+  if (p.lse == nullptr) return;
+  A high = -static_cast<A>(__builtin_inf()), low = 0;
+  if (sum != 0) log_sum_exp(maximum, unit, sum, &high, &low);
+  static_cast<A*>(p.lse)[at] = high;
+  if (p.lse_low != nullptr) static_cast<A*>(p.lse_low)[at] = low;
+}
+
+// What delta misses where it is made of an out that is rounded to 16 bits: of a row that sees few
+// keys, or one that has nearly all the weight, more than all of dS.
+template <class T>
+inline float delta_low(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
+                       int64_t i) {
+  const AttentionParams& p = bwd.fwd;
+  return dot_low_row(
+      at_head<T>(p.out, p.out_strides, queries, h) + i * p.out_strides[2],
+      at_head<int16_t>(p.out_low, p.out_low_strides, queries, h) + i * p.out_low_strides[2],
+      at_head<T>(bwd.grad_out, bwd.grad_out_strides, queries, h) + i * bwd.grad_out_strides[2],
+      p.head_dim_v);
+}
+
+// Where a tile lies.
+struct TileAt {
+  int64_t b, h, i, j, n;  // batch, head, first query, first key, number of keys
+};
+
+// Products of one tile, (n, panel), to masked scores; the rows that pad n are -inf.
+//
+// cap_slope: with softcap, the derivative of the capped score by the uncapped one, (n, panel);
+// null: not wanted. stage: (kBlockN, panel).
+template <class T>
+inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask,
+                          const ScoreUnits& units, Tile kind, const TileAt& at, Acc<T>* scores,
+                          Acc<T>* cap_slope, Acc<T>* stage) {
+  using A = Acc<T>;
+  constexpr int64_t kRows = kPanel<A>;
+  if (p.softcap > 0) {
+    const A cap = static_cast<A>(p.softcap), inner = static_cast<A>(p.softmax_scale / p.softcap);
+    for (int64_t e = 0; e < at.n * kRows; e += kLanes<A>) {
+      const Vec<A> t = tanh<A>(load(scores + e) * inner);
+      store(scores + e, t * cap);
+      if (cap_slope != nullptr) store(cap_slope + e, A(1) - t * t);
+    }
+  } else if (units.scaled) {
+    const A scale = static_cast<A>(p.softmax_scale);
+    for (int64_t e = 0; e < at.n * kRows; e += kLanes<A>) {
+      store(scores + e, load(scores + e) * scale);
+    }
+  }
+  if (kind == Tile::kPartial) mask.apply(at.b, at.h, at.i, at.j, at.n, scores, stage);
+  const Vec<A> nothing = broadcast<A>(-static_cast<A>(__builtin_inf()));
+  for (int64_t e = at.n * kRows; e < Product<T>::pad_steps(at.n) * kRows; e += kLanes<A>) {
+    store(scores + e, nothing);
+  }
+}
+
+// What the counters of a tile begin with: its first key, a multiple of kDecisions, its first query,
+// and its head.
+struct DropoutAt {
+  int64_t key;
+  uint32_t query, head;
+};
+
+inline DropoutAt dropout_at(const AttentionParams& p, const TileAt& at) {
+  const DropoutOrigin origin = dropout_origin(p, at.b);
+  return {origin.key + at.j, static_cast<uint32_t>(origin.row + at.i),
+          static_cast<uint32_t>(origin.head + at.h)};
+}
+
+// Which weights of a tile dropout keeps, of a panel of A: bit l of words[r] for query l and key
+// t + r, r < 8. dropout_scale is applied by the caller.
+//
+// Eight keys share a counter, so t must be a multiple of 8, as every tile's first key is.
+template <class A>
+inline void dropout_words(const AttentionParams& p, const DropoutAt& at, int64_t t,
+                          uint32_t words[kDecisions]) {
+  keep_rows<kPanel<A>>(PhiloxKeys(p.seed), dropout_threshold(p.dropout_p), at.key + t, at.query,
+                       at.head, 0, words);
+}
+
+// Whether no number of n rows is infinite or NaN.
+template <class T>
+inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
+  using A = Acc<T>;
+  constexpr int64_t kLane = kLanes<A>;
+  Vec<A> zero{};
+  A rest = 0;
+  for (int64_t t = 0; t < n; ++t) {
+    const T* const row = rows + t * stride;
+    int64_t d = 0;
+    for (; d + kLane <= dim; d += kLane) zero += load_as<T>(row + d) * A(0);
+    for (; d < dim; ++d) rest += to_acc(row[d]) * A(0);
+  }
+  return rest + horizontal_sum<A>(zero) == 0;
+}
+
+// A block of keys of one head as operands: rows of key and value, or their transposes.
+//
+// Only keys that somebody sees may be multiplied with their value, since 0 * NaN is not 0: rows
+// that are not finite are 0 in a transpose, listed in special, and added by add_special, in every
+// tile of the block.
+template <class T>
+struct KeyColumns {
+  using A = Acc<T>;
+  typename Product<T>::Left left{};
+  const T* rows = nullptr;
+  int64_t stride = 0, count = 0;
+  int64_t special[kBlockN];
+
+  // stage: (kBlockN, pad_dim(dim)) of T.
+  void load(const T* src, int64_t row_stride, int64_t n, int64_t dim, bool guard, T* stage,
+            typename Product<T>::LeftElement* buffer) {
+    rows = src;
+    stride = row_stride;
+    count = 0;
+    for (int64_t t = 0; guard && t < n; ++t) {
+      if (!rows_finite(src + t * stride, stride, 1, dim)) special[count++] = t;
+    }
+    if (count > 0) {
+      const int64_t wide = Product<T>::pad_dim(dim);
+      copy_rows(src, stride, n, dim, stage, Product<T>::pad_steps(n), wide);
+      for (int64_t s = 0; s < count; ++s) memset(stage + special[s] * wide, 0, wide * sizeof(T));
+      src = stage;
+      row_stride = wide;
+    }
+    left = Product<T>::columns(src, row_stride, n, dim, stage, buffer);
+  }
+
+  // out (dim, panel) += the special rows among keys [lo, hi) times their weights (hi - lo, panel).
+  void add_special(int64_t lo, int64_t hi, int64_t dim, const A* weights, A* out) const {
+    for (int64_t s = 0; s < count; ++s) {
+      if (special[s] < lo || special[s] >= hi) continue;
+      for (int v = 0; v < 2; ++v) {
+        const Vec<A> weight =
+            fused_attn::load(weights + (special[s] - lo) * kPanel<A> + v * kLanes<A>);
+        for (int64_t d = 0; d < dim; ++d) {
+          A* const at = out + d * kPanel<A> + v * kLanes<A>;
+          const A x = to_acc(rows[special[s] * stride + d]);
+          store(at, fused_attn::load(at) + (weight == 0 ? Vec<A>{} : weight * x));
+        }
+      }
+    }
+  }
+};
+
+inline int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Whether bytes of operands stay in the cores' caches if tasks go to the same threads. (8 heads of
+// 32 x 64: 14 microseconds, and 17 with threads that take what comes.)
+inline bool fit_caches(int64_t bytes) { return bytes <= int64_t{1} << 20; }
+
+// Whether each query sees all keys, so that tasks are equally long. Fixed shares are as fast then,
+// and steadier beside one or two busy processes: the 90th percentile is 0.8 to 1.2 times torch's,
+// and 0.5 to 1.6 times with threads that take what comes (8 x 12 x 128 x 32 float32, AMD Zen 3).
+inline bool sees_all(const AttentionParams& p) {
+  const MaskParams& mask = p.mask;
+  return p.cu_seqlens_q == nullptr && mask.bias.data == nullptr && mask.dense.data == nullptr &&
+         mask.key_mask.data == nullptr && mask.bounds == nullptr &&
+         mask.query_documents == nullptr && mask.band_lo <= -p.seqlen_q &&
+         mask.band_hi >= p.seqlen_k;
+}
+
+// Bytes of query, key, value and out.
+template <class T>
+inline int64_t operand_bytes(const AttentionParams& p) {
+  const int64_t dims = p.head_dim + p.head_dim_v, size = static_cast<int64_t>(sizeof(T));
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int64_t queries = packed ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q;
+  const int64_t keys = packed ? p.cu_seqlens_k[p.batch] : p.batch * p.seqlen_k;
+  return (p.num_heads * queries + p.num_heads_kv * keys) * dims * size;
+}
+
+// Rows (rows, dim) from (dim, panel).
+template <class T>
+inline void write_panel(const Acc<T>* panel, int64_t dim, int64_t rows, Acc<T>* scratch, T* out,
+                        int64_t stride) {
+  constexpr int64_t kRows = kPanel<Acc<T>>;
+  if constexpr (sizeof(T) == sizeof(Acc<T>)) {
+    if (rows == kRows) return transpose(panel, kRows, dim, kRows, out, stride);
+  }
+  transpose(panel, kRows, dim, kRows, scratch, dim);
+  for (int64_t l = 0; l < rows; ++l) store_row(scratch + l * dim, dim, out + l * stride);
+}
+
+}  // namespace
+}  // namespace fused_attn

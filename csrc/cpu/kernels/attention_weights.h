@@ -1,0 +1,224 @@
+// The weights themselves, for those who ask for them: computed anew from query, key and lse, tile
+// by tile as in the backward, and averaged over the heads before they are written.
+//
+// A task is a few panels of queries of one head, or of all heads where they are averaged: the
+// average of a tile is summed up in L2, so no head's weights are ever held whole.
+#pragma once
+
+#include "cpu/kernels/attention_bwd_tile.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class WeightTiles : protected BwdTile<T> {
+ protected:
+  using Base = BwdTile<T>;
+  using Base::arena_;
+  using Base::kLane;
+  using Base::kRows;
+  using Base::p_;
+  using typename Base::A;
+  using typename Base::P;
+
+  // Panels of a task, for which a block of keys is packed once.
+  static constexpr int64_t kPanels = 4;
+
+  // Runs self.task(b, h, first panel, panels) for each task, with `heads` heads from h on packed:
+  // panel x of head h + g in slot g * kPanels + x.
+  template <class Self, class... Args>
+  static bool run_tasks(const AttentionBwdParams& bwd, int64_t heads, const Args&... args) {
+    const AttentionParams& p = bwd.fwd;
+    MaskView<A> mask;
+    if (!mask.init(p)) return false;
+    const int64_t panels = div_up(p.seqlen_q, kRows), parts = div_up(panels, kPanels);
+    const int64_t tasks = p.batch * p.num_heads / heads * parts;
+    return run_team(p.num_threads, tasks, [&] {
+      Self self(bwd, mask, args...);
+      const bool ok = self.allocate(heads);
+#pragma omp for schedule(dynamic) nowait
+      for (int64_t task = 0; task < tasks; ++task) {
+        if (!ok) continue;
+        const int64_t head = task / parts * heads, first = task % parts * kPanels;
+        const int64_t b = head / p.num_heads, h = head % p.num_heads;
+        const int64_t count = min64(kPanels, panels - first);
+        for (int64_t g = 0; g < heads; ++g) {
+          for (int64_t x = 0; x < count; ++x) {
+            self.pack_panel(b, h + g, first + x, g * kPanels + x, false);
+          }
+        }
+        self.task(b, h, first, count);
+      }
+      return ok;
+    });
+  }
+
+  WeightTiles(const AttentionBwdParams& bwd, const MaskView<A>& mask) : Base(bwd, mask) {}
+
+  bool allocate(int64_t heads) {
+    place(heads);
+    if (!arena_.allocate()) return false;
+    place(heads);
+    return true;
+  }
+
+  // The visible ones of a block of keys' tiles with the panels of a head: tile_gradients of each to
+  // use(panel, ...).
+  template <class Use>
+  void head_tiles(int64_t b, int64_t h, int64_t first, int64_t count, int64_t j, int64_t n,
+                  int64_t slot, const Use& use) {
+    const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv), stride = p_.key_strides[2];
+    const T* const key = at_head<T>(p_.key, p_.key_strides, key_rows(p_, b), h_kv) + j * stride;
+    typename P::Left k{};
+    bool packed = false;
+    for (int64_t x = 0; x < count; ++x) {
+      const TileAt at{b, h, (first + x) * kRows, j, n};
+      const Tile kind = this->mask_.classify(b, h, at.i, j, j + n);
+      if (kind == Tile::kSkip) continue;
+      if (!packed) k = P::rows(key, stride, n, p_.head_dim, this->stage_, this->key_);
+      packed = true;
+      this->tile_gradients(kind, at, slot + x, k, typename P::Left{},
+                           [&](int64_t t, const auto& weight, const auto& kept, const auto& grad) {
+                             use(x, t, weight, kept, grad);
+                           });
+    }
+  }
+
+  A* sums_;     // (kPanels, kBlockN, panel)
+  A* scratch_;  // (panel, kBlockN)
+
+ private:
+  void place(int64_t heads) {
+    Base::place_tile(heads * kPanels, false);
+    sums_ = arena_.template take<A>(kPanels * kBlockN * kRows);
+    scratch_ = arena_.template take<A>(kRows * kBlockN);
+  }
+};
+
+template <class T>
+class AttentionWeights : WeightTiles<T> {
+  using Base = WeightTiles<T>;
+  using Base::kLane;
+  using Base::kPanels;
+  using Base::kRows;
+  using Base::p_;
+  using Base::sums_;
+  using typename Base::A;
+  friend Base;
+
+ public:
+  static bool run(const AttentionWeightsParams& params) {
+    AttentionBwdParams bwd{};
+    bwd.fwd = params.fwd;
+    const int64_t heads = params.average ? max64(params.fwd.num_heads, 1) : 1;
+    return Base::template run_tasks<AttentionWeights>(bwd, heads, heads,
+                                                      static_cast<T*>(params.weights));
+  }
+
+ private:
+  AttentionWeights(const AttentionBwdParams& bwd, const MaskView<A>& mask, int64_t heads,
+                   T* weights)
+      : Base(bwd, mask), heads_(heads), weights_(weights) {}
+
+  void task(int64_t b, int64_t h, int64_t first, int64_t count) {
+    T* const out = weights_ + (b * p_.num_heads + h) / heads_ * p_.seqlen_q * p_.seqlen_k;
+    for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
+      const int64_t n = min64(kBlockN, p_.seqlen_k - j);
+      bool seen[kPanels] = {};
+      this->zero(sums_, count * kBlockN * kRows);
+      for (int64_t g = 0; g < heads_; ++g) {
+        this->head_tiles(b, h + g, first, count, j, n, g * kPanels,
+                         [&](int64_t x, int64_t t, const auto&, const auto& kept, const auto&) {
+                           seen[x] = true;
+                           for (int r = 0; r < 2; ++r) {
+                             for (int v = 0; v < 2; ++v) {
+                               A* const at = sums_ + (x * kBlockN + t + r) * kRows + v * kLane;
+                               store(at, load(at) + kept[r][v]);
+                             }
+                           }
+                         });
+      }
+      for (int64_t x = 0; x < count; ++x) {
+        const int64_t i = (first + x) * kRows;
+        write(x, seen[x], n, i, out + i * p_.seqlen_k + j);
+      }
+    }
+  }
+
+  // The average of a tile, or 0 where no head sees any of it.
+  void write(int64_t x, bool seen, int64_t n, int64_t i, T* out) {
+    const int64_t rows = min64(kRows, p_.seqlen_q - i);
+    if (!seen) {
+      for (int64_t l = 0; l < rows; ++l) memset(out + l * p_.seqlen_k, 0, n * sizeof(T));
+      return;
+    }
+    A* const sum = sums_ + x * kBlockN * kRows;
+    for (int64_t e = 0; heads_ > 1 && e < n * kRows; e += kLane) {
+      store(sum + e, load(sum + e) / static_cast<A>(heads_));
+    }
+    write_panel<T>(sum, n, rows, this->scratch_, out, p_.seqlen_k);
+  }
+
+  const int64_t heads_;
+  T* const weights_;
+};
+
+// Row sums of the weights times their gradient, which the backward subtracts from that gradient.
+//
+// Divided by the sum of the weights, which is 1 but for their rounding: where one key has all the
+// weight, its gradient and this cancel.
+template <class T>
+class WeightRowSums : WeightTiles<T> {
+  using Base = WeightTiles<T>;
+  using Base::kLane;
+  using Base::kPanels;
+  using Base::kRows;
+  using Base::p_;
+  using typename Base::A;
+  friend Base;
+
+ public:
+  static bool run(const AttentionBwdParams& params) {
+    // Without these dS is c P Z times the gradient, whose sum is wanted.
+    AttentionBwdParams bwd = params;
+    bwd.grad_lse = nullptr;
+    bwd.row_sums = nullptr;
+    bwd.fwd.head_dim_v = 0;
+    return Base::template run_tasks<WeightRowSums>(bwd, 1, static_cast<A*>(params.row_sums));
+  }
+
+ private:
+  WeightRowSums(const AttentionBwdParams& bwd, const MaskView<A>& mask, A* row_sums)
+      : Base(bwd, mask), row_sums_(row_sums) {}
+
+  void task(int64_t b, int64_t h, int64_t first, int64_t count) {
+    Vec<A> totals[kPanels][2] = {}, weights[kPanels][2] = {};
+    for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
+      const int64_t n = min64(kBlockN, p_.seqlen_k - j);
+      Vec<A> sums[kPanels][2] = {};
+      this->head_tiles(b, h, first, count, j, n, 0,
+                       [&](int64_t x, int64_t, const auto& weight, const auto&, const auto& grad) {
+                         for (int v = 0; v < 2; ++v) {
+                           sums[x][v] += grad[0][v] + grad[1][v];
+                           weights[x][v] += weight[0][v] + weight[1][v];
+                         }
+                       });
+      for (int64_t x = 0; x < count; ++x) {
+        for (int v = 0; v < 2; ++v) totals[x][v] += sums[x][v];
+      }
+    }
+    A* const out = row_sums_ + lse_begin(p_, b, h);
+    for (int64_t x = 0; x < count; ++x) {
+      const int64_t i = (first + x) * kRows;
+      for (int64_t l = 0; l < min64(kRows, p_.seqlen_q - i); ++l) {
+        const A weight = weights[x][l / kLane][l % kLane];
+        out[i + l] = weight == 0 ? A(0) : totals[x][l / kLane][l % kLane] / weight;
+      }
+    }
+  }
+
+  A* const row_sums_;
+};
+
+}  // namespace
+}  // namespace fused_attn

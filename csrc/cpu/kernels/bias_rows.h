@@ -1,0 +1,111 @@
+// The gradient of a bias while a backward goes on that makes dS by rows: columns of a bias' head
+// belong to one task, so nothing is added up between threads.
+//
+// The dS of a row add up to dlse. In 16 bits delta comes from an out whose weights were rounded,
+// and leaves P times its error in them, which is more than dS where a few keys have nearly all the
+// weight. What the row's sum misses tells the error, and keys with much weight are put right.
+#pragma once
+
+#include "cpu/kernels/tile_gradients.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class BiasRows {
+ public:
+  // Whether a task has to have all keys of a row.
+  static constexpr bool kWholeRows = TileFormat<T>::kRounds;
+
+  explicit BiasRows(const AttentionBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd) {}
+
+  // Memory for so many rows at once.
+  void place(Arena* arena, int64_t rows) {
+    sums_ = arena->take<float>(kWholeRows ? rows * 16 : 0);
+    heavy_ = arena->take<Heavy>(kWholeRows ? rows : 0);
+  }
+
+  // Clears keys [j, j + n) of the bias' heads that query heads [h, h + heads) of batch b have.
+  void begin(int64_t b, int64_t h, int64_t heads, int64_t j, int64_t n) const {
+    const int64_t own = p_.mask.bias.strides[1] == 0 ? 1 : heads;
+    for (int64_t e = 0; n > 0 && e < own * p_.seqlen_q; ++e) {
+      memset(row(b, h + e / p_.seqlen_q, e % p_.seqlen_q) + j, 0, n * sizeof(float));
+    }
+  }
+
+  void begin_rows(int64_t rows) {
+    for (int64_t at = 0; kWholeRows && at < rows; ++at) {
+      store(sums_ + at * 16, Vec<float>{});
+      heavy_[at].count = 0;
+    }
+  }
+
+  // Adds a tile of dS with so many queries, which are rows from `first` on; weights: its P.
+  void add(const TileAt& at, int64_t first, int64_t rows, const float* grads,
+           const float* weights) {
+    for (uint32_t r = 0; r < rows; ++r) {
+      const float* const own = grads + r * 16;
+      float* const out = row(at.b, at.h, at.i + r) + at.j;
+      for (int64_t v = 0; v * 16 < at.n; ++v) {
+        const __mmask16 there = lanes16(at.n, v * 16);
+        const __m512 sum = _mm512_maskz_loadu_ps(there, out + v * 16);
+        _mm512_mask_storeu_ps(out + v * 16, there,
+                              _mm512_add_ps(sum, (__m512)load(own + v * kPairSums)));
+      }
+      if (kWholeRows) add_to_row(first + r, at.j, own, weights + r * 16);
+    }
+  }
+
+  // Row `at` has met all keys: it is query i of head (b, h).
+  void end_row(int64_t at, int64_t b, int64_t h, int64_t i, float grad_lse) const {
+    const Heavy& heavy = heavy_[at];
+    if (heavy.count == 0) return;
+    const float missed = horizontal_sum<float>(load(sums_ + at * 16)) - grad_lse;
+    float* const grads = row(b, h, i);
+    for (int k = 0; k < heavy.count; ++k) grads[heavy.key[k]] -= missed * heavy.weight[k];
+  }
+
+ private:
+  // The keys of a row that have more than 1 / 16 of its weight.
+  struct Heavy {
+    static constexpr int kMost = 15;
+    int count;
+    float weight[kMost];
+    int64_t key[kMost];
+  };
+
+  void add_to_row(int64_t at, int64_t j, const float* grads, const float* weights) {
+    static_assert(kGradientKeys == 32, "two vectors");
+    store(sums_ + at * 16, load(sums_ + at * 16) + (load(grads) + load(grads + kPairSums)));
+    const __m512 least = _mm512_set1_ps(1.f / (Heavy::kMost + 1));
+    uint32_t heavy =
+        _mm512_kunpackw(_mm512_cmp_ps_mask((__m512)load(weights + kPairSums), least, _CMP_GT_OQ),
+                        _mm512_cmp_ps_mask((__m512)load(weights), least, _CMP_GT_OQ));
+    for (; heavy != 0; heavy &= heavy - 1) {
+      Heavy& found = heavy_[at];
+      if (found.count == Heavy::kMost) return;  // rounding
+      const int t = __builtin_ctz(heavy);
+      found.weight[found.count] = weights[t % 16 + t / 16 * kPairSums];
+      found.key[found.count++] = j + t;
+    }
+  }
+
+  float* row(int64_t b, int64_t h, int64_t i) const {
+    const int64_t* const strides = p_.mask.bias.strides;
+    const int64_t heads = strides[1] == 0 ? 1 : p_.num_heads;
+    const int64_t own = (strides[0] == 0 ? 0 : b) * heads + (strides[1] == 0 ? 0 : h);
+    return static_cast<float*>(bwd_.grad_bias) + (own * p_.seqlen_q + i) * p_.seqlen_k;
+  }
+
+  const AttentionBwdParams& bwd_;
+  const AttentionParams& p_;
+  float* sums_;   // (rows, 16): of dS, by lanes
+  Heavy* heavy_;  // (rows)
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,405 @@
+// A few queries against keys in vectors.
+//
+// Lanes are features, so that keys and values are read as they lie; but a score is then a sum over
+// lanes. So the scores of more than a few queries have queries as lanes, and are transposed.
+#pragma once
+
+#include "cpu/kernels/decode_part.h"
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class DecodeRows {
+  using A = Acc<T>;
+  static constexpr int64_t kLane = kLanes<A>;
+  static constexpr int kShare = 4;  // rows that share what is loaded of keys and values
+  // Vectors of features that share a weight: as many sums as registers can hold.
+  static constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
+  static constexpr bool kTransposes = kLane == 16;  // by AVX2 little is won
+  // Rows from which queries are lanes, however many of them stay empty. (A block of 64 keys in
+  // float32, D 64, by AVX-512, in microseconds: of 8 queries 2.25 either way, of 16 3.0 and 4.5.)
+  static constexpr int64_t kMinColumns = 9;
+
+ public:
+  static constexpr int64_t kMaxQueries = Product<T>::kPairs && sizeof(T) == 2 ? 6 : 16;
+
+  DecodeRows(const AttentionParams& p, const MaskView<A>& mask, const DecodeShape<A>& shape)
+      : p_(p),
+        mask_(mask),
+        shape_(shape),
+        units_(p),
+        unit_(units_.natural),
+        wide_qk_(round_up(p.head_dim, kLane)),
+        by_columns_(kTransposes && shape.rows >= kMinColumns) {}
+
+  bool allocate() {
+    place();
+    if (!arena_.allocate()) return false;
+    place();
+    return true;
+  }
+
+  // Keys [begin, end) of a key/value head.
+  void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<A>& part) {
+    part_ = part;
+    memset(part.out, 0, shape_.rows * shape_.wide * sizeof(A));
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      part.maximum[r] = -infinity();
+      part.sum[r] = 0;
+    }
+    const SequenceRows queries = query_rows(p_, b);
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      const int64_t h = h_kv * shape_.group + r / p_.seqlen_q, i = r % p_.seqlen_q;
+      const T* const head = at_head<T>(p_.query, p_.query_strides, queries, h);
+      A* const row = query_ + r * wide_qk_;
+      memset(row, 0, wide_qk_ * sizeof(A));  // also rows that a shorter sequence lacks
+      if (i < queries.count) load_row(head + i * p_.query_strides[2], p_.head_dim, row);
+    }
+    for (int64_t r = 0; by_columns_ && r < shape_.rows; r += kLane) {
+      A* const columns = columns_ + r * p_.head_dim;
+      memset(columns, 0, kLane * p_.head_dim * sizeof(A));
+      transpose(query_ + r * wide_qk_, wide_qk_, min64(kLane, shape_.rows - r), p_.head_dim,
+                columns, kLane);
+    }
+    for (int64_t j = begin; j < end; j += kDecodeKeys) {
+      block(b, h_kv, j, min64(kDecodeKeys, end - j));
+    }
+  }
+
+ private:
+  static constexpr A infinity() { return static_cast<A>(__builtin_inf()); }
+
+  void place() {
+    query_ = arena_.template take<A>(shape_.rows * wide_qk_);
+    columns_ = arena_.template take<A>(round_up(shape_.rows, kLane) * p_.head_dim);
+    scores_ = arena_.template take<A>(round_up(shape_.rows, kLane) * kDecodeKeys);
+    kinds_ = arena_.template take<Tile>(shape_.group);
+    key_ = arena_.template take<T>(kDecodeKeys * wide_qk_);
+    key_numbers_ = arena_.template take<A>(kDecodeKeys * p_.head_dim);
+    value_ = arena_.template take<T>(kDecodeKeys * shape_.wide);
+  }
+
+  // All rows against one block of keys.
+  void block(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
+    const SequenceRows keys = key_rows(p_, b);
+    int64_t key_stride = p_.key_strides[2], value_stride = p_.value_strides[2];
+    bool any = false;
+    for (int64_t g = 0; g < shape_.group; ++g) {
+      kinds_[g] = mask_.classify(b, h_kv * shape_.group + g, 0, j, j + n);
+      any = any || kinds_[g] != Tile::kSkip;
+    }
+    if (!any) return;
+    const T* const keys_at = at_head<T>(p_.key, p_.key_strides, keys, h_kv) + j * key_stride;
+    const T* const value =
+        whole_vectors(at_head<T>(p_.value, p_.value_strides, keys, h_kv) + j * value_stride, n,
+                      p_.head_dim_v, round_up(p_.head_dim_v, kLane), value_, &value_stride);
+    ahead_ = {value, value_stride, p_.head_dim_v};
+    if (by_columns_) {
+      score_columns(keys_at, key_stride, n);
+    } else {
+      int64_t stride = key_stride;
+      const T* const key = whole_vectors(keys_at, n, p_.head_dim, wide_qk_, key_, &stride);
+      for_rows([&](auto count, int64_t r) { score_rows<count>(key, stride, n, r); });
+    }
+    bool partial = false;
+    for (int64_t g = 0; g < shape_.group; ++g) {
+      partial = partial || kinds_[g] != Tile::kFull;
+      weigh({b, h_kv * shape_.group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
+    }
+    ahead_ = {keys_at + kDecodeKeys * key_stride, key_stride, p_.head_dim};
+    // An invisible key may hold NaN, and 0 * NaN is no 0.
+    if (partial && !rows_finite(value, value_stride, n, p_.head_dim_v)) {
+      for (int64_t r = 0; r < shape_.rows; ++r) add_seen_values(value, value_stride, n, r);
+      return;
+    }
+    for_rows([&](auto count, int64_t r) { add_values<count>(value, value_stride, n, r); });
+  }
+
+  // f(count, first) for all rows, kShare of them together while there are as many.
+  template <class F>
+  void for_rows(const F& f) {
+    const int64_t left = shape_.rows % kShare;
+    const int64_t turns = shape_.rows / kShare + left / 2 + left % 2;
+    int64_t r = 0, turn = 0;
+    const auto take = [&](auto count) {
+      ahead_.take_turn(turn++, turns);
+      f(count, r);
+      r += count;
+    };
+    while (r + kShare <= shape_.rows) take(std::integral_constant<int, kShare>());
+    if (left >= 2) take(std::integral_constant<int, 2>());
+    if (left % 2 == 1) take(std::integral_constant<int, 1>());
+  }
+
+  // Rows of which whole vectors can be read: in place, or copied to buffer.
+  static const T* whole_vectors(const T* src, int64_t n, int64_t dim, int64_t wide, T* buffer,
+                                int64_t* stride) {
+    if (dim == wide) return src;
+    copy_rows(src, *stride, n, dim, buffer, n, wide);
+    *stride = wide;
+    return buffer;
+  }
+
+  // Scores of kCount queries, kLane keys at a time; what is missing of the last ones is 0.
+  template <int kCount>
+  void score_rows(const T* key, int64_t stride, int64_t n, int64_t first) {
+    const A* const query = query_ + first * wide_qk_;
+    for (int64_t t = 0; t < n; t += kLane) {
+      Vec<A> products[kCount][kLane];
+      for (int64_t l = 0; l < kLane; ++l) {
+        Vec<A> sum[2][kCount] = {};
+        const T* const row = key + min64(t + l, n - 1) * stride;
+        ahead_.prefetch(t + l);
+        int64_t d = 0;
+        for (; d + 2 * kLane <= wide_qk_; d += 2 * kLane) {
+          for (int half = 0; half < 2; ++half) {
+            const Vec<A> x = load_as<T>(row + d + half * kLane);
+            for (int i = 0; i < kCount; ++i) {
+              sum[half][i] += x * load(query + i * wide_qk_ + d + half * kLane);
+            }
+          }
+        }
+        if (d < wide_qk_) {
+          const Vec<A> x = load_as<T>(row + d);
+          for (int i = 0; i < kCount; ++i) sum[0][i] += x * load(query + i * wide_qk_ + d);
+        }
+        for (int i = 0; i < kCount; ++i) products[i][l] = sum[0][i] + sum[1][i];
+      }
+      for (int i = 0; i < kCount; ++i) {
+        store(scores_ + (first + i) * kDecodeKeys + t, lane_sums<A>(products[i]));
+      }
+    }
+  }
+
+  // Scores of all queries, kLane of them and kLane keys at a time.
+  void score_columns(const T* key, int64_t stride, int64_t n) {
+    if constexpr (kTransposes) {
+      const A* const numbers = number_rows(key, n, &stride);
+      for (int64_t r = 0; r < shape_.rows; r += kLane) {
+        ahead_.take_turn(r / kLane, div_up(shape_.rows, kLane));
+        for (int64_t t = 0; t < n; t += kLane) {
+          Vec<A> sums[kLane];
+          multiply_columns(numbers + t * stride, stride, columns_ + r * p_.head_dim, t, sums);
+          transpose_tile(sums, kLane, scores_ + r * kDecodeKeys + t, kDecodeKeys);
+        }
+      }
+    }
+  }
+
+  static constexpr int kHalf = 8;
+
+  // Sums of kLane keys, in parts of kSumSteps features.
+  __attribute__((noinline)) void multiply_columns(const A* key, int64_t stride, const A* query,
+                                                  int64_t t, Vec<A>* sums) const {
+    const int64_t parts = div_up(p_.head_dim, kSumSteps);
+    // Of keys 0 to 7 and 8 to 15: in registers, which an address of each key would not fit into.
+    const A *low = key, *high = key + kHalf * stride;
+    int64_t apart[kHalf];
+    for (int l = 0; l < kHalf; ++l) {
+      apart[l] = l * stride;
+      asm("" : "+r"(apart[l]));
+    }
+    for (int64_t l = 0; l < kLane; ++l) sums[l] = Vec<A>{};
+    for (int64_t part = 0; part < parts; ++part) {
+      for (int64_t l = part * kLane / parts; l < (part + 1) * kLane / parts; ++l) {
+        ahead_.prefetch(t + l);
+      }
+      const int64_t end = min64((part + 1) * kSumSteps, p_.head_dim);
+      Vec<A> sum[kLane] = {};
+      for (int64_t d = part * kSumSteps; d < end; ++d) {
+        const Vec<A> x = load(query + d * kLane);
+#pragma GCC unroll 8
+        for (int l = 0; l < kHalf; ++l) sum[l] += x * low[apart[l]];
+#pragma GCC unroll 8
+        for (int l = kHalf; l < 2 * kHalf; ++l) sum[l] += x * high[apart[l - kHalf]];
+        ++low;
+        ++high;
+      }
+#pragma GCC unroll 16
+      for (int64_t l = 0; l < kLane; ++l) sums[l] += sum[l];
+    }
+  }
+
+  // Keys as numbers to calculate with, whole tiles of them.
+  const A* number_rows(const T* key, int64_t n, int64_t* stride) {
+    if constexpr (sizeof(T) == sizeof(A)) {
+      if (n % kLane == 0) return key;
+    }
+    for (int64_t t = 0; t < n; ++t) {
+      load_row(key + t * *stride, p_.head_dim, key_numbers_ + t * p_.head_dim);
+    }
+    *stride = p_.head_dim;
+    memset(key_numbers_ + n * *stride, 0, (round_up(n, kLane) - n) * *stride * sizeof(A));
+    return key_numbers_;
+  }
+
+  // Scores of one head's rows, `first` and further, to weights.
+  void weigh(const TileAt& at, Tile kind, int64_t first) {
+    A* const scores = scores_ + first * kDecodeKeys;
+    if (kind == Tile::kSkip) {
+      memset(scores, 0, p_.seqlen_q * kDecodeKeys * sizeof(A));
+      return;
+    }
+    if (kind == Tile::kPartial) block_mask_.load(p_, at.b, at.h, at.j, at.n);
+    for (int64_t i = 0; i < p_.seqlen_q; ++i) {
+      A* const row = scores + i * kDecodeKeys;
+      if (units_.scaled) scale_row(row);
+      if (kind == Tile::kPartial) block_mask_.apply(i, row, kLane);
+      softmax_row(at.n, row, part_.out + (first + i) * shape_.wide, &part_.maximum[first + i],
+                  &part_.sum[first + i]);
+      if (p_.dropout_p > 0) drop(at, i, row);
+    }
+  }
+
+  // Makes the weights of query i 0 that dropout drops.
+  void drop(const TileAt& at, int64_t i, A* row) const {
+    const PhiloxKeys keys(p_.seed);
+    const DropoutAt first = dropout_at(p_, at);
+    for (int64_t t = 0; t < at.n; t += DropoutColumns<>::kColumns) {
+      const DropoutColumns<> columns(&keys, dropout_threshold(p_.dropout_p), first.key + t,
+                                     first.head, 0);
+      const uint64_t keep = columns.keep(first.query + static_cast<uint32_t>(i));
+      for (int64_t c = 0; c < DropoutColumns<>::kColumns; ++c) {
+        if ((keep >> c & 1) == 0) row[t + c] = 0;
+      }
+    }
+  }
+
+  // To natural units.
+  void scale_row(A* scores) const {
+    const bool capped = p_.softcap > 0;
+    const A inner = static_cast<A>(capped ? p_.softmax_scale / p_.softcap : p_.softmax_scale);
+    const A cap = static_cast<A>(p_.softcap);
+    for (int64_t t = 0; t < kDecodeKeys; t += kLane) {
+      const Vec<A> score = load(scores + t) * inner;
+      store(scores + t, capped ? tanh<A>(score) * cap : score);
+    }
+  }
+
+  // Scores to weights; maximum, sum and out are brought up to date.
+  void softmax_row(int64_t n, A* scores, A* out, A* maximum, A* sum) const {
+    for (int64_t t = n; t < round_up(n, kLane); ++t) scores[t] = -infinity();
+    Vec<A> highest = broadcast<A>(-infinity()), total{};
+    for (int64_t t = 0; t < n; t += kLane) highest = max<A>(highest, load(scores + t));
+    A top = *maximum;
+    for (int64_t l = 0; l < kLane; ++l) top = highest[l] > top ? highest[l] : top;
+    const A shift = top == -infinity() ? A(0) : top;
+    for (int64_t t = 0; t < n; t += kLane) {
+      const Vec<A> weight = exp_nonpositive<A>(load(scores + t) - shift, unit_);
+      store(scores + t, weight);
+      total += weight;
+    }
+    if (top != *maximum) rescale(top, out, maximum, sum);
+    *sum += horizontal_sum<A>(total);
+  }
+
+  // Raises the maximum of what is in out so far.
+  void rescale(A top, A* out, A* maximum, A* sum) const {
+    const Vec<A> alpha = exp_nonpositive<A>(broadcast<A>(*maximum - top), unit_);
+    for (int64_t d = 0; d < shape_.wide; d += kLane) store(out + d, load(out + d) * alpha);
+    *maximum = top;
+    *sum *= alpha[0];
+  }
+
+  // out += weights * value for kCount rows, in parts of kSumSteps keys.
+  template <int kCount>
+  void add_values(const T* value, int64_t stride, int64_t n, int64_t first) {
+    const A* const weights = scores_ + first * kDecodeKeys;
+    A* const out = part_.out + first * shape_.wide;
+    const int64_t vectors = div_up(p_.head_dim_v, kLane);
+    for (int64_t begin = 0; begin < n; begin += kSumSteps) {
+      const int64_t end = min64(begin + kSumSteps, n);
+      int64_t c = 0;
+      for (; c + kWide <= vectors; c += kWide) {
+        add_features<kCount, kWide>(value, stride, begin, end, weights, c, out);
+      }
+      for (; c < vectors; ++c) {
+        add_features<kCount, 1>(value, stride, begin, end, weights, c, out);
+      }
+    }
+  }
+
+  // Vectors of features from vector c on.
+  template <int kCount, int kVectors>
+  void add_features(const T* value, int64_t stride, int64_t begin, int64_t end, const A* weights,
+                    int64_t c, A* out) const {
+    value += c * kLane;
+    out += c * kLane;
+    Vec<A> sum[kCount][kVectors] = {};
+    for (int64_t t = begin; t < end; ++t) {
+      if (c == 0) ahead_.prefetch(t);
+      Vec<A> x[kVectors];
+      for (int v = 0; v < kVectors; ++v) x[v] = load_as<T>(value + t * stride + v * kLane);
+#pragma GCC unroll 4
+      for (int i = 0; i < kCount; ++i) {
+        const A weight = weights[i * kDecodeKeys + t];
+        for (int v = 0; v < kVectors; ++v) sum[i][v] += x[v] * weight;
+      }
+    }
+    for (int i = 0; i < kCount; ++i) {
+      for (int v = 0; v < kVectors; ++v) {
+        A* const at = out + i * shape_.wide + v * kLane;
+        store(at, load(at) + sum[i][v]);
+      }
+    }
+  }
+
+  // The same for one row, and keys that it gives a weight.
+  void add_seen_values(const T* value, int64_t stride, int64_t n, int64_t row) {
+    A* const out = part_.out + row * shape_.wide;
+    for (int64_t t = 0; t < n; ++t) {
+      const A weight = scores_[row * kDecodeKeys + t];
+      if (weight == 0) continue;
+      for (int64_t d = 0; d < p_.head_dim_v; d += kLane) {
+        store(out + d, load(out + d) + load_as<T>(value + t * stride + d) * weight);
+      }
+    }
+  }
+
+  // Rows of keys or values that are wanted after those at hand: memory is to be busy all the time,
+  // but the CPU's own prefetching starts anew with each block and each page. All is passed over in
+  // some turns, in each of which some of the lines of a row are prefetched.
+  class Ahead {
+   public:
+    Ahead() = default;
+    Ahead(const T* rows, int64_t stride, int64_t dim) : rows_(rows), stride_(stride), dim_(dim) {}
+
+    void take_turn(int64_t turn, int64_t turns) {
+      const int64_t lines = div_up(dim_, kLine);
+      begin_ = turn * lines / turns * kLine;
+      end_ = (turn + 1) * lines / turns * kLine;
+    }
+
+    void prefetch(int64_t t) const {
+      const T* const row = rows_ + t * stride_;
+      for (int64_t d = begin_; d < end_; d += kLine) __builtin_prefetch(row + d, 0, 2);
+    }
+
+   private:
+    static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    const T* rows_;
+    int64_t stride_, dim_, begin_, end_;
+  };
+
+  const AttentionParams& p_;
+  const MaskView<A>& mask_;
+  const DecodeShape<A>& shape_;
+  const ScoreUnits units_;
+  const ExpUnit<A> unit_;  // of a score
+  const int64_t wide_qk_;  // head_dim, padded
+  BlockMask<A, kDecodeKeys> block_mask_;
+  const bool by_columns_;  // queries are lanes of scores
+  Ahead ahead_{};
+  DecodePart<A> part_{};
+  Arena arena_;
+  A* query_;         // (rows, wide_qk)
+  A* columns_;       // (rows / kLane, head_dim, kLane): query_, transposed
+  A* scores_;        // (rows, kDecodeKeys)
+  Tile* kinds_;      // (heads that share the keys)
+  T *key_, *value_;  // (kDecodeKeys, wide_qk), (kDecodeKeys, wide)
+  A* key_numbers_;   // (kDecodeKeys, head_dim)
+};
+
+}  // namespace
+}  // namespace fused_attn

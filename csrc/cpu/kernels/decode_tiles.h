@@ -1,0 +1,393 @@
+// A few queries against keys in tile registers.
+//
+// Keys are left tiles, so scores come as (keys, queries) and are transposed: what a softmax row, a
+// mask and a row of weights are is what they are to panels (tile_softmax.h, tile_scores.h). Of
+// types that tiles multiply as they are, keys are read where they lie; others are split into parts,
+// a block at a time, which stays in L1. Values are packed in pairs of rows.
+#pragma once
+
+#include "cpu/kernels/decode_part.h"
+#include "cpu/kernels/tile_softmax.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+template <class T>
+class DecodeTiles {
+  using F = TileFormat<T>;
+  using Pack = TilePack<T>;
+  using Products = TileProducts<F::kParts>;
+  using Softmax = TileSoftmax<T, true>;
+  static_assert(kDecodeKeys == kTileKeys, "one kind of block");
+  static_assert(F::kRounds, "float32 takes six products, and longer to be split than vectors take");
+  static constexpr int64_t kScoreTiles = kTileKeys / 16;
+  static constexpr int64_t kGathered = 4;  // rows up to which a transpose takes longer
+  // Lines of the next block that are prefetched beside a product.
+  static constexpr int64_t kAhead = 8;
+  static constexpr int32_t kTileIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+ public:
+  // Rows from which this is faster than DecodeRows.
+  static constexpr int64_t kMinRows = F::kParts == 1 ? 1 : 6;
+
+  DecodeTiles(const AttentionParams& p, const MaskView<float>& mask,
+              const DecodeShape<float>& shape)
+      : p_(p),
+        mask_(mask),
+        shape_(shape),
+        scores_(p),
+        dropout_(p),
+        unit_(scores_.units.natural),
+        steps_(div_up(p.head_dim, kTileSteps)),
+        steps_v_(div_up(p.head_dim_v, kTileSteps)),
+        heads_of_panel_(max64(min64(kTileQueries / p.seqlen_q, shape.group), 1)),
+        num_panels_(div_up(shape.group, heads_of_panel_)) {}
+
+  bool allocate() {
+    place();
+    if (!arena_.allocate()) return false;
+    place();
+    return true;
+  }
+
+  // Keys [begin, end) of a key/value head.
+  void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<float>& part) {
+    b_ = b;
+    h_kv_ = h_kv;
+    keys_ = at_head<T>(p_.key, p_.key_strides, key_rows(p_, b), h_kv);
+    values_ = at_head<T>(p_.value, p_.value_strides, key_rows(p_, b), h_kv);
+    for (int64_t i = 0; i < num_panels_; ++i) begin_panel(i);
+    for (int64_t j = begin; j < end; j += kTileKeys) block(j, min64(kTileKeys, end - j));
+    for (int64_t i = 0; i < num_panels_; ++i) end_panel(panels_[i], part);
+  }
+
+ private:
+  // The queries of some heads, those of a head one after the other.
+  struct Panel {
+    int64_t head, heads;  // of the group
+    int64_t rows, tiles;  // of 16 rows
+    uint16_t* query;      // right tiles (tiles, steps)
+    float* out;           // tiles (tiles, 2 steps_v), not divided by sums
+    bool begun;           // has seen a block
+    PanelRows state;
+  };
+
+  // Left tiles of a block of keys, and how far they lie apart: those of 16 and of 32 keys, of a
+  // step and of a part.
+  struct KeyTiles {
+    const uint16_t* tile(int64_t t, int64_t s, int64_t part) const {
+      return at + t / 2 * pair + t % 2 * second + s * step + part * kPairNumbers;
+    }
+
+    const uint16_t* at;
+    int64_t pair, second, step, row_bytes;
+  };
+
+  // The lines of the next block, prefetched a few at a time: a burst of them waits for the few
+  // requests that a core can have under way, and memory rests after it. (10.4 GB/s in a burst of 4
+  // a pair of rows, 11.1 spread; 8.7 if the CPU is left to itself. Sums of the same bytes: 12.8.)
+  class Ahead {
+   public:
+    void begin(const DecodeTiles& self, int64_t j) {
+      const AttentionParams& p = self.p_;
+      key_ = {self.keys_ + j * p.key_strides[2], p.key_strides[2], p.head_dim};
+      value_ = {self.values_ + j * p.value_strides[2], p.value_strides[2], p.head_dim_v};
+      rows_ = 0;
+      d_ = 0;
+      lines = left_ = kTileKeys * (div_up(p.head_dim, kLine) + div_up(p.head_dim_v, kLine));
+    }
+
+    FUSED_ATTN_INLINE void prefetch(int64_t count) {
+      if (left_ <= 0) return;  // or a few more: no harm
+      left_ -= count;
+      for (; count > 0; --count) {
+        __builtin_prefetch(key_.row + d_, 0, 2);
+        d_ += kLine;
+        if (d_ < key_.dim) continue;
+        d_ = 0;
+        key_.row += key_.stride;
+        if (++rows_ == kTileKeys) key_ = value_;
+      }
+    }
+
+    int64_t lines = 0;  // of a block
+
+   private:
+    static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    struct Rows {
+      const T* row;
+      int64_t stride, dim;
+    };
+    Rows key_, value_;
+    int64_t rows_, d_, left_ = 0;
+  };
+
+  void place() {
+    panels_ = arena_.template take<Panel>(num_panels_);
+    kinds_ = arena_.template take<Tile>(shape_.group);
+    queries_ = arena_.template take<uint16_t>(num_panels_ * Pack::size(kTileQueries, steps_));
+    outs_ = arena_.template take<float>(num_panels_ * out_size());
+    key_ = arena_.template take<uint16_t>(Pack::size(kTileKeys, steps_));
+    block_.value = arena_.template take<uint16_t>(Pack::size(kTileKeys, steps_v_));
+    turned_ = arena_.template take<float>(kScoreTiles * kTileSums);
+    scores_at_ = arena_.template take<float>(2 * kScoreTiles * kTileSums);
+    weights_ = arena_.template take<uint16_t>(4 * F::kParts * kTileNumbers);
+  }
+
+  int64_t out_size() const { return 2 * 2 * steps_v_ * kTileSums; }
+
+  void begin_panel(int64_t index) {
+    Panel& panel = panels_[index];
+    panel.head = index * heads_of_panel_;
+    panel.heads = min64(heads_of_panel_, shape_.group - panel.head);
+    panel.rows = panel.heads * p_.seqlen_q;
+    panel.tiles = div_up(panel.rows, kTileRows);
+    panel.query = queries_ + index * Pack::size(kTileQueries, steps_);
+    panel.out = outs_ + index * out_size();
+    panel.begun = false;
+    clear(panel.out, out_size());
+    Softmax::reset(&panel.state);
+    const SequenceRows queries = query_rows(p_, b_);
+    const T* rows[kTileQueries] = {};
+    for (int64_t r = 0; r < panel.rows; ++r) {
+      const int64_t h = h_kv_ * shape_.group + panel.head + r / p_.seqlen_q, i = r % p_.seqlen_q;
+      if (i >= queries.count) continue;
+      rows[r] = at_head<T>(p_.query, p_.query_strides, queries, h) + i * p_.query_strides[2];
+    }
+    Pack::right(rows, panel.tiles * kTileRows, p_.head_dim, steps_, panel.query);
+  }
+
+  // All panels against one block of keys.
+  void block(int64_t j, int64_t n) {
+    bool any = false;
+    for (int64_t g = 0; g < shape_.group; ++g) {
+      kinds_[g] = mask_.classify(b_, h_kv_ * shape_.group + g, 0, j, j + n);
+      any = any || kinds_[g] != Tile::kSkip;
+    }
+    if (!any) return;
+    ahead_.begin(*this, j + kTileKeys);
+    const T* rows[kTileKeys];
+    list_rows(values_, p_.value_strides[2], j, n, kTileKeys, rows);
+    Pack::values(
+        rows, kTileKeys, p_.head_dim_v, steps_v_, [](int i) { return F::unwoven(i); }, &block_,
+        [this] { ahead_.prefetch(F::kParts); });
+    const KeyTiles keys = key_tiles(j, n);
+    for (int64_t i = 0; i < num_panels_; ++i) {
+      Panel& panel = panels_[i];
+      for (int64_t tile = 0; tile < panel.tiles; ++tile) multiply_keys(panel, tile, keys);
+      weigh(&panel, j, n);
+      for (int64_t tile = 0; tile < panel.tiles; ++tile) add_values(panel, tile);
+      for (int s = 0; s < block_.num_special; ++s) add_special(panel, j, block_.special[s]);
+    }
+  }
+
+  // Keys as they lie, or packed.
+  KeyTiles key_tiles(int64_t j, int64_t n) {
+    int64_t stride = p_.key_strides[2];
+    if constexpr (F::kParts == 1) {
+      const T* key = keys_ + j * stride;
+      if (n < kTileKeys || p_.head_dim != steps_ * kTileSteps) {
+        T* const copy = reinterpret_cast<T*>(key_);
+        copy_rows(key, stride, n, p_.head_dim, copy, kTileKeys, steps_ * kTileSteps);
+        key = copy;
+        stride = steps_ * kTileSteps;
+      }
+      return {reinterpret_cast<const uint16_t*>(key), 32 * stride, 16 * stride, kTileSteps,
+              2 * stride};
+    }
+    const T* rows[kTileKeys];
+    list_rows(keys_, stride, j, n, kTileKeys, rows);
+    const int64_t pair = Pack::size(2 * kTileRows, steps_);
+    for (int64_t half = 0; half < 2; ++half) {
+      Pack::left(rows + half * 2 * kTileRows, p_.head_dim, steps_, key_ + half * pair,
+                 [this] { ahead_.prefetch(1); });
+    }
+    return {key_, pair, kTileNumbers, F::kParts * kPairNumbers, 64};
+  }
+
+  // Scores of 16 rows, transposed into their place.
+  void multiply_keys(const Panel& panel, int64_t tile, const KeyTiles& keys) {
+    const uint16_t* query = panel.query + tile * steps_ * F::kParts * kTileNumbers;
+    tile_zero<0>();
+    tile_zero<1>();
+    tile_zero<2>();
+    tile_zero<3>();
+    for (int64_t s = 0; s < steps_; ++s, query += F::kParts * kTileNumbers) {
+#pragma GCC unroll 6
+      for (int product = 0; product < Products::kCount; ++product) {
+        const int of_key = Products::kOfLeft[product];
+        tile_load<6>(query + Products::kOfRight[product] * kTileNumbers);
+        tile_load<4>(keys.tile(0, s, of_key), keys.row_bytes);
+        F::Number::template multiply<0, 4, 6>();
+        ahead_.prefetch(kAhead);
+        tile_load<5>(keys.tile(1, s, of_key), keys.row_bytes);
+        F::Number::template multiply<1, 5, 6>();
+        ahead_.prefetch(kAhead);
+        tile_load<4>(keys.tile(2, s, of_key), keys.row_bytes);
+        F::Number::template multiply<2, 4, 6>();
+        ahead_.prefetch(kAhead);
+        tile_load<5>(keys.tile(3, s, of_key), keys.row_bytes);
+        F::Number::template multiply<3, 5, 6>();
+        ahead_.prefetch(kAhead);
+      }
+    }
+    tile_store<0>(turned_);
+    tile_store<1>(turned_ + kTileSums);
+    tile_store<2>(turned_ + 2 * kTileSums);
+    tile_store<3>(turned_ + 3 * kTileSums);
+    float* const scores = scores_at_ + tile * kTileSums;
+    const int64_t rows = min64(panel.rows - tile * kTileRows, kTileRows);
+    for (int64_t c = 0; c < kScoreTiles; ++c) {
+      const float* const turned = turned_ + c * kTileSums;
+      ahead_.prefetch(ahead_.lines / 16);
+      if (rows > kGathered) {
+        transpose_tile(turned, 16, scores + c * kPairSums, 16);
+        continue;
+      }
+      const __m512i keys = _mm512_slli_epi32((__m512i)load(kTileIndex), 4);
+      for (int64_t r = 0; r < rows; ++r) {
+        store(scores + c * kPairSums + r * 16,
+              (Vec<float>)_mm512_i32gather_ps(keys, turned + r, 4));
+      }
+    }
+  }
+
+  // Scores to weights; what has been summed is brought up to date.
+  void weigh(Panel* panel, int64_t j, int64_t n) {
+    for (int64_t g = 0; g < panel->heads; ++g) {
+      const Tile kind = kinds_[panel->head + g];
+      const int64_t first = g * p_.seqlen_q;
+      if (kind == Tile::kSkip) {
+        for (int64_t i = 0; i < p_.seqlen_q; ++i) {
+          scores_.clear_row(static_cast<uint32_t>(first + i), scores_at_);
+        }
+      } else if (scores_.wanted(kind == Tile::kPartial, n)) {
+        scores_.finish(tile_at(*panel, g, j, n), kind == Tile::kPartial, p_.seqlen_q, scores_at_,
+                       nullptr, static_cast<uint32_t>(first));
+      }
+    }
+    const typename Softmax::Tile tile{&panel->state, scores_at_, weights_, unit_, nullptr};
+    if (!panel->begun) Softmax::begin(tile, panel->rows);
+    panel->begun = true;
+    typename Softmax::template Stream<false> stream(tile);
+    for (int64_t r = 0; r < panel->rows; ++r) {
+      stream.template next<0>();
+      stream.template next<2>();
+    }
+    softmax_.template finish<false>(tile, stream.left());
+    for (uint32_t left = softmax_.rescaled; left != 0; left &= left - 1) {
+      const int r = __builtin_ctz(left);
+      scale_tile_row(r, softmax_.rescale[r], 2 * steps_v_, panel->out);
+    }
+    for (int64_t g = 0; p_.dropout_p > 0 && g < panel->heads; ++g) {
+      dropout_.begin(p_, tile_at(*panel, g, j, n));
+      for (int64_t i = 0; i < p_.seqlen_q; ++i) {
+        drop_weights<T>(dropout_.keep(i), static_cast<uint32_t>(g * p_.seqlen_q + i), weights_);
+      }
+    }
+  }
+
+  TileAt tile_at(const Panel& panel, int64_t g, int64_t j, int64_t n) const {
+    return {b_, h_kv_ * shape_.group + panel.head + g, 0, j, n};
+  }
+
+  // out += weights * values, of 16 rows.
+  void add_values(const Panel& panel, int64_t tile) {
+    const uint16_t* const weights = weights_ + tile * kTileNumbers;
+    float* const out = panel.out + tile * kTileSums;
+    int64_t c = 0;
+    for (; c + 4 <= 2 * steps_v_; c += 4) add_columns<4>(weights, c, out + c * kPairSums);
+    if (c < 2 * steps_v_) add_columns<2>(weights, c, out + c * kPairSums);
+  }
+
+  template <int kColumns>
+  void add_columns(const uint16_t* weights, int64_t c, float* out) {
+    tile_load<0>(out);
+    tile_load<1>(out + kPairSums);
+    if (kColumns == 4) tile_load<2>(out + 2 * kPairSums);
+    if (kColumns == 4) tile_load<3>(out + 3 * kPairSums);
+    constexpr int64_t kStep = F::kParts * kTileNumbers;
+    for (int64_t s = 0; s < 2; ++s) {
+#pragma GCC unroll 6
+      for (int product = 0; product < Products::kCount; ++product) {
+        const uint16_t* const value = block_.value + (s * 2 * steps_v_ + c) * kStep +
+                                      Products::kOfRight[product] * kTileNumbers;
+        tile_load<4>(weights + (s * F::kParts + Products::kOfLeft[product]) * kPairNumbers);
+        ahead_.prefetch(4 * kAhead);
+        tile_load<6>(value);
+        F::Number::template multiply<0, 4, 6>();
+        tile_load<7>(value + kStep);
+        F::Number::template multiply<1, 4, 7>();
+        if (kColumns == 4) {
+          tile_load<6>(value + 2 * kStep);
+          F::Number::template multiply<2, 4, 6>();
+          tile_load<7>(value + 3 * kStep);
+          F::Number::template multiply<3, 4, 7>();
+        }
+      }
+    }
+    tile_store<0>(out);
+    tile_store<1>(out + kPairSums);
+    if (kColumns == 4) tile_store<2>(out + 2 * kPairSums);
+    if (kColumns == 4) tile_store<3>(out + 3 * kPairSums);
+  }
+
+  // Adds a value that is not finite to those who see it.
+  void add_special(const Panel& panel, int64_t j, int64_t t) {
+    const T* const value = values_ + (j + t) * p_.value_strides[2];
+    for (uint32_t r = 0; r < panel.rows; ++r) {
+      const float weight = F::weight(weights_ + t / 32 * F::kParts * kPairNumbers + r * kTileSteps +
+                                     F::woven(static_cast<int>(t % 32)));
+      if (weight == 0) continue;
+      float* const out = panel.out + r * 16;
+      for (int64_t d = 0; d < p_.head_dim_v; ++d) {
+        out[d / 16 * kPairSums + d % 16] += weight * to_acc(value[d]);
+      }
+    }
+  }
+
+  void end_panel(const Panel& panel, const DecodePart<float>& part) const {
+    for (int64_t r = 0; r < panel.rows; ++r) {
+      const int64_t at = panel.head * p_.seqlen_q + r;
+      const float sum = horizontal_sum<float>(load(panel.state.sum[r]));
+      const float rounded = horizontal_sum<float>(load(panel.state.rounded[r]));
+      const float shift = panel.state.shift[r], factor = rounded == 0 ? 1 : sum / rounded;
+      part.sum[at] = sum;
+      part.maximum[at] = shift == shift ? shift : -__builtin_inff();
+      const float* const out = panel.out + r * 16;
+      for (int64_t c = 0; c < 2 * steps_v_; ++c) {
+        store(part.out + at * shape_.wide + c * 16, load(out + c * kPairSums) * factor);
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  const MaskView<float>& mask_;
+  const DecodeShape<float>& shape_;
+  TileScores<kTileKeys> scores_;
+  TileDropout<kTileKeys> dropout_;
+  const ExpUnit<float> unit_;  // of a score
+  const int64_t steps_, steps_v_, heads_of_panel_, num_panels_;
+  Softmax softmax_;
+  TileRegisters registers_;
+  Arena arena_;
+  int64_t b_ = 0, h_kv_ = 0;
+  const T *keys_, *values_;  // of this head
+  Ahead ahead_;
+  Panel* panels_;
+  Tile* kinds_;  // of the heads
+  uint16_t* queries_;
+  float* outs_;
+  uint16_t* key_;   // left tiles (2, steps, parts, 2), or copied rows
+  KeyBlock block_;  // its values: right tiles (2, 2 steps_v, parts) of pairs of keys
+  float* turned_;   // tiles of (keys, queries)
+  float* scores_at_;
+  uint16_t* weights_;
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

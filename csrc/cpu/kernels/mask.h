@@ -1,0 +1,280 @@
+// A mask as the CPU kernels see it: classifies tiles, and applies itself to a tile of scores.
+#pragma once
+
+#include "block_ranges.h"
+#include "cpu/kernels/product.h"
+#include "cpu/simd/convert.h"
+#include "cpu/workspace.h"
+
+namespace fused_attn {
+namespace {
+
+constexpr int64_t kBlockN = 128;  // keys of a tile: scores of 32 queries fill 16 KiB, half of L1
+
+template <class A>
+class MaskView {
+  static constexpr int kLane = kLanes<A>;
+  static constexpr int64_t kRows = kPanel<A>;
+  static constexpr int64_t kSpan = 32;      // a step of tile registers
+  static constexpr int64_t kBiasKeys = 16;  // a vector's worth, transposed at a time
+  using VecI = Vec<Int<A>>;
+
+ public:
+  // Reads the documents once, to know the ids in each panel and each block of so many keys. False:
+  // out of memory.
+  bool init(const AttentionParams& p, int64_t block = kBlockN) {
+    p_ = &p;
+    block_ = block;
+    mask_ = &p.mask;
+    if (p.mask.query_documents == nullptr) return true;
+    num_panels_ = (p.seqlen_q + kRows - 1) / kRows;
+    num_blocks_ = (p.seqlen_k + block_ - 1) / block_;
+    place(p.batch);
+    if (!arena_.allocate()) return false;
+    place(p.batch);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      id_ranges(p.mask.query_documents + b * p.mask.query_documents_stride, p.seqlen_q, kRows,
+                query_ids_ + b * num_panels_);
+      id_ranges(p.mask.key_documents + b * p.mask.key_documents_stride, p.seqlen_k, block_,
+                key_ids_ + b * num_blocks_);
+    }
+    return true;
+  }
+
+  // The panel of queries from i_begin against the block of keys [j_begin, j_end).
+  Tile classify(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t j_end) const {
+    const int64_t i_end = min64(i_begin + kRows, num_queries(b));
+    Tile tile = classify_bounds(bounds(b), i_begin, i_end, j_begin, j_end);
+    if (tile != Tile::kSkip && query_ids_ != nullptr) {
+      tile = combine(tile, classify_documents(query_ids_[b * num_panels_ + i_begin / kRows],
+                                              key_ids_[b * num_blocks_ + j_begin / block_]));
+    }
+    if (tile != Tile::kSkip && mask_->key_mask.data != nullptr) {
+      tile = combine(tile, classify_key_mask(b, h, j_begin, j_end));
+    }
+    if (tile != Tile::kSkip) {
+      tile = combine(tile, classify_dense(mask_->dense, b, h, i_begin, i_end, j_begin, j_end));
+    }
+    if (tile != Tile::kSkip) {
+      tile = combine(tile, classify_dense(mask_->bias, b, h, i_begin, i_end, j_begin, j_end));
+    }
+    return tile == Tile::kFull && mask_->slopes != nullptr ? Tile::kPartial : tile;
+  }
+
+  // The keys of block [j_begin, j_end) outside [*lo, *hi) are invisible to all of the panel, by
+  // structure alone; both are whole steps of kSpan from j_begin on, or j_end.
+  void visible_span(int64_t b, int64_t i_begin, int64_t j_begin, int64_t j_end, int64_t* lo,
+                    int64_t* hi) const {
+    const SequenceBounds s = bounds(b);
+    const int64_t first = max64(i_begin, s.query_begin);
+    const int64_t last = min64(min64(i_begin + kRows, num_queries(b)), s.query_end) - 1;
+    const int64_t begin = max64(visible_keys(s, first).lo, j_begin) - j_begin;
+    const int64_t end = min64(visible_keys(s, last).hi, j_end) - j_begin;
+    *lo = j_begin + begin / kSpan * kSpan;
+    *hi = min64(j_begin + round_up(end, kSpan), j_end);
+  }
+
+  // Adds biases to the scores (n keys, panel), in natural units, and sets the invisible ones to
+  // -inf.
+  //
+  // stage: (kBlockN, panel) of A.
+  void apply(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
+             A* stage) const {
+    add_bias(b, h, i_begin, j_begin, n, scores, stage);
+    if (mask_->slopes != nullptr) add_alibi(b, h, i_begin, j_begin, n, scores);
+    uint32_t words[kBlockN];
+    visible_words(b, h, i_begin, j_begin, n, words);
+    for (int64_t t = 0; t < n; ++t) {
+      for (int v = 0; v < 2; ++v) {
+        A* const at = scores + t * kRows + v * kLane;
+        store(at, where<A>(words[t] >> (v * kLane), load(at), minus_infinity()));
+      }
+    }
+  }
+
+ private:
+  int64_t num_queries(int64_t b) const { return query_rows(*p_, b).count; }
+  SequenceBounds bounds(int64_t b) const {
+    return sequence_bounds(*mask_, b, num_queries(b), key_rows(*p_, b).count);
+  }
+
+  static Vec<A> minus_infinity() { return broadcast<A>(-static_cast<A>(__builtin_inf())); }
+
+  void place(int64_t batch) {
+    query_ids_ = arena_.template take<IdRange>(batch * num_panels_);
+    key_ids_ = arena_.template take<IdRange>(batch * num_blocks_);
+  }
+
+  static void id_ranges(const int64_t* ids, int64_t count, int64_t step, IdRange* out) {
+    for (int64_t begin = 0; begin < count; begin += step, ++out) {
+      *out = {ids[begin], ids[begin]};
+      for (int64_t i = begin + 1; i < min64(begin + step, count); ++i) {
+        *out = {min64(out->min, ids[i]), max64(out->max, ids[i])};
+      }
+    }
+  }
+
+  Tile classify_key_mask(int64_t b, int64_t h, int64_t j_begin, int64_t j_end) const {
+    const DenseTensor& t = mask_->key_mask;
+    const uint8_t* row = static_cast<const uint8_t*>(t.data) + b * t.strides[0] + h * t.strides[1];
+    int64_t seen = 0;
+    if (t.strides[3] == 1) {  // a loop of vectors
+      for (int64_t j = j_begin; j < j_end; ++j) seen += row[j] != 0;
+    } else {
+      for (int64_t j = j_begin; j < j_end; ++j) seen += row[j * t.strides[3]] != 0;
+    }
+    return seen == 0 ? Tile::kSkip : seen == j_end - j_begin ? Tile::kFull : Tile::kPartial;
+  }
+
+  void add_bias(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
+                A* stage) const {
+    if (mask_->bias.data == nullptr) return;
+    switch (mask_->bias_dtype) {
+      case DType::kFloat32:
+        return add_bias_as<float>(b, h, i_begin, j_begin, n, scores, stage);
+      case DType::kFloat64:
+        return add_bias_as<double>(b, h, i_begin, j_begin, n, scores, stage);
+      case DType::kFloat16:
+        return add_bias_as<Half>(b, h, i_begin, j_begin, n, scores, stage);
+      case DType::kBFloat16:
+        return add_bias_as<BFloat16>(b, h, i_begin, j_begin, n, scores, stage);
+    }
+  }
+
+  template <class B>
+  void add_bias_as(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
+                   A* stage) const {
+    const DenseTensor& t = mask_->bias;
+    const B* base = static_cast<const B*>(t.data) + b * t.strides[0] + h * t.strides[1] +
+                    i_begin * t.strides[2] + j_begin * t.strides[3];
+    if (t.strides[2] == 0) {  // the same for every query
+      for (int64_t j = 0; j < n; ++j) {
+        const Vec<A> bias = broadcast<A>(static_cast<A>(to_acc(base[j * t.strides[3]])));
+        for (int v = 0; v < 2; ++v) add_to(bias, scores + j * kRows + v * kLane);
+      }
+      return;
+    }
+    const int64_t rows = min64(kRows, num_queries(b) - i_begin);
+    A row[kRows * kBiasKeys];
+    for (int64_t j = 0; j < n; j += kBiasKeys) {
+      const int64_t keys = min64(kBiasKeys, n - j);
+      for (int64_t l = 0; l < kRows; ++l) {
+        const B* const src = base + min64(l, rows - 1) * t.strides[2] + j * t.strides[3];
+        for (int64_t e = 0; e < keys; ++e) {
+          row[l * kBiasKeys + e] = static_cast<A>(to_acc(src[e * t.strides[3]]));
+        }
+      }
+      transpose(row, kBiasKeys, kRows, keys, stage + j * kRows, kRows);
+    }
+    for (int64_t at = 0; at < n * kRows; at += kLane) add_to(load(stage + at), scores + at);
+  }
+
+  static void add_to(Vec<A> bias, A* scores) {
+    // Not the sum alone: NaN + -inf would not mask.
+    store(scores, bias == minus_infinity() ? bias : load(scores) + bias);
+  }
+
+  void add_alibi(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
+                 A* scores) const {
+    const A slope =
+        static_cast<A>(mask_->slopes[b * mask_->slopes_strides[0] + h * mask_->slopes_strides[1]]);
+    const int64_t offset = bounds(b).alibi_offset;
+    VecI first[2];
+    for (int l = 0; l < kRows; ++l) {
+      first[l / kLane][l % kLane] = static_cast<Int<A>>(i_begin + l + offset - j_begin);
+    }
+    for (int64_t t = 0; t < n; ++t) {
+      for (int v = 0; v < 2; ++v) {
+        A* const at = scores + t * kRows + v * kLane;
+        const VecI ahead = first[v] - static_cast<Int<A>>(t);
+        store(at, load(at) - slope * __builtin_convertvector(ahead < 0 ? -ahead : ahead, Vec<A>));
+      }
+    }
+  }
+
+  // Bit l of words[t]: query i_begin + l sees key j_begin + t. Biases are not looked at.
+  void visible_words(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
+                     uint32_t* words) const {
+    bound_words(bounds(b), i_begin, j_begin, n, words);
+    if (query_ids_ != nullptr) and_documents(b, i_begin, j_begin, n, words);
+    const DenseTensor& keys = mask_->key_mask;
+    if (keys.data != nullptr) {
+      const uint8_t* const seen = static_cast<const uint8_t*>(keys.data) + b * keys.strides[0] +
+                                  h * keys.strides[1] + j_begin * keys.strides[3];
+      for (int64_t t = 0; t < n; ++t) words[t] = seen[t * keys.strides[3]] != 0 ? words[t] : 0;
+    }
+    if (mask_->dense.data != nullptr) and_dense(b, h, i_begin, j_begin, n, words);
+  }
+
+  // Each row sees one interval of keys: its bit changes at both ends, and nowhere else.
+  static void bound_words(const SequenceBounds& s, int64_t i_begin, int64_t j_begin, int64_t n,
+                          uint32_t* words) {
+    uint32_t changes[kBlockN + 1] = {};
+    for (int64_t l = 0; l < kRows; ++l) {
+      const int64_t i = i_begin + l;
+      if (i < s.query_begin || i >= s.query_end) continue;
+      const Interval keys = visible_keys(s, i);
+      const int64_t lo = max64(keys.lo - j_begin, 0), hi = min64(keys.hi - j_begin, n);
+      if (lo >= hi) continue;
+      changes[lo] ^= uint32_t{1} << l;
+      changes[hi] ^= uint32_t{1} << l;
+    }
+    uint32_t word = 0;
+    for (int64_t t = 0; t < n; ++t) words[t] = word ^= changes[t];
+  }
+
+  void and_documents(int64_t b, int64_t i_begin, int64_t j_begin, int64_t n,
+                     uint32_t* words) const {
+    const int64_t* const query = mask_->query_documents + b * mask_->query_documents_stride;
+    const int64_t* const key = mask_->key_documents + b * mask_->key_documents_stride + j_begin;
+    uint32_t same = 0;
+    for (int64_t t = 0; t < n; ++t) {
+      if (t == 0 || key[t] != key[t - 1]) {
+        same = 0;
+        for (int64_t l = 0; l < min64(kRows, num_queries(b) - i_begin); ++l) {
+          same |= static_cast<uint32_t>(query[i_begin + l] == key[t]) << l;
+        }
+      }
+      words[t] &= same;
+    }
+  }
+
+  // Four keys of a row are a word, so that a transposed vector has four keys of kLanes queries.
+  void and_dense(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
+                 uint32_t* words) const {
+    const DenseTensor& t = mask_->dense;
+    const uint8_t* const base = static_cast<const uint8_t*>(t.data) + b * t.strides[0] +
+                                h * t.strides[1] + i_begin * t.strides[2] + j_begin * t.strides[3];
+    constexpr int64_t kQuads = kBlockN / 4, kQueries = kPanel<float>;
+    alignas(64) uint32_t rows[kQueries][kQuads] = {}, quads[kQuads][kQueries];
+    const int64_t count = min64(kRows, num_queries(b) - i_begin);
+    for (int64_t l = 0; l < count; ++l) {
+      const uint8_t* const src = base + l * t.strides[2];
+      uint8_t* const row = reinterpret_cast<uint8_t*>(rows[l]);
+      if (t.strides[3] == 1) {
+        memcpy(row, src, n);
+      } else {
+        for (int64_t j = 0; j < n; ++j) row[j] = src[j * t.strides[3]];
+      }
+    }
+    transpose(rows[0], kQuads, kQueries, kQuads, quads[0], kQueries);
+    for (int64_t j = 0; j < n; ++j) {
+      const uint32_t byte = 0xFFu << (8 * (j % 4));
+      uint32_t seen = 0;
+      for (int64_t l = 0; l < kQueries; l += kLanes<float>) {
+        seen |= to_bits((load(quads[j / 4] + l) & byte) != 0) << l;
+      }
+      words[j] &= seen;
+    }
+  }
+
+  const AttentionParams* p_ = nullptr;
+  const MaskParams* mask_ = nullptr;
+  int64_t block_ = kBlockN, num_panels_ = 0, num_blocks_ = 0;
+  IdRange* query_ids_ = nullptr;  // (batch, panels)
+  IdRange* key_ids_ = nullptr;    // (batch, blocks)
+  Arena arena_;
+};
+
+}  // namespace
+}  // namespace fused_attn

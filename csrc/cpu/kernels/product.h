@@ -1,0 +1,427 @@
+// The products of attention in the format that this instruction set multiplies.
+//
+// Left operands (rows, steps) are broadcast or read in tiles of rows; right operands (steps, lanes)
+// have a panel of queries, or features, in their lanes. Product<T> packs both, and multiplies.
+//   NumberProduct: numbers, by vector multiply-add; operands stay where they are if they can.
+//   PairProduct: bfloat16 pairs, by vdpbf16ps, by BFMMLA or by AMX tiles.
+#pragma once
+
+#include "cpu/amx/tile_gemm.h"
+#include "cpu/simd/micro_gemm.h"
+#include "cpu/simd/mmla_gemm.h"
+#include "cpu/simd/transpose.h"
+#include "cpu/simd/vec_math.h"
+
+namespace fused_attn {
+namespace {
+
+constexpr Nothing kNothing;
+
+constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Rows from src, `stride` apart, to dst (rows_to, dim_to), what is missing as 0.
+template <class T>
+inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T* dst,
+                      int64_t rows_to, int64_t dim_to) {
+  for (int64_t r = 0; r < rows_to; ++r) {
+    const int64_t from_src = r < rows ? dim : 0;
+    T* const row = dst + r * dim_to;
+    memcpy(row, src + r * stride, from_src * sizeof(T));
+    memset(row + from_src, 0, (dim_to - from_src) * sizeof(T));
+  }
+}
+
+// Steps that one sum takes before it is added to C: the error of a sum grows with its length. Sums
+// over keys round at the size of the weights that are in them each time. 32 halves the error of out
+// against 128 steps where one key dominates, and costs 5 % of a product over 64; with 32, a row of
+// 40 keys, two of them large, was still 1.15 times its limit off. 16 adds 2 % to a forward.
+constexpr int64_t kSumSteps = 16;
+// For dO V^T, whose elements are large, and are left with their rounding where dS is a small
+// difference: 8 halves the error of dQ in rows that one key dominates, and costs a third of this
+// one of five products.
+constexpr int64_t kShortSumSteps = 8;
+
+template <class T>
+class NumberProduct {
+ public:
+  using A = Acc<T>;
+  using LeftElement = A;
+  using RightElement = A;
+  static constexpr int64_t kRows = kPanel<A>;
+  static constexpr bool kPairs = false;
+  static constexpr int kParts = 1;
+  // Panels whose weights are multiplied at once in the backward; these are numbers, and a panel of
+  // them fills half of L1.
+  static constexpr int64_t kGroup = 1, kRowGap = 0;
+
+  struct Left {
+    const A* data;
+    int64_t stride;
+    Left from_row(int64_t r) const { return {data + r * stride, stride}; }
+    Left from_key(int64_t t) const { return from_row(t); }  // of columns(), which are rows here
+  };
+  struct Right {
+    const A* data;
+    int64_t stride;
+    Right from_lane(int64_t l) const { return {data + l, stride}; }
+    Right from_step(int64_t t) const { return {data + t * stride, stride}; }
+  };
+  struct Registers {};  // nothing to set up for a thread
+
+  static int64_t pad_rows(int64_t rows) { return rows; }
+  static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 4); }
+  static int64_t pad_dim(int64_t dim) { return round_up(dim, kRows); }
+  static int64_t left_size(int64_t rows, int64_t dim) { return rows * dim; }
+  static int64_t columns_size(int64_t keys, int64_t dim) { return left_size(keys, dim); }
+  static constexpr int64_t right_size(int64_t steps, int64_t lanes) { return steps * lanes; }
+
+  // Rows of key or value: in place where nothing has to be converted.
+  static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T*, A* buffer) {
+    if constexpr (sizeof(T) == sizeof(A)) {
+      (void)n, (void)dim, (void)buffer;
+      return {src, stride};
+    } else {
+      for (int64_t r = 0; r < n; ++r) load_row(src + r * stride, dim, buffer + r * dim);
+      return {buffer, dim};
+    }
+  }
+
+  // The transpose of such rows, which is multiplied as Layout::kColumnMajor.
+  static Left columns(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage, A* buffer) {
+    return rows(src, stride, n, dim, stage, buffer);
+  }
+
+  // A panel of rows (kRows, pad_dim(dim)) with the features as steps and the rows as lanes.
+  static Right right_columns(const T* panel, int64_t dim, A* scratch, A* buffer) {
+    const A* rows = number_rows(panel, dim, scratch);
+    transpose(rows, pad_dim(dim), kRows, dim, buffer, kRows);
+    return columns_view(buffer, dim);
+  }
+  static Right columns_view(const A* buffer, int64_t) { return {buffer, kRows}; }
+
+  // The same with the rows as steps and the features as lanes.
+  static Right right_rows(const T* panel, int64_t dim, A* buffer, int64_t) {
+    for (int64_t r = 0; r < kRows; ++r) {
+      load_row(panel + r * pad_dim(dim), pad_dim(dim), buffer + r * pad_dim(dim));
+    }
+    return rows_view(buffer, dim, 1);
+  }
+  static Right rows_view(const A* buffer, int64_t dim, int64_t) { return {buffer, pad_dim(dim)}; }
+  static int64_t scratch_size(int64_t dim) { return kRows * pad_dim(dim); }
+
+  // A vector of weights, ready to be stored in either operand's format.
+  struct Weight {
+    Vec<A> value;
+  };
+  static Weight weight(Vec<A> value) { return {value}; }
+  static constexpr bool kRoundsWeights = false;
+  // Row t of a left operand (keys, queries): the panel's two vectors.
+  static void store_left(A* row, int64_t, const Weight& v0, const Weight& v1) {
+    store(row, v0.value);
+    store(row + kLanes<A>, v1.value);
+  }
+  // Steps t and t + 1 of a right operand (keys, queries), one vector of each; t is even.
+  static void store_right(A* operand, int64_t, int64_t t, int v, const Weight& a, const Weight& b) {
+    store(operand + t * kRows + v * kLanes<A>, a.value);
+    store(operand + (t + 1) * kRows + v * kLanes<A>, b.value);
+  }
+  static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
+  static Right right_view(const A* data, int64_t) { return {data, kRows}; }
+
+  // meanwhile is called calls(m, k) times while the product is computed: never here, where the
+  // vector units are busy.
+  static int64_t calls(int64_t, int64_t) { return 0; }
+  template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
+  static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
+                       const A* scale = nullptr, Meanwhile& = kNothing) {
+    gemm<Numbers<A>, kLayout, kInto, kSteps>(m, k, a.data, a.stride, b.data, b.stride, c, ldc,
+                                             scale);
+  }
+
+ private:
+  static const A* number_rows(const T* panel, int64_t dim, A* scratch) {
+    if constexpr (sizeof(T) == sizeof(A)) {
+      (void)dim, (void)scratch;
+      return panel;
+    } else {
+      load_row(panel, kRows * pad_dim(dim), scratch);
+      return scratch;
+    }
+  }
+};
+
+#if defined(FUSED_ATTN_BF16_PAIRS)
+// Each number as kParts bfloat16 numbers, in planes that lie `part` elements apart. Within a step
+// of 2 * kLane, a word holds two neighbours of a feature or key dimension, or the queries l and
+// l + kLane.
+template <class T>
+class PairProduct {
+ public:
+  using A = float;
+  using LeftElement = uint16_t;
+  using RightElement = uint32_t;
+  static constexpr int64_t kRows = kPanel<float>;
+  static constexpr int64_t kLane = kLanes<float>;
+  static constexpr bool kPairs = true;
+  static constexpr int kParts = sizeof(T) == 4 ? 3 : kIsHalf<T> ? 2 : 1;
+  // Panels whose weights are multiplied at once in the backward, so that the sums over queries
+  // stay in registers; 128 queries by 128 keys in three parts take 96 KiB of L2. 8: 3 % slower.
+  static constexpr int64_t kGroup = 4;
+
+  struct Left {
+    const uint16_t* data;
+    int64_t stride, part;
+    Left from_row(int64_t r) const { return {data + r * stride, stride, part}; }
+    Left from_key(int64_t t) const { return {data + t, stride, part}; }
+  };
+  struct Right {
+    const uint32_t* data;
+    int64_t stride, part;
+    Right from_lane(int64_t l) const { return {data + l, stride, part}; }
+    Right from_step(int64_t t) const { return {data + t / 2 * stride, stride, part}; }
+  };
+#if defined(__AMX_BF16__)
+  using Registers = TileRegisters;
+#else
+  struct Registers {};
+#endif
+
+  static int64_t pad_rows(int64_t rows) { return round_up(rows, kLane); }
+  static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 2 * kLane); }
+  static int64_t pad_dim(int64_t dim) { return round_up(dim, 2 * kLane); }
+  // Rows of left operands lie this much further apart than they are long: the 16 of a tile then
+  // fall into different sets of L1. Measured on the product alone: 10 % for three parts.
+  static constexpr int64_t kRowGap = 32;
+  static int64_t left_size(int64_t rows, int64_t dim) {
+    return kParts * pad_rows(rows) * (pad_dim(dim) + kRowGap);
+  }
+  static int64_t columns_size(int64_t keys, int64_t dim) {
+    return kParts * pad_dim(dim) * (pad_steps(keys) + kRowGap);
+  }
+  static constexpr int64_t right_size(int64_t steps, int64_t lanes) {
+    return kParts * pad_steps(steps) / 2 * lanes;
+  }
+
+  // stage: (pad_steps(n), pad_dim(dim)) of T. One part that needs no padding stays in place, if its
+  // rows are whole words apart.
+  static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
+                   uint16_t* buffer) {
+    const int64_t wide = pad_dim(dim), high = pad_rows(n);
+    const bool in_words = kParts > 1 || stride % 2 == 0;
+    if (kParts == 1 && wide == dim && high == n && in_words) {
+      return {reinterpret_cast<const uint16_t*>(src), stride, 0};
+    }
+    if (wide != dim || high != n || !in_words) {
+      copy_rows(src, stride, n, dim, stage, high, wide);
+      src = stage;
+      stride = wide;
+    }
+    const int64_t apart = wide + kRowGap;
+    for (int64_t r = 0; r < high; ++r) {
+      split_row(src + r * stride, wide, buffer + r * apart, high * apart);
+    }
+    return {buffer, apart, high * apart};
+  }
+
+  static Left columns(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
+                      uint16_t* buffer) {
+    const int64_t wide = pad_dim(dim), high = pad_steps(n);
+    if (wide != dim || high != n) {
+      copy_rows(src, stride, n, dim, stage, high, wide);
+      src = stage;
+      stride = wide;
+    }
+    const int64_t apart = high + kRowGap;
+    for (int64_t t = 0; t < high; t += 2 * kLane) {
+      for (int64_t d = 0; d < wide; d += kLane) {
+        uint32_t words[kParts][kLane][kLane];
+        for (int64_t i = 0; i < kLane; ++i) {
+          const T* const row = src + (t + 2 * i) * stride + d;
+          const Weight a = number(load_as<T>(row)), b = number(load_as<T>(row + stride));
+          for (int p = 0; p < kParts; ++p) store(words[p][i], pair(a.part[p], b.part[p]));
+        }
+        for (int p = 0; p < kParts; ++p) {
+          transpose_tile(words[p], kLane, buffer + (p * wide + d) * apart + t, apart / 2);
+        }
+      }
+    }
+    return {buffer, apart, wide * apart};
+  }
+
+  static Right right_columns(const T* panel, int64_t dim, uint32_t* scratch, uint32_t* buffer) {
+    const int64_t wide = pad_dim(dim);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(panel);
+    if (kParts > 1) {
+      split_row(panel, kRows * wide, reinterpret_cast<uint16_t*>(scratch), kRows * wide);
+      words = scratch;
+    }
+    for (int p = 0; p < kParts; ++p) {
+      transpose(words + p * kRows * wide / 2, wide / 2, kRows, wide / 2,
+                buffer + p * kRows * wide / 2, kRows);
+    }
+    return columns_view(buffer, dim);
+  }
+  static Right columns_view(const uint32_t* buffer, int64_t dim) {
+    return {buffer, kRows, kRows * pad_dim(dim) / 2};
+  }
+  static int64_t scratch_size(int64_t dim) { return kParts * kRows * pad_dim(dim) / 2; }
+
+  // The planes of `panels` panels lie together.
+  static Right right_rows(const T* panel, int64_t dim, uint32_t* buffer, int64_t panels) {
+    const int64_t wide = pad_dim(dim);
+    for (int64_t l = 0; l < kLane; ++l) {
+      for (int64_t d = 0; d < wide; d += kLane) {
+        const T* const row = panel + l * wide + d;
+        const Weight a = number(load_as<T>(row)), b = number(load_as<T>(row + kLane * wide));
+        for (int p = 0; p < kParts; ++p) {
+          store(buffer + (p * panels * kLane + l) * wide + d, pair(a.part[p], b.part[p]));
+        }
+      }
+    }
+    return rows_view(buffer, dim, panels);
+  }
+  static Right rows_view(const uint32_t* buffer, int64_t dim, int64_t panels) {
+    return {buffer, pad_dim(dim), panels * kLane * pad_dim(dim)};
+  }
+
+  struct Weight {
+    Vec32 part[kParts];  // in the upper halves
+  };
+
+  // All parts but the last are cut off, so that what is left is exact; the last is rounded.
+  static Weight weight(Vec<float> x) {
+    Weight w;
+    for (int p = 0; p < kParts - 1; ++p) {
+      w.part[p] = (Vec32)x & 0xFFFF0000u;
+      x -= (Vec<float>)w.part[p];
+    }
+    w.part[kParts - 1] = kParts == 3 ? (Vec32)x : (Vec32)x + 0x8000u;
+    return w;
+  }
+
+  // Whether a weight is multiplied as another number than it is.
+  static constexpr bool kRoundsWeights = kParts < 3;
+  // sum + a + b, as they are multiplied: an instruction, where adding what they were takes two.
+  static Vec<float> add_rounded(Vec<float> sum, const Weight& a, const Weight& b) {
+    constexpr uint32_t kOnes = 0x3F803F80u;
+    for (int p = 0; p < kParts; ++p) {
+      sum = BFloat16Pairs::multiply_add(kOnes, pair(a.part[p], b.part[p]), sum);
+    }
+    return sum;
+  }
+
+  static void store_left(uint16_t* row, int64_t part, const Weight& v0, const Weight& v1) {
+    for (int p = 0; p < kParts; ++p) {
+      store(reinterpret_cast<uint32_t*>(row + p * part), pair(v0.part[p], v1.part[p]));
+    }
+  }
+  static void store_right(uint32_t* operand, int64_t part, int64_t t, int v, const Weight& a,
+                          const Weight& b) {
+    for (int p = 0; p < kParts; ++p) {
+      store(operand + p * part + t / 2 * kRows + v * kLane, pair(a.part[p], b.part[p]));
+    }
+  }
+  static Left left_view(const uint16_t* data, int64_t stride, int64_t part) {
+    return {data, stride, part};
+  }
+  static Right right_view(const uint32_t* data, int64_t part) { return {data, kRows, part}; }
+
+#if defined(__AMX_BF16__)
+  static int64_t calls(int64_t m, int64_t k) {
+    return 2 * ((m + 31) / 32) * ((k + 31) / 32) * PartProducts<kParts>::kCount;
+  }
+#else
+  static int64_t calls(int64_t, int64_t) { return 0; }
+#endif
+  template <Layout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
+  static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, float* c, int64_t ldc,
+                       const float* scale = nullptr, Meanwhile& meanwhile = kNothing) {
+#if defined(__AMX_BF16__)
+    int64_t r = 0;
+    for (; r + 16 < m; r += 32) {
+      tile_block<kParts, true, kInto>(k, a.data + r * a.stride, a.stride, a.part, b.data, b.stride,
+                                      b.part, c + r * ldc, ldc, scale, meanwhile);
+    }
+    if (r < m) {
+      tile_block<kParts, false, kInto>(k, a.data + r * a.stride, a.stride, a.part, b.data, b.stride,
+                                       b.part, c + r * ldc, ldc, scale, meanwhile);
+    }
+#elif defined(FUSED_ATTN_NEON_BF16)
+    static_assert(kParts == 1, "three products of BFMMLA's are no faster than FMLA's one");
+    mmla_gemm<kInto>(m, pad_steps(k) / 2, reinterpret_cast<const uint32_t*>(a.data), a.stride / 2,
+                     b.data, b.stride, c, ldc, scale);
+    (void)meanwhile;
+#else
+    static_assert(kParts == 1, "vdpbf16ps is as fast as multiply-add for two products at most");
+    gemm<BFloat16Pairs, Layout::kRowMajor, kInto, kAllSteps>(
+        m, (k + 1) / 2, reinterpret_cast<const uint32_t*>(a.data), a.stride / 2, b.data, b.stride,
+        c, ldc, scale);
+    (void)meanwhile;
+#endif
+  }
+
+ private:
+  static constexpr int64_t kAllSteps = int64_t{1} << 40;
+
+  static Vec32 pair(Vec32 low, Vec32 high) { return low >> 16 | (high & 0xFFFF0000u); }
+
+  // As weight(), for numbers that may be anything: infinity and NaN stay what they are.
+  static Weight number(Vec<float> x) {
+    Weight w = weight(x);
+    const Vec<int32_t> special = ((Vec32)x & 0x7F800000u) == 0x7F800000u;
+    if (__builtin_expect(any(special), 0)) {
+      const Vec32 quiet = x == x ? (Vec32)x & 0xFFFF0000u : Vec32{} + 0x7FC00000u;
+      for (int p = 0; p < kParts; ++p) {
+        w.part[p] = special ? (p == 0 ? quiet : Vec32{}) : w.part[p];
+      }
+    }
+    return w;
+  }
+
+  static void split_row(const T* src, int64_t n, uint16_t* dst, int64_t part) {
+    for (int64_t i = 0; i < n; i += kLane) {
+      const Weight w = number(load_as<T>(src + i));
+      for (int p = 0; p < kParts; ++p) {
+        const Shorts high = __builtin_convertvector(w.part[p] >> 16, Shorts);
+        memcpy(dst + p * part + i, &high, sizeof(high));
+      }
+    }
+  }
+};
+#endif
+
+// AMX takes every type but float64; vdpbf16ps and BFMMLA only bfloat16.
+template <class T>
+struct ProductOf {
+  using type = NumberProduct<T>;
+};
+#if defined(FUSED_ATTN_BF16_PAIRS)
+template <>
+struct ProductOf<BFloat16> {
+  using type = PairProduct<BFloat16>;
+};
+#endif
+#if defined(__AMX_BF16__)
+template <>
+struct ProductOf<Half> {
+  using type = PairProduct<Half>;
+};
+template <>
+struct ProductOf<float> {
+  using type = PairProduct<float>;
+};
+#endif
+template <class T>
+using Product = typename ProductOf<T>::type;
+
+// The precision of a weight that is multiplied.
+template <class T>
+constexpr Precision kPrecision = Precision::kFull;
+template <>
+constexpr Precision kPrecision<BFloat16> =
+    Product<BFloat16>::kPairs ? Precision::kBFloat16 : Precision::kFull;
+template <>
+constexpr Precision kPrecision<Half> = Product<Half>::kPairs ? Precision::kHalf : Precision::kFull;
+
+}  // namespace
+}  // namespace fused_attn

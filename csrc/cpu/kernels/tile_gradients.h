@@ -1,0 +1,139 @@
+// Scores of a tile and dP to weights P and dS, beside the products; attention_bwd.h says what the
+// letters mean.
+#pragma once
+
+#include "cpu/kernels/tile_scores.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+// What a panel of queries knows of its rows.
+struct GradientRows {
+  // +inf where the row sees nothing. In units of a score where exponents are taken in full
+  // precision, else in powers of 2; and what its rounding lost, in natural units.
+  alignas(64) float lse[kTileQueries], lse_lost[kTileQueries];
+  alignas(64) float delta[kTileQueries], grad_lse[kTileQueries];
+};
+
+// Keys of a block. With 64, scores and dP of two tiles are all of L1, and every line that leaves it
+// costs about as much as a product of vectors.
+constexpr int64_t kGradientKeys = 32;
+
+// Both P and dS are multiplied as pairs of queries, dS as rows too.
+template <class T>
+class TileGradients {
+  using F = TileFormat<T>;
+
+ public:
+  static constexpr bool kFull = kPrecision<T> == Precision::kFull;
+
+  // A tile of scores, and where its weights and gradients go.
+  struct Tile {
+    const GradientRows* rows;
+    // Tiles (2 of keys, 2), and dP. With for_bias dS follows, without the derivative of softcap,
+    // and in 16 bits P.
+    float *scores, *grads;
+    const float* cap_slope;                     // such tiles: the derivative of softcap; null: none
+    const TileDropout<kGradientKeys>* dropout;  // null: none
+    uint16_t *weight_pairs, *grad_pairs;        // right tiles (2, parts)
+    uint16_t* grad_rows;                        // left tiles (parts, 2)
+    ExpUnit<float> unit;                        // of a score
+    float dropout_scale;
+    float grad_factor;  // of dS as it is multiplied, where numbers have few exponents
+    bool for_bias;
+  };
+
+  // A unit of work is two rows. kPlain: without dropout, dlse, softcap and for_bias.
+  template <bool kPlain>
+  class Stream {
+   public:
+    explicit Stream(const Tile& tile, bool any) : tile_(tile), at_(any ? 0 : kUnits) {}
+
+    static constexpr int kUnits = static_cast<int>(kTileQueries) / 2;
+
+    FUSED_ATTN_INLINE bool done() const { return at_ >= kUnits; }
+
+    // A quarter is 16 keys of a row.
+    template <int kQuarter>
+    FUSED_ATTN_INLINE void next() {
+      constexpr int kRow = kQuarter % 2, kVector = kQuarter / 2;
+      const uint32_t r = 2 * at_ + kRow;
+      static_assert(TileDropout<kGradientKeys>::kRows == 2, "a unit is what is drawn at once");
+      if (!kPlain && kQuarter == 0 && tile_.dropout != nullptr) {
+        keep_ = tile_.dropout->keep(2 * at_);
+      }
+      gradient(r, kVector, weights_[kRow], grads_[kRow][kVector]);
+      uint16_t* const row = tile_.grad_rows + r * kTileSteps;
+      const int64_t pair = at_ * kTileSteps + kVector * F::kParts * kTileNumbers;
+      for (int p = 0; p < F::kParts; ++p) {
+        const int64_t part = p * kTileNumbers;
+        if (kVector == 1) F::store_woven(grads_[kRow][0][p], grads_[kRow][1][p], row + 2 * part);
+        if (kRow == 0) continue;
+        F::store_woven(weights_[0][p], weights_[1][p], tile_.weight_pairs + pair + part);
+        F::store_woven(grads_[0][kVector][p], grads_[1][kVector][p],
+                       tile_.grad_pairs + pair + part);
+      }
+      if (kQuarter == 3) ++at_;
+    }
+
+   private:
+    // 16 keys of row r, from vector v on.
+    FUSED_ATTN_INLINE void gradient(uint32_t r, uint32_t v, Vec32* kept_parts,
+                                    Vec32* grad_parts) const {
+      const uint32_t e = r * 16 + v * static_cast<uint32_t>(kPairSums);
+      const Vec<float> lse = broadcast(tile_.rows->lse[r]), score = load(tile_.scores + e);
+      // What rounding took from lse, and takes from the difference, is applied as a factor
+      // (exp(-low) is 1 - low): in the exponent it would be lost again.
+      Vec<float> rounded, lost = broadcast(tile_.rows->lse_lost[r]);
+      if (kFull) {
+        const Vec<float> below = score - lse;
+        rounded = exp_nonpositive<float>(below, tile_.unit);
+        lost += (score - (below + lse)) * tile_.unit.natural;
+        lost = rounded == 0 ? Vec<float>{} : lost;  // of a masked score it is NaN
+      } else {
+        const Vec<float> high = broadcast(tile_.unit.high);
+        rounded = exp2_rough<kPrecision<T>>(fused_multiply_add<float>(score, high, -lse));
+      }
+      const Vec<float> weight = rounded + rounded * lost;
+      Vec<float> g = load(tile_.grads + e);
+      Vec<float> kept = weight;
+      if (kPlain) {
+        g = weight * (g - tile_.rows->delta[r]);
+      } else {
+        if (tile_.dropout != nullptr) {
+          const uint32_t own = static_cast<uint32_t>(keep_ >> (r % 2 * kGradientKeys + 16 * v));
+          kept = where<float>(own, weight, Vec<float>{});
+          g = where<float>(own, g, Vec<float>{});
+        }
+        g = weight * ((g - tile_.rows->delta[r]) * tile_.dropout_scale + tile_.rows->grad_lse[r]);
+      }
+      // An invisible key may hold NaN, and 0 * NaN is no 0.
+      g = weight == 0 ? Vec<float>{} : g;
+      if (!kPlain) {
+        if (tile_.for_bias) {
+          store(tile_.grads + e, g);
+          if (F::kRounds) store(tile_.scores + e, weight);
+        }
+        if (tile_.cap_slope != nullptr) {
+          g = weight == 0 ? Vec<float>{} : g * load(tile_.cap_slope + e);
+        }
+      }
+      if (F::kWeightExponent > 0) kept *= static_cast<float>(1 << F::kWeightExponent);
+      if (F::kShortRange) g *= tile_.grad_factor;
+      F::split(kept, kept_parts);
+      F::split(g, grad_parts);
+    }
+
+    const Tile tile_;
+    uint64_t keep_ = 0;  // of both rows of a unit
+    uint32_t at_;
+    Vec32 weights_[2][F::kParts], grads_[2][2][F::kParts];  // of a unit: rows, vectors
+  };
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,99 @@
+// What becomes of a tile of scores between its product and its weights, a row at a time.
+#pragma once
+
+#include "cpu/amx/tile_pack.h"
+#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/mask_rows.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+// Which weights of a tile dropout keeps, kRows rows at a time.
+template <int64_t kKeys>
+class TileDropout {
+ public:
+  static constexpr int kRows = 64 / kKeys;
+
+  explicit TileDropout(const AttentionParams& p)
+      : keys_(p.seed), threshold_(dropout_threshold(p.dropout_p)) {}
+
+  void begin(const AttentionParams& p, const TileAt& at) {
+    const DropoutAt first = dropout_at(p, at);
+    columns_ = {&keys_, threshold_, first.key, first.head, 0};
+    first_ = first.query;
+  }
+
+  // Bit t: key t of query r of the tile; kKeys bits further that of the next query.
+  FUSED_ATTN_INLINE uint64_t keep(int64_t r) const {
+    return columns_.keep(first_ + static_cast<uint32_t>(r));
+  }
+
+ private:
+  const PhiloxKeys keys_;
+  const uint32_t threshold_;
+  uint32_t first_ = 0;
+  DropoutColumns<kRows> columns_;
+};
+
+template <int64_t kKeys>
+class TileScores {
+  static constexpr int64_t kVectors = kKeys / 16;
+
+ public:
+  explicit TileScores(const AttentionParams& p) : units(p), p_(p) {}
+
+  // Whether finish() has anything to do.
+  bool wanted(bool partial, int64_t n) const { return partial || n < kKeys || units.scaled; }
+
+  // Masks the scores of `rows` queries, in rows from `first` on, and brings them to natural units
+  // where the softmax wants those.
+  //
+  // cap_slope: with softcap, the derivative of the capped score by the uncapped one; null: not
+  // wanted.
+  void finish(const TileAt& at, bool partial, int64_t rows, float* scores, float* cap_slope,
+              uint32_t first = 0) {
+    const bool masked = partial || at.n < kKeys;
+    const bool capped = p_.softcap > 0;
+    const float inner =
+        static_cast<float>(capped ? p_.softmax_scale / p_.softcap : p_.softmax_scale);
+    const float cap = static_cast<float>(p_.softcap);
+    if (masked) mask_.load(p_, at.b, at.h, at.j, at.n);
+    for (uint32_t r = first; r < first + rows; ++r) {
+      float* const row = scores + r * 16;
+      for (int64_t v = 0; units.scaled && v < kVectors; ++v) {
+        const Vec<float> score = load(row + v * kPairSums) * inner;
+        if (!capped) {
+          store(row + v * kPairSums, score);
+          continue;
+        }
+        const Vec<float> t = tanh<float>(score);
+        store(row + v * kPairSums, t * cap);
+        if (cap_slope != nullptr) {
+          store(cap_slope + r * 16 + v * kPairSums, 1.f - t * t);
+        }
+      }
+      if (masked) mask_.apply(at.i + r - first, row, kPairSums);
+    }
+  }
+
+  // Makes all keys invisible to query r.
+  static void clear_row(uint32_t r, float* scores) {
+    const Vec<float> nothing = broadcast(-__builtin_inff());
+    for (int64_t v = 0; v < kVectors; ++v) {
+      store(scores + r * 16 + v * kPairSums, nothing);
+    }
+  }
+
+  const ScoreUnits units;
+
+ private:
+  const AttentionParams& p_;
+  BlockMask<float, kKeys> mask_;
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,360 @@
+// Scores of a tile to weights exp(score - shift), a row at a time, beside the products.
+#pragma once
+
+#include "cpu/kernels/tile_scores.h"
+
+#if defined(__AMX_BF16__)
+
+namespace fused_attn {
+namespace {
+
+// What a panel of queries knows of its rows.
+struct PanelRows {
+  // What scores are lowered by, in their own units; NaN: the row has seen nothing yet. The largest
+  // weight is 2^kWeightExponent, or up to 2^kMaximumSlack more: so results are rescaled a few times
+  // a row, not for nearly every block.
+  alignas(64) float shift[kTileQueries];
+  alignas(64) float start[kTileQueries];    // the shift as weights are begun with
+  alignas(64) float sum[kTileQueries][16];  // of the weights, and of what rounding left of them;
+  alignas(64) float rounded[kTileQueries][16];  // each lane for itself
+};
+
+// How weights are made of the scores of a row: begin(), add() for each half of a row, and end(),
+// which adds them to its sums, unless they overflow. A row starts with a number that is made of its
+// shift.
+
+// By exponentials.
+template <class T, bool kSum>
+class ExpWeights {
+  using F = TileFormat<T>;
+  static constexpr int kMaximumSlack = 8;
+
+ public:
+  explicit ExpWeights(const ExpUnit<float>& unit) : unit_(unit) {}
+
+  static Vec<float> start(const ExpUnit<float>&, Vec<float>* shift) { return *shift; }
+
+  // What scores start with that were lowered by their shift, and as which add() takes them.
+  static constexpr float kLowered = 0;
+  static Vec<float> within_reach(const ExpUnit<float>&, Vec<float> lowered) { return lowered; }
+
+  FUSED_ATTN_INLINE void begin(const float*, float start) {
+    shift_ = broadcast(start);
+    rounded_ = sum_ = Vec<float>{};
+  }
+
+  // keep: with kDrops, what dropout leaves of the half; sums have all of it.
+  template <int kHalf, bool kDrops>
+  FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t keep, uint16_t* to) {
+    a = exp_nonpositive<float, kPrecision<T>>(a - shift_, unit_);
+    b = exp_nonpositive<float, kPrecision<T>>(b - shift_, unit_);
+    if (kSum) sum_ += a + b;
+    F::template store_weights<kDrops>(to, a, b, keep, &rounded_);
+  }
+
+  // Whether a weight leaves the format, or is NaN.
+  FUSED_ATTN_INLINE bool overflows() const {
+    constexpr float kMost = 1 << (kMaximumSlack + F::kWeightExponent);
+    const Vec<float> checked = F::kRounds ? rounded_ : sum_;
+    return _mm512_cmp_ps_mask((__m512)checked, _mm512_set1_ps(kMost), _CMP_NLE_UQ) != 0;
+  }
+
+  FUSED_ATTN_INLINE void end(float* rounded, float* sum) const {
+    if (F::kRounds) store(rounded, load(rounded) + rounded_);
+    if (kSum) store(sum, load(sum) + sum_);
+  }
+
+ private:
+  const ExpUnit<float> unit_;
+  Vec<float> shift_{}, rounded_{}, sum_{};
+};
+
+// bfloat16 by integer instructions, half of what a polynomial takes: a score in steps of 1/128 of a
+// power of 2 is a bfloat16 but for its last 7 bits, of which a table of 128 bytes says how far the
+// line 1 + f is above the curve 2^f. Within 2.7e-3, where rounding alone is within 3.9e-3; not for
+// sums that are wanted more exactly.
+//
+// Shifts are whole steps, which the multiply-add that counts a score's steps takes off; a score at
+// its shift has a weight of 2^-7, so that one bit tells weights that are too large.
+class TableWeights {
+ public:
+  explicit TableWeights(const ExpUnit<float>& unit)
+      : unit_(in_register(_mm512_set1_ps(128 * unit.high))),
+        round_(in_register(_mm512_castps_si512(_mm512_set1_ps(kRound)))),
+        ones_(in_register(_mm512_set1_epi16(0x3F80))),
+        large_(in_register(_mm512_set1_epi16(static_cast<int16_t>(0xC000)))),
+        low_(in_register(_mm512_loadu_si512(kAbove))),
+        high_(in_register(_mm512_loadu_si512(kAbove + 64))) {}
+
+  // Key t of the 32 is number position(t) of the row: packing goes by 128-bit lanes.
+  static constexpr int position(int t) { return t % 16 / 4 * 8 + t / 16 * 4 + t % 4; }
+  // The key that is number i.
+  static constexpr int key_at(int i) { return i / 8 * 4 + i % 8 / 4 * 16 + i % 4; }
+
+  // The steps of a score of 0; the shift becomes a whole number of them. NaN, which overflows: they
+  // are too many to be exact.
+  static Vec<float> start(const ExpUnit<float>& unit, Vec<float>* shift) {
+    const float step = 128 * unit.high;
+    const Vec<float> steps = *shift * step + kRound - kRound, nearest = steps / step;
+    const auto exact = steps < kMostSteps && steps > -kMostSteps;
+    *shift = exact && nearest - nearest == 0.f ? nearest : *shift;  // not if the unit is next to 0
+    return exact ? kLowered - steps : broadcast(__builtin_nanf(""));
+  }
+
+  static constexpr float kRound = 12582912.f;  // 1.5 * 2^23: a float that it is added to has its
+  static constexpr float kLowered = kRound + 120 * 128;  // whole part in its last bits
+  static constexpr float kMostSteps = kRound / 4;
+
+  // Steps that wrap round are taken for too large ones, and half of all NaN for small ones.
+  static Vec<float> within_reach(const ExpUnit<float>& unit, Vec<float> lowered) {
+    const Vec<float> reached = max<float>(broadcast(-kMostSteps / (128 * unit.high)), lowered);
+    return lowered != lowered ? broadcast(__builtin_inff()) : reached;
+  }
+
+  FUSED_ATTN_INLINE void begin(const float* rounded, float start) {
+    start_ = _mm512_set1_ps(start);
+    rounded_ = _mm512_load_ps(rounded);
+  }
+
+  template <int kHalf, bool kDrops>
+  FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t, uint16_t* to) {
+    static_assert(!kDrops, "dropout wants an lse");
+    const __m512 steps_a = _mm512_fmadd_ps((__m512)a, unit_, start_);
+    const __m512 steps_b = _mm512_fmadd_ps((__m512)b, unit_, start_);
+    const __m512i steps = _mm512_packus_epi32(whole(steps_a), whole(steps_b));  // negative: 0
+    const __m512i over = _mm512_maskz_permutex2var_epi8(0x5555555555555555, low_, steps, high_);
+    const __m512i weights = _mm512_sub_epi16(steps, over);
+    _mm512_store_si512(to, weights);
+    rounded_ = _mm512_dpbf16_ps(rounded_, (__m512bh)weights, (__m512bh)ones_);
+    // NaN is not told by its steps, but a sum knows it.
+    const __m512 known = _mm512_add_ps(steps_a, steps_b);
+    nan_ = _mm512_cmp_ps_mask(kHalf == 0 ? known : known_, known, _CMP_UNORD_Q);
+    bits_ = kHalf == 0 ? steps : _mm512_or_si512(bits_, steps);
+    known_ = known;
+  }
+
+  // Whether a weight is 2 or more, or NaN.
+  FUSED_ATTN_INLINE bool overflows() const {
+    return !_kortestz_mask16_u8(_mm512_test_epi32_mask(bits_, large_), nan_);
+  }
+
+  FUSED_ATTN_INLINE void end(float* rounded, float*) const { _mm512_store_ps(rounded, rounded_); }
+
+ private:
+  template <class V>
+  static FUSED_ATTN_INLINE V in_register(V x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+
+  FUSED_ATTN_INLINE __m512i whole(__m512 steps) const {
+    return _mm512_sub_epi32(_mm512_castps_si512(steps), round_);
+  }
+
+  // round(128 (1 + f / 128 - 2^(f / 128)))
+  static constexpr uint8_t kAbove[128] = {
+      0,  0,  1,  1,  1,  1,  2,  2,  2,  3,  3,  3,  3,  4,  4,  4,  4,  5,  5,  5,  5,  6,
+      6,  6,  6,  6,  7,  7,  7,  7,  7,  8,  8,  8,  8,  8,  8,  9,  9,  9,  9,  9,  9,  9,
+      10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11,
+      11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 10,
+      10, 10, 10, 9,  9,  9,  9,  9,  9,  9,  8,  8,  8,  8,  8,  7,  7,  7,  7,  7,  6,  6,
+      6,  6,  5,  5,  5,  4,  4,  4,  3,  3,  3,  3,  2,  2,  1,  1,  1,  0};
+
+  const __m512 unit_;
+  const __m512i round_, ones_, large_, low_, high_;
+  __m512 start_{}, rounded_{}, known_{};  // known: NaN where a score is
+  __m512i bits_{};                        // of all weights of the row
+  __mmask16 nan_ = 0;
+};
+
+// Multiplies row r of tiles (columns, 2).
+inline void scale_tile_row(int64_t r, float factor, int64_t columns, float* tiles) {
+  for (int64_t c = 0; c < columns; ++c) {
+    float* const at = tiles + c * kPairSums + r * 16;
+    store(at, load(at) * factor);
+  }
+}
+
+// Leaves row r of a tile of woven weights those whose bit is set.
+template <class T>
+inline void drop_weights(uint64_t keep, uint32_t r, uint16_t* weights) {
+  using F = TileFormat<T>;
+  for (int64_t half = 0; half < 2; ++half) {
+    const __m512i own = F::woven_mask(static_cast<uint32_t>(keep >> (32 * half)));
+    for (int part = 0; part < F::kParts; ++part) {
+      uint16_t* const row = weights + (half * F::kParts + part) * kPairNumbers + r * kTileSteps;
+      _mm512_store_si512(row, _mm512_and_si512(_mm512_load_si512(row), own));
+    }
+  }
+}
+
+// The softmax of a tile. kSum: the sum of unrounded weights is wanted.
+template <class T, bool kSum>
+class TileSoftmax {
+  using F = TileFormat<T>;
+  static constexpr int kVectors = static_cast<int>(kTileKeys / 16);
+
+ public:
+  static constexpr bool kByTable = kIsBFloat16<T> && !kSum;
+  using Weights = std::conditional_t<kByTable, TableWeights, ExpWeights<T, kSum>>;
+
+  // A tile of scores, and where its weights go.
+  struct Tile {
+    PanelRows* rows;
+    float* scores;
+    uint16_t* weights;
+    ExpUnit<float> unit;  // of a score
+    const TileDropout<kTileKeys>* dropout;
+  };
+
+  // The rows of a tile, in registers: nothing in here is called, and memory that tile instructions
+  // may write would be read anew after each of them.
+  template <bool kDrops>
+  class Stream {
+   public:
+    explicit Stream(const Tile& tile, bool any = true)
+        : made_(tile.unit),
+          dropout_(tile.dropout),
+          rows_(tile.rows),
+          scores_(tile.scores),
+          weights_(tile.weights),
+          row_(any ? 0 : kTileQueries) {}
+
+    FUSED_ATTN_INLINE bool done() const { return row_ >= kTileQueries; }
+
+    uint32_t left() const { return left_; }
+
+    // One more row: its weights, and its sums unless one of the weights overflows, or the row has
+    // not seen anything yet: then it is left to finish(). A quarter has a vector of scores.
+    template <int kQuarter>
+    FUSED_ATTN_INLINE void next() {
+      if (kQuarter % 2 == 1) return;  // two vectors make a row of weights
+      weigh<kQuarter / 2>(row_, rows_->start[row_]);
+      if (kQuarter == 0) return;
+      if (__builtin_expect(made_.overflows(), 0)) {
+        left_ |= uint32_t{1} << row_;
+      } else {
+        made_.end(rows_->rounded[row_], rows_->sum[row_]);
+      }
+      ++row_;
+    }
+
+    // Of scores that are lowered by their shift.
+    void weigh_lowered(int64_t row) {
+      weigh<0>(row, Weights::kLowered);
+      weigh<1>(row, Weights::kLowered);
+      made_.end(rows_->rounded[row], rows_->sum[row]);
+    }
+
+   private:
+    template <int kHalf>
+    FUSED_ATTN_INLINE void weigh(int64_t row, float start) {
+      if (kHalf == 0) made_.begin(rows_->rounded[row], start);
+      if (kHalf == 0 && kDrops) keep_ = dropout_->keep(row);
+      const float* const from = scores_ + row * 16 + kHalf * 2 * kPairSums;
+      made_.template add<kHalf, kDrops>(
+          load(from), load(from + kPairSums), static_cast<uint32_t>(keep_ >> (32 * kHalf)),
+          weights_ + row * kTileSteps + kHalf * F::kParts * kPairNumbers);
+    }
+
+    Weights made_;
+    const TileDropout<kTileKeys>* const dropout_;
+    uint64_t keep_ = 0;  // of the row
+    PanelRows* const rows_;
+    const float* const scores_;
+    uint16_t* const weights_;
+    int64_t row_;        // the next one
+    uint32_t left_ = 0;  // bit r: row r was left
+  };
+
+  static void reset(PanelRows* rows) {
+    if (kSum) clear(rows->sum[0], kTileQueries * 16);
+    if (F::kRounds) clear(rows->rounded[0], kTileQueries * 16);
+    for (int64_t r = 0; r < kTileQueries; r += 16) {
+      store(rows->shift + r, broadcast(__builtin_nanf("")));
+      store(rows->start + r, broadcast(__builtin_nanf("")));
+    }
+  }
+
+  // The shifts of a panel that has seen nothing yet: by the maximum of each row; NaN stays where
+  // nothing is seen.
+  __attribute__((noinline)) static void begin(const Tile& tile, int64_t rows = kTileQueries) {
+    for (uint32_t half = 0; half < rows; half += 16) {
+      alignas(64) float highest[16][16], turned[16][16];
+      for (uint32_t r = 0; r < 16; ++r) store(highest[r], maximum(tile, half + r));
+      transpose_tile(highest, 16, turned, 16);
+      Vec<float> top = load(turned[0]);
+      for (int l = 1; l < 16; ++l) top = max<float>(load(turned[l]), top);
+      Vec<float> shift = wanted_shift(top, tile.unit.high);
+      const Vec<float> start = Weights::start(tile.unit, &shift), unseen = broadcast(-infinity());
+      const Vec<float> nan = broadcast(__builtin_nanf(""));
+      store(tile.rows->shift + half, top == unseen ? nan : shift);
+      store(tile.rows->start + half, top == unseen ? nan : start);
+    }
+  }
+
+  // Rows that a stream has left.
+  template <bool kDrops>
+  void finish(const Tile& tile, uint32_t left) {
+    rescaled = 0;
+    for (; left != 0; left &= left - 1) {
+      raise<kDrops>(tile, static_cast<uint32_t>(__builtin_ctz(left)));
+    }
+  }
+
+  uint32_t rescaled = 0;  // bit r: what was summed of row r has to be multiplied by rescale[r]
+  float rescale[kTileQueries];
+
+ private:
+  static constexpr float infinity() { return __builtin_inff(); }
+
+  static Vec<float> maximum(const Tile& tile, uint32_t r) {
+    const float* const from = tile.scores + r * 16;
+    Vec<float> highest = load(from);
+    for (int v = 1; v < kVectors; ++v) highest = max<float>(load(from + v * kPairSums), highest);
+    return highest;
+  }
+
+  // Of a tiny unit the weights may be smaller: the shift is finite.
+  static Vec<float> wanted_shift(Vec<float> top, float unit) {
+    const float bias = static_cast<float>(F::kWeightExponent) / unit;
+    return top - (bias < 0x1p125f ? bias : 0x1p125f);
+  }
+
+  // A new shift, and what next() has left.
+  template <bool kDrops>
+  __attribute__((noinline, cold)) void raise(const Tile& tile, uint32_t r) {
+    PanelRows& rows = *tile.rows;
+    const Vec<float> highest = maximum(tile, r);
+    float top = -infinity();
+    for (int l = 0; l < 16; ++l) top = highest[l] > top ? highest[l] : top;
+    const float old = rows.shift[r];
+    const bool seen = old == old;
+    const bool any = seen || top > -infinity();
+    if (any) {
+      const float wanted = wanted_shift(broadcast(top), tile.unit.high)[0];
+      Vec<float> shift = broadcast(old >= wanted ? old : wanted);
+      rows.start[r] = Weights::start(tile.unit, &shift)[0];
+      rows.shift[r] = shift[0];
+      if (seen && rows.shift[r] != old) {
+        const Vec<float> alpha = exp_nonpositive<float>(broadcast(old - rows.shift[r]), tile.unit);
+        store(rows.sum[r], load(rows.sum[r]) * alpha);
+        store(rows.rounded[r], load(rows.rounded[r]) * alpha);
+        rescale[r] = alpha[0];
+        rescaled |= uint32_t{1} << r;
+      }
+    }
+    float* const row = tile.scores + r * 16;
+    for (int v = 0; v < kVectors; ++v) {
+      // Of nothing seen, still 0: -inf less -inf would be NaN.
+      const Vec<float> lowered = load(row + v * kPairSums) - (any ? rows.shift[r] : 0.f);
+      store(row + v * kPairSums, Weights::within_reach(tile.unit, lowered));
+    }
+    Stream<kDrops>(tile).weigh_lowered(r);
+  }
+};
+
+}  // namespace
+}  // namespace fused_attn
+
+#endif  // __AMX_BF16__

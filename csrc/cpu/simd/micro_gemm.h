@@ -1,0 +1,128 @@
+// C = A * B on small tiles, in vector registers.
+//
+// C (m, 2 vectors), B (k, 2 vectors); the elements of A are broadcast. With kMicroRows rows of C in
+// registers, each step of k loads two vectors of B and kMicroRows elements of A, so on a machine
+// with two multiply-add units nothing but the additions counts.
+#pragma once
+
+#include "cpu/simd/simd.h"
+
+namespace fused_attn {
+namespace {
+
+template <class A>
+constexpr int64_t kPanel = 2 * kLanes<A>;  // columns of B and C: queries, or features, of one panel
+
+// What becomes of the product, which is summed up from zero: adding it to C at the end instead of
+// starting from C costs nothing and rounds less.
+enum class Into {
+  kStore,  // C = product
+  kAdd,    // C += product
+  kScale,  // C = C * scale + product, scale by column
+};
+
+// How A is stored: element (r, t) of A at a[r * lda + t], or at a[t * lda + r].
+enum class Layout { kRowMajor, kColumnMajor };
+
+// One step of k is one number.
+template <class A>
+struct Numbers {
+  using Element = A;
+  using Result = A;
+  static Vec<A> multiply_add(A x, Vec<A> b, Vec<A> c) { return x * b + c; }
+};
+
+#if defined(FUSED_ATTN_NEON_BF16)
+// Of words whose value the compiler must not know: GCC 12 writes constants of bfloat16 as float16
+// (1 becomes 2^-13), which its assembler refuses where float16 is not allowed.
+inline bfloat16x8_t bfloat16_vector(Vec32 words) {
+  asm("" : "+w"(words));
+  return vreinterpretq_bf16_u32((uint32x4_t)words);
+}
+#endif
+
+#if defined(FUSED_ATTN_BF16_PAIRS)
+// One step of k is a pair of bfloat16 numbers in a word.
+struct BFloat16Pairs {
+  using Element = uint32_t;
+  using Result = float;
+  static Vec<float> multiply_add(uint32_t x, Vec32 b, Vec<float> c) {
+#if defined(__AVX512BF16__)
+    return (Vec<float>)_mm512_dpbf16_ps((__m512)c, (__m512bh)(Vec32{} + x), (__m512bh)b);
+#else
+    return (Vec<float>)vbfdotq_f32((float32x4_t)c, bfloat16_vector(b),
+                                   bfloat16_vector(Vec32{} + x));
+#endif
+  }
+};
+#endif
+
+template <class Op, int kRows, Layout kLayout, Into kInto>
+inline void micro_gemm(int64_t k, const typename Op::Element* a, int64_t lda,
+                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
+                       int64_t ldc, const typename Op::Result* scale) {
+  using A = typename Op::Result;
+  constexpr int kLane = kLanes<A>;
+  Vec<A> acc[kRows][2] = {};
+  for (int64_t t = 0; t < k; ++t) {
+    const auto b0 = load(b + t * ldb), b1 = load(b + t * ldb + kLane);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto x = kLayout == Layout::kRowMajor ? a[r * lda + t] : a[t * lda + r];
+      acc[r][0] = Op::multiply_add(x, b0, acc[r][0]);
+      acc[r][1] = Op::multiply_add(x, b1, acc[r][1]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < 2; ++v) {
+      A* const out = c + r * ldc + v * kLane;
+      if (kInto == Into::kAdd) acc[r][v] += load(out);
+      if (kInto == Into::kScale) acc[r][v] += load(out) * load(scale + v * kLane);
+      store(out, acc[r][v]);
+    }
+  }
+}
+
+// kRows rows of C, the sum over k in parts of kSteps.
+template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
+inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
+                      const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
+                      int64_t ldc, const typename Op::Result* scale) {
+  const int64_t step = kLayout == Layout::kRowMajor ? 1 : lda;
+  const int64_t first = k < kSteps ? k : kSteps;
+  micro_gemm<Op, kRows, kLayout, kInto>(first, a, lda, b, ldb, c, ldc, scale);
+  for (int64_t t = kSteps; t < k; t += kSteps) {
+    const int64_t steps = k - t < kSteps ? k - t : kSteps;
+    micro_gemm<Op, kRows, kLayout, Into::kAdd>(steps, a + t * step, lda, b + t * ldb, ldb, c, ldc,
+                                               scale);
+  }
+}
+
+// Rows from r on, kRows at a time while there are as many, then fewer.
+template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
+inline void gemm_from(int64_t r, int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
+                      const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
+                      int64_t ldc, const typename Op::Result* scale) {
+  const int64_t step = kLayout == Layout::kRowMajor ? lda : 1;
+  for (; r + kRows <= m; r += kRows) {
+    gemm_rows<Op, kRows, kLayout, kInto, kSteps>(k, a + r * step, lda, b, ldb, c + r * ldc, ldc,
+                                                 scale);
+  }
+  if constexpr (kRows > 1) {
+    constexpr int kFewer = kRows > 4 ? 4 : kRows / 2;
+    if (r < m)
+      gemm_from<Op, kFewer, kLayout, kInto, kSteps>(r, m, k, a, lda, b, ldb, c, ldc, scale);
+  }
+}
+
+// All m rows; C has rows of at least one panel.
+template <class Op, Layout kLayout, Into kInto, int64_t kSteps>
+inline void gemm(int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
+                 const typename Op::Element* b, int64_t ldb, typename Op::Result* c, int64_t ldc,
+                 const typename Op::Result* scale) {
+  gemm_from<Op, kMicroRows, kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc, scale);
+}
+
+}  // namespace
+}  // namespace fused_attn

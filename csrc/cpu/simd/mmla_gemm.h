@@ -1,0 +1,87 @@
+// C = A * B of bfloat16 on small tiles, by ARM's BFMMLA: two rows of A times two columns of B, over
+// four steps, in one instruction.
+//
+// Operands are words of two neighbouring steps, as for dot products of pairs: A (m, words) by rows,
+// B (words, 8 lanes). BFMMLA wants two words of a row, or of a lane, side by side in half a vector,
+// so rows are zipped in pairs, and words of lanes too: 16 permutations for 32 products of 8 x 8 x
+// 8, which leaves two thirds of what the instruction can do, 2.7 times what FMLA can. Packing
+// operands as they are multiplied would save them, but weights come as vectors of lanes, and keys
+// are multiplied where they lie.
+#pragma once
+
+#include "cpu/simd/micro_gemm.h"
+
+namespace fused_attn {
+namespace {
+
+#if defined(FUSED_ATTN_NEON_BF16)
+// Rows 2 r and 2 r + 1 of a panel, in blocks of two by two.
+struct RowPair {
+  float32x4_t block[4];
+  // Row 2 r + odd of C, lanes 4 v to 4 v + 3.
+  Vec<float> lanes(int odd, int v) const {
+    const float64x2_t low = vreinterpretq_f64_f32(block[2 * v]);
+    const float64x2_t high = vreinterpretq_f64_f32(block[2 * v + 1]);
+    return (Vec<float>)(odd != 0 ? vzip2q_f64(low, high) : vzip1q_f64(low, high));
+  }
+};
+
+inline bfloat16x8_t zip_words(Vec32 a, Vec32 b, bool upper) {
+  return vreinterpretq_bf16_u32(upper ? vzip2q_u32((uint32x4_t)a, (uint32x4_t)b)
+                                      : vzip1q_u32((uint32x4_t)a, (uint32x4_t)b));
+}
+
+// kPairs pairs of rows of C; the last has one row where `last_is_one`, whose other one is read from
+// A, but not written. `words` is a multiple of 4.
+template <int kPairs, Into kInto>
+inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
+                      float* c, int64_t ldc, const float* scale, bool last_is_one) {
+  RowPair sums[kPairs] = {};
+  for (int64_t w = 0; w < words; w += 2) {
+    bfloat16x8_t lanes[4];
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const uint32_t* const at = b + w * ldb + v * kLanes<float>;
+      lanes[2 * v] = zip_words(load(at), load(at + ldb), false);
+      lanes[2 * v + 1] = zip_words(load(at), load(at + ldb), true);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kPairs; ++r) {
+      const uint32_t* const row = a + 2 * r * lda + w;
+      const bfloat16x8_t rows =
+          vreinterpretq_bf16_u32(vcombine_u32(vld1_u32(row), vld1_u32(row + lda)));
+#pragma GCC unroll 4
+      for (int l = 0; l < 4; ++l) {
+        sums[r].block[l] = vbfmmlaq_f32(sums[r].block[l], rows, lanes[l]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < 2 * kPairs; ++r) {
+    if (r == 2 * kPairs - 1 && last_is_one) break;
+    for (int v = 0; v < 2; ++v) {
+      float* const out = c + r * ldc + v * kLanes<float>;
+      Vec<float> sum = sums[r / 2].lanes(r % 2, v);
+      if (kInto == Into::kAdd) sum += load(out);
+      if (kInto == Into::kScale) sum += load(out) * load(scale + v * kLanes<float>);
+      store(out, sum);
+    }
+  }
+}
+
+// C (m, 8); A has an even number of rows.
+template <Into kInto>
+inline void mmla_gemm(int64_t m, int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b,
+                      int64_t ldb, float* c, int64_t ldc, const float* scale) {
+  int64_t r = 0;
+  for (; r + 8 <= m; r += 8) {
+    mmla_rows<4, kInto>(words, a + r * lda, lda, b, ldb, c + r * ldc, ldc, scale, false);
+  }
+  for (; r < m; r += 2) {
+    mmla_rows<1, kInto>(words, a + r * lda, lda, b, ldb, c + r * ldc, ldc, scale, r + 1 == m);
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace fused_attn

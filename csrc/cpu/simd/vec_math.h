@@ -1,0 +1,215 @@
+// exp2, expm1-based tanh on vectors.
+#pragma once
+
+#include "cpu/simd/convert.h"
+
+namespace fused_attn {
+namespace {
+
+// expm1(r) = r + r^2 p(r) on |r| <= ln(2) / 2; p interpolates at Chebyshev nodes.
+template <class T>
+struct ExpConstants;
+
+template <>
+struct ExpConstants<float> {
+  // Relative error of exp: 1.0e-8.
+  static constexpr float kPoly[] = {0.5f, 0.16666576989698776f, 0.041666554617204574f,
+                                    0.0083631790527225774f, 0.0013926183587713495f};
+  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr float kLn2Hi = 0.693145751953125f, kLn2Lo = 1.4286068203094172e-6f;
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: x + kRound rounds x to an integer
+  static constexpr float kLn2 = 0.6931471805599453f;
+  static constexpr float kUnderflow = -126.0f;  // below it 2^x would be subnormal
+  static constexpr int kMantissaBits = 23;
+  using Bits = uint32_t;
+  static constexpr Bits kOne = 0x3F800000;
+};
+
+template <>
+struct ExpConstants<double> {
+  // Relative error of exp: 2.3e-19.
+  static constexpr double kPoly[] = {0.5,
+                                     0.16666666666666670991,
+                                     0.041666666666666669755,
+                                     0.0083333333333261351258,
+                                     0.0013888888888883748305,
+                                     0.00019841269874820625271,
+                                     0.000024801587325547741216,
+                                     2.755725540020642443e-6,
+                                     2.7557273643110295328e-7,
+                                     2.5105217004720745164e-8,
+                                     2.0914686968086877233e-9};
+  static constexpr double kLog2E = 1.4426950408889634074;
+  static constexpr double kLn2Hi = 0.69314718036912381649, kLn2Lo = 1.9082149292705877e-10;
+  static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kLn2 = 0.69314718055994530942;
+  static constexpr double kUnderflow = -1022.0;
+  static constexpr int kMantissaBits = 52;
+  using Bits = uint64_t;
+  static constexpr Bits kOne = 0x3FF0000000000000;
+};
+
+template <class T>
+struct ReducedExp {
+  Vec<T> power;  // 2^n
+  Vec<T> expm1;  // expm1(r), where x = n ln(2) + r
+};
+
+template <class T>
+FUSED_ATTN_INLINE ReducedExp<T> expm1_near_0(Vec<T> r, Vec<typename ExpConstants<T>::Bits> power) {
+  using C = ExpConstants<T>;
+  constexpr int kDegree = sizeof(C::kPoly) / sizeof(C::kPoly[0]) - 1;
+  Vec<T> p = broadcast<T>(C::kPoly[kDegree]);
+  for (int i = kDegree - 1; i >= 0; --i) p = p * r + C::kPoly[i];
+  return {(Vec<T>)power, (r * r) * p + r};
+}
+
+template <class T>
+inline ReducedExp<T> reduced_exp(Vec<T> x) {
+  using C = ExpConstants<T>;
+  using VecU = Vec<typename C::Bits>;
+  const Vec<T> shifted = x * C::kLog2E + C::kRound;
+  const Vec<T> n = shifted - C::kRound;
+  return expm1_near_0<T>((x - n * C::kLn2Hi) - n * C::kLn2Lo,
+                         ((VecU)shifted << C::kMantissaBits) + C::kOne);
+}
+
+// The type that a few long sums are taken in.
+template <class T>
+struct WideOf {
+  using type = double;
+};
+template <>
+struct WideOf<double> {
+  using type = long double;
+};
+template <class T>
+using Wide = typename WideOf<T>::type;
+
+// How exactly exp is wanted: the type that a weight is multiplied in.
+enum class Precision { kBFloat16, kHalf, kFull };
+
+#if defined(__AVX512DQ__)
+// 2^r on [0, 1], 1 at 0; least relative error. Coefficients of r, r^2, ... Those of 16 bits add up
+// to 1 in this arithmetic: scores that are nearly the same, whose powers are of r next to 0 or to
+// 1, have an lse as exact as eager's, for a fifth more of the error elsewhere.
+template <Precision kPrecision>
+struct Exp2Poly;
+template <>
+struct Exp2Poly<Precision::kBFloat16> {  // 1.03e-4, a twentieth of bfloat16's rounding
+  static constexpr float kPoly[] = {0.6954243183135986f, 0.226307675242424f, 0.07826796919107437f};
+};
+template <>
+struct Exp2Poly<Precision::kHalf> {  // 3.4e-6
+  static constexpr float kPoly[] = {0.6930321455001831f, 0.2413797676563263f, 0.05203237012028694f,
+                                    0.013555747456848621f};
+};
+template <>
+struct Exp2Poly<Precision::kFull> {  // 2.0e-9, so that only rounding is left: 6.4e-8
+  static constexpr float kPoly[] = {0.6931470632553101f,    0.2402293086051941f,
+                                    0.055485282093286514f,  0.009675451554358006f,
+                                    0.0012467845808714628f, 0.0002161291631637141f};
+};
+#endif
+
+// What a number is in natural units, and log2(e) times that, with what rounding takes from it.
+template <class A>
+struct ExpUnit {
+  explicit ExpUnit(double unit) : natural(static_cast<A>(unit)) {
+    const Wide<A> whole = static_cast<Wide<A>>(1.442695040888963407359924681001892137L) * unit;
+    high = static_cast<A>(whole);
+    low = static_cast<A>(whole - static_cast<Wide<A>>(high));
+  }
+  ExpUnit() = default;
+  ExpUnit(A high, A low) : natural(high * ExpConstants<A>::kLn2), high(high), low(low) {}
+  A natural, high, low;
+};
+
+#if defined(__AVX512DQ__)
+// 2^y for y <= 0 (a little more does no harm) or NaN. What would be subnormal may be anything
+// below, for products that do not know such numbers.
+template <Precision kPrecision>
+FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
+  constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
+  constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
+  // y less its floor, and 2^floor(y) in one instruction each, which know infinities.
+  const Vec<float> r = (Vec<float>)_mm512_reduce_ps((__m512)y, 0x09);
+  Vec<float> p = broadcast<float>(kPoly[kDegree - 1]);
+  for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
+  return (Vec<float>)_mm512_scalef_ps((__m512)(p * r + 1.f), (__m512)y);
+}
+#endif
+
+// exp(x unit) for x <= 0 (a little more does no harm) or NaN. What would be subnormal is 0.
+//
+// kFull: as exact as x, whatever its size; the product with the unit is not rounded. Less: what
+// would be subnormal may be anything below, for products that do not know such numbers.
+template <class A, Precision kPrecision = Precision::kFull>
+FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
+#if defined(__AVX512DQ__)
+  if constexpr (sizeof(A) == 4) {
+    const Vec<A> y = x * unit.high;
+    if constexpr (kPrecision != Precision::kFull) return exp2_rough<kPrecision>(y);
+    constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
+    constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
+    const Vec<A> r = (Vec<A>)_mm512_reduce_ps((__m512)y, 0x09) + x * unit.low +
+                     fused_multiply_add<A>(x, broadcast<A>(unit.high), -y);
+    Vec<A> p = broadcast<A>(kPoly[kDegree - 1]);
+    for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
+    p = p * r + A(1);
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)y, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
+    return (Vec<A>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)y);
+  }
+#endif
+#if defined(FUSED_ATTN_FMA)
+  using C = ExpConstants<A>;
+  using VecU = Vec<typename C::Bits>;
+  const Vec<A> shifted = x * unit.high + C::kRound;
+  const Vec<A> n = shifted - C::kRound;
+  const Vec<A> rest = fused_multiply_add<A>(x, broadcast<A>(unit.high), -n) + x * unit.low;
+  const ReducedExp<A> e =
+      expm1_near_0<A>(rest * C::kLn2, ((VecU)shifted << C::kMantissaBits) + C::kOne);
+#else
+  const ReducedExp<A> e = reduced_exp<A>(x * unit.natural);
+#endif
+  return x * unit.high < ExpConstants<A>::kUnderflow ? Vec<A>{} : e.power * e.expm1 + e.power;
+}
+
+// tanh(x) = t / (t + 2) with t = expm1(2x), which keeps the relative precision near 0.
+template <class T>
+inline Vec<T> tanh(Vec<T> x) {
+  constexpr T kOneFrom = sizeof(T) == 4 ? T(10) : T(20);  // tanh is 1 there in this precision
+  const Vec<T> magnitude = x < 0 ? -x : x;
+  const Vec<T> capped = magnitude > kOneFrom ? broadcast<T>(kOneFrom) : magnitude;  // NaN stays
+  const ReducedExp<T> e = reduced_exp<T>(capped + capped);
+  const Vec<T> t = e.power * e.expm1 + (e.power - T(1));
+  const Vec<T> value = t / (t + T(2));
+  return x < 0 ? -value : value;
+}
+
+// maximum * unit + log(sum), and what its rounding loses.
+inline void log_sum_exp(float maximum, double unit, float sum, float* high, float* low) {
+  const double scaled = maximum * unit, log = __builtin_log(static_cast<double>(sum));
+  *high = static_cast<float>(scaled + log);
+  *low = static_cast<float>((scaled - static_cast<double>(*high)) + log);
+}
+
+inline void log_sum_exp(double maximum, double unit, double sum, double* high, double* low) {
+  const long double scaled = static_cast<long double>(maximum) * unit;
+  const long double log = __builtin_logl(static_cast<long double>(sum));
+  *high = static_cast<double>(scaled + log);
+  *low = static_cast<double>((scaled - static_cast<long double>(*high)) + log);
+}
+
+// lse = high + low in units of a score, rounded, and the factor less 1 that makes up for the
+// rounding in exp(score - lse). Under a bias of -1e8 lse is a multiple of 8: low is not small, and
+// would be lost in a sum with high.
+template <class A>
+inline void in_units(A high, A low, double unit, A* high_unit, A* lost) {
+  *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + low) / unit);
+  const Wide<A> rest = (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + low;
+  *lost = static_cast<A>(__builtin_expm1(-static_cast<double>(rest)));
+}
+
+}  // namespace
+}  // namespace fused_attn

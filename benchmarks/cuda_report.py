@@ -157,7 +157,7 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
     biased = normalize(mask, batch, heads, length, length, query)
     backend = get_backend("cuda")
     backend.attention_fwd(
-        AttentionCall(query[:, :, :1], query, query, MaskSpec(), 1.0, softcap), False
+        AttentionCall(query[:, :, :1], query, query, MaskSpec(), 1.0, softcap), False, True
     )
     for spec in (MaskSpec(), biased):
         call = AttentionCall(query, query, query, spec, 1.0, softcap)
@@ -174,7 +174,7 @@ def _norm(dtype: torch.dtype, columns: int) -> None:
     for width in (columns, columns + 1):  # in chunks, and element by element
         x = torch.empty(64, width, dtype=dtype)
         call = NormCall(x, None, None, None, 1e-5, False)
-        _, _, mean, rstd = backend.norm_fwd(call)
+        _, _, mean, rstd = backend.norm_fwd(call, True, True)
         backend.norm_bwd(call, mean, rstd, x, None, True, True)
 
 

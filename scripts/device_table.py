@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 import fused_attn as fa
 from fused_attn.backends import problem_of, registry
-from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.nn import weights
 from fused_attn.ops import autograd
 
@@ -39,6 +38,9 @@ def pretended(device_type: str) -> Iterator[list[str]]:
     def problem(*args: Any) -> Any:
         return replace(problem_of(*args), device=device)
 
+    def to_try(call: Any, _: Any, named: Any) -> Any:
+        return registry.backend_to_try(call, device, named)
+
     def select(*args: Any) -> Any:
         backend = registry.select(*args)
         chosen.append(backend.name)
@@ -48,8 +50,7 @@ def pretended(device_type: str) -> Iterator[list[str]]:
         for module in (autograd, weights):
             stack.enter_context(mock.patch.object(module, "problem_of", problem))
             stack.enter_context(mock.patch.object(module, "select", select))
-        for call in (UncheckedAttention, UncheckedNorm):
-            stack.enter_context(mock.patch.object(call, "device", device))
+        stack.enter_context(mock.patch.object(autograd, "backend_to_try", to_try))
         stack.enter_context(mock.patch.object(registry, "_notified", set()))
         registry._first_on.cache_clear()
         yield chosen

@@ -91,19 +91,22 @@ def first_backend(device: torch.device) -> Backend | None:
     return _first_on(device, verdicts.changes) if wanted is None else BACKENDS.get(wanted)
 
 
-def backend_to_try(call: UncheckedAttention | UncheckedNorm, named: str | None) -> Backend | None:
+def backend_to_try(
+    call: UncheckedAttention | UncheckedNorm, device: torch.device, named: str | None
+) -> Backend | None:
     """The backend whose pass may take a call that nobody has looked at; None: one has to be chosen
     by the checked call.
 
     Args:
         call: a plain one.
+        device: that of its tensors.
         named: what the caller asks for, or None.
     """
     wanted = named or _override or environment(_VARIABLE)
     if wanted:
         backend = BACKENDS.get(wanted)
     else:
-        backend = _first_on(call.device, verdicts.changes)
+        backend = _first_on(device, verdicts.changes)
         if backend is None and _is_known(call):
             backend = _chosen(problem_of(call), verdicts.changes)
     return backend if backend is not None and backend.takes_unchecked else None

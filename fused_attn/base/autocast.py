@@ -27,9 +27,8 @@ def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tenso
     return input.float(), None if residual is None else residual.float()
 
 
-def any_autocast() -> bool:
-    """Whether autocast is on for any devices; not for torch.compile to trace."""
-    return torch._C._is_any_autocast_enabled()
+# Whether autocast is on for any devices; not for torch.compile to trace.
+any_autocast = torch._C._is_any_autocast_enabled
 
 
 def autocasts(device_type: str) -> bool:

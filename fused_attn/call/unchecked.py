@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -69,10 +68,6 @@ class UncheckedAttention:
         self.softcap = softcap
         self.seed: Any = seed
         self.mask: Any = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.query.device
 
     def plain(self) -> bool:
         """Whether a pass may look at the call; tensors are cast where autocast wants it."""
@@ -169,10 +164,6 @@ class UncheckedNorm:
         self.residual = residual
         self.dropout_p = dropout_p
         self.seed: Any = seed
-
-    @property
-    def device(self) -> torch.device:
-        return self.input.device
 
     @property
     def has_total(self) -> bool:

@@ -8,8 +8,8 @@ other file asks what a mask means.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class Mask:
     slopes: tuple[_Alibi, ...] = ()
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
     _draw: ClassVar[Callable[..., Any]]  # set by picture.py, which imports this file
+    _tensors: ClassVar[list[Tensor] | None] = None  # of an object, once they were asked for
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, Tensor):
@@ -156,19 +157,19 @@ class Mask:
 
     def conditions(self) -> tuple[Any, ...]:
         """The fields that users compose, without the memo."""
-        sequences = (self.bands, self.paddings, self.prefixes, self.document_pairs)
-        return (*sequences, self.dense_masks, self.biases, self.slopes)
+        return tuple([getattr(self, name) for name in _CONDITIONS])
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the conditions."""
-        tensors = [*self.prefixes, *self.dense_masks, *self.biases]
-        for padding_ in self.paddings:
-            tensors.append(padding_.key_lengths)
-            if padding_.query_lengths is not None:
-                tensors.append(padding_.query_lengths)
-        for pair in self.document_pairs:
-            tensors += [pair.query_ids, pair.key_ids]
-        return tensors + [alibi_.slopes for alibi_ in self.slopes]
+        if self._tensors is not None:
+            return self._tensors
+        tensors = _tensors_of(self.conditions())
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "_tensors", tensors)  # they stay the same
+        return tensors
+
+
+_CONDITIONS = tuple(f.name for f in fields(Mask) if f.name != "memo")
 
 
 def causal(align: str = "top_left") -> Mask:
@@ -350,16 +351,27 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
 _CPU = torch.device("cpu")  # nothing is computed of the tensors
 
 
+def _tensors_of(condition: Any) -> list[Tensor]:
+    """The tensors of a condition, or of tuples of them."""
+    if isinstance(condition, Tensor):
+        return [condition]
+    if is_dataclass(condition):
+        condition = tuple([getattr(condition, f.name) for f in fields(condition)])
+    if not isinstance(condition, tuple):
+        return []
+    return [tensor for part in condition for tensor in _tensors_of(part)]
+
+
 def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A condition, or tuples of them, of other tensors."""
     if isinstance(condition, Tensor):
         return function(condition)
     if isinstance(condition, tuple):
-        return tuple(_mapped(part, function) for part in condition)
-    if not isinstance(condition, (_Padding, _Documents, _Alibi)):
+        return tuple([_mapped(part, function) for part in condition])
+    if not is_dataclass(condition):
         return condition
     parts = {f.name: _mapped(getattr(condition, f.name), function) for f in fields(condition)}
-    return replace(condition, **parts)
+    return cast(Any, type(condition))(**parts)
 
 
 def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:

@@ -55,7 +55,9 @@ def recall(
         make: computes the value.
         limit: values of the memo; the oldest go first.
     """
-    return _recalled(memo, key, tensors, device, make, limit) if _keepable(tensors) else make()
+    if watched() or not keepable(tensors):
+        return make()
+    return recall_unwatched(memo, key, tensors, device, make, limit)
 
 
 # By the id of a tensor, which no other has while the reference is alive.
@@ -70,10 +72,10 @@ def recall_of(
     limit: int | None = None,
 ) -> T:
     """As `recall`, from a memo that lives as long as `tensor`; the value must not hold that."""
-    if not _keepable(tensors):
+    if watched() or not keepable(tensors):
         return make()
     limit = limit or _LIMIT_OF_TENSOR
-    return _recalled(memo_of(tensor), key, tensors, tensor.device, make, limit)
+    return recall_unwatched(memo_of(tensor), key, tensors, tensor.device, make, limit)
 
 
 def memo_of(tensor: Tensor) -> Memo:
@@ -90,15 +92,17 @@ def memo_of(tensor: Tensor) -> Memo:
     return held[1]
 
 
-def _recalled(
+def recall_unwatched(
     memo: Memo,
     key: Hashable,
     tensors: Sequence[Tensor],
     device: torch.device,
     make: Callable[[], T],
-    limit: int,
+    limit: int = _LIMIT,
 ) -> T:
-    key = (key, stream_of(device), torch.is_inference_mode_enabled())
+    """As `recall`, of tensors that are `keepable`, in a call that nothing watches."""
+    stream = 0 if device.type == "cpu" else stream_of(device)
+    key = (key, stream, torch.is_inference_mode_enabled())
     entry = memo.get(key)
     if entry is not None and len(entry.sources) == len(tensors):
         for tensor, (ref, version, address) in zip(tensors, entry.sources, strict=True):
@@ -114,9 +118,8 @@ def _recalled(
     return value
 
 
-def _keepable(tensors: Sequence[Tensor]) -> bool:
-    if watched():
-        return False
+def keepable(tensors: Sequence[Tensor]) -> bool:
+    """Whether changes of the tensors can be noticed."""
     for tensor in tensors:
         if type(tensor) not in PLAIN_TYPES or tensor.requires_grad or tensor.is_inference():
             return False

@@ -18,7 +18,7 @@ from fused_attn.base.flat import Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
 from fused_attn.base.torch_state import plain_eager, readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask
-from fused_attn.masks.memo import recall
+from fused_attn.masks.memo import keepable, recall, recall_unwatched
 
 # Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
 BOUNDS = (
@@ -151,7 +151,8 @@ def bias_fits(spec: MaskSpec, dtype: torch.dtype) -> bool:
 def spec_of(
     attn_mask: Tensor | Mask | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> MaskSpec | None:
-    """`normalize` of an `attn_mask` argument where that takes no look at it; else None."""
+    """`normalize` of an `attn_mask` argument, of a call that nothing watches, where that takes no
+    look at it; else None."""
     if attn_mask is None:
         return _CAUSAL if is_causal else NO_MASK
     if is_causal or query.is_nested or key.is_nested or query.dim() != 4 or key.dim() != 4:
@@ -159,13 +160,17 @@ def spec_of(
     batch, num_heads, seqlen_q, _ = query.shape
     shape = (batch, num_heads, seqlen_q, key.shape[2])
     if isinstance(attn_mask, Mask):
-        if not plain_eager(*attn_mask.tensors()):
+        mask, tensors, device = attn_mask, attn_mask.tensors(), query.device
+        if not keepable(tensors):  # learned, of a subclass: validation takes them one by one
             return None
         try:
-            spec = normalize(attn_mask, *shape, query)
+            spec = recall_unwatched(
+                attn_mask.memo, (shape, device), tensors, device,
+                lambda: _normalize(mask, shape, device),
+            )  # fmt: skip
         except ValueError:  # the tensors may be what is wrong
             return None
-        return spec if bias_fits(spec, query.dtype) else None
+        return spec if spec.bias is None or bias_fits(spec, query.dtype) else None
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
         return None
     if attn_mask.device != query.device or attn_mask.is_neg():

@@ -57,7 +57,7 @@ def _tried(
     call: UncheckedAttention, want_lse: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """What a backend's pass makes of the call as it is; None: it has to be checked."""
-    backend = backend_to_try(call, named) if call.plain() else None
+    backend = backend_to_try(call, call.query.device, named) if call.plain() else None
     if backend is None:
         return None
     if backend.differentiable:
@@ -143,7 +143,7 @@ def _tried_norm(
     call: UncheckedNorm, want_total: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """As `_tried`."""
-    backend = backend_to_try(call, named) if call.plain() else None
+    backend = backend_to_try(call, call.input.device, named) if call.plain() else None
     if backend is None:
         return None
     needs_grad = (

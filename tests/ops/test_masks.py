@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers import BACKENDS, device_of
 
 from fused_attn import functional as F
 from fused_attn import masks
+from fused_attn.masks.mask import _mapped
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 
@@ -194,3 +196,26 @@ def test_to_moves_every_tensor_and_nothing_else(device):
 def test_to_where_it_is_gives_the_mask_itself(name):
     mask, _ = CASES[name]
     assert mask.to("cpu") is mask
+
+
+def test_a_new_condition_is_a_class_and_a_field(monkeypatch):
+    """Its tensors are found, moved and combined by the fields of dataclasses."""
+
+    @dataclass(frozen=True)
+    class Blocks:
+        sizes: torch.Tensor
+        name: str
+
+    @dataclass(frozen=True, eq=False)
+    class Wider(masks.Mask):
+        blocks: tuple[Blocks, ...] = ()
+
+    names = [f.name for f in fields(Wider) if f.name != "memo"]
+    monkeypatch.setattr("fused_attn.masks.mask._CONDITIONS", tuple(names))
+    sizes, lengths = torch.tensor([2, 3]), torch.tensor([4, 5])
+    padding = masks.padding(lengths).paddings
+    mask = Wider(paddings=padding, blocks=(Blocks(sizes, "of two"),))
+    assert [t is own for t, own in zip(mask.tensors(), (lengths, sizes), strict=True)] == [True] * 2
+    doubled = _mapped(mask.conditions(), lambda t: 2 * t)
+    assert doubled[-1][0].name == "of two"
+    assert torch.equal(doubled[-1][0].sizes, 2 * sizes)

@@ -170,8 +170,8 @@ class TilePack {
   // Left tiles (steps, parts, 2) of 16 rows x 32 features. meanwhile() is called for each row and
   // step.
   template <class Meanwhile = Nothing>
-  __attribute__((noinline)) static void left(const T* const* rows, int64_t dim, int64_t steps,
-                                             uint16_t* dst, Meanwhile meanwhile = {}) {
+  static void left(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst,
+                   Meanwhile meanwhile = {}) {
     read(rows, 2 * kTileRows, dim, steps, [&](auto& reader) {
       for (int64_t r = 0; r < 2 * kTileRows; ++r) {
         for (int64_t s = 0; s < steps; ++s) {
@@ -184,8 +184,8 @@ class TilePack {
   }
 
   // Right tiles (count / 16, steps, parts) of 16 pairs of features x 16 rows.
-  __attribute__((noinline)) static void right(const T* const* rows, int64_t count, int64_t dim,
-                                              int64_t steps, uint16_t* dst) {
+  static void right(const T* const* rows, int64_t count, int64_t dim, int64_t steps,
+                    uint16_t* dst) {
     read(rows, count, dim, steps, [&](auto& reader) {
       for (int64_t tile = 0; tile < count / 16; ++tile) {
         for (int64_t s = 0; s < steps; ++s) {
@@ -201,9 +201,8 @@ class TilePack {
   // left out, and said to be special. row_at(i): the row of 32 that stands at i. meanwhile() is
   // called for each pair of rows and step.
   template <class RowAt, class Meanwhile = Nothing>
-  __attribute__((noinline)) static void values(const T** rows, int64_t count, int64_t dim,
-                                               int64_t steps, const RowAt& row_at, KeyBlock* block,
-                                               Meanwhile meanwhile = {}) {
+  static void values(const T** rows, int64_t count, int64_t dim, int64_t steps, const RowAt& row_at,
+                     KeyBlock* block, Meanwhile meanwhile = {}) {
     const auto pack = [&](auto& reader) {
       for (int64_t r = 0; r < count / 32; ++r) {
         for (int64_t s = 0; s < steps; ++s) {
@@ -221,8 +220,7 @@ class TilePack {
   }
 
   // Left tiles (steps, parts, 2) of 16 features x 32 rows: the transpose.
-  __attribute__((noinline)) static void left_columns(const T* const* rows, int64_t dim,
-                                                     int64_t steps, uint16_t* dst) {
+  static void left_columns(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
     read(rows, 32, dim, steps, [&](auto& reader) {
       alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
       for (int64_t s = 0; s < steps; ++s) {

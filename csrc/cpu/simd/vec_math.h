@@ -208,7 +208,9 @@ template <class A>
 inline void in_units(A high, A low, double unit, A* high_unit, A* lost) {
   *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + low) / unit);
   const Wide<A> rest = (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + low;
-  *lost = static_cast<A>(__builtin_expm1(-static_cast<double>(rest)));
+  // exp(-rest) - 1: a call of the library is a tenth of the backward of 128 keys of 32.
+  const double r = static_cast<double>(rest);
+  *lost = static_cast<A>(__builtin_fabs(r) < 0x1p-18 ? r * (r / 2 - 1) : __builtin_expm1(-r));
 }
 
 }  // namespace

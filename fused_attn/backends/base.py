@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fused_attn.backends import weights_bwd
 from fused_attn.backends.problem import Problem
-from fused_attn.base.flat import empty_strided
 from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
@@ -18,6 +16,8 @@ from fused_attn.call.calls import (
     NormGradients,
     NormOutputs,
 )
+
+Extent = Literal["all", "some", "none"]
 
 # In the order of csrc/params.h, enum Activation.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
@@ -77,23 +77,9 @@ class Backend:
         """The sentence that users should see once where this backend is chosen unasked."""
         return None
 
-    def asked_first(self, device_type: str) -> bool:
-        """Whether this is the backend of all calls on such devices that its passes take."""
-        return False
-
-    def chosen_for_some(self, device_type: str) -> bool:
-        """Whether it depends on the problem if this backend is chosen unasked on such devices."""
-        return False
-
-    def empty(
-        self,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """An uninitialised tensor: where the results of passes go."""
-        return empty_strided(shape, strides, dtype, device)
+    def chosen_on(self, device_type: str) -> Extent:
+        """Of which calls on such devices this is the backend, unasked, if its passes take them."""
+        return "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
         """A summary of each 32 x 64 tile of a dense mask or bias: uint8, enum SummaryValue of

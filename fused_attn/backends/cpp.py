@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends.base import ACTIVATIONS, Backend
+from fused_attn.backends.base import ACTIVATIONS, Backend, Extent
 from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.base.layout import contiguous, readable_in_place
@@ -61,20 +61,8 @@ class CppBackend(Backend):
             reasons.append(f"runs on cpu, not on {problem.device.type}")
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def asked_first(self, device_type: str) -> bool:
-        return device_type == "cpu" and not self.unavailable()
-
-    def empty(
-        self,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """An uninitialised dense tensor; a large one in memory that earlier ones have left."""
-        if _EXCHANGE_API is None or math.prod(shape) * dtype.itemsize < _POOLED_FROM:
-            return torch.empty_strided(shape, strides, dtype=dtype)
-        return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
+    def chosen_on(self, device_type: str) -> Extent:
+        return "all" if device_type == "cpu" and not self.unavailable() else "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         summary = empty_summary(tensor, _cpu.SUMMARY_TILE)
@@ -95,7 +83,7 @@ class CppBackend(Backend):
         columns = input.shape[-1]
         rows = input.numel() // columns
         if out is None:
-            out = self.empty(*contiguous(input.shape), input.dtype, input.device)
+            out = _pooled(*contiguous(input.shape), input.dtype, input.device)
         _cpu.activation(
             input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
             rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),
@@ -136,7 +124,7 @@ class CppBackend(Backend):
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
     ) -> Tensor:
-        weights = call.weights(self.empty, average)
+        weights = call.weights(average, _pooled)
         call, fields = _of_weights(call, lse, lse_low)
         threads = torch.get_num_threads()
         _cpu.attention_weights(
@@ -153,7 +141,7 @@ class CppBackend(Backend):
         average: bool,
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = call.gradients(self.empty, needs_bias)
+        grads = call.gradients(needs_bias, _pooled)
         grad_weights, num_heads = readable_in_place(grad_weights), call.query.shape[1]
         if average:
             grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
@@ -193,7 +181,7 @@ class CppBackend(Backend):
         results = _cpu.norm_bwd(call, mean, rstd, grad_out, grad_total, *rest)
         if results is None:
             if call.input.numel() == 0:
-                return call.gradients(_zeros, needs_weight, needs_bias)
+                return call.gradients(needs_weight, needs_bias, _zeros)
             given = grad_out.contiguous(), None if grad_total is None else grad_total.contiguous()
             results = _cpu.norm_bwd(call.in_one_piece(), mean, rstd, *given, *rest)
         return None if results is None else NormGradients._make(results)
@@ -236,6 +224,15 @@ def tile_kinds(
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:
     """An uninitialised tensor for the module, where torch has no C functions for it."""
     return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
+
+
+def _pooled(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """An uninitialised dense tensor; a large one in memory that earlier ones have left."""
+    if _EXCHANGE_API is None or math.prod(shape) * dtype.itemsize < _POOLED_FROM:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
 
 
 def _zeros(

@@ -128,10 +128,11 @@ def _first_on(device: torch.device, changes: int) -> Backend | None:
         changes: `verdicts.changes`, as verdicts decide too.
     """
     for backend in BACKENDS.values():
-        if backend.asked_first(device.type):
+        extent = backend.chosen_on(device.type)
+        if extent == "all":
             _notify(backend, device.type)
             return backend
-        if backend.chosen_for_some(device.type):
+        if extent == "some":
             return None
     return None
 

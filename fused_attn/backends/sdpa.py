@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_attn.backends import reference
-from fused_attn.backends.base import Backend
+from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
 from fused_attn.call import packed
 from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
@@ -35,8 +35,8 @@ class SdpaBackend(Backend):
     takes_unchecked = True
     torchs_own = True
 
-    def asked_first(self, device_type: str) -> bool:
-        return True
+    def chosen_on(self, device_type: str) -> Extent:
+        return "all"
 
     def notice(self, device_type: str) -> str | None:
         if device_type in ("cpu", "meta"):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fused_attn.base import philox
-from fused_attn.base.flat import empty_strided
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.materialize import materialize, of_head
@@ -70,7 +69,7 @@ def attention_weights_bwd(
         grad = grad if tanh is None else grad * (1.0 - tanh * tanh)
         grad_query[:, h] = grad @ k * scale
         grad_key[:, h // group] += grad.transpose(-2, -1) @ q * scale
-    grads = call.gradients(empty_strided, needs_bias)
+    grads = call.gradients(needs_bias)
     for grad, sums in ((grads.query, grad_query), (grads.key, grad_key), (grads.bias, grad_bias)):
         grad.copy_(sums)
     return grads.query, grads.key, grads.bias

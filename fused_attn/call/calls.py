@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fused_attn.base.flat import Flat, flattens
+from fused_attn.base.flat import Flat, empty_strided, flattens
 from fused_attn.base.layout import (
     NOTHING,
     contiguous,
@@ -26,7 +26,7 @@ from fused_attn.masks.spec import MaskSpec
 
 
 class Empty(Protocol):
-    """A backend's way to an uninitialised tensor."""
+    """A way to an uninitialised tensor."""
 
     def __call__(
         self,
@@ -161,7 +161,9 @@ class AttentionCall(Flat):
             return self
         return replace(self, query=q, key=k, value=v, mask=mask, dropout_origin=origin)
 
-    def outputs(self, empty: Empty, for_backward: bool, want_lse: bool = True) -> AttentionOutputs:
+    def outputs(
+        self, for_backward: bool, want_lse: bool = True, empty: Empty = empty_strided
+    ) -> AttentionOutputs:
         """Uninitialised results; those that are not there are empty."""
         query = self.query
         batch, num_heads, seqlen_q, _ = query.shape
@@ -176,7 +178,7 @@ class AttentionCall(Flat):
             empty(*(out if rounds else NOTHING), torch.int16, device),
         )
 
-    def gradients(self, empty: Empty, needs_bias: bool) -> AttentionGradients:
+    def gradients(self, needs_bias: bool, empty: Empty = empty_strided) -> AttentionGradients:
         """Uninitialised gradients, laid out as their tensors are; that of bias is contiguous."""
         query, bias = self.query, self.mask.bias
         wanted = bias if needs_bias else None
@@ -193,7 +195,7 @@ class AttentionCall(Flat):
             else empty(*contiguous(wanted.shape), wanted.dtype, wanted.device),
         )
 
-    def weights(self, empty: Empty, average: bool) -> Tensor:
+    def weights(self, average: bool, empty: Empty = empty_strided) -> Tensor:
         """Uninitialised weights: (batch, num_heads, seqlen_q, seqlen_k), or without num_heads for
         their average."""
         query = self.query
@@ -342,7 +344,7 @@ class NormCall(Flat):
         options = (self.eps, self.rms, self.dropout_p, self.seed, self.dropout_origin)
         return NormCall(total, None, self.weight, self.bias, *options)
 
-    def outputs(self, empty: Empty) -> NormOutputs:
+    def outputs(self, empty: Empty = empty_strided) -> NormOutputs:
         """Uninitialised results."""
         like = self.input
         rows, dtype = self.rows, statistics_dtype(like.dtype)
@@ -354,7 +356,9 @@ class NormCall(Flat):
             empty((rows,), (1,), dtype, like.device),
         )
 
-    def gradients(self, empty: Empty, needs_weight: bool, needs_bias: bool) -> NormGradients:
+    def gradients(
+        self, needs_weight: bool, needs_bias: bool, empty: Empty = empty_strided
+    ) -> NormGradients:
         """Uninitialised gradients."""
         like = self.input
         columns, dtype = like.shape[-1], statistics_dtype(like.dtype)

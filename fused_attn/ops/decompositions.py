@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import reference
-from fused_attn.base.flat import empty_strided
 from fused_attn.base.namespace import OPS
 from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 
@@ -20,7 +19,7 @@ from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, Nor
 def attention_fwd(call: AttentionCall) -> AttentionOutputs:
     """The outputs, of a call after which no backward follows."""
     out, lse = reference.attention(call)
-    return call.outputs(empty_strided, False)._replace(out=out, lse=lse)
+    return call.outputs(False)._replace(out=out, lse=lse)
 
 
 def attention_weights(call: AttentionCall, average: bool) -> Tensor:
@@ -31,7 +30,7 @@ def attention_weights(call: AttentionCall, average: bool) -> Tensor:
 def norm_fwd(call: NormCall) -> NormOutputs:
     """The outputs."""
     out, total = reference.norm(call)
-    return call.outputs(empty_strided)._replace(out=out, total=total)
+    return call.outputs()._replace(out=out, total=total)
 
 
 def _attention_fwd(*values: Any) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import Backend, get_backend
-from fused_attn.base.flat import Flat, empty_strided
+from fused_attn.base.flat import Flat
 from fused_attn.base.namespace import NAMESPACE, OPS
 from fused_attn.base.torch_state import batched_by_autograd, plain_eager
 from fused_attn.call.calls import (
@@ -309,28 +309,28 @@ def _check_dropout(call: AttentionCall | NormCall) -> None:
 def _fake_attention_fwd(
     call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
 ) -> Any:
-    return call.outputs(empty_strided, for_backward, want_lse)
+    return call.outputs(for_backward, want_lse)
 
 
 def _fake_attention_bwd(call: AttentionCall, *rest: Any) -> Any:
-    return call.gradients(empty_strided, needs_bias=rest[-2])
+    return call.gradients(needs_bias=rest[-2])
 
 
 def _fake_attention_weights(call: AttentionCall, *rest: Any) -> Any:
-    return call.weights(empty_strided, average=rest[-2])
+    return call.weights(average=rest[-2])
 
 
 def _fake_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
-    query, key, _, bias = call.gradients(empty_strided, needs_bias=rest[-2])
+    query, key, _, bias = call.gradients(needs_bias=rest[-2])
     return query, key, bias
 
 
 def _fake_norm_fwd(call: NormCall, backend: str) -> Any:
-    return call.outputs(empty_strided)
+    return call.outputs()
 
 
 def _fake_norm_bwd(call: NormCall, *rest: Any) -> Any:
-    return call.gradients(empty_strided, needs_weight=rest[-3], needs_bias=rest[-2])
+    return call.gradients(needs_weight=rest[-3], needs_bias=rest[-2])
 
 
 # ---- registration -------------------------------------------------------------------------------

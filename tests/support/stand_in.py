@@ -24,14 +24,11 @@ class StandIn(CppBackend):
     def __init__(self):
         self.hurt = lambda call, outputs: None
 
-    def asked_first(self, device_type):
-        return False
-
     def not_automatic(self, problem):
         return verdicts.reasons_against(self.name, problem)
 
-    def chosen_for_some(self, device_type):
-        return verdicts.any_usable(self.name, device_type)
+    def chosen_on(self, device_type):
+        return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def attention_fwd(self, call, for_backward, want_lse):
         outputs = super().attention_fwd(call, for_backward, want_lse)

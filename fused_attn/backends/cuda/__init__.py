@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend, CacheUpdate
+from fused_attn.backends.base import Backend, CacheUpdate, Extent
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
@@ -54,8 +54,8 @@ class CudaBackend(Backend):
     def not_automatic(self, problem: Problem) -> list[str]:
         return verdicts.reasons_against(self.name, problem)
 
-    def chosen_for_some(self, device_type: str) -> bool:
-        return verdicts.any_usable(self.name, device_type)
+    def chosen_on(self, device_type: str) -> Extent:
+        return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return attention.tile_summary(tensor)
@@ -63,7 +63,7 @@ class CudaBackend(Backend):
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs:
-        outputs = call.outputs(self.empty, for_backward)
+        outputs = call.outputs(for_backward)
         attention.attention_fwd(call, outputs)
         return outputs
 
@@ -75,24 +75,24 @@ class CudaBackend(Backend):
         grad_lse: Tensor | None,
         needs_bias: bool,
     ) -> AttentionGradients:
-        grads = call.gradients(self.empty, needs_bias)
+        grads = call.gradients(needs_bias)
         attention.attention_bwd(call, outputs, grad_out, grad_lse, grads)
         return grads
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
     ) -> Tensor:
-        weights = call.weights(self.empty, average)
+        weights = call.weights(average)
         attention.attention_weights(call, lse, lse_low, average, weights)
         return weights
 
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
-        return attention.attention_decode(call, update, self.empty)
+        return attention.attention_decode(call, update)
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
-        outputs = call.outputs(self.empty)
+        outputs = call.outputs()
         norm.norm_fwd(call, outputs)
         return outputs
 
@@ -106,7 +106,7 @@ class CudaBackend(Backend):
         needs_weight: bool,
         needs_bias: bool,
     ) -> NormGradients:
-        grads = call.gradients(self.empty, needs_weight, needs_bias)
+        grads = call.gradients(needs_weight, needs_bias)
         norm.norm_bwd(call, mean, rstd, grad_out, grad_total, grads)
         return grads
 

@@ -18,7 +18,7 @@ from fused_attn.backends.cuda.module import (
     times_to_fill,
 )
 from fused_attn.backends.fields import empty_summary
-from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs, Empty
+from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs
 from fused_attn.masks.spec import with_summaries
 
 # Kernels read rows in chunks of so many bytes, and count within a tile in 32 bits.
@@ -49,9 +49,7 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     run("attention_fwd", query.device, call, fields)
 
 
-def attention_decode(
-    call: AttentionCall, update: CacheUpdate, empty: Empty
-) -> tuple[Tensor, Tensor] | None:
+def attention_decode(call: AttentionCall, update: CacheUpdate) -> tuple[Tensor, Tensor] | None:
     """As `Backend.attention_decode`."""
     query, key_cache, value_cache = call.query, call.key, call.value
     batch, num_heads, seqlen_q, _ = query.shape
@@ -65,7 +63,7 @@ def attention_decode(
         return None
     if any(in_chunks(cache) is not cache for cache in (key_cache, value_cache)):
         return None  # a copy would be written to
-    out, lse, *_ = call.outputs(empty, False)
+    out, lse, *_ = call.outputs(False)
     call, fields = call_fields(call, out)
     fields["seqlen_k"], fields["lse"] = seqlen_k, lse
     if update.block_table is not None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend
+from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.problem import Problem, kernel_limits, too_old
 from fused_attn.backends.triton.interpreter import interpreted
 from fused_attn.call.calls import (
@@ -63,8 +63,8 @@ class TritonBackend(Backend):
     def not_automatic(self, problem: Problem) -> list[str]:
         return verdicts.reasons_against(self.name, problem)
 
-    def chosen_for_some(self, device_type: str) -> bool:
-        return verdicts.any_usable(self.name, device_type)
+    def chosen_on(self, device_type: str) -> Extent:
+        return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         return _attention().tile_summary(tensor)
@@ -72,7 +72,7 @@ class TritonBackend(Backend):
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs:
-        outputs = call.outputs(self.empty, for_backward)
+        outputs = call.outputs(for_backward)
         _attention().attention_fwd(call, outputs)
         return outputs
 
@@ -84,19 +84,19 @@ class TritonBackend(Backend):
         grad_lse: Tensor | None,
         needs_bias: bool,
     ) -> AttentionGradients:
-        grads = call.gradients(self.empty, needs_bias)
+        grads = call.gradients(needs_bias)
         _attention().attention_bwd(call, outputs, grad_out, grad_lse, grads)
         return grads
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
     ) -> Tensor:
-        weights = call.weights(self.empty, average)
+        weights = call.weights(average)
         _attention().attention_weights(call, lse, lse_low, average, weights)
         return weights
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
-        outputs = call.outputs(self.empty)
+        outputs = call.outputs()
         _norm().norm_fwd(call, outputs)
         return outputs
 
@@ -110,7 +110,7 @@ class TritonBackend(Backend):
         needs_weight: bool,
         needs_bias: bool,
     ) -> NormGradients:
-        grads = call.gradients(self.empty, needs_weight, needs_bias)
+        grads = call.gradients(needs_weight, needs_bias)
         _norm().norm_bwd(call, mean, rstd, grad_out, grad_total, grads)
         return grads
 

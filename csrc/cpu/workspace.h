@@ -7,8 +7,7 @@
 namespace fused_attn {
 namespace {
 
-// Hands out aligned parts of one block. A layout is written once, as a function that takes its
-// parts from an Arena: run on an empty one it measures, run on an allocated one it places.
+// Hands out aligned parts of one block, whose layout is written once.
 class Arena {
  public:
   Arena() = default;
@@ -23,11 +22,16 @@ class Arena {
     return part;
   }
 
-  // Allocates what has been taken so far and starts over; false: out of memory.
-  bool allocate() {
+  // Runs place(), which takes parts, twice: it measures them, and has them then. False: out of
+  // memory.
+  template <class Place>
+  bool layout(const Place& place) {
+    place();
     base_ = static_cast<char*>(take_workspace(used_));
     used_ = 0;
-    return base_ != nullptr;
+    if (base_ == nullptr) return false;
+    place();
+    return true;
   }
 
  private:

@@ -63,9 +63,7 @@ class ActivationPass {
       : p_(p), dropout_(p.columns, p.dropout_p, p.seed, nullptr, 0) {}
 
   bool allocate() {
-    dropout_.place(&arena_);
-    if (!arena_.allocate()) return false;
-    dropout_.place(&arena_);
+    if (!arena_.layout([&] { dropout_.place(&arena_); })) return false;
     dropout_.begin();
     return true;
   }

@@ -55,9 +55,10 @@ class AttentionBwd : BwdTile<T> {
     if (heads > 0 && heads < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / heads));
     const int64_t per_split = div_up(blocks, splits), tasks = heads * splits;
     Arena parts;  // (heads, group, splits, part)
-    A* grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0);
-    if (!parts.allocate()) return false;
-    grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0);
+    A* grad_query;
+    if (!parts.layout(
+            [&] { grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0); }))
+      return false;
     return run_team(p.num_threads, tasks, [&] {
       AttentionBwd self(bwd, mask);
       const bool ok = self.allocate(panels, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
@@ -106,10 +107,7 @@ class AttentionBwd : BwdTile<T> {
   }
 
   bool allocate(int64_t panels, int64_t keys, bool own_grad_query) {
-    place(panels, keys, own_grad_query);
-    if (!arena_.allocate()) return false;
-    place(panels, keys, own_grad_query);
-    return true;
+    return arena_.layout([&] { place(panels, keys, own_grad_query); });
   }
 
   // Keys [begin, end) of a key/value head against all its query heads.

@@ -57,10 +57,7 @@ class AttentionBwdBias : BwdTile<T> {
   using Base::Base;
 
   bool allocate() {
-    place();
-    if (!arena_.allocate()) return false;
-    place();
-    return true;
+    return arena_.layout([&] { place(); });
   }
 
   void place() {

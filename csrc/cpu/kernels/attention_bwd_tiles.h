@@ -57,9 +57,8 @@ class AttentionBwdTiles : BwdPanels<T> {
     const Work work(bwd);
     Arena parts;  // (batch, heads, splits, queries)
     const int64_t count = work.splits > 1 ? p.batch * p.num_heads * work.splits * work.part : 0;
-    parts.template take<float>(count);
-    if (!parts.allocate()) return false;
-    float* const grad_query = parts.template take<float>(count);
+    float* grad_query;
+    if (!parts.layout([&] { grad_query = parts.template take<float>(count); })) return false;
     return run_team(p.num_threads, work.tasks, [&] {
       AttentionBwdTiles self(bwd, mask, work, grad_query);
       const bool ok = self.allocate();
@@ -154,10 +153,7 @@ class AttentionBwdTiles : BwdPanels<T> {
   }
 
   bool allocate() {
-    place();
-    if (!arena_.allocate()) return false;
-    place();
-    return true;
+    return arena_.layout([&] { place(); });
   }
 
   void task(int64_t unit, int64_t split) {

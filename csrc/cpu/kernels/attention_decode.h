@@ -67,9 +67,9 @@ class AttentionDecode {
     const int64_t splits = max64(1, min64(units, div_up(kMinTasks, max64(heads, 1))));
     const int64_t per_split = div_up(units, splits) * kPart;
     Arena parts;  // (heads, splits, part)
-    parts.template take<A>(heads * splits * shape.part());
-    if (!parts.allocate()) return false;
-    A* const results = parts.template take<A>(heads * splits * shape.part());
+    A* results;
+    if (!parts.layout([&] { results = parts.template take<A>(heads * splits * shape.part()); }))
+      return false;
     return run_team(p.num_threads, heads * splits, [&] {
       Kernel kernel(p, mask, shape);
       const bool ok = kernel.allocate();

@@ -177,10 +177,7 @@ class AttentionFwd {
   }
 
   bool allocate(int64_t panels) {
-    place(panels);
-    if (!arena_.allocate()) return false;
-    place(panels);
-    return true;
+    return arena_.layout([&] { place(panels); });
   }
 
   void head_panels(int64_t b, int64_t h, int64_t first, int64_t count) {

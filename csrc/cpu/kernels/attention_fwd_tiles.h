@@ -113,9 +113,7 @@ class AttentionFwdTiles {
   }
 
   bool allocate() {
-    place();
-    if (!arena_.allocate()) return false;
-    place();
+    if (!arena_.layout([&] { place(); })) return false;
     for (num_free_ = 0; num_free_ < slots_; ++num_free_) {
       Panel& panel = panels_[num_free_];
       panel.query = queries_ + num_free_ * Pack::size(kTileQueries, steps_);

@@ -56,10 +56,7 @@ class WeightTiles : protected BwdTile<T> {
   WeightTiles(const AttentionBwdParams& bwd, const MaskView<A>& mask) : Base(bwd, mask) {}
 
   bool allocate(int64_t heads) {
-    place(heads);
-    if (!arena_.allocate()) return false;
-    place(heads);
-    return true;
+    return arena_.layout([&] { place(heads); });
   }
 
   // The visible ones of a block of keys' tiles with the panels of a head: tile_gradients of each to

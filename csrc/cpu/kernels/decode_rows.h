@@ -34,10 +34,7 @@ class DecodeRows {
         by_columns_(kTransposes && shape.rows >= kMinColumns) {}
 
   bool allocate() {
-    place();
-    if (!arena_.allocate()) return false;
-    place();
-    return true;
+    return arena_.layout([&] { place(); });
   }
 
   // Keys [begin, end) of a key/value head.

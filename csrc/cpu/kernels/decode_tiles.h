@@ -46,10 +46,7 @@ class DecodeTiles {
         num_panels_(div_up(shape.group, heads_of_panel_)) {}
 
   bool allocate() {
-    place();
-    if (!arena_.allocate()) return false;
-    place();
-    return true;
+    return arena_.layout([&] { place(); });
   }
 
   // Keys [begin, end) of a key/value head.

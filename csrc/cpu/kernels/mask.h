@@ -29,9 +29,7 @@ class MaskView {
     if (p.mask.query_documents == nullptr) return true;
     num_panels_ = (p.seqlen_q + kRows - 1) / kRows;
     num_blocks_ = (p.seqlen_k + block_ - 1) / block_;
-    place(p.batch);
-    if (!arena_.allocate()) return false;
-    place(p.batch);
+    if (!arena_.layout([&] { place(p.batch); })) return false;
     for (int64_t b = 0; b < p.batch; ++b) {
       id_ranges(p.mask.query_documents + b * p.mask.query_documents_stride, p.seqlen_q, kRows,
                 query_ids_ + b * num_panels_);

@@ -117,9 +117,7 @@ class NormFwd {
   }
 
   bool allocate(int64_t block) {
-    place(block);
-    if (!arena_.allocate()) return false;
-    place(block);
+    if (!arena_.layout([&] { place(block); })) return false;
     dropout_.begin();
     return true;
   }
@@ -263,9 +261,8 @@ class NormBwd {
     const int64_t per_part = max64(kMinRows, div_up(p.rows, kMaxParts));
     const int64_t parts = div_up(p.rows, per_part), n = p.columns;
     Arena arena;  // (parts, 2, columns): weight, bias
-    arena.template take<A>(parts * 2 * n);
-    if (!arena.allocate()) return false;
-    A* const sums = arena.template take<A>(parts * 2 * n);
+    A* sums;
+    if (!arena.layout([&] { sums = arena.template take<A>(parts * 2 * n); })) return false;
     const bool done = run_team(p.num_threads, parts, [&] {
       NormBwd self(bwd);
       const bool ok = self.allocate();
@@ -301,9 +298,7 @@ class NormBwd {
   void place() { dropout_.place(&arena_); }
 
   bool allocate() {
-    place();
-    if (!arena_.allocate()) return false;
-    place();
+    if (!arena_.layout([&] { place(); })) return false;
     dropout_.begin();
     return true;
   }

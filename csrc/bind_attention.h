@@ -1,7 +1,8 @@
-// Attention of a call of Python in one function a pass: checks, results and kernel.
+// The attention passes: one function each validates the call, allocates the results and runs the
+// kernel.
 //
-// A call is an AttentionCall, or one that nobody has looked at (fused_attn/call/calls.py). None:
-// Python has to look at it, and calls again with what it made of it.
+// A call is an AttentionCall or an UncheckedAttention (fused_attn/call). A pass that returns None
+// has refused: Python validates the call and passes the validated one.
 #pragma once
 
 #include <algorithm>
@@ -50,7 +51,7 @@ void as_one_sequence(TensorView* view) {
   copy_shape(shape, strides, 4, view);
 }
 
-// dropout_p and seed of a call; an unchecked one draws its seed here, where it is taken.
+// Reads dropout_p and seed. An unvalidated call draws its seed here, once it has been accepted.
 template <class Params>
 void read_dropout(const py::handle& call, Params* p) {
   p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
@@ -60,18 +61,18 @@ void read_dropout(const py::handle& call, Params* p) {
   p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view_of(seed).data));
 }
 
-// The MaskSpec that hides nothing, of which nothing has to be read; null until set_no_mask().
+// The MaskSpec of unmasked calls, whose attributes need not be read; null until set_no_mask().
 PyObject* no_mask = nullptr;
 void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
 
-// query, key and value of an attention call, its mask and options.
+// Reads query, key, value, mask and options of a call.
 struct AttentionReader {
   TensorView query, key, value;
   Summaries summaries;
-  // Packed sequences came as (total, num_heads, dim), which is taken where no backward follows.
+  // Packed sequences are (total, num_heads, head_dim) tensors; supported without a backward only.
   bool three_dims = false;
 
-  // False: Python has to look at the call.
+  // Returns false to refuse the call.
   bool read(const py::handle& call, bool for_backward, int64_t num_threads, AttentionParams* p) {
     if (!float_view(FUSED_ATTN_ATTRIBUTE(call, "query"), &query) ||
         !float_view(FUSED_ATTN_ATTRIBUTE(call, "key"), &key) ||
@@ -123,8 +124,8 @@ struct AttentionReader {
   }
 };
 
-// A forward: (out, lse, lse_low, out_low). lse is None where it is neither wanted nor has a
-// backward to follow, the lows where none does, and out_low where out is not rounded.
+// Forward. Returns (out, lse, lse_low, out_low): lse is None unless it is wanted or a backward
+// follows, lse_low unless a backward follows, out_low unless a backward follows and out is rounded.
 py::object attention_fwd(const py::handle& call, bool for_backward, bool want_lse,
                          int64_t num_threads) {
   AttentionReader reader;
@@ -153,7 +154,7 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
   return py::make_tuple(out, lse, lse_low, out_low);
 }
 
-// A tensor as rows, like q but for the last dimension.
+// Reads the strides of a tensor that has the shape of q but for the last dimension.
 bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, int64_t* strides) {
   if (view.ndim != 4 || !std::equal(q.shape, q.shape + 3, view.shape) || view.shape[3] != dim ||
       !contiguous_from(view, 3)) {
@@ -163,8 +164,8 @@ bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, in
   return true;
 }
 
-// The results of attention_fwd, and what comes of them. Hooks on saved tensors may have given back
-// others than they took.
+// Reads the forward's results and the gradients under which to differentiate. All of them are
+// validated: saved-tensor hooks may return other tensors than were saved.
 bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py::handle& grad_lse,
                   const TensorView& q, AttentionBwdParams* p) {
   TensorView grad, out, lse, lse_low, of_lse;
@@ -202,8 +203,8 @@ bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py
   return true;
 }
 
-// The gradients of query, key and value under grad_out and that of lse, or None; and that of bias,
-// in the type of lse and the shape of the bias, if it is wanted.
+// Backward. Returns the gradients of query, key, value, and of bias (None unless needed; in the
+// type of lse and the shape of bias). grad_lse may be None.
 py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
                          const py::handle& grad_out, const py::handle& grad_lse, bool needs_bias,
                          int64_t num_threads) {

@@ -1,4 +1,4 @@
-// New tensors, which hold the results of the CPU's kernels.
+// Allocates the result tensors of the CPU passes.
 #pragma once
 
 #include <cstdlib>
@@ -11,11 +11,11 @@
 namespace fused_attn {
 namespace {
 
-// Smaller blocks stay with malloc, which reuses them. Larger ones it may give back to the system
-// at every free: norms of 300 x 768 took 150 page faults a call, and 1.3 times as long.
+// Smaller blocks come from malloc, which reuses them. It may return larger ones to the system at
+// every free: norms of 300 x 768 then took 150 page faults a call, and 1.3 times as long.
 constexpr int64_t kPooledFrom = 1 << 17;
 
-// Makes a tensor where torch has no C functions for it; null until set_torch().
+// Python function that allocates a tensor if torch has no C API for it; null until set_torch().
 PyObject* empty_strided = nullptr;
 
 // Tells the module of torch: torch.Tensor.__dlpack_c_exchange_api__ or None, and
@@ -26,7 +26,7 @@ void set_torch(const py::object& api, const py::object& empty) {
   empty_strided = empty.inc_ref().ptr();
 }
 
-// The type of a tensor's numbers, as DLPack has it.
+// An element type in DLPack's terms.
 struct NumberType {
   uint8_t code, bits;
 };
@@ -58,7 +58,7 @@ py::object new_tensor_of_torch(const int64_t* shape, const int64_t* strides, int
   return py::handle(empty_strided)(sizes, steps, dtype);
 }
 
-// An uninitialised dense tensor; a large one in memory that earlier ones have left.
+// An uninitialised dense tensor. Large ones reuse the memory of freed ones.
 py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, NumberType type) {
   if (exchange_api == nullptr) return new_tensor_of_torch(shape, strides, ndim, type);
   struct Managed {
@@ -96,7 +96,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-// The same by Python's shape and strides.
+// new_tensor for a Python shape and strides.
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());
@@ -108,7 +108,7 @@ py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_
   return new_tensor(sizes, steps, ndim, dtype < 0 ? kInt16 : type_of(static_cast<DType>(dtype)));
 }
 
-// A new dense tensor, the last dimension innermost; its memory is told.
+// A new contiguous tensor; stores its address in *data.
 template <class T>
 py::object new_dense(const int64_t* shape, int ndim, NumberType type, T** data) {
   int64_t strides[TensorView::kMaxDims], step = 1;

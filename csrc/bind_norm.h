@@ -11,8 +11,9 @@
 namespace fused_attn {
 namespace {
 
-// A tensor, not empty, as a matrix whose columns are its last num_dims dimensions and whose rows
-// are in runs: rows_in_place of base/layout.py. False: Python has to copy it.
+// Views a non-empty tensor as a matrix: its last num_dims dimensions are the columns, and the rows
+// lie in at most two strided dimensions (rows_in_place of base/layout.py). Returns false if it
+// would have to be copied.
 bool as_matrix(int num_dims, TensorView* view) {
   constexpr int64_t kShortRow = 128, kPage = 4096;  // bytes
   const int first = view->ndim - num_dims;

@@ -156,7 +156,7 @@ def decode_attention(
             caches = (key_cache, value_cache)
             keys, values = (_in_one_piece(cache, block_table, longest) for cache in caches)
             call = replace(call, key=keys, value=values)
-        if chosen.torchs_own:
+        if chosen.wraps_torch:
             if known is not None and attn_mask is None:
                 call = _narrowed(call, mask, is_causal, known[0] == known[1], known[1] + seqlen_new)
             if known is None or known[0] + seqlen_new < call.key.shape[2]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from fused_attn.backends import first_backend
+from fused_attn.backends import default_backend
 from fused_attn.integrations.transformers.encoders import PackedStack
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
 from fused_attn.nn.norm import Norm
@@ -175,8 +175,8 @@ def _notices(model: Module) -> list[str]:
     """What users should know of the backend that computes the model where it is now."""
     notices = []
     for device_type in dict.fromkeys(p.device.type for p in model.parameters()):
-        backend = first_backend(torch.device(device_type))
-        if backend is not None and (notice := backend.notice(device_type)):
+        backend = default_backend(torch.device(device_type))
+        if backend is not None and (notice := backend.fallback_warning(device_type)):
             notices.append(notice)
     return notices
 

@@ -39,7 +39,7 @@ def pretended(device_type: str) -> Iterator[list[str]]:
         return replace(problem_of(*args), device=device)
 
     def to_try(call: Any, _: Any, named: Any) -> Any:
-        return registry.backend_to_try(call, device, named)
+        return registry.backend_for_unchecked(call, device, named)
 
     def select(*args: Any) -> Any:
         backend = registry.select(*args)
@@ -50,7 +50,7 @@ def pretended(device_type: str) -> Iterator[list[str]]:
         for module in (autograd, weights):
             stack.enter_context(mock.patch.object(module, "problem_of", problem))
             stack.enter_context(mock.patch.object(module, "select", select))
-        stack.enter_context(mock.patch.object(autograd, "backend_to_try", to_try))
+        stack.enter_context(mock.patch.object(autograd, "backend_for_unchecked", to_try))
         stack.enter_context(mock.patch.object(registry, "_notified", set()))
         registry._first_on.cache_clear()
         yield chosen
@@ -102,7 +102,7 @@ def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
     with pretended(device_type) as chosen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         own()
-        backend = chosen[0] if chosen else registry.first_backend(torch.device(device_type)).name
+        backend = chosen[0] if chosen else registry.default_backend(torch.device(device_type)).name
         count = operations(own)
     return backend, count, operations(torchs), "; ".join(str(w.message) for w in caught)
 

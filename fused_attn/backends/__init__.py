@@ -4,7 +4,7 @@ from fused_attn.backends.base import Backend, CacheUpdate
 from fused_attn.backends.problem import AttentionProblem, NormProblem, problem_of
 from fused_attn.backends.registry import (
     available_backends,
-    first_backend,
+    default_backend,
     get_backend,
     select,
     use_backend,
@@ -17,7 +17,7 @@ __all__ = [
     "CacheUpdate",
     "NormProblem",
     "available_backends",
-    "first_backend",
+    "default_backend",
     "get_backend",
     "problem_of",
     "select",

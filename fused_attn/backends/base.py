@@ -48,9 +48,9 @@ class Backend:
         name: what users ask for.
         differentiable: whether its passes are torch operations, which autograd, torch.compile and
             torch.func go through; else they are kernels, and the passes below their derivatives.
-        takes_unchecked: whether `attention_fwd` and `norm_fwd` look at calls that nobody has
-            checked, and give None for those that they do not take. Nothing watches such a call.
-        torchs_own: whether all is computed by torch's own kernels, as they are. What torch does
+        accepts_unchecked: True if `attention_fwd` and `norm_fwd` accept unvalidated calls, and
+            return None for those that they refuse. Such calls are never intercepted.
+        wraps_torch: whether all is computed by torch's own kernels, as they are. What torch does
             differently stays so: dropout draws from torch's generator, not by a call's seed
             (Philox), and NaN in keys and values that no query sees may reach results. Nor is there
             a reason to keep modules from torch's own inference paths, or to pack sequences.
@@ -58,8 +58,8 @@ class Backend:
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
-    takes_unchecked: ClassVar[bool] = False
-    torchs_own: ClassVar[bool] = False
+    accepts_unchecked: ClassVar[bool] = False
+    wraps_torch: ClassVar[bool] = False
 
     def unavailable(self) -> list[str]:
         """Reasons why this backend cannot run on this machine; empty if it can."""
@@ -69,16 +69,16 @@ class Backend:
         """Reasons why this backend does not take a problem; empty if it does."""
         return []
 
-    def not_automatic(self, problem: Problem) -> list[str]:
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
         """Reasons why this backend has to be asked for by name; empty if it is chosen unasked."""
         return []
 
-    def notice(self, device_type: str) -> str | None:
+    def fallback_warning(self, device_type: str) -> str | None:
         """The sentence that users should see once where this backend is chosen unasked."""
         return None
 
-    def chosen_on(self, device_type: str) -> Extent:
-        """Of which calls on such devices this is the backend, unasked, if its passes take them."""
+    def default_for(self, device_type: str) -> Extent:
+        """Return for which calls on a type of device this backend is the default."""
         return "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
@@ -113,10 +113,12 @@ class Backend:
     def attention_fwd(
         self, call: Any, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
-        """The outputs of an AttentionCall; where the backend takes them, also those of an
-        UncheckedAttention, or None: the call has to be checked first. Not for_backward, a few
-        queries may be computed in another order than the backward's; not want_lse either, weights
-        may be rounded otherwise."""
+        """Compute the outputs of an AttentionCall, or of an UncheckedAttention if the backend
+        accepts those; None refuses the latter.
+
+        With for_backward, out is computed as the backward recomputes it. Without for_backward and
+        want_lse, a backend may round the weights in another way.
+        """
         raise NotImplementedError
 
     def attention_bwd(
@@ -174,9 +176,11 @@ class Backend:
         return None
 
     def norm_fwd(self, call: Any, for_backward: bool, want_total: bool) -> NormOutputs | None:
-        """The outputs of a NormCall; where the backend takes them, also those of an UncheckedNorm,
-        or None: the call has to be checked first. Not for_backward, mean and rstd may
-        be left out; not want_total either, so may total."""
+        """Compute the outputs of a NormCall, or of an UncheckedNorm if the backend accepts those;
+        None refuses the latter.
+
+        mean and rstd may be None without for_backward, total without both.
+        """
         raise NotImplementedError
 
     def norm_bwd(

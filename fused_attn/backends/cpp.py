@@ -50,7 +50,7 @@ class CppBackend(Backend):
     """The kernels of the best instruction set that the CPU has."""
 
     name = "cpp"
-    takes_unchecked = _cpu is not None
+    accepts_unchecked = _cpu is not None
 
     def unavailable(self) -> list[str]:
         return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]
@@ -61,7 +61,7 @@ class CppBackend(Backend):
             reasons.append(f"runs on cpu, not on {problem.device.type}")
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def chosen_on(self, device_type: str) -> Extent:
+    def default_for(self, device_type: str) -> Extent:
         return "all" if device_type == "cpu" and not self.unavailable() else "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class CppBackend(Backend):
         if results is None and isinstance(call, NormCall):
             if call.input.numel() == 0:
                 return call.outputs(_zeros)
-            results = _cpu.norm_fwd(call.in_one_piece(), for_backward, want_total, threads)
+            results = _cpu.norm_fwd(call.contiguous_call(), for_backward, want_total, threads)
         return None if results is None else NormOutputs._make(results)
 
     def norm_bwd(
@@ -183,7 +183,7 @@ class CppBackend(Backend):
             if call.input.numel() == 0:
                 return call.gradients(needs_weight, needs_bias, _zeros)
             given = grad_out.contiguous(), None if grad_total is None else grad_total.contiguous()
-            results = _cpu.norm_bwd(call.in_one_piece(), mean, rstd, *given, *rest)
+            results = _cpu.norm_bwd(call.contiguous_call(), mean, rstd, *given, *rest)
         return None if results is None else NormGradients._make(results)
 
 

@@ -81,26 +81,25 @@ def wanted_backend() -> str | None:
 
 
 def asks_for_a_backend() -> bool:
-    """Whether `wanted_backend` names one; not for torch.compile to trace."""
+    """True if `use_backend` or FUSED_ATTN_BACKEND names a backend; not traceable by Dynamo."""
     return bool(_override or environment(_VARIABLE))
 
 
-def first_backend(device: torch.device) -> Backend | None:
-    """The backend of all plain calls on a device; None where the choice depends on the problem."""
+def default_backend(device: torch.device) -> Backend | None:
+    """The default backend of a device; None if the choice depends on the problem."""
     wanted = wanted_backend()
     return _first_on(device, verdicts.changes) if wanted is None else BACKENDS.get(wanted)
 
 
-def backend_to_try(
+def backend_for_unchecked(
     call: UncheckedAttention | UncheckedNorm, device: torch.device, named: str | None
 ) -> Backend | None:
-    """The backend whose pass may take a call that nobody has looked at; None: one has to be chosen
-    by the checked call.
+    """The backend to try on an unvalidated call; None if the validated call has to decide.
 
     Args:
-        call: a plain one.
-        device: that of its tensors.
-        named: what the caller asks for, or None.
+        call: one whose `prepare` returned True.
+        device: of its tensors.
+        named: the backend that the caller asked for, or None.
     """
     wanted = named or _override or environment(_VARIABLE)
     if wanted:
@@ -109,26 +108,26 @@ def backend_to_try(
         backend = _first_on(device, verdicts.changes)
         if backend is None and _is_known(call):
             backend = _chosen(problem_of(call), verdicts.changes)
-    return backend if backend is not None and backend.takes_unchecked else None
+    return backend if backend is not None and backend.accepts_unchecked else None
 
 
 def _is_known(call: UncheckedAttention | UncheckedNorm) -> bool:
-    """Whether `problem_of` may look at an unchecked call."""
+    """True if `problem_of` can be computed from an unvalidated call."""
     if isinstance(call, UncheckedNorm):
         return True
     tensors = call.query, call.key, call.value
-    return all(t.dim() == 4 for t in tensors) and call.find_mask() is not None
+    return all(t.dim() == 4 for t in tensors) and call.resolve_mask() is not None
 
 
 @functools.cache
 def _first_on(device: torch.device, changes: int) -> Backend | None:
-    """The first backend on a device, if it is that of all plain calls there.
+    """The first backend that is the default for every problem on a device, or None.
 
     Args:
         changes: `verdicts.changes`, as verdicts decide too.
     """
     for backend in BACKENDS.values():
-        extent = backend.chosen_on(device.type)
+        extent = backend.default_for(device.type)
         if extent == "all":
             _notify(backend, device.type)
             return backend
@@ -147,9 +146,9 @@ def _notify(backend: Backend, device_type: str) -> None:
     if torch.compiler.is_compiling() or (backend.name, device_type) in _notified:
         return
     _notified.add((backend.name, device_type))
-    notice = backend.notice(device_type)
-    if notice is not None and not verdicts.any_stored(device_type):
-        warnings.warn(notice, stacklevel=2)
+    warning = backend.fallback_warning(device_type)
+    if warning is not None and not verdicts.any_stored(device_type):
+        warnings.warn(warning, stacklevel=2)
 
 
 _notified: set[tuple[str, str]] = set()
@@ -193,7 +192,7 @@ def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None
     for candidate in candidates:
         reasons = candidate.unsupported(problem)
         if not wanted:
-            reasons = reasons + candidate.not_automatic(problem)
+            reasons = reasons + candidate.opt_in_reasons(problem)
         if not reasons:
             return candidate, refusals
         refusals.append((candidate.name, reasons))

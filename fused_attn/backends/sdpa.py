@@ -32,13 +32,13 @@ class SdpaBackend(Backend):
 
     name = "sdpa"
     differentiable = True
-    takes_unchecked = True
-    torchs_own = True
+    accepts_unchecked = True
+    wraps_torch = True
 
-    def chosen_on(self, device_type: str) -> Extent:
+    def default_for(self, device_type: str) -> Extent:
         return "all"
 
-    def notice(self, device_type: str) -> str | None:
+    def fallback_warning(self, device_type: str) -> str | None:
         if device_type in ("cpu", "meta"):
             return None
         if device_type == "cuda":

@@ -16,26 +16,23 @@ _CPU = torch.device("cpu")
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:
-    """Nothing watches the calls: no compile or export, no mode, no subclass, no functorch.
+    """Return True if nothing intercepts the call and no tensor is of a subclass.
 
     Then a kernel may be called without going through ``torch.ops``.
     """
-    return not watched() and PLAIN_TYPES.issuperset(map(type, tensors))
+    return not is_intercepted() and PLAIN_TYPES.issuperset(map(type, tensors))
 
 
-def unwatched() -> bool:
-    """As `plain_eager` whatever the tensors; no transform or tangents either."""
-    return not watched() and forward_ad._current_level < 0
-
-
-def watched() -> bool:
-    """Something sees calls that no tensor tells of: compile, export or trace, a mode, functorch."""
+def is_intercepted() -> bool:
+    """Return True under torch.compile, export, jit.trace, a dispatch or function mode, a functorch
+    transform, or forward-mode AD. Calls must then go through ``torch.ops`` or the reference."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -51,11 +48,6 @@ def batched(*tensors: Tensor | None) -> bool:
         tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor))
         for tensor in tensors
     )
-
-
-def learns(tensor: object) -> bool:
-    """A gradient of the tensor is wanted."""
-    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def transformed() -> bool:

@@ -78,7 +78,7 @@ class AttentionOutputs(NamedTuple):
             low if low is None else readable_in_place(low),
         )
 
-    def all_there(self) -> AttentionOutputs:
+    def without_none(self) -> AttentionOutputs:
         """These results with empty tensors for what is not there."""
         out, lse, lse_low, out_low = self
         statistics = statistics_dtype(out.dtype)
@@ -99,7 +99,7 @@ class AttentionGradients(NamedTuple):
     value: Tensor
     bias: Any  # Tensor, or None
 
-    def all_there(self) -> AttentionGradients:
+    def without_none(self) -> AttentionGradients:
         """These gradients with an empty tensor for what is not there."""
         query, key, value, bias = self
         return AttentionGradients(query, key, value, _there(bias, query, query.dtype))
@@ -224,7 +224,7 @@ class NormOutputs(NamedTuple):
     mean: Any
     rstd: Any
 
-    def all_there(self) -> NormOutputs:
+    def without_none(self) -> NormOutputs:
         """These results with empty tensors for what is not there."""
         out, total, mean, rstd = self
         statistics = statistics_dtype(out.dtype)
@@ -250,7 +250,7 @@ class NormGradients(NamedTuple):
     weight: Any
     bias: Any
 
-    def all_there(self) -> NormGradients:
+    def without_none(self) -> NormGradients:
         """These gradients with empty tensors for what is not there."""
         input, total, weight, bias = self
         statistics = statistics_dtype(total.dtype)
@@ -327,7 +327,7 @@ class NormCall(Flat):
         tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
         return replace(self, **tensors, dropout_origin=origin)
 
-    def in_one_piece(self) -> NormCall:
+    def contiguous_call(self) -> NormCall:
         """This call with contiguous tensors, in the types that kernels read."""
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
         return replace(

@@ -1,8 +1,8 @@
-"""Calls as the public functions got them, which nobody has looked at.
+"""Unvalidated calls, as the public functions receive them.
 
-A backend's pass takes such a call as it is, or leaves it to validation (validation.py), which
-raises the message or gives the call in its checked form. Small calls spend their time on the way:
-most need no look.
+A backend's forward pass either runs such a call or returns None. On None, validation
+(call/validation.py) raises the error or returns the validated call, and the pass runs that. Most
+small calls never reach validation, which takes longer than their kernel.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _NUMBERS = frozenset({float, int})
 
 
 class UncheckedAttention:
-    """The arguments of `scaled_dot_product_attention`, or of `varlen_attention` with its mask.
+    """The arguments of `scaled_dot_product_attention` or `varlen_attention`, not validated.
 
-    It has what passes read of an AttentionCall.
+    It has every attribute that a pass reads from an AttentionCall.
 
     Attributes:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, seed: as
-            given; a MaskSpec in the place of attn_mask is of this call. Of packed sequences there
-            is one, whose lengths are checked; query, key and value are (total, num_heads, dim).
-        mask: what `find_mask` made of attn_mask.
+        query, key, value, dropout_p, is_causal, scale, enable_gqa, softcap, seed: as given. Packed
+            sequences are (total, num_heads, head_dim).
+        attn_mask: as given, or a MaskSpec for exactly this call. Packed sequences need a MaskSpec,
+            whose cu_seqlens are validated.
+        mask: the MaskSpec that `resolve_mask` derived from attn_mask.
     """
 
     __slots__ = (
@@ -69,8 +70,8 @@ class UncheckedAttention:
         self.seed: Any = seed
         self.mask: Any = None
 
-    def plain(self) -> bool:
-        """Whether a pass may look at the call; tensors are cast where autocast wants it."""
+    def prepare(self) -> bool:
+        """Set the default scale and cast tensors under autocast; False if validation is needed."""
         query, dropout_p, softcap = self.query, self.dropout_p, self.softcap
         if not _TENSORS.issuperset((type(query), type(self.key), type(self.value))):
             return False
@@ -93,8 +94,8 @@ class UncheckedAttention:
             self.query, self.key, self.value = autocast(query, self.key, self.value)
         return True
 
-    def find_mask(self) -> MaskSpec | None:
-        """What kernels see of `attn_mask` and `is_causal`; None where validation has to look."""
+    def resolve_mask(self) -> MaskSpec | None:
+        """Return the MaskSpec of attn_mask and is_causal; None if validation is needed."""
         given = self.attn_mask
         if self.mask is None:
             self.mask = (
@@ -105,20 +106,20 @@ class UncheckedAttention:
         return self.mask
 
     def sizes(self) -> tuple[int, int, int]:
-        """As those of an AttentionCall, of tensors with four dimensions."""
+        """batch, seqlen_q and seqlen_k of 4-D tensors, as `AttentionCall.sizes`."""
         return self.mask.sizes(self.query, self.key)
 
     def draw_seed(self) -> Tensor:
-        """The seed of dropout, which a pass asks for when it takes the call."""
+        """Draw the dropout seed; a pass calls this once it has accepted the call."""
         self.seed = philox.new_seed(self.query.device)
         return self.seed
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """As those of the AttentionCall."""
+        """The tensors, in the order of `AttentionCall.TENSORS`."""
         return (self.query, self.key, self.value, *self.mask.tensors(), self.seed, None)
 
     def without_tensors(self) -> AttentionCall:
-        """The rest, as of the AttentionCall."""
+        """The AttentionCall without its tensors, for the backward."""
         nothing: Any = None
         mask, softcap = self.mask.without_tensors(), self.softcap or 0.0
         rest = (float(self.scale), softcap, float(self.dropout_p))  # type: ignore[arg-type]
@@ -126,12 +127,14 @@ class UncheckedAttention:
 
 
 class UncheckedNorm:
-    """The arguments of `layer_norm` or `rms_norm`, and what passes read of a NormCall.
+    """The arguments of `layer_norm` or `rms_norm`, not validated.
+
+    It has every attribute that a pass reads from a NormCall.
 
     Attributes:
-        input, normalized_shape, weight, bias, eps, residual, dropout_p, seed: as given, but for
-            one dimension that is no tuple.
-        rms: whether it is `rms_norm`.
+        input, weight, bias, eps, residual, dropout_p, seed: as given.
+        normalized_shape: as given, as a tuple.
+        rms: True for `rms_norm`.
     """
 
     __slots__ = (
@@ -167,11 +170,11 @@ class UncheckedNorm:
 
     @property
     def has_total(self) -> bool:
-        """As that of a NormCall."""
+        """True if something else than input is normalized."""
         return self.residual is not None or self.dropout_p > 0.0
 
-    def plain(self) -> bool:
-        """As that of `UncheckedAttention`."""
+    def prepare(self) -> bool:
+        """Set the default eps and cast under autocast; False if validation is needed."""
         input, dropout_p = self.input, self.dropout_p
         if type(input) not in _TENSORS or not _TENSORS_OR_NONE.issuperset(
             (type(self.weight), type(self.bias), type(self.residual))
@@ -186,16 +189,16 @@ class UncheckedNorm:
         return type(self.eps) is float
 
     def draw_seed(self) -> Tensor:
-        """As that of `UncheckedAttention`."""
+        """Draw the dropout seed; a pass calls this once it has accepted the call."""
         self.seed = philox.new_seed(self.input.device)
         return self.seed
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """As those of the NormCall."""
+        """The tensors, in the order of `NormCall.TENSORS`."""
         return (self.input, self.residual, self.weight, self.bias, self.seed, None)
 
     def without_tensors(self) -> NormCall:
-        """The rest, as of the NormCall."""
+        """The NormCall without its tensors, for the backward."""
         nothing: Any = None
         eps: Any = self.eps
         return NormCall(nothing, None, None, None, eps, self.rms, float(self.dropout_p))

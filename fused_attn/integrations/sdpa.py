@@ -27,7 +27,7 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from fused_attn import functional
-from fused_attn.backends import AttentionProblem, first_backend, select, verdicts, wanted_backend
+from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as torchs
 from fused_attn.base.torch_state import in_transform
 
@@ -199,7 +199,7 @@ def _taken(
         bias_dtype = None if attn_mask.dtype == torch.bool else attn_mask.dtype
     sizes = query.shape[-1], value.shape[-1]
     facts: tuple[Any, ...] = (query.device, query.dtype, *sizes, bias_dtype, wanted_backend())
-    if first_backend(query.device) is None:
+    if default_backend(query.device) is None:
         tensors = (query, key, value, attn_mask)
         learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         kind = "causal" if is_causal else "none" if attn_mask is None else "dense"

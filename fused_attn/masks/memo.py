@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import PLAIN_TYPES, captured, stream_of, watched
+from fused_attn.base.torch_state import PLAIN_TYPES, captured, is_intercepted, stream_of
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def recall(
     """make(), or what it gave before while its tensors are what they were.
 
     A value is found again for the same key, the same tensors in the same versions, the same stream
-    and the same inference mode. None is kept, or found, where the calls are watched (torch.compile,
+    and the same inference mode. None is kept, or found, where calls are intercepted (torch.compile,
     modes, subclasses), where a tensor requires a gradient or was made in inference mode and so has
     no version, and while a CUDA graph is captured: what is derived there is the graph's own.
 
@@ -55,9 +55,9 @@ def recall(
         make: computes the value.
         limit: values of the memo; the oldest go first.
     """
-    if watched() or not keepable(tensors):
+    if is_intercepted() or not keepable(tensors):
         return make()
-    return recall_unwatched(memo, key, tensors, device, make, limit)
+    return recall_eager(memo, key, tensors, device, make, limit)
 
 
 # By the id of a tensor, which no other has while the reference is alive.
@@ -72,10 +72,10 @@ def recall_of(
     limit: int | None = None,
 ) -> T:
     """As `recall`, from a memo that lives as long as `tensor`; the value must not hold that."""
-    if watched() or not keepable(tensors):
+    if is_intercepted() or not keepable(tensors):
         return make()
     limit = limit or _LIMIT_OF_TENSOR
-    return recall_unwatched(memo_of(tensor), key, tensors, tensor.device, make, limit)
+    return recall_eager(memo_of(tensor), key, tensors, tensor.device, make, limit)
 
 
 def memo_of(tensor: Tensor) -> Memo:
@@ -92,7 +92,7 @@ def memo_of(tensor: Tensor) -> Memo:
     return held[1]
 
 
-def recall_unwatched(
+def recall_eager(
     memo: Memo,
     key: Hashable,
     tensors: Sequence[Tensor],

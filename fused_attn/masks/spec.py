@@ -18,7 +18,7 @@ from fused_attn.base.flat import Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
 from fused_attn.base.torch_state import plain_eager, readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask
-from fused_attn.masks.memo import keepable, recall, recall_unwatched
+from fused_attn.masks.memo import keepable, recall, recall_eager
 
 # Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
 BOUNDS = (
@@ -164,7 +164,7 @@ def spec_of(
         if not keepable(tensors):  # learned, of a subclass: validation takes them one by one
             return None
         try:
-            spec = recall_unwatched(
+            spec = recall_eager(
                 attn_mask.memo, (shape, device), tensors, device,
                 lambda: _normalize(mask, shape, device),
             )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.nn.utils.parametrize import is_parametrized
 
-from fused_attn.backends import first_backend
+from fused_attn.backends import default_backend
 from fused_attn.base.namespace import NAMESPACE
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
@@ -105,8 +105,8 @@ def torch_infers(module: Module, x: Tensor) -> bool:
     """Whether torch's own inference path may compute a module: its kernels would in any case."""
     if module.training or torch.compiler.is_compiling():
         return False
-    backend = first_backend(x.device)
-    return backend is not None and backend.torchs_own
+    backend = default_backend(x.device)
+    return backend is not None and backend.wraps_torch
 
 
 def wrapped(module: Module) -> str | None:

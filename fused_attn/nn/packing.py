@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_attn import masks
-from fused_attn.backends import first_backend
+from fused_attn.backends import default_backend
 from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
@@ -116,8 +116,8 @@ def can_pack(
     """
     if src.dim() != 3 or src.is_nested or ignored.dim() != 2 or ignored.dtype != torch.bool:
         return False
-    backend = first_backend(src.device)
-    if backend is not None and backend.torchs_own:  # which would pad what is packed
+    backend = default_backend(src.device)
+    if backend is not None and backend.wraps_torch:  # which would pad what is packed
         return False
     if watched(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
         return False

@@ -15,9 +15,14 @@ from torch.autograd import Function
 
 from fused_attn.backends import Backend, reference
 from fused_attn.backends.fields import DTYPES
-from fused_attn.backends.registry import first_backend
+from fused_attn.backends.registry import default_backend
 from fused_attn.base import philox
-from fused_attn.base.torch_state import PLAIN_TYPES, batched_by_autograd, plain_eager, unwatched
+from fused_attn.base.torch_state import (
+    PLAIN_TYPES,
+    batched_by_autograd,
+    is_intercepted,
+    plain_eager,
+)
 
 
 def takes_activation(input: Tensor) -> bool:
@@ -59,9 +64,9 @@ def activation_pass(
 
 
 def _backend_of(input: Tensor) -> Backend | None:
-    if type(input) not in PLAIN_TYPES or not unwatched():
+    if type(input) not in PLAIN_TYPES or is_intercepted():
         return None
-    backend = first_backend(input.device)
+    backend = default_backend(input.device)
     if backend is None or type(backend).activation is Backend.activation:
         return None
     return backend

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, problem_of, reference, select
-from fused_attn.backends.registry import backend_to_try
+from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
-from fused_attn.base.torch_state import batched, plain_eager, unwatched
+from fused_attn.base.torch_state import batched, is_intercepted, plain_eager
 from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
@@ -30,16 +30,19 @@ from fused_attn.ops.second_order import differentiated
 def attention(
     call: UncheckedAttention, want_lse: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    """out, and lse if it is wanted, of a call that nobody has looked at.
+    """Run an unvalidated call: try the backend's pass on it, else validate and run that.
 
     Args:
-        named: the backend that the caller asks for, or None.
+        named: the backend that the caller asked for, or None.
+
+    Returns:
+        out, and lse, which may be None unless want_lse.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
         NotImplementedError: the backend that was asked for does not take the problem.
     """
-    results = _tried(call, want_lse, named) if unwatched() else None
+    results = _try_unchecked(call, want_lse, named) if not is_intercepted() else None
     if results is not None:
         return results
     checked, leading = checked_attention(call)
@@ -53,17 +56,17 @@ def attention(
     return out, lse
 
 
-def _tried(
+def _try_unchecked(
     call: UncheckedAttention, want_lse: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """What a backend's pass makes of the call as it is; None: it has to be checked."""
-    backend = backend_to_try(call, call.query.device, named) if call.plain() else None
+    """Run the pass of the default backend on an unvalidated call; None if it refuses."""
+    backend = backend_for_unchecked(call, call.query.device, named) if call.prepare() else None
     if backend is None:
         return None
     if backend.differentiable:
         outputs = backend.attention_fwd(call, False, want_lse)
         return None if outputs is None else (outputs.out, outputs.lse)
-    spec = call.find_mask()
+    spec = call.resolve_mask()
     if spec is None:
         return None
     needs_grad = torch.is_grad_enabled() and (
@@ -72,7 +75,8 @@ def _tried(
         or call.value.requires_grad
         or (spec.bias is not None and spec.bias.requires_grad)
     )
-    # That of a tensor which is a mask for one forward is the pass's own.
+    # A summary is stored with its spec. A raw tensor's spec lives for one call, so without a
+    # backward the pass computes the summary itself.
     read = spec.dense is not None or spec.bias is not None
     if read and (needs_grad or not isinstance(call.attn_mask, Tensor)):
         with_summaries(spec, backend.tile_summary)
@@ -88,7 +92,7 @@ def _tried(
 def attention_by(
     call: AttentionCall, backend: Backend, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """out, and lse if it is wanted, of a checked call, by the backend that was chosen for it."""
+    """Run a validated call on the backend that was selected for it; returns as `attention`."""
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.attention_fwd(call, False, want_lse)
@@ -124,11 +128,11 @@ def attention_with_weights(
 
 
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
-    """out, and residual + dropout(input) if it is wanted, of a call that nobody has looked at.
+    """Run an unvalidated norm, as `attention` does; returns out and residual + dropout(input).
 
-    Args, Raises: as in `attention`.
+    The sum may be None unless want_total.
     """
-    results = _tried_norm(call, want_total, named) if unwatched() else None
+    results = _try_unchecked_norm(call, want_total, named) if not is_intercepted() else None
     if results is not None:
         return results
     checked, shape = checked_norm(call), call.input.shape
@@ -139,11 +143,11 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
     return out, total
 
 
-def _tried_norm(
+def _try_unchecked_norm(
     call: UncheckedNorm, want_total: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """As `_tried`."""
-    backend = backend_to_try(call, call.input.device, named) if call.plain() else None
+    """Run the pass of the default backend on an unvalidated norm; None if it refuses."""
+    backend = backend_for_unchecked(call, call.input.device, named) if call.prepare() else None
     if backend is None:
         return None
     needs_grad = (
@@ -169,7 +173,7 @@ def _tried_norm(
 
 
 def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor, Tensor | None]:
-    """As `attention_by`."""
+    """Run a validated norm on the backend that was selected for it; returns as `norm`."""
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.norm_fwd(call, False, want_total)
@@ -185,7 +189,7 @@ def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor,
 
 def _seeded(call: Any, backend: Backend) -> Any:
     """The call, with a new seed where the backend drops by one."""
-    if call.dropout_p == 0.0 or call.seed is not None or backend.torchs_own:
+    if call.dropout_p == 0.0 or call.seed is not None or backend.wraps_torch:
         return call
     return replace(call, seed=philox.new_seed(call.tensors()[0].device))
 
@@ -208,7 +212,7 @@ def _apart(call: FlatT) -> FlatT:
 
 
 def _present(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
-    """The call's tensors up to the last that is there: what a Function takes costs time."""
+    """The call's tensors without trailing Nones: each argument of a Function costs time."""
     tensors = call.tensors()
     count = len(tensors)
     while tensors[count - 1] is None:
@@ -217,12 +221,12 @@ def _present(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | 
 
 
 def _rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
-    """The call of `_present` tensors."""
+    """The inverse of `_present`: the call with these tensors, and None for the rest."""
     return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
 
 
 def _plain(grad: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a pass may run at once on gradients that no further ones are taken of."""
+    """True if the backward can call the pass directly: eager, first order, not batched."""
     return not torch.is_grad_enabled() and plain_eager(grad, other) and not batched(grad, other)
 
 
@@ -233,8 +237,7 @@ def _needs_grad(call: Flat) -> bool:
 
 
 def _wanted(ctx: Any, index: int) -> bool:
-    """True where the backward has to give a gradient of that one of the call's tensors, the last
-    arguments of `forward`."""
+    """True if autograd needs the gradient of the call's tensor number `index`."""
     index += ctx.first
     return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
 
@@ -295,7 +298,7 @@ class _Attention(Function):
         given = torch.zeros_like(out) if grad_out is None else grad_out
         needs_bias = _wanted(ctx, _BIAS)
         grads: Any = None
-        if backend.takes_unchecked and _plain(given, grad_lse):
+        if backend.accepts_unchecked and _plain(given, grad_lse):
             grads = backend.attention_bwd(call, outputs, given, grad_lse, needs_bias)
         if grads is None:
             call, outputs = call.readable(), outputs.readable()
@@ -393,7 +396,7 @@ class _Norm(Function):
         given = torch.zeros_like(total) if grad_out is None else grad_out
         saved = call.of_total(total), mean, rstd, given, grad_total
         grads: Any = None
-        if backend.takes_unchecked and _plain(given, grad_total):
+        if backend.accepts_unchecked and _plain(given, grad_total):
             grads = backend.norm_bwd(*saved, *needs)
         if grads is None:
             grads = _norm_gradients(call, *saved, needs, backend)

@@ -57,7 +57,7 @@ def attention_bwd(
         grads = backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
         assert grads is not None  # of a readable call
         return grads
-    rest = (*outputs.all_there(), grad_out, grad_lse, needs_bias, backend.name)
+    rest = (*outputs.without_none(), grad_out, grad_lse, needs_bias, backend.name)
     return AttentionGradients(*OPS.attention_bwd(*call.flat(), *rest))
 
 
@@ -138,7 +138,7 @@ def _run_attention_fwd(
     assert outputs is not None  # of a checked call
     if not for_backward and not want_lse:
         outputs = outputs._replace(lse=None)  # some have it in any case; the fake has none
-    return outputs.all_there()
+    return outputs.without_none()
 
 
 def _run_attention_bwd(
@@ -164,7 +164,7 @@ def _run_attention_bwd(
     rest = (outputs, grad_out, grad_lse, needs_bias)
     grads = get_backend(backend).attention_bwd(call.readable(), *rest)
     assert grads is not None  # of a readable call
-    return grads.all_there()
+    return grads.without_none()
 
 
 def _run_attention_weights(
@@ -199,7 +199,7 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
     _check_dropout(call)
     outputs = get_backend(backend).norm_fwd(call, True, call.has_total)
     assert outputs is not None  # of a checked call
-    return outputs.all_there()
+    return outputs.without_none()
 
 
 def _run_norm_bwd(
@@ -227,7 +227,7 @@ def _run_norm_bwd(
     needs = needs_weight, needs_bias
     results = get_backend(backend).norm_bwd(call, mean, rstd, *grads, *needs)
     assert results is not None
-    return results.all_there()
+    return results.without_none()
 
 
 # What `functional` makes sure of, for those who call torch.ops.fused_attn directly.

@@ -108,7 +108,7 @@ def test_errors_say_what_was_called():
 
 def test_choice():
     problem = AttentionProblem(DEVICE, torch.float16, 256, 257)
-    assert CUDA.not_automatic(problem)
+    assert CUDA.opt_in_reasons(problem)
     assert CUDA.unsupported(problem) == ["takes head_dim_v up to 256, not 257"]
     for dims in ((0, 8), (8, 0)):  # rows without addresses
         assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float16, *dims))

@@ -56,7 +56,7 @@ def stored(names=(NAME,), verdict=GOOD, **identity):
 
 
 def only_reason(backend, problem=PROBLEM):
-    (reason,) = backend.not_automatic(problem)
+    (reason,) = backend.opt_in_reasons(problem)
     return reason
 
 
@@ -186,7 +186,7 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, learns):
     key.requires_grad_(learns)
     mask = make_mask(name, shape)
     call = UncheckedAttention(query, key, value, mask, 0.0, False, None, True, None, None)
-    assert call.plain() and call.find_mask() is not None
+    assert call.prepare() and call.resolve_mask() is not None
     spec = normalize(mask, 2, 4, 30, 40, query)
     assert problem_of(call) == problem_of(AttentionCall(query, key, value, spec, 1.0))
 
@@ -206,7 +206,9 @@ def test_calls_under_autocast_are_of_its_type(stand_in):
 @pytest.mark.parametrize("found", [None, GOOD, ClassVerdict(False, 0.9, "slower")])
 def test_who_verified_is_not_told_to(stand_in, found, monkeypatch):
     monkeypatch.setattr(registry, "_notified", set())
-    monkeypatch.setattr(type(get_backend("sdpa")), "notice", lambda self, device_type: "do it")
+    monkeypatch.setattr(
+        type(get_backend("sdpa")), "fallback_warning", lambda self, device_type: "do it"
+    )
     if found is not None:
         stored(verdict=found)
     with warnings.catch_warnings(record=True) as seen:
@@ -257,12 +259,12 @@ def test_the_fastest_is_chosen(stand_in, other, monkeypatch):
     stored([NAME, causal])
     verdicts.store(verdicts.identity("another", CPU), {NAME: ClassVerdict(True, other)})
     if other <= 1.5:
-        assert stand_in.not_automatic(PROBLEM) == []
+        assert stand_in.opt_in_reasons(PROBLEM) == []
     else:
         assert only_reason(stand_in) == f"`fused-attn verify` found another faster for {NAME}"
-    assert stand_in.not_automatic(problem(mask="causal")) == []
+    assert stand_in.opt_in_reasons(problem(mask="causal")) == []
     verdicts.forget(["another"])
-    assert stand_in.not_automatic(PROBLEM) == []
+    assert stand_in.opt_in_reasons(PROBLEM) == []
 
 
 def test_the_environment_wins(stand_in, monkeypatch):
@@ -278,7 +280,7 @@ def test_it_is_read_once(stand_in, monkeypatch):
     read = []
     monkeypatch.setattr(verdicts, "_read", lambda *key: read.append(key) or _read(*key))
     for _ in range(3):
-        stand_in.not_automatic(PROBLEM)
+        stand_in.opt_in_reasons(PROBLEM)
     assert read == [("stand_in", CPU)]
 
 
@@ -287,7 +289,7 @@ _read = verdicts._read
 
 def test_nothing_is_computed_where_nothing_is_stored(stand_in, monkeypatch):
     monkeypatch.setattr(verdicts, "identity", None)
-    assert stand_in.not_automatic(PROBLEM)
+    assert stand_in.opt_in_reasons(PROBLEM)
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -423,7 +425,7 @@ def marked(x, backend):
     """x + 1 where the backend is chosen, else x + 2."""
     sizes = {"seqlen_q": x.shape[2], "seqlen_k": x.shape[2]}
     own = AttentionProblem(x.device, x.dtype, x.shape[3], x.shape[3], **sizes)
-    return x + (2 if backend.not_automatic(own) else 1)
+    return x + (2 if backend.opt_in_reasons(own) else 1)
 
 
 def test_compiled_calls_are_chosen_alike(stand_in):
@@ -468,8 +470,8 @@ def test_a_compiled_call_in_one_graph(stand_in):
 
 def test_registry_asks_in_order(stand_in):
     """A backend that comes later is asked at once only where none before it may be chosen."""
-    assert registry.first_backend(CPU) is not None
+    assert registry.default_backend(CPU) is not None
     stored()
-    assert registry.first_backend(CPU) is None
+    assert registry.default_backend(CPU) is None
     verdicts.forget(["stand_in"])
-    assert registry.first_backend(CPU) is not None
+    assert registry.default_backend(CPU) is not None

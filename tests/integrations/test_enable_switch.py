@@ -122,7 +122,7 @@ class Kernels(Backend):
     def unsupported(self, problem):
         return [] if problem.device.type == "cuda" and problem.head_dim <= 64 else ["no"]
 
-    def not_automatic(self, problem):
+    def opt_in_reasons(self, problem):
         return [] if self.automatic else ["has not run on a GPU yet"]
 
 

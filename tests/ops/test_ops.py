@@ -69,7 +69,7 @@ def test_opcheck_attention(options, backend):
     out, lse, *_ = outputs
     needs_bias = call.mask.bias is not None
     for grad_lse in (None, torch.randn_like(lse)):
-        rest = (*outputs.all_there(), torch.randn_like(out), grad_lse, needs_bias, backend)
+        rest = (*outputs.without_none(), torch.randn_like(out), grad_lse, needs_bias, backend)
         torch.library.opcheck(attention.attention_bwd.default, (*call.flat(), *rest))
 
 

@@ -25,7 +25,7 @@ class Watching(TorchDispatchMode):
 def checked_first() -> Iterator[None]:
     """Within the block no pass gets a call that nobody has looked at."""
     nothing = mock.Mock(return_value=None)
-    with mock.patch.multiple(autograd, _tried=nothing, _tried_norm=nothing):
+    with mock.patch.multiple(autograd, _try_unchecked=nothing, _try_unchecked_norm=nothing):
         yield
 
 

@@ -19,15 +19,15 @@ class StandIn(CppBackend):
     """Its attention is done to as a test likes: `hurt` gets the call and its outputs."""
 
     name = "stand_in"
-    takes_unchecked = False
+    accepts_unchecked = False
 
     def __init__(self):
         self.hurt = lambda call, outputs: None
 
-    def not_automatic(self, problem):
+    def opt_in_reasons(self, problem):
         return verdicts.reasons_against(self.name, problem)
 
-    def chosen_on(self, device_type):
+    def default_for(self, device_type):
         return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def attention_fwd(self, call, for_backward, want_lse):

@@ -51,10 +51,10 @@ class CudaBackend(Backend):
             reasons.append("takes no head_dim of 0")  # its rows have no addresses
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def not_automatic(self, problem: Problem) -> list[str]:
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
         return verdicts.reasons_against(self.name, problem)
 
-    def chosen_on(self, device_type: str) -> Extent:
+    def default_for(self, device_type: str) -> Extent:
         return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor:

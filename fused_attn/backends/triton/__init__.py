@@ -60,10 +60,10 @@ class TritonBackend(Backend):
             reasons += _too_old(problem.device)
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
-    def not_automatic(self, problem: Problem) -> list[str]:
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
         return verdicts.reasons_against(self.name, problem)
 
-    def chosen_on(self, device_type: str) -> Extent:
+    def default_for(self, device_type: str) -> Extent:
         return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor:

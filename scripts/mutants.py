@@ -1,0 +1,175 @@
+"""Hurts kernels one at a time, and asks whether `make test` notices.
+
+Each mutant is one changed line in a copy of the tree; the tests of its backend run there until the
+first one fails. `python scripts/mutants.py [name ...]` takes some minutes on two cores, and writes
+benchmarks/results/mutants.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+
+
+class Mutant(NamedTuple):
+    name: str
+    path: str
+    right: str
+    wrong: str
+
+
+_TRITON = "fused_attn/backends/triton/"
+TRITON = [
+    Mutant(
+        "no rescale of the sum of weights",
+        f"{_TRITON}forward.py",
+        "total = total * rescale + tl.sum(weights, 1)",
+        "total = total + tl.sum(weights, 1)",
+    ),
+    Mutant(
+        "rows that sum up to 1 as multiplied",
+        f"{_TRITON}forward.py",
+        "divisor = total if out_low is None else multiplied",
+        "divisor = total",
+    ),
+    Mutant(
+        "lse without what its rounding loses",
+        f"{_TRITON}forward.py",
+        "tl.store(lse_low + at, low.to(tl.float32), inside)",
+        "tl.store(lse_low + at, low.to(tl.float32) * 0.0, inside)",
+    ),
+    Mutant(
+        "delta of a rounded output",
+        f"{_TRITON}backward.py",
+        "(o.to(tl.int32, bitcast=True) + low.to(tl.int32))",
+        "(o.to(tl.int32, bitcast=True) + 0 * low.to(tl.int32))",
+    ),
+    Mutant(
+        "delta that is not corrected",
+        f"{_TRITON}backward.py",
+        "statistics[2] + error, i < seqlen_q",
+        "statistics[2], i < seqlen_q",
+    ),
+    Mutant(
+        "gradient of lse left out",
+        f"{_TRITON}backward.py",
+        "grads += grad_lse[:, None]",
+        "grads += 0.0 * grad_lse[:, None]",
+    ),
+    Mutant(
+        "slope of softcap left out",
+        f"{_TRITON}backward.py",
+        "grads *= 1.0 - cap_tanh * cap_tanh",
+        "grads *= 1.0",
+    ),
+    Mutant(
+        "dropout of other heads",
+        f"{_TRITON}attention_tile.py",
+        "head = first_head + sequence[1]",
+        "head = first_head",
+    ),
+    Mutant(
+        "dropout of other keys",
+        f"{_TRITON}attention_tile.py",
+        "octet = first_octet + j_begin // 8",
+        "octet = first_octet + j_begin // 16",
+    ),
+    Mutant(
+        "NaN of unseen values",
+        f"{_TRITON}attention_tile.py",
+        "return tl.where((seen != 0)[:, None], tile, 0.0)",
+        "return tile",
+    ),
+    Mutant(
+        "the last key hidden",
+        f"{_TRITON}masks.py",
+        "hi = tl.minimum(key_end, i + band_hi + 1)",
+        "hi = tl.minimum(key_end - 1, i + band_hi + 1)",
+    ),
+    Mutant(
+        "a band that is one key too wide",
+        f"{_TRITON}masks.py",
+        "return tl.maximum(key_begin, i + band_lo), hi",
+        "return tl.maximum(key_begin, i + band_lo - 1), hi",
+    ),
+    Mutant(
+        "prefixes that are ignored",
+        f"{_TRITON}masks.py",
+        "hi = tl.where(prefix_end > 0, tl.minimum(hi, tl.maximum(prefix_end, i + 1)), hi)",
+        "hi = tl.where(prefix_end > 0, tl.minimum(hi, i + 1), hi)",
+    ),
+    Mutant(
+        "heads of keys and values mixed up",
+        f"{_TRITON}attention_tile.py",
+        "h_kv = h // (sizes.num_heads // sizes.num_heads_kv)",
+        "h_kv = h % sizes.num_heads_kv",
+    ),
+    Mutant(
+        "norm: variance of another number of columns",
+        f"{_TRITON}norm.py",
+        "variance = tl.sum(squares, 1, keep_dims=True) / COLUMNS",
+        "variance = tl.sum(squares, 1, keep_dims=True) / (COLUMNS + 1)",
+    ),
+    Mutant(
+        "norm: gradient without the mean",
+        f"{_TRITON}norm.py",
+        "g = row_rstd * (g - across - x * along)",
+        "g = row_rstd * (g - x * along)",
+    ),
+]
+
+
+def hurt(mutant: Mutant, tree: Path) -> None:
+    """Changes the one place in a copy of the tree."""
+    path = tree / mutant.path
+    text = path.read_text()
+    assert text.count(mutant.right) >= 1, f"{mutant.name}: {mutant.path} has another line now"
+    path.write_text(text.replace(mutant.right, mutant.wrong))
+
+
+def first_failure(tree: Path) -> str | None:
+    """The test of Triton's stage that fails first in that tree; None: all pass."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": str(tree)}
+    folders = ["tests/ops", "tests/backends", "tests/nn", "tests/tools"]
+    options = ["-q", "-x", "-n", "2", "-k", "triton", "-m", "not thorough", "--tb=no"]
+    command = [sys.executable, "-m", "pytest", *folders, *options]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert failed or done.returncode == 0, done.stdout[-2000:]
+    return failed[0].split()[1] if failed else None
+
+
+def main() -> None:
+    chosen = [m for m in TRITON if not sys.argv[1:] or m.name in sys.argv[1:]]
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for mutant in chosen:
+            tree = Path(folder) / "tree"
+            shutil.rmtree(tree, ignore_errors=True)
+            ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*_output")
+            shutil.copytree(ROOT, tree, ignore=ignored)
+            hurt(mutant, tree)
+            begin = time.monotonic()
+            by = first_failure(tree)
+            results[mutant.name] = by
+            took = time.monotonic() - begin
+            print(f"{mutant.name}: {f'by {by}' if by else 'SURVIVES'} ({took:.0f} s)", flush=True)
+    alive = [name for name, by in results.items() if by is None]
+    print(f"{len(results) - len(alive)} of {len(results)} mutants are noticed")
+    if len(chosen) == len(TRITON):
+        RESULTS.write_text(json.dumps({"noticed by": results}, indent=1) + "\n")
+    raise SystemExit(bool(alive))
+
+
+if __name__ == "__main__":
+    main()

@@ -127,14 +127,14 @@ def test_eager_attention_is_as_expected(dtype):
         runs.append(dtype)
         return run_with_gradients(function, tensors, dtype)
 
-    expected = Expected(run, truth, dtype)
+    expected = Expected(run, truth, dtype, most=32)
     for name, reference in truth.items():
         if dtype != torch.float64:  # which is its own truth here
             error = contract.errors(eager[name], reference)[0]
             assert error <= expected.error(name) <= 10 * error, name
         scale = contract.largest(reference)
         assert 0.0 < expected.error(name) < 300 * torch.finfo(dtype).eps * scale, name
-    assert len(runs) == (RUNS + 1) * (2 if dtype == torch.bfloat16 else 1)  # one for decisions
+    assert len(runs) == 33 * (2 if dtype == torch.bfloat16 else 1)  # one for decisions
 
 
 def test_runs_stop_where_the_error_is_large_enough_or_far_from_it():

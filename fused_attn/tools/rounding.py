@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-# Eager attention in float32 exceeded the largest of 64 simulated errors in 5 of 10^6 problems, half
-# of them hard, and in 25 with errors of width 1 (scripts/calibrate_contract.py, AMD Zen 3, torch's
-# default kernels; benchmarks/results/calibration-default.json). Aim: 1 of 10^6.
+# In 10^6 float32 problems, half of them hard, eager attention never exceeded the largest of 256
+# simulated errors (torch's AVX-512 kernels, Intel; benchmarks/results/calibration-avx512.json). It
+# exceeded the largest of 64 in 5 (AVX2, AMD Zen 3; calibration-default.json; 25 with WIDTH 1).
 RUNS = 256
 WIDTH = 1.25
 # Early exit: an error below a third of the needed one after 8 runs, or below a thousandth after 1,

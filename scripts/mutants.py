@@ -37,12 +37,6 @@ TRITON = [
         "total = total + tl.sum(weights, 1)",
     ),
     Mutant(
-        "rows that sum up to 1 as multiplied",
-        f"{_TRITON}forward.py",
-        "divisor = total if out_low is None else multiplied",
-        "divisor = total",
-    ),
-    Mutant(
         "lse without what its rounding loses",
         f"{_TRITON}forward.py",
         "tl.store(lse_low + at, low.to(tl.float32), inside)",

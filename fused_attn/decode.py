@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fused_attn import masks
-from fused_attn.backends import CacheUpdate, problem_of, select
-from fused_attn.backends.registry import asks_for_a_backend
+from fused_attn.backends import AttentionProblem, CacheUpdate, problem_of, select
+from fused_attn.backends.registry import asks_for_a_backend, cached_choice
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import plain_eager, readable
 from fused_attn.call.calls import AttentionCall
@@ -177,7 +177,8 @@ def _of_cpu(
     scale: float | None,
     softcap: float | None,
 ) -> UncheckedAttention | None:
-    """The call of a small step on a CPU, whose new rows are in the cache; None where it is none.
+    """Append the new rows and return the call of a small step on the CPU; None if the step has to
+    take the full path, in which case nothing has been written.
 
     Args:
         lengths: of the sequences, integers of a CPU.
@@ -188,6 +189,13 @@ def _of_cpu(
     if not plain_eager(query, *caches, key, value) or asks_for_a_backend():
         return None
     checked_scale(scale, query.shape[3]), checked_softcap(softcap)
+    if known[0] != known[1]:
+        # torch's kernels multiply the rows behind the end of a shorter sequence, which may be NaN:
+        # the full path zeroes them.
+        sizes = query.shape[3], caches[1].shape[3]
+        backend = cached_choice(AttentionProblem(query.device, query.dtype, *sizes))
+        if backend is None or backend.wraps_torch:
+            return None
     seqlen_new = 0
     if key is not None and value is not None:
         seqlen_new = key.shape[2]

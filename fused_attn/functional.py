@@ -30,8 +30,8 @@ def scaled_dot_product_attention(
 
     Takes the place of `torch.nn.functional.scaled_dot_product_attention`. Masked tiles are
     skipped, rows with no visible key give 0 (never NaN), and what stands in keys and values that
-    no query may see does not matter. Differentiable in query, key, value, a float mask and lse,
-    to any order.
+    no query may see does not matter. Differentiable in query, key, value, a float mask and lse, to
+    any order (first order only on backend "sdpa", as torch's fused kernels).
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64. Also

@@ -107,7 +107,7 @@ def backend_for_unchecked(
     else:
         backend = _first_on(device, verdicts.changes)
         if backend is None and _is_known(call):
-            backend = _chosen(problem_of(call), verdicts.changes)
+            backend = cached_choice(problem_of(call))
     return backend if backend is not None and backend.accepts_unchecked else None
 
 
@@ -134,6 +134,11 @@ def _first_on(device: torch.device, changes: int) -> Backend | None:
         if extent == "some":
             return None
     return None
+
+
+def cached_choice(problem: Problem) -> Backend | None:
+    """The backend that `select` would return for a problem without a wanted backend, or None."""
+    return _chosen(problem, verdicts.changes)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -118,7 +118,7 @@ class SdpaBackend(Backend):
 
 
 def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
-    """out; None where somebody has to look at the call."""
+    """Run torch's function on an unvalidated call; None if validation is needed."""
     query, key, value = call.query, call.key, call.value
     grouped = _grouped(query, key, value, call.enable_gqa)
     if grouped is None:
@@ -135,7 +135,7 @@ def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
 
 
 def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
-    """As `_unchecked_attention`."""
+    """Run torch's norm on an unvalidated call; None if validation is needed."""
     input, residual, shape, eps = call.input, call.residual, call.normalized_shape, call.eps
     if input.is_nested or input.dtype not in _FLOATS or call.dropout_p > 0.0 or eps is None:
         return None

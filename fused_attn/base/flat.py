@@ -61,7 +61,7 @@ class Flat:
         return self.with_tensors((None,) * len(self.TENSORS)) if self.has_tensors() else self
 
     def has_tensors(self) -> bool:
-        """Whether any of `TENSORS` is there."""
+        """Return True if any of `TENSORS` is not None."""
         raise NotImplementedError
 
     @classmethod

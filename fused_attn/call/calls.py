@@ -26,7 +26,7 @@ from fused_attn.masks.spec import MaskSpec
 
 
 class Empty(Protocol):
-    """A way to an uninitialised tensor."""
+    """A function that allocates an uninitialised tensor."""
 
     def __call__(
         self,
@@ -38,12 +38,12 @@ class Empty(Protocol):
 
 
 def default_scale(head_dim: int) -> float:
-    """What scores are multiplied by where no scale is given: 1 / sqrt(head_dim)."""
+    """The default softmax scale, 1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """The eps of RMS norms where none is given, as in torch."""
+    """The default eps of RMS norms, as in torch."""
     return torch.finfo(statistics_dtype(dtype)).eps
 
 

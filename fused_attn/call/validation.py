@@ -184,8 +184,8 @@ def check_norm(
 def checked_attention(
     call: UncheckedAttention,
 ) -> tuple[AttentionCall, tuple[int, ...] | None]:
-    """The call in its checked form, and the leading dimensions of its result: out is (*leading,
-    head_dim_v), lse is leading. None: the sequences are packed, as one batch.
+    """Validate a call. Returns the AttentionCall and the leading dimensions of the result: out is
+    (*leading, head_dim_v), lse is leading. For packed sequences, which become one batch, None.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.
@@ -207,7 +207,7 @@ def checked_attention(
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Of packed sequences, (total, num_heads, dim) each."""
+    """Raise unless query, key and value are 3-D float tensors, as packed sequences must be."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_float(name, tensor)
         if tensor.dim() != 3:
@@ -215,7 +215,7 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Packed sequences as one batch, checked."""
+    """Validate packed sequences and view them as one batch."""
     check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     num_heads, num_heads_kv = query.shape[1], key.shape[1]
     check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
@@ -260,7 +260,7 @@ _MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
 
 
 def checked_norm(call: UncheckedNorm) -> NormCall:
-    """The call in its checked form: a matrix, or a tensor whose last dimension are the columns.
+    """Validate a norm and return the NormCall, whose last dimension holds all normalized columns.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.

@@ -100,7 +100,7 @@ def recall_eager(
     make: Callable[[], T],
     limit: int = _LIMIT,
 ) -> T:
-    """As `recall`, of tensors that are `keepable`, in a call that nothing watches."""
+    """`recall` for tensors that are `keepable`, in a call that is not intercepted."""
     stream = 0 if device.type == "cpu" else stream_of(device)
     key = (key, stream, torch.is_inference_mode_enabled())
     entry = memo.get(key)
@@ -119,7 +119,7 @@ def recall_eager(
 
 
 def keepable(tensors: Sequence[Tensor]) -> bool:
-    """Whether changes of the tensors can be noticed."""
+    """Return True if in-place changes of these tensors can be detected."""
     for tensor in tensors:
         if type(tensor) not in PLAIN_TYPES or tensor.requires_grad or tensor.is_inference():
             return False

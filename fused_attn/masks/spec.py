@@ -151,8 +151,8 @@ def bias_fits(spec: MaskSpec, dtype: torch.dtype) -> bool:
 def spec_of(
     attn_mask: Tensor | Mask | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> MaskSpec | None:
-    """`normalize` of an `attn_mask` argument, of a call that nothing watches, where that takes no
-    look at it; else None."""
+    """Return the MaskSpec of an unvalidated `attn_mask`, in a call that is not intercepted; None if
+    validation is needed."""
     if attn_mask is None:
         return _CAUSAL if is_causal else NO_MASK
     if is_causal or query.is_nested or key.is_nested or query.dim() != 4 or key.dim() != 4:

@@ -165,7 +165,7 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
 
 
 def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
-    """What torch computes on a machine with a verdict is checked no more than without."""
+    """A stored verdict does not send the calls that torch computes through validation."""
     stored()
     monkeypatch.setattr(autograd, "select", None)
     x, weight = torch.randn(1, 2, 200, 16), torch.randn(16)

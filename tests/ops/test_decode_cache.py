@@ -296,3 +296,21 @@ def test_errors_of_caches(changes, message):
 def test_types_of_caches(changes):
     with pytest.raises(TypeError, match=f"{next(iter(changes))} must be"):
         fused_attn.decode_attention(**_arguments(**changes))
+
+
+@pytest.mark.parametrize("head_dim", [64, 300])
+def test_rows_behind_shorter_sequences_do_not_matter(head_dim):
+    """Heads of 300 are torch's to compute, whose kernels multiply all keys."""
+    lengths, query = [5, 9], torch.randn(2, 4, 1, head_dim)
+    caches = [torch.full((2, 4, 16, head_dim), float("nan")) for _ in "kv"]
+    for cache in caches:
+        for b, length in enumerate(lengths):
+            cache[b, :, :length] = torch.randn(4, length, head_dim)
+    new = [torch.randn(2, 4, 1, head_dim) for _ in "kv"]
+    out = fused_attn.decode_attention(
+        query, *caches, cache_lengths=lengths, key=new[0], value=new[1]
+    )
+    for b, length in enumerate(lengths):
+        keys, values = (cache[b : b + 1, :, : length + 1] for cache in caches)
+        want = F.scaled_dot_product_attention(query[b : b + 1], keys, values, backend="eager")
+        torch.testing.assert_close(out[b : b + 1], want, rtol=1e-5, atol=1e-5)

@@ -100,7 +100,7 @@ def test_16_bit_parameters(kind, parameters, dtype, looked_at):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout):
-    """Of views, and of gradients that are views."""
+    """Inputs and output gradients may be views."""
     whole = torch.randn(layout.whole, requires_grad=True)
     results = []
     for route in ROUTES.values():

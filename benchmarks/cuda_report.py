@@ -26,6 +26,7 @@ from fused_attn import masks
 from fused_attn.backends import cuda, get_backend
 from fused_attn.backends.cuda.module import compiled
 from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.tools.terminal import show_table
 
@@ -157,10 +158,12 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
     biased = normalize(mask, batch, heads, length, length, query)
     backend = get_backend("cuda")
     backend.attention_fwd(
-        AttentionCall(query[:, :, :1], query, query, MaskSpec(), 1.0, softcap), False, True
+        AttentionCall(query[:, :, :1], query, query, MaskSpec(), AttentionOptions(1.0, softcap)),
+        False,
+        True,
     )
     for spec in (MaskSpec(), biased):
-        call = AttentionCall(query, query, query, spec, 1.0, softcap)
+        call = AttentionCall(query, query, query, spec, AttentionOptions(1.0, softcap))
         outputs = backend.attention_fwd(call, True, True)
         backend.attention_weights(call, outputs.lse, outputs.lse_low, False)
         backend.attention_bwd(call, outputs, outputs.out, None, spec.bias is not None)
@@ -173,7 +176,7 @@ def _norm(dtype: torch.dtype, columns: int) -> None:
     backend = get_backend("cuda")
     for width in (columns, columns + 1):  # in chunks, and element by element
         x = torch.empty(64, width, dtype=dtype)
-        call = NormCall(x, None, None, None, 1e-5, False)
+        call = NormCall(x, None, None, None, NormOptions(1e-5, False))
         _, _, mean, rstd = backend.norm_fwd(call, True, True)
         backend.norm_bwd(call, mean, rstd, x, None, True, True)
 

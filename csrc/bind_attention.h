@@ -51,18 +51,6 @@ void as_one_sequence(TensorView* view) {
   copy_shape(shape, strides, 4, view);
 }
 
-// Reads dropout_p and seed. An unvalidated call draws its seed here, once it has been accepted.
-template <class Params>
-void read_dropout(const py::handle& call, Params* p) {
-  p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
-  if (p->dropout_p == 0) return;
-  py::object seed = FUSED_ATTN_ATTRIBUTE(call, "seed");
-  if (seed.is_none()) seed = FUSED_ATTN_ATTRIBUTE(call, "draw_seed")();
-  p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view_of(seed).data));
-}
-
-// The MaskSpec of unmasked calls, whose attributes need not be read; null until set_no_mask().
-PyObject* no_mask = nullptr;
 void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
 
 // Reads query, key, value, mask and options of a call.
@@ -79,27 +67,17 @@ struct AttentionReader {
         !float_view(FUSED_ATTN_ATTRIBUTE(call, "value"), &value)) {
       return false;
     }
-    const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
-    const bool masked = spec.ptr() != no_mask;
-    const bool packed = masked && !FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q").is_none();
-    three_dims = packed && !for_backward && query.ndim == 3 && key.ndim == 3 && value.ndim == 3;
+    if (!for_backward && query.ndim == 3 && key.ndim == 3 && value.ndim == 3) {
+      const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
+      three_dims = !FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q").is_none();
+    }
     if (three_dims) {
       for (TensorView* const view : {&query, &key, &value}) as_one_sequence(view);
     }
-    const bool enable_gqa = PyObject_IsTrue(FUSED_ATTN_ATTRIBUTE(call, "enable_gqa").ptr()) == 1;
-    if (!fits(enable_gqa)) return false;
+    if (!fits(py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "enable_gqa")))) return false;
     p->num_threads = num_threads;
-    read_operands(query, key, value, p);
-    read_options(call, p);
-    if (masked) {
-      read_mask(spec, &p->mask);
-      read_packing(spec, p);
-      complete_mask(spec, p, &summaries);
-    } else {
-      p->mask.band_lo = -kUnlimited;
-      p->mask.band_hi = kUnlimited;
-    }
-    if (p->dropout_p > 0) read_origin(call, p->batch * 3, &p->dropout_origin);
+    read_call(call, query, key, value, p);
+    complete(call, p, &summaries);
     return true;
   }
 
@@ -114,13 +92,6 @@ struct AttentionReader {
            (q.shape[1] == k.shape[1] ||
             (enable_gqa && k.shape[1] > 0 && q.shape[1] % k.shape[1] == 0)) &&
            contiguous_from(q, 3) && contiguous_from(k, 3) && contiguous_from(v, 3);
-  }
-
-  void read_options(const py::handle& call, AttentionParams* p) const {
-    p->softmax_scale = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "scale"));
-    const py::object softcap = FUSED_ATTN_ATTRIBUTE(call, "softcap");
-    p->softcap = softcap.is_none() ? 0 : py::cast<double>(softcap);
-    read_dropout(call, p);
   }
 };
 

@@ -6,23 +6,6 @@
 namespace fused_attn {
 namespace {
 
-uint64_t seed_of(const py::handle& call) {
-  const TensorView seed = view_of(FUSED_ATTN_ATTRIBUTE(call, "seed"));
-  return seed.data == nullptr ? 0 : static_cast<uint64_t>(*static_cast<const int64_t*>(seed.data));
-}
-
-// What of a call is looked at on the CPU alone.
-void complete(const py::handle& call, AttentionParams* p, Summaries* summaries) {
-  p->seed = seed_of(call);
-  complete_mask(FUSED_ATTN_ATTRIBUTE(call, "mask"), p, summaries);
-}
-void complete(const py::handle& call, AttentionBwdParams* p, Summaries* s) {
-  complete(call, &p->fwd, s);
-}
-void complete(const py::handle& call, AttentionWeightsParams* p, Summaries* s) {
-  complete(call, &p->fwd, s);
-}
-
 // A call, and the fields that a pass adds to it.
 template <class Params>
 void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
@@ -71,7 +54,7 @@ void tile_kinds(const py::handle& call, const py::kwargs& kwargs) {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of fused_attn; call them through fused_attn.backends.cpp.";
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
-  m.attr("CALL_FIELDS") = call_fields();
+  m.attr("FIELDS") = field_names();
   m.def("attention_fwd", &attention_fwd);
   m.def("attention_bwd", &attention_bwd);
   m.def("attention_weights", [](const py::object& call, const py::kwargs& fields) {

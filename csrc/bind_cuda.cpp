@@ -164,7 +164,7 @@ void norm_bwd(const NormBwdParams& params, const PartialSums& sums, const GpuPar
 PYBIND11_MODULE(FUSED_ATTN_CUDA_MODULE, m) {
   m.doc() = "CUDA kernels of fused_attn; call them through fused_attn.backends.cuda.";
   m.attr("SUMMARY_TILE") = py::make_tuple(kSummaryTileM, kSummaryTileN);
-  m.attr("CALL_FIELDS") = call_fields();
+  m.attr("FIELDS") = field_names();
   m.attr("ID_RANGE_TILE") = kIdRangeTile;
   m.attr("STATISTICS_TILE") = kStatisticsTile;
   m.attr("MAX_ADDED_HEAD_DIM") = kMaxAddedHeadDim;

@@ -188,7 +188,7 @@ void read(Fields& fields, SummaryParams* p) {
 
 #include "fields/end.inc"
 
-// ---- calls --------------------------------------------------------------------------------------
+// ---- masks and operands -------------------------------------------------------------------------
 
 void read_broadcast(const TensorView& view, DenseTensor* out) {
   if (!view.there) return;
@@ -293,11 +293,29 @@ bool read_packing(const py::handle& spec, AttentionParams* p) {
   return true;
 }
 
-// dropout_origin of a call, `numel` integers.
+// ---- options ------------------------------------------------------------------------------------
+
+// An option of an unvalidated call may be None, which leaves it 0.
+template <class T>
+void read_option(const py::object& value, T* out) {
+  if (!value.is_none()) *out = py::cast<T>(value);
+}
+
+#define FIELD(type, name) read_option(FUSED_ATTN_ATTRIBUTE(options, #name), &p->name);
+
+void read_options(const py::handle& options, AttentionParams* p) {
+#include "fields/attention_options.inc"
+}
+
+void read_options(const py::handle& options, NormParams* p) {
+#include "fields/norm_options.inc"
+}
+
+#undef FIELD
+
+// dropout_origin, `numel` integers.
 template <class Origin>
-void read_origin(const py::handle& call, int64_t numel, const Origin** origin) {
-  const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(call, "dropout_origin"));
-  if (!view.there) return;
+void read_origin(const TensorView& view, int64_t numel, const Origin** origin) {
   check_dense(view, "dropout_origin", 0);
   if (view.code != kDLInt || view.bits != 64 || view.numel() != numel) {
     throw std::invalid_argument("dropout_origin must be int64 and fit the call");
@@ -305,33 +323,50 @@ void read_origin(const py::handle& call, int64_t numel, const Origin** origin) {
   *origin = static_cast<const Origin*>(view.data);
 }
 
-// An AttentionCall, but for its seed.
-void read_call(const py::handle& call, AttentionParams* p) {
-  read_operands(view_of(FUSED_ATTN_ATTRIBUTE(call, "query")),
-                view_of(FUSED_ATTN_ATTRIBUTE(call, "key")),
-                view_of(FUSED_ATTN_ATTRIBUTE(call, "value")), p);
-  p->softmax_scale = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "scale"));
-  p->softcap = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "softcap"));
-  p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
-  const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
-  read_mask(spec, &p->mask);
-  read_packing(spec, p);
-  read_origin(call, p->batch * 3, &p->dropout_origin);
+// dropout_origin of a call whose sizes are known.
+void read_origin(const py::handle& options, AttentionParams* p) {
+  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_origin"));
+  if (origin.there) read_origin(origin, p->batch * 3, &p->dropout_origin);
 }
-void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
-void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }
-
-// dropout_origin of a NormCall, whose rows are known.
-void read_runs(const py::handle& call, NormParams* p) {
-  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(call, "dropout_origin"));
+void read_origin(const py::handle& options, NormParams* p) {
+  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_origin"));
   if (!origin.there || p->rows == 0) return;
   const int64_t runs = origin.ndim == 1 ? origin.numel() : 0;
   if (runs == 0 || p->rows % runs != 0) {
     throw std::invalid_argument("dropout_origin must have one dimension, whose size divides rows");
   }
-  read_origin(call, runs, &p->dropout_origin);
+  read_origin(origin, runs, &p->dropout_origin);
   p->dropout_run = p->rows / runs;
 }
+
+// ---- calls --------------------------------------------------------------------------------------
+
+// The MaskSpec of unmasked calls, whose attributes need not be read; null until set_no_mask().
+inline PyObject* no_mask = nullptr;
+
+// A call, but for its seed, whose query, key and value have been viewed.
+void read_call(const py::handle& call, const TensorView& query, const TensorView& key,
+               const TensorView& value, AttentionParams* p) {
+  read_operands(query, key, value, p);
+  const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
+  read_options(options, p);
+  const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
+  if (spec.ptr() == no_mask) {
+    p->mask.band_lo = -kUnlimited;
+    p->mask.band_hi = kUnlimited;
+  } else {
+    read_mask(spec, &p->mask);
+    read_packing(spec, p);
+  }
+  if (p->dropout_p > 0) read_origin(options, p);
+}
+void read_call(const py::handle& call, AttentionParams* p) {
+  read_call(call, view_of(FUSED_ATTN_ATTRIBUTE(call, "query")),
+            view_of(FUSED_ATTN_ATTRIBUTE(call, "key")),
+            view_of(FUSED_ATTN_ATTRIBUTE(call, "value")), p);
+}
+void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
+void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }
 
 // A NormCall, but for its seed.
 void read_call(const py::handle& call, NormParams* p) {
@@ -344,37 +379,35 @@ void read_call(const py::handle& call, NormParams* p) {
               &p->residual_rows);
   p->weight = view_of(FUSED_ATTN_ATTRIBUTE(call, "weight")).data;
   p->bias = view_of(FUSED_ATTN_ATTRIBUTE(call, "bias")).data;
-  p->rms = py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "rms"));
-  p->eps = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "eps"));
-  p->dropout_p = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "dropout_p"));
-  read_runs(call, p);
+  const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
+  read_options(options, p);
+  read_origin(options, p);
 }
 
 [[maybe_unused]] void read_call(const py::handle& call, NormBwdParams* p) {
   read_call(call, &p->fwd);
 }
 
-// Names of the attributes that are read of calls and of their masks: Python compares them.
-py::list call_fields() {
+// Names that the fields/*.inc files list, and so what the bindings read of calls: Python compares
+// them with its own.
+py::list field_names() {
   py::list names;
-  for (const char* name :
-       {"query",        "key",          "value",        "scale",         "softcap",
-        "dropout_p",    "seed",         "bias_summary", "dense_summary", "cu_seqlens_q",
-        "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "input",         "residual",
-        "weight",       "bias",         "eps",          "rms",           "dropout_origin",
-        "by_query"}) {  // the last is for Python alone
-    names.append(name);
-  }
 #define FIELD(type, name) names.append(#name);
 #define POINTER(type, name) names.append(#name);
-#define ROWS(type, name)
-#define MATRIX(type, name)
-#define SIZES(name)
-#define BROADCAST(name) names.append(#name);
+#define ROWS(type, name) names.append(#name);
+#define MATRIX(type, name) names.append(#name);
+#define SIZES(name) names.append(#name);
+#define BROADCAST(name) \
+  names.append(#name);  \
+  names.append(#name "_summary");
 #define BY_SEQUENCE(type, name) names.append(#name);
 #define BY_HEAD(type, name) names.append(#name);
   // clang-format off: the order matters
+#include "fields/attention.inc"
+#include "fields/attention_options.inc"
 #include "fields/mask.inc"
+#include "fields/norm.inc"
+#include "fields/norm_options.inc"
 #include "fields/end.inc"
   // clang-format on
   return names;

@@ -90,11 +90,11 @@ class NormReader {
     for (int i = first(); i < input.ndim; ++i) p->columns *= input.shape[i];
     p->dtype = input.dtype();
     p->rows = input.numel() / p->columns;
-    p->rms = py::cast<bool>(FUSED_ATTN_ATTRIBUTE(call, "rms"));
-    p->eps = py::cast<double>(FUSED_ATTN_ATTRIBUTE(call, "eps"));
     p->num_threads = num_threads;
-    read_dropout(call, p);
-    read_runs(call, p);
+    const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
+    read_options(options, p);
+    read_origin(options, p);
+    read_seed(call, p);
     return true;
   }
 

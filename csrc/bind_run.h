@@ -54,9 +54,29 @@ class Summaries {
   std::vector<std::vector<uint8_t>> memory_;
 };
 
-void complete_mask(const py::handle& spec, AttentionParams* p, Summaries* summaries) {
+// Reads the seed of dropout. An unvalidated call draws it here, once it has been accepted.
+template <class Params>
+void read_seed(const py::handle& call, Params* p) {
+  if (p->dropout_p == 0) return;
+  const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
+  py::object seed = FUSED_ATTN_ATTRIBUTE(options, "seed");
+  if (seed.is_none()) seed = FUSED_ATTN_ATTRIBUTE(call, "draw_seed")();
+  p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view_of(seed).data));
+}
+
+// Reads what the CPU alone reads of a call, after read_call.
+void complete(const py::handle& call, AttentionParams* p, Summaries* summaries) {
+  read_seed(call, p);
+  if (p->mask.bias.data == nullptr && p->mask.dense.data == nullptr) return;
+  const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
   summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias")), p->num_threads, &p->mask.bias);
   summaries->complete(view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense")), p->num_threads, &p->mask.dense);
+}
+void complete(const py::handle& call, AttentionBwdParams* p, Summaries* s) {
+  complete(call, &p->fwd, s);
+}
+void complete(const py::handle& call, AttentionWeightsParams* p, Summaries* s) {
+  complete(call, &p->fwd, s);
 }
 
 }  // namespace

@@ -83,6 +83,7 @@ struct MaskParams {
 
 struct AttentionParams {
 #include "fields/attention.inc"
+#include "fields/attention_options.inc"
   MaskParams mask;
 };
 
@@ -103,6 +104,7 @@ struct AttentionWeightsParams {
 // a RowLayout.
 struct NormParams {
 #include "fields/norm.inc"
+#include "fields/norm_options.inc"
 };
 
 struct NormBwdParams {

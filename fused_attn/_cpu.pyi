@@ -10,7 +10,7 @@ from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks.spec import MaskSpec
 
 SUMMARY_TILE: tuple[int, int]
-CALL_FIELDS: list[str]
+FIELDS: list[str]
 
 # None: the call has to be checked.
 def attention_fwd(

@@ -6,7 +6,7 @@ from typing import Any
 from fused_attn.call.calls import AttentionCall, NormCall
 
 SUMMARY_TILE: tuple[int, int]
-CALL_FIELDS: list[str]
+FIELDS: list[str]
 ID_RANGE_TILE: int
 STATISTICS_TILE: int
 MAX_ADDED_HEAD_DIM: int

@@ -16,14 +16,13 @@ from fused_attn.backends.registry import asks_for_a_backend, cached_choice
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import plain_eager, readable
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import (
     attention_call,
     check_float,
     check_length,
     check_same,
-    checked_scale,
-    checked_softcap,
 )
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
@@ -123,11 +122,12 @@ def decode_attention(
     seqlen_new = 0 if key is None else key.shape[2]
     capacity = _checked_capacity(query, key_cache, block_table)
     cache_lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
+    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
     # A single query sees all positions anyway.
     is_causal = is_causal and seqlen_q != 1
     if block_table is None and attn_mask is None and backend is None and known is not None:
         caches = (key_cache, value_cache)
-        step = _of_cpu(query, caches, key, value, cache_lengths, known, is_causal, scale, softcap)
+        step = _of_cpu(query, caches, key, value, cache_lengths, known, is_causal, options)
         if step is not None:
             results = autograd.attention(step, return_lse, None)
             return results if return_lse else results[0]  # type: ignore[return-value]
@@ -138,7 +138,7 @@ def decode_attention(
     if torch.is_grad_enabled() and any(bias.requires_grad for bias in mask.biases):
         raise ValueError(_NO_GRAD.format(name="attn_mask"))
     spec = normalize(mask, batch, num_heads, seqlen_q, capacity, query)
-    call = attention_call(query, key_cache, value_cache, spec, scale, softcap, 0.0)
+    call = attention_call(query, key_cache, value_cache, spec, options)
     chosen = select(problem_of(call, "lse" if return_lse else "out"), backend)
     result: Any = None
     if plain_eager(*given.values(), lengths, block_table, *mask.tensors()):
@@ -174,8 +174,7 @@ def _of_cpu(
     lengths: Tensor | Sequence[int],
     known: tuple[int, int],
     is_causal: bool,
-    scale: float | None,
-    softcap: float | None,
+    options: AttentionOptions,
 ) -> UncheckedAttention | None:
     """Append the new rows and return the call of a small step on the CPU; None if the step has to
     take the full path, in which case nothing has been written.
@@ -188,7 +187,7 @@ def _of_cpu(
         return None
     if not plain_eager(query, *caches, key, value) or asks_for_a_backend():
         return None
-    checked_scale(scale, query.shape[3]), checked_softcap(softcap)
+    options.checked(query.shape[3], query.device)
     if known[0] != known[1]:
         # torch's kernels multiply the rows behind the end of a shorter sequence, which may be NaN:
         # the full path zeroes them.
@@ -210,7 +209,7 @@ def _of_cpu(
         integers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         ends = [length + seqlen_new for length in integers]
         mask = spec_of_ends(ends, query.shape[2], is_causal)
-    return UncheckedAttention(query, keys, values, mask, 0.0, False, scale, True, softcap, None)
+    return UncheckedAttention(query, keys, values, mask, False, True, options)
 
 
 # ---- what arguments must be ---------------------------------------------------------------------

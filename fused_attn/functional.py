@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import Mask
 from fused_attn.ops import autograd
@@ -76,9 +77,8 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
-    call = UncheckedAttention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, seed
-    )
+    options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
+    call = UncheckedAttention(query, key, value, attn_mask, is_causal, enable_gqa, options)
     results = autograd.attention(call, return_lse, backend)
     return results if return_lse else results[0]  # type: ignore[return-value]
 
@@ -131,10 +131,10 @@ def layer_norm(
 
     Source: Ba et al. 2016, "Layer Normalization", equation 4.
     """
-    return _norm(
-        input, normalized_shape, weight, bias, eps, False, residual, dropout_p, seed,
-        return_residual, backend,
-    )  # fmt: skip
+    options = NormOptions(eps, False, dropout_p, seed)  # type: ignore[arg-type]
+    call = UncheckedNorm(input, normalized_shape, weight, bias, residual, options)
+    results = autograd.norm(call, return_residual, backend)
+    return results if return_residual else results[0]  # type: ignore[return-value]
 
 
 def rms_norm(
@@ -181,25 +181,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
-    return _norm(
-        input, normalized_shape, weight, None, eps, True, residual, dropout_p, seed,
-        return_residual, backend,
-    )  # fmt: skip
-
-
-def _norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    rms: bool,
-    residual: Tensor | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    return_residual: bool,
-    backend: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    call = UncheckedNorm(input, normalized_shape, weight, bias, eps, rms, residual, dropout_p, seed)
+    options = NormOptions(eps, True, dropout_p, seed)  # type: ignore[arg-type]
+    call = UncheckedNorm(input, normalized_shape, weight, None, residual, options)
     results = autograd.norm(call, return_residual, backend)
     return results if return_residual else results[0]  # type: ignore[return-value]

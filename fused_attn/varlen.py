@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.call import packed
+from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import (
     check_max_seqlen,
@@ -86,7 +87,8 @@ def varlen_attention(
         check_packed(query, key, value)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     spec = _spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
-    call = UncheckedAttention(query, key, value, spec, dropout_p, False, scale, True, softcap, seed)
+    options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
+    call = UncheckedAttention(query, key, value, spec, False, True, options)
     results = autograd.attention(call, return_lse, backend)
     return results if return_lse else results[0]  # type: ignore[return-value]
 

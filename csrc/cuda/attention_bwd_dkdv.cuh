@@ -111,7 +111,7 @@ struct DkdvKernel {
   FUSED_ATTN_DEVICE void store_key(const OwnedTile& own) {
     const AttentionBwdParams& p = args.params;
     store(grad_key, Layout::kValue, p.grad_key, p.grad_key_strides, own, p.fwd.head_dim,
-          static_cast<float>(p.fwd.softmax_scale));
+          static_cast<float>(p.fwd.scale));
   }
   FUSED_ATTN_DEVICE void store_value(const OwnedTile& own) {
     const AttentionBwdParams& p = args.params;

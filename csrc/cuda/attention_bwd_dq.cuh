@@ -56,7 +56,7 @@ struct DqKernel {
     T* const target =
         row_of(static_cast<T*>(args.params.grad_query), args.params.grad_query_strides, rows.batch,
                own.h, rows.first + own.begin);
-    const float scale = static_cast<float>(p.softmax_scale);
+    const float scale = static_cast<float>(p.scale);
     store_rows<T, kHeadDim, kM>(
         Layout::kOwned, warp_id() * kM * 16, grad_query, target, args.params.grad_query_strides[2],
         own.count, static_cast<int>(p.head_dim),

@@ -13,7 +13,7 @@ attention_bwd_finish_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
   if (own.count <= 0) return;
   const SequenceRows rows = query_rows(p, own.b);
   const int64_t lse_at = lse_begin(p, own.b, own.h) + own.begin;
-  const float scale = static_cast<float>(p.softmax_scale);
+  const float scale = static_cast<float>(p.scale);
   for (int row = thread_id() / kRowLanes; row < own.count; row += kRowStep) {
     const float* sums =
         args.gpu.grad_query_sums + (lse_at + row) * grad_query_sums_stride(p.head_dim);

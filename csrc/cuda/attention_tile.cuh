@@ -28,8 +28,8 @@ constexpr int kMaxPlainHeadDim = 128;
 // Whether scores are more than products times a positive factor, or weights may be dropped, or
 // there is no kernel for less.
 inline bool is_general(const AttentionParams& p) {
-  return p.softcap > 0.0 || p.dropout_p > 0.0 || p.softmax_scale <= 0.0 ||
-         p.mask.slopes != nullptr || p.mask.bias.data != nullptr || p.head_dim > kMaxPlainHeadDim ||
+  return p.softcap > 0.0 || p.dropout_p > 0.0 || p.scale <= 0.0 || p.mask.slopes != nullptr ||
+         p.mask.bias.data != nullptr || p.head_dim > kMaxPlainHeadDim ||
          p.head_dim_v > kMaxPlainHeadDim;
 }
 

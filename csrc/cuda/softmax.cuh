@@ -20,7 +20,7 @@ struct Units {
   float factor;
 
   FUSED_ATTN_DEVICE explicit Units(const AttentionParams& p)
-      : factor(kGeneral ? 1.0f : static_cast<float>(p.softmax_scale * 1.4426950408889634)) {}
+      : factor(kGeneral ? 1.0f : static_cast<float>(p.scale * 1.4426950408889634)) {}
 
   // What a score or maximum is in the exponential.
   FUSED_ATTN_DEVICE float exponent(float score) const { return kGeneral ? score : score * factor; }
@@ -53,7 +53,7 @@ template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void scale_scores(Accumulator<kM, kN>& s, const AttentionParams& p,
                                     const Sequence& sequence, const FragmentRows<kM>& rows,
                                     int column, Accumulator<kM, kN>* cap_tanh = nullptr) {
-  const float scale = static_cast<float>(p.softmax_scale), cap = static_cast<float>(p.softcap);
+  const float scale = static_cast<float>(p.scale), cap = static_cast<float>(p.softcap);
   FUSED_ATTN_UNROLL
   for (int m = 0; m < kM; ++m) {
     FUSED_ATTN_UNROLL

@@ -24,6 +24,7 @@ from fused_attn.call.calls import (
     NormGradients,
     NormOutputs,
 )
+from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks.spec import NO_MASK, MaskSpec
 
@@ -216,7 +217,7 @@ def tile_kinds(
     kinds = torch.empty(shape, dtype=torch.uint8)
     empty = torch.empty(batch, num_heads, seqlen_q, 0, dtype=dtype)
     keys = torch.empty(batch, num_heads, seqlen_k, 0, dtype=dtype)
-    call = AttentionCall(empty, keys, keys, spec, 1.0)
+    call = AttentionCall(empty, keys, keys, spec, AttentionOptions(1.0))
     _cpu.tile_kinds(call, kinds=kinds, num_threads=torch.get_num_threads())
     return kinds, (panel, block)
 
@@ -265,6 +266,6 @@ def _run_weights_bwd(
 
 
 if _cpu is not None:
-    check_fields(_cpu.CALL_FIELDS)
+    check_fields(_cpu.FIELDS)
     _cpu.set_torch(_EXCHANGE_API, _empty)
     _cpu.set_no_mask(NO_MASK)

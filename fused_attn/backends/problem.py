@@ -118,10 +118,10 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
             input.device,
             input.dtype,
             math.prod(call.normalized_shape),
-            rms=call.rms,
+            rms=call.options.rms,
             residual=call.residual is not None,
-            dropout=call.dropout_p > 0.0,
-            seeded=call.seed is not None,
+            dropout=call.options.dropout_p > 0.0,
+            seeded=call.options.seed is not None,
             sharded=_sharded(call),
             learns=learns,
             transformed=transformed(),
@@ -138,9 +138,9 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         packed=mask.cu_seqlens_q is not None,
-        softcap=bool(call.softcap),
-        dropout=call.dropout_p > 0.0,
-        seeded=call.seed is not None,
+        softcap=bool(call.options.softcap),
+        dropout=call.options.dropout_p > 0.0,
+        seeded=call.options.seed is not None,
         sharded=_sharded(call),
         result=result,
         learned_bias=learns and mask.bias is not None and mask.bias.requires_grad,
@@ -150,7 +150,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
 
 
 def _sharded(call: AnyCall) -> bool:
-    return call.dropout_p > 0.0 and call.dropout_origin is not None
+    return call.options.dropout_p > 0.0 and call.options.dropout_origin is not None
 
 
 def kernel_limits(

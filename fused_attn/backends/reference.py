@@ -59,11 +59,12 @@ def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = total.masked_fill(empty, 1.0)
     lse = (maximum.to(statistics) + total.log()).masked_fill(empty, float("-inf")).squeeze(-1)
     weights = weights / total.to(weights.dtype)
-    if call.dropout_p > 0.0:
-        assert call.seed is not None
-        origin = call.dropout_origin
-        keep = philox.attention_keep(call.seed, call.dropout_p, *scores.shape, origin=origin)
-        weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(call.dropout_p))
+    options = call.options
+    if options.dropout_p > 0.0:
+        assert options.seed is not None
+        p, origin = options.dropout_p, options.dropout_origin
+        keep = philox.attention_keep(options.seed, p, *scores.shape, origin=origin)
+        weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(p))
     return weights, value, empty, lse
 
 
@@ -81,9 +82,10 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
         unseen = ~visible.any(2)[..., None]
         key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
         query = query.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    scores = (query * call.scale) @ key.transpose(-2, -1)
-    if call.softcap > 0.0:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = (query * call.options.scale) @ key.transpose(-2, -1)
+    softcap = call.options.softcap
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     if visible is not None:
@@ -93,14 +95,13 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def norm(call: NormCall) -> tuple[Tensor, Tensor]:
     """The norm of residual + dropout(input), and that sum."""
-    total = call.input
-    if call.dropout_p > 0.0:
-        assert call.seed is not None
-        origin = call.dropout_origin
-        columns = total.shape[-1]
-        keep = philox.norm_keep(call.seed, call.dropout_p, call.rows, columns, origin=origin)
+    total, options = call.input, call.options
+    if options.dropout_p > 0.0:
+        assert options.seed is not None
+        p, origin = options.dropout_p, options.dropout_origin
+        keep = philox.norm_keep(options.seed, p, call.rows, total.shape[-1], origin=origin)
         keep = keep.reshape(total.shape)
-        total = total * (keep.to(total.dtype) * philox.dropout_scale(call.dropout_p))
+        total = total * (keep.to(total.dtype) * philox.dropout_scale(p))
     if call.residual is not None:
         total = call.residual + total
     return norm_of(total, call), total
@@ -109,12 +110,12 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
 def norm_of(total: Tensor, call: NormCall) -> Tensor:
     """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019) of rows, by torch."""
     shape, weight, bias = total.shape[-1:], call.weight, call.bias
-    if not call.rms:
+    if not call.options.rms:
         weight, bias = (t if t is None else t.to(total.dtype) for t in (weight, bias))
-        return torch.layer_norm(total, shape, weight, bias, call.eps)
+        return torch.layer_norm(total, shape, weight, bias, call.options.eps)
     if weight is None or weight.dtype == total.dtype:
-        return torch.rms_norm(total, shape, weight, call.eps)
-    out = torch.rms_norm(total, shape, None, call.eps)
+        return torch.rms_norm(total, shape, weight, call.options.eps)
+    out = torch.rms_norm(total, shape, None, call.options.eps)
     return (out * weight).to(total.dtype)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +10,13 @@ from fused_attn.backends import reference
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
 from fused_attn.call import packed
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.call.calls import (
+    AttentionCall,
+    AttentionOutputs,
+    NormCall,
+    NormOutputs,
+    with_options,
+)
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.torch_arguments import TorchArguments, arguments_of, torch_arguments
@@ -72,7 +76,7 @@ class SdpaBackend(Backend):
         self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
         if isinstance(call, UncheckedAttention):
-            if want_lse or call.softcap is not None:
+            if want_lse or call.options.softcap is not None:
                 return None
             out = _unchecked_attention(call)
             return None if out is None else AttentionOutputs(out, *_NO_LSE)
@@ -83,12 +87,12 @@ class SdpaBackend(Backend):
         query, key, value = call.query, call.key, call.value
         shape = (*query.shape[:3], key.shape[2])
         if 0 in query.shape or 0 in key.shape:
-            call = replace(call, dropout_p=0.0)
+            call = with_options(call, dropout_p=0.0)
             return reference.attention(call)[0], reference.attention_weights(call, average)
         if (group := query.shape[1] // key.shape[1]) > 1:
             key, value = (t.repeat_interleave(group, 1) for t in (key, value))
         mask, is_causal, empty = torch_arguments(call.mask, shape, query)
-        scores = (query * call.scale) @ key.mT
+        scores = (query * call.options.scale) @ key.mT
         if is_causal:
             mask = torch.ones(shape[2:], dtype=torch.bool, device=query.device).tril()
         if mask is not None and mask.dtype == torch.bool:
@@ -96,8 +100,8 @@ class SdpaBackend(Backend):
         elif mask is not None:
             scores = scores + mask
         weights = scores.softmax(-1)
-        if call.dropout_p > 0.0:
-            weights = F.dropout(weights, call.dropout_p)
+        if call.options.dropout_p > 0.0:
+            weights = F.dropout(weights, call.options.dropout_p)
         if empty is not None:
             weights = weights.masked_fill(empty, 0.0)
         return weights @ value, weights.mean(1) if average else weights
@@ -108,8 +112,8 @@ class SdpaBackend(Backend):
         if isinstance(call, UncheckedNorm):
             return _unchecked_norm(call)
         total = call.input
-        if call.dropout_p > 0.0:
-            total = F.dropout(total, call.dropout_p)
+        if call.options.dropout_p > 0.0:
+            total = F.dropout(total, call.options.dropout_p)
         if call.residual is not None:
             total = call.residual + total
         out = reference.norm_of(total, call)
@@ -131,13 +135,15 @@ def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
         if known is None:
             return None
         arguments = known
-    return _attention(query, key, value, arguments, call.dropout_p, call.scale, grouped)
+    return _attention(
+        query, key, value, arguments, call.options.dropout_p, call.options.scale, grouped
+    )
 
 
 def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
     """Run torch's norm on an unvalidated call; None if validation is needed."""
-    input, residual, shape, eps = call.input, call.residual, call.normalized_shape, call.eps
-    if input.is_nested or input.dtype not in _FLOATS or call.dropout_p > 0.0 or eps is None:
+    input, residual, shape, eps = call.input, call.residual, call.normalized_shape, call.options.eps
+    if input.is_nested or input.dtype not in _FLOATS or call.options.dropout_p > 0.0:
         return None
     if not shape or input.shape[len(input.shape) - len(shape) :] != shape:
         return None
@@ -148,7 +154,7 @@ def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
         if residual.shape != input.shape or residual.dtype != input.dtype:
             return None
         input = residual + input
-    if call.rms:
+    if call.options.rms:
         out = torch.rms_norm(input, shape, call.weight, eps)
     else:
         out = torch.layer_norm(input, shape, call.weight, call.bias, eps)
@@ -161,13 +167,15 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
         return packed.over_padded(call, lambda padded: _out_and_lse(padded, with_lse))
     query, key, value = call.query, call.key, call.value
     if 0 in query.shape or 0 in key.shape:
-        return reference.attention(replace(call, dropout_p=0.0))
+        return reference.attention(with_options(call, dropout_p=0.0))
     arguments = torch_arguments(call.mask, (*query.shape[:3], key.shape[2]), query)
     if with_lse:
-        return _with_lse(query, key, value, arguments, call.scale)
+        return _with_lse(query, key, value, arguments, call.options.scale)
     # Not what the comparison gives: to torch.export that may be a symbol.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
-    out = _attention(query, key, value, arguments, call.dropout_p, call.scale, grouped)
+    out = _attention(
+        query, key, value, arguments, call.options.dropout_p, call.options.scale, grouped
+    )
     return out, _NOTHING
 
 

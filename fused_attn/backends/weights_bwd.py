@@ -25,7 +25,8 @@ def attention_weights_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `Backend.attention_weights_bwd`: with P = exp(S - lse) and G the gradient of the weights
     after dropout, dS = P (G - rowsum(P G))."""
-    query, key, spec, scale, softcap = call.query, call.key, call.mask, call.scale, call.softcap
+    query, key, spec, options = call.query, call.key, call.mask, call.options
+    scale, softcap = options.scale, options.softcap
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_k, group = key.shape[2], num_heads // max(key.shape[1], 1)
     dtype = statistics_dtype(query.dtype)
@@ -48,14 +49,18 @@ def attention_weights_bwd(
         scores = scores if bias is None else scores + bias[:, 0]
         weights = torch.exp(scores - lse[:, h, :, None]) * torch.exp(-lse_low[:, h, :, None])
         grad = grad_weights.to(dtype) / num_heads if average else grad_weights[:, h].to(dtype)
-        if call.dropout_p > 0.0:
-            assert call.seed is not None
+        if options.dropout_p > 0.0:
+            assert options.seed is not None
             sizes = (batch, num_heads, seqlen_q, seqlen_k)
             own_head = slice(h, h + 1)
             keep = philox.attention_keep(
-                call.seed, call.dropout_p, *sizes, heads=own_head, origin=call.dropout_origin
+                options.seed,
+                options.dropout_p,
+                *sizes,
+                heads=own_head,
+                origin=options.dropout_origin,
             )
-            grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(call.dropout_p))
+            grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(options.dropout_p))
         if visible is not None:
             weights, grad = (t.masked_fill(~visible, 0.0) for t in (weights, grad))
         # Where one key has all the weight, its gradient and this cancel: the weights' own rounding,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fused_attn.base.layout import (
     rows_in_place,
 )
 from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call.options import AttentionOptions, NormOptions, with_dense_origin
 from fused_attn.masks.spec import MaskSpec
 
 
@@ -35,16 +36,6 @@ class Empty(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor: ...
-
-
-def default_scale(head_dim: int) -> float:
-    """The default softmax scale, 1 / sqrt(head_dim)."""
-    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-
-
-def default_eps(dtype: torch.dtype) -> float:
-    """The default eps of RMS norms, as in torch."""
-    return torch.finfo(statistics_dtype(dtype)).eps
 
 
 class AttentionOutputs(NamedTuple):
@@ -116,23 +107,14 @@ class AttentionCall(Flat):
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         mask: what is visible, and what is added to the scores.
-        scale: multiplies query @ key^T.
-        softcap: 0 for none, else the scores become softcap * tanh(scores / softcap).
-        dropout_p: probability of dropping a weight.
-        seed: int64 scalar tensor, needed where dropout_p > 0.
-        dropout_origin: int64 (batch, 3), of packed sequences one row each: where they lie in the
-            whole whose weights are dropped, see call/shards.py. None: in none but this.
+        options: scale, softcap, dropout.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: MaskSpec
-    scale: float
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    seed: Tensor | None = None
-    dropout_origin: Tensor | None = None
+    options: AttentionOptions
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("query", "key", "value", "bias")
     checked: ClassVar[bool] = True
@@ -148,18 +130,16 @@ class AttentionCall(Flat):
         # asked for, and does not get over a generator that was left within.
         q, k = readable_in_place(self.query), readable_in_place(self.key)
         v = readable_in_place(self.value)
-        mask, origin = self.mask.readable(), self.dropout_origin
-        if origin is not None:
-            origin = origin.contiguous()
+        mask, options = self.mask.readable(), with_dense_origin(self.options)
         if (
             q is self.query
             and k is self.key
             and v is self.value
             and mask is self.mask
-            and origin is self.dropout_origin
+            and options is self.options
         ):
             return self
-        return replace(self, query=q, key=k, value=v, mask=mask, dropout_origin=origin)
+        return replace(self, query=q, key=k, value=v, mask=mask, options=options)
 
     def outputs(
         self, for_backward: bool, want_lse: bool = True, empty: Empty = empty_strided
@@ -271,23 +251,14 @@ class NormCall(Flat):
         input: (*, columns); all that lies before the columns is rows.
         residual: as input, or None.
         weight, bias: (columns,), or None.
-        eps: added to the variance, or to the mean square.
-        rms: RMS norm instead of layer norm.
-        dropout_p: probability of dropping an element of input.
-        seed: int64 scalar tensor, needed where dropout_p > 0.
-        dropout_origin: int64 (runs,), runs of rows / runs rows each: where they lie in the whole
-            whose elements are dropped, see call/shards.py. None: in none but this.
+        options: eps, which norm it is, dropout.
     """
 
     input: Tensor
     residual: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    eps: float
-    rms: bool
-    dropout_p: float = 0.0
-    seed: Tensor | None = None
-    dropout_origin: Tensor | None = None
+    options: NormOptions
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("input", "residual", "weight", "bias")
     checked: ClassVar[bool] = True
@@ -305,7 +276,7 @@ class NormCall(Flat):
     @property
     def has_total(self) -> bool:
         """True where something else than input is normalised."""
-        return self.residual is not None or self.dropout_p > 0.0
+        return self.residual is not None or self.options.dropout_p > 0.0
 
     def readable(self) -> NormCall:
         """This call as kernels read it: see `rows_in_place`; parameters are contiguous, in the type
@@ -315,34 +286,31 @@ class NormCall(Flat):
         if residual is not None:
             residual = rows_in_place(residual.to(own))
         weight, bias = _dense(self.weight, dtype), _dense(self.bias, dtype)
-        origin = _dense(self.dropout_origin, torch.int64)
+        options = with_dense_origin(self.options)
         if (
             input is self.input
             and residual is self.residual
             and weight is self.weight
             and bias is self.bias
-            and origin is self.dropout_origin
+            and options is self.options
         ):
             return self
-        tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
-        return replace(self, **tensors, dropout_origin=origin)
+        return NormCall(input, residual, weight, bias, options)
 
     def contiguous_call(self) -> NormCall:
         """This call with contiguous tensors, in the types that kernels read."""
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
-        return replace(
-            self,
-            input=self.input.contiguous().resolve_neg(),
-            residual=_dense(self.residual, own),
-            weight=_dense(self.weight, dtype),
-            bias=_dense(self.bias, dtype),
-            dropout_origin=_dense(self.dropout_origin, torch.int64),
+        return NormCall(
+            self.input.contiguous().resolve_neg(),
+            _dense(self.residual, own),
+            _dense(self.weight, dtype),
+            _dense(self.bias, dtype),
+            with_dense_origin(self.options),
         )
 
     def of_total(self, total: Tensor) -> NormCall:
         """The call as the backward sees it: the sum that was normalised, and no residual."""
-        options = (self.eps, self.rms, self.dropout_p, self.seed, self.dropout_origin)
-        return NormCall(total, None, self.weight, self.bias, *options)
+        return NormCall(total, None, self.weight, self.bias, self.options)
 
     def outputs(self, empty: Empty = empty_strided) -> NormOutputs:
         """Uninitialised results."""
@@ -352,7 +320,7 @@ class NormCall(Flat):
         return NormOutputs(
             empty(*matrix, like.dtype, like.device),
             empty(*(matrix if self.has_total else NOTHING), like.dtype, like.device),
-            empty((0 if self.rms else rows,), (1,), dtype, like.device),
+            empty((0 if self.options.rms else rows,), (1,), dtype, like.device),
             empty((rows,), (1,), dtype, like.device),
         )
 
@@ -364,11 +332,19 @@ class NormCall(Flat):
         columns, dtype = like.shape[-1], statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
         return NormGradients(
-            empty(*(matrix if self.dropout_p > 0.0 else NOTHING), like.dtype, like.device),
+            empty(*(matrix if self.options.dropout_p > 0.0 else NOTHING), like.dtype, like.device),
             empty(*matrix, like.dtype, like.device),
             empty((columns if needs_weight else 0,), (1,), dtype, like.device),
             empty((columns if needs_bias else 0,), (1,), dtype, like.device),
         )
+
+
+CallT = TypeVar("CallT", AttentionCall, NormCall)
+
+
+def with_options(call: CallT, **options: Any) -> CallT:
+    """Return the call with other values for the options that are named."""
+    return replace(call, options=replace(call.options, **options))
 
 
 def _there(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

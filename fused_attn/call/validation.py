@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from fused_attn.base.autocast import autocast, autocast_norm
 from fused_attn.base.shapes import canonical
 from fused_attn.base.torch_state import savable
-from fused_attn.call.calls import AttentionCall, NormCall, default_eps, default_scale
+from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
@@ -46,61 +47,6 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
             check_same(name, "device", tensor.device, query.device, "query")
     check_same("key", "head_dim", key.shape[-1], query.shape[-1], "query")
     check_same("value", "seqlen_k", value.shape[-2], key.shape[-2], "key")
-
-
-def checked_number(name: str, value: object) -> float:
-    """A number as torch takes one: of Python or numpy, or a tensor with one value, as a float."""
-    if type(value) is float:
-        return value
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        return value  # type: ignore[return-value]
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            raise TypeError(f"{name} must not require grad: no gradient by it is computed")
-        if value.dim() or value.is_complex() or value.dtype == torch.bool:
-            got = f"{value.dtype} tensor of shape {tuple(value.shape)}"
-            raise TypeError(f"{name} must be a float, got a {got}")
-    elif isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    return float(value)
-
-
-def checked_probability(dropout_p: float) -> float:
-    dropout_p = checked_number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
-    return dropout_p
-
-
-def checked_seed(
-    seed: int | Tensor | None, dropout_p: float, device: torch.device
-) -> Tensor | None:
-    """The seed of dropout as calls have it; None: it is drawn, or nothing is dropped."""
-    if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64 or seed.dim():
-            got = f"{seed.dtype} tensor of shape {tuple(seed.shape)}"
-            raise TypeError(f"seed must be an int or an int64 scalar tensor, got a {got}")
-        check_same("seed", "device", seed.device, device, "the other tensors")
-    elif seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, (Integral, torch.SymInt)):
-            raise TypeError(
-                f"seed must be an int or an int64 scalar tensor, got {type(seed).__name__}"
-            )
-        seed = seed if isinstance(seed, torch.SymInt) else int(seed)  # numpy's would overflow
-        if not -(1 << 63) <= seed < 1 << 64:
-            raise ValueError(f"seed must have 64 bits, got {seed}")
-    if seed is None or dropout_p == 0.0:
-        return None
-    if isinstance(seed, Tensor):
-        return seed
-    # Of the same bits: as many seeds are above the largest int64 as below 0.
-    signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    # A copy from the host would wait for the GPU, and is not allowed in a CUDA graph.
-    return torch.full((), signed, dtype=torch.int64, device=device)
-
-
-def checked_scale(scale: float | None, head_dim: int) -> float:
-    return default_scale(head_dim) if scale is None else checked_number("scale", scale)
 
 
 def check_max_seqlen(name: str, seqlen: int) -> None:
@@ -136,15 +82,6 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
     starts = recall_of(cu_seqlens, what, (cu_seqlens,), converted)
     starts = cu_seqlens if starts is None else starts
     return starts if savable(starts) else starts.clone()
-
-
-def checked_softcap(softcap: float | None) -> float:
-    if softcap is None:
-        return 0.0
-    softcap = checked_number("softcap", softcap)
-    if not softcap > 0.0 or math.isinf(softcap):
-        raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
-    return softcap
 
 
 def check_norm(
@@ -193,17 +130,16 @@ def checked_attention(
     for name in ("query", "key", "value"):
         check_float(name, getattr(call, name))
     query, key, value = autocast(call.query, call.key, call.value)
-    options = call.scale, call.softcap, call.dropout_p, call.seed
     given: Any = call.attn_mask
     if isinstance(given, MaskSpec) and given.cu_seqlens_q is not None:
         query, key, value = _packed_qkv(query, key, value)
-        return attention_call(query, key, value, given, *options), None
+        return attention_call(query, key, value, given, call.options), None
     check_qkv(query, key, value)
     tensor = given if isinstance(given, Tensor) else None
     q, k, v, tensor, leading = canonical(query, key, value, tensor, call.enable_gqa)
     mask = given if tensor is None else tensor
     mask = mask if isinstance(mask, MaskSpec) else as_mask(mask, call.is_causal)
-    return attention_call(q, k, v, mask, *options), leading
+    return attention_call(q, k, v, mask, call.options), leading
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -232,10 +168,7 @@ def attention_call(
     key: Tensor,
     value: Tensor,
     mask: Mask | MaskSpec | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None = None,
+    options: AttentionOptions,
 ) -> AttentionCall:
     """The call of tensors in their canonical form.
 
@@ -243,9 +176,7 @@ def attention_call(
         ValueError, TypeError: an option is wrong, or the mask does not fit.
     """
     batch, num_heads, seqlen_q, head_dim = query.shape
-    dropout_p, softcap = checked_probability(dropout_p), checked_softcap(softcap)
-    seed = checked_seed(seed, dropout_p, query.device)
-    scale = checked_scale(scale, head_dim)
+    options = options.checked(head_dim, query.device)
     check_length(seqlen_q, key.shape[2])
     if not isinstance(mask, MaskSpec):
         mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query)
@@ -253,7 +184,7 @@ def attention_call(
         raise ValueError(
             f"attn_mask must be bool, float32 or {query.dtype} (as query), got float64"
         )
-    return AttentionCall(query, key, value, mask, scale, softcap, dropout_p, seed)
+    return AttentionCall(query, key, value, mask, options)
 
 
 _MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
@@ -267,7 +198,6 @@ def checked_norm(call: UncheckedNorm) -> NormCall:
     """
     shape = call.normalized_shape
     check_norm(call.input, shape, call.weight, call.bias, call.residual)
-    dropout_p = checked_probability(call.dropout_p)
     input, residual = autocast_norm(call.input, call.residual)
     columns = math.prod(shape)
     matrix: Sequence[int] = input.shape
@@ -279,10 +209,7 @@ def checked_norm(call: UncheckedNorm) -> NormCall:
         None if residual is None else _reshaped(residual, matrix),
         None if call.weight is None else _reshaped(call.weight, (columns,)),
         None if call.bias is None else _reshaped(call.bias, (columns,)),
-        default_eps(input.dtype) if call.eps is None else call.eps,
-        call.rms,
-        dropout_p,
-        checked_seed(call.seed, dropout_p, input.device),
+        call.options.checked(input.dtype, input.device),
     )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from fused_attn import masks
 from fused_attn.backends import problem_of, select
 from fused_attn.base.autocast import autocast
+from fused_attn.call.options import AttentionOptions
 from fused_attn.call.validation import attention_call
 from fused_attn.masks import Mask
 from fused_attn.ops import autograd
@@ -52,6 +53,7 @@ def attention_with_weights(
     """
     query, key, value = autocast(query, key, value)
     mask = masks.as_mask(attn_mask, is_causal)
-    call = attention_call(query, key, value, mask, None, None, dropout_p, seed)
+    options = AttentionOptions(None, None, dropout_p, seed)  # type: ignore[arg-type]
+    call = attention_call(query, key, value, mask, options)
     chosen = select(problem_of(call, "weights"), backend)
     return autograd.attention_with_weights(call, average, chosen)

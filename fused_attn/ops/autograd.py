@@ -19,7 +19,13 @@ from fused_attn.backends.registry import backend_for_unchecked
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, plain_eager
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.call.calls import (
+    AttentionCall,
+    AttentionOutputs,
+    NormCall,
+    NormOutputs,
+    with_options,
+)
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks.spec import with_summaries
@@ -189,9 +195,10 @@ def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor,
 
 def _seeded(call: Any, backend: Backend) -> Any:
     """The call, with a new seed where the backend drops by one."""
-    if call.dropout_p == 0.0 or call.seed is not None or backend.wraps_torch:
+    options = call.options
+    if options.dropout_p == 0.0 or options.seed is not None or backend.wraps_torch:
         return call
-    return replace(call, seed=philox.new_seed(call.tensors()[0].device))
+    return with_options(call, seed=philox.new_seed(call.tensors()[0].device))
 
 
 def _readable(call: AttentionCall, backend: Backend) -> AttentionCall:
@@ -420,7 +427,7 @@ def _norm_gradients(
         return ops.norm_bwd(of_total, mean, rstd, grad_out, grad_total, *needs, backend)
 
     # Without dropout the gradient of input is that of the sum, and so is residual's.
-    dropped = call.dropout_p > 0.0
+    dropped = call.options.dropout_p > 0.0
     of_sum = "residual" if call.residual is not None else None if dropped else "input"
     names = ("input" if dropped else None, of_sum, "weight", "bias")
     return differentiated(run, call, names, (grad_out, grad_total), reference.norm)
@@ -433,7 +440,7 @@ def _by_norm_tensor(
     of_input, of_sum, of_weight, of_bias = grads
     weight, bias = call.weight, call.bias
     return (
-        of_input if call.dropout_p > 0.0 else of_sum,
+        of_input if call.options.dropout_p > 0.0 else of_sum,
         None if call.residual is None else of_sum,
         of_weight.to(weight.dtype) if weight is not None and needs[0] else None,
         of_bias.to(bias.dtype) if bias is not None and needs[1] else None,

@@ -217,7 +217,7 @@ def _run_norm_bwd(
         t is not None and t.shape != total.shape for t in (grad_out, grad_total)
     ):
         raise ValueError("total and the gradients must have one shape (*, columns)")
-    statistics = (rstd,) if call.rms else (mean, rstd)
+    statistics = (rstd,) if call.options.rms else (mean, rstd)
     if any(t.shape != (call.rows,) for t in statistics) or (
         weight is not None and weight.shape != total.shape[-1:]
     ):
@@ -285,9 +285,9 @@ def _check_weights(call: AttentionCall, lse: Tensor, lse_low: Tensor) -> None:
 
 
 def _check_dropout(call: AttentionCall | NormCall) -> None:
-    if call.dropout_p > 0.0 and call.seed is None:
+    if call.options.dropout_p > 0.0 and call.options.seed is None:
         raise ValueError("seed must be given with dropout_p > 0")
-    origin = call.dropout_origin
+    origin = call.options.dropout_origin
     if origin is None:
         return
     if isinstance(call, AttentionCall):

@@ -22,7 +22,8 @@ from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
 
 from fused_attn.backends import get_backend
 from fused_attn.backends.triton.tuning import WIDTHS
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, NormCall, with_options
+from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 
 BACKEND = get_backend("triton")
@@ -67,7 +68,9 @@ def attention(
         )  # fmt: skip
     seed = torch.zeros((), dtype=torch.int64)
     origin = torch.zeros(BATCH, 3, dtype=torch.int64) if shard else None
-    call = AttentionCall(query, key, value, spec, 0.1, softcap, dropout_p, seed, origin)
+    call = AttentionCall(
+        query, key, value, spec, AttentionOptions(0.1, softcap, dropout_p, seed, origin)
+    )
     decodes = seqlen_q < LENGTH
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -163,7 +166,9 @@ def test_lengths_do_not_compile_kernels_anew():
         mask = masks.causal(align="bottom_right") & masks.padding([seqlen_k] * BATCH)
         spec = normalize(mask, BATCH, HEADS, seqlen_q, seqlen_k, query)
         with compiling_for("sm_90") as kernels:
-            BACKEND.attention_fwd(AttentionCall(query, key, key, spec, 0.1), False, True)
+            BACKEND.attention_fwd(
+                AttentionCall(query, key, key, spec, AttentionOptions(0.1)), False, True
+            )
         for kernel in kernels:
             served.setdefault(kernel.name, set()).add(kernel.hash)
     assert set(served) == {"attention_decode_kernel", "merge_parts_kernel", "attention_fwd_kernel"}
@@ -181,7 +186,7 @@ def test_weights(dtype, name, arch):
     query = torch.empty(BATCH, HEADS, LENGTH, 128, dtype=dtype)
     lse, seed = torch.empty(BATCH, HEADS, LENGTH), torch.zeros((), dtype=torch.int64)
     spec = normalize(mask_classes(dtype)[name], BATCH, HEADS, LENGTH, LENGTH, query)
-    call = AttentionCall(query, query, query, spec, 0.1, 0.0, 0.1, seed)
+    call = AttentionCall(query, query, query, spec, AttentionOptions(0.1, 0.0, 0.1, seed))
     with compiling_for(arch) as kernels:
         for average in (False, True):
             BACKEND.attention_weights(call, lse, lse, average)
@@ -205,13 +210,13 @@ def test_norm(dtype, columns, arch):
     rows, weight = torch.empty(64, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
     seed = torch.zeros((), dtype=torch.int64)
     with compiling_for(arch) as kernels:
-        call = NormCall(rows, rows, weight, weight, 1e-5, False, 0.1, seed)
+        call = NormCall(rows, rows, weight, weight, NormOptions(1e-5, False, 0.1, seed))
         _, total, mean, rstd = BACKEND.norm_fwd(call, True, True)
         of_total = replace(call, input=total, residual=None)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
         origin = torch.zeros(4, dtype=torch.int64)
-        BACKEND.norm_fwd(replace(call, dropout_origin=origin), True, True)
-        of_total = replace(of_total, dropout_origin=origin)
+        BACKEND.norm_fwd(with_options(call, dropout_origin=origin), True, True)
+        of_total = with_options(of_total, dropout_origin=origin)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
         view = torch.empty(8, 9, columns, dtype=dtype)[:, 1:]
         BACKEND.norm_fwd(replace(call, input=view, residual=view), True, True)

@@ -15,6 +15,7 @@ from fused_attn.backends import AttentionProblem, get_backend
 from fused_attn.backends.cuda.attention import CHUNK_BYTES, MAX_ROW_STRIDE, in_chunks
 from fused_attn.backends.cuda.module import compiled, run
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 DEVICE = device_of("cuda")
@@ -55,7 +56,7 @@ def test_ranges_of_document_ids(batch, seqlen):
     x = torch.zeros(sequences, 1, seqlen, 8, device=DEVICE)
     spec = MaskSpec(query_documents=on_device, key_documents=on_device)
     fields = {"query_id_ranges": ranges[0], "key_id_ranges": ranges[1]}
-    run("id_ranges", DEVICE, AttentionCall(x, x, x, spec, 1.0), fields)
+    run("id_ranges", DEVICE, AttentionCall(x, x, x, spec, AttentionOptions(1.0)), fields)
     runs = ids.split(compiled().ID_RANGE_TILE, 1)
     want = torch.stack([torch.stack([r.amin(1), r.amax(1)], -1) for r in runs], 1)
     assert all(torch.equal(got.cpu().long(), want) for got in ranges)

@@ -29,6 +29,7 @@ from fused_attn.backends import (
 )
 from fused_attn.backends.verdicts import ClassVerdict
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.masks.spec import normalize
 from fused_attn.ops import autograd
@@ -185,10 +186,12 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, learns):
     query, key, value = shape.operands(torch.bfloat16).values()
     key.requires_grad_(learns)
     mask = make_mask(name, shape)
-    call = UncheckedAttention(query, key, value, mask, 0.0, False, None, True, None, None)
+    call = UncheckedAttention(query, key, value, mask, False, True, AttentionOptions(None, None))
     assert call.prepare() and call.resolve_mask() is not None
     spec = normalize(mask, 2, 4, 30, 40, query)
-    assert problem_of(call) == problem_of(AttentionCall(query, key, value, spec, 1.0))
+    assert problem_of(call) == problem_of(
+        AttentionCall(query, key, value, spec, AttentionOptions(1.0))
+    )
 
 
 def test_calls_under_autocast_are_of_its_type(stand_in):

@@ -31,6 +31,7 @@ from fused_attn import masks
 from fused_attn.backends import cpp, get_backend
 from fused_attn.base import philox
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.nn.weights import attention_with_weights
 from fused_attn.ops import library as ops
@@ -216,7 +217,7 @@ def test_opcheck(options, average, backend):
         mask = mask & masks.bias(torch.randn(4, 20, 70, device=device))
     spec = normalize(mask, 2, 4, 20, 70, query)
     seed = philox.new_seed(device) if dropout_p else None
-    call = AttentionCall(query, key, value, spec, 0.25, 0.0, dropout_p, seed)
+    call = AttentionCall(query, key, value, spec, AttentionOptions(0.25, 0.0, dropout_p, seed))
     _, lse, lse_low, _ = ops.attention_fwd(call, get_backend(backend), True, True)
     args = (*call.flat(), lse, lse_low)
     torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, average, backend))
@@ -235,7 +236,7 @@ def test_op_errors():
     packed = MaskSpec(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
 
     def flat(key=query, spec=packed):
-        return AttentionCall(query, key, key, spec, 0.25).flat()
+        return AttentionCall(query, key, key, spec, AttentionOptions(0.25)).flat()
 
     with pytest.raises(ValueError, match="packed sequences have no weights"):
         op(*flat(), lse, lse, False, "cpp")

@@ -19,19 +19,22 @@ from fused_attn.backends import (
     registry,
     select,
 )
+from fused_attn.backends.fields import check_fields
 from fused_attn.base.flat import flattens
 from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall
+from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.masks.spec import MaskSpec
 
 
-def some_call(cls=AttentionCall, **more):
+def some_call():
     q, k, v = (torch.randn(2, 4, n, 8) for n in (5, 7, 7))
     spec = MaskSpec(key_mask=torch.ones(2, 1, 1, 7, dtype=torch.bool), band_hi=3)
-    return cls(q, k, v, spec, 0.5, dropout_p=0.1, seed=torch.tensor(3), **more)
+    options = AttentionOptions(0.5, dropout_p=0.1, seed=torch.tensor(3))
+    return AttentionCall(q, k, v, spec, options)
 
 
 @pytest.mark.parametrize(
-    "call", [some_call(), NormCall(*torch.randn(2, 3, 4), None, None, 1.0, True)]
+    "call", [some_call(), NormCall(*torch.randn(2, 3, 4), None, None, NormOptions(1.0, True))]
 )
 def test_flat_and_back(call):
     flat = call.flat()
@@ -46,20 +49,30 @@ def test_flat_and_back(call):
     assert all(a is b for a, b in zip(flat, back.flat(), strict=True))
 
 
+@flattens
+@dataclass(eq=False)
+class OptionsWithSinks(AttentionOptions):
+    sinks: Tensor | None = None
+
+
+@flattens
+@dataclass(eq=False)
+class WithSinks(AttentionCall):
+    options: OptionsWithSinks
+
+
 def test_a_new_field_is_one_line():
     """It is in the schema, in the flat form and, if a tensor, among those that autograd sees."""
-
-    @flattens
-    @dataclass(eq=False)
-    class WithSinks(AttentionCall):
-        sinks: Tensor | None = None
 
     assert (*AttentionCall.NAMES, "sinks") == WithSinks.NAMES
     assert (*AttentionCall.TENSORS, "sinks") == WithSinks.TENSORS
     assert f"{AttentionCall.SCHEMA}, Tensor? sinks" == WithSinks.SCHEMA
     sinks = torch.zeros(4)
-    call = some_call(WithSinks, sinks=sinks)
-    assert WithSinks.of_flat(call.flat()).sinks is sinks
+    call = some_call()
+    call = WithSinks(
+        call.query, call.key, call.value, call.mask, OptionsWithSinks(0.5, sinks=sinks)
+    )
+    assert WithSinks.of_flat(call.flat()).options.sinks is sinks
     assert call.by_tensor(sinks=1)[-1] == 1
     with pytest.raises(AssertionError, match="no tensors sunk"):
         call.by_tensor(sunk=1)
@@ -67,8 +80,9 @@ def test_a_new_field_is_one_line():
 
 def test_kernels_read_every_field():
     """A field that Python adds has to be known to the modules (backends/fields.py checks it)."""
-    assert set(AttentionCall.NAMES) | set(NormCall.NAMES) == set(_cpu.CALL_FIELDS)
-    flat = {f.name for f in fields(AttentionCall)} - {"mask"} | {f.name for f in fields(MaskSpec)}
+    check_fields(_cpu.FIELDS)
+    nested = {"mask": MaskSpec, "options": AttentionOptions}
+    flat = {f.name for cls in (AttentionCall, *nested.values()) for f in fields(cls)} - set(nested)
     assert flat == set(AttentionCall.NAMES)
 
 
@@ -114,7 +128,7 @@ def test_a_new_backend_is_one_entry(monkeypatch):
         F.scaled_dot_product_attention(wide, wide, wide, backend="toy")
     with pytest.raises(ValueError, match="backend must be one of toy, cpp"):
         registry.get_backend("toys")
-    call = AttentionCall(x, x, x, MaskSpec(), 1.0)
+    call = AttentionCall(x, x, x, MaskSpec(), AttentionOptions(1.0))
     assert select(AttentionProblem(x.device, x.dtype, 3, 3)).name == "toy"
     with pytest.raises(NotImplementedError):
         Backend().attention_fwd(call, False, False)

@@ -23,6 +23,7 @@ from fused_attn import functional as F
 from fused_attn import masks, varlen_attention
 from fused_attn.backends import cpp, get_backend
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 IN_TILES = [("amx", torch.bfloat16), ("amx", torch.float16), ("amx_fp16", torch.float16)]
@@ -51,7 +52,7 @@ def test_is_another_kernel():
     """Rounded in another order than where a backward follows, or this file tests nothing."""
     tensors = random_qkv(1, 4, 4, 1, 2000, 64)
     q, k, v = (tensors[n].float() for n in ("query", "key", "value"))
-    call = AttentionCall(q, k, v, MaskSpec(), 0.3)
+    call = AttentionCall(q, k, v, MaskSpec(), AttentionOptions(0.3))
     outs = [get_backend("cpp").attention_fwd(call, flag, True).out for flag in (True, False)]
     assert not torch.equal(*outs)
     torch.testing.assert_close(*outs)

@@ -14,6 +14,7 @@ from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, NormProblem
 from fused_attn.backends.fields import check_fields
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 Q = torch.randn(2, 4, 5, 8)
@@ -362,14 +363,14 @@ def test_unsupported_shape_falls_to_torch_and_to_eager():
 def test_unknown_field_is_an_error():
     """The boundary to C++ takes no field that it does not know."""
     x = torch.randn(1, 1, 4, 8)
-    call = AttentionCall(x, x, x, MaskSpec(), 1.0)
+    call = AttentionCall(x, x, x, MaskSpec(), AttentionOptions(1.0))
     with pytest.raises(ValueError, match="kernels have no field no_such_field"):
         _cpu.attention_weights(call, no_such_field=1)
 
 
 def test_unknown_field_of_a_call_is_an_error():
     """A module that was built before a field came must not ignore it."""
-    known = set(_cpu.CALL_FIELDS)
+    known = set(_cpu.FIELDS)
     check_fields(known)
     with pytest.raises(ImportError, match="does not read dense, softcap of calls"):
         check_fields(known - {"softcap", "dense"})

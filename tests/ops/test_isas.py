@@ -11,6 +11,7 @@ from norm_cases import norm, tensors_of
 from fused_attn import functional, masks
 from fused_attn.backends import cpp, get_backend
 from fused_attn.call.calls import NormCall
+from fused_attn.call.options import NormOptions
 
 
 @pytest.fixture(params=ISAS)
@@ -68,7 +69,7 @@ def test_norm(kind, dtype, isa):
 
 
 def total_of(input, residual):
-    call = NormCall(input, residual, None, None, 1.0, True)
+    call = NormCall(input, residual, None, None, NormOptions(1.0, True))
     return get_backend("cpp").norm_fwd(call, True, True).total
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_attn import functional as F
 from fused_attn import masks, nn, varlen_attention
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 BATCH, HEADS, SEQLEN, DIM = SHAPE = (2, 3, 5, 8)
@@ -81,9 +82,9 @@ def test_fakes_agree(order, backend):
     query, key = lying(order, there), lying((0, 2, 1, 3), there)
     last = lying((0, 1, 3, 2), there)  # kernels read a copy of it
     for call in (
-        AttentionCall(query, key, key, MaskSpec(), 1.0),
-        AttentionCall(last, query, query, MaskSpec(), 1.0),
-        AttentionCall(query[:1], key[:1], last[:1], MaskSpec(), 1.0),
+        AttentionCall(query, key, key, MaskSpec(), AttentionOptions(1.0)),
+        AttentionCall(last, query, query, MaskSpec(), AttentionOptions(1.0)),
+        AttentionCall(query[:1], key[:1], last[:1], MaskSpec(), AttentionOptions(1.0)),
     ):
         forward, backward = torch.ops.fused_attn.attention_fwd, torch.ops.fused_attn.attention_bwd
         torch.library.opcheck(forward.default, (*call.flat(), True, True, backend))

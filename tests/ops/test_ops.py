@@ -17,6 +17,7 @@ from fused_attn import masks, varlen_attention
 from fused_attn.backends import get_backend
 from fused_attn.base import philox
 from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.masks import spec as mask_spec
 from fused_attn.nn.weights import attention_with_weights
 from fused_attn.ops import library as ops
@@ -33,7 +34,7 @@ def call_of(backend, mask=None, bias=False, dropout_p=0.0, softcap=0.0):
         whole = own if whole is None else whole & own
     spec = mask_spec.normalize(whole, 2, 4, *SHAPE[3:], query)
     seed = philox.new_seed(there) if dropout_p else None
-    return AttentionCall(query, key, value, spec, 0.25, softcap, dropout_p, seed)
+    return AttentionCall(query, key, value, spec, AttentionOptions(0.25, softcap, dropout_p, seed))
 
 
 @pytest.mark.thinned(
@@ -86,7 +87,7 @@ def test_opcheck_norm(residual, rms, dropout_p, backend):
         x = x.reshape(2, 3, 20).transpose(0, 1)
         other = None if other is None else torch.randn(3, 4, 20, device=x.device)[:, 2:]
     seed = philox.new_seed(x.device) if dropout_p else None
-    call = NormCall(x, other, weight, bias, 1e-5, rms, dropout_p, seed)
+    call = NormCall(x, other, weight, bias, NormOptions(1e-5, rms, dropout_p, seed))
     torch.library.opcheck(torch.ops.fused_attn.norm_fwd.default, (*call.flat(), backend))
     _, total, mean, rstd = ops.norm_fwd(call, get_backend(backend), True, True)
     of_total = replace(call, input=total if call.has_total else x, residual=None)
@@ -193,7 +194,7 @@ def test_graphs_look_at_lengths_when_they_run():
     too_long = torch.zeros(1, 1, 1, 8).expand(1, 1, 1 << 29, 8)
     query = torch.zeros(1, 1, 1, 8)
     spec = mask_spec.MaskSpec()
-    call = AttentionCall(query, too_long, too_long, spec, 1.0)
+    call = AttentionCall(query, too_long, too_long, spec, AttentionOptions(1.0))
     with pytest.raises(ValueError, match="must be shorter than 536870912, got 536870912"):
         torch.ops.fused_attn.attention_fwd(*call.flat(), False, False, "cpp")
     compiled = torch.compile(

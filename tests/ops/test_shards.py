@@ -11,7 +11,8 @@ from helpers import BACKENDS, ISAS, assert_like_eager, device_of, random_qkv, ru
 from fused_attn import masks
 from fused_attn.backends import cpp, get_backend, problem_of
 from fused_attn.base import philox
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, NormCall, with_options
+from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.call.shards import attention_origin, norm_origin
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.ops import autograd
@@ -70,8 +71,8 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
     key = torch.zeros(batch, heads_kv, seqlen_k, 8, **there)
     value = torch.eye(seqlen_k, **there).expand(batch, heads_kv, -1, -1)
     origin = origin_of(part, there["device"])
-    rest = (MaskSpec(), 1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
-    return AttentionCall(query, key, value, *rest)
+    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
+    return AttentionCall(query, key, value, MaskSpec(), options)
 
 
 def assert_keeps(call, backend, keep, with_lse):
@@ -132,9 +133,9 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
     mask = masks.bias(bias) if biased else None
     spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query)
     origin = origin_of(part, there["device"])
-    rest = (spec, 1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
+    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
     out, _ = autograd.attention_by(
-        AttentionCall(query, key, value, *rest), get_backend(backend), True
+        AttentionCall(query, key, value, spec, options), get_backend(backend), True
     )
     eye, ones = torch.eye(seqlen_q, **there), torch.ones(seqlen_q, 1, **there)
     out.backward(torch.cat([eye, ones], 1).expand_as(out))
@@ -156,8 +157,8 @@ def test_values_of_a_part(dtype, backend):
         def call(query, key, value):
             spec = normalize(masks.sliding_window(60, 50), batch, heads, seqlen_q, seqlen_k, query)
             origin = origin_of(part, query.device)
-            rest = (spec, 0.3, 0.0, DROPOUT_P, seed_on(query.device), origin)
-            call = AttentionCall(query, key, value, *rest)
+            options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(query.device), origin)
+            call = AttentionCall(query, key, value, spec, options)
             return autograd.attention_by(call, get_backend(backend), True)
 
         return call
@@ -170,13 +171,13 @@ def test_parts_add_up_to_the_whole(backend):
     """Of rows alone, which are computed as they are in the whole."""
     device = device_of(backend)
     query, key, value = (t.to(device) for t in random_qkv(*WHOLE[:2], *WHOLE[1:], 16).values())
-    rest = (MaskSpec(), 0.3, 0.0, DROPOUT_P, seed_on(device))
-    whole, _ = autograd.attention_by(
-        AttentionCall(query, key, value, *rest), get_backend(backend), True
-    )
+    options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(device))
+    global_call = AttentionCall(query, key, value, MaskSpec(), options)
+    whole, _ = autograd.attention_by(global_call, get_backend(backend), True)
     for rows in (slice(0, 32), slice(32, 69), slice(69, 70)):
         part = (ALL, ALL, rows, ALL)
-        call = AttentionCall(query[:, :, rows], key, value, *rest, origin_of(part, device))
+        call = replace(global_call, query=query[:, :, rows])
+        call = with_options(call, dropout_origin=origin_of(part, device))
         out, _ = autograd.attention_by(call, get_backend(backend), True)
         torch.testing.assert_close(out, whole[:, :, rows])
 
@@ -200,7 +201,8 @@ def test_packed_sequences(backend):
         3, heads, row0=rows, key0=keys, head0=3, num_heads_global=6, batch0=numbers, device=device
     )
     value = value.expand(1, heads, -1, -1).clone().requires_grad_()
-    call = AttentionCall(query, key, value, spec, 1.0, 0.0, DROPOUT_P, seed_on(device), origin)
+    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(device), origin)
+    call = AttentionCall(query, key, value, spec, options)
     for with_lse in (False, True):
         with torch.set_grad_enabled(with_lse):
             out, _ = autograd.attention_by(call, get_backend(backend), with_lse)
@@ -241,13 +243,15 @@ def test_gradient_of_weights(average, part, backend):
 def test_counters_have_32_bits(backend):
     call = shard(PARTS["query"], backend)
     far = torch.tensor([1 << 32, 1 << 35, 1 << 32], device=call.query.device)
-    call = replace(call, dropout_origin=call.dropout_origin + far)
+    call = with_options(call, dropout_origin=call.options.dropout_origin + far)
     for with_lse in (False, True):
         assert_keeps(call, backend, whole_keep()[PARTS["query"]], with_lse)
     near = torch.tensor([(1 << 32) - 3, 40, 7], device=call.query.device)
-    call = replace(shard(PARTS["rows"], backend), dropout_origin=near.expand(3, 3).contiguous())
+    call = with_options(
+        shard(PARTS["rows"], backend), dropout_origin=near.expand(3, 3).contiguous()
+    )
     batch, heads, seqlen_q, seqlen_k = sizes_of(PARTS["rows"])
-    sizes, origin = (batch, heads, seqlen_q, seqlen_k), call.dropout_origin.cpu()
+    sizes, origin = (batch, heads, seqlen_q, seqlen_k), call.options.dropout_origin.cpu()
     keep = philox.attention_keep(torch.tensor(SEED), DROPOUT_P, *sizes, origin=origin)
     assert torch.equal(keep[:, :, 3:], philox.attention_keep(
         torch.tensor(SEED), DROPOUT_P, batch, heads, seqlen_q - 3, seqlen_k,
@@ -265,9 +269,9 @@ def norm_shard(backend, dtype, columns, rms, batch0, rows):
     x = torch.ones(runs * len(range(20)[rows]), columns, dtype=dtype, device=device)
     first = batch0[0] if batch0 == list(range(batch0[0], batch0[-1] + 1)) else batch0
     origin = norm_origin(runs, row0=rows.start, row_stride=20, batch0=first, device=device)
-    rest = (None, None, None, 1e-5, rms, DROPOUT_P, seed_on(device), origin)
+    call = NormCall(x, None, None, None, NormOptions(1e-5, rms, DROPOUT_P, seed_on(device), origin))
     keep = philox.norm_keep(torch.tensor(SEED), DROPOUT_P, 100, columns)
-    return NormCall(x, *rest), keep.reshape(5, 20, columns)[batch0, rows].reshape(x.shape)
+    return call, keep.reshape(5, 20, columns)[batch0, rows].reshape(x.shape)
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -328,15 +332,15 @@ def test_compiled():
     x = torch.randn(norm.input.shape, requires_grad=True)
 
     def step(query, x, origins):
-        of_query = replace(call, query=query, dropout_origin=origins[0])
-        of_x = replace(norm, input=x, dropout_origin=origins[1])
+        of_query = with_options(replace(call, query=query), dropout_origin=origins[0])
+        of_x = with_options(replace(norm, input=x), dropout_origin=origins[1])
         backend = get_backend("cpp")
         return autograd.attention_by(of_query, backend, True)[0], autograd.norm_by(
             of_x, backend, True
         )[1]
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    origins = (call.dropout_origin, norm.dropout_origin)
+    origins = (call.options.dropout_origin, norm.options.dropout_origin)
     for offset in (0, 16):
         own = [origin + offset for origin in origins]
         results = []
@@ -420,19 +424,21 @@ def test_origins_that_are_none(options, error, message):
 
 def test_calls_that_have_no_such_origin():
     call = shard(PARTS["everything"], "cpp")
-    for origin in (
-        call.dropout_origin[:1], call.dropout_origin.int(), call.dropout_origin[:, :2],
-        call.dropout_origin.flatten(),
-    ):  # fmt: skip
-        wrong = replace(call, dropout_origin=origin)
+    right = call.options.dropout_origin
+    for origin in (right[:1], right.int(), right[:, :2], right.flatten()):
+        wrong = with_options(call, dropout_origin=origin)
         with pytest.raises(ValueError, match=r"int64 on cpu with shape \(2, 3\), got"):
             torch.ops.fused_attn.attention_fwd(*wrong.flat(), True, True, "cpp")
-    for origin in (call.dropout_origin[:1], call.dropout_origin.int(), call.dropout_origin[:, :2]):
+    for origin in (right[:1], right.int(), right[:, :2]):
         with pytest.raises(ValueError, match="dropout_origin must"):
-            cpp._cpu.attention_fwd(replace(call, dropout_origin=origin), False, False, 1)
+            cpp._cpu.attention_fwd(with_options(call, dropout_origin=origin), False, False, 1)
     norm, _ = norm_shard("cpp", torch.float32, 8, True, [1, 2], slice(7, 18))
-    for origin in (torch.zeros(3, dtype=torch.int64), torch.zeros(2), norm.dropout_origin[None]):
-        wrong = replace(norm, dropout_origin=origin)
+    for origin in (
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(2),
+        norm.options.dropout_origin[None],
+    ):
+        wrong = with_options(norm, dropout_origin=origin)
         with pytest.raises(ValueError, match="with one dimension, whose size divides 22, got"):
             torch.ops.fused_attn.norm_fwd(*wrong.flat(), "cpp")
 
@@ -440,10 +446,10 @@ def test_calls_that_have_no_such_origin():
 def test_torchs_own_kernels_refuse():
     norm, _ = norm_shard("cpp", torch.float32, 8, True, [1, 2], slice(7, 18))
     for call in (shard(PARTS["rows"], "cpp"), norm):
-        call = replace(call, seed=None)
+        call = with_options(call, seed=None)
         reasons = get_backend("sdpa").unsupported(problem_of(call))
         assert any("larger whole" in reason for reason in reasons)
         assert "sharded" in repr(problem_of(call))
-        undropped = problem_of(replace(call, dropout_p=0.0))
+        undropped = problem_of(with_options(call, dropout_p=0.0))
         assert not any("larger whole" in why for why in get_backend("sdpa").unsupported(undropped))
         assert all(not get_backend(name).unsupported(problem_of(call)) for name in ("cpp", "eager"))

@@ -13,6 +13,7 @@ from fused_attn import functional as F
 from fused_attn import masks
 from fused_attn.backends import cpp
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 
@@ -116,7 +117,9 @@ def test_lazy_negation_is_seen():
 def test_direct_calls_of_the_ops_are_checked():
     def call(query, key, value, **options):
         spec = replace(MaskSpec(), **options.get("spec", {}))
-        call = AttentionCall(query, key, value, spec, 1.0, 0.0, options.get("dropout_p", 0.0))
+        call = AttentionCall(
+            query, key, value, spec, AttentionOptions(1.0, 0.0, options.get("dropout_p", 0.0))
+        )
         return torch.ops.fused_attn.attention_fwd(*call.flat(), False, False, "cpp")
 
     x = torch.randn(1, 2, 4, 8)

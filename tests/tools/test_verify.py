@@ -188,7 +188,7 @@ def test_dropout_that_keeps_others_is_wrong(backend, monkeypatch):
     def one_more(outputs):
         outputs.out[0, 0, 0].fill_(1.0)
 
-    hurt(monkeypatch, backend, lambda call: call.dropout_p > 0.0, one_more)
+    hurt(monkeypatch, backend, lambda call: call.options.dropout_p > 0.0, one_more)
     made = small_plan(["dropout"])
     made = Plan([check for check in made.checks if check.how == "bits"], made.classes, 1)
     report = verify.verify(backend.name, made)

@@ -134,7 +134,7 @@ class AttentionBwd : BwdTile<T> {
       }
       if (parts == nullptr) write_grad_query(b, h, grad_query);
     }
-    write_rows(grad_key_, wide_, p_.head_dim, p_.softmax_scale, begin, end, bwd_.grad_key,
+    write_rows(grad_key_, wide_, p_.head_dim, p_.scale, begin, end, bwd_.grad_key,
                bwd_.grad_key_strides, b, h_kv);
     write_rows(grad_value_, wide_v_, p_.head_dim_v, 1, begin, end, bwd_.grad_value,
                bwd_.grad_value_strides, b, h_kv);
@@ -270,7 +270,7 @@ class AttentionBwd : BwdTile<T> {
     T* const head =
         const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
     const int64_t stride = bwd_.grad_query_strides[2];
-    const A scale = static_cast<A>(p_.softmax_scale);
+    const A scale = static_cast<A>(p_.scale);
     for (int64_t i = 0; i < queries.count; i += kRows) {
       A* const panel = panels + i * wide_;
       for (int64_t e = 0; e < p_.head_dim * kRows; ++e) panel[e] *= scale;
@@ -299,7 +299,7 @@ class AttentionBwd : BwdTile<T> {
   LeftElement *kept_, *grads_;       // (kBlockN, kGroup panels): weights after dropout, and dS
   RightElement* grads_right_;        // (kBlockN, panel): dS of one panel
   A *grad_key_, *grad_value_;        // (keys of a split, head_dim), (keys, head_dim_v)
-  A* grad_query_;                    // (panels, head_dim, panel), without softmax_scale
+  A* grad_query_;                    // (panels, head_dim, panel), without scale
   A* rows_;                          // (panel, head_dim)
 };
 

@@ -15,7 +15,7 @@ struct BwdPanel {
   uint32_t alive;                              // bit r: row r is there, and sees something
   uint16_t *query, *grad_out;                  // left tiles (steps, parts, 2)
   uint16_t *query_columns, *grad_out_columns;  // left tiles (steps, parts, 2) of features
-  float* grad_query;                           // tiles (2, 2 steps), without softmax_scale
+  float* grad_query;                           // tiles (2, 2 steps), without scale
   GradientRows rows;
 };
 
@@ -142,7 +142,7 @@ class BwdPanels {
     T* const head =
         const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
     const int64_t stride = bwd_.grad_query_strides[2];
-    const float scale = static_cast<float>(p_.softmax_scale);
+    const float scale = static_cast<float>(p_.scale);
     for (int64_t i = 0; i < queries.count; i += kTileQueries) {
       const float* const panel = panels + i * steps_ * kTileSteps;
       for (int64_t r = 0; r < min64(kTileQueries, queries.count - i); ++r) {

@@ -203,7 +203,7 @@ class AttentionBwdTiles : BwdPanels<T> {
       }
       if (work_.splits == 1) this->write_grad_query(b, h, grad_query);
     }
-    this->write_key_rows(grad_key_, steps_, p_.head_dim, p_.softmax_scale / factor, begin, end,
+    this->write_key_rows(grad_key_, steps_, p_.head_dim, p_.scale / factor, begin, end,
                          bwd_.grad_key, bwd_.grad_key_strides, b, h_kv);
     this->write_key_rows(grad_value_, steps_v_, p_.head_dim_v,
                          dropout_scale(p_.dropout_p) / (1 << F::kWeightExponent), begin, end,

@@ -26,8 +26,8 @@ inline const T* at_head(const void* data, const int64_t strides[3], const Sequen
 struct ScoreUnits {
   explicit ScoreUnits(const AttentionParams& p) {
     const bool plain = p.softcap == 0 && p.mask.bias.data == nullptr && p.mask.slopes == nullptr;
-    scaled = !plain || !(p.softmax_scale >= 0x1p-126);  // smaller ones may be 0 in float32
-    natural = scaled ? 1 : p.softmax_scale;
+    scaled = !plain || !(p.scale >= 0x1p-126);  // smaller ones may be 0 in float32
+    natural = scaled ? 1 : p.scale;
   }
   bool scaled;
   double natural;
@@ -73,14 +73,14 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
   using A = Acc<T>;
   constexpr int64_t kRows = kPanel<A>;
   if (p.softcap > 0) {
-    const A cap = static_cast<A>(p.softcap), inner = static_cast<A>(p.softmax_scale / p.softcap);
+    const A cap = static_cast<A>(p.softcap), inner = static_cast<A>(p.scale / p.softcap);
     for (int64_t e = 0; e < at.n * kRows; e += kLanes<A>) {
       const Vec<A> t = tanh<A>(load(scores + e) * inner);
       store(scores + e, t * cap);
       if (cap_slope != nullptr) store(cap_slope + e, A(1) - t * t);
     }
   } else if (units.scaled) {
-    const A scale = static_cast<A>(p.softmax_scale);
+    const A scale = static_cast<A>(p.scale);
     for (int64_t e = 0; e < at.n * kRows; e += kLanes<A>) {
       store(scores + e, load(scores + e) * scale);
     }

@@ -266,7 +266,7 @@ class DecodeRows {
   // To natural units.
   void scale_row(A* scores) const {
     const bool capped = p_.softcap > 0;
-    const A inner = static_cast<A>(capped ? p_.softmax_scale / p_.softcap : p_.softmax_scale);
+    const A inner = static_cast<A>(capped ? p_.scale / p_.softcap : p_.scale);
     const A cap = static_cast<A>(p_.softcap);
     for (int64_t t = 0; t < kDecodeKeys; t += kLane) {
       const Vec<A> score = load(scores + t) * inner;

@@ -56,8 +56,7 @@ class TileScores {
               uint32_t first = 0) {
     const bool masked = partial || at.n < kKeys;
     const bool capped = p_.softcap > 0;
-    const float inner =
-        static_cast<float>(capped ? p_.softmax_scale / p_.softcap : p_.softmax_scale);
+    const float inner = static_cast<float>(capped ? p_.scale / p_.softcap : p_.scale);
     const float cap = static_cast<float>(p_.softcap);
     if (masked) mask_.load(p_, at.b, at.h, at.j, at.n);
     for (uint32_t r = first; r < first + rows; ++r) {

@@ -182,9 +182,9 @@ def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[s
     if spec.key_mask is not None:
         fields["key_mask_summary"] = tile_summary(spec.key_mask)
     fields["tf32"] = wants_tf32()
-    if call.dropout_p > 0.0:
-        assert call.seed is not None
-        fields["seed_address"] = call.seed.to(query.device)
+    if call.options.dropout_p > 0.0:
+        assert call.options.seed is not None
+        fields["seed_address"] = call.options.seed.to(query.device)
     for name, ids in (("query", spec.query_documents), ("key", spec.key_documents)):
         if ids is not None:
             shape = (ids.shape[0], -(-ids.shape[1] // compiled().ID_RANGE_TILE), 2)

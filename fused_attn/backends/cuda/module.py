@@ -26,7 +26,7 @@ except ImportError as error:
 
 
 def _introduce(module: Any) -> None:
-    check_fields(module.CALL_FIELDS)
+    check_fields(module.FIELDS)
     module.set_exchange_api(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 

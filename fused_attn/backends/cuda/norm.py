@@ -51,4 +51,5 @@ def norm_bwd(
 
 
 def _seed(call: NormCall) -> dict[str, Any]:
-    return {"seed_address": call.seed} if call.dropout_p > 0.0 else {}
+    options = call.options
+    return {"seed_address": options.seed} if options.dropout_p > 0.0 else {}

@@ -229,7 +229,7 @@ class LaunchArguments:
 
     def __init__(self, call: AttentionCall) -> None:
         query, key, value, spec = call.query, call.key, call.value, call.mask
-        scale, softcap, dropout_p = call.scale, call.softcap, call.dropout_p
+        options, dropout_p = call.options, call.options.dropout_p
         self.spec = spec
         self.device, self.dtype = query.device, query.dtype
         self.head_dim, self.head_dim_v = query.shape[3], value.shape[3]
@@ -239,12 +239,12 @@ class LaunchArguments:
             batch, query.shape[1], key.shape[1], seqlen_q, seqlen_k, query.shape[2],
             spec.band_lo, spec.band_hi, spec.alibi_offset,
         )  # fmt: skip
-        origin = call.dropout_origin if dropout_p > 0.0 else None
+        origin = options.dropout_origin if dropout_p > 0.0 else None
         self.settings = Settings(
-            float(scale), float(softcap), dropout_threshold(dropout_p), dropout_scale(dropout_p),
-            None if origin is None else origin.contiguous(),
+            float(options.scale), float(options.softcap), dropout_threshold(dropout_p),
+            dropout_scale(dropout_p), None if origin is None else origin.contiguous(),
         )  # fmt: skip
-        self.softcapped = softcap > 0.0
+        self.softcapped = options.softcap > 0.0
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         self.accurate = query.dtype == torch.float32 and not tf32
         adds = spec.slopes is not None or spec.bias is not None
@@ -255,7 +255,7 @@ class LaunchArguments:
         self.cu_seqlens_q, cu_seqlens_k = (
             None if t is None else t.contiguous() for t in cu_seqlens
         )
-        seed = call.seed if dropout_p > 0.0 else None
+        seed = options.seed if dropout_p > 0.0 else None
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
     def config(self, kind: str, with_out_low: bool = False) -> Config:

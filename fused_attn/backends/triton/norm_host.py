@@ -33,10 +33,10 @@ def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
         _runs(call),
         outputs.out,
         outputs.total if call.has_total else None,
-        None if call.rms else outputs.mean,
+        None if call.options.rms else outputs.mean,
         outputs.rstd,
         rows,
-        call.eps,
+        call.options.eps,
         COLUMNS=columns,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLS=config.block_cols,
@@ -70,11 +70,11 @@ def norm_bwd(
         _matrix(grad_total),
         _matrix(total),
         _contiguous(call.weight),
-        None if call.rms else mean,
+        None if call.options.rms else mean,
         rstd,
         _dropout(call),
         _runs(call),
-        grads.input if call.dropout_p > 0.0 else None,
+        grads.input if call.options.dropout_p > 0.0 else None,
         grads.total,
         weight_sums,
         bias_sums,
@@ -153,13 +153,15 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _dropout(call: NormCall) -> Dropout | None:
-    if call.dropout_p == 0.0:
+    p = call.options.dropout_p
+    if p == 0.0:
         return None
-    return Dropout(call.seed, dropout_threshold(call.dropout_p), dropout_scale(call.dropout_p))
+    return Dropout(call.options.seed, dropout_threshold(p), dropout_scale(p))
 
 
 def _runs(call: NormCall) -> Runs | None:
-    if call.dropout_p == 0.0 or call.dropout_origin is None:
+    origin = call.options.dropout_origin
+    if call.options.dropout_p == 0.0 or origin is None:
         return None
-    origin = call.dropout_origin.contiguous()
+    origin = origin.contiguous()
     return Runs(origin, call.rows // origin.shape[0])

@@ -1,0 +1,205 @@
+"""The options of a call: everything but its tensors and its mask, as one value.
+
+A new option is a field here, with its check, an argument of the public functions, a line in
+csrc/fields/*_options.inc, and what the kernels do with it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fused_attn.base.flat import Flat, flattens
+from fused_attn.base.torch_state import statistics_dtype
+
+_NUMBERS = frozenset({float, int})
+
+OptionsT = TypeVar("OptionsT", "AttentionOptions", "NormOptions")
+
+
+def default_scale(head_dim: int) -> float:
+    """The default softmax scale, 1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """The default eps of RMS norms, as in torch."""
+    return torch.finfo(statistics_dtype(dtype)).eps
+
+
+@flattens
+@dataclass(eq=False)
+class AttentionOptions(Flat):
+    """The options of an attention call. Those of an unchecked call are as the caller gave them.
+
+    Attributes:
+        scale: multiplies query @ key^T; unchecked, None for the default.
+        softcap: 0 for none, else the scores become softcap * tanh(scores / softcap); unchecked,
+            None for none.
+        dropout_p: probability of dropping a weight.
+        seed: int64 scalar tensor, needed where dropout_p > 0; unchecked, an int or None as well.
+        dropout_origin: int64 (batch, 3), one row for each sequence: its global offsets (row, key,
+            head), see call/shards.py. None if the call is not part of a larger one.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    dropout_origin: Tensor | None = None
+
+    def prepare(self, head_dim: int) -> bool:
+        """Set the default scale of an unchecked call; False if `checked` is needed."""
+        scale: Any = self.scale
+        softcap: Any = self.softcap
+        if scale is None:
+            self.scale = default_scale(head_dim)
+        elif type(scale) not in _NUMBERS:
+            return False
+        if softcap is not None and not (type(softcap) in _NUMBERS and 0.0 < softcap < math.inf):
+            return False
+        return _plain_dropout(self.dropout_p, self.seed)
+
+    def checked(self, head_dim: int, device: torch.device) -> AttentionOptions:
+        """Return the validated options of tensors with this head_dim and device.
+
+        Raises:
+            ValueError, TypeError: an option is wrong; the message has expected and got.
+        """
+        scale: Any = self.scale
+        softcap: Any = self.softcap
+        if softcap is not None:
+            softcap = checked_number("softcap", softcap)
+            if not softcap > 0.0 or math.isinf(softcap):
+                raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
+        dropout_p = checked_probability(self.dropout_p)
+        return AttentionOptions(
+            default_scale(head_dim) if scale is None else checked_number("scale", scale),
+            0.0 if softcap is None else softcap,
+            dropout_p,
+            checked_seed(self.seed, dropout_p, device),
+        )
+
+    def for_backward(self) -> AttentionOptions:
+        """Return the validated options of an accepted unchecked call, without its seed."""
+        return AttentionOptions(float(self.scale), self.softcap or 0.0, float(self.dropout_p))
+
+
+@flattens
+@dataclass(eq=False)
+class NormOptions(Flat):
+    """The options of a norm. Those of an unchecked call are as the caller gave them.
+
+    Attributes:
+        eps: added to the variance, or to the mean square; unchecked, None for the default.
+        rms: RMS norm instead of layer norm.
+        dropout_p: probability of dropping an element of input.
+        seed: int64 scalar tensor, needed where dropout_p > 0; unchecked, an int or None as well.
+        dropout_origin: int64 (runs,), one number for each run of rows / runs rows: the global
+            number of its first row, see call/shards.py. None if the call is not part of a larger
+            one.
+    """
+
+    eps: float
+    rms: bool
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    dropout_origin: Tensor | None = None
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """Set the default eps of an unchecked call; False if `checked` is needed."""
+        if self.eps is None:
+            self.eps = default_eps(dtype)
+        return type(self.eps) is float and _plain_dropout(self.dropout_p, self.seed)
+
+    def checked(self, dtype: torch.dtype, device: torch.device) -> NormOptions:
+        """Return the validated options of tensors of this type and device.
+
+        Raises:
+            ValueError, TypeError: an option is wrong; the message has expected and got.
+        """
+        eps: Any = self.eps
+        dropout_p = checked_probability(self.dropout_p)
+        return NormOptions(
+            default_eps(dtype) if eps is None else checked_number("eps", eps),
+            self.rms,
+            dropout_p,
+            checked_seed(self.seed, dropout_p, device),
+        )
+
+    def for_backward(self) -> NormOptions:
+        """Return the validated options of an accepted unchecked call, without its seed."""
+        return NormOptions(self.eps, self.rms, float(self.dropout_p))
+
+
+def with_dense_origin(options: OptionsT) -> OptionsT:
+    """Return the options with a contiguous dropout_origin, as kernels read it."""
+    origin = options.dropout_origin
+    dense = origin if origin is None else origin.contiguous()
+    return options if dense is origin else replace(options, dropout_origin=dense)
+
+
+def _plain_dropout(dropout_p: object, seed: object) -> bool:
+    """True if dropout needs no validation: a number in [0, 1] and no seed of the caller's."""
+    return type(dropout_p) in _NUMBERS and 0.0 <= dropout_p <= 1.0 and seed is None  # type: ignore[operator]
+
+
+def checked_number(name: str, value: object) -> float:
+    """Return a number of Python or numpy, or a tensor with one value, as a float."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise TypeError(f"{name} must not require grad: no gradient by it is computed")
+        if value.dim() or value.is_complex() or value.dtype == torch.bool:
+            got = f"{value.dtype} tensor of shape {tuple(value.shape)}"
+            raise TypeError(f"{name} must be a float, got a {got}")
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    return float(value)
+
+
+def checked_probability(dropout_p: float) -> float:
+    """Return dropout_p as a float in [0, 1]."""
+    dropout_p = checked_number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+    return dropout_p
+
+
+def checked_seed(
+    seed: int | Tensor | None, dropout_p: float, device: torch.device
+) -> Tensor | None:
+    """Return the dropout seed as a tensor; None if it is still to be drawn, or nothing is
+    dropped."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.dim():
+            got = f"{seed.dtype} tensor of shape {tuple(seed.shape)}"
+            raise TypeError(f"seed must be an int or an int64 scalar tensor, got a {got}")
+        if seed.device != device:
+            raise ValueError(
+                f"seed must have device {device} (as the other tensors), got {seed.device}"
+            )
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, (Integral, torch.SymInt)):
+            raise TypeError(
+                f"seed must be an int or an int64 scalar tensor, got {type(seed).__name__}"
+            )
+        seed = seed if isinstance(seed, torch.SymInt) else int(seed)  # numpy's would overflow
+        if not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"seed must have 64 bits, got {seed}")
+    if seed is None or dropout_p == 0.0:
+        return None
+    if isinstance(seed, Tensor):
+        return seed
+    # The same bits as int64: seeds from 2^63 on become negative.
+    signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+    # torch.tensor would copy from the host: a device sync, and an error in a CUDA graph.
+    return torch.full((), signed, dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ _AGAIN = "run `fused-attn verify` again"
 
 # ---- classes ------------------------------------------------------------------------------------
 
-# A class has a name of five words: op, type, sizes, feature, direction. A size belongs to the
-# first of these that is no less.
+# A size belongs to the first of these that is no less.
 WIDTHS = (32, 64, 96, 128, 192, 256)  # head_dim, or head_dim_v where that is more; as CUDA pads
 FEW_QUERIES = 16  # kernels for decoding take them
 LENGTHS = (128, 512, 2048)  # of queries and keys, the longer of the two
@@ -44,13 +43,29 @@ NORM_FEATURES = ("plain", "residual", "dropout")
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def class_name(op: str, dtype: str, sizes: str, feature: str, direction: str) -> str:
-    """The name of a class."""
-    return f"{op} {dtype} {sizes} {feature} {direction}"
+class ProblemClass(NamedTuple):
+    """Problems that get one verdict.
+
+    Attributes:
+        op: "attention", "layer_norm" or "rms_norm".
+        dtype: the name of the type, or "other".
+        sizes: `attention_sizes`, or `columns_word`.
+        feature: one of KINDS, OPTIONS or NORM_FEATURES.
+        direction: "forward" or "training".
+    """
+
+    op: str
+    dtype: str
+    sizes: str
+    feature: str
+    direction: str
+
+    def __str__(self) -> str:
+        return " ".join(self)
 
 
-def classes_of(problem: Problem) -> list[str]:
-    """The classes that a problem belongs to: one of its mask, or of its norm, and one of each
+def classes_of(problem: Problem) -> list[ProblemClass]:
+    """The classes that a problem belongs to: one for its mask, or for its norm, and one for each
     option. A backend is chosen where it is usable in all of them."""
     dtype = _TYPES.get(problem.dtype, "other")
     direction = "training" if problem.learns else "forward"
@@ -69,19 +84,20 @@ def classes_of(problem: Problem) -> list[str]:
             features.append(problem.result)
         if problem.learned_bias:
             features.append("learned_bias")
-        width = width_word(max(problem.head_dim, problem.head_dim_v))
-        if _exporting():  # to look at a length that stays open would close it
-            sizes = [f"{width},{length}" for length in length_words()]
+        head_dim = max(problem.head_dim, problem.head_dim_v)
+        if _exporting():  # reading a dynamic length would specialize it
+            lengths = length_words()
         else:
-            sizes = [f"{width},{length_word(problem.seqlen_q, problem.seqlen_k)}"]
+            lengths = [length_word(problem.seqlen_q, problem.seqlen_k)]
+        sizes = [attention_sizes(head_dim, length) for length in lengths]
     if problem.dropout:
         features.append("dropout")
-    return [class_name(op, dtype, size, name, direction) for size in sizes for name in features]
+    return [ProblemClass(op, dtype, size, name, direction) for size in sizes for name in features]
 
 
-def width_word(head_dim: int) -> str:
-    """The class of a head_dim."""
-    return f"D{_up_to(head_dim, WIDTHS)}"
+def attention_sizes(head_dim: int, length: str) -> str:
+    """`ProblemClass.sizes` of a head_dim and a `length_word`."""
+    return f"D{_up_to(head_dim, WIDTHS)},{length}"
 
 
 def length_word(seqlen_q: int, seqlen_k: int) -> str:
@@ -123,7 +139,7 @@ class _Table:
         general: what stands against all classes; empty where one is usable.
     """
 
-    reasons: dict[str, str]
+    reasons: dict[ProblemClass, str]
     general: str
 
 
@@ -133,11 +149,11 @@ changes = 0  # how often this process stored or removed verdicts
 
 def reasons_against(backend: str, problem: Problem) -> list[str]:
     """The reason why a backend is not chosen unasked for a problem; empty if it may be."""
-    general = _reason(backend, problem.device, "")
+    general = _reason(backend, problem.device)
     if general:  # no size has been looked at: torch.compile has nothing to guard
         return [general]
     for name in classes_of(problem):
-        reason = _reason(backend, problem.device, name)
+        reason = _reason(backend, problem.device, *name)
         if reason:
             return [reason]
     return []
@@ -159,13 +175,17 @@ def _devices(device_type: str) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def _reason(backend: str, device: torch.device, name: str) -> str:
-    """What stands against a class, or for "" against all of them; empty: nothing."""
+def _reason(backend: str, device: torch.device, *words: str) -> str:
+    """The reason against a class, or without words against all of them; empty if there is none.
+
+    Args:
+        words: the fields of a ProblemClass, one by one: torch.compile passes no tuple.
+    """
     table = _table(backend, device)
-    if not name:
+    if not words:
         return table.general
-    reason = table.reasons.get(name)
-    return f"`fused-attn verify` did not look at {name}" if reason is None else reason
+    name = ProblemClass(*words)
+    return table.reasons.get(name, f"`fused-attn verify` did not look at {name}")
 
 
 def _table(backend: str, device: torch.device) -> _Table:
@@ -229,14 +249,14 @@ def identity(backend: str, device: torch.device) -> dict[str, str]:
     }
 
 
-def store(identity: Mapping[str, str], classes: Mapping[str, ClassVerdict]) -> Path:
+def store(identity: Mapping[str, str], classes: Mapping[ProblemClass, ClassVerdict]) -> Path:
     """Stores a verdict in place of the one that there may be; returns its file.
 
     Others that read meanwhile see the old one or the new one, whole.
     """
     path = _path(identity)
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"identity": dict(identity), "classes": {n: asdict(c) for n, c in classes.items()}}
+    facts = {"identity": dict(identity), "classes": {str(n): asdict(c) for n, c in classes.items()}}
     handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f"{path.stem}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -285,7 +305,7 @@ def _read(backend: str, device: torch.device) -> _Table:
     return _Table(reasons, "" if "" in reasons.values() else nowhere)
 
 
-def _load(backend: str, device: torch.device) -> dict[str, ClassVerdict] | str:
+def _load(backend: str, device: torch.device) -> dict[ProblemClass, ClassVerdict] | str:
     """What is stored for this machine, or why that cannot be used."""
     path: Path | None = None
     try:
@@ -300,7 +320,9 @@ def _load(backend: str, device: torch.device) -> dict[str, ClassVerdict] | str:
         if facts["identity"] != own:
             return f"the verdict in {path} is not of this machine: {_AGAIN}"
         return {
-            name: ClassVerdict(entry["usable"] is True, _number(entry["speedup"]), entry["found"])
+            ProblemClass(*name.split()): ClassVerdict(
+                entry["usable"] is True, _number(entry["speedup"]), entry["found"]
+            )
             for name, entry in facts["classes"].items()
         }
     except Exception as error:  # whatever it is: a call has another backend to go to
@@ -313,7 +335,7 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _against(name: str, verdict: ClassVerdict) -> str:
+def _against(name: ProblemClass, verdict: ClassVerdict) -> str:
     return "" if verdict.usable else f"`fused-attn verify` found it {verdict.found} for {name}"
 
 

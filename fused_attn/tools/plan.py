@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fused_attn.backends import verdicts
+from fused_attn.backends.verdicts import ProblemClass
 from fused_attn.tools.cases import DTYPES, MASKS, Shape
 from fused_attn.tools.checks import AttentionCheck, Check, DecodeCheck, NormCheck
 
@@ -43,12 +44,12 @@ class Plan:
     """What is checked, and what is timed for each class.
 
     Attributes:
-        classes: the probes of a class, by its name; it is as fast as in the worst of them.
+        classes: the probes of each class, which is as fast as in the slowest of them.
         rounds: how often each probe is measured.
     """
 
     checks: Sequence[Check]
-    classes: dict[str, Sequence[Probe]]
+    classes: dict[ProblemClass, Sequence[Probe]]
     rounds: int = 10
 
     @property
@@ -190,7 +191,7 @@ def attention_classes(
     tokens: int = TOKENS,
     hidden: int = HIDDEN,
     cached: int = CACHED,
-) -> Iterator[tuple[str, Sequence[Probe]]]:
+) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
     """The classes of attention and their probes.
 
     A class is probed at the end of its widths, where neither side has columns to spare; with two
@@ -202,18 +203,18 @@ def attention_classes(
         few = [Shape(b, heads, heads, 1, n, width) for b, n in ((16, cached // 8), (2, cached))]
         shapes = {verdicts.length_word(1, 1): few}
         for end in ends:
-            sizes = (2, end // 2 + 1), (max(2, tokens // end), end)
+            batches = (2, end // 2 + 1), (max(2, tokens // end), end)
             shapes[verdicts.length_word(end, end)] = [
-                Shape(batch, heads, heads, length, length, width) for batch, length in sizes
+                Shape(batch, heads, heads, length, length, width) for batch, length in batches
             ]
         for direction, length, feature in itertools.product(DIRECTIONS, shapes, _FEATURES):
             learns = direction == "training"
             if (learns and shapes[length] is few) or (feature == "learned_bias" and not learns):
                 continue
             common: Options = {"dtype": dtype, "gradients": learns}
-            words = f"{verdicts.width_word(width)},{length}", feature, direction
+            sizes = verdicts.attention_sizes(width, length)
             yield (
-                verdicts.class_name("attention", dtype, *words),
+                ProblemClass("attention", dtype, sizes, feature, direction),
                 [
                     _attention_probe(shape, options | common)
                     for shape, options in zip(shapes[length], _FEATURES[feature], strict=True)
@@ -230,7 +231,7 @@ def norm_classes(
     dtypes: Sequence[str],
     ends: Sequence[int] = (*verdicts.COLUMNS, MANY_COLUMNS),
     elements: int = NORM_ELEMENTS,
-) -> Iterator[tuple[str, Sequence[Probe]]]:
+) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
     """The classes of norms and their probes: few rows, and many of the longest."""
     for dtype, end, rms in itertools.product(dtypes, ends, (False, True)):
         for (feature, options), direction in itertools.product(_NORMS.items(), DIRECTIONS):
@@ -243,4 +244,4 @@ def norm_classes(
                 )
                 probes.append(Probe(timed, checked))
             word = verdicts.columns_word(end)
-            yield verdicts.class_name(timed.op, dtype, word, feature, direction), probes
+            yield ProblemClass(timed.op, dtype, word, feature, direction), probes

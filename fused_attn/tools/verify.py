@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_attn.backends import AttentionProblem, get_backend, verdicts
 from fused_attn.backends.registry import BACKENDS
-from fused_attn.backends.verdicts import KINDS, NORM_FEATURES, OPTIONS, ClassVerdict
+from fused_attn.backends.verdicts import KINDS, NORM_FEATURES, OPTIONS, ClassVerdict, ProblemClass
 from fused_attn.tools import contract, timing
 from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
@@ -50,20 +50,17 @@ class Trial:
         """Nothing wrong was seen."""
         return not self.error and all(finding.ok for finding in self.findings)
 
-    def tells_of(self, name: str) -> bool:
-        """Whether a class is not to be used, as something is wrong here.
-
-        Those of the same type and op that share a feature are not, whatever their sizes. What is
-        wrong with gradients alone does not concern the forward.
+    def rules_out(self, name: ProblemClass) -> bool:
+        """True if this failure rules a class out: one of the same op and type that shares a
+        feature, whatever its sizes. Wrong gradients rule out training only.
         """
-        op, dtype, _, feature, direction = name.split()
-        if (op, dtype) != (self.check.op, self.check.dtype):
+        if (name.op, name.dtype) != (self.check.op, self.check.dtype):
             return False
-        if feature not in self.check.features():
+        if name.feature not in self.check.features():
             return False
         outputs = [f for f in self.findings if not f.name.startswith("grad ")]
         gradients_only = not self.error and all(finding.ok for finding in outputs)
-        return direction == "training" or not gradients_only
+        return name.direction == "training" or not gradients_only
 
     def problem(self) -> str:
         """What is wrong, in a line."""
@@ -85,7 +82,7 @@ class Report:
     device: torch.device
     identity: dict[str, str]
     trials: list[Trial] = field(default_factory=list)
-    classes: dict[str, ClassVerdict] = field(default_factory=dict)
+    classes: dict[ProblemClass, ClassVerdict] = field(default_factory=dict)
     path: Path | None = None
     lost: bool = False
 
@@ -95,7 +92,7 @@ class Report:
         return [trial for trial in self.trials if not trial.ok]
 
     @property
-    def usable(self) -> list[str]:
+    def usable(self) -> list[ProblemClass]:
         """The classes that the backend is chosen for from now on."""
         return [name for name, verdict in self.classes.items() if verdict.usable]
 
@@ -110,7 +107,7 @@ class Report:
                 {"problem": repr(t.check), "found": t.problem(), "snippet": self.snippet(t)}
                 for t in self.wrong
             ],
-            "classes": {name: asdict(verdict) for name, verdict in self.classes.items()},
+            "classes": {str(name): asdict(verdict) for name, verdict in self.classes.items()},
             "path": None if self.path is None else str(self.path),
         }
 
@@ -146,10 +143,9 @@ class Report:
         features = NORM_FEATURES if norms else (*KINDS, *OPTIONS)
         rows: dict[tuple[str, ...], dict[str, str]] = {}
         for name, verdict in self.classes.items():
-            op, dtype, sizes, feature, direction = name.split()
-            if (op != "attention") == norms:
-                row = rows.setdefault((op, dtype, sizes, direction), {})
-                row[feature] = _cell(verdict)
+            if (name.op != "attention") == norms:
+                key = (name.op, name.dtype, name.sizes, name.direction)
+                rows.setdefault(key, {})[name.feature] = _cell(verdict)
         return [(*key, *(row.get(f, "") for f in features)) for key, row in rows.items()]
 
 
@@ -217,8 +213,8 @@ def verify(backend: str, plan: Plan, advance: Callable[[], None] = lambda: None)
     return report
 
 
-def _is_wrong(name: str, report: Report) -> bool:
-    return report.lost or any(trial.tells_of(name) for trial in report.wrong)
+def _is_wrong(name: ProblemClass, report: Report) -> bool:
+    return report.lost or any(trial.rules_out(name) for trial in report.wrong)
 
 
 def _try(check: Check, report: Report) -> Trial:

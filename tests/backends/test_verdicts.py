@@ -27,7 +27,7 @@ from fused_attn.backends import (
     select,
     verdicts,
 )
-from fused_attn.backends.verdicts import ClassVerdict
+from fused_attn.backends.verdicts import ClassVerdict, ProblemClass
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
@@ -38,7 +38,7 @@ from fused_attn.tools.cases import MASKS, Shape, make_mask
 ROOT = Path(__file__).parents[2]
 GOOD = ClassVerdict(True, 1.5)
 PROBLEM = AttentionProblem(CPU, torch.float32, 16, 16, seqlen_q=100, seqlen_k=90)
-NAME = "attention float32 D<=32,L<=128 none forward"
+NAME = ProblemClass("attention", "float32", "D<=32,L<=128", "none", "forward")
 
 
 def problem(**properties):
@@ -94,16 +94,18 @@ def only_reason(backend, problem=PROBLEM):
     ids=str,
 )
 def test_classes_of_attention(properties, names):
-    assert verdicts.classes_of(problem(**properties)) == names
+    assert [str(c) for c in verdicts.classes_of(problem(**properties))] == names
 
 
 def test_classes_of_norms():
     plain = NormProblem(CPU, torch.bfloat16, 300)
-    assert verdicts.classes_of(plain) == ["layer_norm bfloat16 C<=1024 plain forward"]
+    assert [str(c) for c in verdicts.classes_of(plain)] == [
+        "layer_norm bfloat16 C<=1024 plain forward"
+    ]
     both = NormProblem(
         CPU, torch.float16, 20000, rms=True, residual=True, dropout=True, learns=True
     )
-    assert verdicts.classes_of(both) == [
+    assert [str(c) for c in verdicts.classes_of(both)] == [
         f"rms_norm float16 C>16384 {feature} training"
         for feature in ("plain", "residual", "dropout")
     ]
@@ -115,7 +117,7 @@ def test_classes_of_norms():
 def test_the_choice_is_by_class(stand_in):
     assert "`fused-attn verify`" in only_reason(stand_in)
     others = ["causal", "dropout"]
-    stored([NAME, *(NAME.replace("none", feature) for feature in others)])
+    stored([NAME, *(NAME._replace(feature=feature) for feature in others)])
     assert select(PROBLEM) is stand_in
     assert select(problem(mask="causal", dropout=True)) is stand_in
     for unseen in ({"mask": "dense"}, {"learns": True}, {"softcap": True}, {"seqlen_q": 200}):
@@ -144,7 +146,7 @@ def test_calls_go_where_the_verdict_says(stand_in):
 
 def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
     """By calls of ours and of torch's function."""
-    constant = NAME.replace("none forward", "bias training")
+    constant = NAME._replace(feature="bias", direction="training")
     seen = []
     stand_in.hurt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
     x = torch.randn(1, 2, 100, 16, requires_grad=True)
@@ -161,7 +163,7 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
     assert calls() == []
     stored([constant])
     assert calls() == [False] * 3
-    stored([constant, constant.replace("bias", "learned_bias")])
+    stored([constant, constant._replace(feature="learned_bias")])
     assert calls() == [False] * 3 + [True] * 3
 
 
@@ -198,7 +200,7 @@ def test_calls_under_autocast_are_of_its_type(stand_in):
     """The choice is by what the kernels will see."""
     seen = []
     stand_in.hurt = lambda call, outputs: seen.append(call.query.dtype)
-    stored([NAME.replace("float32", "bfloat16")])
+    stored([NAME._replace(dtype="bfloat16")])
     x = torch.randn(1, 2, 100, 16)
     F.scaled_dot_product_attention(x, x, x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -224,8 +226,8 @@ def test_enable_goes_where_the_verdict_says(stand_in):
     """torch's own function, taken over: kernels for the classes that they are usable in."""
     seen = []
     stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])
-    names = [NAME.replace("none", feature) for feature in ("none", "causal")]
-    stored([*names, NAME.replace("none forward", "bias training")])
+    names = [NAME._replace(feature=feature) for feature in ("none", "causal")]
+    stored([*names, NAME._replace(feature="bias", direction="training")])
     function, eye = torch.nn.functional.scaled_dot_product_attention, torch.eye(100)
     with fused_attn.enabled():
         for length in (100, 200):
@@ -250,7 +252,7 @@ def test_reasons(stand_in):
     assert "found no class of problems" in only_reason(stand_in)
     verdicts.store(
         verdicts.identity("stand_in", CPU),
-        {NAME: ClassVerdict(False, None, "wrong"), NAME.replace("none", "causal"): GOOD},
+        {NAME: ClassVerdict(False, None, "wrong"), NAME._replace(feature="causal"): GOOD},
     )
     assert only_reason(stand_in) == f"`fused-attn verify` found it wrong for {NAME}"
 
@@ -258,7 +260,7 @@ def test_reasons(stand_in):
 @pytest.mark.parametrize("other", [1.4, 1.5, 1.6])
 def test_the_fastest_is_chosen(stand_in, other, monkeypatch):
     monkeypatch.setitem(verdicts.KERNELS, "another", list)
-    causal = NAME.replace("none", "causal")
+    causal = NAME._replace(feature="causal")
     stored([NAME, causal])
     verdicts.store(verdicts.identity("another", CPU), {NAME: ClassVerdict(True, other)})
     if other <= 1.5:
@@ -323,9 +325,9 @@ def test_half_a_file_is_ignored(stand_in):
     "entry", [None, {}, {"usable": 1, "speedup": 2.0, "found": ""}, {"usable": "yes"}]
 )
 def test_what_is_not_true_is_not_usable(stand_in, entry):
-    path = stored([NAME, NAME.replace("none", "causal")])
+    path = stored([NAME, NAME._replace(feature="causal")])
     facts = json.loads(path.read_text())
-    facts["classes"][NAME] = entry
+    facts["classes"][str(NAME)] = entry
     path.write_text(json.dumps(facts))
     verdicts.read_again()
     assert select(PROBLEM) is not stand_in
@@ -366,7 +368,7 @@ def test_readers_see_whole_files(stand_in):
 
     def write():
         while not stop.is_set():
-            stored([f"{NAME} {i}" for i in range(2000)] + [NAME])
+            stored([NAME._replace(sizes=str(i)) for i in range(2000)] + [NAME])
 
     writers = [threading.Thread(target=write) for _ in range(2)]
     for writer in writers:
@@ -446,7 +448,7 @@ def test_compiled_calls_are_chosen_alike(stand_in):
 def test_exported_lengths_stay_open(stand_in, everywhere, strict):
     """One program is for all lengths, so the backend has to be usable for all of them."""
     words = verdicts.length_words() if everywhere else ["L<=128"]
-    stored([NAME.replace("L<=128", word) for word in words])
+    stored([NAME._replace(sizes=f"D<=32,{word}") for word in words])
 
     class Marked(torch.nn.Module):
         def forward(self, x):
@@ -461,7 +463,7 @@ def test_exported_lengths_stay_open(stand_in, everywhere, strict):
 
 
 def test_a_compiled_call_in_one_graph(stand_in):
-    stored([NAME.replace("forward", "training")])
+    stored([NAME._replace(direction="training")])
     torch.compiler.reset()
     seen = []
     stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])

@@ -13,6 +13,7 @@ from stand_in import CPU, in_place_of_cpp
 from fused_attn import functional as F
 from fused_attn.backends import get_backend, select, verdicts
 from fused_attn.backends.registry import BACKENDS as REGISTERED
+from fused_attn.backends.verdicts import ProblemClass
 from fused_attn.tools import cli, plan, timing, verify
 from fused_attn.tools.cases import MASKS
 from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck
@@ -38,7 +39,7 @@ def small_plan(features=("none", "causal"), dtypes=("float32",)):
     classes = dict(plan.attention_classes(dtypes, [32], **SMALL))
     classes |= dict(plan.norm_classes(dtypes, [256], elements=1024))
     wanted = (*features, "plain")
-    return Plan(checks, {n: p for n, p in classes.items() if n.split()[3] in wanted}, rounds=1)
+    return Plan(checks, {n: p for n, p in classes.items() if n.feature in wanted}, rounds=1)
 
 
 @pytest.fixture(params=["stand_in", *EMULATED])
@@ -109,7 +110,7 @@ def test_stored_chosen_and_forgotten(backend, verdict_folder):
 
 
 def class_named(feature, direction, length="L<=128"):
-    return f"attention float32 D<=32,{length} {feature} {direction}"
+    return ProblemClass("attention", "float32", f"D<=32,{length}", feature, direction)
 
 
 def problem_of_probe(probe):
@@ -142,9 +143,9 @@ def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
     other = {"causal": "none", "none": "causal"}[kind]
     stored = json.loads(report.path.read_text())["classes"]
     for direction in ("forward", "training"):
-        assert stored[class_named(kind, direction)]["usable"] is False
-        assert stored[class_named(kind, direction)]["found"] == "wrong"
-        assert stored[class_named(other, direction)]["usable"] is True
+        assert stored[str(class_named(kind, direction))]["usable"] is False
+        assert stored[str(class_named(kind, direction))]["found"] == "wrong"
+        assert stored[str(class_named(other, direction))]["usable"] is True
     assert report.wrong
     trial = report.wrong[0]
     for word in (repr(SHAPE), "dtype='float32'", "seed=0", "error", "allowed", torch.__version__):
@@ -178,8 +179,8 @@ def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
     hurt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
     found = {name: verdict.usable for name, verdict in report.classes.items()}
-    assert not any(usable for name, usable in found.items() if " causal " in name)
-    assert all(usable for name, usable in found.items() if " causal " not in name)
+    assert not any(usable for name, usable in found.items() if name.feature == "causal")
+    assert all(usable for name, usable in found.items() if name.feature != "causal")
 
 
 @ONE_BACKEND
@@ -232,7 +233,8 @@ def test_after_a_gpu_stops_nothing_is_usable(backend, monkeypatch):
     hurt(monkeypatch, backend, of_kind("causal"), fail)
     report = verify.verify(backend.name, small_plan())
     assert report.lost and len(report.wrong) == 1 and report.usable == []
-    assert json.loads(report.path.read_text())["classes"].keys() == report.classes.keys()
+    stored = json.loads(report.path.read_text())["classes"]
+    assert list(stored) == [str(name) for name in report.classes]
 
 
 @ONE_BACKEND
@@ -327,16 +329,16 @@ def test_probes_are_of_their_class():
         for probe in probes:
             names = verdicts.classes_of(problem_of_probe(probe))
             assert name in names
-            assert {n.split()[3] for n in names} == {*probe.timed.features()}
+            assert {n.feature for n in names} == {*probe.timed.features()}
             assert probe.checked.features() == probe.timed.features()
 
 
 def test_a_full_plan_is_of_all_classes():
     names = plan.plan(quick=False, graphs=False).classes
-    assert {name.split()[1] for name in names} == {"float32", "float16", "bfloat16"}
-    sizes = {name.split()[2] for name in names if name.startswith("attention")}
+    assert {name.dtype for name in names} == {"float32", "float16", "bfloat16"}
+    sizes = {name.sizes for name in names if name.op == "attention"}
     assert sizes == {
-        f"{verdicts.width_word(width)},{length}"
+        verdicts.attention_sizes(width, length)
         for width in verdicts.WIDTHS
         for length in verdicts.length_words()
     }
@@ -443,7 +445,7 @@ def test_command_with_a_wrong_kernel(command):
     facts = json.loads(command("--backend", "stand_in", "--json", "-")[1])
     own = facts["backends"]["stand_in"]
     assert own["ok"] is False and own["wrong"][0]["snippet"].startswith("# backend stand_in")
-    assert own["classes"][class_named("causal", "forward")]["usable"] is False
+    assert own["classes"][str(class_named("causal", "forward"))]["usable"] is False
 
 
 @pytest.mark.usefixtures("fast")

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fused_attn.backends.triton.masks import (
     LOG2E,
+    Sequence,
     add_alibi,
     apply_mask,
     seen_keys,
@@ -65,6 +66,15 @@ class Cut(NamedTuple):
     PACKED_HEADS: Any  # bool: the rows of a tile are queries of several heads, h has one a row
 
 
+class Keys(NamedTuple):
+    """The keys and values that a tile of queries reads."""
+
+    key_at: Any  # address of the sequence's first key
+    value_at: Any
+    begin: Any  # keys outside [begin, end) are not loaded
+    end: Any
+
+
 @triton.jit
 def sequence_rows(cu_seqlens, b, seqlen):
     """batch, first row and number of rows of sequence b in a tensor."""
@@ -84,7 +94,7 @@ def head_rows(rows, batch, h, first):
 
 @triton.jit
 def keys_of_tile(key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut: tl.constexpr):
-    """`sequence` and `keys` of a tile of queries, and the ranges of its tiles (see tiles.py)."""
+    """Sequence and Keys of a tile of queries, and the ranges of its tiles (see tiles.py)."""
     h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
     batch, first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
     bounds = sequence_bounds(mask, sizes, b)
@@ -92,7 +102,8 @@ def keys_of_tile(key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q,
     ranges = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, cut.BLOCK_N)
     begin, end = seen_keys(bounds, i_begin, i_end, seqlen_k)
     key_at, value_at = head_rows(key, batch, h_kv, first), head_rows(value, batch, h_kv, first)
-    return (b, h, seqlen_q, seqlen_k, bounds), (key_at, value_at, begin, end), ranges
+    sequence = Sequence(b, h, seqlen_q, seqlen_k, bounds)
+    return sequence, Keys(key_at, value_at, begin, end), ranges
 
 
 @triton.jit
@@ -131,11 +142,12 @@ def store_tile(
 @triton.jit
 def load_key_value(keys, key, value, j_begin, j, cut: tl.constexpr, PARTIAL: tl.constexpr):
     """A tile of keys and one of values."""
-    key_at, value_at, begin, end = keys
-    seen = (j >= begin) & (j < end) if PARTIAL else None
-    k = load_tile(key_at, key.stride_row, j_begin, seen, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D)
+    seen = (j >= keys.begin) & (j < keys.end) if PARTIAL else None
+    k = load_tile(
+        keys.key_at, key.stride_row, j_begin, seen, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D
+    )
     v = load_tile(
-        value_at, value.stride_row, j_begin, seen, cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV
+        keys.value_at, value.stride_row, j_begin, seen, cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV
     )
     return k, v
 
@@ -197,7 +209,7 @@ def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
     """True for weights that dropout keeps, of queries i and a tile of keys: (queries, BLOCK_N)."""
     seed, first_octet, first_query, first_head = draws
     octet = first_octet + j_begin // 8 + tl.arange(0, cut.BLOCK_N // 8)[None, :]
-    head = first_head + sequence[1]
+    head = first_head + sequence.h
     if cut.PACKED_HEADS:
         head = head[:, None]
     query = first_query + i[:, None]

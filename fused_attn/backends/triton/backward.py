@@ -32,7 +32,7 @@ from fused_attn.backends.triton.attention_tile import (
     store_tile,
     zero_unseen,
 )
-from fused_attn.backends.triton.masks import LOG2E, SIZES, Sizes, sequence_bounds
+from fused_attn.backends.triton.masks import LOG2E, SIZES, Sequence, Sizes, sequence_bounds
 from fused_attn.backends.triton.tiles import (
     full_tile,
     partial_tile,
@@ -264,7 +264,7 @@ def attention_bwd_dkdv_kernel(
     for g in range(GROUP):
         h = h_kv * GROUP + g
         tiles = visible_tiles(ranges, lists, b, h, n, num_n, num_m)
-        sequence = (b, h, seqlen_q, seqlen_k, bounds)
+        sequence = Sequence(b, h, seqlen_q, seqlen_k, bounds)
         query_at = head_rows(query, query_batch, h, query_first)
         grad_out_at = head_rows(grad_out, query_batch, h, query_first)
         at = statistics_at(sizes, query_batch, h, query_first)
@@ -297,7 +297,7 @@ def _dkdv_tile(
 ):  # fmt: skip
     """dK and dV with one tile of queries added; scores are (keys, queries) here, so that weights
     are an operand as they are."""
-    seqlen_q = sequence[2]
+    seqlen_q = sequence.seqlen_q
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     lse, lse_factor, delta, grad_lse = load_statistics(stats, at, i, seqlen_q)
     # 0 * NaN is NaN: what stands in rows that see nothing must not matter.

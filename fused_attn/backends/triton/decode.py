@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_attn.backends.triton.attention_tile import draws_of, head_rows, power, sequence_rows
+from fused_attn.backends.triton.attention_tile import (
+    Keys,
+    draws_of,
+    head_rows,
+    power,
+    sequence_rows,
+)
 from fused_attn.backends.triton.forward import fwd_tile, store_lse
-from fused_attn.backends.triton.masks import SIZES, Sizes, seen_keys, sequence_bounds
+from fused_attn.backends.triton.masks import SIZES, Sequence, Sizes, seen_keys, sequence_bounds
 from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile, visible_tiles
 
 
@@ -58,7 +64,7 @@ def attention_decode_kernel(
     h = h_kv * group + tl.where(inside, in_group, 0)
 
     bounds = sequence_bounds(mask, sizes, b)
-    sequence = (b, h, seqlen_q, seqlen_k, bounds)
+    sequence = Sequence(b, h, seqlen_q, seqlen_k, bounds)
     lo, hi, full_lo, full_hi = key_tiles(bounds, 0, seqlen_q, sizes.seqlen_k, cut.BLOCK_N)
     each = tl.cdiv(hi - lo, num_parts)
     begin = lo + part * each
@@ -76,7 +82,7 @@ def attention_decode_kernel(
     seen_begin, seen_end = seen_keys(bounds, 0, seqlen_q, seqlen_k)
     key_at = head_rows(key, key_batch, h_kv, key_first)
     value_at = head_rows(value, key_batch, h_kv, key_first)
-    keys = (key_at, value_at, seen_begin, seen_end)
+    keys = Keys(key_at, value_at, seen_begin, seen_end)
 
     column = tl.arange(0, cut.BLOCK_D)[None, :]
     query_at = head_rows(query, query_batch, h_kv * group, query_first)

@@ -66,28 +66,52 @@ class Sizes(NamedTuple):
 SIZES = list(Sizes._fields)
 
 
+class Bounds(NamedTuple):
+    """A row of MaskSpec.bounds as int32; see csrc/params.h, SequenceBounds."""
+
+    key_begin: Any
+    key_end: Any
+    query_begin: Any
+    query_end: Any
+    band_lo: Any
+    band_hi: Any
+    prefix_end: Any
+    alibi_offset: Any
+
+
+class Sequence(NamedTuple):
+    """A sequence and a head; with packed heads h has one head a row of the tile."""
+
+    b: Any
+    h: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    bounds: Any  # Bounds
+
+
 @triton.jit
 def sequence_bounds(mask, sizes, b):
-    """The row of MaskSpec.bounds for sequence b; see csrc/params.h, SequenceBounds.
+    """The Bounds of sequence b.
 
     Rows that the band leaves nothing become an end of the keys: see csrc/block_ranges.h.
     """
-    key_begin, key_end, query_begin, query_end, lo, hi, prefix_end, offset = stored_bounds(
-        mask, sizes, b
-    )
-    key_end = tl.where(lo > hi, key_begin, key_end)
-    beyond = (lo > 0) & (prefix_end > 0)  # out of reach of j <= i
-    key_end = tl.where(beyond, tl.minimum(key_end, prefix_end), key_end)
-    prefix_end = tl.where(beyond, 0, prefix_end)
-    return key_begin, key_end, query_begin, query_end, lo, hi, prefix_end, offset
+    at = stored_bounds(mask, sizes, b)
+    key_end = tl.where(at.band_lo > at.band_hi, at.key_begin, at.key_end)
+    beyond = (at.band_lo > 0) & (at.prefix_end > 0)  # out of reach of j <= i
+    key_end = tl.where(beyond, tl.minimum(key_end, at.prefix_end), key_end)
+    prefix_end = tl.where(beyond, 0, at.prefix_end)
+    return Bounds(
+        at.key_begin, key_end, at.query_begin, at.query_end, at.band_lo, at.band_hi, prefix_end,
+        at.alibi_offset,
+    )  # fmt: skip
 
 
 @triton.jit
 def stored_bounds(mask, sizes, b):
-    """The eight numbers as they stand in MaskSpec."""
+    """The Bounds as they stand in MaskSpec."""
     if mask.bounds is not None:
         at = mask.bounds + b * 8
-        return (
+        return Bounds(
             tl.load(at).to(tl.int32),
             tl.load(at + 1).to(tl.int32),
             tl.load(at + 2).to(tl.int32),
@@ -99,7 +123,7 @@ def stored_bounds(mask, sizes, b):
         )
     else:
         zero = b * 0
-        return (
+        return Bounds(
             zero,
             zero + sizes.seqlen_k,
             zero,
@@ -114,27 +138,27 @@ def stored_bounds(mask, sizes, b):
 @triton.jit
 def visible_keys(bounds, i):
     """Keys [lo, hi) that row i may see by structure; the query range is not looked at."""
-    key_begin, key_end, _query_begin, _query_end, band_lo, band_hi, prefix_end, _offset = bounds
-    hi = tl.minimum(key_end, i + band_hi + 1)
+    hi = tl.minimum(bounds.key_end, i + bounds.band_hi + 1)
+    prefix_end = bounds.prefix_end
     hi = tl.where(prefix_end > 0, tl.minimum(hi, tl.maximum(prefix_end, i + 1)), hi)
-    return tl.maximum(key_begin, i + band_lo), hi
+    return tl.maximum(bounds.key_begin, i + bounds.band_lo), hi
 
 
 @triton.jit
 def visible_queries(bounds, j):
     """Queries [lo, hi) that may see key j by structure: the inverse of `visible_keys`."""
-    key_begin, key_end, query_begin, query_end, band_lo, band_hi, prefix_end, _offset = bounds
-    lo = tl.maximum(query_begin, j - band_hi)
+    prefix_end = bounds.prefix_end
+    lo = tl.maximum(bounds.query_begin, j - bounds.band_hi)
     lo = tl.where((prefix_end == 0) | (j < prefix_end), lo, tl.maximum(lo, j))
-    hi = tl.minimum(query_end, j - band_lo + 1)
-    return lo, tl.where((j >= key_begin) & (j < key_end), hi, lo)
+    hi = tl.minimum(bounds.query_end, j - bounds.band_lo + 1)
+    return lo, tl.where((j >= bounds.key_begin) & (j < bounds.key_end), hi, lo)
 
 
 @triton.jit
 def seen_keys(bounds, i_begin, i_end, seqlen_k):
     """The keys that any of the rows [i_begin, i_end) sees by structure: others are not loaded."""
-    begin, _ = visible_keys(bounds, tl.maximum(i_begin, bounds[2]))
-    _, end = visible_keys(bounds, tl.minimum(i_end, bounds[3]) - 1)
+    begin, _ = visible_keys(bounds, tl.maximum(i_begin, bounds.query_begin))
+    _, end = visible_keys(bounds, tl.minimum(i_end, bounds.query_end) - 1)
     return begin, tl.minimum(end, seqlen_k)
 
 
@@ -147,12 +171,12 @@ def across(vector, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
 @triton.jit
 def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Scores in natural units with ALiBi added."""
-    b, h, _seqlen_q, _seqlen_k, bounds = sequence
     if mask.slopes is not None:
-        slope = tl.load(mask.slopes + b * mask.slopes_stride_b + h * mask.slopes_stride_h)
+        at = sequence.b * mask.slopes_stride_b + sequence.h * mask.slopes_stride_h
+        slope = tl.load(mask.slopes + at)
         if cut.PACKED_HEADS:
             slope = slope[:, None]
-        position = across(i + bounds[7], False, KEYS_FIRST)
+        position = across(i + sequence.bounds.alibi_offset, False, KEYS_FIRST)
         distance = tl.abs(position - across(j, True, KEYS_FIRST))
         return scores - slope * distance.to(tl.float32)
     else:
@@ -169,20 +193,20 @@ def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.c
     KEYS_FIRST: the tile is (keys, queries). A thread then holds few keys and many queries, so that
     intervals of queries take fewer registers than intervals of keys.
     """
-    b, h, seqlen_q, seqlen_k, bounds = sequence
-    b, h = b.to(tl.int64), h.to(tl.int64)  # strides may be large
+    bounds, seqlen_k = sequence.bounds, sequence.seqlen_k
+    b, h = sequence.b.to(tl.int64), sequence.h.to(tl.int64)  # strides may be large
     row, column = across(i, False, KEYS_FIRST), across(j, True, KEYS_FIRST)
     if KEYS_FIRST:
         lo, hi = visible_queries(bounds, j)
         visible = (row >= across(lo, True, True)) & (row < across(hi, True, True))
     else:
         lo, hi = visible_keys(bounds, i)
-        hi = tl.where((i >= bounds[2]) & (i < bounds[3]), hi, lo)
+        hi = tl.where((i >= bounds.query_begin) & (i < bounds.query_end), hi, lo)
         visible = (column >= across(lo, False, False)) & (column < across(hi, False, False))
     if mask.query_documents is not None:
         query_at = mask.query_documents + b * mask.query_documents_stride_b + i
         key_at = mask.key_documents + b * mask.key_documents_stride_b + j
-        query_ids = tl.load(query_at, i < seqlen_q, 0).to(tl.int32)
+        query_ids = tl.load(query_at, i < sequence.seqlen_q, 0).to(tl.int32)
         key_ids = tl.load(key_at, j < seqlen_k, 0).to(tl.int32)
         visible &= across(query_ids, False, KEYS_FIRST) == across(key_ids, True, KEYS_FIRST)
     head = h[:, None] if cut.PACKED_HEADS else h

@@ -61,7 +61,7 @@ class TileLists(NamedTuple):
 def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
     """Tiles of keys that the rows [i_begin, i_end) see: [lo, hi), of which [full_lo, full_hi) are
     full."""
-    query_begin, query_end = bounds[2], bounds[3]
+    query_begin, query_end = bounds.query_begin, bounds.query_end
     first, last = tl.maximum(i_begin, query_begin), tl.minimum(i_end, query_end) - 1
     top_lo, top_hi = visible_keys(bounds, first)
     bottom_lo, bottom_hi = visible_keys(bounds, last)
@@ -78,8 +78,8 @@ def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
 @triton.jit
 def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr):
     """Tiles of queries that see the tile of keys [j_begin, j_end): the inverse of `key_tiles`."""
-    first_key = tl.maximum(j_begin, bounds[0])
-    last_key = tl.minimum(tl.minimum(j_end, seqlen_k), bounds[1]) - 1
+    first_key = tl.maximum(j_begin, bounds.key_begin)
+    last_key = tl.minimum(tl.minimum(j_end, seqlen_k), bounds.key_end) - 1
     first, _ = visible_queries(bounds, first_key)
     _, end = visible_queries(bounds, last_key)
     lo = first // BLOCK_M
@@ -88,7 +88,7 @@ def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexp
     first, _ = visible_queries(bounds, j_end - 1)
     _, end = visible_queries(bounds, j_begin)
     end = tl.where(end >= seqlen_q, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M, end)
-    inside = (bounds[0] <= j_begin) & (bounds[1] >= j_end)
+    inside = (bounds.key_begin <= j_begin) & (bounds.key_end >= j_end)
     full_lo = tl.minimum(tl.cdiv(first, BLOCK_M), hi)
     full_hi = tl.where(inside, tl.maximum(end, 0) // BLOCK_M, full_lo)
     return lo, hi, full_lo, tl.maximum(tl.minimum(full_hi, hi), full_lo)

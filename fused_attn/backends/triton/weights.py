@@ -79,7 +79,7 @@ def _tile_of_head(
         cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
     )  # fmt: skip
     k = load_tile(
-        keys[0], key.stride_row, j_begin, (j >= keys[2]) & (j < keys[3]),
+        keys.key_at, key.stride_row, j_begin, (j >= keys.begin) & (j < keys.end),
         cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D,
     )  # fmt: skip
     at = statistics_at(sizes, b, h, b * 0) + i

@@ -68,16 +68,12 @@ struct BiasKernel {
       kept = kept_weights<false, kN, 1>(dropout_of(bwd.fwd, args.gpu, sequence.b),
                                         tile.rows(sequence), 0, tile.first_column());
     }
-    FUSED_ATTN_UNROLL
-    for (int n = 0; n < kN / 8; ++n) {
-      FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        const float used = kept >> (4 * n + e) & 1 ? grads[0][n][e] * args.gpu.dropout_scale : 0.0f;
-        const float weight = weights[0][n][e], grad = weight * (used - delta[e / 2]);
-        // What is hidden may have been NaN.
-        total[0][n][e] += weight == 0.0f ? 0.0f : grad;
-      }
-    }
+    for_each(total, [&](float& sum, int m, int n, int e) {
+      const float used = kept >> (4 * n + e) & 1 ? grads[m][n][e] * args.gpu.dropout_scale : 0.0f;
+      const float weight = weights[m][n][e], grad = weight * (used - delta[e / 2]);
+      // What is hidden may have been NaN.
+      sum += weight == 0.0f ? 0.0f : grad;
+    });
   }
 
   // Writes the tile, or of broadcast rows or columns their sum in it.

@@ -86,49 +86,38 @@ struct DqKernel {
                                                         args.gpu.tf32);
     finish_scores<kGeneral, kPartial, false, kM, kN>(weights, visible, p, sequence, rows, j_begin,
                                                      &cap_tanh);
-    FUSED_ATTN_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FUSED_ATTN_UNROLL
-      for (int n = 0; n < kN / 8; ++n) {
-        FUSED_ATTN_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          float& weight = weights[m][n][e];
-          weight = units.power(weight, lse[2 * m + e / 2]);
-          if (kGeneral) weight *= factor[2 * m + e / 2];
-        }
-      }
-    }
+    for_each(weights, [&](float& weight, int m, int, int e) {
+      weight = units.power(weight, lse[2 * m + e / 2]);
+      if (kGeneral) weight *= factor[2 * m + e / 2];
+    });
     set_zero<kM, kN>(grads);
     Product<T>::template rows_by_rows<kM, kN, kHeadDim>(grads, kGradOut, warp_row, value,
                                                         args.gpu.tf32);
+    uint32_t kept[kM];
     FUSED_ATTN_UNROLL
     for (int m = 0; m < kM; ++m) {
-      uint32_t kept = ~0u;
+      kept[m] = ~0u;
       if (kGeneral && p.dropout_p > 0.0) {
-        kept = kept_weights<false, kN, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, j_begin);
-      }
-      FUSED_ATTN_UNROLL
-      for (int n = 0; n < kN / 8; ++n) {
-        FUSED_ATTN_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          const int r = 2 * m + e / 2;
-          const float weight = weights[m][n][e];
-          float& grad = grads[m][n][e];
-          if constexpr (kGeneral) {
-            grad = kept >> (4 * n + e) & 1 ? grad * args.gpu.dropout_scale : 0.0f;
-          }
-          grad = weight * (grad - delta[r]);
-          // What is hidden may have been NaN.
-          if (kPartial && weight == 0.0f) grad = 0.0f;
-          if constexpr (kGeneral) {
-            excess[r] += grad;
-            total[r] += weight;
-            const float tanh = cap_tanh[m][n][e];
-            if (p.softcap > 0.0 && weight != 0.0f) grad *= 1.0f - tanh * tanh;
-          }
-        }
+        kept[m] =
+            kept_weights<false, kN, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, j_begin);
       }
     }
+    for_each(grads, [&](float& grad, int m, int n, int e) {
+      const int r = 2 * m + e / 2;
+      const float weight = weights[m][n][e];
+      if constexpr (kGeneral) {
+        grad = kept[m] >> (4 * n + e) & 1 ? grad * args.gpu.dropout_scale : 0.0f;
+      }
+      grad = weight * (grad - delta[r]);
+      // What is hidden may have been NaN.
+      if (kPartial && weight == 0.0f) grad = 0.0f;
+      if constexpr (kGeneral) {
+        excess[r] += grad;
+        total[r] += weight;
+        const float tanh = cap_tanh[m][n][e];
+        if (p.softcap > 0.0 && weight != 0.0f) grad *= 1.0f - tanh * tanh;
+      }
+    });
     Product<T>::template weights_by_columns<kPartial, kM, kHeadDim, kN>(
         grad_query, grads, key, kPartial ? seen_columns(p.mask, visible) : ~0u, Layout::scratch(),
         args.gpu.tf32);

@@ -199,11 +199,7 @@ struct DecodeKernel {
     finish_scores<true, kPartial, false, 1, kSlice>(s, visible, p, sequence, rows, column);
     float rescale[2];
     softmax.template update<kPartial, kSlice>(s, units, rescale);
-    FUSED_ATTN_UNROLL
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) acc[0][n][e] *= rescale[e / 2];
-    }
+    for_each(acc, [&](float& sum, int, int, int e) { sum *= rescale[e / 2]; });
     if (p.dropout_p > 0.0) {
       drop<false, 1, kSlice>(s, dropout_of(p, args.gpu, sequence.b), rows, column);
     }

@@ -60,21 +60,11 @@ struct FwdKernel {
     finish_scores<kGeneral, kPartial, false, kM, kN>(s, visible, p, sequence, rows, j_begin);
     float rescale[2 * kM];
     softmax.template update<kPartial, kN>(s, units, rescale);
-    FUSED_ATTN_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FUSED_ATTN_UNROLL
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        FUSED_ATTN_UNROLL
-        for (int e = 0; e < 4; ++e) acc[m][n][e] *= rescale[2 * m + e / 2];
-      }
-    }
+    const auto rescale_sum = [&](float& sum, int m, int, int e) { sum *= rescale[2 * m + e / 2]; };
+    for_each(acc, rescale_sum);
     if constexpr (Product<T>::kRoundsWeights) {
       if (p.out_low != nullptr) {
-        FUSED_ATTN_UNROLL
-        for (int m = 0; m < kM; ++m) {
-          FUSED_ATTN_UNROLL
-          for (int e = 0; e < 4; ++e) divisor[m][0][e] *= rescale[2 * m + e / 2];
-        }
+        for_each(divisor, rescale_sum);
         Product<T>::template add_row_sums<kM, kN>(divisor, s);
       }
     }

@@ -64,11 +64,7 @@ struct WeightsKernel {
       drop<false, 1, kN>(weights, dropout_of(p, tile.gpu, sequence.b), tile.rows(sequence),
                          tile.first_column());
     }
-    FUSED_ATTN_UNROLL
-    for (int n = 0; n < kN / 8; ++n) {
-      FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) total[0][n][e] += weights[0][n][e];
-    }
+    for_each(total, [&](float& sum, int m, int n, int e) { sum += weights[m][n][e]; });
   }
 };
 

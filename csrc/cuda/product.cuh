@@ -12,16 +12,22 @@ namespace fused_attn {
 template <int kM, int kN>
 using Accumulator = float[kM][kN / 8][4];
 
-template <int kM, int kN>
-FUSED_ATTN_DEVICE void set_zero(Accumulator<kM, kN>& acc) {
+// Calls f(element, m, n, e) for each element of an Accumulator that the thread holds.
+template <int kM, int kFragments, class F>
+FUSED_ATTN_DEVICE void for_each(float (&acc)[kM][kFragments][4], const F& f) {
   FUSED_ATTN_UNROLL
   for (int m = 0; m < kM; ++m) {
     FUSED_ATTN_UNROLL
-    for (int n = 0; n < kN / 8; ++n) {
+    for (int n = 0; n < kFragments; ++n) {
       FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) f(acc[m][n][e], m, n, e);
     }
   }
+}
+
+template <int kM, int kN>
+FUSED_ATTN_DEVICE void set_zero(Accumulator<kM, kN>& acc) {
+  for_each(acc, [](float& element, int, int, int) { element = 0.0f; });
 }
 
 // Float32 products are added up in parts of a chunk, an addition more for four multiply-adds. One

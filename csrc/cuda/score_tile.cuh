@@ -113,15 +113,10 @@ struct ScoreTile {
     if (kind == Tile::kPartial) {
       mask_scores<true, false, 1, kN>(scores, visible, p, s, rows(s), first_column());
     }
-    FUSED_ATTN_UNROLL
-    for (int n = 0; n < kN / 8; ++n) {
-      FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        float& weight = scores[0][n][e];
-        const LogSum& log_sum = log_sums[e / 2];
-        weight = units.power(weight, log_sum.exponent) * log_sum.factor;
-      }
-    }
+    for_each(scores, [&](float& weight, int, int, int e) {
+      const LogSum& log_sum = log_sums[e / 2];
+      weight = units.power(weight, log_sum.exponent) * log_sum.factor;
+    });
   }
 };
 

@@ -54,22 +54,14 @@ FUSED_ATTN_DEVICE void scale_scores(Accumulator<kM, kN>& s, const AttentionParam
                                     const Sequence& sequence, const FragmentRows<kM>& rows,
                                     int column, Accumulator<kM, kN>* cap_tanh = nullptr) {
   const float scale = static_cast<float>(p.scale), cap = static_cast<float>(p.softcap);
-  FUSED_ATTN_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    FUSED_ATTN_UNROLL
-    for (int n = 0; n < kN / 8; ++n) {
-      FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        float& score = s[m][n][e];
-        score *= scale;
-        if (cap > 0.0f) {
-          const float tanh = tanh_exact(score / cap);
-          score = cap * tanh;
-          if (cap_tanh != nullptr) (*cap_tanh)[m][n][e] = tanh;
-        }
-      }
+  for_each(s, [&](float& score, int m, int n, int e) {
+    score *= scale;
+    if (cap > 0.0f) {
+      const float tanh = tanh_exact(score / cap);
+      score = cap * tanh;
+      if (cap_tanh != nullptr) (*cap_tanh)[m][n][e] = tanh;
     }
-  }
+  });
   if (p.mask.slopes != nullptr) add_alibi<kKeysFirst, kM, kN>(s, p.mask, sequence, rows, column);
 }
 
@@ -180,17 +172,14 @@ FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRo
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void drop(Accumulator<kM, kN>& weights, const Dropout& dropout,
                             const FragmentRows<kM>& rows, int column) {
+  uint32_t kept[kM];
   FUSED_ATTN_UNROLL
   for (int m = 0; m < kM; ++m) {
-    const uint32_t kept = kept_weights<kKeysFirst, kN, kM>(dropout, rows, m, column);
-    FUSED_ATTN_UNROLL
-    for (int n = 0; n < kN / 8; ++n) {
-      FUSED_ATTN_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        if (!(kept >> (4 * n + e) & 1)) weights[m][n][e] = 0.0f;
-      }
-    }
+    kept[m] = kept_weights<kKeysFirst, kN, kM>(dropout, rows, m, column);
   }
+  for_each(weights, [&](float& weight, int m, int n, int e) {
+    if (!(kept[m] >> (4 * n + e) & 1)) weight = 0.0f;
+  });
 }
 
 }  // namespace fused_attn

@@ -28,6 +28,7 @@ from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
 from fused_attn.masks.spec import MaskSpec, normalize, spec_of_ends, with_summaries
 from fused_attn.ops import autograd
+from fused_attn.ops.sinks import add_sinks, checked_sinks
 
 
 def decode_attention(
@@ -43,6 +44,7 @@ def decode_attention(
     is_causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -80,6 +82,7 @@ def decode_attention(
             (bottom-right); combines with attn_mask.
         scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
+        sinks: as in scaled_dot_product_attention, without a gradient.
         return_lse: also return the natural log of the softmax denominator.
         backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
 
@@ -119,6 +122,8 @@ def decode_attention(
         given.update(key=key, value=value)
     _check_tensors(given)
     batch, num_heads, seqlen_q, _ = query.shape
+    if sinks is not None and torch.is_grad_enabled() and sinks.requires_grad:
+        raise ValueError(_NO_GRAD.format(name="sinks"))
     seqlen_new = 0 if key is None else key.shape[2]
     capacity = _checked_capacity(query, key_cache, block_table)
     cache_lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
@@ -129,7 +134,7 @@ def decode_attention(
         caches = (key_cache, value_cache)
         step = _of_cpu(query, caches, key, value, cache_lengths, known, is_causal, options)
         if step is not None:
-            results = autograd.attention(step, return_lse, None)
+            results = autograd.attention(step, return_lse, None, sinks)
             return results if return_lse else results[0]  # type: ignore[return-value]
     lengths = torch.as_tensor(cache_lengths, device=query.device)
     if block_table is not None:
@@ -139,7 +144,8 @@ def decode_attention(
         raise ValueError(_NO_GRAD.format(name="attn_mask"))
     spec = normalize(mask, batch, num_heads, seqlen_q, capacity, query)
     call = attention_call(query, key_cache, value_cache, spec, options)
-    chosen = select(problem_of(call, "lse" if return_lse else "out"), backend)
+    want_lse = return_lse or sinks is not None
+    chosen = select(problem_of(call, "lse" if want_lse else "out"), backend)
     result: Any = None
     if plain_eager(*given.values(), lengths, block_table, *mask.tensors()):
         call = replace(call, mask=with_summaries(spec, chosen.tile_summary))
@@ -161,8 +167,10 @@ def decode_attention(
                 call = _narrowed(call, mask, is_causal, known[0] == known[1], known[1] + seqlen_new)
             if known is None or known[0] + seqlen_new < call.key.shape[2]:
                 call = _without_what_is_behind(call, lengths + seqlen_new)
-        result = autograd.attention_by(call, chosen, return_lse)
+        result = autograd.attention_by(call, chosen, want_lse)
     out, lse = result
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, checked_sinks(sinks, lse))
     return (out, lse) if return_lse else out
 
 

@@ -23,6 +23,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -31,8 +32,8 @@ def scaled_dot_product_attention(
 
     Takes the place of `torch.nn.functional.scaled_dot_product_attention`. Masked tiles are
     skipped, rows with no visible key give 0 (never NaN), and what stands in keys and values that
-    no query may see does not matter. Differentiable in query, key, value, a float mask and lse, to
-    any order (first order only on backend "sdpa", as torch's fused kernels).
+    no query may see does not matter. Differentiable in query, key, value, a float mask, sinks and
+    lse, to any order (first order only on backend "sdpa", as torch's fused kernels).
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64. Also
@@ -48,6 +49,8 @@ def scaled_dot_product_attention(
         scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
         enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.
         softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
+        sinks: float (num_heads,): a logit for each head that takes part in the softmax of each row
+            and has no value, as in GPT-OSS. Needs a backend that has lse.
         seed: what decides which weights are dropped: an int of 64 bits, or an int64 scalar tensor
             on query's device, which may not change before the backward. The same seed drops the
             same positions, so layers and steps need seeds of their own. None draws one from torch's
@@ -58,7 +61,7 @@ def scaled_dot_product_attention(
     Returns:
         out with query's leading shape and head_dim_v, laid out in memory as query is, as in torch;
         with return_lse also lse, (batch, num_heads, seqlen_q), float32 (float64 for float64), -inf
-        for rows with no visible key.
+        for rows with no visible key. With sinks, lse has their terms too.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.
@@ -79,7 +82,7 @@ def scaled_dot_product_attention(
     """
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, attn_mask, is_causal, enable_gqa, options)
-    results = autograd.attention(call, return_lse, backend)
+    results = autograd.attention(call, return_lse, backend, sinks)
     return results if return_lse else results[0]  # type: ignore[return-value]
 
 

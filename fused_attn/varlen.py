@@ -36,6 +36,7 @@ def varlen_attention(
     scale: float | None = None,
     *,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -59,7 +60,7 @@ def varlen_attention(
             (batch, num_heads, max_seqlen_q, max_seqlen_k), or a `fused_attn.masks.Mask`.
         is_causal: query i of a sequence sees its keys j <= i (top-left; for bottom-right, as in
             decoding with a cache, pass masks.causal(align="bottom_right")).
-        dropout_p, scale, softcap, seed, backend: as in scaled_dot_product_attention.
+        dropout_p, scale, softcap, sinks, seed, backend: as in scaled_dot_product_attention.
         return_lse: also return the natural log of the softmax denominator.
 
     Returns:
@@ -89,7 +90,7 @@ def varlen_attention(
     spec = _spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, spec, False, True, options)
-    results = autograd.attention(call, return_lse, backend)
+    results = autograd.attention(call, return_lse, backend, sinks)
     return results if return_lse else results[0]  # type: ignore[return-value]
 
 

@@ -28,18 +28,20 @@ from fused_attn.call.calls import (
 )
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
-from fused_attn.masks.spec import with_summaries
+from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import library as ops
 from fused_attn.ops.second_order import differentiated
+from fused_attn.ops.sinks import add_sinks, checked_sinks
 
 
 def attention(
-    call: UncheckedAttention, want_lse: bool, named: str | None
+    call: UncheckedAttention, want_lse: bool, named: str | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Run an unvalidated call: try the backend's pass on it, else validate and run that.
 
     Args:
         named: the backend that the caller asked for, or None.
+        sinks: see ops/sinks.py.
 
     Returns:
         out, and lse, which may be None unless want_lse.
@@ -48,6 +50,12 @@ def attention(
         ValueError, TypeError: an argument is wrong.
         NotImplementedError: the backend that was asked for does not take the problem.
     """
+    if sinks is not None:
+        out, lse = attention(call, True, named)
+        assert lse is not None
+        given = call.attn_mask
+        packed = isinstance(given, MaskSpec) and given.cu_seqlens_q is not None
+        return add_sinks(out, lse, checked_sinks(sinks, lse), packed=packed)
     results = _try_unchecked(call, want_lse, named) if not is_intercepted() else None
     if results is not None:
         return results

@@ -112,7 +112,7 @@ def attention_forward(
         bias = masks.bias(position_bias)
         mask = bias if mask is None else cast(Mask, masks.as_mask(mask)) & bias
     # A single query is the last one of its sequence, not the first one: it sees all keys.
-    result = functional.scaled_dot_product_attention(
+    out = functional.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -122,16 +122,9 @@ def attention_forward(
         scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         softcap=softcap,
-        return_lse=s_aux is not None,
+        sinks=None if s_aux is None else s_aux.flatten(),
     )
-    if s_aux is None:
-        out = cast(Tensor, result)
-    else:
-        # One more term in the denominator: exp(lse) / (exp(lse) + exp(s_aux)) of each row is left.
-        out, lse = result
-        share = torch.sigmoid(lse - s_aux.to(lse.dtype).reshape(1, -1, 1))
-        out = (out * share[..., None]).to(query.dtype)
-    return out.transpose(1, 2).contiguous(), None
+    return cast(Tensor, out).transpose(1, 2).contiguous(), None
 
 
 def _attend_packed(

@@ -51,6 +51,8 @@ void as_one_sequence(TensorView* view) {
   copy_shape(shape, strides, 4, view);
 }
 
+constexpr int64_t kMaxHeadDim = 256;
+
 void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
 
 // Reads query, key, value, mask and options of a call.
@@ -83,7 +85,6 @@ struct AttentionReader {
 
  private:
   bool fits(bool enable_gqa) const {
-    constexpr int64_t kMaxHeadDim = 256;
     const auto &q = query, &k = key, &v = value;
     return q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && q.dtype() == k.dtype() &&
            q.dtype() == v.dtype() && k.shape[0] == q.shape[0] && k.shape[3] == q.shape[3] &&

@@ -20,10 +20,7 @@
 namespace fused_attn {
 namespace {
 
-#define FIELD(type, name) fields.number(#name, &p->name);
-#define POINTER(type, name) fields.pointer(#name, &p->name);
-#define ROWS(type, name) fields.rows(#name, &p->name, p->name##_strides);
-#define SIZES(name) fields.sizes(#name, p->name);
+#include "fields/read.inc"
 
 void read(Fields& fields, GpuParams* p) {
 #include "fields/gpu.inc"
@@ -33,10 +30,7 @@ void read(Fields& fields, CacheParams* p) {
 #include "fields/cache.inc"
 }
 
-#undef FIELD
-#undef POINTER
-#undef ROWS
-#undef SIZES
+#include "fields/end.inc"
 
 // Workspace of norm_bwd.
 struct PartialSums {

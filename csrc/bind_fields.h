@@ -136,14 +136,7 @@ class Fields {
   std::vector<std::string> asked_;
 };
 
-#define FIELD(type, name) fields.number(#name, &p->name);
-#define POINTER(type, name) fields.pointer(#name, &p->name);
-#define ROWS(type, name) fields.rows(#name, &p->name, p->name##_strides);
-#define MATRIX(type, name) fields.matrix(#name, &p->name, &p->name##_rows);
-#define SIZES(name) fields.sizes(#name, p->name);
-#define BROADCAST(name)
-#define BY_SEQUENCE(type, name)
-#define BY_HEAD(type, name)
+#include "fields/read.inc"
 
 void read(Fields& fields, AttentionParams* p) {
 #include "fields/attention.inc"
@@ -169,7 +162,7 @@ void read(Fields& fields, NormParams* p) {
 #include "fields/norm_bwd.inc"
 }
 
-void read(Fields& fields, ActivationParams* p) {
+[[maybe_unused]] void read(Fields& fields, ActivationParams* p) {
 #include "fields/activation.inc"
 }
 

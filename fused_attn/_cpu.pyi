@@ -11,6 +11,7 @@ from fused_attn.masks.spec import MaskSpec
 
 SUMMARY_TILE: tuple[int, int]
 FIELDS: list[str]
+MAX_HEAD_DIM: int
 
 # None: the call has to be checked.
 def attention_fwd(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,9 +38,7 @@ _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 # os.environ.get, but for torch.compile, which cannot follow it.
 environment = os.environ.get if _cpu is None else _cpu.environment
 
-MAX_HEAD_DIM = 256
-# Smaller blocks stay with malloc, which reuses them; larger ones it may give back at every free.
-_POOLED_FROM = 1 << 17
+MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM
 _MASK64 = (1 << 64) - 1
 _RESULTS = {**DTYPES, torch.int16: -1}  # of out_low
 _TYPES = {number: dtype for dtype, number in _RESULTS.items()}
@@ -230,9 +227,7 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tens
 def _pooled(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """An uninitialised dense tensor; a large one in memory that earlier ones have left."""
-    if _EXCHANGE_API is None or math.prod(shape) * dtype.itemsize < _POOLED_FROM:
-        return torch.empty_strided(shape, strides, dtype=dtype)
+    """An uninitialised tensor; a large one reuses the memory of freed ones."""
     return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
 
 

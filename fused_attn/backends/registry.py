@@ -111,6 +111,11 @@ def backend_for_unchecked(
     return backend if backend is not None and backend.accepts_unchecked else None
 
 
+def backend_of_torch() -> Backend:
+    """The backend of torch's own kernels."""
+    return BACKENDS["sdpa"]
+
+
 def _is_known(call: UncheckedAttention | UncheckedNorm) -> bool:
     """True if `problem_of` can be computed from an unvalidated call."""
     if isinstance(call, UncheckedNorm):

@@ -179,9 +179,14 @@ def spec_of(
         return None
     if attn_mask.dim() < 4:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    for have, want, stride in zip(attn_mask.shape, shape, attn_mask.stride(), strict=True):
-        if have != 1 and (have != want or stride == 0):
+    sizes = zip(attn_mask.shape, shape, attn_mask.stride(), strict=True)
+    for dim, (have, want, stride) in enumerate(sizes):
+        if have == 1:
+            continue
+        if have != want or (stride == 0 and attn_mask.requires_grad):
             return None
+        if stride == 0:
+            attn_mask = attn_mask.narrow(dim, 0, 1)
     dtype = attn_mask.dtype
     if dtype == torch.bool:
         by_key = attn_mask.shape[2] == 1

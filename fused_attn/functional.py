@@ -134,10 +134,10 @@ def layer_norm(
 
     Source: Ba et al. 2016, "Layer Normalization", equation 4.
     """
-    if residual is None and backend is None and type(dropout_p) is float and dropout_p == 0.0:
-        out = small.layer_norm(input, normalized_shape, weight, bias, eps)
-        if out is not None:
-            return (out, input) if return_residual else out
+    if backend is None and type(dropout_p) is float and dropout_p == 0.0:
+        done = small.layer_norm(input, normalized_shape, weight, bias, eps, residual)
+        if done is not None:
+            return done if return_residual else done[0]
     options = NormOptions(eps, False, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedNorm(input, normalized_shape, weight, bias, residual, options)
     results = autograd.norm(call, return_residual, backend)

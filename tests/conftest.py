@@ -12,6 +12,7 @@ import triton_interpreter
 from helpers import BACKENDS, INTERPRETED, SLOW_BACKENDS, device_of, takes, use_draw
 
 from fused_attn.backends import verdicts
+from fused_attn.base import small_calls
 
 if INTERPRETED:
     triton_interpreter.repair()
@@ -32,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def seeded(request: pytest.FixtureRequest) -> None:
     """Seed every test, so that its draws do not depend on test order."""
     use_draw(request.config.getoption("--draw"))
+
+
+@pytest.fixture(autouse=True)
+def no_small_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels compute, however small a call is; not in tests that are marked small_calls."""
+    if request.node.get_closest_marker("small_calls") is None:
+        monkeypatch.setattr(small_calls, "limits", small_calls.NONE)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as torchs
+from fused_attn.base import small_calls
 from fused_attn.base.torch_state import in_transform
 
 _config: Any = torch.compiler.config
@@ -166,11 +167,26 @@ def _attention(
 ) -> Tensor:
     """The kernel of torch's op: ours, or torch's own where ours take no such call."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    if _taken(*args):
+    small = attn_mask is None and dropout_p == 0.0 and _is_small(query, key, value)
+    if not small and _taken(*args):
         # Validation comes before all else. What it refuses is torch's to refuse, or to take.
         with contextlib.suppress(ValueError, TypeError):
             return cast(Tensor, functional.scaled_dot_product_attention(*args, scale, enable_gqa))
     return _torchs_own(*args, scale=scale, enable_gqa=enable_gqa)
+
+
+def _is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True if torch's own kernels are faster, with the same result and no second derivative, as
+    they have it without `enable()`; of a call without a mask or dropout."""
+    if type(query) not in _PLAIN or key.dim() < 2:
+        return False
+    work, limits = query.numel() * key.size(-2), small_calls.limits
+    if work > limits.attention_training or query.dtype != torch.float32:
+        return False
+    return work <= limits.attention_forward or (
+        torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad)
+    )
 
 
 def _torchs_own(*args: Any, **options: Any) -> Tensor:

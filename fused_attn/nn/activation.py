@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import GELU, Dropout, Linear, Module, ReLU
 
+from fused_attn.base import small_calls
 from fused_attn.nn._from_torch import is_plain
 from fused_attn.ops.activation import activation_pass, takes_activation
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"))
-# Of what is dropped or activated: below it torch's operations, forward and backward, take as long
-# or half as long (2 x 16 28 instead of 57 microseconds, 1 x 4096 50 and 59, 64 x 512 213 and 75).
+# Elements that are dropped, from which on a pass of ours is faster than torch's operations: forward
+# and backward, 2 x 16 57 us instead of torch's 28, 1 x 4096 59 and 50, 64 x 512 75 and 213. Without
+# dropout see base/small_calls.py.
 MIN_NUMEL = 8192
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -44,12 +46,13 @@ def feed_forward_hidden(
 ) -> Tensor:
     """dropout(activation(linear(input))): one product and one pass."""
     name = activation_name(activation)
-    if name is None or not takes_activation(input) or not _is_large(linear, input):
+    drops = dropout is not None and _drops(dropout)
+    if name is None or not takes_activation(input) or not _is_large(linear, input, drops):
         out = activation(linear(input))
         return out if dropout is None else drop(dropout, out)
     bias: Any = linear.bias if type(linear) is Linear and is_plain(linear) else None
     hidden = linear(input) if bias is None else F.linear(input, linear.weight)  # type: ignore[arg-type]
-    dropout_p: Any = dropout.p if dropout is not None and _drops(dropout) else 0.0
+    dropout_p: Any = dropout.p if dropout is not None and drops else 0.0
     # A linear layer of the user may return what it keeps.
     fused = activation_pass(hidden, bias, name, dropout_p, overwrite=bias is not None)
     if fused is None:
@@ -66,9 +69,14 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     return next((name for function, name in _FUNCTIONS if activation is function), None)
 
 
-def _is_large(linear: Any, input: Tensor) -> bool:
-    width = getattr(linear, "out_features", 0)
-    return input.numel() >= MIN_NUMEL or input.shape[:-1].numel() * width >= MIN_NUMEL
+def _is_large(linear: Any, input: Tensor, drops: bool) -> bool:
+    numel = max(input.numel(), input.shape[:-1].numel() * getattr(linear, "out_features", 0))
+    if drops:
+        return numel >= MIN_NUMEL
+    weight = getattr(linear, "weight", input)
+    trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    limits = small_calls.limits
+    return numel >= (limits.activation_training if trains else limits.activation_forward)
 
 
 def _drops(dropout: Module) -> bool:

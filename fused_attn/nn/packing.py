@@ -175,10 +175,25 @@ def _is_pointwise(activation: object) -> bool:
     return getattr(activation, "pointwise", False)  # compare() replaces F.relu by such a function
 
 
+_methods: dict[type[Module], frozenset[str]] = {}
+
+
+def _methods_of(kind: type[Module]) -> frozenset[str]:
+    """The names that are callable on a class: an instance that has one too replaces a method."""
+    names = _methods.get(kind)
+    if names is None:
+        names = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+        _methods[kind] = names
+    return names
+
+
+_methods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def alone(module: Module) -> bool:
     """True for a module without hooks or methods of its own; a norm must be of one dimension."""
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
-        any(callable(getattr(type(module), name, None)) for name in module.__dict__)
+        not _methods_of(type(module)).isdisjoint(module.__dict__)
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

@@ -98,13 +98,21 @@ def _try_unchecked(
     read = spec.dense is not None or spec.bias is not None
     if read and (needs_grad or not isinstance(call.attn_mask, Tensor)):
         with_summaries(spec, backend.tile_summary)
+    packed = needs_grad and spec.cu_seqlens_q is not None and call.query.dim() == 3
+    given = call.query, call.key, call.value
+    if packed:  # a backward takes packed sequences as one batch
+        call.query, call.key, call.value = (t.transpose(0, 1)[None] for t in given)
     outputs = backend.attention_fwd(call, needs_grad, want_lse)
     if outputs is None:
+        call.query, call.key, call.value = given
         return None
     if not needs_grad:
         return outputs.out, outputs.lse
     results = _Attention.apply(call, backend, outputs, 2 if want_lse else 1, *_present(call))
-    return results if want_lse else (results, None)
+    out, lse = results if want_lse else (results, None)
+    if not packed:
+        return out, lse
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
 def attention_by(
@@ -183,8 +191,9 @@ def _try_unchecked_norm(
     )
     if needs_grad and len(call.normalized_shape) != 1:
         return None  # a backward is over columns
-    if call.input.dim() > 0 and call.input.stride(-1) != 1:
-        call.input = call.input.contiguous()
+    input = call.input
+    if not input.is_nested and input.dim() > 0 and input.stride(-1) != 1:
+        call.input = input.contiguous()
     outputs = backend.norm_fwd(call, needs_grad, want_total)
     if outputs is None:
         return None

@@ -307,3 +307,44 @@ def test_encoder_of_padded_batches(looked_at):
     with torch.no_grad():
         encoder(torch.randn(3, 12, 16), src_key_padding_mask=ignored)
     assert not looked_at
+
+
+def test_expanded_masks_need_no_validation(looked_at):
+    query, key, value = tensors(torch.float32)
+    batch, _, seqlen_q, _ = query.shape
+    seqlen_k = key.shape[2]
+    padding = torch.arange(seqlen_k) < torch.tensor([[seqlen_k]] * (batch - 1) + [[seqlen_k // 2]])
+    padding = padding[:, None, None]
+    want = F.scaled_dot_product_attention(query, key, value, padding)
+    bias = torch.randn(1, 1, 1, seqlen_k)
+    for mask in (padding.expand(batch, 1, seqlen_q, seqlen_k), padding.expand(-1, 4, -1, -1)):
+        got = F.scaled_dot_product_attention(query, key, value, mask)
+        assert torch.equal(got, want)
+        torch.autograd.grad(got.sum(), (query, key, value))
+    torch.testing.assert_close(
+        F.scaled_dot_product_attention(query, key, value, bias.expand(batch, -1, seqlen_q, -1)),
+        F.scaled_dot_product_attention(query, key, value, bias),
+    )
+    assert not looked_at
+    learned = bias.clone().requires_grad_()
+    out = F.scaled_dot_product_attention(query, key, value, learned.expand(-1, -1, seqlen_q, -1))
+    assert torch.autograd.grad(out.sum(), learned)[0].shape == bias.shape
+    assert len(looked_at) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_packed_training_needs_no_validation(dtype, looked_at):
+    leaves = [t.requires_grad_() for t in packed(dtype, heads_kv=2)]
+
+    def step(**options):
+        ends = CU_SEQLENS.long()
+        out, lse = varlen_attention(
+            *leaves, ends, ends, 21, 21, is_causal=True, return_lse=True, **options
+        )
+        return out, lse, *torch.autograd.grad((out * out).sum() + lse.exp().sum(), leaves)
+
+    ours = step()
+    assert not looked_at
+    with checked_first():
+        other = step(backend="cpp")
+    assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))

@@ -7,7 +7,9 @@ import torch
 
 import fused_attn
 from fused_attn import functional as F
-from fused_attn.ops import small
+from fused_attn.base import small_calls
+
+pytestmark = pytest.mark.small_calls
 
 
 def own_node(out):
@@ -30,18 +32,22 @@ def test_small_training_is_torchs(dtype):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     out, total = F.layer_norm(x, 64, weight, bias, return_residual=True)
     assert total is x and torch.equal(out, want)
+    out, total = F.layer_norm(x, 64, weight, bias, residual=x, return_residual=True)
+    assert torch.equal(total, x + x) and not own_node(out)
+    assert torch.equal(out, torch.nn.functional.layer_norm(x + x, (64,), weight, bias))
 
 
 def test_the_kernels_have_the_rest(monkeypatch):
     x, weight, bias = leaves(8)
-    assert own_node(F.layer_norm(x, 64, weight, bias, residual=x))
     assert own_node(F.layer_norm(x, 64, weight, bias, dropout_p=0.5))
     assert own_node(F.layer_norm(x, 64, weight, bias, backend="cpp"))
     assert own_node(F.rms_norm(x, 64, weight))
     with fused_attn.use_backend("cpp"):
         assert own_node(F.layer_norm(x, 64, weight, bias))
-    monkeypatch.setattr(small, "TRAINING_ELEMENTS", x.numel() - 1)
+    limits = small_calls.limits._replace(norm_training=x.numel() - 1)
+    monkeypatch.setattr(small_calls, "limits", limits)
     assert own_node(F.layer_norm(x, 64, weight, bias))
+    assert own_node(F.layer_norm(x, 64, weight, bias, residual=x))
 
 
 def test_views_take_no_other_way(monkeypatch):
@@ -51,7 +57,8 @@ def test_views_take_no_other_way(monkeypatch):
     weights = torch.randn_like(want)
     grad = torch.autograd.grad(want, x, weights)[0]
     for limit in (1 << 17, -1):
-        monkeypatch.setattr(small, "TRAINING_ELEMENTS", limit)
+        limits = small_calls.limits._replace(norm_training=limit)
+        monkeypatch.setattr(small_calls, "limits", limits)
         out = F.layer_norm(x.permute(0, 2, 3, 1), 64)
         torch.testing.assert_close(out, want)
         torch.testing.assert_close(torch.autograd.grad(out, x, weights)[0], grad)

@@ -18,6 +18,7 @@ import torch
 
 import fused_attn
 from fused_attn.backends.registry import BACKENDS
+from fused_attn.base import small_calls
 from fused_attn.nn._from_torch import REPLACEMENTS
 
 # The passes that a call begins with. That kernels computed one is noted.
@@ -59,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     SWAPS[config.option.swap]()
+    small_calls.limits = small_calls.NONE  # PyTorch's tests are small
     for backend in BACKENDS.values():
         if not backend.differentiable:
             for name in _PASSES:

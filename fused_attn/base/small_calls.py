@@ -1,0 +1,42 @@
+"""The sizes up to which calls are left to torch's own kernels, which finish before ours are called.
+
+A call of ours takes 6 us, and 30 to 45 us longer than torch's in training, where it is a Function
+in Python. All figures are torch's time over ours, float32 and bfloat16, Intel with AMX, on one and
+two threads (benchmarks/calls.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Limits(NamedTuple):
+    """Numbers of elements or multiply-adds; a call of more of them runs on our kernels.
+
+    Attributes:
+        norm_forward: elements of a layer norm without dropout: 0.6 to 1.1 for 2^14, 0.9 to 1.5 for
+            2^16; with a residual a quarter of it, 0.7 to 0.9 for 2^12. torch's RMS norm is several
+            operations, and slower from the smallest size on.
+        norm_training: the same with gradients: 0.5 to 0.85 for 2^16, 0.7 to 1.1 for 2^17, 0.8 to
+            1.5 for 2^18.
+        activation_forward: elements of an activation behind a linear layer, without dropout: 0.66
+            to 1.2 below 2^15, 0.9 to 1.2 from there on.
+        activation_training: the same with gradients: 0.56 to 0.97 below 2^18, 0.9 to 1.5 from there
+            on.
+        attention_forward: multiply-adds of query @ key^T under `enable()`, without a mask or
+            dropout, in float32. One query and key take 9 us by way of torch's dispatcher and back,
+            13 with our kernel, 4 without `enable()`.
+        attention_training: the same with gradients: 0.6 for 3 x 4 x 12 x 16, 0.8 to 0.9 for 2 x 4 x
+            64 x 32 (2^20).
+    """
+
+    norm_forward: int
+    norm_training: int
+    activation_forward: int
+    activation_training: int
+    attention_forward: int
+    attention_training: int
+
+
+NONE = Limits(-1, -1, -1, -1, -1, -1)  # every call runs on our kernels, as the tests want it
+limits = Limits(1 << 14, 1 << 17, 1 << 15, 1 << 18, 1 << 12, 1 << 20)

@@ -1,0 +1,62 @@
+"""Under enable(), tiny calls without a mask stay on torch's own kernels, which finish sooner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fused_attn
+from fused_attn.backends.cpp import CppBackend
+
+pytestmark = pytest.mark.small_calls
+
+
+@pytest.fixture
+def lengths(monkeypatch):
+    """seqlen_q of the calls that our kernels computed under enable()."""
+    seen, run = [], CppBackend.attention_fwd
+
+    def attention_fwd(self, call, for_backward, want_lse):
+        outputs = run(self, call, for_backward, want_lse)
+        if outputs is not None:
+            seen.append(call.query.shape[2])
+        return outputs
+
+    monkeypatch.setattr(CppBackend, "attention_fwd", attention_fwd)
+    with fused_attn.enabled():
+        yield seen
+
+
+def qkv(*shape, dtype=torch.float32):
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def test_which_calls_are_left_to_torch(lengths):
+    small, large = qkv(1, 4, 32, 16), qkv(2, 4, 128, 32)
+    visible = torch.ones(32, 32, dtype=torch.bool)
+    F.scaled_dot_product_attention(*small)
+    F.scaled_dot_product_attention(*small, is_causal=True)
+    with torch.no_grad():
+        F.scaled_dot_product_attention(*qkv(1, 4, 1, 16))
+    assert lengths == []
+    F.scaled_dot_product_attention(*large)
+    F.scaled_dot_product_attention(*small, attn_mask=visible)
+    F.scaled_dot_product_attention(*small, dropout_p=0.1)
+    F.scaled_dot_product_attention(*qkv(1, 4, 31, 16, dtype=torch.bfloat16))
+    with torch.no_grad():
+        F.scaled_dot_product_attention(*qkv(1, 4, 30, 16))
+    assert lengths == [128, 32, 32, 31, 30]
+
+
+def test_results_are_torchs(lengths):
+    tensors = qkv(1, 4, 32, 16)
+    out = F.scaled_dot_product_attention(*tensors)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    fused_attn.disable()
+    with fused_attn.use_backend("eager"):
+        want = fused_attn.scaled_dot_product_attention(*tensors)
+    torch.testing.assert_close(out, want)
+    for got, expected in zip(grads, torch.autograd.grad(want.sum(), tensors), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert lengths == []

@@ -17,6 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_attn import masks
 from fused_attn.backends import default_backend
+from fused_attn.base import small_calls
 from fused_attn.base.torch_state import PLAIN_TYPES, in_transform, plain_eager
 from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
@@ -64,7 +65,7 @@ class Packing:
 
 
 def packing_of(
-    ignored: Tensor, mask: Tensor | Mask | None, is_causal: bool, batch_first: bool
+    x: Tensor, ignored: Tensor, mask: Tensor | Mask | None, is_causal: bool, batch_first: bool
 ) -> Packing | None:
     """The packing of a batch; None where it does not pay, or would change results.
 
@@ -73,6 +74,7 @@ def packing_of(
     unless there is a mask of positions.
 
     Args:
+        x: what would be packed, (*, width).
         ignored: (N, S) bool, True where there is no token.
         mask: what holds besides; it is of positions, so that padding has to be at the end.
         is_causal: whether attention is causal besides.
@@ -88,6 +90,10 @@ def packing_of(
     max_seqlen, within = seqlen, Mask()
     if not compiling:
         if not 0 < index.numel() <= (1.0 - MIN_PADDED) * ignored.numel():
+            return None
+        limits, trains = small_calls.limits, torch.is_grad_enabled()
+        saved = (ignored.numel() - index.numel()) * x.shape[-1] ** 2
+        if saved <= (limits.packing_training if trains else limits.packing_forward):
             return None
         max_seqlen = int(lengths.max())
     if mask is not None:

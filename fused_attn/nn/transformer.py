@@ -160,9 +160,8 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         terms, is_causal = mask_terms(
             mask, ignored, is_causal, batch, attention.num_heads, seqlen, seqlen
         )
-        return packing_of(
-            ignored, terms[1] if len(terms) > 1 else None, is_causal, attention.batch_first
-        )
+        within = terms[1] if len(terms) > 1 else None
+        return packing_of(src, ignored, within, is_causal, attention.batch_first)
 
 
 @replaces(torch.nn.TransformerDecoder)

@@ -110,7 +110,7 @@ def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing
         return None
     if not all(_works_by_token(module, stack) for module in stack.modules()):
         return None
-    return packing_of(~mask[:, 0, 0], None, False, batch_first=True)
+    return packing_of(hidden_states, ~mask[:, 0, 0], None, False, batch_first=True)
 
 
 def _works_by_token(module: Module, stack: Any) -> bool:

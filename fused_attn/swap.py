@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 
 from fused_attn.backends import default_backend
+from fused_attn.integrations.attention_in_code import attention_in
 from fused_attn.integrations.transformers.encoders import PackedStack
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, patched, qualified_name, wrapped
 from fused_attn.nn.norm import Norm
@@ -44,12 +45,14 @@ class SwapReport:
         swapped: the modules (and Hugging Face models) that are fused now. A module that stands in
             several places is listed under each of its names.
         skipped: the modules of a kind that is swapped that were left alone, with the reason.
+        unfused: modules whose own code is attention, which no swap reaches, and what to do.
         notes: what else was changed, so that what is swapped is also called, what was fused before,
             and which stacks return 0 in padded rows.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    unfused: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
@@ -76,10 +79,13 @@ class SwapReport:
     def __str__(self) -> str:
         rows = [(s.name, s.from_type, f"-> {s.to_type}") for s in self.swapped]
         rows += [(s.name, s.type, f"left alone: {s.reason}") for s in self.skipped]
+        rows += [(s.name, s.type, s.reason) for s in self.unfused]
         if not rows:
             return "; ".join(["nothing to swap", *self.notes])
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{len(self.swapped)} swapped, {len(self.skipped)} left alone"]
+        if self.unfused:
+            lines[0] += f", {len(self.unfused)} with other attention"
         lines += [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {what}" for name, kind, what in rows]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
@@ -165,10 +171,25 @@ def swap_modules(
     if attention:
         for name, hf_model in transformers_models(model):
             _swap_transformers_model(hf_model, shown_name(name), report)
+    if attention:
+        report.unfused += _unfused(model, report)
     _settle_padding(model, remove_padding, report)
     if report.swapped:
         report.notes += _notices(model)
     return report
+
+
+def _unfused(model: Module, report: SwapReport) -> Iterator[Skipped]:
+    """Modules with attention of their own that was not listed yet; outer ones of a name first."""
+    listed = {s.name for s in report.swapped} | {s.name for s in report.skipped}
+    inside = tuple(f"{shown_name(name)}." if name else "" for name, _ in transformers_models(model))
+    for name, module in model.named_modules():
+        if isinstance(module, FromTorch) or shown_name(name) in listed:
+            continue
+        if inside and name.startswith(inside):  # by attn_implementation
+            continue
+        if reason := attention_in(module):
+            yield Skipped(shown_name(name), qualified_name(type(module)), reason)
 
 
 def _notices(model: Module) -> list[str]:

@@ -38,6 +38,8 @@ _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 # os.environ.get, but for torch.compile, which cannot follow it.
 environment = os.environ.get if _cpu is None else _cpu.environment
 
+_profiler_enabled = torch.autograd._profiler_enabled
+
 MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM
 _MASK64 = (1 << 64) - 1
 _RESULTS = {**DTYPES, torch.int16: -1}  # of out_low
@@ -93,7 +95,7 @@ class CppBackend(Backend):
     def attention_fwd(
         self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
-        results = _cpu.attention_fwd(call, for_backward, want_lse, torch.get_num_threads())
+        results = _run(_cpu.attention_fwd, call, for_backward, want_lse, torch.get_num_threads())
         return None if results is None else AttentionOutputs._make(results)
 
     def attention_bwd(
@@ -105,12 +107,12 @@ class CppBackend(Backend):
         needs_bias: bool,
     ) -> AttentionGradients | None:
         rest = needs_bias, torch.get_num_threads()
-        results = _cpu.attention_bwd(call, outputs, grad_out, grad_lse, *rest)
+        results = _run(_cpu.attention_bwd, call, outputs, grad_out, grad_lse, *rest)
         if results is None:
             if grad_lse is not None:
                 grad_lse = grad_lse.to(outputs.lse.dtype).contiguous().resolve_neg()
             given = readable_in_place(grad_out), grad_lse
-            results = _cpu.attention_bwd(call, outputs, *given, *rest)
+            results = _run(_cpu.attention_bwd, call, outputs, *given, *rest)
         if results is None:
             return None
         query, key, value, bias = results
@@ -158,11 +160,11 @@ class CppBackend(Backend):
         self, call: NormCall | UncheckedNorm, for_backward: bool, want_total: bool
     ) -> NormOutputs | None:
         threads = torch.get_num_threads()
-        results = _cpu.norm_fwd(call, for_backward, want_total, threads)
+        results = _run(_cpu.norm_fwd, call, for_backward, want_total, threads)
         if results is None and isinstance(call, NormCall):
             if call.input.numel() == 0:
                 return call.outputs(_zeros)
-            results = _cpu.norm_fwd(call.contiguous_call(), for_backward, want_total, threads)
+            results = _run(_cpu.norm_fwd, call.contiguous_call(), for_backward, want_total, threads)
         return None if results is None else NormOutputs._make(results)
 
     def norm_bwd(
@@ -176,13 +178,21 @@ class CppBackend(Backend):
         needs_bias: bool,
     ) -> NormGradients | None:
         rest: Any = needs_weight, needs_bias, torch.get_num_threads()
-        results = _cpu.norm_bwd(call, mean, rstd, grad_out, grad_total, *rest)
+        results = _run(_cpu.norm_bwd, call, mean, rstd, grad_out, grad_total, *rest)
         if results is None:
             if call.input.numel() == 0:
                 return call.gradients(needs_weight, needs_bias, _zeros)
             given = grad_out.contiguous(), None if grad_total is None else grad_total.contiguous()
-            results = _cpu.norm_bwd(call.contiguous_call(), mean, rstd, *given, *rest)
+            results = _run(_cpu.norm_bwd, call.contiguous_call(), mean, rstd, *given, *rest)
         return None if results is None else NormGradients._make(results)
+
+
+def _run(function: Any, *args: Any) -> Any:
+    """Call a function of the module, with an event of its name if a profiler is on."""
+    if not _profiler_enabled():
+        return function(*args)
+    with torch.autograd.profiler.record_function(f"fused_attn::{function.__name__}"):
+        return function(*args)
 
 
 def isa() -> str:

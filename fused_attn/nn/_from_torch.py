@@ -45,6 +45,12 @@ class FromTorch(Module):
         super().__init__(*args, **kwargs)
         _convert_children(self)
 
+    def _get_name(self) -> str:
+        """The name in the repr of models, which shows what is fused."""
+        own = type(self).__module__.startswith(f"{NAMESPACE}.nn.")
+        package = f"{NAMESPACE}.nn" if own else NAMESPACE
+        return f"{package}.{type(self).__name__}"
+
     def __prepare_scriptable__(self) -> NoReturn:
         """torch.jit.script asks for a module to compile in the place of this one: there is none."""
         name = qualified_name(type(self))

@@ -125,7 +125,7 @@ def test_report_identity_and_restore(norm):
     assert [(s.name, s.to_type) for s in report.swapped] == [("first", name), ("tied", name)]
     assert model["first"] is model["tied"] is original
     assert isinstance(original, kind) and isinstance(original, TransformersNorm)
-    assert repr(original) == shown
+    assert repr(original) == f"fused_attn.{shown}"
     assert contains_fused_modules(model)
     assert not swap_modules(model).swapped
     report.restore()

@@ -1,0 +1,62 @@
+"""Attention in the code of modules that have no fused counterpart, and what to do about it."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator
+
+import torch
+from torch.nn import Module
+
+_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+_SDPA = "scaled_dot_product_attention"
+
+CALLS_SDPA = (
+    "calls torch.nn.functional.scaled_dot_product_attention: fused_attn.enable() takes it over"
+)
+BY_HAND = (
+    "has attention written out by hand, a softmax between two products: it stays as it is; call "
+    "fused_attn.scaled_dot_product_attention there"
+)
+
+
+def attention_in(module: Module) -> str | None:
+    """What a module's own code does that is attention, and what to do; None if nothing is found.
+
+    Methods of its class and of those that it derives from are looked at, down to torch's own;
+    functions that they call are not.
+    """
+    softmaxes = {name for name, child in module.named_children() if _is_softmax(child)}
+    by_hand = False
+    for code in _codes(type(module)):
+        if _SDPA in code.co_names:
+            return CALLS_SDPA
+        by_hand = by_hand or _is_attention(code, softmaxes | {"softmax"})
+    return BY_HAND if by_hand else None
+
+
+def _is_softmax(module: Module) -> bool:
+    return isinstance(module, torch.nn.Softmax)
+
+
+def _codes(cls: type) -> Iterator[types.CodeType]:
+    """The code of the methods of a class, without those of torch's and this package's classes."""
+    for base in cls.__mro__:
+        if base is Module or base.__module__.startswith(("torch.", "fused_attn.")):
+            continue
+        for method in vars(base).values():
+            method = getattr(method, "__func__", method)
+            if isinstance(method, types.FunctionType):
+                yield method.__code__
+
+
+def _is_attention(code: types.CodeType, softmaxes: set[str]) -> bool:
+    """True for two products and a softmax, which is named after the first of them."""
+    events = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.argval in softmaxes:
+            events += "s"
+        elif instruction.argval in _PRODUCTS or instruction.argrepr == "@":
+            events += "p"
+    return events.count("p") > 1 and events.find("p") < events.find("s")

@@ -29,8 +29,10 @@ from torch.nn import Parameter
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as torchs
+from fused_attn.backends.registry import choose
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import in_transform
+from fused_attn.integrations.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
 _OP = torch.ops.aten.scaled_dot_product_attention.default
@@ -47,9 +49,11 @@ _lock = threading.Lock()
 _switched_on = False
 _open_blocks = 0
 _library: Library | None = None
+_counts: list[CallCounts] = []  # of `enable()` and of each open block
+_enabled_counts: CallCounts | None = None
 
 
-def enable() -> None:
+def enable(*, call_sites: bool = False) -> CallCounts:
     """Compute torch.nn.functional.scaled_dot_product_attention by the kernels of this package.
 
     From now on, in the whole process, and without a change to any caller: modules that call the
@@ -75,36 +79,60 @@ def enable() -> None:
 
     Switch while no other thread is within a call of the function.
 
+    Args:
+        call_sites: count the calls of each line of code apart.
+
+    Returns:
+        Counts of the calls from now on, by shape, and of those that torch computed by the reason.
+
     Example:
         >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
-        >>> fused_attn.enable()
+        >>> counts = fused_attn.enable()
         >>> out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         >>> fused_attn.disable()
     """
+    global _enabled_counts
     _switch(on=True)
     _config.cache_key_tag = _tagged()
+    if _enabled_counts is None:
+        _enabled_counts = CallCounts()
+        _counts.append(_enabled_counts)
+    _enabled_counts.call_sites |= call_sites
+    return _enabled_counts
 
 
 def disable() -> None:
     """Undo `enable()`: torch's own kernels again, except within open blocks of `enabled()`."""
+    global _enabled_counts
     _switch(on=False)
+    if _enabled_counts is not None:
+        _counts.remove(_enabled_counts)
+        _enabled_counts = None
     _config.cache_key_tag = _config.cache_key_tag.replace(_TAG, "")
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[None]:
+def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
     """`enable()` for the length of a block, for all threads; blocks may be nested or overlap.
+
+    Gives the block the counts of the calls within it, as `enable()` returns them.
+
+    Args:
+        call_sites: as in `enable()`.
 
     Example:
         >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
         >>> with fused_attn.enabled():
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     """
+    counts = CallCounts(call_sites)
     _switch(blocks=1)
+    _counts.append(counts)
     try:
         with _config.patch(cache_key_tag=_tagged()):
-            yield
+            yield counts
     finally:
+        _counts.remove(counts)
         _switch(blocks=-1)
 
 
@@ -137,7 +165,7 @@ def _registered() -> Library:
         library._destroy()  # whoever holds the error would keep the kernels that it has
         raise
     _forget_dispatch()
-    _has_kernel.cache_clear()
+    _choice_against.cache_clear()
     torchs.attend = _torchs_own
     return library
 
@@ -167,12 +195,26 @@ def _attention(
 ) -> Tensor:
     """The kernel of torch's op: ours, or torch's own where ours take no such call."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    small = attn_mask is None and dropout_p == 0.0 and _is_small(query, key, value)
-    if not small and _taken(*args):
-        # Validation comes before all else. What it refuses is torch's to refuse, or to take.
-        with contextlib.suppress(ValueError, TypeError):
-            return cast(Tensor, functional.scaled_dot_product_attention(*args, scale, enable_gqa))
+    if attn_mask is None and dropout_p == 0.0 and _is_small(query, key, value):
+        reason = "small: torch's kernels are faster"
+    else:
+        reason = _reason_against(*args)
+    if not reason:
+        try:
+            out = functional.scaled_dot_product_attention(*args, scale, enable_gqa)
+        except (ValueError, TypeError) as error:  # torch's to refuse, or to take
+            reason = str(error)
+        else:
+            _count("", query, key)
+            return cast(Tensor, out)
+    _count(reason, query, key)
     return _torchs_own(*args, scale=scale, enable_gqa=enable_gqa)
+
+
+def _count(reason: str, query: Tensor, key: Tensor) -> None:
+    if type(query) in _PLAIN:
+        for counts in _counts:
+            counts.add(reason, query, key)
 
 
 def _is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -193,24 +235,28 @@ def _torchs_own(*args: Any, **options: Any) -> Tensor:
     return _OP._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **options)
 
 
-def _taken(
+def _reason_against(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
-) -> bool:
-    """True if a valid call is one for our kernels."""
-    if in_transform() or not torch.backends.cuda.flash_sdp_enabled():
-        return False
+) -> str:
+    """Why torch's own kernels compute a valid call; empty if ours do."""
+    if in_transform():
+        return "under a torch.func transform or forward-mode AD"
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "within torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
-        return False
+        return "fewer than 2 dimensions"
     types = {type(query), type(key), type(value)}
     bias_dtype = None
     if attn_mask is not None:
-        if is_causal or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-            return False
+        if is_causal:
+            return "attn_mask with is_causal"
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            return f"attn_mask of {attn_mask.dtype}"
         types.add(type(attn_mask))
         bias_dtype = None if attn_mask.dtype == torch.bool else attn_mask.dtype
     sizes = query.shape[-1], value.shape[-1]
@@ -224,13 +270,14 @@ def _taken(
         lengths = query.shape[-2], key.shape[-2]
         facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, learns, learned_bias)
     if types <= _PLAIN:
-        return _has_kernel(*facts)
-    traced = types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag
-    return traced and _has_kernel.__wrapped__(*facts)  # sizes may be symbols, which have no hash
+        return _choice_against(*facts)
+    if types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag:
+        return _choice_against.__wrapped__(*facts)  # sizes may be symbols, which have no hash
+    return "a tensor subclass"
 
 
 @functools.lru_cache(maxsize=256)
-def _has_kernel(
+def _choice_against(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -244,8 +291,9 @@ def _has_kernel(
     dropout: bool = False,
     learns: bool = False,
     learned_bias: bool = False,
-) -> bool:
-    """True if the choice of a backend falls on kernels; cached: it takes as long as a call.
+) -> str:
+    """Why the choice of a backend does not fall on kernels, else empty; cached: it takes as long as
+    a call.
 
     Args:
         changes: `verdicts.changes`; it and what follows matter only where verdicts decide.
@@ -254,10 +302,14 @@ def _has_kernel(
         device, dtype, head_dim, head_dim_v, bias_dtype, mask=mask, seqlen_q=seqlen_q,
         seqlen_k=seqlen_k, dropout=dropout, learns=learns, learned_bias=learned_bias,
     )  # fmt: skip
-    try:
-        return not select(problem, backend).differentiable
-    except NotImplementedError:  # the backend that is asked for does not take it
-        return False
+    chosen, refusals = choose(problem, backend)
+    if chosen is not None and not chosen.differentiable:
+        select(problem, backend)  # which may warn
+        return ""
+    if refusals:
+        name, reasons = refusals[0]
+        return f"{name} {reasons[0]}"
+    return f"backend {backend} is asked for"
 
 
 def _below_autograd(*args: Any, **kwargs: Any) -> Tensor:

@@ -6,13 +6,15 @@ from the torch class is what `forward` calls.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn import Module, ModuleList
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -20,6 +22,7 @@ from fused_attn.backends import default_backend
 from fused_attn.base.namespace import NAMESPACE
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
+ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
 ClassT = TypeVar("ClassT", bound=type)
 
 # torch.nn class -> the class here that takes its place; filled by `replaces`.
@@ -95,6 +98,19 @@ class FromTorch(Module):
             new.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
         _convert_children(new)
         return new
+
+
+def fx_leaf(forward: ForwardT) -> ForwardT:
+    """Method decorator: torch.fx makes one node of a call of the module, as of torch.nn's."""
+
+    @functools.wraps(forward)
+    def traced(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is Proxy:
+            tracer: Any = args[0].tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    return cast(ForwardT, traced)
 
 
 def convert(module: Module) -> Module:

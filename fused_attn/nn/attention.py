@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn import functional, masks, varlen
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.nn._from_torch import FromTorch, replaces
+from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.packing import Packing
@@ -55,6 +55,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
     """
 
+    @fx_leaf
     def forward(
         self,
         query: Tensor,

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 
 from fused_attn import functional
-from fused_attn.nn._from_torch import FromTorch, is_plain, replaces, unhooked
+from fused_attn.nn._from_torch import FromTorch, fx_leaf, is_plain, replaces, unhooked
 from fused_attn.nn._nested import on_padded
 
 
@@ -45,6 +45,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     Source: Ba et al. 2016, "Layer Normalization", equation 4.
     """
 
+    @fx_leaf
     def forward(  # type: ignore[override]
         self,
         input: Tensor,
@@ -97,6 +98,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
 
+    @fx_leaf
     def forward(  # type: ignore[override]
         self,
         x: Tensor,

@@ -13,7 +13,7 @@ from fused_attn import masks
 from fused_attn.base.torch_state import plain_eager
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
-from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
+from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
 from fused_attn.nn.packing import Packing, alone, can_pack, packing_of
@@ -54,6 +54,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         torch.Size([2, 10, 64])
     """
 
+    @fx_leaf
     def forward(
         self,
         src: Tensor,
@@ -183,6 +184,7 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
         torch.Size([2, 7, 64])
     """
 
+    @fx_leaf
     def forward(
         self,
         tgt: Tensor,
@@ -333,6 +335,8 @@ class Transformer(_Quiet, torch.nn.Transformer):
         >>> model(source, target, tgt_is_causal=True).shape
         torch.Size([2, 7, 64])
     """
+
+    forward = fx_leaf(torch.nn.Transformer.forward)
 
 
 def _share_masks(

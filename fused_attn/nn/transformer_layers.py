@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.masks import Mask
-from fused_attn.nn._from_torch import FromTorch, replaces, torch_infers
+from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.activation import drop, feed_forward_hidden
 from fused_attn.nn.caches import KeyValueCache
@@ -88,6 +88,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     Source: Vaswani et al. 2017, section 3.1; norm_first: Xiong et al. 2020, figure 1.
     """
 
+    @fx_leaf
     def forward(
         self,
         src: Tensor,
@@ -164,6 +165,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
 
     multihead_attn: Any
 
+    @fx_leaf
     def forward(
         self,
         tgt: Tensor,

@@ -242,6 +242,7 @@ bench: env ## measure everything against its peers; results, plots, docs/perform
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
 	$(BENCH) $(LENGTHS) --results lengths.json
+	$(BIN)/python benchmarks/calls.py --threads 1 --json benchmarks/results/calls.json
 	$(BIN)/python benchmarks/busy.py --output benchmarks/results/busy.json
 	$(BIN)/python benchmarks/report.py
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +102,104 @@ def cases() -> dict[str, Ways]:
             *(lambda x, m=m: m(x, src_key_padding_mask=ignored) for m in models[False]), tokens
         ),
     }
-    return {name: without_grad(ways) for name, ways in plain.items()} | {
-        "encoder, step": both(
-            *(
-                lambda x, m=m: m(x, src_key_padding_mask=ignored).sum().backward()
-                for m in models[True]
+    return (
+        small_cases()
+        | {name: without_grad(ways) for name, ways in plain.items()}
+        | {
+            "encoder, step": both(
+                *(
+                    lambda x, m=m: m(x, src_key_padding_mask=ignored).sum().backward()
+                    for m in models[True]
+                ),
+                tokens,
             ),
-            tokens,
-        ),
-        "8x32x64, step": both(step(ours), step(sdpa), *leaves),
-        "8x32x64 Mask, step": both(
-            step(lambda *t: ours(*t, causal)), step(lambda *t: sdpa(*t, is_causal=True)), *leaves
-        ),
-        "norm 32x256, step": both(step(norm(fa)), step(norm(F)), leaf),
-    }
+            "8x32x64, step": both(step(ours), step(sdpa), *leaves),
+            "8x32x64 Mask, step": both(
+                step(lambda *t: ours(*t, causal)),
+                step(lambda *t: sdpa(*t, is_causal=True)),
+                *leaves,
+            ),
+            "norm 32x256, step": both(step(norm(fa)), step(norm(F)), leaf),
+        }
+    )
+
+
+class UnderEnable:
+    """A way that is timed while `fused_attn.enable()` is on."""
+
+    def __init__(self, way: Callable[[], Any]) -> None:
+        self.way = way
+
+    def __call__(self) -> Any:
+        return self.way()
+
+
+def small_cases() -> dict[str, Ways]:
+    """Calls of small models: norms, also of views, small encoders, and masks under `enable()`."""
+    import torch
+    import torch.nn.functional as F
+
+    import fused_attn as fa
+
+    def step(way: Callable[..., Any], *leaves: Any) -> Callable[[], Any]:
+        grad = torch.randn_like(way(*leaves))
+        return lambda: torch.autograd.grad(way(*leaves), leaves, grad)
+
+    def encoder() -> Any:
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
+        return torch.nn.TransformerEncoder(layer, 2)
+
+    made: dict[str, Ways] = {}
+    rows = torch.randn(64, 64).requires_grad_()
+    weight, bias = (torch.randn(64).requires_grad_() for _ in range(2))
+    for name, x in (("norm 64x64", rows), ("norm of a view", torch.randn(2, 64, 14, 14))):
+        view = x.requires_grad_() if x.dim() == 2 else x.requires_grad_().permute(0, 2, 3, 1)
+        kept = view.detach()
+        for way, norm in (("fused_attn", fa.layer_norm), ("torch", F.layer_norm)):
+            made.setdefault(name, {})[way] = torch.no_grad()(
+                lambda norm=norm, x=kept: norm(x, (64,), weight, bias)
+            )
+            made.setdefault(f"{name}, step", {})[way] = step(
+                lambda x, w, b, norm=norm: norm(
+                    x if x.dim() == 2 else x.permute(0, 2, 3, 1), (64,), w, b
+                ),
+                x, weight, bias,
+            )  # fmt: skip
+    for shape, masked in (((3, 4, 12, 16), True), ((2, 4, 64, 32), True), ((1, 4, 1, 16), False)):
+        batch, _, seqlen, _ = shape
+        ends = torch.tensor([[seqlen]] * (batch - 1) + [[seqlen // 2]])
+        padding = (torch.arange(seqlen) < ends)[:, None, None].expand(-1, 1, seqlen, -1)
+        qkv = [torch.randn(shape).requires_grad_() for _ in range(3)]
+        attend = partial(F.scaled_dot_product_attention, attn_mask=padding if masked else None)
+        name = f"enable() {'x'.join(map(str, shape))}{', padded' if masked else ''}"
+        forward = torch.no_grad()(lambda f=attend, t=qkv: f(*t))
+        train = step(attend, *qkv)
+        made[name] = {"fused_attn": UnderEnable(forward), "torch": forward}
+        made[f"{name}, step"] = {"fused_attn": UnderEnable(train), "torch": train}
+    own, theirs, x = encoder(), encoder(), torch.randn(4, 32, 64)
+    fa.swap_modules(own)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(32)
+    ignored = torch.arange(32) >= torch.tensor([[32]] * 3 + [[20]])
+    for name, options in (
+        ("plain", {}),
+        ("padded", {"src_key_padding_mask": ignored}),
+        ("causal", {"mask": causal, "is_causal": True}),
+    ):
+        made[f"encoder d64, {name}, step"] = {
+            way: lambda m=model, o=options: m(x, **o).sum().backward()
+            for way, model in (("fused_attn", own), ("torch", theirs))
+        }
+    return made
 
 
 def microseconds() -> dict[str, dict[str, float]]:
     """Median microseconds of a call, by case and way."""
+    import fused_attn
+
+    def switch(call: Callable[[], Any]) -> None:
+        fused_attn.enable() if isinstance(call, UnderEnable) else fused_attn.disable()
+
     results = {}
     for name, ways in cases().items():
         taken: dict[str, list[float]] = {way: [] for way in ways}
@@ -130,11 +211,13 @@ def microseconds() -> dict[str, dict[str, float]]:
         calls = max(1, int(SECONDS_OF_A_ROUND * len(ways) / (time.perf_counter() - start)))
         for _ in range(ROUNDS):
             for way, call in ways.items():
+                switch(call)
                 call()
                 start = time.perf_counter()
                 for _ in range(calls):
                     call()
                 taken[way].append((time.perf_counter() - start) / calls * 1e6)
+        fused_attn.disable()
         results[name] = {way: round(statistics.median(t), 2) for way, t in taken.items()}
     return results
 

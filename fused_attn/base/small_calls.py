@@ -15,7 +15,7 @@ class Limits(NamedTuple):
 
     Attributes:
         norm_forward: elements of a layer norm without dropout: 0.6 to 1.1 for 2^14, 0.9 to 1.5 for
-            2^16; with a residual a quarter of it, 0.7 to 0.9 for 2^12. torch's RMS norm is several
+            2^16; with a residual half of it, 0.7 to 1.0 for 2^13. torch's RMS norm is several
             operations, and slower from the smallest size on.
         norm_training: the same with gradients: 0.5 to 0.85 for 2^16, 0.7 to 1.1 for 2^17, 0.8 to
             1.5 for 2^18.

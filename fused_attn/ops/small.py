@@ -36,7 +36,7 @@ def layer_norm(
     limit = limits.norm_forward
     try:
         if residual is not None:
-            limit //= 4
+            limit //= 2
             if residual.shape != input.shape or residual.dtype != input.dtype:
                 return None
         if count > limit and input.stride(-1) == 1 and not _trains(input, weight, bias, residual):

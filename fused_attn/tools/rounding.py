@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 # In 10^6 float32 problems, half of them hard, eager attention never exceeded the largest of 256
-# simulated errors (torch's AVX-512 kernels, Intel; benchmarks/results/calibration-avx512.json). It
-# exceeded the largest of 64 in 5 (AVX2, AMD Zen 3; calibration-default.json; 25 with WIDTH 1).
+# simulated errors, on torch's default, AVX2 and AVX-512 kernels (Intel;
+# benchmarks/results/calibration-*.json). It exceeded the largest of 64 in 5 (25 with WIDTH 1).
 RUNS = 256
 WIDTH = 1.25
 # Early exit: an error below a third of the needed one after 8 runs, or below a thousandth after 1,

@@ -105,7 +105,7 @@ def fx_leaf(forward: ForwardT) -> ForwardT:
 
     @functools.wraps(forward)
     def traced(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is Proxy:
+        if args and isinstance(args[0], Proxy):
             tracer: Any = args[0].tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return forward(self, *args, **kwargs)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fused_attn.base.torch_state import is_intercepted
+
 
 def checked_sinks(sinks: object, lse: Tensor) -> Tensor:
     """Return sinks, float (num_heads,), for attention with this lse.
@@ -49,6 +51,7 @@ def add_sinks(
     share = torch.sigmoid(lse - logits)
     factor = (share.mT if packed else share)[..., None]
     total = torch.logaddexp(lse, logits.expand_as(lse))
-    if torch.is_grad_enabled() and (out.requires_grad or factor.requires_grad):
+    differentiable = torch.is_grad_enabled() and (out.requires_grad or factor.requires_grad)
+    if differentiable or is_intercepted():  # torch.vmap cannot write a batch into one
         return (out * factor).to(out.dtype), total
     return out.mul_(factor), total

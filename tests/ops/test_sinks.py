@@ -159,3 +159,13 @@ def test_errors():
             torch.randn(1, 4, 1, 16), cache, cache.clone(), cache_lengths=[3],
             sinks=SINKS.clone().requires_grad_(),
         )  # fmt: skip
+
+
+def test_a_batch_of_sinks():
+    query, key, value = random_qkv(1, 4, 4, 5, 7, 16).values()
+    several = torch.stack([SINKS, -SINKS])
+
+    def call(sinks):
+        return F.scaled_dot_product_attention(query, key, value, sinks=sinks)
+
+    torch.testing.assert_close(torch.vmap(call)(several), torch.stack([call(s) for s in several]))

@@ -63,7 +63,8 @@ class AttentionOptions(Flat):
             return False
         if softcap is not None and not (type(softcap) in _NUMBERS and 0.0 < softcap < math.inf):
             return False
-        return _plain_dropout(self.dropout_p, self.seed)
+        dropout_p = self.dropout_p
+        return type(dropout_p) in _NUMBERS and 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, head_dim: int, device: torch.device) -> AttentionOptions:
         """Return the validated options of tensors with this head_dim and device.
@@ -115,7 +116,10 @@ class NormOptions(Flat):
         """Set the default eps of an unchecked call; False if `checked` is needed."""
         if self.eps is None:
             self.eps = default_eps(dtype)
-        return type(self.eps) is float and _plain_dropout(self.dropout_p, self.seed)
+        dropout_p = self.dropout_p
+        if type(self.eps) is not float or type(dropout_p) not in _NUMBERS:
+            return False
+        return 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, dtype: torch.dtype, device: torch.device) -> NormOptions:
         """Return the validated options of tensors of this type and device.
@@ -142,11 +146,6 @@ def with_dense_origin(options: OptionsT) -> OptionsT:
     origin = options.dropout_origin
     dense = origin if origin is None else origin.contiguous()
     return options if dense is origin else replace(options, dropout_origin=dense)
-
-
-def _plain_dropout(dropout_p: object, seed: object) -> bool:
-    """True if dropout needs no validation: a number in [0, 1] and no seed of the caller's."""
-    return type(dropout_p) in _NUMBERS and 0.0 <= dropout_p <= 1.0 and seed is None  # type: ignore[operator]
 
 
 def checked_number(name: str, value: object) -> float:

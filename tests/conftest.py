@@ -36,10 +36,13 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_small_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
     """Our kernels compute, however small a call is; not in tests that are marked small_calls."""
+    limits = small_calls.limits  # without monkeypatch, which would be undone after other fixtures
     if request.node.get_closest_marker("small_calls") is None:
-        monkeypatch.setattr(small_calls, "limits", small_calls.NONE)
+        small_calls.limits = small_calls.NONE
+    yield
+    small_calls.limits = limits
 
 
 @pytest.fixture

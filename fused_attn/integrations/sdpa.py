@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as torchs
-from fused_attn.backends.registry import choose
+from fused_attn.backends.registry import asks_for_a_backend, choose
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import in_transform
 from fused_attn.integrations.call_counts import CallCounts
@@ -195,7 +195,7 @@ def _attention(
 ) -> Tensor:
     """The kernel of torch's op: ours, or torch's own where ours take no such call."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    if attn_mask is None and dropout_p == 0.0 and _is_small(query, key, value):
+    if attn_mask is None and dropout_p == 0.0 and _is_small(query, key, value, is_causal):
         reason = "small: torch's kernels are faster"
     else:
         reason = _reason_against(*args)
@@ -217,18 +217,23 @@ def _count(reason: str, query: Tensor, key: Tensor) -> None:
             counts.add(reason, query, key)
 
 
-def _is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _is_small(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
     """True if torch's own kernels are faster, with the same result and no second derivative, as
     they have it without `enable()`; of a call without a mask or dropout."""
-    if type(query) not in _PLAIN or key.dim() < 2:
+    if type(query) not in _PLAIN or query.dim() < 2 or key.dim() < 2:
         return False
-    work, limits = query.numel() * key.size(-2), small_calls.limits
-    if work > limits.attention_training or query.dtype != torch.float32:
+    seqlen_k, limits = key.size(-2), small_calls.limits
+    work = query.numel() * seqlen_k
+    if not 0 < work <= limits.attention_training or query.dtype != torch.float32:
         return False
-    return work <= limits.attention_forward or (
+    if is_causal and query.size(-2) != seqlen_k:  # torch multiplies keys that no query sees by 0
+        return False
+    if work > limits.attention_forward and not (
         torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
-    )
+    ):
+        return False
+    return query.is_cpu and not asks_for_a_backend()
 
 
 def _torchs_own(*args: Any, **options: Any) -> Tensor:

@@ -47,6 +47,13 @@ def test_which_calls_are_left_to_torch(lengths):
     with torch.no_grad():
         F.scaled_dot_product_attention(*qkv(1, 4, 30, 16))
     assert lengths == [128, 32, 32, 31, 30]
+    lengths.clear()
+    with fused_attn.use_backend("cpp"):
+        F.scaled_dot_product_attention(*small)
+    key, value = (torch.randn(1, 4, 40, 16) for _ in range(2))
+    value[:, :, 32:] = float("nan")  # which no query sees
+    out = F.scaled_dot_product_attention(small[0], key, value, is_causal=True)
+    assert lengths == [32, 32] and out.isfinite().all()
 
 
 def test_results_are_torchs(lengths):

@@ -22,10 +22,10 @@ BY_HAND = (
 
 
 def attention_in(module: Module) -> str | None:
-    """What a module's own code does that is attention, and what to do; None if nothing is found.
+    """Return CALLS_SDPA or BY_HAND if the methods of a module compute attention, else None.
 
-    Methods of its class and of those that it derives from are looked at, down to torch's own;
-    functions that they call are not.
+    The search covers the class and its bases, except those of torch and of this package. It does
+    not follow calls of functions.
     """
     softmaxes = {name for name, child in module.named_children() if _is_softmax(child)}
     by_hand = False

@@ -1,4 +1,4 @@
-"""What became of the calls of torch's scaled_dot_product_attention while `enable()` was on."""
+"""Counts of calls of torch's scaled_dot_product_attention under `enable()`."""
 
 from __future__ import annotations
 

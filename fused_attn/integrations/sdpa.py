@@ -248,7 +248,7 @@ def _reason_against(
     dropout_p: float,
     is_causal: bool,
 ) -> str:
-    """Why torch's own kernels compute a valid call; empty if ours do."""
+    """Return the reason to leave a valid call to torch's own kernels; empty if ours take it."""
     if in_transform():
         return "under a torch.func transform or forward-mode AD"
     if not torch.backends.cuda.flash_sdp_enabled():
@@ -297,8 +297,8 @@ def _choice_against(
     learns: bool = False,
     learned_bias: bool = False,
 ) -> str:
-    """Why the choice of a backend does not fall on kernels, else empty; cached: it takes as long as
-    a call.
+    """Return the reason why no kernel of ours is chosen; empty if one is. Cached: the choice takes
+    as long as a call.
 
     Args:
         changes: `verdicts.changes`; it and what follows matter only where verdicts decide.

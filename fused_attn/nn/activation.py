@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import GELU, Dropout, Linear, Module, ReLU
 
 from fused_attn.base import small_calls
+from fused_attn.base.torch_state import needs_grad
 from fused_attn.nn._from_torch import is_plain
 from fused_attn.ops.activation import activation_pass, takes_activation
 
@@ -73,9 +74,7 @@ def _is_large(linear: Any, input: Tensor, drops: bool) -> bool:
     numel = max(input.numel(), input.shape[:-1].numel() * getattr(linear, "out_features", 0))
     if drops:
         return numel >= MIN_NUMEL
-    weight = getattr(linear, "weight", input)
-    trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-    limits = small_calls.limits
+    limits, trains = small_calls.limits, needs_grad(input, getattr(linear, "weight", None))
     return numel >= (limits.activation_training if trains else limits.activation_forward)
 
 

@@ -22,7 +22,7 @@ from fused_attn.backends.registry import (
 )
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
-from fused_attn.base.torch_state import batched, is_intercepted, plain_eager
+from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
 from fused_attn.call.calls import (
     AttentionCall,
     AttentionOutputs,
@@ -264,9 +264,7 @@ def _plain(grad: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _needs_grad(call: Flat) -> bool:
-    return torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in call.tensors()
-    )
+    return needs_grad(*call.tensors())
 
 
 def _wanted(ctx: Any, index: int) -> bool:

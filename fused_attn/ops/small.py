@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from fused_attn.backends.registry import asks_for_a_backend
 from fused_attn.base import small_calls
 from fused_attn.base.autocast import any_autocast
+from fused_attn.base.torch_state import needs_grad
 
 _PLAIN = (Tensor, Parameter)
 
@@ -39,7 +40,11 @@ def layer_norm(
             limit //= 2
             if residual.shape != input.shape or residual.dtype != input.dtype:
                 return None
-        if count > limit and input.stride(-1) == 1 and not _trains(input, weight, bias, residual):
+        if (
+            count > limit
+            and input.stride(-1) == 1
+            and not needs_grad(input, weight, bias, residual)
+        ):
             return None
         if not input.is_cpu or input.is_nested or any_autocast():
             return None
@@ -47,7 +52,3 @@ def layer_norm(
         return torch.layer_norm(total, shape, weight, bias, eps), total  # type: ignore[arg-type]
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return None  # validation has the message
-
-
-def _trains(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

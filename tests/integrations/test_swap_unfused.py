@@ -1,4 +1,4 @@
-"""What swap_modules says of attention that it does not reach; and profilers and reprs."""
+"""swap_modules reports attention in the code of other modules; profilers and reprs show kernels."""
 
 from __future__ import annotations
 

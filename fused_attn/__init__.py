@@ -7,7 +7,8 @@ from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_atten
 from fused_attn.integrations.sdpa import disable, enable, enabled
 from fused_attn.masks import Mask
 from fused_attn.swap import SwapReport, swap_modules
-from fused_attn.tools.compare import ComparisonReport, compare
+from fused_attn.tools.compare import compare
+from fused_attn.tools.comparison import ComparisonReport
 from fused_attn.varlen import varlen_attention
 from fused_attn.version import __version__ as __version__
 

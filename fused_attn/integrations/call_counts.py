@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,11 @@ class CallCounts:
     def reset(self) -> None:
         """Start again from 0."""
         self._counts.clear()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in types that JSON knows."""
+        kinds = [{**kind._asdict(), "count": count} for kind, count in self.kinds.most_common()]
+        return {"fused": self.fused, "left_to_torch": self.left_to_torch, "kinds": kinds}
 
     def add(self, reason: str, query: Tensor, key: Tensor) -> None:
         """Count a call."""

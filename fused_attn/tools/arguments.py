@@ -114,6 +114,14 @@ def _add_compare(add: Callable[..., argparse.ArgumentParser]) -> None:
     command.add_argument("--seed", type=int, default=0, help="of inputs and random weights")
     command.add_argument("--no-backward", action="store_true", help="compare no gradients")
     command.add_argument(
+        "--enable", action="store_true",
+        help="under enable() too: calls of torch's scaled_dot_product_attention, which are counted",
+    )  # fmt: skip
+    command.add_argument(
+        "--parameters", action="store_true",
+        help="the gradient of each parameter; default: of each module the one nearest its limit",
+    )  # fmt: skip
+    command.add_argument(
         "--keep-padding", action="store_true",
         help="padded rows as in the original, see swap_modules(model, remove_padding=False); "
         "without it stacks of encoder layers return 0 there, which counts if the model returns "

@@ -20,7 +20,8 @@ from fused_attn.backends import verdicts, wanted_backend
 from fused_attn.tools import bench, ceilings, doctor, plots, sources, verify
 from fused_attn.tools.arguments import TOOL, USAGE, parser
 from fused_attn.tools.cases import Shape, make_mask
-from fused_attn.tools.compare import COLUMNS, compare
+from fused_attn.tools.compare import compare
+from fused_attn.tools.comparison import COLUMNS
 from fused_attn.tools.plan import plan
 from fused_attn.tools.terminal import progress, show_table
 
@@ -154,16 +155,21 @@ def _compare(options: argparse.Namespace) -> int:
     backward = not options.no_backward
     report = compare(
         source.model, *source.args,
-        backward=backward, remove_padding=not options.keep_padding, **source.kwargs,
+        backward=backward, remove_padding=not options.keep_padding, enable=options.enable,
+        **source.kwargs,
     )  # fmt: skip
     report.notes[:0] = source.notes
     if options.png:
         plots.plot_comparison(report, options.png)
     about = {"source": options.source, "seed": options.seed, "versions": doctor.versions()}
     if not _write_json(options.json, about | report.to_dict()):
-        bad = [i for i, row in enumerate(report.rows) if row.binding and not row.ok]
-        show_table(report.title(), COLUMNS, report.cells(), bad)
-        print(*report.notes, report.verdict(), sep="\n")
+        rows = report.shown_rows(options.parameters)
+        print(report.verdict())
+        show_table(
+            report.title(), COLUMNS, [row.cells() for row in rows],
+            bad=[i for i, row in enumerate(rows) if row.above],
+        )  # fmt: skip
+        print(*report.remarks(), sep="\n")
     return OK if report.ok else FAILED
 
 

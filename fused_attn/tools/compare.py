@@ -1,9 +1,9 @@
-"""Numerics of a model with the fused modules against eager attention, layer by layer.
+"""Numerics of a model with the fused kernels against eager attention, layer by layer.
 
 The model runs on the same inputs, forward and backward: in float64 with eager attention (the
-truth), in its own type with eager attention, and in its own type with the fused modules. Both of
-the latter are measured against the first. Eager runs once more, as what does not repeat, or is far
-from its float64, is no measure.
+truth), in its own type with eager attention, and in its own type with the fused modules, or under
+`enable()` too. Both of the latter are measured against the first. Eager runs once more, as what
+does not repeat, or is far from its float64, is no measure.
 
 The fused modules run twice where they remove padding: with padding for the rows of layers, whose
 shapes would differ, and as users run them for the outputs and gradients of the model.
@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fused_attn.integrations.attention_in_code import CALLS_SDPA
+from fused_attn.integrations.call_counts import CallCounts
+from fused_attn.integrations.sdpa import enabled
 from fused_attn.nn import TransformerEncoder
 from fused_attn.swap import (
     SwapReport,
@@ -34,14 +35,12 @@ from fused_attn.swap import (
     transformers_models,
 )
 from fused_attn.tools import contract
+from fused_attn.tools.comparison import ComparisonReport, ComparisonRow
 from fused_attn.tools.recording import Recorder, Tensors, copied, device_of
 from fused_attn.tools.rounding import Expected
-from fused_attn.tools.terminal import aligned, progress
+from fused_attn.tools.terminal import progress
 
 RUNS = 16  # for the error that is expected of eager attention: one takes 20 times as long as eager
-
-# Of `ComparisonReport.table`; ">" aligns to the right.
-COLUMNS = ("tensor", "kind", ">eager max", ">fused max", ">limit", ">eager rms", ">fused rms", "")
 
 _PADDING_NOTE = (
     "above the limit only because padded rows are 0 in the output of {}, and the model reads or "
@@ -49,98 +48,13 @@ _PADDING_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """Errors of one tensor against float64.
-
-    Attributes:
-        name: module, parameter or model output.
-        kind: "output" (of the model), "layer output", "input grad" or "param grad".
-        eager_max, eager_rms: maximal and root mean square error of eager attention, as measured.
-        fused_max, fused_rms: the same of the fused modules.
-        limit: what the contract allows for fused_max.
-        ok: fused_max <= limit.
-        binding: the row counts for the verdict. Layer outputs do not: what they are off by has
-            gathered in the layers before. Nor does what is nowhere finite in float64.
-    """
-
-    name: str
-    kind: str
-    eager_max: float
-    eager_rms: float
-    fused_max: float
-    fused_rms: float
-    limit: float
-    ok: bool
-    binding: bool
-
-
-@dataclass
-class ComparisonReport:
-    """The result of `compare`.
-
-    Attributes:
-        rows: one for each compared tensor, in the order of execution.
-        dtype: type of the model's parameters.
-        swap: what was swapped for the fused run.
-        notes: what the numbers do not show.
-    """
-
-    rows: list[ComparisonRow]
-    dtype: torch.dtype
-    swap: SwapReport
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """The outputs of the model and all gradients (at least one) are within the contract."""
-        binding = [row for row in self.rows if row.binding]
-        return bool(binding) and all(row.ok for row in binding)
-
-    def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text, under `COLUMNS`."""
-        lines = []
-        for row in self.rows:
-            numbers = (row.eager_max, row.fused_max, row.limit, row.eager_rms, row.fused_rms)
-            verdict = ("ok" if row.ok else "ABOVE LIMIT") if row.binding else ""
-            lines.append((row.name, row.kind, *(f"{n:.2e}" for n in numbers), verdict))
-        return lines
-
-    def table(self) -> str:
-        """The rows as an aligned text table."""
-        return aligned(COLUMNS, self.cells())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything in types that JSON knows."""
-        return {
-            "ok": self.ok,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "swapped": [dataclasses.asdict(s) for s in self.swap.swapped],
-            "skipped": [dataclasses.asdict(s) for s in self.swap.skipped],
-            "notes": list(self.notes),
-        }
-
-    def title(self) -> str:
-        """A line that says what the rows are of."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        swapped = len(self.swap.swapped)
-        return f"errors against float64, {dtype} model, {swapped} modules swapped"
-
-    def verdict(self) -> str:
-        """`ok` in words."""
-        binding = [row for row in self.rows if row.binding]
-        above = sum(not row.ok for row in binding)
-        if self.ok:
-            return f"within the contract: {len(binding)} outputs and gradients"
-        return f"ABOVE THE LIMIT: {above} of {len(binding)} outputs and gradients"
-
-    def __str__(self) -> str:
-        return "\n".join([self.title(), self.table(), *self.notes, self.verdict()])
-
-
 def compare(
-    model: Module, *args: Any, backward: bool = True, remove_padding: bool = True, **kwargs: Any
+    model: Module,
+    *args: Any,
+    backward: bool = True,
+    remove_padding: bool = True,
+    enable: bool = False,
+    **kwargs: Any,
 ) -> ComparisonReport:
     """Compare the numerics of the fused modules with eager attention, on the user's own model.
 
@@ -156,6 +70,9 @@ def compare(
         backward: compare gradients as well, those of a fixed random projection of all outputs.
         remove_padding: as in `swap_modules`; the model does not get it. False compares the model
             that `swap_modules(model, remove_padding=False)` makes, padded rows included.
+        enable: run the swapped model under `enable()`, so that attention is compared that the model
+            computes by torch.nn.functional.scaled_dot_product_attention. The report counts the
+            calls. Nothing has to be swapped then.
 
     Returns:
         Errors of outputs, layer outputs and gradients, and whether the contract holds: against
@@ -165,9 +82,9 @@ def compare(
         cancel in it.
 
     Raises:
-        ValueError: the model is swapped already, is float64, nothing in it can be swapped, or its
-            outputs with eager attention are no measure: they do not repeat, or are far from what
-            it computes in float64.
+        ValueError: the model is swapped already, is float64, nothing in it is fused, or its outputs
+            with eager attention are no measure: they do not repeat, or are far from what it
+            computes in float64.
         TypeError: the model fails, and its arguments came as one tuple.
 
     Example:
@@ -180,8 +97,13 @@ def compare(
     fused_model = copy.deepcopy(model)
     swap = swap_modules(fused_model, remove_padding=remove_padding)
     stacks = _keep_padding(fused_model)
-    if not swap.swapped:
-        raise ValueError(f"model must have modules that can be swapped, got none: {swap}")
+    if not (swap.swapped or enable):
+        hint = any(entry.reason == CALLS_SDPA for entry in swap.unfused)
+        raise ValueError(
+            f"model must have modules that can be swapped, got none: {swap}"
+            + ("\ncompare(model, ..., enable=True) compares it under enable()" if hint else "")
+        )
+    kernels = enabled if enable else _no_calls
     runs = 4 if stacks else 3
     with progress("comparing", 2 * runs + 1 if backward else runs + 1) as advance:
         recorder = Recorder(_watched(model, swap), backward, dtype, advance)
@@ -195,13 +117,17 @@ def compare(
             again = recorder.run(_eager(copy.deepcopy(model)), copied(args), copied(kwargs), True)
         _check_repeats(eager, again, dtype, device_of(model))
         _check_plausible(eager, truth, dtype)
-        fused = recorder.run(fused_model, copied(args), copied(kwargs))
+        with kernels() as calls:
+            fused = recorder.run(fused_model, copied(args), copied(kwargs))
         del fused_model
+        if not swap.swapped and (calls is None or not calls.fused):
+            raise ValueError(f"model must have something that is fused, got nothing: {calls}")
 
         def run_swapped(layers: bool) -> Tensors:
             swapped_model = copy.deepcopy(model)
             swap_modules(swapped_model)
-            return recorder.run(swapped_model, copied(args), copied(kwargs), layers=layers)
+            with kernels():
+                return recorder.run(swapped_model, copied(args), copied(kwargs), layers=layers)
 
         judged = fused
         if stacks:
@@ -225,7 +151,14 @@ def compare(
                 zeroed = _report(truth, eager, run_swapped(layers=True), expected, swap)
                 if not zeroed.ok:
                     report.notes = [*padded.notes, _PADDING_NOTE.format(", ".join(stacks))]
+    report.calls = calls
     return report
+
+
+@contextlib.contextmanager
+def _no_calls() -> Iterator[CallCounts | None]:
+    """The block without `enable()`: nothing is counted."""
+    yield None
 
 
 def _no_progress() -> None:
@@ -281,7 +214,8 @@ def _arguments_named(args: tuple[Any, ...]) -> Iterator[None]:
 
 def _watched(model: Module, swap: SwapReport) -> set[str]:
     """Names of attention and norm modules, also those that are not swapped, and what is around."""
-    inner = {entry.name for entry in swap.swapped} | {entry.name for entry in swap.skipped}
+    inner = {entry.name for entry in swap.swapped}
+    inner |= {entry.name for entry in (*swap.skipped, *swap.unfused)}
     names = set()
     for name, module in model.named_modules():
         if shown_name(name) in inner or "attention" in type(module).__name__.lower():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_attn.tools.bench import OURS, PEER, Result
-from fused_attn.tools.compare import ComparisonReport
+from fused_attn.tools.comparison import ComparisonReport
 
 _COLORS = {OURS: "tab:blue", PEER: "tab:orange", "eager": "tab:gray", "limit": "tab:red"}
 _MAX_LABELS = 150  # more make a picture that nobody opens

@@ -10,7 +10,8 @@ import torch
 import fused_attn.nn as fnn
 from fused_attn import functional
 from fused_attn.swap import SwapReport, swap_modules
-from fused_attn.tools.compare import ComparisonReport, ComparisonRow, compare
+from fused_attn.tools.compare import compare
+from fused_attn.tools.comparison import ComparisonReport, ComparisonRow
 from fused_attn.tools.recording import Recorder
 
 
@@ -245,7 +246,7 @@ def test_rows_that_see_no_key_are_noted():
 def test_report_as_text_and_json(backward):
     args, kwargs = transformer_call()
     report = compare(transformer(), *args, **kwargs, backward=backward)
-    table = report.table().splitlines()
+    table = report.table(parameters=True).splitlines()
     assert len(table) == len(report.rows) + 1
     assert any(row.kind == "param grad" for row in report.rows) == backward
     assert "within the contract" in str(report)

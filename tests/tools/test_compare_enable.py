@@ -1,0 +1,100 @@
+"""compare(enable=True): attention by torch's function, counted, and what the report shows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fused_attn.integrations import sdpa
+from fused_attn.tools.compare import compare
+
+
+class Attention(torch.nn.Module):
+    """One projection and torch's function, as most libraries write it."""
+
+    def __init__(self, dim=64, heads=4):
+        super().__init__()
+        self.heads, self.qkv = heads, torch.nn.Linear(dim, 3 * dim)
+
+    def forward(self, x):
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class ByHand(torch.nn.Module):
+    """Attention written out."""
+
+    def __init__(self, dim=64):
+        super().__init__()
+        self.qkv = torch.nn.Linear(dim, 3 * dim)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return (query @ key.transpose(-2, -1)).softmax(-1) @ value
+
+
+def model(*blocks):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*blocks)
+
+
+def tokens(length=160):
+    return torch.randn(2, length, 64)
+
+
+def test_calls_are_compared_and_counted():
+    report = compare(model(Attention(), Attention()), tokens(), enable=True)
+    assert report.ok, str(report)
+    assert (report.calls.fused, report.calls.left_to_torch) == (2, 0)
+    rows = {(row.name, row.kind) for row in report.rows}
+    assert {("0", "layer output"), ("1.qkv.weight", "param grad")} <= rows
+    assert "under enable(): 2 calls fused" in str(report)
+    assert report.to_dict()["calls"]["fused"] == 2
+
+
+def test_a_kernel_that_is_off_is_seen(monkeypatch):
+    exact = sdpa.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        sdpa.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: exact(*args, **kwargs) * (1 + 1e-3),
+    )
+    assert not compare(model(Attention()), tokens(), enable=True).ok
+
+
+def test_under_a_switch_that_is_on_already():
+    """What it is compared with stays eager."""
+    with sdpa.enabled() as outer:
+        report = compare(model(Attention()), tokens(), enable=True)
+    assert report.ok and report.calls.fused == 1 == outer.fused
+    assert outer.left_to_torch > 0
+
+
+def test_without_enable_the_error_names_it():
+    with pytest.raises(ValueError, match=r"enable=True"):
+        compare(model(Attention()), tokens())
+
+
+def test_nothing_fused_is_an_error():
+    with pytest.raises(ValueError, match="something that is fused"):
+        compare(model(ByHand()), tokens(), enable=True)
+
+
+def test_the_verdict_comes_first_then_modules_then_what_was_left_alone():
+    report = compare(model(torch.nn.LayerNorm(64), Attention(), ByHand()), tokens())
+    lines = str(report).splitlines()
+    assert lines[0] == report.verdict()
+    assert sum("test_compare_enable.Attention (1): calls torch" in line for line in lines) == 1
+    assert sum("test_compare_enable.ByHand (2): has attention" in line for line in lines) == 1
+    shown = report.shown_rows()
+    assert [row.kind for row in shown[:1]] == ["output"]
+    order = list(dict.fromkeys(row.module for row in shown))
+    assert [row.module for row in shown] == sorted((row.module for row in shown), key=order.index)
+    (worst,) = [row for row in shown if (row.module, row.kind) == ("0", "param grad, worst of 2")]
+    assert worst.share == max(r.share for r in report.rows if r.name in ("0.weight", "0.bias"))
+    assert sorted(report.shown_rows(parameters=True), key=report.rows.index) == report.rows
+
+
+def test_what_enable_takes_over_is_not_left_alone():
+    norm_and_attention = model(torch.nn.LayerNorm(64), Attention())
+    assert compare(norm_and_attention, tokens()).left_alone()
+    assert not compare(norm_and_attention, tokens(), enable=True).left_alone()

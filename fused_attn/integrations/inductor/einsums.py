@@ -1,0 +1,95 @@
+"""The two products of attention as torch.einsum writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ELLIPSIS = "..."
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """How an operand gets the dimensions that another order asks for.
+
+    Attributes:
+        permutation: of its own dimensions.
+        added: where dimensions of size 1 come in afterwards, in this order.
+    """
+
+    permutation: tuple[int, ...]
+    added: tuple[int, ...]
+
+
+def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arranged, Arranged] | None:
+    """The operands of query @ key^T as (*batch, seqlen, head_dim); None if it is something else.
+
+    Args:
+        equation: with two operands, such as "bhid,bhjd->bhij". The result has to end with the
+            dimensions of queries and keys.
+        ndims: of the operands.
+    """
+    letters = _letters(equation, ndims)
+    if letters is None:
+        return None
+    query, key, out = letters
+    summed = set(query) & set(key) - set(out)
+    if len(summed) != 1 or len(out) < 2:
+        return None
+    row, column = out[-2:]
+    if row in key or row not in query or column in query or column not in key:
+        return None
+    batch = out[:-2]
+    if set(query) | set(key) != {*out, *summed}:
+        return None
+    width = summed.pop()
+    return _arranged(query, [*batch, row, width]), _arranged(key, [*batch, column, width])
+
+
+def output_of(equation: str, ndims: Sequence[int]) -> tuple[Arranged, tuple[int, ...]] | None:
+    """The values of weights @ value as (*batch, seqlen_k, head_dim), and the permutation of
+    (*batch, seqlen_q, head_dim) that gives the result; None if it is something else.
+
+    Args:
+        equation: with the weights first, which have to end with queries and keys.
+    """
+    letters = _letters(equation, ndims)
+    if letters is None:
+        return None
+    weights, value, out = letters
+    if len(weights) < 2:
+        return None
+    batch, row, column = weights[:-2], weights[-2], weights[-1]
+    width = [letter for letter in value if letter not in weights]
+    if column not in value or row in value or len(width) != 1:
+        return None
+    own = [*batch, row, *width]
+    if set(out) != set(own):
+        return None
+    return _arranged(value, [*batch, column, *width]), tuple(own.index(letter) for letter in out)
+
+
+def _letters(equation: str, ndims: Sequence[int]) -> tuple[list[str], list[str], list[str]] | None:
+    """The dimensions of two operands and of the result, each by its letter or "...0"."""
+    sides = equation.replace(" ", "").split("->")
+    operands = sides[0].split(",")
+    if len(sides) != 2 or len(operands) != 2 or len(ndims) != 2:
+        return None
+    # An ellipsis stands for as many dimensions in both operands, or the shorter one broadcasts.
+    hidden = [n - len(o.replace(ELLIPSIS, "")) for o, n in zip(operands, ndims, strict=True)]
+    first, second = (_split(o, n) for o, n in zip(operands, hidden, strict=True))
+    out = _split(sides[1], max(hidden))
+    if any(len(set(part)) != len(part) for part in (first, second, out)):
+        return None
+    return first, second, out
+
+
+def _split(text: str, hidden: int) -> list[str]:
+    before, ellipsis, after = text.partition(ELLIPSIS)
+    middle = [f"{ELLIPSIS}{i}" for i in reversed(range(hidden))] if ellipsis else []
+    return [*before, *middle, *after]
+
+
+def _arranged(letters: list[str], wanted: list[str]) -> Arranged:
+    permutation = tuple(letters.index(letter) for letter in wanted if letter in letters)
+    return Arranged(permutation, tuple(i for i, w in enumerate(wanted) if w not in letters))

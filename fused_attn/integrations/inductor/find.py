@@ -1,0 +1,381 @@
+"""Attention in a graph: a product, steps that end in a softmax, and a product with values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fused_attn.integrations.inductor import einsums
+from fused_attn.integrations.inductor.ops import (
+    RESHAPES,
+    argument,
+    in_place,
+    op_of,
+    shape_of,
+    tensor_of,
+)
+from fused_attn.integrations.inductor.scores import Step
+
+
+class NotFusedError(Exception):
+    """What stands against taking a softmax and its neighbours as attention, in words."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in the graph, and how it gets the dimensions that the fused function wants.
+
+    Attributes:
+        transposed: its last two dimensions change places.
+        arranged: what an einsum asks for; None: nothing.
+    """
+
+    node: Node
+    transposed: bool = False
+    arranged: einsums.Arranged | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention in a graph.
+
+    Attributes:
+        query, key, value: (*batch, seqlen, head_dim) each.
+        output: weights @ value.
+        steps: from the first product to the softmax and on to the output, see scores.py.
+        dropout_p: probability of dropping a weight.
+        order: the permutation of (*batch, seqlen_q, head_dim_v) that gives the output, or None.
+        nodes: what goes when the output is computed in another way, in the order of the graph.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    output: Node
+    steps: tuple[Step, ...]
+    dropout_p: float
+    order: tuple[int, ...] | None
+    nodes: list[Node]
+
+
+def softmaxes(graph: Graph) -> Iterator[Node]:
+    """The calls of softmax over the last dimension."""
+    for node in graph.nodes:
+        if op_of(node) == "softmax":
+            shape, dim = shape_of(node), argument(node, 1, "dim")
+            if shape is not None and dim in (-1, len(shape) - 1):
+                yield node
+
+
+def attention_at(softmax: Node) -> Attention:
+    """The attention that a softmax is part of.
+
+    Raises:
+        NotFusedError: there is none, or it cannot be computed by the fused function.
+    """
+    return _Search(softmax).result()
+
+
+@dataclass
+class _Search:
+    softmax: Node
+    product: Node | None = None
+    steps: list[Step] = field(default_factory=list)
+    chain: list[Node] = field(default_factory=list)
+    dropout_p: float = 0.0
+
+    def result(self) -> Attention:
+        self._go_up(self.softmax.args[0] if self.softmax.args else None, self.softmax)
+        self.chain.append(self.softmax)
+        product, ends = self.product, shape_of(self.softmax)
+        assert product is not None
+        shape = shape_of(product)
+        if shape is None or ends is None or shape[-2:] != ends[-2:]:
+            raise NotFusedError("queries and keys are not the last dimensions of the scores")
+        output = self._go_down()
+        self._check(product, output)
+        query, key = _factors(product)
+        value, order = _values(output)
+        return Attention(
+            query, key, value, output, tuple(self.steps), self.dropout_p, order,
+            [product, *self.chain, output],
+        )  # fmt: skip
+
+    # ---- from the softmax to the product of query and key
+
+    def _go_up(self, node: Any, reader: Node) -> None:
+        """Adds the steps that make what `reader` sees in `node`."""
+        writers = _writers(node, reader)
+        name = op_of(node)
+        if name in ("matmul", "einsum", "baddbmm"):
+            self.product = node
+            if name == "baddbmm":
+                self._add_baddbmm(node)
+        else:
+            self._step_up(name, node, self._go_up)
+            self.chain.append(node)
+        for writer in writers:
+            self._step_up(op_of(writer), writer, _nothing)
+            self.chain.append(writer)
+
+    def _step_up(self, name: str, node: Any, go_up: Callable[[Any, Node], None]) -> None:
+        """Adds the steps behind the scores that a call takes, and its own."""
+        if name == "cast":
+            go_up(node.args[0], node)
+        elif name in RESHAPES:
+            go_up(node.args[0], node)
+            method = str(node.target) if node.op == "call_method" else name
+            if node.kwargs:
+                raise NotFusedError(f"scores come from {method} with named arguments")
+            self.steps.append(("reshape", method, tuple(node.args[1:])))
+        elif name == "tanh":
+            go_up(node.args[0], node)
+            if not all(step[0] == "multiply" for step in self.steps):
+                raise NotFusedError("tanh of scores with a mask")
+            self.steps.append(("tanh",))
+        elif name in ("mul", "div", "add", "sub"):
+            self._arithmetic(name, node, go_up)
+        elif name == "masked_fill":
+            go_up(node.args[0], node)
+            value = _number(argument(node, 2, "value"))
+            self.steps.append(("fill", argument(node, 1, "mask"), value))
+        elif name == "where":
+            self._where(node, go_up)
+        else:
+            raise NotFusedError(f"scores come from {_shown(node)}")
+
+    def _arithmetic(self, name: str, node: Node, go_up: Callable[[Any, Node], None]) -> None:
+        if set(node.kwargs) - {"out"} or len(node.args) != 2:
+            raise NotFusedError(f"scores come from {_shown(node)} with more arguments")
+        scores, other = node.args
+        if name in ("mul", "add") and not self._is_scores(scores, node):
+            scores, other = other, scores
+        go_up(scores, node)
+        if name in ("mul", "div"):
+            self.steps.append(self._factor(name, other, node))
+        elif tensor_of(other) is None:
+            raise NotFusedError("a number is added to the scores")
+        else:
+            self.steps.append(("add" if name == "add" else "subtract", other))
+
+    def _factor(self, name: str, other: Any, node: Node) -> Step:
+        if isinstance(other, (int, float)):
+            factor = float(other) if name == "mul" else 1.0 / other
+            if ("tanh",) in self.steps and factor <= 0.0:
+                raise NotFusedError("tanh of scores by a factor that is not positive")
+            return ("multiply", factor)
+        shape = shape_of(other)
+        if shape is None or (len(shape) > 0 and shape[-1] != 1):
+            raise NotFusedError("scores are multiplied by a tensor that differs between keys")
+        if ("tanh",) in self.steps:
+            raise NotFusedError("tanh of scores by a tensor")
+        return ("multiply" if name == "mul" else "divide", other)
+
+    def _where(self, node: Node, go_up: Callable[[Any, Node], None]) -> None:
+        if len(node.args) != 3:
+            raise NotFusedError("scores come from where with other arguments")
+        if node.op == "call_method":
+            kept, visible, other = node.args
+        else:
+            visible, kept, other = node.args
+        if _constant(other) is not None:
+            go_up(kept, node)
+            self.steps.append(("keep", visible, _number(other)))
+        else:
+            go_up(other, node)
+            self.steps.append(("fill", visible, _number(kept)))
+
+    def _add_baddbmm(self, node: Node) -> None:
+        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
+            raise NotFusedError("baddbmm with factors that are not numbers")
+        self.steps.append(("multiply", float(alpha)))
+        if beta:
+            if beta != 1:
+                raise NotFusedError("baddbmm with a factor for what is added")
+            self.steps.append(("add", node.args[0]))
+
+    def _is_scores(self, node: Any, reader: Node) -> bool:
+        """Whether the way up from a node ends in a product."""
+        trial = _Search(self.softmax)
+        try:
+            trial._go_up(node, reader)
+        except NotFusedError:
+            return False
+        return True
+
+    # ---- from the softmax to the product with values
+
+    def _go_down(self) -> Node:
+        node = self.softmax
+        while True:
+            users = _live_users(node)
+            if len(users) != 1:
+                raise NotFusedError("weights are used elsewhere too, or nowhere")
+            (user,) = users
+            name = op_of(user)
+            if name in ("matmul", "einsum"):
+                return user
+            if not user.args or user.args[0] is not node or in_place(user):
+                raise NotFusedError(f"weights go to {_shown(user)}")
+            if name in RESHAPES and not user.kwargs:
+                method = str(user.target) if user.op == "call_method" else name
+                self.steps.append(("reshape", method, tuple(user.args[1:])))
+            elif name == "dropout":
+                self._dropout(user)
+            elif name == "masked_fill":
+                self._zero_rows(user)
+            elif name == "nan_to_num":
+                self._without_nan()
+            elif name != "cast":
+                raise NotFusedError(f"weights go to {_shown(user)}")
+            self.chain.append(user)
+            node = user
+
+    def _dropout(self, node: Node) -> None:
+        functional = node.target is torch.nn.functional.dropout
+        p = argument(node, 1, "p", 0.5)
+        training = argument(node, 2, "training" if functional else "train", True)
+        if not isinstance(training, bool) or not isinstance(p, (int, float)) or self.dropout_p:
+            raise NotFusedError("dropout by something that is not a number")
+        self.dropout_p = float(p) if training else 0.0
+
+    def _zero_rows(self, node: Node) -> None:
+        """Weights set to 0 where their scores were replaced: rows without any other are 0."""
+        mask, value = argument(node, 1, "mask"), argument(node, 2, "value")
+        same = [step for step in self.steps if step[0] == "fill" and step[1] is mask]
+        fills = [step for step in self.steps if step[0] in ("fill", "keep")]
+        if _constant(value) != 0.0 or same != fills or self.dropout_p:
+            raise NotFusedError("weights are set to a number behind the softmax")
+        self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
+
+    def _without_nan(self) -> None:
+        """NaN weights set to 0: those of rows without a key, which are 0 in the fused function."""
+        if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
+            raise NotFusedError("nan_to_num behind a mask of finite numbers")
+
+    # ---- what the fused function needs
+
+    def _check(self, product: Node, output: Node) -> None:
+        tensors = [tensor_of(node) for node in (*operands_of(product)[:2], values_of(output))]
+        dtypes = {None if t is None else t.dtype for t in tensors}
+        if len(dtypes) != 1 or None in dtypes or not dtypes.pop().is_floating_point:  # type: ignore[union-attr]
+            raise NotFusedError("query, key and value are of several types")
+        if any(t is None or t.dim() < 3 for t in tensors):
+            raise NotFusedError("query, key or value has fewer than 3 dimensions")
+        if operands_of(output)[0] is not self.chain[-1]:
+            raise NotFusedError("weights are the second factor of the product with values")
+        inside = {*self.chain, output}
+        for read in (product, *self.chain):
+            others = [user for user in _live_users(read) if user not in inside]
+            if others:
+                raise NotFusedError(
+                    f"scores or weights are used elsewhere too, by {_shown(others[0])}"
+                )
+        node = product.next
+        while node is not output:
+            if in_place(node) and node not in inside:
+                raise NotFusedError("something is written to between the products")
+            node = node.next
+
+
+def operands_of(product: Node) -> list[Any]:
+    """The tensors of a product: first the two factors."""
+    name = op_of(product)
+    if name == "einsum":
+        operands = product.args[1:]
+        return list(operands[0]) if isinstance(operands[0], (list, tuple)) else list(operands)
+    return [argument(product, i, n) for i, n in _FACTORS[name]]
+
+
+def values_of(output: Node) -> Any:
+    """The second factor of weights @ value."""
+    operands = operands_of(output)
+    if len(operands) != 2:
+        raise NotFusedError("weights go to a product of several tensors")
+    return operands[1]
+
+
+_FACTORS = {
+    "matmul": ((0, "input"), (1, "other")),
+    "baddbmm": ((1, "batch1"), (2, "batch2")),
+}
+
+
+def _factors(product: Node) -> tuple[Operand, Operand]:
+    """Query and key."""
+    query, key = operands_of(product)[:2]
+    if op_of(product) != "einsum":
+        return Operand(query), Operand(key, transposed=True)
+    arranged = einsums.scores_of(*_einsum_of(product))
+    if arranged is None:
+        raise NotFusedError(f"scores come from einsum {product.args[0]!r}")
+    return Operand(query, arranged=arranged[0]), Operand(key, arranged=arranged[1])
+
+
+def _values(output: Node) -> tuple[Operand, tuple[int, ...] | None]:
+    """The values, and the permutation of the result."""
+    value = values_of(output)
+    if op_of(output) != "einsum":
+        return Operand(value), None
+    arranged = einsums.output_of(*_einsum_of(output))
+    if arranged is None:
+        raise NotFusedError(f"weights go to einsum {output.args[0]!r}")
+    return Operand(value, arranged=arranged[0]), arranged[1]
+
+
+def _einsum_of(product: Node) -> tuple[str, list[int]]:
+    """The equation of an einsum, and the number of dimensions of each operand."""
+    shapes = [shape_of(operand) for operand in operands_of(product)]
+    return str(product.args[0]), [0 if shape is None else len(shape) for shape in shapes]
+
+
+def _nothing(node: Any, reader: Node) -> None:
+    """The way up from a call that writes in place: what it wrote to was walked already."""
+
+
+def _writers(node: Any, reader: Node) -> list[Node]:
+    """Calls that write to a tensor, and whose results nobody reads, before `reader` reads it."""
+    if not isinstance(node, Node):
+        raise NotFusedError("scores are not made in this graph")
+    found = [u for u in node.users if in_place(u) and u.args[0] is node and not u.users]
+    return sorted(user for user in found if user < reader)
+
+
+def _live_users(node: Node) -> list[Node]:
+    return [user for user in node.users if not _is_dead(user)]
+
+
+def _is_dead(node: Node) -> bool:
+    """A call without an effect whose result nobody reads."""
+    calls = ("call_function", "call_method")
+    return node.op in calls and not in_place(node) and all(_is_dead(u) for u in node.users)
+
+
+def _constant(value: Any) -> float | None:
+    """The number that a value is, or that a tensor is filled with; None: it is not known."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, Node) and value.target in (torch.full, torch.tensor):
+        number = value.args[1] if value.target is torch.full else value.args[0]
+        shape = shape_of(value)
+        if isinstance(number, (int, float)) and shape is not None and shape.numel() == 1:
+            return float(number)
+    return None
+
+
+def _number(value: Any) -> float:
+    number = _constant(value)
+    if number is None:
+        raise NotFusedError("scores are replaced by something that is not a number")
+    return number
+
+
+def _shown(node: Any) -> str:
+    target = getattr(node, "target", node)
+    return str(getattr(target, "__name__", target))

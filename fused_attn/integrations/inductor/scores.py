@@ -1,0 +1,174 @@
+"""Attention from the steps by which a model makes its scores; what is put into the graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fused_attn import functional
+from fused_attn.base.torch_state import statistics_dtype
+
+# A step of the scores: its kind, then its operands.
+#   ("multiply", factor)         a number, or a tensor that is the same for all keys of a query
+#   ("divide", factor)           such a tensor
+#   ("add", bias), ("subtract", bias)  a tensor
+#   ("fill", hidden, value)      a bool tensor, and the number that takes the place of the score
+#   ("keep", visible, value)     the same, where the tensor is False
+#   ("tanh",)                    for softcap * tanh(scores / softcap)
+#   ("reshape", method, args)    a method of Tensor that makes other dimensions of the same scores
+Step = tuple[Any, ...]
+
+
+def attention_of_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    steps: Sequence[Step],
+    dropout_p: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """softmax(steps(query @ key^T)) @ value by the fused kernels.
+
+    Args:
+        query, key: (*batch, seqlen_q, head_dim), (*batch, seqlen_k, head_dim); batch dimensions
+            broadcast.
+        value: (*others, seqlen_k, head_dim_v), where `others` are the dimensions of the scores
+            after the last step.
+        dtype: of the result.
+
+    Returns:
+        (*others, seqlen_q, head_dim_v). Rows whose keys are all hidden by -inf are 0. A row whose
+        keys are all hidden by finite numbers attends as eager attention does, and gives query and
+        key no gradient, as the numbers took the place of its scores.
+    """
+    scores = _Scores(query, key)
+    for kind, *operands in steps:
+        getattr(scores, kind)(*operands)
+    query, mask = scores.query_and_mask()
+    batch, others = scores.shape[:-2], scores.template.shape[:-2]
+    if value.dim() > 2 and batch != others:
+        value = value.expand(*others, -1, -1).reshape(*batch, *value.shape[-2:])
+    out = functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, scale=scores.scale, softcap=scores.softcap
+    )
+    out = cast(Tensor, out).to(dtype)
+    return out if batch == others else out.reshape(*others, *out.shape[-2:])
+
+
+class _Scores:
+    """The scores after some steps, as arguments of the fused function.
+
+    Attributes:
+        shape: of the scores as the product makes them.
+        template: a tensor of one element that has the shape of the scores after the last step.
+        scale: multiplies the product.
+        softcap: of the fused function; None: none.
+        bias: what is added to it; None: nothing.
+        hidden: bool, keys hidden by -inf; None: none.
+        replaced: bool, scores that another number took the place of, hidden ones too.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor) -> None:
+        batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        self.query = query
+        self.shape = torch.Size((*batch, query.shape[-2], key.shape[-2]))
+        self.template = query.new_empty(()).expand(self.shape)
+        self.scale, self.softcap = 1.0, cast("float | None", None)
+        self.bias: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.replaced: Tensor | None = None
+        self._finite = False  # a number that is not -inf took the place of scores
+
+    def multiply(self, factor: float | Tensor) -> None:
+        if isinstance(factor, Tensor):
+            factor = self._in_shape(factor)
+            self.query = self.query * factor.to(self.query.dtype)
+        else:
+            self.scale *= factor
+            if self.softcap is not None:
+                self.softcap *= factor
+        if self.bias is not None:
+            self.bias = self.bias * factor
+
+    def divide(self, factor: Tensor) -> None:
+        self.multiply(factor.reciprocal())
+
+    def tanh(self) -> None:
+        self.softcap = 1.0
+
+    def add(self, bias: Tensor) -> None:
+        bias = self._in_shape(bias)
+        if bias.dtype not in (torch.float32, self.query.dtype):
+            bias = bias.to(statistics_dtype(self.query.dtype))
+        self.bias = bias if self.bias is None else self.bias + bias
+
+    def subtract(self, bias: Tensor) -> None:
+        self.add(-bias)
+
+    def fill(self, hidden: Tensor, value: float) -> None:
+        hidden = self._in_shape(hidden)
+        self.replaced = hidden if self.replaced is None else self.replaced | hidden
+        if value == -math.inf:
+            self.hidden = hidden if self.hidden is None else self.hidden | hidden
+            return
+        self._finite = True
+        bias = self.query.new_zeros(()) if self.bias is None else self.bias
+        self.bias = torch.where(hidden, value, bias.to(statistics_dtype(bias.dtype)))
+
+    def keep(self, visible: Tensor, value: float) -> None:
+        self.fill(visible.logical_not(), value)
+
+    def reshape(self, method: str, args: Sequence[Any]) -> None:
+        self.template = getattr(self.template, method)(*args)
+
+    def query_and_mask(self) -> tuple[Tensor, Tensor | None]:
+        """The query and the mask of the fused function."""
+        query = self.query
+        if self._finite and self.replaced is not None:
+            # Rows without a score of their own: 0, and no gradient.
+            query = query.masked_fill(self.replaced.all(-1, keepdim=True), 0.0)
+        if self.hidden is None:
+            return query, self.bias
+        if self.bias is None:
+            return query, self.hidden.logical_not()
+        return query, self.bias.masked_fill(self.hidden, -math.inf)
+
+    def _in_shape(self, tensor: Tensor) -> Tensor:
+        """A tensor that broadcasts to the template, as one that broadcasts to `shape`."""
+        to = self.template.shape
+        if to == self.shape:
+            return tensor
+        tensor = tensor.reshape((1,) * (len(to) - tensor.dim()) + tuple(tensor.shape))
+        expanded: list[Any] = []
+        sizes: list[Any] = []
+        for own, other in _groups(to, self.shape):
+            there = [tensor.shape[i] for i in own]
+            if all(size == 1 for size in there):
+                expanded += there
+                sizes += [1] * len(other)
+            else:
+                expanded += [to[i] for i in own]
+                sizes += [self.shape[i] for i in other]
+        return tensor.expand(expanded).reshape(sizes)
+
+
+def _groups(first: torch.Size, second: torch.Size) -> list[tuple[list[int], list[int]]]:
+    """Dimensions of two shapes of the same elements: the shortest runs of equal products."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(first) or j < len(second):
+        own, other = [i], [j]
+        left = first[i] if i < len(first) else 1
+        right = second[j] if j < len(second) else 1
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, own, i = left * first[i], [*own, i], i + 1
+            else:
+                right, other, j = right * second[j], [*other, j], j + 1
+        groups.append(([k for k in own if k < len(first)], [k for k in other if k < len(second)]))
+    return groups

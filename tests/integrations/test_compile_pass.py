@@ -1,0 +1,303 @@
+"""compile_pass: attention written out by hand in many ways is found, fused, and the same."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
+
+from fused_attn import compile_pass
+from fused_attn.tools import contract
+
+B, H, L, D = 2, 3, 40, 16
+INF = float("-inf")
+CAUSAL = torch.ones(L, L).tril().bool()
+PADDING = torch.arange(L)[None, None, None] < torch.tensor([L, 25])[:, None, None, None]
+BIAS = torch.randn(H, L, L, generator=torch.Generator().manual_seed(0))
+
+
+def compiled(function, attention):
+    """A function with the pass on its graph, and no code generated."""
+
+    def backend(graph, inputs):
+        attention(graph.graph)
+        graph.recompile()
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def operands(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(B, H, L, D, generator=generator).to(dtype) for _ in range(3)]
+
+
+def nanogpt(q, k, v):
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(CAUSAL[None, None, :L, :L] == 0, INF)
+    return F.softmax(att, dim=-1) @ v
+
+
+def annotated_transformer(q, k, v):
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    scores = scores.masked_fill(PADDING == 0, -1e9)
+    return torch.matmul(F.dropout(scores.softmax(dim=-1), 0.5, training=False), v)
+
+
+def vit(q, k, v):
+    dots = torch.matmul(q * D**-0.5, k.transpose(-1, -2))
+    return torch.matmul(torch.nn.Softmax(dim=-1)(dots), v)
+
+
+def esm(q, k, v):
+    q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
+    weights = torch.bmm(q, k.transpose(1, 2))
+    weights += CAUSAL.to(q.dtype).log().unsqueeze(0)
+    weights = weights.view(B, H, L, L).masked_fill(~PADDING, INF).view(B * H, L, L)
+    floats = F.softmax(weights, dim=-1, dtype=torch.float32)
+    return torch.bmm(floats.type_as(weights), v).view(B, H, L, D)
+
+
+def swin(q, k, v):
+    """Windows share a mask, for which the scores get a dimension more."""
+    attn = (q @ k.transpose(-2, -1)) * D**-0.5 + BIAS.to(q.dtype).unsqueeze(0)
+    mask = torch.where(CAUSAL, 0.0, -100.0).to(q.dtype).expand(B, L, L)
+    attn = attn.view(B // 2, 2, H, L, L) + mask.unsqueeze(1).unsqueeze(0)
+    return attn.view(-1, H, L, L).softmax(-1) @ v
+
+
+def sam(q, k, v):
+    """Keys and queries get two dimensions each, for a bias of rows and one of columns."""
+    q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
+    attn = q @ k.transpose(-2, -1) / 4
+    rows, columns = (torch.linspace(-1, 2, n, dtype=q.dtype) for n in (20, 32))
+    attn = (
+        attn.view(B * H, 5, 8, 5, 8)
+        + rows.view(1, 1, 4, 5, 1)[:, :, :1]
+        + columns.view(1, 1, 1, 4, 8)[:, :, :, :1]
+    ).view(B * H, L, L)
+    return (attn.softmax(dim=-1) @ v).view(B, H, L, D)
+
+
+def einsum(q, k, v):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    sim = torch.einsum("bihd,bjhd->bhij", q, k) * D**-0.5
+    sim.masked_fill_(~PADDING, -torch.finfo(sim.dtype).max)
+    return torch.einsum("bhij,bjhd->bihd", sim.softmax(dim=-1), v).transpose(1, 2)
+
+
+def one_head_of_keys(q, k, v):
+    sim = torch.einsum("b h i d, b j d -> b h i j", q, k[:, 0])
+    return torch.einsum("b h i j, b j d -> b h i d", sim.softmax(dim=-1), v[:, 0])
+
+
+def alibi_by_baddbmm(q, k, v):
+    q, k, v = (t.reshape(B * H, L, D) for t in (q, k, v))
+    bias = BIAS[:, :1].to(q.dtype).repeat(B, 1, 1)
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=0.25).view(B, H, L, L)
+    return torch.bmm(scores.softmax(-1).view(B * H, L, L), v).view(B, H, L, D)
+
+
+def t5(q, k, v):
+    scores = torch.matmul(q, k.transpose(3, 2))
+    scores += BIAS
+    return torch.matmul(F.softmax(scores.float(), dim=-1).type_as(scores), v)
+
+
+def gpt2(q, k, v):
+    weights = torch.matmul(q, k.transpose(-1, -2)) / torch.full([], D**0.5, dtype=q.dtype)
+    lowest = torch.full([], torch.finfo(q.dtype).min, dtype=q.dtype)
+    return torch.matmul(torch.where(CAUSAL, weights, lowest).softmax(-1), v)
+
+
+def swin_v2(q, k, v):
+    attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+    bias = BIAS.to(q.dtype)
+    attn = attn * bias[:, :1, :1].exp() + 16 * torch.sigmoid(bias)
+    return attn.softmax(-1) @ v
+
+
+def capped(q, k, v):
+    scores = torch.tanh((q @ k.mT) * 0.25 / 5.0) * 5.0
+    return (scores - 1e4 * (~CAUSAL).to(q.dtype)).softmax(-1) @ v
+
+
+def espnet(q, k, v):
+    """Weights of padding are set to 0 behind the softmax too."""
+    hidden = PADDING.eq(0)
+    scores = torch.matmul(q, k.transpose(-2, -1)) / 4.0
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    return torch.matmul(torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0), v)
+
+
+def in_steps(q, k, v):
+    """In place, so that no call reads what the one before returns."""
+    scores = q @ k.transpose(-2, -1)
+    scores.mul_(0.25)
+    scores.masked_fill_(~CAUSAL, INF)
+    scores.add_(BIAS)
+    return torch.nan_to_num(scores.softmax(-1)) @ v
+
+
+WAYS = [
+    nanogpt, annotated_transformer, vit, esm, swin, sam, einsum, one_head_of_keys, alibi_by_baddbmm,
+    t5, gpt2, swin_v2, capped, espnet, in_steps,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_ways_to_write_it(way, dtype):
+    attention = compile_pass()
+    names = dict(zip(("query", "key", "value"), operands(dtype), strict=True))
+    with torch.no_grad():
+        verdict = contract.check(compiled(way, attention), way, names, dtype, gradients=False)
+    assert verdict.ok, verdict.worst
+    assert attention.fused == len(attention.found) == 1, attention
+    verdict = contract.check(compiled(way, attention), way, names, dtype, gradients=True)
+    assert verdict.ok, verdict.worst
+
+
+def attend(q, k, v, mask=None, fill=INF, bias=None, dropout_p=0.0):
+    scores = q @ k.transpose(-2, -1) * D**-0.5
+    scores = scores if bias is None else scores + bias
+    scores = scores if mask is None else scores.masked_fill(mask, fill)
+    return F.dropout(scores.softmax(-1), dropout_p) @ v
+
+
+def test_a_bias_has_its_gradient():
+    names = dict(zip(("query", "key", "value"), operands(), strict=True)) | {"bias": BIAS}
+    attention = compile_pass()
+
+    def way(q, k, v, bias):
+        return attend(q, k, v, ~CAUSAL, bias=bias)
+
+    verdict = contract.check(compiled(way, attention), way, names, torch.float32, gradients=True)
+    assert verdict.ok and attention.fused == 1, verdict.worst
+    assert "grad bias" in [finding.name for finding in verdict.findings]
+
+
+@pytest.mark.parametrize("fill", [-1e9, -1e4, -torch.finfo(torch.float32).max])
+def test_rows_that_a_number_hides_are_as_in_eager(fill):
+    """All keys of the second sequence are hidden: its rows are means, without a gradient."""
+    mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
+    names = dict(zip(("query", "key", "value"), operands(), strict=True))
+
+    def way(q, k, v):
+        return attend(q, k, v, mask, fill)
+
+    attention = compile_pass()
+    verdict = contract.check(compiled(way, attention), way, names, torch.float32, gradients=True)
+    assert verdict.ok and attention.fused == 1, verdict.worst
+
+
+def test_rows_that_infinity_hides_are_0():
+    q, k, v = operands()
+    mask = torch.tensor([False, True])[:, None, None, None].expand(B, 1, 1, L)
+    out = compiled(lambda q, k, v: attend(q, k, v, mask), compile_pass())(q, k, v)
+    assert out[1].eq(0).all() and torch.allclose(out[0], attend(q, k, v)[0], atol=1e-5)
+
+
+def test_dropout_is_that_of_training():
+    q, k, v = operands()
+    attention = compile_pass()
+    run = compiled(lambda q, k, v: attend(q, k, v, dropout_p=0.5), attention)
+    torch.manual_seed(0)
+    outs = torch.stack([run(q, k, v) for _ in range(300)])
+    assert attention.fused == 1
+    assert not torch.equal(outs[0], outs[1])
+    assert (outs.mean(0) - attend(q, k, v)).abs().max() < 0.3
+    torch.manual_seed(0)
+    assert torch.equal(run(q, k, v), outs[0])
+
+
+def weights_too(q, k, v):
+    weights = (q @ k.transpose(-2, -1)).softmax(-1)
+    return weights @ v, weights
+
+
+def classifier(q, k, v):
+    return torch.relu(q).softmax(-1)
+
+
+def two_products(q, k, v):
+    return (q @ k.transpose(-2, -1) * (k @ q.transpose(-2, -1))).softmax(-1) @ v
+
+
+def written_between(q, k, v):
+    scores = q @ k.transpose(-2, -1)
+    v = v.clone()
+    weights = scores.softmax(-1)
+    v.mul_(2.0)
+    return weights @ v
+
+
+def scores_too(q, k, v):
+    scores = q @ k.transpose(-2, -1)
+    return scores.softmax(-1) @ v + scores.amax()
+
+
+def other_way_round(q, k, v):
+    """A softmax over queries."""
+    return (q @ k.transpose(-2, -1)).softmax(-2) @ v
+
+
+def second_factor(q, k, v):
+    return v[..., :L, :].transpose(-2, -1) @ (q @ k.transpose(-2, -1)).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        (weights_too, "used elsewhere"), (classifier, "scores come from relu"),
+        (two_products, "differs between keys"), (written_between, "written to"),
+        (scores_too, "used elsewhere"), (other_way_round, None), (second_factor, "weights"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_what_is_something_else_stays(way, reason):
+    attention = compile_pass()
+    q, k, v = operands()
+    torch.testing.assert_close(compiled(way, attention)(q, k, v), way(q, k, v))
+    assert attention.fused == 0
+    if reason is not None:
+        (found,) = attention.found
+        assert reason in found.reason and "test_compile_pass.py:" in found.site
+        assert reason in repr(attention)
+
+
+def test_inductor_and_sizes_that_change():
+    """Through torch.compile's own options, in training, with lengths that it makes symbols."""
+    attention = compile_pass()
+    torch._dynamo.reset()
+    run = torch.compile(lambda q, k, v: esm_like(q, k, v).sin(), options=attention.options)
+    for length in (24, 33, 36):
+        given = [t[:, :, :length].clone().requires_grad_() for t in operands()]
+        out, want = run(*given), esm_like(*given).sin()
+        torch.testing.assert_close(out, want)
+        got = torch.autograd.grad(out.sum(), given)
+        torch.testing.assert_close(got, torch.autograd.grad(want.sum(), given))
+    assert 1 <= attention.fused == len(attention.found) <= 2
+
+
+def esm_like(q, k, v):
+    length = q.size(2)
+    q, k, v = (t.reshape(B * H, length, D) for t in (q, k, v))
+    weights = torch.bmm(q, k.transpose(1, 2)).view(B, H, length, length)
+    weights = weights.masked_fill(~PADDING[..., :length], INF).view(B * H, length, length)
+    return torch.bmm(weights.softmax(-1), v).view(B, H, length, D)
+
+
+def test_under_autocast():
+    q, k, v = operands()
+    attention = compile_pass()
+
+    def way(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(q, k, v, ~CAUSAL)
+
+    out = compiled(way, attention)(q, k, v)
+    assert attention.fused == 1 and out.dtype == way(q, k, v).dtype
+    torch.testing.assert_close(out, way(q, k, v), atol=2e-2, rtol=2e-2)

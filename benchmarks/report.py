@@ -32,14 +32,16 @@ GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm bac
 
 def headline(results: dict[str, Any]) -> str:
     """The table of whole models in words: what training gains, and what inference gains."""
-    machine, best = results["machine"], dict.fromkeys(("model training", "model inference"), 0.0)
-    for record in results["records"]:
-        best[record["group"]] = max(best[record["group"]], tables.over_torch(record))
+    machine, best = results["machine"], {}
+    for record in sorted(results["records"], key=tables.over_torch):
+        best[record["group"]] = record
+    training, inference = best["model training"], best["model inference"]
     sentences = (
         "On padded batches, a training step of `nn.TransformerEncoder` is "
-        f"{best['model training']:.1f} times as fast after the swap as before it, and sentences "
-        f"through all-MiniLM-L6-v2 up to {best['model inference']:.1f} times. Measured in float32 "
-        f"on {machine['threads']} threads of {machine['cpu']} with the `{machine['isa']}` kernels."
+        f"{tables.over_torch(training):.1f} times as fast after the swap as before it "
+        f"({training['source']}), and inference {tables.over_torch(inference):.1f} times "
+        f"({inference['source']}). Measured in float32 on {machine['threads']} threads of "
+        f"{machine['cpu']} with the `{machine['isa']}` kernels."
     )
     return textwrap.fill(sentences, 108, break_on_hyphens=False)
 

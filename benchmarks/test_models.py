@@ -23,11 +23,16 @@ class Batch:
     """A padded batch; lengths go from the shortest to the longest in equal steps."""
 
     name: str
-    source: str
+    model: str
     size: int
     shortest: int
     longest: int
     quick: bool = True
+
+    @property
+    def source(self) -> str:
+        """The model and the sizes of the batch, in words."""
+        return f"{self.model}; {self.size} sequences of {self.shortest} to {self.longest} tokens"
 
     def ignored(self) -> Tensor:
         """(size, longest) bool, True for padding."""

@@ -4,6 +4,7 @@ from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
 from fused_attn.decode import decode_attention
 from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
+from fused_attn.integrations import register_with_transformers
 from fused_attn.integrations.inductor import compile_pass
 from fused_attn.integrations.sdpa import disable, enable, enabled
 from fused_attn.masks import Mask
@@ -33,3 +34,5 @@ __all__ = [
     "use_backend",
     "varlen_attention",
 ]
+
+register_with_transformers()

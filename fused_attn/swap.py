@@ -114,8 +114,7 @@ def swap_modules(
     weights of those modules and would not call them.
 
     A swapped model can be copied, pickled and saved; where it is loaded, fused_attn has to be
-    installed and need not be imported. A pickled transformers model is loaded after
-    `fused_attn.integrations.transformers.register()`. What its `save_pretrained` writes is a plain
+    installed and need not be imported. What `save_pretrained` of transformers writes is a plain
     checkpoint: `from_pretrained` gives a model as it was before the swap.
 
     Args:

@@ -6,18 +6,13 @@ when something else has imported it.
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
 import math
-import sys
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from fused_attn.base.behind_import import behind_import
 from fused_attn.base.namespace import OPS
 from fused_attn.call.calls import AttentionCall
-
-_COUNTER = "torch.utils.flop_counter"
 
 
 def _products(shapes: tuple[Any, ...]) -> tuple[int, int]:
@@ -51,10 +46,7 @@ def _attention_weights_bwd(*shapes: Any, **kwargs: Any) -> int:
 
 def register() -> None:
     """Gives the formulas to torch: now, or as soon as its counter is imported."""
-    if _COUNTER in sys.modules:
-        _register(importlib.import_module(_COUNTER))  # waits where another thread imports it
-    else:
-        sys.meta_path.insert(0, _BehindImport())
+    behind_import("torch.utils.flop_counter", _register)
 
 
 def _register(counter: ModuleType) -> None:
@@ -63,34 +55,3 @@ def _register(counter: ModuleType) -> None:
     for formula in (_attention_fwd, _attention_bwd, _attention_weights, _attention_weights_bwd):
         op = getattr(OPS, formula.__name__.removeprefix("_"))
         counter.register_flop_formula(op)(formula)
-
-
-class _BehindImport(importlib.abc.MetaPathFinder):
-    """Finds the counter as Python does, and registers when it has run."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != _COUNTER:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    """A loader that registers behind another, and leaves that in its place."""
-
-    def __init__(self, loader: Any, finder: _BehindImport) -> None:
-        self._loader, self._finder = loader, finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        _register(module)

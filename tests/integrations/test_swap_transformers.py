@@ -168,23 +168,15 @@ def test_weights_are_loaded_and_initialised_after_the_swap(tmp_path):
 
 SCRIPT = """
 import sys, torch
-from fused_attn.integrations import transformers as integration
 folder = sys.argv[1]
 models = [torch.load(f"{folder}/{name}.pt", weights_only=False) for name in ("Bert", "Llama")]
 ids = torch.arange(6).reshape(1, 6)
-for model in models:
-    try:
-        model(input_ids=ids)
-        print("ran")
-    except KeyError as error:
-        print("refused")
-integration.register()
 torch.save([model(input_ids=ids)[0] for model in models], f"{folder}/outputs.pt")
 """
 
 
 def test_loaded_in_another_process(tmp_path):
-    """Unregistered, the name of the attention is refused; it is never left out silently."""
+    """The classes of the swapped modules bring the package along, and it the attention's name."""
     expected = []
     for name in ("Bert", "Llama"):
         model = BY_NAME[name].model()
@@ -193,6 +185,5 @@ def test_loaded_in_another_process(tmp_path):
         with torch.no_grad():
             expected.append(model(input_ids=torch.arange(6).reshape(1, 6))[0])
     script = [sys.executable, "-c", SCRIPT, tmp_path]
-    printed = subprocess.run(script, check=True, capture_output=True, text=True).stdout
-    assert printed.split() == ["refused", "refused"]
+    subprocess.run(script, check=True)
     torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), expected)

@@ -93,3 +93,21 @@ import torch.utils.flop_counter as counter
 assert type(counter.__spec__.loader).__name__ == "SourceFileLoader"
 """
     )
+
+
+NAMED = """
+sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+model = AutoModel.from_config(BertConfig(**sizes), attn_implementation="fused_attn")
+assert model.config._attn_implementation == "fused_attn"
+"""
+BOTH = ["import fused_attn", "from transformers import AutoModel, BertConfig"]
+
+
+@pytest.mark.parametrize("imports", [BOTH, BOTH[::-1]], ids=["ours first", "ours second"])
+def test_transformers_knows_the_name(imports):
+    pytest.importorskip("transformers", reason="reason: transformers is not installed")
+    run("\n".join([*imports, NAMED]))
+
+
+def test_transformers_is_not_imported():
+    run("import sys, fused_attn\nassert 'transformers' not in sys.modules")

@@ -1,7 +1,7 @@
 """fused_attn as an attention implementation of Hugging Face transformers.
 
-After `register()`, "fused_attn" is a name for ``attn_implementation`` in ``from_config``,
-``from_pretrained`` and ``set_attn_implementation``.
+`import fused_attn` makes "fused_attn" a name for ``attn_implementation`` in ``from_config``,
+``from_pretrained`` and ``set_attn_implementation``, by `register()`.
 
     models.py        which models take it, and how they are switched to it
     attention.py     the attention of each layer
@@ -13,8 +13,7 @@ After `register()`, "fused_attn" is a name for ``attn_implementation`` in ``from
     blocks.py        what is beside attention in BERT's layers
 
 Example:
-    >>> from fused_attn.integrations import transformers as integration
-    >>> integration.register()
+    >>> import fused_attn
     >>> model = AutoModel.from_pretrained(name, attn_implementation="fused_attn")
 """
 

@@ -1,0 +1,61 @@
+"""Something to do as soon as a module is imported, by whoever imports it first."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+Action = Callable[[ModuleType], None]
+
+
+def behind_import(name: str, action: Action) -> None:
+    """Call action(module) now if a module is imported already, or else right after its import.
+
+    The module is not imported by this. The action is called again where the module is run again.
+
+    Args:
+        name: such as "torch.utils.flop_counter".
+    """
+    if name in sys.modules:
+        action(importlib.import_module(name))  # waits where another thread imports it
+    else:
+        sys.meta_path.insert(0, _Finder(name, action))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the module as Python does, with a loader that calls the action."""
+
+    def __init__(self, name: str, action: Action) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """A loader that calls the action behind another loader, and leaves that in its place."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        self._finder.action(module)

@@ -32,11 +32,14 @@ def attention_in(module: Module) -> str | None:
     for code in _codes(type(module)):
         if _SDPA in code.co_names:
             return CALLS_SDPA
-        by_hand = by_hand or _is_attention(code, softmaxes | {"softmax"})
+        by_hand = by_hand or _is_attention(code, softmaxes)
     return BY_HAND if by_hand else None
 
 
 def _is_softmax(module: Module) -> bool:
+    """True for torch's module, and for a Sequential that begins with it."""
+    if isinstance(module, torch.nn.Sequential) and len(module):
+        module = module[0]
     return isinstance(module, torch.nn.Softmax)
 
 
@@ -55,7 +58,8 @@ def _is_attention(code: types.CodeType, softmaxes: set[str]) -> bool:
     """True for two products and a softmax, which is named after the first of them."""
     events = ""
     for instruction in dis.get_instructions(code):
-        if instruction.argval in softmaxes:
+        name = instruction.argval
+        if name in softmaxes or (isinstance(name, str) and name.endswith("softmax")):
             events += "s"
         elif instruction.argval in _PRODUCTS or instruction.argrepr == "@":
             events += "p"

@@ -141,9 +141,18 @@ def in_steps(q, k, v):
     return torch.nan_to_num(scores.softmax(-1)) @ v
 
 
+def shifted(q, k, v):
+    """Weights that nobody reads are made too, of another type."""
+    sim = torch.einsum("bhid,bhjd->bhij", q, k) * 0.25
+    sim = sim - sim.amax(dim=-1, keepdim=True).detach()
+    weights = sim.softmax(dim=-1, dtype=torch.float32)
+    weights.type_as(sim).mean(1)
+    return torch.einsum("bhij,bhjd->bhid", weights.type_as(weights.type_as(q)), v)
+
+
 WAYS = [
     nanogpt, annotated_transformer, vit, esm, swin, sam, einsum, one_head_of_keys, alibi_by_baddbmm,
-    t5, gpt2, swin_v2, capped, espnet, in_steps,
+    t5, gpt2, swin_v2, capped, espnet, in_steps, shifted,
 ]  # fmt: skip
 
 
@@ -234,6 +243,11 @@ def written_between(q, k, v):
     return weights @ v
 
 
+def bias_of_scores(q, k, v):
+    scores = q @ k.transpose(-2, -1)
+    return (scores + torch.relu(scores)).softmax(-1) @ v
+
+
 def scores_too(q, k, v):
     scores = q @ k.transpose(-2, -1)
     return scores.softmax(-1) @ v + scores.amax()
@@ -253,7 +267,8 @@ def second_factor(q, k, v):
     [
         (weights_too, "used elsewhere"), (classifier, "scores come from relu"),
         (two_products, "differs between keys"), (written_between, "written to"),
-        (scores_too, "used elsewhere"), (other_way_round, None), (second_factor, "weights"),
+        (scores_too, "used elsewhere"), (bias_of_scores, "depend on the scores"),
+        (other_way_round, None), (second_factor, "weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
@@ -301,3 +316,15 @@ def test_under_autocast():
     out = compiled(way, attention)(q, k, v)
     assert attention.fused == 1 and out.dtype == way(q, k, v).dtype
     torch.testing.assert_close(out, way(q, k, v), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.small_calls
+@pytest.mark.parametrize("learns", [False, True])
+def test_small_attention_is_left_to_inductor(learns):
+    """16 times 128 x 128 x 16 is 2^22: fused, unless gradients are wanted."""
+    for length, fused in ((40, False), (128, not learns)):
+        attention = compile_pass()
+        given = [torch.randn(4, 4, length, 16, requires_grad=learns) for _ in range(3)]
+        compiled(attend, attention)(*given)
+        (found,) = attention.found
+        assert bool(attention.fused) == fused and ("small" in found.reason) != fused

@@ -10,6 +10,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
+from fused_attn.base import small_calls
 from fused_attn.integrations.inductor import einsums, find, ops, scores
 from fused_attn.integrations.inductor.find import Attention, NotFusedError, Operand
 from fused_attn.version import __version__
@@ -67,7 +68,7 @@ class AttentionPass(CustomGraphPass):
     def uuid(self) -> Any:
         """What a graph in torch.compile's cache depends on."""
         files = tuple(cast(str, m.__file__) for m in (find, ops, einsums, scores))
-        return __version__, get_hash_for_files((__file__, *files))
+        return __version__, small_calls.limits, get_hash_for_files((__file__, *files))
 
     def __repr__(self) -> str:
         lines = [f"{self.fused} of {len(self.found)} softmaxes fused with their products"]

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 
+from fused_attn.base import small_calls
 from fused_attn.integrations.inductor import einsums
 from fused_attn.integrations.inductor.ops import (
     RESHAPES,
@@ -158,6 +160,8 @@ class _Search:
         go_up(scores, node)
         if name in ("mul", "div"):
             self.steps.append(self._factor(name, other, node))
+        elif name == "sub" and _is_row_shift(other, scores):
+            pass  # the softmax of a row is the same, whatever is taken from all its scores
         elif tensor_of(other) is None:
             raise NotFusedError("a number is added to the scores")
         else:
@@ -169,11 +173,12 @@ class _Search:
             if ("tanh",) in self.steps and factor <= 0.0:
                 raise NotFusedError("tanh of scores by a factor that is not positive")
             return ("multiply", factor)
-        shape = shape_of(other)
-        if shape is None or (len(shape) > 0 and shape[-1] != 1):
-            raise NotFusedError("scores are multiplied by a tensor that differs between keys")
         if ("tanh",) in self.steps:
-            raise NotFusedError("tanh of scores by a tensor")
+            raise NotFusedError("tanh of scores by a number that is not known")
+        shape = shape_of(other)
+        number = isinstance(other, Node) and isinstance(other.meta.get("example_value"), SymFloat)
+        if not number and (shape is None or (len(shape) > 0 and shape[-1] != 1)):
+            raise NotFusedError("scores are multiplied by a tensor that differs between keys")
         return ("multiply" if name == "mul" else "divide", other)
 
     def _where(self, node: Node, go_up: Callable[[Any, Node], None]) -> None:
@@ -268,20 +273,38 @@ class _Search:
             raise NotFusedError("query, key and value are of several types")
         if any(t is None or t.dim() < 3 for t in tensors):
             raise NotFusedError("query, key or value has fewer than 3 dimensions")
+        result = tensor_of(output)
+        if result is None:
+            raise NotFusedError("the output is not known")
+        learns = result.requires_grad
+        limits = small_calls.limits
+        most = limits.compiled_training if learns else limits.compiled_forward
+        if result.is_cpu and _multiply_adds(product) <= most:
+            raise NotFusedError("small: the code that Inductor makes is faster")
         if operands_of(output)[0] is not self.chain[-1]:
             raise NotFusedError("weights are the second factor of the product with values")
-        inside = {*self.chain, output}
-        for read in (product, *self.chain):
-            others = [user for user in _live_users(read) if user not in inside]
-            if others:
-                raise NotFusedError(
-                    f"scores or weights are used elsewhere too, by {_shown(others[0])}"
-                )
-        node = product.next
+        inside, derived, node = {*self.chain, output}, {product}, product.next
         while node is not output:
             if in_place(node) and node not in inside:
                 raise NotFusedError("something is written to between the products")
+            if derived & set(node.all_input_nodes):
+                derived.add(node)
             node = node.next
+        read = {product, *self.chain}
+        for user in {user for node in read for user in node.users} - inside:
+            if not _is_dead(user, inside):
+                raise NotFusedError(f"scores or weights are used elsewhere too, by {_shown(user)}")
+        operands = [values_of(output), *(operand for step in self.steps for operand in step)]
+        if any(isinstance(operand, Node) and operand in derived for operand in operands):
+            raise NotFusedError("a mask, a factor or the values depend on the scores")
+
+
+def _multiply_adds(product: Node) -> int:
+    """Multiply-adds of query @ key^T; sizes that change count as they are now."""
+    scores, query = tensor_of(product), tensor_of(operands_of(product)[0])
+    assert scores is not None and query is not None
+    sizes = [*scores.shape, query.shape[-1]]
+    return math.prod(size.node.hint or 1 if isinstance(size, SymInt) else size for size in sizes)
 
 
 def operands_of(product: Node) -> list[Any]:
@@ -348,13 +371,33 @@ def _writers(node: Any, reader: Node) -> list[Node]:
 
 
 def _live_users(node: Node) -> list[Node]:
-    return [user for user in node.users if not _is_dead(user)]
+    """The users of a node but for those whose results nobody reads, or only their type."""
+    return [user for user in node.users if not _is_dead(user, set())]
 
 
-def _is_dead(node: Node) -> bool:
-    """A call without an effect whose result nobody reads."""
-    calls = ("call_function", "call_method")
-    return node.op in calls and not in_place(node) and all(_is_dead(u) for u in node.users)
+def _is_dead(node: Node, inside: set[Node]) -> bool:
+    """A call without an effect whose results nobody reads but calls in `inside`, or their types."""
+    if node.op not in ("call_function", "call_method") or in_place(node):
+        return False
+    return all(
+        user in inside or _reads_type(user, node) or _is_dead(user, inside) for user in node.users
+    )
+
+
+def _reads_type(user: Node, node: Node) -> bool:
+    return op_of(user) == "cast" and user.args[0] is not node
+
+
+def _is_row_shift(other: Any, scores: Any) -> bool:
+    """True for the largest of the scores of each row, as it is or detached."""
+    if op_of(other) == "detach":
+        other = other.args[0]
+    return (
+        op_of(other) == "amax"
+        and other.args[0] is scores
+        and argument(other, 1, "dim") in (-1, (-1,), [-1])
+        and argument(other, 2, "keepdim") is True
+    )
 
 
 def _constant(value: Any) -> float | None:

@@ -27,14 +27,14 @@ _FUNCTIONS: dict[Any, str] = {
     F.dropout: "dropout", torch.dropout: "dropout",
     torch.reshape: "reshape", torch.flatten: "flatten", torch.unflatten: "unflatten",
     torch.squeeze: "squeeze", torch.unsqueeze: "unsqueeze",
-    torch.nan_to_num: "nan_to_num",
+    torch.nan_to_num: "nan_to_num", torch.amax: "amax",
 }  # fmt: skip
 _METHODS = {
     "matmul": "matmul", "bmm": "matmul", "baddbmm": "baddbmm", "softmax": "softmax",
     "mul": "mul", "multiply": "mul", "div": "div", "divide": "div", "true_divide": "div",
     "add": "add", "sub": "sub", "masked_fill": "masked_fill", "where": "where", "tanh": "tanh",
-    "nan_to_num": "nan_to_num", "view": "reshape", "reshape": "reshape", "flatten": "flatten",
-    "unflatten": "unflatten",
+    "nan_to_num": "nan_to_num", "amax": "amax", "detach": "detach", "view": "reshape",
+    "reshape": "reshape", "flatten": "flatten", "unflatten": "unflatten",
     "squeeze": "squeeze", "unsqueeze": "unsqueeze",
     "to": "cast", "float": "cast", "half": "cast", "bfloat16": "cast", "double": "cast",
     "type": "cast", "type_as": "cast", "contiguous": "cast", "clone": "cast",

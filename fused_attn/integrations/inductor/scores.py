@@ -87,6 +87,8 @@ class _Scores:
         if isinstance(factor, Tensor):
             factor = self._in_shape(factor)
             self.query = self.query * factor.to(self.query.dtype)
+        elif isinstance(factor, torch.SymFloat):  # a number that torch.compile does not fix
+            self.query = self.query * factor
         else:
             self.scale *= factor
             if self.softcap is not None:
@@ -95,7 +97,7 @@ class _Scores:
             self.bias = self.bias * factor
 
     def divide(self, factor: Tensor) -> None:
-        self.multiply(factor.reciprocal())
+        self.multiply(1.0 / factor)
 
     def tanh(self) -> None:
         self.softcap = 1.0

@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NO_INSTALL = { echo "make: pip could not install (see above). It needs a package index: check the \
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
-.PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test torch-suite test-isas \
+.PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
 	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
@@ -80,7 +80,7 @@ examples: env ## train all examples on real data, and bring their figures into e
 test: env emulator ## run the tests, also on Triton and CUDA kernels, without a GPU
 	@$(BIN)/python tests/support/stages.py $(STAGES)
 
-test-all: env emulator ## run the tests with those that `test` leaves out: see CONTRIBUTING.md
+test-all: env emulator third-party ## run the tests with those that `test` leaves out: see CONTRIBUTING.md
 	@$(BIN)/python tests/support/stages.py --all $(STAGES)
 
 test-compile: env ## compile all Triton kernels, in all their tile sizes, and CUDA's, for each GPU
@@ -114,6 +114,16 @@ test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the 
 	@$(NEWEST_VENV)/bin/python -c 'import sys; from importlib.metadata import version; \
 		print("make:", *(f"{name} {version(name)}" for name in sys.argv[1:]))' $(NEWEST)
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 tests/integrations
+
+# Without what they depend on: tests need a model of each, and .venv has the rest.
+THIRD_PARTY = build/third-party
+third-party: build $(THIRD_PARTY)/installed ## models of 14 libraries on PyPI before and after, into docs/third-party.md
+	$(SAY) "models of 14 libraries, ten minutes"
+	@$(BIN)/python scripts/third_party.py
+
+$(THIRD_PARTY)/installed: scripts/third-party.txt $(VENV)/installed
+	@PIP_CONSTRAINT= $(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(@D) -r $< || $(NO_INSTALL)
+	@touch $@
 
 $(NEWEST_VENV)/installed: $(VENV)/installed
 	@$(BIN)/python -m venv --clear $(@D)

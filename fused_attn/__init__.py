@@ -2,6 +2,7 @@
 
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
+from fused_attn.call.call_counts import stats
 from fused_attn.decode import decode_attention
 from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 from fused_attn.integrations import register_with_transformers
@@ -30,6 +31,7 @@ __all__ = [
     "nn",
     "rms_norm",
     "scaled_dot_product_attention",
+    "stats",
     "swap_modules",
     "use_backend",
     "varlen_attention",

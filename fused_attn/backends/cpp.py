@@ -188,10 +188,13 @@ class CppBackend(Backend):
 
 
 def _run(function: Any, *args: Any) -> Any:
-    """Call a function of the module, with an event of its name if a profiler is on."""
+    """Call a function of the module, with an event of its name if a profiler is on.
+
+    The ops of torch.library have events of theirs, which are named without `cpp`.
+    """
     if not _profiler_enabled():
         return function(*args)
-    with torch.autograd.profiler.record_function(f"fused_attn::{function.__name__}"):
+    with torch.autograd.profiler.record_function(f"fused_attn::cpp::{function.__name__}"):
         return function(*args)
 
 

@@ -88,7 +88,11 @@ def asks_for_a_backend() -> bool:
 def default_backend(device: torch.device) -> Backend | None:
     """The default backend of a device; None if the choice depends on the problem."""
     wanted = wanted_backend()
-    return _first_on(device, verdicts.changes) if wanted is None else BACKENDS.get(wanted)
+    if wanted is not None:
+        return BACKENDS.get(wanted)
+    # Dynamo follows into the function, and would warn of its cache.
+    first_on = _first_on.__wrapped__ if torch.compiler.is_compiling() else _first_on
+    return first_on(device, verdicts.changes)
 
 
 def backend_for_unchecked(

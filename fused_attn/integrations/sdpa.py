@@ -32,7 +32,7 @@ from fused_attn.backends import sdpa as torchs
 from fused_attn.backends.registry import asks_for_a_backend, choose
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import in_transform
-from fused_attn.integrations.call_counts import CallCounts
+from fused_attn.call.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
 _OP = torch.ops.aten.scaled_dot_product_attention.default

@@ -23,6 +23,7 @@ from fused_attn.backends.registry import (
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
+from fused_attn.call.call_counts import counting
 from fused_attn.call.calls import (
     AttentionCall,
     AttentionOutputs,
@@ -62,9 +63,13 @@ def attention(
         return add_sinks(out, lse, checked_sinks(sinks, lse), packed=packed)
     results = _try_unchecked(call, want_lse, named) if not is_intercepted() else None
     if results is not None:
+        if counting:
+            _count(call, backend_for_unchecked(call, call.query.device, named))
         return results
     checked, leading = checked_attention(call)
     backend = select(problem_of(checked, "lse" if want_lse else "out"), named)
+    if counting and not torch.compiler.is_compiling():
+        _count(call, backend)
     out, lse = attention_by(checked, backend, want_lse)
     if leading is None:  # packed
         return out[0].transpose(0, 1), lse[0] if want_lse and lse is not None else None
@@ -72,6 +77,13 @@ def attention(
         out = out.reshape(*leading, out.shape[-1])
         lse = lse.reshape(leading) if want_lse and lse is not None else None
     return out, lse
+
+
+def _count(call: UncheckedAttention | AttentionCall, backend: Backend | None) -> None:
+    """Count a call in the open blocks of `stats()`."""
+    reason = f"backend {backend.name}" if backend is not None and backend.differentiable else ""
+    for counts in counting:
+        counts.add(reason, call.query, call.key)
 
 
 def _try_unchecked(
@@ -136,6 +148,8 @@ def attention_with_weights(
     call: AttentionCall, average: bool, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """out, and the weights that made it."""
+    if counting and not torch.compiler.is_compiling():
+        _count(call, backend)
     call = _seeded(call, backend)
     if backend.differentiable:
         return backend.attention_with_weights(call, average)

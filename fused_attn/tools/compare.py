@@ -22,8 +22,8 @@ import torch
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fused_attn.call.call_counts import CallCounts
 from fused_attn.integrations.attention_in_code import CALLS_SDPA
-from fused_attn.integrations.call_counts import CallCounts
 from fused_attn.integrations.sdpa import enabled
 from fused_attn.nn import TransformerEncoder
 from fused_attn.swap import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fused_attn.call.call_counts import CallCounts
 from fused_attn.integrations.attention_in_code import CALLS_SDPA
-from fused_attn.integrations.call_counts import CallCounts
 from fused_attn.swap import Skipped, SwapReport
 from fused_attn.tools.terminal import aligned
 

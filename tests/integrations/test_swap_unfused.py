@@ -102,4 +102,4 @@ def test_profilers_see_the_kernels():
         step()
     names = {event.key for event in events.key_averages()}
     passes = {"attention_fwd", "attention_bwd", "norm_fwd", "norm_bwd"}
-    assert {f"fused_attn::{name}" for name in passes} <= names
+    assert {f"fused_attn::cpp::{name}" for name in passes} <= names

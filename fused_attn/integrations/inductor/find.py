@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import SymFloat, SymInt, Tensor
+from torch import SymFloat, SymInt
 from torch.fx import Graph, Node
 
 from fused_attn.base import small_calls

@@ -1,9 +1,11 @@
-"""Counts of calls of torch's scaled_dot_product_attention under `enable()`."""
+"""Counts of calls of attention: of torch's function under `enable()`, and of ours in `stats()`."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ class CallKind(NamedTuple):
 
 
 class CallCounts:
-    """Counts of calls, which `enable()` and `enabled()` return; printing it shows them.
+    """Counts of calls, which `enable()`, `enabled()` and `stats()` give; printing it shows them.
 
     Calls in graphs of torch.compile are not counted.
 
@@ -97,3 +99,33 @@ def _call_site() -> str:
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+counting: list[CallCounts] = []  # of the open blocks of `stats()`
+
+
+@contextlib.contextmanager
+def stats(*, call_sites: bool = False) -> Iterator[CallCounts]:
+    """Count the calls of attention in a block, by shape and by what computed them.
+
+    Counted are calls of `scaled_dot_product_attention` and `varlen_attention`, whoever makes them:
+    swapped modules, models of transformers, and torch's function under `enable()` where our kernels
+    take it. Not counted are steps of `decode_attention`, and calls in graphs of torch.compile.
+
+    Args:
+        call_sites: tell calls from different lines of code apart.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> report = fused_attn.swap_modules(layer)
+        >>> with fused_attn.stats() as counts:
+        ...     out = layer(torch.randn(2, 10, 64))
+        >>> counts.fused
+        1
+    """
+    counts = CallCounts(call_sites)
+    counting.append(counts)
+    try:
+        yield counts
+    finally:
+        counting.remove(counts)

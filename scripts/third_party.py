@@ -1,0 +1,253 @@
+"""Models of libraries on PyPI before and after: `make third-party`.
+
+Each model runs in a process of its own: numerics, calls that reached the kernels, times. The exit
+status is 1 if a model is beyond the numerics contract, or none of its calls reached a kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.abc
+import importlib.machinery
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from third_party_models import LIBRARIES, Library
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
+
+import fused_attn
+from fused_attn.tools import contract, doctor, timing
+from fused_attn.tools.recording import copied, float_tensors
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ROOT / "build/third-party"  # `make third-party` installs them there
+RESULTS = ROOT / "benchmarks/results/third-party.json"
+PAGE = ROOT / "docs/third-party.md"
+BEGIN, END = "<!-- third-party: begin -->", "<!-- third-party: end -->"
+SECONDS = 400  # for a model
+ROUNDS = 9
+WAYS = {
+    "compile": "`compile_pass()`",
+    "enable": "`swap_modules` and `enable()`",
+}
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for torchvision, of which PyPI has no build for a torch of the CPU.
+
+    What the models here import of it is transforms and data sets, which they do not call.
+    """
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name.partition(".")[0] != "torchvision":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+
+class _Anything(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+# ---- one model ----------------------------------------------------------------------------------
+
+
+def measure(library: Library, rounds: int) -> dict[str, Any]:
+    """What becomes of a model: numerics, calls, the report in a line, milliseconds."""
+    torch.manual_seed(0)
+    model, args = library.make()
+    model.eval()
+    run = _compiled if library.way == "compile" else _enabled
+    torch.set_num_threads(1)
+    found = run(model, args, rounds)
+    version = metadata.version(library.package)
+    return {"package": library.package, "version": version, "model": library.model,
+            "way": library.way, **found}  # fmt: skip
+
+
+def _enabled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
+    report = fused_attn.compare(model, *args, enable=True)
+    fused = copy.deepcopy(model)
+    swap = fused_attn.swap_modules(fused)
+    calls = _kernel_calls(lambda: _forward(fused, args))
+    times = _times({"before": (model, False), "after": (fused, True)}, args, rounds)
+    return {
+        "ok": report.ok, "numerics": report.verdict(), "calls": calls,
+        "report": str(swap).splitlines()[0], "milliseconds": times,
+    }  # fmt: skip
+
+
+def _compiled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
+    attention = fused_attn.compile_pass()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    inputs = {torch.float64: (copy.deepcopy(model).double(), copied(args, torch.float64))}
+    inputs[torch.float32] = (model, args)
+
+    def call(*parameters: Tensor) -> list[Tensor]:
+        made, given = inputs[parameters[0].dtype]
+        out = functional_call(made, dict(zip(names, parameters, strict=True)), given)
+        return [tensor for _, tensor in float_tensors(out, "output")]
+
+    parameters = {name: dict(model.named_parameters())[name] for name in names}
+    fused = torch.compile(call, options=attention.options)
+    outs = [out.sum() for out in call(*parameters.values())]
+    grads = torch.autograd.grad(outs, list(parameters.values()), allow_unused=True)
+    used = {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+    operands = {name: p.detach() for name, p in parameters.items() if name in used}
+    unused = {name: p for name, p in parameters.items() if name not in used}
+    names[:] = [*operands, *unused]
+
+    def with_unused(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Tensor) -> Any:
+            return function(*given, *(p.detach().to(given[0].dtype) for p in unused.values()))
+
+        return run
+
+    verdict = contract.check(with_unused(fused), with_unused(call), operands, torch.float32, True)
+    attention.found.clear()
+    with_pass = torch.compile(copy.deepcopy(model), options=attention.options)
+    ways = {"before": (torch.compile(copy.deepcopy(model)), False), "after": (with_pass, False)}
+    calls = _kernel_calls(lambda: _forward(with_pass, args))
+    said = str(attention).splitlines()[0]
+    times = _times(ways, args, rounds)
+    share = max(f.error / f.limit for f in verdict.findings if f.limit)
+    wrong = sum(not finding.ok for finding in verdict.findings)
+    numerics = f"within the contract: {len(verdict.findings)} outputs and gradients"
+    if wrong:
+        numerics = f"ABOVE THE LIMIT: {wrong} of {len(verdict.findings)}, {share:.2g} times"
+    return {
+        "ok": verdict.ok, "numerics": numerics, "calls": calls, "report": said,
+        "milliseconds": times,
+    }  # fmt: skip
+
+
+def _kernel_calls(forward: Callable[[], Any]) -> int:
+    """Passes of the attention kernels in one forward."""
+    with fused_attn.enabled():
+        forward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            forward()
+    events = profile.key_averages()
+    return sum(e.count for e in events if e.key == "fused_attn::cpp::attention_fwd")
+
+
+@torch.no_grad()
+def _forward(model: Callable[..., Any], args: Any) -> Any:
+    return model(*args)
+
+
+def _times(ways: dict[str, tuple[Any, bool]], args: Any, rounds: int) -> dict[str, Any]:
+    """Median milliseconds, one thread: of a forward, and of one with its backward."""
+
+    def forward(model: Any, enable: bool) -> Callable[[], Any]:
+        return lambda: _within(enable, lambda: _forward(model, args))
+
+    def step(model: Any, enable: bool) -> Callable[[], Any]:
+        def run() -> None:
+            outs = [t for _, t in float_tensors(model(*args), "out") if t.requires_grad]
+            torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
+
+        return lambda: _within(enable, run)
+
+    cpu, found = torch.device("cpu"), {}
+    for name, make in (("forward", forward), ("training", step)):
+        calls = {way: make(*given) for way, given in ways.items()}
+        for call in calls.values():
+            call()
+        seconds = timing.medians(calls, cpu, rounds, lambda: None)
+        found[name] = {way: round(1e3 * s, 3) for way, s in seconds.items()}
+    return found
+
+
+def _within(enable: bool, call: Callable[[], Any]) -> Any:
+    if not enable:
+        return call()
+    with fused_attn.enabled():
+        return call()
+
+
+# ---- all ----------------------------------------------------------------------------------------
+
+
+def _records(libraries: list[Library], rounds: int) -> Iterator[dict[str, Any]]:
+    for library in libraries:
+        command = [sys.executable, __file__, "--one", library.package, "--rounds", str(rounds)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            done = subprocess.CompletedProcess(command, 1, "", f"took more than {SECONDS} s")
+        if done.returncode:
+            error = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            record = {"package": library.package, "ok": False, "numerics": error, "calls": 0}
+        else:
+            record = json.loads(done.stdout.splitlines()[-1])
+        print(f"{library.package}: {record['numerics']}; {record['calls']} calls", flush=True)
+        yield record
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a table of Markdown."""
+    machine = results["machine"]
+    rows = [
+        f"{machine['cpu']}, one thread, `{machine['isa']}` kernels, torch "
+        f"{results['versions']['torch']}, float32, random weights.", "",
+        "| library | model | way | what was said | calls of a forward | numerics | forward, ms: "
+        "before, after | training, ms: before, after |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for record in results["records"]:
+        cells = [f"{record['package']} {record['version']}", record["model"]]
+        cells += [WAYS[record["way"]], record["report"], str(record["calls"]), record["numerics"]]
+        for times in record["milliseconds"].values():
+            ratio = times["before"] / times["after"]
+            cells.append(f"{times['before']:.4g}, {times['after']:.4g} ({ratio:.2f} times)")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Measures all models, or those named; writes the results and the page of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("packages", nargs="*", help="default: all, which are written down")
+    parser.add_argument("--one", help="a model in this process, its record as JSON")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    sys.path.insert(0, str(PACKAGES))
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(_Absent())
+    by_name = {library.package: library for library in LIBRARIES}
+    if options.one:
+        print(json.dumps(measure(by_name[options.one], options.rounds)))
+        return 0
+    chosen = [by_name[name] for name in options.packages] or LIBRARIES
+    records = list(_records(chosen, options.rounds))
+    good = all(record["ok"] and record["calls"] for record in records)
+    if not options.packages and good:
+        facts = {"versions": doctor.versions(), "machine": doctor.machine(), "records": records}
+        RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+        before, rest = PAGE.read_text("utf-8").split(BEGIN)
+        after = rest.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{table(facts)}\n{END}{after}", "utf-8")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

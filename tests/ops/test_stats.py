@@ -1,0 +1,56 @@
+"""stats: calls of attention are counted, whoever makes them, and by what computed them."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fused_attn
+
+
+def test_modules_functions_and_backends():
+    attention = fused_attn.nn.MultiheadAttention(32, 4, batch_first=True)
+    x, heads = torch.randn(2, 10, 32), torch.randn(2, 4, 10, 8, requires_grad=True)
+    with fused_attn.stats(call_sites=True) as counts:
+        attention(x, x, x, need_weights=False)
+        attention(x, x, x)
+        fused_attn.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        fused_attn.scaled_dot_product_attention(heads, heads, heads, backend="cpp")
+        with fused_attn.use_backend("sdpa"):
+            fused_attn.scaled_dot_product_attention(heads, heads, heads)
+        fused_attn.varlen_attention(
+            *[heads[0].transpose(0, 1)] * 3, *[torch.tensor([0, 4, 10])] * 2, 6, 6
+        )
+    fused_attn.scaled_dot_product_attention(heads, heads, heads)
+    assert (counts.fused, counts.left_to_torch) == (5, 1)
+    (left,) = [kind for kind in counts.kinds if kind.reason]
+    assert left.reason == "backend sdpa" and left.query == (2, 4, 10, 8)
+    assert all("test_stats.py:" in kind.site for kind in counts.kinds)
+
+
+def test_blocks_may_be_nested_and_graphs_are_not_counted():
+    query = torch.randn(2, 4, 10, 8)
+
+    def attend(query):
+        return fused_attn.scaled_dot_product_attention(query, query, query)
+
+    with fused_attn.stats() as outer:
+        attend(query)
+        with fused_attn.stats() as inner:
+            attend(query)
+            torch.compile(attend, backend="aot_eager", fullgraph=True)(query)
+    assert (outer.fused, inner.fused) == (2, 1)
+
+
+def test_flops_are_those_that_torch_counts_for_its_own():
+    """By its formula for the fused kernels, which compute the scores again in the backward."""
+    sizes = [torch.randn(2, 4, 64, 32, requires_grad=True) for _ in range(3)]
+    found = []
+    for function in (
+        torch.nn.functional.scaled_dot_product_attention,
+        fused_attn.scaled_dot_product_attention,
+    ):
+        with FlopCounterMode(display=False) as counter:
+            function(*sizes).sum().backward()
+        found.append(counter.get_total_flops())
+    forward, backward = (2 * 2 * 4 * 64 * 64 * 32 * products for products in (2, 5))
+    assert found[1] == forward + backward
+    assert found[0] in (found[1], 0)  # torch has no formula for its kernel of the CPU

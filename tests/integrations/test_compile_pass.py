@@ -150,9 +150,15 @@ def shifted(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", weights.type_as(weights.type_as(q)), v)
 
 
+def viewed(q, k, v):
+    """What is behind it counts on a product's own layout."""
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).view(B, H * L, D)
+
+
 WAYS = [
     nanogpt, annotated_transformer, vit, esm, swin, sam, einsum, one_head_of_keys, alibi_by_baddbmm,
-    t5, gpt2, swin_v2, capped, espnet, in_steps, shifted,
+    t5, gpt2, swin_v2, capped, espnet, in_steps, shifted, viewed,
 ]  # fmt: skip
 
 
@@ -248,6 +254,20 @@ def bias_of_scores(q, k, v):
     return (scores + torch.relu(scores)).softmax(-1) @ v
 
 
+def filled_with_little(q, k, v):
+    """A number that does not hide: it takes the place of scores, and is no bias."""
+    return (q @ k.transpose(-2, -1)).masked_fill(CAUSAL, -2.0).softmax(-1) @ v
+
+
+def hidden_then_scaled(q, k, v):
+    return ((q @ k.transpose(-2, -1)).masked_fill(~CAUSAL, -2e4) * 0.25).softmax(-1) @ v
+
+
+def in_float64(q, k, v):
+    weights = (q @ k.transpose(-2, -1)).softmax(-1, dtype=torch.float64)
+    return weights.to(q.dtype) @ v
+
+
 def scores_too(q, k, v):
     scores = q @ k.transpose(-2, -1)
     return scores.softmax(-1) @ v + scores.amax()
@@ -268,7 +288,8 @@ def second_factor(q, k, v):
         (weights_too, "used elsewhere"), (classifier, "scores come from relu"),
         (two_products, "differs between keys"), (written_between, "written to"),
         (scores_too, "used elsewhere"), (bias_of_scores, "depend on the scores"),
-        (other_way_round, None), (second_factor, "weights"),
+        (filled_with_little, "else than -10000"), (hidden_then_scaled, "hidden scores"),
+        (in_float64, "float64"), (other_way_round, None), (second_factor, "weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip

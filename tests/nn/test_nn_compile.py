@@ -145,3 +145,13 @@ def test_export(case):
     exported = torch.export.export(module, args, detach)
     with torch.no_grad():
         torch.testing.assert_close(exported.module()(*args, **detach), module(*args, **detach))
+
+
+def test_a_compiled_padded_encoder_warns_of_no_cache(recwarn):
+    """Dynamo warns where it follows into a function behind functools.lru_cache."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 1)
+    fused_attn.swap_modules(encoder)
+    padded = torch.arange(9) >= torch.tensor([[9], [5]])
+    compiled = torch.compile(encoder, backend="aot_eager")
+    compiled(torch.randn(2, 9, 16), src_key_padding_mask=padded).sum().backward()
+    assert not [warning for warning in recwarn if "lru_cache" in str(warning.message)]

@@ -90,10 +90,17 @@ def _replace(graph: Graph, attention: Attention) -> None:
         )
         if attention.order is not None:
             new = graph.call_method("permute", (new, attention.order))
+        # A product is contiguous, the fused function's result lies in memory as query does.
+        if any(user.target not in _ANY_LAYOUT for user in output.users):
+            new = graph.call_method("contiguous", (new,))
     new.meta = dict(output.meta)
     output.replace_all_uses_with(new)
     for node in reversed(attention.nodes):
         _erase(graph, node)
+
+
+# Methods that take tensors of any strides, and begin what most models do with the result.
+_ANY_LAYOUT = ("transpose", "permute", "reshape", "flatten", "contiguous")
 
 
 def _made(graph: Graph, operand: Operand) -> Node:

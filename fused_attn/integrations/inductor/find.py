@@ -24,6 +24,11 @@ from fused_attn.integrations.inductor.ops import (
 from fused_attn.integrations.inductor.scores import Step
 
 
+# A number that takes the place of scores is added to them by the fused function. That is the same to
+# rounding where the number is this much below them: exp(-1e4 + 9e3) is 0 in float64 too.
+HIDING = -1e4
+
+
 class NotFusedError(Exception):
     """What stands against taking a softmax and its neighbours as attention, in words."""
 
@@ -144,15 +149,14 @@ class _Search:
             self._arithmetic(name, node, go_up)
         elif name == "masked_fill":
             go_up(node.args[0], node)
-            value = _number(argument(node, 2, "value"))
-            self.steps.append(("fill", argument(node, 1, "mask"), value))
+            self._replace("fill", argument(node, 1, "mask"), argument(node, 2, "value"))
         elif name == "where":
             self._where(node, go_up)
         else:
             raise NotFusedError(f"scores come from {_shown(node)}")
 
     def _arithmetic(self, name: str, node: Node, go_up: Callable[[Any, Node], None]) -> None:
-        if set(node.kwargs) - {"out"} or len(node.args) != 2:
+        if node.kwargs or len(node.args) != 2:
             raise NotFusedError(f"scores come from {_shown(node)} with more arguments")
         scores, other = node.args
         if name in ("mul", "add") and not self._is_scores(scores, node):
@@ -168,11 +172,16 @@ class _Search:
             self.steps.append(("add" if name == "add" else "subtract", other))
 
     def _factor(self, name: str, other: Any, node: Node) -> Step:
+        numbers = [step[2] for step in self.steps if step[0] in ("fill", "keep")]
         if isinstance(other, (int, float)):
             factor = float(other) if name == "mul" else 1.0 / other
             if ("tanh",) in self.steps and factor <= 0.0:
                 raise NotFusedError("tanh of scores by a factor that is not positive")
+            if factor <= 0.0 and numbers or any(n * factor > HIDING for n in numbers):
+                raise NotFusedError("hidden scores are multiplied by a number")
             return ("multiply", factor)
+        if numbers:
+            raise NotFusedError("hidden scores are multiplied by a tensor")
         if ("tanh",) in self.steps:
             raise NotFusedError("tanh of scores by a number that is not known")
         shape = shape_of(other)
@@ -190,10 +199,17 @@ class _Search:
             visible, kept, other = node.args
         if _constant(other) is not None:
             go_up(kept, node)
-            self.steps.append(("keep", visible, _number(other)))
+            self._replace("keep", visible, other)
         else:
             go_up(other, node)
-            self.steps.append(("fill", visible, _number(kept)))
+            self._replace("fill", visible, kept)
+
+    def _replace(self, kind: str, mask: Any, value: Any) -> None:
+        """Adds a step in which a number takes the place of scores."""
+        number = _constant(value)
+        if number is None or number > HIDING:
+            raise NotFusedError(f"scores are replaced by something else than {HIDING:g} or less")
+        self.steps.append((kind, mask, number))
 
     def _add_baddbmm(self, node: Node) -> None:
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
@@ -273,9 +289,11 @@ class _Search:
             raise NotFusedError("query, key and value are of several types")
         if any(t is None or t.dim() < 3 for t in tensors):
             raise NotFusedError("query, key or value has fewer than 3 dimensions")
-        result = tensor_of(output)
-        if result is None:
+        result, weights = tensor_of(output), tensor_of(self.softmax)
+        if result is None or weights is None:
             raise NotFusedError("the output is not known")
+        if weights.dtype == torch.float64 != result.dtype:
+            raise NotFusedError("the softmax is wanted in float64")
         learns = result.requires_grad
         limits = small_calls.limits
         most = limits.compiled_training if learns else limits.compiled_forward
@@ -410,13 +428,6 @@ def _constant(value: Any) -> float | None:
         if isinstance(number, (int, float)) and shape is not None and shape.numel() == 1:
             return float(number)
     return None
-
-
-def _number(value: Any) -> float:
-    number = _constant(value)
-    if number is None:
-        raise NotFusedError("scores are replaced by something that is not a number")
-    return number
 
 
 def _shown(node: Any) -> str:

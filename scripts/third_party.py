@@ -27,6 +27,7 @@ from torch.nn import Module
 
 import fused_attn
 from fused_attn.tools import contract, doctor, timing
+from fused_attn.tools.compare import RUNS
 from fused_attn.tools.recording import copied, float_tensors
 
 ROOT = Path(__file__).parents[1]
@@ -121,7 +122,9 @@ def _compiled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
 
         return run
 
-    verdict = contract.check(with_unused(fused), with_unused(call), operands, torch.float32, True)
+    verdict = contract.check(
+        with_unused(fused), with_unused(call), operands, torch.float32, gradients=True, runs=RUNS
+    )
     attention.found.clear()
     with_pass = torch.compile(copy.deepcopy(model), options=attention.options)
     ways = {"before": (torch.compile(copy.deepcopy(model)), False), "after": (with_pass, False)}

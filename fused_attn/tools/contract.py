@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import use_backend
-from fused_attn.tools.rounding import Expected
+from fused_attn.tools.rounding import RUNS, Expected
 
 OUTPUT_FACTOR = 2.0
 GRAD_FACTOR = 3.0
@@ -218,6 +218,7 @@ def check(
     dtype: torch.dtype,
     gradients: bool,
     part: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    runs: int = RUNS,
 ) -> Verdict:
     """own(*operands) against eager(*operands) in float64 and in `dtype`.
 
@@ -228,6 +229,7 @@ def check(
         gradients: check the gradients of the operands too, those of a fixed random projection.
         part: the checked part of an operand, a result or a gradient, for problems whose scores
             eager attention cannot hold: own gets the whole, eager the part.
+        runs: of eager attention at most, for the error that is expected of it.
 
     Returns:
         An error and a limit for each result.
@@ -259,6 +261,7 @@ def check(
             lambda dtype: dict(zip(names, run(eager, parts, dtype), strict=True)),
             dict(zip(names, truth, strict=True)),
             dtype,
+            most=runs,
         )
         findings = [
             judge(

@@ -23,9 +23,8 @@ from fused_attn.integrations.inductor.ops import (
 )
 from fused_attn.integrations.inductor.scores import Step
 
-
-# A number that takes the place of scores is added to them by the fused function. That is the same to
-# rounding where the number is this much below them: exp(-1e4 + 9e3) is 0 in float64 too.
+# A number that takes the place of scores is added to them by the fused function. That is the same
+# to rounding where the number is this much below them: exp(-1e4 + 9e3) is 0 in float64 too.
 HIDING = -1e4
 
 
@@ -177,7 +176,7 @@ class _Search:
             factor = float(other) if name == "mul" else 1.0 / other
             if ("tanh",) in self.steps and factor <= 0.0:
                 raise NotFusedError("tanh of scores by a factor that is not positive")
-            if factor <= 0.0 and numbers or any(n * factor > HIDING for n in numbers):
+            if (factor <= 0.0 and numbers) or any(n * factor > HIDING for n in numbers):
                 raise NotFusedError("hidden scores are multiplied by a number")
             return ("multiply", factor)
         if numbers:

@@ -28,6 +28,7 @@ from torch.nn import Module
 import fused_attn
 from fused_attn.tools import contract, doctor, timing
 from fused_attn.tools.compare import RUNS
+from fused_attn.tools.contract import Verdict
 from fused_attn.tools.recording import copied, float_tensors
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +36,7 @@ PACKAGES = ROOT / "build/third-party"  # `make third-party` installs them there
 RESULTS = ROOT / "benchmarks/results/third-party.json"
 PAGE = ROOT / "docs/third-party.md"
 BEGIN, END = "<!-- third-party: begin -->", "<!-- third-party: end -->"
-SECONDS = 400  # for a model
+SECONDS = 600  # for a model
 ROUNDS = 9
 WAYS = {
     "compile": "`compile_pass()`",
@@ -108,7 +109,6 @@ def _compiled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
         return [tensor for _, tensor in float_tensors(out, "output")]
 
     parameters = {name: dict(model.named_parameters())[name] for name in names}
-    fused = torch.compile(call, options=attention.options)
     outs = [out.sum() for out in call(*parameters.values())]
     grads = torch.autograd.grad(outs, list(parameters.values()), allow_unused=True)
     used = {name for name, grad in zip(names, grads, strict=True) if grad is not None}
@@ -122,24 +122,37 @@ def _compiled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
 
         return run
 
-    verdict = contract.check(
-        with_unused(fused), with_unused(call), operands, torch.float32, gradients=True, runs=RUNS
-    )
+    checked = [
+        contract.check(
+            with_unused(torch.compile(call, options=options)), with_unused(call), operands,
+            torch.float32, gradients=True, runs=RUNS,
+        )
+        for options in (attention.options, {})
+    ]  # fmt: skip
+    ok, numerics = _judged(*checked)
     attention.found.clear()
     with_pass = torch.compile(copy.deepcopy(model), options=attention.options)
     ways = {"before": (torch.compile(copy.deepcopy(model)), False), "after": (with_pass, False)}
     calls = _kernel_calls(lambda: _forward(with_pass, args))
     said = str(attention).splitlines()[0]
     times = _times(ways, args, rounds)
-    share = max(f.error / f.limit for f in verdict.findings if f.limit)
-    wrong = sum(not finding.ok for finding in verdict.findings)
-    numerics = f"within the contract: {len(verdict.findings)} outputs and gradients"
-    if wrong:
-        numerics = f"ABOVE THE LIMIT: {wrong} of {len(verdict.findings)}, {share:.2g} times"
     return {
-        "ok": verdict.ok, "numerics": numerics, "calls": calls, "report": said,
+        "ok": ok, "numerics": numerics, "calls": calls, "report": said,
         "milliseconds": times,
     }  # fmt: skip
+
+
+def _judged(fused: Verdict, plain: Verdict) -> tuple[bool, str]:
+    """The verdict on a model with the pass. What torch.compile itself takes beyond the contract may
+    be as far beyond it with the pass, by the contract's factor."""
+    beyond = [(f, p) for f, p in zip(fused.findings, plain.findings, strict=True) if not f.ok]
+    ok = all(f.error <= contract.factor_of(f.name.startswith("grad")) * p.error for f, p in beyond)
+    said = f"within the contract: {len(fused.findings) - len(beyond)} outputs and gradients"
+    if beyond:
+        said += f"; {len(beyond)} beyond it, " + (
+            "where torch.compile is without the pass too" if ok else "WRONG"
+        )
+    return ok, said
 
 
 def _kernel_calls(forward: Callable[[], Any]) -> int:

@@ -268,6 +268,14 @@ def in_float64(q, k, v):
     return weights.to(q.dtype) @ v
 
 
+def bias_of_more_heads(q, k, v):
+    return (q[:, :1] @ k[:, :1].transpose(-2, -1) + BIAS).softmax(-1) @ v
+
+
+def values_in_float64(q, k, v):
+    return ((q @ k.transpose(-2, -1)).softmax(-1).double() @ v.double()).to(q.dtype)
+
+
 def scores_too(q, k, v):
     scores = q @ k.transpose(-2, -1)
     return scores.softmax(-1) @ v + scores.amax()
@@ -288,6 +296,7 @@ def second_factor(q, k, v):
         (weights_too, "used elsewhere"), (classifier, "scores come from relu"),
         (two_products, "differs between keys"), (written_between, "written to"),
         (scores_too, "used elsewhere"), (bias_of_scores, "depend on the scores"),
+        (bias_of_more_heads, "more dimensions"), (values_in_float64, "several types"),
         (filled_with_little, "else than -10000"), (hidden_then_scaled, "hidden scores"),
         (in_float64, "float64"), (other_way_round, None), (second_factor, "weights"),
     ],

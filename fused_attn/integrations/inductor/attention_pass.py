@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fused_attn.base import small_calls
 from fused_attn.integrations.inductor import einsums, find, ops, scores
-from fused_attn.integrations.inductor.find import Attention, NotFusedError, Operand
+from fused_attn.integrations.inductor.find import Attention, NotFusedError
 from fused_attn.version import __version__
 
 
@@ -82,37 +85,26 @@ class AttentionPass(CustomGraphPass):
 def _replace(graph: Graph, attention: Attention) -> None:
     """Put a call of the fused function in the place of a product with values."""
     output = attention.output
+    _try(attention)
     with graph.inserting_before(output):
-        operands = [_made(graph, o) for o in (attention.query, attention.key, attention.value)]
-        new = graph.call_function(
-            scores.attention_of_steps,
-            (*operands, attention.steps, attention.dropout_p, output.meta["example_value"].dtype),
-        )
-        if attention.order is not None:
-            new = graph.call_method("permute", (new, attention.order))
-        # A product is contiguous, the fused function's result lies in memory as query does.
-        if any(user.target not in _ANY_LAYOUT for user in output.users):
-            new = graph.call_method("contiguous", (new,))
+        new = graph.call_function(scores.attention_of_steps, attention.arguments)
     new.meta = dict(output.meta)
     output.replace_all_uses_with(new)
     for node in reversed(attention.nodes):
         _erase(graph, node)
 
 
-# Methods that take tensors of any strides, and begin what most models do with the result.
-_ANY_LAYOUT = ("transpose", "permute", "reshape", "flatten", "contiguous")
-
-
-def _made(graph: Graph, operand: Operand) -> Node:
-    """An operand with the dimensions that the fused function wants."""
-    node = operand.node
-    if operand.transposed:
-        return graph.call_method("transpose", (node, -2, -1))
-    if operand.arranged is not None:
-        node = graph.call_method("permute", (node, operand.arranged.permutation))
-        for dim in operand.arranged.added:
-            node = graph.call_method("unsqueeze", (node, dim))
-    return node
+def _try(attention: Attention) -> None:
+    """Run the call on tensors without values, as torch.compile will: it must not stop there."""
+    arguments = map_arg(attention.arguments, lambda node: node.meta["example_value"])
+    want = attention.output.meta["example_value"]
+    try:
+        with getattr(want, "fake_mode", contextlib.nullcontext()), torch.no_grad():
+            got = scores.attention_of_steps(*arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise NotFusedError(f"the fused function refuses it: {error}") from error
+    if got.shape != want.shape:  # types may differ here: autocast is not on
+        raise NotFusedError(f"the result would be {tuple(got.shape)}")
 
 
 def _erase(graph: Graph, node: Node) -> None:

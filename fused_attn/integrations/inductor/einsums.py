@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from fused_attn.integrations.inductor.scores import Arrangement
 
 ELLIPSIS = "..."
 
 
-@dataclass(frozen=True)
-class Arranged:
-    """How an operand gets the dimensions that another order asks for.
-
-    Attributes:
-        permutation: of its own dimensions.
-        added: where dimensions of size 1 come in afterwards, in this order.
-    """
-
-    permutation: tuple[int, ...]
-    added: tuple[int, ...]
-
-
-def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arranged, Arranged] | None:
+def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, Arrangement] | None:
     """The operands of query @ key^T as (*batch, seqlen, head_dim); None if it is something else.
 
     Args:
@@ -46,7 +34,7 @@ def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arranged, Arranged] 
     return _arranged(query, [*batch, row, width]), _arranged(key, [*batch, column, width])
 
 
-def output_of(equation: str, ndims: Sequence[int]) -> tuple[Arranged, tuple[int, ...]] | None:
+def output_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, tuple[int, ...]] | None:
     """The values of weights @ value as (*batch, seqlen_k, head_dim), and the permutation of
     (*batch, seqlen_q, head_dim) that gives the result; None if it is something else.
 
@@ -90,6 +78,6 @@ def _split(text: str, hidden: int) -> list[str]:
     return [*before, *middle, *after]
 
 
-def _arranged(letters: list[str], wanted: list[str]) -> Arranged:
+def _arranged(letters: list[str], wanted: list[str]) -> Arrangement:
     permutation = tuple(letters.index(letter) for letter in wanted if letter in letters)
-    return Arranged(permutation, tuple(i for i, w in enumerate(wanted) if w not in letters))
+    return permutation, tuple(i for i, w in enumerate(wanted) if w not in letters)

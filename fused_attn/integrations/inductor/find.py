@@ -21,11 +21,13 @@ from fused_attn.integrations.inductor.ops import (
     shape_of,
     tensor_of,
 )
-from fused_attn.integrations.inductor.scores import Step
+from fused_attn.integrations.inductor.scores import Arrangement, Step
 
 # A number that takes the place of scores is added to them by the fused function. That is the same
 # to rounding where the number is this much below them: exp(-1e4 + 9e3) is 0 in float64 too.
 HIDING = -1e4
+# Methods that take tensors of any strides, and begin what most models do with the output.
+ANY_LAYOUT = ("transpose", "permute", "reshape", "flatten", "contiguous")
 
 
 class NotFusedError(Exception):
@@ -33,39 +35,17 @@ class NotFusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Operand:
-    """A tensor in the graph, and how it gets the dimensions that the fused function wants.
-
-    Attributes:
-        transposed: its last two dimensions change places.
-        arranged: what an einsum asks for; None: nothing.
-    """
-
-    node: Node
-    transposed: bool = False
-    arranged: einsums.Arranged | None = None
-
-
-@dataclass(frozen=True)
 class Attention:
     """Attention in a graph.
 
     Attributes:
-        query, key, value: (*batch, seqlen, head_dim) each.
         output: weights @ value.
-        steps: from the first product to the softmax and on to the output, see scores.py.
-        dropout_p: probability of dropping a weight.
-        order: the permutation of (*batch, seqlen_q, head_dim_v) that gives the output, or None.
+        arguments: of `attention_of_steps`, which gives the output.
         nodes: what goes when the output is computed in another way, in the order of the graph.
     """
 
-    query: Operand
-    key: Operand
-    value: Operand
     output: Node
-    steps: tuple[Step, ...]
-    dropout_p: float
-    order: tuple[int, ...] | None
+    arguments: tuple[Any, ...]
     nodes: list[Node]
 
 
@@ -105,12 +85,15 @@ class _Search:
             raise NotFusedError("queries and keys are not the last dimensions of the scores")
         output = self._go_down()
         self._check(product, output)
-        query, key = _factors(product)
+        operands = (*operands_of(product)[:2], values_of(output))
         value, order = _values(output)
-        return Attention(
-            query, key, value, output, tuple(self.steps), self.dropout_p, order,
-            [product, *self.chain, output],
+        # A product is contiguous, the fused function's result lies in memory as query does.
+        contiguous = any(user.target not in ANY_LAYOUT for user in output.users)
+        arguments = (
+            operands, (*_factors(product), value), tuple(self.steps), self.dropout_p, order,
+            contiguous,
         )  # fmt: skip
+        return Attention(output, arguments, [product, *self.chain, output])
 
     # ---- from the softmax to the product of query and key
 
@@ -149,6 +132,7 @@ class _Search:
         elif name == "masked_fill":
             go_up(node.args[0], node)
             self._replace("fill", argument(node, 1, "mask"), argument(node, 2, "value"))
+            _check_shape(node, node.args[0])
         elif name == "where":
             self._where(node, go_up)
         else:
@@ -169,6 +153,7 @@ class _Search:
             raise NotFusedError("a number is added to the scores")
         else:
             self.steps.append(("add" if name == "add" else "subtract", other))
+        _check_shape(node, scores)
 
     def _factor(self, name: str, other: Any, node: Node) -> Step:
         numbers = [step[2] for step in self.steps if step[0] in ("fill", "keep")]
@@ -199,9 +184,11 @@ class _Search:
         if _constant(other) is not None:
             go_up(kept, node)
             self._replace("keep", visible, other)
+            _check_shape(node, kept)
         else:
             go_up(other, node)
             self._replace("fill", visible, kept)
+            _check_shape(node, other)
 
     def _replace(self, kind: str, mask: Any, value: Any) -> None:
         """Adds a step in which a number takes the place of scores."""
@@ -347,32 +334,36 @@ _FACTORS = {
 }
 
 
-def _factors(product: Node) -> tuple[Operand, Operand]:
-    """Query and key."""
-    query, key = operands_of(product)[:2]
+def _factors(product: Node) -> tuple[Arrangement | None, Arrangement | None]:
+    """How query and key become (*batch, seqlen, head_dim)."""
     if op_of(product) != "einsum":
-        return Operand(query), Operand(key, transposed=True)
+        ndim = len(shape_of(operands_of(product)[1]) or ())
+        return None, ((*range(ndim - 2), ndim - 1, ndim - 2), ())
     arranged = einsums.scores_of(*_einsum_of(product))
     if arranged is None:
         raise NotFusedError(f"scores come from einsum {product.args[0]!r}")
-    return Operand(query, arranged=arranged[0]), Operand(key, arranged=arranged[1])
+    return arranged
 
 
-def _values(output: Node) -> tuple[Operand, tuple[int, ...] | None]:
-    """The values, and the permutation of the result."""
-    value = values_of(output)
+def _values(output: Node) -> tuple[Arrangement | None, tuple[int, ...] | None]:
+    """How values become (*batch, seqlen_k, head_dim), and the permutation of the result."""
     if op_of(output) != "einsum":
-        return Operand(value), None
+        return None, None
     arranged = einsums.output_of(*_einsum_of(output))
     if arranged is None:
         raise NotFusedError(f"weights go to einsum {output.args[0]!r}")
-    return Operand(value, arranged=arranged[0]), arranged[1]
+    return arranged
 
 
 def _einsum_of(product: Node) -> tuple[str, list[int]]:
     """The equation of an einsum, and the number of dimensions of each operand."""
     shapes = [shape_of(operand) for operand in operands_of(product)]
     return str(product.args[0]), [0 if shape is None else len(shape) for shape in shapes]
+
+
+def _check_shape(node: Node, scores: Any) -> None:
+    if shape_of(node) != shape_of(scores):
+        raise NotFusedError("a mask or a factor has more dimensions than the scores")
 
 
 def _nothing(node: Any, reader: Node) -> None:

@@ -23,28 +23,35 @@ from fused_attn.base.torch_state import statistics_dtype
 Step = tuple[Any, ...]
 
 
+# How an operand gets the dimensions that are wanted: a permutation of its own, and where dimensions
+# of size 1 come in afterwards, in this order.
+Arrangement = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 def attention_of_steps(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: Sequence[Tensor],
+    arrangements: Sequence[Arrangement | None],
     steps: Sequence[Step],
     dropout_p: float,
-    dtype: torch.dtype,
+    order: Sequence[int] | None,
+    contiguous: bool,
 ) -> Tensor:
     """softmax(steps(query @ key^T)) @ value by the fused kernels.
 
     Args:
-        query, key: (*batch, seqlen_q, head_dim), (*batch, seqlen_k, head_dim); batch dimensions
-            broadcast.
-        value: (*others, seqlen_k, head_dim_v), where `others` are the dimensions of the scores
-            after the last step.
-        dtype: of the result.
+        operands: query, key and value, which `arrangements` make (*batch, seqlen_q, head_dim),
+            (*batch, seqlen_k, head_dim) and (*others, seqlen_k, head_dim_v). The batch dimensions
+            of query and key broadcast; `others` are those of the scores after the last step.
+        order: a permutation of the result; None: none.
+        contiguous: the result has to be, as that of a product is.
 
     Returns:
-        (*others, seqlen_q, head_dim_v). Rows whose keys are all hidden by -inf are 0. A row whose
-        keys are all hidden by finite numbers attends as eager attention does, and gives query and
-        key no gradient, as the numbers took the place of its scores.
+        (*others, seqlen_q, head_dim_v), permuted. Rows whose keys are all hidden by -inf are 0. A
+        row whose keys are all hidden by finite numbers attends as eager attention does, and gives
+        query and key no gradient, as the numbers took the place of its scores.
     """
+    pairs = zip(operands, arrangements, strict=True)
+    query, key, value = (_arranged(operand, how) for operand, how in pairs)
     scores = _Scores(query, key)
     for kind, *operands in steps:
         getattr(scores, kind)(*operands)
@@ -55,8 +62,20 @@ def attention_of_steps(
     out = functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, scale=scores.scale, softcap=scores.softcap
     )
-    out = cast(Tensor, out).to(dtype)
-    return out if batch == others else out.reshape(*others, *out.shape[-2:])
+    out = cast(Tensor, out)
+    out = out if batch == others else out.reshape(*others, *out.shape[-2:])
+    out = out if order is None else out.permute(*order)
+    return out.contiguous() if contiguous else out
+
+
+def _arranged(operand: Tensor, how: Arrangement | None) -> Tensor:
+    if how is None:
+        return operand
+    permutation, added = how
+    operand = operand.permute(permutation)
+    for dim in added:
+        operand = operand.unsqueeze(dim)
+    return operand
 
 
 class _Scores:

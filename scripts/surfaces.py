@@ -134,6 +134,11 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         },
     ),
     (
+        "Attention written out by hand",
+        "`compile_pass()` under torch.compile, forward and backward, masks and biases",
+        {"test_compile_pass": ("test_ways_to_write_it", "test_a_bias_has_its_gradient")},
+    ),
+    (
         "torch.onnx.export(dynamo=True)",
         "functions, modules, transformers, as ONNX's own ops",
         {"test_onnx": ("test_attention", "test_swapped_model_of_transformers")},

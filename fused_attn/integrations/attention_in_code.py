@@ -16,8 +16,8 @@ CALLS_SDPA = (
     "calls torch.nn.functional.scaled_dot_product_attention: fused_attn.enable() takes it over"
 )
 BY_HAND = (
-    "has attention written out by hand, a softmax between two products: it stays as it is; call "
-    "fused_attn.scaled_dot_product_attention there"
+    "has attention written out by hand, a softmax between two products: torch.compile with "
+    "fused_attn.compile_pass() fuses it"
 )
 
 

@@ -118,7 +118,7 @@ test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the 
 # Without what they depend on: tests need a model of each, and .venv has the rest.
 THIRD_PARTY = build/third-party
 third-party: build $(THIRD_PARTY)/installed ## models of 14 libraries on PyPI before and after, into docs/third-party.md
-	$(SAY) "models of 14 libraries, ten minutes"
+	$(SAY) "models of 14 libraries, a quarter of an hour"
 	@$(BIN)/python scripts/third_party.py
 
 $(THIRD_PARTY)/installed: scripts/third-party.txt $(VENV)/installed

@@ -41,6 +41,7 @@ ROUNDS = 9
 WAYS = {
     "compile": "`compile_pass()`",
     "enable": "`swap_modules` and `enable()`",
+    "compile swapped": "both, then torch.compile",
 }
 
 
@@ -62,11 +63,22 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """There is nothing to run."""
 
 
+class _AnyAttribute(type):
+    """Classes that have any attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
 class _Anything(ModuleType):
+    """A module that has any class."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return _AnyAttribute(name, (), {})
 
 
 # ---- one model ----------------------------------------------------------------------------------
@@ -74,12 +86,14 @@ class _Anything(ModuleType):
 
 def measure(library: Library, rounds: int) -> dict[str, Any]:
     """What becomes of a model: numerics, calls, the report in a line, milliseconds."""
+    if library.torchvision and importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(_Absent())
     torch.manual_seed(0)
     model, args = library.make()
     model.eval()
-    run = _compiled if library.way == "compile" else _enabled
+    run = {"compile": _compiled, "enable": _enabled, "compile swapped": _compiled_swapped}
     torch.set_num_threads(1)
-    found = run(model, args, rounds)
+    found = run[library.way](model, args, rounds)
     version = metadata.version(library.package)
     return {"package": library.package, "version": version, "model": library.model,
             "way": library.way, **found}  # fmt: skip
@@ -95,6 +109,14 @@ def _enabled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
         "ok": report.ok, "numerics": report.verdict(), "calls": calls,
         "report": str(swap).splitlines()[0], "milliseconds": times,
     }  # fmt: skip
+
+
+def _compiled_swapped(model: Module, args: Any, rounds: int) -> dict[str, Any]:
+    found = _enabled(model, args, rounds)
+    fused = copy.deepcopy(model)
+    fused_attn.swap_modules(fused)
+    ways = {"before": (torch.compile(model), False), "after": (torch.compile(fused), True)}
+    return found | {"milliseconds": _times(ways, args, rounds)}
 
 
 def _compiled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
@@ -205,17 +227,18 @@ def _within(enable: bool, call: Callable[[], Any]) -> Any:
 
 def _records(libraries: list[Library], rounds: int) -> Iterator[dict[str, Any]]:
     for library in libraries:
-        command = [sys.executable, __file__, "--one", library.package, "--rounds", str(rounds)]
+        command = [sys.executable, __file__, "--one", library.key, "--rounds", str(rounds)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             done = subprocess.CompletedProcess(command, 1, "", f"took more than {SECONDS} s")
         if done.returncode:
             error = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            record = {"package": library.package, "ok": False, "numerics": error, "calls": 0}
+            record = {"package": library.package, "model": library.model, "ok": False,
+                      "numerics": error, "calls": 0}  # fmt: skip
         else:
             record = json.loads(done.stdout.splitlines()[-1])
-        print(f"{library.package}: {record['numerics']}; {record['calls']} calls", flush=True)
+        print(f"{library.key}: {record['numerics']}; {record['calls']} calls", flush=True)
         yield record
 
 
@@ -239,30 +262,38 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def write(records: list[dict[str, Any]]) -> None:
+    """Brings records into the results, and the results into the page."""
+    known = json.loads(RESULTS.read_text())["records"] if RESULTS.exists() else []
+    merged = {(r["package"], r["model"]): r for r in [*known, *records]}
+    order = {(library.package, library.model): i for i, library in enumerate(LIBRARIES)}
+    kept = sorted((key for key in merged if key in order), key=order.__getitem__)
+    facts = {"versions": doctor.versions(), "machine": doctor.machine()}
+    facts["records"] = [merged[key] for key in kept]
+    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    before, rest = PAGE.read_text("utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(facts)}\n{END}{after}", "utf-8")
+
+
 def main() -> int:
-    """Measures all models, or those named; writes the results and the page of all."""
+    """Measures all models, or those of some packages, and writes down what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("packages", nargs="*", help="default: all, which are written down")
+    parser.add_argument("packages", nargs="*", help="of which the models are run; default: all")
     parser.add_argument("--one", help="a model in this process, its record as JSON")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     sys.path.insert(0, str(PACKAGES))
-    if importlib.util.find_spec("torchvision") is None:
-        sys.meta_path.append(_Absent())
-    by_name = {library.package: library for library in LIBRARIES}
     if options.one:
-        print(json.dumps(measure(by_name[options.one], options.rounds)))
+        (library,) = (library for library in LIBRARIES if library.key == options.one)
+        print(json.dumps(measure(library, options.rounds)))
         return 0
-    chosen = [by_name[name] for name in options.packages] or LIBRARIES
+    names = options.packages or [library.package for library in LIBRARIES]
+    chosen = [library for library in LIBRARIES if library.package in names]
     records = list(_records(chosen, options.rounds))
-    good = all(record["ok"] and record["calls"] for record in records)
-    if not options.packages and good:
-        facts = {"versions": doctor.versions(), "machine": doctor.machine(), "records": records}
-        RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
-        before, rest = PAGE.read_text("utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{table(facts)}\n{END}{after}", "utf-8")
-    return 0 if good else 1
+    good = [record for record in records if record["ok"]]
+    write(good)
+    return 0 if len(good) == len(records) and any(record["calls"] for record in good) else 1
 
 
 if __name__ == "__main__":

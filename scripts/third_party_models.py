@@ -19,14 +19,23 @@ class Library:
     Attributes:
         package: its name on PyPI.
         model: in words.
-        way: "swap", "enable" (and swap), or "compile" (with the pass of `compile_pass()`).
+        way: "enable" (and swapped), "compile" (with the pass of `compile_pass()`), or "compile
+            swapped" (swapped and under `enable()`, then compiled).
         make: makes the model and what it is called with.
+        torchvision: it imports that, of which PyPI has no build for a torch of the CPU; a stand-in
+            takes its place.
     """
 
     package: str
     model: str
     way: str
     make: Callable[[], Made]
+    torchvision: bool = False
+
+    @property
+    def key(self) -> str:
+        """What it is asked for by."""
+        return f"{self.package}: {self.model}"
 
 
 def _vit() -> Made:
@@ -55,6 +64,14 @@ def _sam() -> Made:
         global_attn_indexes=(1,),
     )  # fmt: skip
     return model, (torch.randn(1, 3, 512, 512),)
+
+
+def _two_way() -> Made:
+    from segment_anything.modeling.transformer import TwoWayTransformer
+
+    model = TwoWayTransformer(depth=2, embedding_dim=256, num_heads=8, mlp_dim=2048)
+    image = torch.randn(1, 256, 32, 32)
+    return model, (image, torch.randn_like(image), torch.randn(1, 7, 256))
 
 
 def _swin() -> Made:
@@ -123,6 +140,12 @@ def _timm() -> Made:
     return model, (torch.randn(2, 3, 224, 224),)
 
 
+def _cait() -> Made:
+    import timm
+
+    return timm.create_model("cait_xxs24_224", num_classes=10), (torch.randn(1, 3, 224, 224),)
+
+
 def _diffusers() -> Made:
     from diffusers import DiTTransformer2DModel
 
@@ -155,9 +178,10 @@ def _demucs() -> Made:
 
 
 LIBRARIES = [
-    Library("vit-pytorch", "ViT, 197 tokens", "compile", _vit),
+    Library("vit-pytorch", "ViT, 197 tokens", "compile", _vit, torchvision=True),
     Library("fair-esm", "ESM-2, 256 residues, padded", "compile", _esm),
-    Library("segment-anything", "image encoder, relative positions", "compile", _sam),
+    Library("segment-anything", "image encoder", "compile", _sam, torchvision=True),
+    Library("segment-anything", "two-way Transformer", "enable", _two_way, torchvision=True),
     Library("swin-transformer-pytorch", "Swin-T, learned bias, shifted windows", "compile", _swin),
     Library("perceiver-pytorch", "Perceiver, 4,096 inputs", "compile", _perceiver),
     Library("rtdl_revisiting_models", "FT-Transformer, 61 tokens", "compile", _ft_transformer),
@@ -165,8 +189,10 @@ LIBRARIES = [
     Library("memory-efficient-attention-pytorch", "causal attention", "compile", _memory_efficient),
     Library("litgpt", "GPT, grouped queries", "enable", _gpt),
     Library("x-transformers", "decoder with flash attention", "enable", _x_transformers),
-    Library("timm", "ViT-Ti/16", "enable", _timm),
+    Library("timm", "ViT-Ti/16", "enable", _timm, torchvision=True),
+    Library("timm", "ViT-Ti/16, compiled", "compile swapped", _timm, torchvision=True),
+    Library("timm", "CaiT-XXS-24", "enable", _cait, torchvision=True),
     Library("diffusers", "DiT, 256 patches", "enable", _diffusers),
-    Library("open_clip_torch", "CLIP's image tower", "enable", _clip),
+    Library("open_clip_torch", "CLIP's image tower", "enable", _clip, torchvision=True),
     Library("demucs", "cross-domain Transformer", "enable", _demucs),
 ]

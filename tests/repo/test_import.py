@@ -109,5 +109,19 @@ def test_transformers_knows_the_name(imports):
     run("\n".join([*imports, NAMED]))
 
 
+TAKEN = """
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+ALL_ATTENTION_FUNCTIONS.register("fused_attn", print)
+import fused_attn
+assert ALL_ATTENTION_FUNCTIONS["fused_attn"] is print
+"""
+
+
+def test_a_name_that_is_taken_stays():
+    """By another copy of the package, as `get_kernel` loads one: they must not change places."""
+    pytest.importorskip("transformers", reason="reason: transformers is not installed")
+    run(TAKEN)
+
+
 def test_transformers_is_not_imported():
     run("import sys, fused_attn\nassert 'transformers' not in sys.modules")

@@ -88,7 +88,7 @@ class _Anything(ModuleType):
 
 
 def measure(library: Library, rounds: int) -> dict[str, Any]:
-    """What becomes of a model: numerics, calls, the report in a line, milliseconds."""
+    """Run a model before and after; return its numerics, calls, report and milliseconds."""
     if library.torchvision and importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Absent())
     torch.manual_seed(0)

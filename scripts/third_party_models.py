@@ -34,7 +34,7 @@ class Library:
 
     @property
     def key(self) -> str:
-        """What it is asked for by."""
+        """The name of this model on the command line."""
         return f"{self.package}: {self.model}"
 
 

@@ -1,4 +1,4 @@
-"""Something to do as soon as a module is imported, by whoever imports it first."""
+"""Run a callback when a module is imported, without importing it."""
 
 from __future__ import annotations
 

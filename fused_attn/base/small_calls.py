@@ -50,7 +50,7 @@ class Limits(NamedTuple):
     packing_training: int
 
 
-# Every call runs on our kernels: for tests.
+# Tests use these limits: every call runs on our kernels.
 NONE = Limits(*[-1] * len(Limits._fields))
 limits = Limits(
     1 << 14, 1 << 17, 1 << 15, 1 << 18, 1 << 12, 1 << 20, 1 << 21, 1 << 22, 1 << 20, 1 << 18

@@ -157,7 +157,7 @@ class ComparisonReport:
         return f"ABOVE THE LIMIT: {above} of {len(binding)} outputs and gradients"
 
     def remarks(self) -> list[str]:
-        """What follows the table: notes, calls under `enable`, and what was left alone."""
+        """Return the lines below the table: notes, counts of calls, and modules left alone."""
         calls = [] if self.calls is None else [f"under enable(): {self.calls}"]
         return [*self.notes, *calls, *self.left_alone()]
 

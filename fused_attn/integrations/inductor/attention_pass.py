@@ -69,7 +69,7 @@ class AttentionPass(CustomGraphPass):
                 self.found.append(SoftmaxFound("", shape, _site(softmax)))
 
     def uuid(self) -> Any:
-        """What a graph in torch.compile's cache depends on."""
+        """Return the key of this pass in torch.compile's cache."""
         files = tuple(cast(str, m.__file__) for m in (find, ops, einsums, scores))
         return __version__, small_calls.limits, get_hash_for_files((__file__, *files))
 

@@ -31,7 +31,7 @@ ANY_LAYOUT = ("transpose", "permute", "reshape", "flatten", "contiguous")
 
 
 class NotFusedError(Exception):
-    """What stands against taking a softmax and its neighbours as attention, in words."""
+    """A softmax cannot be fused; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Search:
     # ---- from the softmax to the product of query and key
 
     def _go_up(self, node: Any, reader: Node) -> None:
-        """Adds the steps that make what `reader` sees in `node`."""
+        """Add the steps from the product to the value of `node` that `reader` reads."""
         writers = _writers(node, reader)
         name = op_of(node)
         if name in ("matmul", "einsum", "baddbmm"):
@@ -113,7 +113,7 @@ class _Search:
             self.chain.append(writer)
 
     def _step_up(self, name: str, node: Any, go_up: Callable[[Any, Node], None]) -> None:
-        """Adds the steps behind the scores that a call takes, and its own."""
+        """Add the steps before a call, and the step of the call itself."""
         if name == "cast":
             go_up(node.args[0], node)
         elif name in RESHAPES:
@@ -208,7 +208,7 @@ class _Search:
             self.steps.append(("add", node.args[0]))
 
     def _is_scores(self, node: Any, reader: Node) -> bool:
-        """Whether the way up from a node ends in a product."""
+        """Return True if a node is computed from the product of query and key."""
         trial = _Search(self.softmax)
         try:
             trial._go_up(node, reader)
@@ -335,7 +335,7 @@ _FACTORS = {
 
 
 def _factors(product: Node) -> tuple[Arrangement | None, Arrangement | None]:
-    """How query and key become (*batch, seqlen, head_dim)."""
+    """Return the arrangements of query and key as (*batch, seqlen, head_dim)."""
     if op_of(product) != "einsum":
         ndim = len(shape_of(operands_of(product)[1]) or ())
         return None, ((*range(ndim - 2), ndim - 1, ndim - 2), ())
@@ -346,7 +346,8 @@ def _factors(product: Node) -> tuple[Arrangement | None, Arrangement | None]:
 
 
 def _values(output: Node) -> tuple[Arrangement | None, tuple[int, ...] | None]:
-    """How values become (*batch, seqlen_k, head_dim), and the permutation of the result."""
+    """Return the arrangement of the values as (*batch, seqlen_k, head_dim), and the permutation of
+    the result."""
     if op_of(output) != "einsum":
         return None, None
     arranged = einsums.output_of(*_einsum_of(output))
@@ -367,7 +368,7 @@ def _check_shape(node: Node, scores: Any) -> None:
 
 
 def _nothing(node: Any, reader: Node) -> None:
-    """The way up from a call that writes in place: what it wrote to was walked already."""
+    """Do nothing: the input of an in-place call has been searched already."""
 
 
 def _writers(node: Any, reader: Node) -> list[Node]:

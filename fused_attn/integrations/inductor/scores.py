@@ -53,8 +53,8 @@ def attention_of_steps(
     pairs = zip(operands, arrangements, strict=True)
     query, key, value = (_arranged(operand, how) for operand, how in pairs)
     scores = _Scores(query, key)
-    for kind, *operands in steps:
-        getattr(scores, kind)(*operands)
+    for kind, *values in steps:
+        getattr(scores, kind)(*values)
     query, mask = scores.query_and_mask()
     batch, others = scores.shape[:-2], scores.template.shape[:-2]
     if value.dim() > 2 and batch != others:

@@ -38,6 +38,27 @@ class Library:
         return f"{self.package}: {self.model}"
 
 
+class _CausalAttention(Module):
+    """Causal attention from torch's operations, as small GPTs for teaching have it."""
+
+    def __init__(self, width: int, num_heads: int, seqlen: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.register_buffer("causal", torch.ones(seqlen, seqlen).tril().bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind()
+        scores = (query @ key.transpose(-2, -1)) * key.size(-1) ** -0.5
+        scores = scores.masked_fill(~self.causal, float("-inf"))
+        return self.out((scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2))
+
+
+def _hand_written_gpt() -> Made:
+    return _CausalAttention(512, 8, 256), (torch.randn(4, 256, 512),)
+
+
 def _vit() -> Made:
     from vit_pytorch import ViT
 
@@ -178,6 +199,7 @@ def _demucs() -> Made:
 
 
 LIBRARIES = [
+    Library("torch", "causal attention as in nanoGPT, 256 tokens", "compile", _hand_written_gpt),
     Library("vit-pytorch", "ViT, 197 tokens", "compile", _vit, torchvision=True),
     Library("fair-esm", "ESM-2, 256 residues, padded", "compile", _esm),
     Library("segment-anything", "image encoder", "compile", _sam, torchvision=True),

@@ -64,18 +64,35 @@ class Packing:
         return rows.index_copy(0, self.index, packed[0]).unflatten(0, padded_shape[:2])
 
 
-def packing_of(
-    x: Tensor, ignored: Tensor, mask: Tensor | Mask | None, is_causal: bool, batch_first: bool
-) -> Packing | None:
-    """The packing of a batch; None where it does not pay, or would change results.
+def saves_time(x: Tensor, ignored: Tensor) -> bool:
+    """Return True if a batch has enough padding, and not nothing else, to be packed.
 
-    The values of `ignored` are read: on a GPU that waits for the device, once for the whole stack.
-    In a graph of torch.compile they are not known: there a batch is packed whatever its padding,
-    unless there is a mask of positions.
+    The values of `ignored` are read, for which the host waits for a GPU. They are not known in a
+    graph of torch.compile: a batch is packed there whatever its padding.
 
     Args:
-        x: what would be packed, (*, width).
-        ignored: (N, S) bool, True where there is no token.
+        x: the padded batch, (*, width).
+        ignored: (N, S) bool, True for padding.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    padding, limits = int(ignored.sum()), small_calls.limits
+    limit = limits.packing_training if torch.is_grad_enabled() else limits.packing_forward
+    return (
+        MIN_PADDED * ignored.numel() <= padding < ignored.numel()
+        and padding * x.shape[-1] ** 2 > limit
+    )
+
+
+def packing_of(
+    ignored: Tensor, mask: Tensor | Mask | None, is_causal: bool, batch_first: bool
+) -> Packing | None:
+    """Return the packing of a batch, or None if packing would change results.
+
+    In a graph of torch.compile, no batch with a mask of positions is packed.
+
+    Args:
+        ignored: (N, S) bool, True for padding.
         mask: what holds besides; it is of positions, so that padding has to be at the end.
         is_causal: whether attention is causal besides.
         batch_first: whether batches are (N, S, width), not (S, N, width).
@@ -89,12 +106,6 @@ def packing_of(
     batch, seqlen = ignored.shape
     max_seqlen, within = seqlen, Mask()
     if not compiling:
-        if not 0 < index.numel() <= (1.0 - MIN_PADDED) * ignored.numel():
-            return None
-        limits, trains = small_calls.limits, torch.is_grad_enabled()
-        saved = (ignored.numel() - index.numel()) * x.shape[-1] ** 2
-        if saved <= (limits.packing_training if trains else limits.packing_forward):
-            return None
         max_seqlen = int(lengths.max())
     if mask is not None:
         if bool((real[:, 1:] > real[:, :-1]).any()):
@@ -115,10 +126,10 @@ def can_pack(
     layers: Iterable[Module],
     norm: Module | None,
 ) -> bool:
-    """True if a packed batch gives each token the same result, and nobody sees the difference.
+    """Return True if a packed batch saves time and gives each token the same result.
 
-    That is so where each module of theirs works on tokens one by one, attention aside, and has no
-    hooks; masks have to be of relative positions, or tensors.
+    The results are the same if every module but attention works token by token and has no hooks,
+    which would see other shapes; masks must be tensors or depend on relative positions only.
     """
     if src.dim() != 3 or src.is_nested or ignored.dim() != 2 or ignored.dtype != torch.bool:
         return False
@@ -126,6 +137,8 @@ def can_pack(
     if backend is not None and backend.wraps_torch:  # which would pad what is packed
         return False
     if watched(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
+        return False
+    if not saves_time(src, ignored):  # before the modules: that takes 30 us a layer
         return False
     if norm is not None and not (type(norm) in _NORMS and alone(norm)):
         return False

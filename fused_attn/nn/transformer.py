@@ -162,7 +162,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
             mask, ignored, is_causal, batch, attention.num_heads, seqlen, seqlen
         )
         within = terms[1] if len(terms) > 1 else None
-        return packing_of(src, ignored, within, is_causal, attention.batch_first)
+        return packing_of(ignored, within, is_causal, attention.batch_first)
 
 
 @replaces(torch.nn.TransformerDecoder)

@@ -248,7 +248,7 @@ MODELS = benchmarks/test_models.py
 LENGTHS = benchmarks/test_lengths.py
 
 # Nothing else may run meanwhile. The results that back the tables of docs/performance.md are committed.
-bench: env ## measure everything against its peers; results, plots, docs/performance.md
+bench: env third-party ## measure everything against its peers; results, plots, docs/performance.md
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --results cpu.json
 	$(BENCH) $(MODELS) --results models.json
 	$(BENCH) $(LENGTHS) --results lengths.json

@@ -1,5 +1,6 @@
 // The module fused_attn._cpu: the CPU kernels.
 #include "bind_attention.h"
+#include "bind_masked_values.h"
 #include "bind_norm.h"
 #include "cpu/debug.h"
 
@@ -74,6 +75,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("activation", &activation);
   m.def("tile_summary", &tile_summary);
   m.def("tile_kinds", &tile_kinds);
+  m.def("masks_like_torch", &masks_like_torch);
   m.def("tile_size", [](int64_t dtype) {
     return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
   });

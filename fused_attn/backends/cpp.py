@@ -38,6 +38,9 @@ _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 # os.environ.get, but for torch.compile, which cannot follow it.
 environment = os.environ.get if _cpu is None else _cpu.environment
 
+# See csrc/bind_masked_values.h.
+masks_like_torch = None if _cpu is None else _cpu.masks_like_torch
+
 _profiler_enabled = torch.autograd._profiler_enabled
 
 MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM

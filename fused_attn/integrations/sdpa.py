@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as torchs
+from fused_attn.backends.cpp import masks_like_torch
 from fused_attn.backends.registry import asks_for_a_backend, choose
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import in_transform
@@ -195,7 +196,7 @@ def _attention(
 ) -> Tensor:
     """The kernel of torch's op: ours, or torch's own where ours take no such call."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    if attn_mask is None and dropout_p == 0.0 and _is_small(query, key, value, is_causal):
+    if dropout_p == 0.0 and _is_small(query, key, value, attn_mask, is_causal):
         reason = "small: torch's kernels are faster"
     else:
         reason = _reason_against(*args)
@@ -217,9 +218,11 @@ def _count(reason: str, query: Tensor, key: Tensor) -> None:
             counts.add(reason, query, key)
 
 
-def _is_small(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
-    """True if torch's own kernels are faster, with the same result and no second derivative, as
-    they have it without `enable()`; of a call without a mask or dropout."""
+def _is_small(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> bool:
+    """Return True if torch's own kernels are faster and give the same result of a call without
+    dropout; there is no second derivative then, as without `enable()`."""
     if type(query) not in _PLAIN or query.dim() < 2 or key.dim() < 2:
         return False
     seqlen_k, limits = key.size(-2), small_calls.limits
@@ -228,12 +231,26 @@ def _is_small(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> boo
         return False
     if is_causal and query.size(-2) != seqlen_k:  # torch multiplies keys that no query sees by 0
         return False
-    if work > limits.attention_forward and not (
+    if (work > limits.attention_forward or attn_mask is not None) and not (
         torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
     ):
         return False
-    return query.is_cpu and not asks_for_a_backend()
+    if not query.is_cpu or asks_for_a_backend():
+        return False
+    return attn_mask is None or _masks_like_torch(query, key, value, attn_mask)
+
+
+def _masks_like_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Return True if torch's kernels give this masked call the result of ours: every row has a key,
+    and nothing behind the mask is NaN or infinite. It reads small tensors on the CPU."""
+    if mask.dtype != torch.bool or masks_like_torch is None or in_transform():
+        return False
+    if not all(type(t) in _PLAIN and t.is_cpu for t in (key, value, mask)):
+        return False
+    if not (key.dtype == value.dtype == torch.float32):
+        return False
+    return masks_like_torch(query, key, value, mask)
 
 
 def _torchs_own(*args: Any, **options: Any) -> Tensor:

@@ -79,6 +79,4 @@ def _is_large(linear: Any, input: Tensor, drops: bool) -> bool:
 
 
 def _drops(dropout: Module) -> bool:
-    return (
-        type(dropout) is Dropout and dropout.training and dropout.p > 0.0 and is_plain(dropout)
-    )
+    return type(dropout) is Dropout and dropout.training and dropout.p > 0.0 and is_plain(dropout)

@@ -1,4 +1,4 @@
-"""Under enable(), tiny calls without a mask stay on torch's own kernels, which finish sooner."""
+"""Under enable(), tiny calls stay on torch's own kernels, which finish sooner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_which_calls_are_left_to_torch(lengths):
         F.scaled_dot_product_attention(*qkv(1, 4, 1, 16))
     assert lengths == []
     F.scaled_dot_product_attention(*large)
-    F.scaled_dot_product_attention(*small, attn_mask=visible)
+    F.scaled_dot_product_attention(*small, attn_mask=visible.float().log())
     F.scaled_dot_product_attention(*small, dropout_p=0.1)
     F.scaled_dot_product_attention(*qkv(1, 4, 31, 16, dtype=torch.bfloat16))
     with torch.no_grad():
@@ -67,3 +67,35 @@ def test_results_are_torchs():
     with fused_attn.enabled():
         got = step()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("size", [(2, 1, 1, 32), (1, 1, 32, 32), (32, 32), (2, 4, 32, 32)])
+def test_masked_training_is_left_to_torch(lengths, size):
+    query, key, value = qkv(2, 4, 32, 16)
+    visible = torch.rand(size) > 0.5
+    visible[..., -1] = True
+    out = F.scaled_dot_product_attention(query, key, value, visible)
+    assert lengths == []
+    fused_attn.disable()
+    assert torch.equal(out, F.scaled_dot_product_attention(query, key, value, visible))
+    with torch.no_grad(), fused_attn.enabled():
+        F.scaled_dot_product_attention(query, key, value, visible.expand(2, 4, 32, 32))
+    assert lengths == [32]
+
+
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 1e20])
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+def test_values_behind_a_mask_that_torch_lets_through(lengths, hidden, which):
+    tensors = qkv(2, 4, 32, 16)
+    visible = (torch.arange(32) < 20).expand(2, 1, 32, 32)
+    with torch.no_grad():
+        tensors[which][1, 2, 25, 3] = hidden
+    out = F.scaled_dot_product_attention(*tensors, visible)
+    assert lengths == [32] and out[:, :, :20].isfinite().all()
+
+
+def test_rows_without_keys_are_ours(lengths):
+    visible = torch.ones(2, 1, 32, 32, dtype=torch.bool)
+    visible[1, 0, 7] = False
+    out = F.scaled_dot_product_attention(*qkv(2, 4, 32, 16), visible)
+    assert lengths == [32] and not out[1, :, 7].any()

@@ -27,8 +27,8 @@ class Limits(NamedTuple):
             dropout, in float32. One query and key take 9 us by way of torch's dispatcher and back,
             13 with our kernel, 4 without `enable()`.
         attention_training: the same with gradients, also with a bool mask where torch has the same
-            result: our kernels 0.64 for 3 x 4 x 12 x 16 and 0.79 for 2 x 4 x 64 x 32 (2^20), torch's
-            by way of its dispatcher and a look at the values 0.82 and 0.85.
+            result: our kernels 0.64 for 3 x 4 x 12 x 16 and 0.79 for 2 x 4 x 64 x 32 (2^20), those
+            of torch by way of its dispatcher and a look at the values 0.82 and 0.85.
         compiled_forward: multiply-adds of query @ key^T in a graph of torch.compile on the CPU, for
             `compile_pass()`; against the code that Inductor makes: 0.72 for 2^17, 0.85 for 2^20,
             1.08 for 2.5 * 2^20, 1.35 for 2^26.

@@ -65,7 +65,7 @@ class Packing:
 
 
 def saves_time(x: Tensor, ignored: Tensor) -> bool:
-    """Return True if a batch has enough padding, and not nothing else, to be packed.
+    """Return True if a batch has enough padding, and not only padding, to be packed.
 
     The values of `ignored` are read, for which the host waits for a GPU. They are not known in a
     graph of torch.compile: a batch is packed there whatever its padding.

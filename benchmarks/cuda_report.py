@@ -165,7 +165,7 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
     for spec in (MaskSpec(), biased):
         call = AttentionCall(query, query, query, spec, AttentionOptions(1.0, softcap))
         outputs = backend.attention_fwd(call, True, True)
-        backend.attention_weights(call, outputs.lse, outputs.lse_low, False)
+        backend.attention_weights(call, outputs.lse, outputs.lse_residual, False)
         backend.attention_bwd(call, outputs, outputs.out, None, spec.bias is not None)
         torch.use_deterministic_algorithms(True)
         backend.attention_bwd(call, outputs, outputs.out, None, False)

@@ -96,8 +96,9 @@ struct AttentionReader {
   }
 };
 
-// Forward. Returns (out, lse, lse_low, out_low): lse is None unless it is wanted or a backward
-// follows, lse_low unless a backward follows, out_low unless a backward follows and out is rounded.
+// Forward. Returns (out, lse, lse_residual, out_residual): lse is None unless it is wanted or a
+// backward follows, lse_residual unless a backward follows, out_residual unless a backward follows
+// and out is rounded.
 py::object attention_fwd(const py::handle& call, bool for_backward, bool want_lse,
                          int64_t num_threads) {
   AttentionReader reader;
@@ -105,7 +106,7 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
   if (!reader.read(call, for_backward, num_threads, &p)) return py::none();
   const TensorView& q = reader.query;
   const NumberType type{q.code, q.bits}, of_lse = type_of(statistics_of(p.dtype));
-  py::object out, lse = py::none(), lse_low = py::none(), out_low = py::none();
+  py::object out, lse = py::none(), lse_residual = py::none(), out_residual = py::none();
   if (reader.three_dims) {
     const int64_t shape[] = {q.shape[2], p.num_heads, p.head_dim_v};
     out = new_dense(shape, 3, type, &p.out);
@@ -119,11 +120,12 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
     lse = new_dense(q.shape + first, 3 - first, of_lse, &p.lse);
   }
   if (for_backward) {
-    lse_low = new_dense(q.shape, 3, of_lse, &p.lse_low);
-    if (q.bits == 16) out_low = new_rows(q, p.head_dim_v, kInt16, &p.out_low, p.out_low_strides);
+    lse_residual = new_dense(q.shape, 3, of_lse, &p.lse_residual);
+    if (q.bits == 16)
+      out_residual = new_rows(q, p.head_dim_v, kInt16, &p.out_residual, p.out_residual_strides);
   }
   run_entry(&KernelTable::attention_fwd, p);
-  return py::make_tuple(out, lse, lse_low, out_low);
+  return py::make_tuple(out, lse, lse_residual, out_residual);
 }
 
 // Reads the strides of a tensor that has the shape of q but for the last dimension.
@@ -140,9 +142,9 @@ bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, in
 // validated: saved-tensor hooks may return other tensors than were saved.
 bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py::handle& grad_lse,
                   const TensorView& q, AttentionBwdParams* p) {
-  TensorView grad, out, lse, lse_low, of_lse;
+  TensorView grad, out, lse, lse_residual, of_lse;
   if (!float_view(grad_out, &grad) || !float_view(outputs[0], &out) ||
-      !float_view(outputs[1], &lse) || !float_view(outputs[2], &lse_low) ||
+      !float_view(outputs[1], &lse) || !float_view(outputs[2], &lse_residual) ||
       (!grad_lse.is_none() && !float_view(grad_lse, &of_lse))) {
     return false;
   }
@@ -152,7 +154,7 @@ bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py
       out.dtype() != dtype || !read_rows_like(q, dim, out, p->fwd.out_strides)) {
     return false;
   }
-  for (const TensorView* const view : {&lse, &lse_low, &of_lse}) {
+  for (const TensorView* const view : {&lse, &lse_residual, &of_lse}) {
     if (view->there &&
         (view->dtype() != statistics || view->ndim != 3 ||
          !std::equal(q.shape, q.shape + 3, view->shape) || !contiguous_from(*view, 0))) {
@@ -160,16 +162,16 @@ bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py
     }
   }
   if (q.bits == 16) {
-    const TensorView out_low = view_of(outputs[3]);
-    if (!out_low.there || out_low.code != kDLInt || out_low.bits != 16 ||
-        !read_rows_like(q, dim, out_low, p->fwd.out_low_strides)) {
+    const TensorView out_residual = view_of(outputs[3]);
+    if (!out_residual.there || out_residual.code != kDLInt || out_residual.bits != 16 ||
+        !read_rows_like(q, dim, out_residual, p->fwd.out_residual_strides)) {
       return false;
     }
-    p->fwd.out_low = static_cast<int16_t*>(out_low.data);
+    p->fwd.out_residual = static_cast<int16_t*>(out_residual.data);
   }
   p->fwd.out = out.data;
   p->fwd.lse = lse.data;
-  p->fwd.lse_low = lse_low.data;
+  p->fwd.lse_residual = lse_residual.data;
   p->grad_out = grad.data;
   p->grad_lse = of_lse.data;
   return true;

@@ -92,8 +92,8 @@ struct AttentionBwdParams {
 #include "fields/attention_bwd.inc"
 };
 
-// The weights P that the forward multiplied values with, after dropout, from its lse and lse_low;
-// out and value have head_dim_v 0. Sequences are not packed.
+// The weights P that the forward multiplied values with, after dropout, from its lse and
+// lse_residual; out and value have head_dim_v 0. Sequences are not packed.
 struct AttentionWeightsParams {
   AttentionParams fwd;
   void* weights;  // (batch, 1 if average else num_heads, seqlen_q, seqlen_k) of dtype, contiguous

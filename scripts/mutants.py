@@ -39,8 +39,8 @@ TRITON = [
     Mutant(
         "lse without what its rounding loses",
         f"{_TRITON}forward.py",
-        "tl.store(lse_low + at, low.to(tl.float32), inside)",
-        "tl.store(lse_low + at, low.to(tl.float32) * 0.0, inside)",
+        "tl.store(lse_residual + at, low.to(tl.float32), inside)",
+        "tl.store(lse_residual + at, low.to(tl.float32) * 0.0, inside)",
     ),
     Mutant(
         "delta of a rounded output",

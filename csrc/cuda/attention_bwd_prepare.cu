@@ -77,8 +77,8 @@ attention_bwd_prepare_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
     // Of a row that sees few keys, or one that has nearly all the weight, what rounding took from
     // out is more than all of dS.
     const int16_t* low = nullptr;
-    if (p.out_low != nullptr) {
-      low = row_of(p.out_low, p.out_low_strides, rows.batch, own.h, rows.first + read);
+    if (p.out_residual != nullptr) {
+      low = row_of(p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + read);
     }
     const float product = dot(out, low, grad_out, p.head_dim_v);
     if (lane_id() % kRowLanes == 0) {

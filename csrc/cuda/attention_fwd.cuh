@@ -63,7 +63,7 @@ struct FwdKernel {
     const auto rescale_sum = [&](float& sum, int m, int, int e) { sum *= rescale[2 * m + e / 2]; };
     for_each(acc, rescale_sum);
     if constexpr (Product<T>::kRoundsWeights) {
-      if (p.out_low != nullptr) {
+      if (p.out_residual != nullptr) {
         for_each(divisor, rescale_sum);
         Product<T>::template add_row_sums<kM, kN>(divisor, s);
       }
@@ -99,7 +99,7 @@ struct FwdKernel {
     for (int r = 0; r < 2 * kM; ++r) {
       float sum = softmax.sum[r];
       if constexpr (Product<T>::kRoundsWeights) {
-        if (p.out_low != nullptr) sum = divisor[r / 2][0][r % 2 * 2];
+        if (p.out_residual != nullptr) sum = divisor[r / 2][0][r % 2 * 2];
       }
       factor[r] = sum == 0.0f ? 0.0f : scale / sum;
     }
@@ -111,17 +111,17 @@ struct FwdKernel {
                                   return pair_of<T>(low * factor[r], high * factor[r]);
                                 });
     if constexpr (sizeof(T) == 2) {
-      if (p.out_low == nullptr) return;
+      if (p.out_residual == nullptr) return;
       sync_warp();  // all rows have been read
       // A tile of T holds any 16 bits.
-      T* const out_low = reinterpret_cast<T*>(
-          row_of(p.out_low, p.out_low_strides, rows.batch, own.h, rows.first + own.begin));
-      store_rows<T, kHeadDim, kM>(Layout::kOwned, warp_row, acc, out_low, p.out_low_strides[2],
-                                  own.count, static_cast<int>(p.head_dim_v),
-                                  [&](int r, float low, float high) {
-                                    const uint32_t first = lost_bits<T>(low * factor[r]);
-                                    return first | lost_bits<T>(high * factor[r]) << 16;
-                                  });
+      T* const out_residual = reinterpret_cast<T*>(row_of(
+          p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + own.begin));
+      store_rows<T, kHeadDim, kM>(
+          Layout::kOwned, warp_row, acc, out_residual, p.out_residual_strides[2], own.count,
+          static_cast<int>(p.head_dim_v), [&](int r, float low, float high) {
+            const uint32_t first = lost_bits<T>(low * factor[r]);
+            return first | lost_bits<T>(high * factor[r]) << 16;
+          });
     }
   }
 };

@@ -54,7 +54,7 @@ void for_type(const AttentionParams& p, F f) {
   });
 }
 
-// What rounding to T takes from a number: an element of out_low, in the lower half.
+// What rounding to T takes from a number: an element of out_residual, in the lower half.
 template <class T>
 FUSED_ATTN_DEVICE uint32_t lost_bits(float value) {
   const int rounded = static_cast<int>(float_bits(to_float(from_float<T>(value))));
@@ -69,9 +69,9 @@ FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exp
   const double scaled = units.to_natural(exponent), log = log_exact(sum);
   const float high = sum == 0.0f ? -kInfinity : static_cast<float>(scaled + log);
   static_cast<float*>(p.lse)[at] = high;
-  if (p.lse_low == nullptr) return;
+  if (p.lse_residual == nullptr) return;
   // The log is lost in a sum with a maximum of float32's lowest.
-  static_cast<float*>(p.lse_low)[at] =
+  static_cast<float*>(p.lse_residual)[at] =
       sum == 0.0f ? 0.0f : static_cast<float>((scaled - high) + log);
 }
 
@@ -88,7 +88,7 @@ template <class U>
 FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U& units) {
   const float high = static_cast<const float*>(p.lse)[at];
   if (high == -kInfinity) return kSeesNothing;
-  const double low = static_cast<const float*>(p.lse_low)[at];
+  const double low = static_cast<const float*>(p.lse_residual)[at];
   const float exponent = static_cast<float>(units.from_natural(high + low));
   const double lost = (units.to_natural(exponent) - high) - low;
   return {exponent, units.power_of(static_cast<float>(units.from_natural(lost)))};

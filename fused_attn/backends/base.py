@@ -137,11 +137,11 @@ class Backend:
         """out, and the weights that made it; of a differentiable backend."""
         outputs = self.attention_fwd(call, True, True)
         assert outputs is not None
-        out, lse, lse_low, _ = outputs
-        return out, self.attention_weights(call, lse, lse_low, average)
+        out, lse, lse_residual, _ = outputs
+        return out, self.attention_weights(call, lse, lse_residual, average)
 
     def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
         """The weights after dropout, from the lse of `attention_fwd` and what rounding took of it;
         call.value is not looked at."""
@@ -151,14 +151,14 @@ class Backend:
         self,
         call: AttentionCall,
         lse: Tensor,
-        lse_low: Tensor,
+        lse_residual: Tensor,
         grad_weights: Tensor,
         average: bool,
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and bias (empty if not needed) by `attention_weights`."""
         return weights_bwd.attention_weights_bwd(
-            call, lse, lse_low, grad_weights, average, needs_bias
+            call, lse, lse_residual, grad_weights, average, needs_bias
         )
 
     def attention_decode(

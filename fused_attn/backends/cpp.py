@@ -45,7 +45,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM
 _MASK64 = (1 << 64) - 1
-_RESULTS = {**DTYPES, torch.int16: -1}  # of out_low
+_RESULTS = {**DTYPES, torch.int16: -1}  # of out_residual
 _TYPES = {number: dtype for dtype, number in _RESULTS.items()}
 
 
@@ -125,10 +125,10 @@ class CppBackend(Backend):
         return AttentionGradients(query, key, value, bias)
 
     def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
         weights = call.weights(average, _pooled)
-        call, fields = _of_weights(call, lse, lse_low)
+        call, fields = _of_weights(call, lse, lse_residual)
         threads = torch.get_num_threads()
         _cpu.attention_weights(
             call, **fields, weights=weights, average=average, num_threads=threads
@@ -139,7 +139,7 @@ class CppBackend(Backend):
         self,
         call: AttentionCall,
         lse: Tensor,
-        lse_low: Tensor,
+        lse_residual: Tensor,
         grad_weights: Tensor,
         average: bool,
         needs_bias: bool,
@@ -148,7 +148,7 @@ class CppBackend(Backend):
         grad_weights, num_heads = readable_in_place(grad_weights), call.query.shape[1]
         if average:
             grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
-        call, fields = _of_weights(call, lse, lse_low)
+        call, fields = _of_weights(call, lse, lse_residual)
         fields |= {
             "grad_query": grads.query,
             "grad_key": grads.key,
@@ -255,13 +255,13 @@ def _zeros(
 
 
 def _of_weights(
-    call: AttentionCall, lse: Tensor, lse_low: Tensor
+    call: AttentionCall, lse: Tensor, lse_residual: Tensor
 ) -> tuple[AttentionCall, dict[str, Any]]:
     """A call without values, whose lse is known, and what it adds."""
     query, key = call.query, call.key
     call = replace(call, value=key.new_empty(*key.shape[:3], 0))
     out = query.new_empty(*query.shape[:3], 0)
-    return call, {"out": out, "lse": lse.contiguous(), "lse_low": lse_low.contiguous()}
+    return call, {"out": out, "lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
 
 
 def _run_weights_bwd(

@@ -23,7 +23,7 @@ class EagerBackend(Backend):
         return AttentionOutputs(out, lse, nothing, nothing)
 
     def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
         return reference.attention_weights(call, average)
 

@@ -18,7 +18,7 @@ from fused_attn.masks.materialize import materialize, of_head
 def attention_weights_bwd(
     call: AttentionCall,
     lse: Tensor,
-    lse_low: Tensor,
+    lse_residual: Tensor,
     grad_weights: Tensor,
     average: bool,
     needs_bias: bool,
@@ -47,7 +47,7 @@ def attention_weights_bwd(
         tanh = torch.tanh(scores / softcap) if softcap > 0.0 else None
         scores = scores if tanh is None else softcap * tanh
         scores = scores if bias is None else scores + bias[:, 0]
-        weights = torch.exp(scores - lse[:, h, :, None]) * torch.exp(-lse_low[:, h, :, None])
+        weights = torch.exp(scores - lse[:, h, :, None]) * torch.exp(-lse_residual[:, h, :, None])
         grad = grad_weights.to(dtype) / num_heads if average else grad_weights[:, h].to(dtype)
         if options.dropout_p > 0.0:
             assert options.seed is not None

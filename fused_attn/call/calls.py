@@ -46,8 +46,8 @@ class AttentionOutputs(NamedTuple):
         out: (batch, num_heads, seqlen_q, head_dim_v), laid out as query is (see `laid_out_like`).
         lse: (batch, num_heads, seqlen_q), float32 (float64 for float64); not there where nobody
             wants it and no backward follows.
-        lse_low: what rounding took from lse, likewise; not there where no backward follows.
-        out_low: what rounding to 16 bits took from out, as out and laid out as it: int16, see
+        lse_residual: what rounding took from lse, likewise; not there where no backward follows.
+        out_residual: what rounding to 16 bits took from out, as out and laid out as it: int16, see
             csrc/fields/attention.inc; not there where no backward follows, or out is not rounded.
             The backward's row sums are taken of both: in rows that see few keys, or one that has
             nearly all the weight, the rounding of out alone is larger than what is left of the
@@ -56,28 +56,28 @@ class AttentionOutputs(NamedTuple):
 
     out: Tensor
     lse: Any  # Tensor, or None; so are the next ones
-    lse_low: Any
-    out_low: Any
+    lse_residual: Any
+    out_residual: Any
 
     def readable(self) -> AttentionOutputs:
         """These results, of a forward for a backward, with strides that backwards read."""
-        low = self.out_low
+        low = self.out_residual
         return AttentionOutputs(
             readable_in_place(self.out),
             self.lse.contiguous(),
-            self.lse_low.contiguous(),
+            self.lse_residual.contiguous(),
             low if low is None else readable_in_place(low),
         )
 
     def without_none(self) -> AttentionOutputs:
         """These results with empty tensors for what is not there."""
-        out, lse, lse_low, out_low = self
+        out, lse, lse_residual, out_residual = self
         statistics = statistics_dtype(out.dtype)
         return AttentionOutputs(
             out,
             _there(lse, out, statistics),
-            _there(lse_low, out, statistics),
-            _there(out_low, out, torch.int16),
+            _there(lse_residual, out, statistics),
+            _there(out_residual, out, torch.int16),
         )
 
 

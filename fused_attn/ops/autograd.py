@@ -157,14 +157,14 @@ def attention_with_weights(
     needs_grad = _needs_grad(call)
     if needs_grad:
         call = _apart(call) if torch.compiler.is_compiling() else call
-        out, lse, lse_low = _Attention.apply(call, backend, None, 3, *_present(call))
+        out, lse, lse_residual = _Attention.apply(call, backend, None, 3, *_present(call))
     else:
-        out, lse, lse_low, _ = ops.attention_fwd(call, backend, True, True)
+        out, lse, lse_residual, _ = ops.attention_fwd(call, backend, True, True)
     # The weights are a function of query, key and bias: that lse is known is no business of theirs.
     lse = lse.detach()
     if needs_grad:
-        return out, _Weights.apply(call, lse, lse_low, average, backend, *call.tensors())
-    return out, ops.attention_weights(call, lse, lse_low, average, backend)
+        return out, _Weights.apply(call, lse, lse_residual, average, backend, *call.tensors())
+    return out, ops.attention_weights(call, lse, lse_residual, average, backend)
 
 
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
@@ -337,9 +337,9 @@ class _Attention(Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, *_: Any) -> Any:
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        out, lse, lse_low, out_low, *tensors = _saved(ctx)
+        out, lse, lse_residual, out_residual, *tensors = _saved(ctx)
         call, backend = _rebuilt(ctx.call, tensors), ctx.backend
-        outputs = AttentionOutputs(out, lse, lse_low, out_low)
+        outputs = AttentionOutputs(out, lse, lse_residual, out_residual)
         given = torch.zeros_like(out) if grad_out is None else grad_out
         needs_bias = _wanted(ctx, _BIAS)
         grads: Any = None
@@ -376,25 +376,25 @@ class _Weights(Function):
         ctx: Any,
         call: AttentionCall,
         lse: Tensor,
-        lse_low: Tensor,
+        lse_residual: Tensor,
         average: bool,
         backend: Backend,
         *tensors: Tensor | None,
     ) -> Tensor:
-        _save(ctx, lse, lse_low, *tensors)
+        _save(ctx, lse, lse_residual, *tensors)
         ctx.call, ctx.average, ctx.backend = call.without_tensors(), average, backend
         ctx.first = 5
-        return ops.attention_weights(call, lse, lse_low, average, backend)
+        return ops.attention_weights(call, lse, lse_residual, average, backend)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
-        lse, lse_low, *tensors = _saved(ctx)
+        lse, lse_residual, *tensors = _saved(ctx)
         call, average = ctx.call.with_tensors(tensors).readable(), ctx.average
         needs_bias = _wanted(ctx, _BIAS)
 
         def run() -> Any:
             return ops.attention_weights_bwd(
-                call, lse, lse_low, grad_weights, average, needs_bias, ctx.backend
+                call, lse, lse_residual, grad_weights, average, needs_bias, ctx.backend
             )
 
         def weights(call: AttentionCall) -> tuple[Tensor]:

@@ -62,28 +62,28 @@ def attention_bwd(
 
 
 def attention_weights(
-    call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool, backend: Backend
+    call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: Backend
 ) -> Tensor:
     """The weights after dropout, from the lse of `attention_fwd`."""
     if plain_eager(*call.tensors(), lse):
-        return backend.attention_weights(call, lse, lse_low, average)
+        return backend.attention_weights(call, lse, lse_residual, average)
     if torch.onnx.is_in_onnx_export():
         return decompositions.attention_weights(call, average)
-    rest = (lse, lse_low, average, backend.name)
+    rest = (lse, lse_residual, average, backend.name)
     return OPS.attention_weights(*call.flat(), *rest)
 
 
 def attention_weights_bwd(
     call: AttentionCall,
     lse: Tensor,
-    lse_low: Tensor,
+    lse_residual: Tensor,
     grad_weights: Tensor,
     average: bool,
     needs_bias: bool,
     backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and bias (empty if not needed) by `attention_weights`."""
-    args = (lse, lse_low, grad_weights, average, needs_bias)
+    args = (lse, lse_residual, grad_weights, average, needs_bias)
     if plain_eager(*call.tensors(), grad_weights) and not batched_by_autograd(grad_weights):
         return backend.attention_weights_bwd(call, *args)
     return OPS.attention_weights_bwd(*call.flat(), *args, backend.name)
@@ -145,8 +145,8 @@ def _run_attention_bwd(
     call: AttentionCall,
     out: Tensor,
     lse: Tensor,
-    lse_low: Tensor,
-    out_low: Tensor,
+    lse_residual: Tensor,
+    out_residual: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     needs_bias: bool,
@@ -155,12 +155,12 @@ def _run_attention_bwd(
     _check_attention(call)
     rows = call.query.shape[:3]
     shape = (*rows, call.value.shape[3])
-    lows = [out_low] if out.dtype.itemsize == 2 else []
+    lows = [out_residual] if out.dtype.itemsize == 2 else []
     if any(t.shape != shape for t in (grad_out, out, *lows)):
-        raise ValueError(f"out, grad_out, and out_low of 16-bit types must have shape {shape}")
-    if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_low)):
+        raise ValueError(f"out, grad_out, and out_residual of 16-bit types must have shape {shape}")
+    if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_residual)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
-    outputs = AttentionOutputs(out, lse, lse_low, out_low).readable()
+    outputs = AttentionOutputs(out, lse, lse_residual, out_residual).readable()
     rest = (outputs, grad_out, grad_lse, needs_bias)
     grads = get_backend(backend).attention_bwd(call.readable(), *rest)
     assert grads is not None  # of a readable call
@@ -168,25 +168,25 @@ def _run_attention_bwd(
 
 
 def _run_attention_weights(
-    call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool, backend: str
+    call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: str
 ) -> Any:
-    _check_weights(call, lse, lse_low)
-    return get_backend(backend).attention_weights(call.readable(), lse, lse_low, average)
+    _check_weights(call, lse, lse_residual)
+    return get_backend(backend).attention_weights(call.readable(), lse, lse_residual, average)
 
 
 def _run_attention_weights_bwd(
     call: AttentionCall,
     lse: Tensor,
-    lse_low: Tensor,
+    lse_residual: Tensor,
     grad_weights: Tensor,
     average: bool,
     needs_bias: bool,
     backend: str,
 ) -> Any:
-    _check_weights(call, lse, lse_low)
+    _check_weights(call, lse, lse_residual)
     if grad_weights.shape != call.weights_shape(average):
         raise ValueError(f"grad_weights must have shape {call.weights_shape(average)}")
-    args = (lse, lse_low, grad_weights, average, needs_bias)
+    args = (lse, lse_residual, grad_weights, average, needs_bias)
     return get_backend(backend).attention_weights_bwd(call.readable(), *args)
 
 
@@ -276,12 +276,12 @@ def _check_attention(call: AttentionCall) -> None:
     _check_dropout(call)
 
 
-def _check_weights(call: AttentionCall, lse: Tensor, lse_low: Tensor) -> None:
+def _check_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> None:
     if call.mask.cu_seqlens_q is not None or call.mask.cu_seqlens_k is not None:
         raise ValueError("packed sequences have no weights: pad them")
     _check_attention(call)
-    if any(t.shape != call.query.shape[:3] for t in (lse, lse_low)):
-        raise ValueError(f"lse and lse_low must have shape {tuple(call.query.shape[:3])}")
+    if any(t.shape != call.query.shape[:3] for t in (lse, lse_residual)):
+        raise ValueError(f"lse and lse_residual must have shape {tuple(call.query.shape[:3])}")
 
 
 def _check_dropout(call: AttentionCall | NormCall) -> None:
@@ -379,25 +379,25 @@ _register(
     "attention_fwd",
     AttentionCall,
     "bool for_backward, bool want_lse, ",
-    "(Tensor out, Tensor lse, Tensor lse_low, Tensor out_low)",
+    "(Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual)",
 )
 _register(
     "attention_bwd",
     AttentionCall,
-    "Tensor out, Tensor lse, Tensor lse_low, Tensor out_low, Tensor grad_out, Tensor? grad_lse, "
+    "Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual, Tensor grad_out, Tensor? grad_lse, "
     "bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
 )
 _register(
     "attention_weights",
     AttentionCall,
-    "Tensor lse, Tensor lse_low, bool average, ",
+    "Tensor lse, Tensor lse_residual, bool average, ",
     "Tensor",
 )
 _register(
     "attention_weights_bwd",
     AttentionCall,
-    "Tensor lse, Tensor lse_low, Tensor grad_weights, bool average, bool needs_bias, ",
+    "Tensor lse, Tensor lse_residual, Tensor grad_weights, bool average, bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_bias)",
 )
 _register(

@@ -218,8 +218,8 @@ def test_opcheck(options, average, backend):
     spec = normalize(mask, 2, 4, 20, 70, query)
     seed = philox.new_seed(device) if dropout_p else None
     call = AttentionCall(query, key, value, spec, AttentionOptions(0.25, 0.0, dropout_p, seed))
-    _, lse, lse_low, _ = ops.attention_fwd(call, get_backend(backend), True, True)
-    args = (*call.flat(), lse, lse_low)
+    _, lse, lse_residual, _ = ops.attention_fwd(call, get_backend(backend), True, True)
+    args = (*call.flat(), lse, lse_residual)
     torch.library.opcheck(torch.ops.fused_attn.attention_weights.default, (*args, average, backend))
     grad = torch.randn(call.weights_shape(average), device=device)
     torch.library.opcheck(
@@ -240,7 +240,7 @@ def test_op_errors():
 
     with pytest.raises(ValueError, match="packed sequences have no weights"):
         op(*flat(), lse, lse, False, "cpp")
-    with pytest.raises(ValueError, match=r"lse and lse_low must have shape \(1, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"lse and lse_residual must have shape \(1, 2, 3\)"):
         op(*flat(spec=MaskSpec()), lse[:, :1], lse, False, "cpp")
     with pytest.raises(ValueError, match="query, key and value must fit together"):
         op(*flat(query[..., :4], MaskSpec()), lse, lse, False, "cpp")

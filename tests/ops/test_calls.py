@@ -314,7 +314,7 @@ def test_a_residual_gives_the_same_with_its_sum_and_without():
 @pytest.mark.parametrize("which", range(7))
 def test_saved_tensors_that_come_back_with_other_strides(which):
     """As hooks on saved tensors (offloading, compression) may give them back."""
-    x = [t.bfloat16() for t in qkv(1, 2, 8, 16)]  # has out_low, too
+    x = [t.bfloat16() for t in qkv(1, 2, 8, 16)]  # has out_residual, too
 
     def run(which):
         leaves, unpacked = [t.clone().requires_grad_() for t in x], []

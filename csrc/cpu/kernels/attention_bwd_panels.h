@@ -215,7 +215,7 @@ class BwdPanels {
       rows.lse_lost[r] = rows.grad_lse[r] = 0;
       if (lse == -infinity) continue;
       panel->alive |= uint32_t{1} << r;
-      const float low = static_cast<const float*>(p_.lse_low)[at + r];
+      const float low = static_cast<const float*>(p_.lse_residual)[at + r];
       // A score times unit_.high is its power of 2.
       const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
       const double natural = scores_.units.natural * step;
@@ -251,7 +251,8 @@ class BwdPanels {
       if ((panel->alive >> r & 1) == 0 || kept == 0) continue;
       float delta = products_[r / 16 * kPairSums + r * 16 + r % 16];
       if constexpr (sizeof(T) == 2) {
-        if (p_.out_low != nullptr) delta += delta_low<T>(bwd_, queries, panel->h, panel->first + r);
+        if (p_.out_residual != nullptr)
+          delta += delta_residual<T>(bwd_, queries, panel->h, panel->first + r);
       }
       if (bwd_.row_sums != nullptr) delta += static_cast<const float*>(bwd_.row_sums)[head + r];
       panel->rows.delta[r] = delta / kept;

@@ -67,7 +67,7 @@ class BwdTile {
       lse_[at + l] = infinity;  // P is 0
       lse_lost_[at + l] = grad_lse_[at + l] = 0;
       if (!alive_[l]) continue;
-      in_units(lse, static_cast<const A*>(p_.lse_low)[head + l], units_.natural, &lse_[at + l],
+      in_units(lse, static_cast<const A*>(p_.lse_residual)[head + l], units_.natural, &lse_[at + l],
                &lse_lost_[at + l]);
       if (bwd_.grad_lse != nullptr) {
         grad_lse_[at + l] = static_cast<const A*>(bwd_.grad_lse)[head + l];
@@ -92,7 +92,8 @@ class BwdTile {
     for (int64_t l = 0; l < kRows; ++l) {
       A delta = scores_[l * kRows + l];
       if constexpr (sizeof(T) == 2) {
-        if (p_.out_low != nullptr && alive_[l]) delta += delta_low<T>(bwd_, queries, h, first + l);
+        if (p_.out_residual != nullptr && alive_[l])
+          delta += delta_residual<T>(bwd_, queries, h, first + l);
       }
       if (bwd_.row_sums != nullptr && alive_[l]) {
         delta += static_cast<const A*>(bwd_.row_sums)[head + l];

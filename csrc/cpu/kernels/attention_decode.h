@@ -26,7 +26,7 @@ class AttentionDecode {
   // Not where a backward follows: it computes the scores anew, and where one key has all the weight
   // their rounding only cancels if lse comes from scores that were rounded alike.
   static bool pays_off(const AttentionParams& p) {
-    if (p.lse_low != nullptr) return false;
+    if (p.lse_residual != nullptr) return false;
     const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
     if (few && p.seqlen_k >= 4 * p.seqlen_q) return true;
     // A panel waits for long keys, which are read evenly here (48 heads, 2,048 keys of 64 in

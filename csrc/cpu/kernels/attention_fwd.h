@@ -349,7 +349,7 @@ class AttentionFwd {
     write_panel<T>(panel.out, p_.head_dim_v, rows, rows_, out + i * p_.out_strides[2],
                    p_.out_strides[2]);
     if constexpr (sizeof(T) == 2) {
-      if (p_.out_low != nullptr) write_out_low(h, i, rows, out + i * p_.out_strides[2]);
+      if (p_.out_residual != nullptr) write_out_residual(h, i, rows, out + i * p_.out_strides[2]);
     }
     const int64_t at = lse_begin(p_, b, h) + i;
     for (int64_t l = 0; l < rows; ++l) {
@@ -358,13 +358,13 @@ class AttentionFwd {
   }
 
   // What rounding took from rows of out, which write_panel has left in rows_.
-  void write_out_low(int64_t h, int64_t i, int64_t rows, const T* out) {
-    int16_t* const low =
-        const_cast<int16_t*>(at_head<int16_t>(p_.out_low, p_.out_low_strides, queries_, h)) +
-        i * p_.out_low_strides[2];
+  void write_out_residual(int64_t h, int64_t i, int64_t rows, const T* out) {
+    int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
+                             p_.out_residual, p_.out_residual_strides, queries_, h)) +
+                         i * p_.out_residual_strides[2];
     for (int64_t l = 0; l < rows; ++l) {
-      store_low_row(rows_ + l * p_.head_dim_v, out + l * p_.out_strides[2], p_.head_dim_v,
-                    low + l * p_.out_low_strides[2]);
+      store_residual_row(rows_ + l * p_.head_dim_v, out + l * p_.out_strides[2], p_.head_dim_v,
+                         low + l * p_.out_residual_strides[2]);
     }
   }
 

@@ -376,13 +376,13 @@ class AttentionFwdTiles {
       store_row(rows_ + r * wide_v_, p_.head_dim_v, out + r * p_.out_strides[2]);
     }
     if constexpr (sizeof(T) == 2) {
-      if (p_.out_low == nullptr) return;
-      int16_t* const low =
-          const_cast<int16_t*>(at_head<int16_t>(p_.out_low, p_.out_low_strides, queries, panel.h)) +
-          panel.first * p_.out_low_strides[2];
+      if (p_.out_residual == nullptr) return;
+      int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
+                               p_.out_residual, p_.out_residual_strides, queries, panel.h)) +
+                           panel.first * p_.out_residual_strides[2];
       for (int64_t r = 0; r < panel.count; ++r) {
-        store_low_row(rows_ + r * wide_v_, out + r * p_.out_strides[2], p_.head_dim_v,
-                      low + r * p_.out_low_strides[2]);
+        store_residual_row(rows_ + r * wide_v_, out + r * p_.out_strides[2], p_.head_dim_v,
+                           low + r * p_.out_residual_strides[2]);
       }
     }
   }

@@ -41,18 +41,19 @@ inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maxim
   A high = -static_cast<A>(__builtin_inf()), low = 0;
   if (sum != 0) log_sum_exp(maximum, unit, sum, &high, &low);
   static_cast<A*>(p.lse)[at] = high;
-  if (p.lse_low != nullptr) static_cast<A*>(p.lse_low)[at] = low;
+  if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = low;
 }
 
 // What delta misses where it is made of an out that is rounded to 16 bits: of a row that sees few
 // keys, or one that has nearly all the weight, more than all of dS.
 template <class T>
-inline float delta_low(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
-                       int64_t i) {
+inline float delta_residual(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
+                            int64_t i) {
   const AttentionParams& p = bwd.fwd;
-  return dot_low_row(
+  return dot_residual_row(
       at_head<T>(p.out, p.out_strides, queries, h) + i * p.out_strides[2],
-      at_head<int16_t>(p.out_low, p.out_low_strides, queries, h) + i * p.out_low_strides[2],
+      at_head<int16_t>(p.out_residual, p.out_residual_strides, queries, h) +
+          i * p.out_residual_strides[2],
       at_head<T>(bwd.grad_out, bwd.grad_out_strides, queries, h) + i * bwd.grad_out_strides[2],
       p.head_dim_v);
 }

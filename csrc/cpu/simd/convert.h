@@ -223,13 +223,14 @@ inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
 }
 #endif
 
-// ---- what rounding to 16 bits takes, as a difference of float32's bits (AttentionParams::out_low)
+// ---- what rounding to 16 bits takes, as a difference of float32's bits
+// (AttentionParams::out_residual)
 
 typedef int16_t Lows __attribute__((vector_size(kVectorBytes / 2)));
 
 // Of a row whose rounded numbers are stored already.
 template <class T>
-inline void store_low_row(const float* src, const T* rounded, int64_t n, int16_t* dst) {
+inline void store_residual_row(const float* src, const T* rounded, int64_t n, int16_t* dst) {
   constexpr int32_t kMost = 0x7FFF;
   int64_t i = 0;
   for (; i + kLanes<float> <= n; i += kLanes<float>) {
@@ -247,7 +248,7 @@ inline void store_low_row(const float* src, const T* rounded, int64_t n, int16_t
 
 // The sum of what rounding took from a row, times another row.
 template <class T>
-inline float dot_low_row(const T* rounded, const int16_t* low, const T* other, int64_t n) {
+inline float dot_residual_row(const T* rounded, const int16_t* low, const T* other, int64_t n) {
   Vec<float> sum{};
   int64_t i = 0;
   for (; i + kLanes<float> <= n; i += kLanes<float>) {

@@ -80,10 +80,10 @@ class CudaBackend(Backend):
         return grads
 
     def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
         weights = call.weights(average)
-        attention.attention_weights(call, lse, lse_low, average, weights)
+        attention.attention_weights(call, lse, lse_residual, average, weights)
         return weights
 
     def attention_decode(

@@ -32,17 +32,17 @@ MIN_KEYS_PER_SPLIT = 128  # two tiles
 
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
-    """Computes the outputs; no backward follows where lse_low is empty."""
-    query, (out, lse, lse_low, out_low) = call.query, outputs
-    for_backward = lse_low.numel() > 0
+    """Computes the outputs; no backward follows where lse_residual is empty."""
+    query, (out, lse, lse_residual, out_residual) = call.query, outputs
+    for_backward = lse_residual.numel() > 0
     batch, seqlen_q, seqlen_k = call.sizes()
     if 0 in (lse.numel(), batch, seqlen_q, seqlen_k):
-        out.zero_(), lse.fill_(-math.inf), lse_low.zero_(), out_low.zero_()
+        out.zero_(), lse.fill_(-math.inf), lse_residual.zero_(), out_residual.zero_()
         return
     call, fields = call_fields(call, out)
     fields["lse"] = lse
     if for_backward:
-        fields |= {"lse_low": lse_low, "out_low": out_low}
+        fields |= {"lse_residual": lse_residual, "out_residual": out_residual}
     elif decode_rows(query, call.key, seqlen_q) <= MAX_DECODE_ROWS:
         _run_decode(call, lse, fields)
         return
@@ -115,14 +115,14 @@ def attention_bwd(
             tensor.zero_()
         return
     out, grad_out = in_chunks(outputs.out), in_chunks(grad_out)
-    out_low = outputs.out_low
-    if out_low.numel() > 0:
-        out_low = in_chunks(out_low)
+    out_residual = outputs.out_residual
+    if out_residual.numel() > 0:
+        out_residual = in_chunks(out_residual)
     call, fields = call_fields(call, out)
     fields |= {
         "lse": lse,
-        "lse_low": outputs.lse_low,
-        "out_low": out_low,
+        "lse_residual": outputs.lse_residual,
+        "out_residual": out_residual,
         "grad_out": grad_out,
         "grad_query": grads.query,
         "grad_key": grads.key,
@@ -148,7 +148,7 @@ def attention_bwd(
 
 
 def attention_weights(
-    call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool, weights: Tensor
+    call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, weights: Tensor
 ) -> None:
     """Computes the weights."""
     query, key = call.query, call.key
@@ -157,7 +157,7 @@ def attention_weights(
         return
     value, out = key.new_empty(*key.shape[:3], 0), query.new_empty(*query.shape[:3], 0)
     call, fields = call_fields(replace(call, value=value), out)
-    fields |= {"lse": lse.contiguous(), "lse_low": lse_low.contiguous()}
+    fields |= {"lse": lse.contiguous(), "lse_residual": lse_residual.contiguous()}
     fields |= {"weights": weights, "average": average}
     run("attention_weights", query.device, call, fields)
 

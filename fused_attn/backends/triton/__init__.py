@@ -89,10 +89,10 @@ class TritonBackend(Backend):
         return grads
 
     def attention_weights(
-        self, call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool
+        self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
         weights = call.weights(average)
-        _attention().attention_weights(call, lse, lse_low, average, weights)
+        _attention().attention_weights(call, lse, lse_residual, average, weights)
         return weights
 
     def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:

@@ -44,23 +44,23 @@ _NO_LISTS = TileLists(None, None, 1)
 
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
-    """Computes the outputs; no backward follows where lse_low is empty."""
-    out, lse, lse_low, out_low = outputs
-    for_backward = lse_low.numel() > 0
+    """Computes the outputs; no backward follows where lse_residual is empty."""
+    out, lse, lse_residual, out_residual = outputs
+    for_backward = lse_residual.numel() > 0
     args = LaunchArguments(call)
     sizes = args.sizes
     if 0 in (lse.numel(), sizes.batch, sizes.seqlen_q):
-        out.zero_(), lse.fill_(float("-inf")), lse_low.zero_(), out_low.zero_()
+        out.zero_(), lse.fill_(float("-inf")), lse_residual.zero_(), out_residual.zero_()
         return
     if sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
         _decode(args, out, lse)
         return
-    cut = args.config("fwd", with_out_low=out_low.numel() > 0)
+    cut = args.config("fwd", with_out_residual=out_residual.numel() > 0)
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
         attention_fwd_kernel, args.device, (num_m * sizes.batch * sizes.num_heads,),
-        *args.qkv, _rows(out), lse, lse_low if for_backward else None,
-        _rows(out_low) if out_low.numel() else None, *args.common, args.lists(cut), *sizes,
+        *args.qkv, _rows(out), lse, lse_residual if for_backward else None,
+        _rows(out_residual) if out_residual.numel() else None, *args.common, args.lists(cut), *sizes,
         args.settings, **args.compiled_for(cut),
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def attention_bwd(
     grads: AttentionGradients,
 ) -> None:
     """Computes the gradients; that of bias where it is not empty."""
-    query, (out, lse, lse_low, out_low) = call.query, outputs
+    query, (out, lse, lse_residual, out_residual) = call.query, outputs
     needs_bias = grads.bias.numel() > 0
     args = LaunchArguments(call)
     sizes = args.sizes
@@ -108,7 +108,7 @@ def attention_bwd(
         return
     # The tensors of these stay alive until the kernels are launched.
     out_rows, grad_out_rows = (_rows(_readable(t)) for t in (out, grad_out))
-    low_rows = _rows(_readable(out_low)) if out_low.numel() else None
+    low_rows = _rows(_readable(out_residual)) if out_residual.numel() else None
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float32).contiguous().resolve_neg()
     exact = args.natural or query.dtype == torch.float32
@@ -119,7 +119,7 @@ def attention_bwd(
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
         row_statistics_kernel, args.device, (num_m * heads,), out_rows, low_rows, grad_out_rows,
-        lse, lse_low, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
+        lse, lse_residual, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
     )  # fmt: skip
     cut = args.config("dq")
     num_m = -(-sizes.seqlen_q // cut.block_m)
@@ -171,7 +171,7 @@ def _grad_bias(
 
 
 def attention_weights(
-    call: AttentionCall, lse: Tensor, lse_low: Tensor, average: bool, weights: Tensor
+    call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, weights: Tensor
 ) -> None:
     """Computes the weights."""
     args = LaunchArguments(replace(call, value=call.key))
@@ -185,7 +185,7 @@ def attention_weights(
     seed, _, _, mask = args.common
     launch(
         attention_weights_kernel, args.device, (owners * math.prod(kinds.shape[2:]),),
-        *args.qkv[:2], lse.contiguous(), lse_low.contiguous(), weights, seed, mask, kinds,
+        *args.qkv[:2], lse.contiguous(), lse_residual.contiguous(), weights, seed, mask, kinds,
         kinds.shape[1], *sizes, args.settings, AVERAGE=average, **args.compiled_for(cut),
     )  # fmt: skip
 
@@ -258,12 +258,12 @@ class LaunchArguments:
         seed = options.seed if dropout_p > 0.0 else None
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
-    def config(self, kind: str, with_out_low: bool = False) -> Config:
+    def config(self, kind: str, with_out_residual: bool = False) -> Config:
         """The tile sizes, warps and stages of the kernel of a pass."""
         head_dim = max(self.head_dim, self.head_dim_v)
         heavy = self.has_lists or self.common[0] is not None
         # Another sum for each row, which the largest tiles of wide heads have no register for.
-        heavy |= with_out_low and head_dim > 128
+        heavy |= with_out_residual and head_dim > 128
         # Its loop over the heads of a group takes registers too.
         heavy |= kind == "dkdv" and self.sizes.num_heads > self.sizes.num_heads_kv
         if heavy and kind in ("fwd", "dq", "dkdv"):

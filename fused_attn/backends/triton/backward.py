@@ -54,7 +54,7 @@ class RowStatistics(NamedTuple):
 
 @triton.jit(do_not_specialize=SIZES)
 def row_statistics_kernel(
-    out, out_low, grad_out, lse, lse_low, stats, cu_seqlens_q,
+    out, out_residual, grad_out, lse, lse_residual, stats, cu_seqlens_q,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     cut: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def row_statistics_kernel(
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     inside = i < seqlen_q
     at = statistics_at(sizes, batch, h, first) + i
-    rounded, factor = lse_in_units(lse, lse_low, at, inside, cut)
+    rounded, factor = lse_in_units(lse, lse_residual, at, inside, cut)
     sees = rounded != float("inf")
     tl.store(stats.lse + at, rounded, inside)
     if stats.lse_factor is not None:
@@ -87,11 +87,11 @@ def row_statistics_kernel(
         cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
     )  # fmt: skip
     o = o.to(tl.float32)
-    if out_low is not None:
+    if out_residual is not None:
         # Of a row that sees few keys, or one that has nearly all the weight, what rounding took
         # from out is more than all of dS.
         low = load_tile(
-            head_rows(out_low, batch, h, first), out_low.stride_row, i_begin, inside,
+            head_rows(out_residual, batch, h, first), out_residual.stride_row, i_begin, inside,
             cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
         )  # fmt: skip
         o = (o.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True)
@@ -100,13 +100,13 @@ def row_statistics_kernel(
 
 
 @triton.jit
-def lse_in_units(lse, lse_low, at, inside, cut: tl.constexpr):
+def lse_in_units(lse, lse_residual, at, inside, cut: tl.constexpr):
     """lse and lse_factor of RowStatistics from the natural lse and what its rounding lost."""
     unit = 1.0 if cut.NATURAL else LOG2E
     high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
     sees = high != float("-inf")
     high *= unit
-    low = tl.load(lse_low + at, inside, 0.0).to(tl.float64) * unit
+    low = tl.load(lse_residual + at, inside, 0.0).to(tl.float64) * unit
     rounded = tl.where(sees, high + low, float("inf")).to(tl.float32)
     # low is lost in a sum with float32's lowest number.
     lost = tl.where(sees, (rounded.to(tl.float64) - high) - low, 0.0)

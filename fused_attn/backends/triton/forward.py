@@ -30,12 +30,12 @@ from fused_attn.backends.triton.tiles import full_tile, partial_tile, visible_ti
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_fwd_kernel(
-    query, key, value, out, lse, lse_low, out_low, seed, cu_seqlens_q, cu_seqlens_k,
+    query, key, value, out, lse, lse_residual, out_residual, seed, cu_seqlens_q, cu_seqlens_k,
     mask, lists,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, cut: tl.constexpr,
 ):  # fmt: skip
-    """out, lse, and lse_low and out_low (None: not wanted) of BLOCK_M queries of a head."""
+    """out, lse, and lse_residual and out_residual (None: not wanted) of BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -68,48 +68,48 @@ def attention_fwd_kernel(
     for t in tl.range(0, tiles[0]):
         acc, maximum, total, multiplied = fwd_tile(
             acc, maximum, total, multiplied, q, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys,
-            sequence, key, value, draws, mask, settings, cut, False, out_low is not None,
+            sequence, key, value, draws, mask, settings, cut, False, out_residual is not None,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
         acc, maximum, total, multiplied = fwd_tile(
             acc, maximum, total, multiplied, q, i, partial_tile(t, tiles, lists) * cut.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, cut, True, out_low is not None,
+            keys, sequence, key, value, draws, mask, settings, cut, True, out_residual is not None,
         )  # fmt: skip
 
     empty = total == 0.0
     # The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a row
     # that one key dominates, 1.002 of it would hide all that the other keys have.
-    divisor = total if out_low is None else multiplied
+    divisor = total if out_residual is None else multiplied
     scale = settings.dropout_scale / tl.where(empty, 1.0, divisor)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
     store_tile(
         head_rows(out, query_batch, h, query_first), out.stride_row, i_begin, seqlen_q, acc,
         cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
     )  # fmt: skip
-    if out_low is not None:
+    if out_residual is not None:
         rounded = acc.to(q.dtype).to(tl.float32)
         lost = acc.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
         lost = tl.minimum(tl.maximum(lost, -0x7FFF), 0x7FFF)
         store_tile(
-            head_rows(out_low, query_batch, h, query_first), out_low.stride_row, i_begin, seqlen_q,
+            head_rows(out_residual, query_batch, h, query_first), out_residual.stride_row, i_begin, seqlen_q,
             lost, cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
         )  # fmt: skip
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
-    store_lse(lse, lse_low, at + i, i < seqlen_q, maximum, total, cut)
+    store_lse(lse, lse_residual, at + i, i < seqlen_q, maximum, total, cut)
 
 
 @triton.jit
-def store_lse(lse, lse_low, at, inside, maximum, total, cut: tl.constexpr):
+def store_lse(lse, lse_residual, at, inside, maximum, total, cut: tl.constexpr):
     """The natural log of the sums, and what its rounding loses (None: not wanted)."""
     scaled = maximum.to(tl.float64) * (1.0 if cut.NATURAL else LN2)
     log = tl.log(total.to(tl.float64))
     empty = total == 0.0
     high = tl.where(empty, float("-inf"), scaled + log).to(tl.float32)
     tl.store(lse + at, high, inside)
-    if lse_low is not None:
+    if lse_residual is not None:
         # The log is lost in a sum with a maximum of float32's lowest.
         low = tl.where(empty, 0.0, (scaled - high.to(tl.float64)) + log)
-        tl.store(lse_low + at, low.to(tl.float32), inside)
+        tl.store(lse_residual + at, low.to(tl.float32), inside)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from fused_attn.backends.triton.tiles import SKIP
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_weights_kernel(
-    query, key, lse, lse_low, weights, seed, mask, kinds, kinds_heads,
+    query, key, lse, lse_residual, weights, seed, mask, kinds, kinds_heads,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, cut: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,19 @@ def attention_weights_kernel(
         at = ((b.to(tl.int64) * kinds_heads + h % kinds_heads) * num_m + m) * num_n + n
         if tl.load(kinds + at) != SKIP:
             total += _tile_of_head(
-                query, key, lse, lse_low, seed, mask, sizes, settings, b, h, i_begin, j_begin, cut
+                query,
+                key,
+                lse,
+                lse_residual,
+                seed,
+                mask,
+                sizes,
+                settings,
+                b,
+                h,
+                i_begin,
+                j_begin,
+                cut,
             )
     if AVERAGE:
         total /= sizes.num_heads
@@ -63,7 +75,7 @@ def attention_weights_kernel(
 
 @triton.jit
 def _tile_of_head(
-    query, key, lse, lse_low, seed, mask, sizes, settings, b, h, i_begin, j_begin,
+    query, key, lse, lse_residual, seed, mask, sizes, settings, b, h, i_begin, j_begin,
     cut: tl.constexpr,
 ):  # fmt: skip
     """The weights of one tile of a head, after dropout."""
@@ -83,7 +95,7 @@ def _tile_of_head(
         cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D,
     )  # fmt: skip
     at = statistics_at(sizes, b, h, b * 0) + i
-    log_sum, lse_factor = lse_in_units(lse, lse_low, at, inside, cut)
+    log_sum, lse_factor = lse_in_units(lse, lse_residual, at, inside, cut)
     products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
     scores, visible, _ = finish_scores(products, i, j, sequence, mask, settings, cut, True, False)
     weights = power(scores - log_sum[:, None], cut) * lse_factor[:, None]

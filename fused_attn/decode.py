@@ -14,7 +14,7 @@ from fused_attn import masks
 from fused_attn.backends import AttentionProblem, CacheUpdate, problem_of, select
 from fused_attn.backends.registry import asks_for_a_backend, cached_choice
 from fused_attn.base.autocast import any_autocast
-from fused_attn.base.torch_state import plain_eager, readable
+from fused_attn.base.torch_state import plain_eager, host_readable
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
@@ -308,7 +308,7 @@ def _checked_lengths(
         if lengths.dtype not in _INTEGERS:
             raise TypeError(f"cache_lengths must be int32 or int64, got {lengths.dtype}")
         shape = tuple(lengths.shape)
-        if len(shape) == 1 and readable(lengths):
+        if len(shape) == 1 and host_readable(lengths):
             values = lengths.tolist()
     if shape != (batch,):
         raise ValueError(f"cache_lengths must have shape ({batch},), got {shape}")
@@ -325,7 +325,7 @@ def _checked_lengths(
 
 def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new: int) -> None:
     """Raises ValueError where a page that is needed does not exist."""
-    if not (readable(block_table) and readable(lengths)) or block_table.numel() == 0:
+    if not (host_readable(block_table) and host_readable(lengths)) or block_table.numel() == 0:
         return
     num_pages, _, page_size, _ = cache.shape
     needed = torch.arange(block_table.shape[1]) * page_size < (lengths + seqlen_new)[:, None]

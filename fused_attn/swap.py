@@ -174,7 +174,7 @@ def swap_modules(
         report.unfused += _unfused(model, report)
     _settle_padding(model, remove_padding, report)
     if report.swapped:
-        report.notes += _notices(model)
+        report.notes += _fallback_warnings(model)
     return report
 
 
@@ -191,14 +191,14 @@ def _unfused(model: Module, report: SwapReport) -> Iterator[Skipped]:
             yield Skipped(shown_name(name), qualified_name(type(module)), reason)
 
 
-def _notices(model: Module) -> list[str]:
+def _fallback_warnings(model: Module) -> list[str]:
     """What users should know of the backend that computes the model where it is now."""
-    notices = []
+    found = []
     for device_type in dict.fromkeys(p.device.type for p in model.parameters()):
         backend = default_backend(torch.device(device_type))
-        if backend is not None and (notice := backend.fallback_warning(device_type)):
-            notices.append(notice)
-    return notices
+        if backend is not None and (warning := backend.fallback_warning(device_type)):
+            found.append(warning)
+    return found
 
 
 def contains_fused_modules(model: Module) -> bool:

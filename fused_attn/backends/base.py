@@ -41,7 +41,7 @@ class CacheUpdate(NamedTuple):
 class Backend:
     """One way to compute the ops; the registry has an object of each.
 
-    Passes of attention get checked calls that are `readable()`, but for attention_decode, whose
+    Passes of attention get checked calls that are `kernel_layout()`, but for attention_decode, whose
     caches may lie anyhow; who calls them sees to that.
 
     Attributes:
@@ -130,7 +130,7 @@ class Backend:
         needs_bias: bool,
     ) -> AttentionGradients | None:
         """The gradients under grad_out and grad_lse. Backends that take unchecked calls get calls
-        and outputs that are not `readable()` too, and give None for those."""
+        and outputs that are not `kernel_layout()` too, and give None for those."""
         raise NotImplementedError
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:

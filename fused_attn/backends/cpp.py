@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_attn.backends.base import ACTIVATIONS, Backend, Extent
 from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
-from fused_attn.base.layout import contiguous, readable_in_place
+from fused_attn.base.layout import contiguous, kernel_strides
 from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
@@ -114,7 +114,7 @@ class CppBackend(Backend):
         if results is None:
             if grad_lse is not None:
                 grad_lse = grad_lse.to(outputs.lse.dtype).contiguous().resolve_neg()
-            given = readable_in_place(grad_out), grad_lse
+            given = kernel_strides(grad_out), grad_lse
             results = _run(_cpu.attention_bwd, call, outputs, *given, *rest)
         if results is None:
             return None
@@ -145,7 +145,7 @@ class CppBackend(Backend):
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = call.gradients(needs_bias, _pooled)
-        grad_weights, num_heads = readable_in_place(grad_weights), call.query.shape[1]
+        grad_weights, num_heads = kernel_strides(grad_weights), call.query.shape[1]
         if average:
             grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
         call, fields = _of_weights(call, lse, lse_residual)

@@ -28,7 +28,7 @@ class AttentionProblem:
         result: what is wanted besides out: "out" (nothing), "lse" or "weights".
         seeded: whether dropout is by a seed of the caller's.
         sharded: whether dropout is that of a part of a larger whole.
-        learns: whether gradients are wanted.
+        needs_grad: whether gradients are wanted.
         transformed: under a torch.func transform, or with forward-mode tangents.
     """
 
@@ -47,7 +47,7 @@ class AttentionProblem:
     sharded: bool = False
     result: str = "out"
     learned_bias: bool = False
-    learns: bool = False
+    needs_grad: bool = False
     transformed: bool = False
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class NormProblem:
     dropout: bool = False
     seeded: bool = False
     sharded: bool = False
-    learns: bool = False
+    needs_grad: bool = False
     transformed: bool = False
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class NormProblem:
 Problem = AttentionProblem | NormProblem
 
 
-_FLAGS = ("packed", "residual", "softcap", "dropout", "seeded", "sharded", "learns", "transformed")
+_FLAGS = ("packed", "residual", "softcap", "dropout", "seeded", "sharded", "needs_grad", "transformed")
 
 
 def _described(op: str, problem: Problem, *properties: str) -> str:
@@ -109,7 +109,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
         call: a checked one, or one that is as a checked one would be.
         result: see AttentionProblem.
     """
-    learns = torch.is_grad_enabled() and any(
+    needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in call.tensors()
     )
     if isinstance(call, (NormCall, UncheckedNorm)):
@@ -123,7 +123,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
             dropout=call.options.dropout_p > 0.0,
             seeded=call.options.seed is not None,
             sharded=_sharded(call),
-            learns=learns,
+            needs_grad=needs_grad,
             transformed=transformed(),
         )
     query, mask = call.query, call.mask
@@ -143,8 +143,8 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
         seeded=call.options.seed is not None,
         sharded=_sharded(call),
         result=result,
-        learned_bias=learns and mask.bias is not None and mask.bias.requires_grad,
-        learns=learns,
+        learned_bias=needs_grad and mask.bias is not None and mask.bias.requires_grad,
+        needs_grad=needs_grad,
         transformed=transformed(),
     )
 

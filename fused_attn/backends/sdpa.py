@@ -222,7 +222,7 @@ def _attention(
 def _no_lse(problem: AttentionProblem) -> list[str]:
     """Reasons why torch has no op that returns lse."""
     reasons = []
-    if problem.learns:
+    if problem.needs_grad:
         reasons.append("has no gradient of lse")
     if problem.dropout:
         reasons.append("gives no lse with dropout")

@@ -68,7 +68,7 @@ def classes_of(problem: Problem) -> list[ProblemClass]:
     """The classes that a problem belongs to: one for its mask, or for its norm, and one for each
     option. A backend is chosen where it is usable in all of them."""
     dtype = _TYPES.get(problem.dtype, "other")
-    direction = "training" if problem.learns else "forward"
+    direction = "training" if problem.needs_grad else "forward"
     if isinstance(problem, NormProblem):
         op = "rms_norm" if problem.rms else "layer_norm"
         features, sizes = ["plain"], [columns_word(problem.num_columns)]

@@ -13,7 +13,7 @@ _SHORT_ROW, _PAGE = 128, 4096  # bytes
 _MAX_ROWS = 1 << 31  # of rows that two strides lead to
 
 
-def readable_in_place(tensor: Tensor) -> Tensor:
+def kernel_strides(tensor: Tensor) -> Tensor:
     """Kernels read any strides whose last one is 1, and no lazy negation; others are copied."""
     dense = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     return (tensor if dense else tensor.contiguous()).resolve_neg()

@@ -67,7 +67,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def readable(tensor: Tensor) -> bool:
+def host_readable(tensor: Tensor) -> bool:
     """Values can be looked at without a device synchronisation or a graph break."""
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return False

@@ -18,7 +18,7 @@ from fused_attn.base.layout import (
     NOTHING,
     contiguous,
     laid_out_like,
-    readable_in_place,
+    kernel_strides,
     rows_in_place,
 )
 from fused_attn.base.torch_state import statistics_dtype
@@ -59,14 +59,14 @@ class AttentionOutputs(NamedTuple):
     lse_residual: Any
     out_residual: Any
 
-    def readable(self) -> AttentionOutputs:
+    def kernel_layout(self) -> AttentionOutputs:
         """These results, of a forward for a backward, with strides that backwards read."""
         low = self.out_residual
         return AttentionOutputs(
-            readable_in_place(self.out),
+            kernel_strides(self.out),
             self.lse.contiguous(),
             self.lse_residual.contiguous(),
-            low if low is None else readable_in_place(low),
+            low if low is None else kernel_strides(low),
         )
 
     def without_none(self) -> AttentionOutputs:
@@ -124,13 +124,13 @@ class AttentionCall(Flat):
         """batch, seqlen_q and seqlen_k as masks see them."""
         return self.mask.sizes(self.query, self.key)
 
-    def readable(self) -> AttentionCall:
+    def kernel_layout(self) -> AttentionCall:
         """This call with its tensors as kernels read them."""
         # One by one: torch.compile of 2.14 starts the trace of a backward anew where strides are
         # asked for, and does not get over a generator that was left within.
-        q, k = readable_in_place(self.query), readable_in_place(self.key)
-        v = readable_in_place(self.value)
-        mask, options = self.mask.readable(), with_dense_origin(self.options)
+        q, k = kernel_strides(self.query), kernel_strides(self.key)
+        v = kernel_strides(self.value)
+        mask, options = self.mask.kernel_layout(), with_dense_origin(self.options)
         if (
             q is self.query
             and k is self.key
@@ -278,7 +278,7 @@ class NormCall(Flat):
         """True where something else than input is normalised."""
         return self.residual is not None or self.options.dropout_p > 0.0
 
-    def readable(self) -> NormCall:
+    def kernel_layout(self) -> NormCall:
         """This call as kernels read it: see `rows_in_place`; parameters are contiguous, in the type
         of the statistics."""
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)

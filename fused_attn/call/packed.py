@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_attn import masks
-from fused_attn.base.torch_state import readable
+from fused_attn.base.torch_state import host_readable
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall, recall_of
 
@@ -25,7 +25,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
-    if not readable(cu_seqlens):
+    if not host_readable(cu_seqlens):
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     cumulative = "; lengths are cumulative here: (0, n0, n0 + n1, ...)"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.philox import DECISIONS
-from fused_attn.base.torch_state import readable
+from fused_attn.base.torch_state import host_readable
 
 Positions = int | Sequence[int] | Tensor
 
@@ -124,7 +124,7 @@ def _of_each(
     if positions.shape != (count,):
         got = tuple(positions.shape)
         raise ValueError(f"{name} must be an int or have shape ({count},), got {got}")
-    if readable(positions):
+    if host_readable(positions):
         for position in positions.tolist():
             _check(name, position, multiple_of)
     return positions.to(device, torch.int64)

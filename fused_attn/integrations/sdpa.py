@@ -167,7 +167,7 @@ def _registered() -> Library:
         raise
     _forget_dispatch()
     _choice_against.cache_clear()
-    torchs.attend = _torchs_own
+    torchs.attend = _torch_implementation
     return library
 
 
@@ -209,7 +209,7 @@ def _attention(
             _count("", query, key)
             return cast(Tensor, out)
     _count(reason, query, key)
-    return _torchs_own(*args, scale=scale, enable_gqa=enable_gqa)
+    return _torch_implementation(*args, scale=scale, enable_gqa=enable_gqa)
 
 
 def _count(reason: str, query: Tensor, key: Tensor) -> None:
@@ -253,7 +253,7 @@ def _masks_like_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -
     return masks_like_torch(query, key, value, mask)
 
 
-def _torchs_own(*args: Any, **options: Any) -> Tensor:
+def _torch_implementation(*args: Any, **options: Any) -> Tensor:
     return _OP._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **options)
 
 
@@ -285,12 +285,12 @@ def _reason_against(
     facts: tuple[Any, ...] = (query.device, query.dtype, *sizes, bias_dtype, wanted_backend())
     if default_backend(query.device) is None:
         tensors = (query, key, value, attn_mask)
-        learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         kind = "causal" if is_causal else "none" if attn_mask is None else "dense"
         kind = kind if bias_dtype is None else "bias"
-        learned_bias = learns and kind == "bias" and cast(Tensor, attn_mask).requires_grad
+        learned_bias = needs_grad and kind == "bias" and cast(Tensor, attn_mask).requires_grad
         lengths = query.shape[-2], key.shape[-2]
-        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, learns, learned_bias)
+        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, needs_grad, learned_bias)
     if types <= _PLAIN:
         return _choice_against(*facts)
     if types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag:
@@ -311,7 +311,7 @@ def _choice_against(
     seqlen_q: int = 0,
     seqlen_k: int = 0,
     dropout: bool = False,
-    learns: bool = False,
+    needs_grad: bool = False,
     learned_bias: bool = False,
 ) -> str:
     """Return the reason why no kernel of ours is chosen; empty if one is. Cached: the choice takes
@@ -322,7 +322,7 @@ def _choice_against(
     """
     problem = AttentionProblem(
         device, dtype, head_dim, head_dim_v, bias_dtype, mask=mask, seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k, dropout=dropout, learns=learns, learned_bias=learned_bias,
+        seqlen_k=seqlen_k, dropout=dropout, needs_grad=needs_grad, learned_bias=learned_bias,
     )  # fmt: skip
     chosen, refusals = choose(problem, backend)
     if chosen is not None and not chosen.differentiable:

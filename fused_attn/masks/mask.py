@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import readable
+from fused_attn.base.torch_state import host_readable
 from fused_attn.masks.memo import Memo, recall
 
 # Larger than any sequence, and small enough that sums of a few stay inside int32, the type in
@@ -383,7 +383,7 @@ def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
         raise TypeError(f"{name} must be integers, got {lengths.dtype}")
     if lengths.dim() != 1:
         raise ValueError(f"{name} must have shape (batch,), got {tuple(lengths.shape)}")
-    if readable(lengths) and lengths.numel() and int(lengths.min()) < 0:
+    if host_readable(lengths) and lengths.numel() and int(lengths.min()) < 0:
         raise ValueError(f"{name} must be >= 0, got {int(lengths.min())}")
     return lengths
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import readable
+from fused_attn.base.torch_state import host_readable
 from fused_attn.masks.mask import Mask
 from fused_attn.masks.memo import recall_of
 
@@ -28,7 +28,7 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
         return hint
     if not isinstance(mask, Tensor) or mask.requires_grad or mask.dim() != 2:
         return False
-    if mask.shape[0] != mask.shape[1] or not readable(mask):
+    if mask.shape[0] != mask.shape[1] or not host_readable(mask):
         return False
     # Slices of one tensor are other objects in each call: their owner's memo has their verdicts.
     owner = mask if mask._base is None else mask._base

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_attn.base.flat import Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
-from fused_attn.base.torch_state import plain_eager, readable, savable, statistics_dtype
+from fused_attn.base.torch_state import plain_eager, host_readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.memo import keepable, recall, recall_eager
 
@@ -106,7 +106,7 @@ class MaskSpec(Flat):
             return statistics_dtype(dtype)
         return None if self.bias is None else self.bias.dtype
 
-    def readable(self) -> MaskSpec:
+    def kernel_layout(self) -> MaskSpec:
         """This spec with what kernels read as arrays in one piece."""
         if self.bounds is None and self.query_documents is None and self.cu_seqlens_q is None:
             return self
@@ -345,7 +345,7 @@ def _fits(ids: Tensor) -> bool:
     """True if ids are known to fit into 32 bits."""
     if ids.numel() == 0 or torch.iinfo(ids.dtype).max < 1 << 31:
         return True
-    return readable(ids) and int(ids.min()) >= -(1 << 31) and int(ids.max()) < 1 << 31
+    return host_readable(ids) and int(ids.min()) >= -(1 << 31) and int(ids.max()) < 1 << 31
 
 
 def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Tensor | None:
@@ -388,7 +388,7 @@ def _sequence_lengths(
 ) -> Tensor:
     if lengths.shape[0] != batch:
         raise ValueError(f"{name} must have shape ({batch},), got {tuple(lengths.shape)}")
-    if readable(lengths) and lengths.numel() and int(lengths.max()) > limit:
+    if host_readable(lengths) and lengths.numel() and int(lengths.max()) > limit:
         raise ValueError(f"{name} must be <= {limit}, got {int(lengths.max())}")
     return lengths.to(device=device, dtype=torch.int64).clamp(0, limit)
 

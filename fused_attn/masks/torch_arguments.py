@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import plain_eager, readable, savable, statistics_dtype
+from fused_attn.base.torch_state import plain_eager, host_readable, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import Memo, recall, recall_of
@@ -144,7 +144,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     else:
         visible, bias = materialize(spec, *shape, query.device, statistics_dtype(query.dtype))
         empty = None if visible is None else ~visible.any(-1, keepdim=True)
-    if empty is not None and (_all_see(spec, shape) or (readable(empty) and not empty.any())):
+    if empty is not None and (_all_see(spec, shape) or (host_readable(empty) and not empty.any())):
         empty = None
     if bias is None:
         seen = visible if visible is None or empty is None else visible | empty

@@ -136,7 +136,7 @@ def can_pack(
     backend = default_backend(src.device)
     if backend is not None and backend.wraps_torch:  # which would pad what is packed
         return False
-    if watched(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
+    if must_stay_padded(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
         return False
     if not saves_time(src, ignored):  # before the modules: that takes 30 us a layer
         return False
@@ -145,7 +145,7 @@ def can_pack(
     return all(_by_token(layer) for layer in layers)
 
 
-def watched(*tensors: Tensor) -> bool:
+def must_stay_padded(*tensors: Tensor) -> bool:
     """True if something sees shapes (graphs, modes, global hooks), or values cannot be read."""
     if torch.compiler.is_compiling():
         return not (_graph_takes_any_size() and PLAIN_TYPES.issuperset(map(type, tensors)))

@@ -136,7 +136,7 @@ def attention_by(
         outputs = backend.attention_fwd(call, False, want_lse)
         assert outputs is not None  # of a checked call
         return outputs[:2]
-    call = _readable(call, backend)
+    call = _kernel_layout(call, backend)
     if not _needs_grad(call):
         return ops.attention_fwd(call, backend, False, want_lse)[:2]
     call = _apart(call) if torch.compiler.is_compiling() else call
@@ -153,7 +153,7 @@ def attention_with_weights(
     call = _seeded(call, backend)
     if backend.differentiable:
         return backend.attention_with_weights(call, average)
-    call = _readable(call, backend)
+    call = _kernel_layout(call, backend)
     needs_grad = _needs_grad(call)
     if needs_grad:
         call = _apart(call) if torch.compiler.is_compiling() else call
@@ -241,9 +241,9 @@ def _seeded(call: Any, backend: Backend) -> Any:
     return with_options(call, seed=philox.new_seed(call.tensors()[0].device))
 
 
-def _readable(call: AttentionCall, backend: Backend) -> AttentionCall:
+def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:
     """The call as kernels read it."""
-    call = call.readable()
+    call = call.kernel_layout()
     mask = with_summaries(call.mask, backend.tile_summary)
     return call if mask is call.mask else replace(call, mask=mask)
 
@@ -346,7 +346,7 @@ class _Attention(Function):
         if backend.accepts_unchecked and _plain(given, grad_lse):
             grads = backend.attention_bwd(call, outputs, given, grad_lse, needs_bias)
         if grads is None:
-            call, outputs = call.readable(), outputs.readable()
+            call, outputs = call.kernel_layout(), outputs.kernel_layout()
             grads = _gradients(call, outputs, given, grad_lse, needs_bias, backend)
         query, key, value, bias = grads
         grads = (query, key, value, bias if needs_bias else None)[: len(tensors)]
@@ -389,7 +389,7 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
         lse, lse_residual, *tensors = _saved(ctx)
-        call, average = ctx.call.with_tensors(tensors).readable(), ctx.average
+        call, average = ctx.call.with_tensors(tensors).kernel_layout(), ctx.average
         needs_bias = _wanted(ctx, _BIAS)
 
         def run() -> Any:

@@ -55,7 +55,7 @@ def attention_bwd(
     """The gradients under grad_out and grad_lse."""
     if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
         grads = backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
-        assert grads is not None  # of a readable call
+        assert grads is not None  # the layout is the kernels'
         return grads
     rest = (*outputs.without_none(), grad_out, grad_lse, needs_bias, backend.name)
     return AttentionGradients(*OPS.attention_bwd(*call.flat(), *rest))
@@ -112,8 +112,8 @@ def norm_bwd(
 ) -> NormGradients:
     """The gradients; `call` has the sum that was normalised as its input, and no residual."""
     needs = (needs_weight, needs_bias)
-    watched = not plain_eager(grad_out, grad_total, *call.tensors())
-    if not watched and not batched_by_autograd(grad_out, grad_total):
+    eager = plain_eager(grad_out, grad_total, *call.tensors())
+    if eager and not batched_by_autograd(grad_out, grad_total):
         grads = backend.norm_bwd(call, mean, rstd, *_resolved(grad_out, grad_total), *needs)
         assert grads is not None
         return grads
@@ -134,7 +134,7 @@ def _run_attention_fwd(
     call: AttentionCall, for_backward: bool, want_lse: bool, backend: str
 ) -> Any:
     _check_attention(call)
-    outputs = get_backend(backend).attention_fwd(call.readable(), for_backward, want_lse)
+    outputs = get_backend(backend).attention_fwd(call.kernel_layout(), for_backward, want_lse)
     assert outputs is not None  # of a checked call
     if not for_backward and not want_lse:
         outputs = outputs._replace(lse=None)  # some have it in any case; the fake has none
@@ -160,10 +160,10 @@ def _run_attention_bwd(
         raise ValueError(f"out, grad_out, and out_residual of 16-bit types must have shape {shape}")
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_residual)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
-    outputs = AttentionOutputs(out, lse, lse_residual, out_residual).readable()
+    outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
     rest = (outputs, grad_out, grad_lse, needs_bias)
-    grads = get_backend(backend).attention_bwd(call.readable(), *rest)
-    assert grads is not None  # of a readable call
+    grads = get_backend(backend).attention_bwd(call.kernel_layout(), *rest)
+    assert grads is not None  # the layout is the kernels'
     return grads.without_none()
 
 
@@ -171,7 +171,7 @@ def _run_attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: str
 ) -> Any:
     _check_weights(call, lse, lse_residual)
-    return get_backend(backend).attention_weights(call.readable(), lse, lse_residual, average)
+    return get_backend(backend).attention_weights(call.kernel_layout(), lse, lse_residual, average)
 
 
 def _run_attention_weights_bwd(
@@ -187,7 +187,7 @@ def _run_attention_weights_bwd(
     if grad_weights.shape != call.weights_shape(average):
         raise ValueError(f"grad_weights must have shape {call.weights_shape(average)}")
     args = (lse, lse_residual, grad_weights, average, needs_bias)
-    return get_backend(backend).attention_weights_bwd(call.readable(), *args)
+    return get_backend(backend).attention_weights_bwd(call.kernel_layout(), *args)
 
 
 def _run_norm_fwd(call: NormCall, backend: str) -> Any:

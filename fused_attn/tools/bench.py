@@ -109,7 +109,7 @@ def measure(
     problem = AttentionProblem(
         device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
         mask=normalize(own_mask, *sizes, operands["query"]).kind, seqlen_k=shape.seqlen_k,
-        learns=backward,
+        needs_grad=backward,
     )  # fmt: skip
     chosen = select(problem, backend).name
     # To ask for what is chosen anyway would keep small calls away from their short cut.

@@ -46,7 +46,7 @@ def test_changes_of_a_kept_mask_are_seen():
 
 def test_few_slices_of_a_mask_are_kept(monkeypatch):
     """They may be as large as the mask; on a GPU, where values are not looked at, each is new."""
-    monkeypatch.setattr(torch_arguments, "readable", lambda tensor: False)
+    monkeypatch.setattr(torch_arguments, "host_readable", lambda tensor: False)
     kept = weakref.WeakSet()
     bool_or = torch.Tensor.__or__
 

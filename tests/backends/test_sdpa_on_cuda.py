@@ -49,7 +49,7 @@ def test_lse_on_cuda(is_causal, monkeypatch):
         ({"head_dim": 36, "head_dim_v": 36}, "gives no lse of head_dim 36 on cuda"),
         ({"head_dim_v": 40}, "gives no lse where head_dim_v is not head_dim"),
         ({"dropout": True}, "gives no lse with dropout"),
-        ({"learns": True}, "has no gradient of lse"),
+        ({"needs_grad": True}, "has no gradient of lse"),
     ],
     ids=str,
 )

@@ -68,7 +68,7 @@ def only_reason(backend, problem=PROBLEM):
     ("properties", "names"),
     [
         ({}, ["attention float32 D<=32,L<=128 none forward"]),
-        ({"learns": True}, ["attention float32 D<=32,L<=128 none training"]),
+        ({"needs_grad": True}, ["attention float32 D<=32,L<=128 none training"]),
         ({"head_dim_v": 80}, ["attention float32 D<=96,L<=128 none forward"]),
         ({"head_dim": 257}, ["attention float32 D>256,L<=128 none forward"]),
         ({"seqlen_k": 512}, ["attention float32 D<=32,L<=512 none forward"]),
@@ -84,7 +84,7 @@ def only_reason(backend, problem=PROBLEM):
             ],
         ),
         (
-            {"mask": "bias", "learned_bias": True, "learns": True},
+            {"mask": "bias", "learned_bias": True, "needs_grad": True},
             [
                 f"attention float32 D<=32,L<=128 {feature} training"
                 for feature in ("bias", "learned_bias")
@@ -103,7 +103,7 @@ def test_classes_of_norms():
         "layer_norm bfloat16 C<=1024 plain forward"
     ]
     both = NormProblem(
-        CPU, torch.float16, 20000, rms=True, residual=True, dropout=True, learns=True
+        CPU, torch.float16, 20000, rms=True, residual=True, dropout=True, needs_grad=True
     )
     assert [str(c) for c in verdicts.classes_of(both)] == [
         f"rms_norm float16 C>16384 {feature} training"
@@ -120,7 +120,7 @@ def test_the_choice_is_by_class(stand_in):
     stored([NAME, *(NAME._replace(feature=feature) for feature in others)])
     assert select(PROBLEM) is stand_in
     assert select(problem(mask="causal", dropout=True)) is stand_in
-    for unseen in ({"mask": "dense"}, {"learns": True}, {"softcap": True}, {"seqlen_q": 200}):
+    for unseen in ({"mask": "dense"}, {"needs_grad": True}, {"softcap": True}, {"seqlen_q": 200}):
         assert select(problem(**unseen)) is not stand_in
         assert "did not look at attention float32" in only_reason(stand_in, problem(**unseen))
     verdicts.forget(["stand_in"])
@@ -180,13 +180,13 @@ def test_calls_of_other_classes_are_not_looked_at(stand_in, monkeypatch):
         F.scaled_dot_product_attention(*[x[:, :, :100]] * 3)
 
 
-@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", ["none", *MASKS])
-def test_unchecked_and_checked_calls_are_the_same_problem(name, learns):
+def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
     """Else a call would be chosen for twice, and not alike."""
     shape = Shape(2, 4, 2, 30, 40, 16)
     query, key, value = shape.operands(torch.bfloat16).values()
-    key.requires_grad_(learns)
+    key.requires_grad_(needs_grad)
     mask = make_mask(name, shape)
     call = UncheckedAttention(query, key, value, mask, False, True, AttentionOptions(None, None))
     assert call.prepare() and call.resolve_mask() is not None

@@ -349,12 +349,12 @@ def test_under_autocast():
 
 
 @pytest.mark.small_calls
-@pytest.mark.parametrize("learns", [False, True])
-def test_small_attention_is_left_to_inductor(learns):
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_small_attention_is_left_to_inductor(needs_grad):
     """16 times 128 x 128 x 16 is 2^22: fused, unless gradients are wanted."""
-    for length, fused in ((40, False), (128, not learns)):
+    for length, fused in ((40, False), (128, not needs_grad)):
         attention = compile_pass()
-        given = [torch.randn(4, 4, length, 16, requires_grad=learns) for _ in range(3)]
+        given = [torch.randn(4, 4, length, 16, requires_grad=needs_grad) for _ in range(3)]
         compiled(attend, attention)(*given)
         (found,) = attention.found
         assert bool(attention.fused) == fused and ("small" in found.reason) != fused

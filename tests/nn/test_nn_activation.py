@@ -64,7 +64,7 @@ def test_values_and_gradients(shape, activation, dropout_p, dtype, isa):
     with cpp.use_isa(isa):
         out = activation_pass(x, bias, activation, dropout_p)
         got = torch.autograd.grad(out, leaves, grad, retain_graph=True)
-    watched = torch.autograd.grad(out, leaves, grad, create_graph=True)
+    recorded = torch.autograd.grad(out, leaves, grad, create_graph=True)
     # The sum is rounded to the type that is calculated in.
     wide = statistics_dtype(dtype)
     total = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
@@ -85,7 +85,7 @@ def test_values_and_gradients(shape, activation, dropout_p, dtype, isa):
     absolute = 4 * torch.finfo(wide).eps * float(grad.abs().max()) + tiny
     errors = (got[0].double() - want_grads[0].double()).abs()
     assert (errors <= 2 * ulps * want_grads[0].double().abs() + absolute).all()
-    torch.testing.assert_close(watched[0].to(dtype), got[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(recorded[0].to(dtype), got[0], rtol=0.05, atol=0.05)
     if bias is not None:
         scale = grad.double().abs().reshape(-1, shape[-1]).sum(0).max().item()
         error = (got[1].double() - want_grads[1].double()).abs().max().item()

@@ -33,7 +33,7 @@ class Watching(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def watched(*args, **options):
+def through_the_op(*args, **options):
     with Watching():
         return F.scaled_dot_product_attention(*args, **options)
 
@@ -44,7 +44,7 @@ def test_second_call_is_the_first(dtype):
         first, second = qkv(2, 3, 40, 16, dtype=dtype), qkv(2, 3, 40, 16, dtype=dtype)
         F.scaled_dot_product_attention(*first, **options)
         got = F.scaled_dot_product_attention(*second, **options)
-        assert torch.equal(got, watched(*second, **options))
+        assert torch.equal(got, through_the_op(*second, **options))
 
 
 def call(q, k, v, mask, **options):

@@ -341,8 +341,8 @@ def test_problems_in_a_few_words():
     )
     packed = AttentionProblem(gpu, torch.float16, 64, 64, None, "structured", 5, 7, packed=True)
     assert "seqlens 5 x 7, structured mask, packed)" in str(packed)
-    norm = NormProblem(gpu, torch.float32, 768, rms=True, residual=True, learns=True)
-    assert f"{norm}" == "rms_norm(float32 on cuda:0, 768 columns, residual, learns)"
+    norm = NormProblem(gpu, torch.float32, 768, rms=True, residual=True, needs_grad=True)
+    assert f"{norm}" == "rms_norm(float32 on cuda:0, 768 columns, residual, needs_grad)"
     assert repr(NormProblem(gpu, torch.float32, 8)) == "layer_norm(float32 on cuda:0, 8 columns)"
 
 

@@ -133,9 +133,9 @@ def test_layouts_that_are_read_in_place(layout):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_no_copy_is_made(layout, learns, backend):
+def test_no_copy_is_made(layout, needs_grad, backend):
     there = device_of(backend)
     views = [layout.view(torch.randn(layout.whole, device=there)) for _ in range(3)]
     if views[0].numel() == 0:
@@ -143,10 +143,10 @@ def test_no_copy_is_made(layout, learns, backend):
 
     def copies(tensors):
         x, residual, grad = (t.detach() for t in tensors)
-        x.requires_grad_(learns)
+        x.requires_grad_(needs_grad)
         with torch.profiler.profile() as profile:
             out = F.layer_norm(x, x.shape[-1], residual=residual, backend=backend)
-            if learns:
+            if needs_grad:
                 torch.autograd.grad(out, x, grad)
         events = profile.key_averages()
         return sum(e.count for e in events if e.key in ("aten::clone", "aten::copy_"))

@@ -84,11 +84,11 @@ def assert_keeps(call, backend, keep, with_lse):
 @FEWER
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("learns", [False, True])
-def test_part_of_the_whole(learns, dtype, part, backend):
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_part_of_the_whole(needs_grad, dtype, part, backend):
     call = shard(part, backend, dtype)
-    call.query.requires_grad_(learns)
-    assert_keeps(call, backend, whole_keep()[part], learns)
+    call.query.requires_grad_(needs_grad)
+    assert_keeps(call, backend, whole_keep()[part], needs_grad)
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -104,9 +104,9 @@ def test_every_isa(dtype, part, isa):
     if not runnable(isa):
         pytest.skip(f"reason: this CPU has no {isa}")
     with cpp.use_isa(isa):
-        for learns in (False, True):
-            test_part_of_the_whole(learns, dtype, part, "cpp")
-            test_gradients_of_a_part(learns, dtype, part, "cpp")
+        for needs_grad in (False, True):
+            test_part_of_the_whole(needs_grad, dtype, part, "cpp")
+            test_gradients_of_a_part(needs_grad, dtype, part, "cpp")
         test_heads_that_share_keys(dtype, "cpp")
 
 

@@ -15,7 +15,7 @@ def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
     """Computes the outputs."""
     if call.input.numel() == 0:
         return
-    call = call.readable()
+    call = call.kernel_layout()
     run("norm_fwd", call.input.device, call, {**_seed(call), **outputs._asdict()})
 
 
@@ -47,7 +47,7 @@ def norm_bwd(
         "partial_sums": rstd.new_empty(2, num_parts, columns) if wanted else None,
         "num_parts": num_parts,
     }
-    run("norm_bwd", total.device, call.readable(), fields)
+    run("norm_bwd", total.device, call.kernel_layout(), fields)
 
 
 def _seed(call: NormCall) -> dict[str, Any]:

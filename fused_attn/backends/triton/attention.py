@@ -35,7 +35,7 @@ from fused_attn.backends.triton.tuning import (
     padded,
 )
 from fused_attn.backends.triton.weights import attention_weights_kernel
-from fused_attn.base.layout import readable_in_place
+from fused_attn.base.layout import kernel_strides
 from fused_attn.base.philox import dropout_scale, dropout_threshold
 from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs
 from fused_attn.masks.spec import MaskSpec
@@ -107,8 +107,8 @@ def attention_bwd(
             tensor.zero_()
         return
     # The tensors of these stay alive until the kernels are launched.
-    out_rows, grad_out_rows = (_rows(_readable(t)) for t in (out, grad_out))
-    low_rows = _rows(_readable(out_residual)) if out_residual.numel() else None
+    out_rows, grad_out_rows = (_rows(_kernel_layout(t)) for t in (out, grad_out))
+    residual_rows = _rows(_kernel_layout(out_residual)) if out_residual.numel() else None
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float32).contiguous().resolve_neg()
     exact = args.natural or query.dtype == torch.float32
@@ -118,7 +118,7 @@ def attention_bwd(
     cut = args.config("statistics")
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
-        row_statistics_kernel, args.device, (num_m * heads,), out_rows, low_rows, grad_out_rows,
+        row_statistics_kernel, args.device, (num_m * heads,), out_rows, residual_rows, grad_out_rows,
         lse, lse_residual, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
     )  # fmt: skip
     cut = args.config("dq")
@@ -233,7 +233,7 @@ class LaunchArguments:
         self.spec = spec
         self.device, self.dtype = query.device, query.dtype
         self.head_dim, self.head_dim_v = query.shape[3], value.shape[3]
-        self.qkv = [_rows(_readable(t)) for t in (query, key, value)]
+        self.qkv = [_rows(_kernel_layout(t)) for t in (query, key, value)]
         batch, seqlen_q, seqlen_k = call.sizes()
         self.sizes = Sizes(
             batch, query.shape[1], key.shape[1], seqlen_q, seqlen_k, query.shape[2],
@@ -301,9 +301,9 @@ class LaunchArguments:
         return TileLists(counts, indices, heads)
 
 
-def _readable(tensor: Tensor) -> Tensor:
+def _kernel_layout(tensor: Tensor) -> Tensor:
     """Kernels count within a tile in 32 bits: a tensor with rows further apart is copied."""
-    tensor = readable_in_place(tensor)
+    tensor = kernel_strides(tensor)
     return tensor if tensor.stride(2) < 1 << 22 else tensor.contiguous()
 
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fused_attn.backends.triton.masks import MaskArgs
 from fused_attn.backends.triton.tiles import Summaries
-from fused_attn.base.layout import readable_in_place
+from fused_attn.base.layout import kernel_strides
 from fused_attn.masks.spec import MaskSpec
 
 
 def mask_args(spec: MaskSpec) -> MaskArgs:
     """The tensors of a mask, with a stride of 0 where they are broadcast."""
     query_documents, key_documents = (
-        None if t is None else readable_in_place(t)
+        None if t is None else kernel_strides(t)
         for t in (spec.query_documents, spec.key_documents)
     )
     fields: dict[str, Any] = {}

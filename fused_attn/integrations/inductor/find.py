@@ -280,9 +280,9 @@ class _Search:
             raise NotFusedError("the output is not known")
         if weights.dtype == torch.float64 != result.dtype:
             raise NotFusedError("the softmax is wanted in float64")
-        learns = result.requires_grad
+        needs_grad = result.requires_grad
         limits = small_calls.limits
-        most = limits.compiled_training if learns else limits.compiled_forward
+        most = limits.compiled_training if needs_grad else limits.compiled_forward
         if result.is_cpu and _multiply_adds(product) <= most:
             raise NotFusedError("small: the code that Inductor makes is faster")
         if operands_of(output)[0] is not self.chain[-1]:

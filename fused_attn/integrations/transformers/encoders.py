@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from fused_attn.nn.packing import BY_TOKEN, Packing, alone, packing_of, saves_time, watched
+from fused_attn.nn.packing import BY_TOKEN, Packing, alone, packing_of, saves_time, must_stay_padded
 
 NAME = "fused_attn"  # of the attention implementation
 
@@ -107,7 +107,7 @@ def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
 def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing | None:
     """The packing; None where it does not pay or a module of the stack could tell."""
     ignored = ~mask[:, 0, 0]
-    if watched(hidden_states, mask) or not saves_time(hidden_states, ignored):
+    if must_stay_padded(hidden_states, mask) or not saves_time(hidden_states, ignored):
         return None
     if not all(_works_by_token(module, stack) for module in stack.modules()):
         return None

@@ -77,7 +77,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("tile_kinds", &tile_kinds);
   m.def("masks_like_torch", &masks_like_torch);
   m.def("tile_size", [](int64_t dtype) {
-    return py::make_tuple(kernels().panel(static_cast<DType>(dtype)), kernels().block);
+    return py::make_tuple(kernels().query_tile(static_cast<DType>(dtype)), kernels().block);
   });
   m.def("multiply_add_peak", [](int64_t threads) { return kernels().multiply_add_peak(threads); });
   m.def("product_peak", [](int64_t dtype, int64_t threads) {

@@ -14,7 +14,7 @@ from fused_attn import masks
 from fused_attn.backends import AttentionProblem, CacheUpdate, problem_of, select
 from fused_attn.backends.registry import asks_for_a_backend, cached_choice
 from fused_attn.base.autocast import any_autocast
-from fused_attn.base.torch_state import plain_eager, host_readable
+from fused_attn.base.torch_state import host_readable, plain_eager
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention

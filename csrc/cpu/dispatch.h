@@ -17,8 +17,8 @@ struct KernelTable {
   bool (*activation)(const ActivationParams&);
   bool (*tile_kinds)(const TileKindsParams&);
   void (*tile_summary)(const SummaryParams&);
-  int64_t (*panel)(DType);  // queries of a tile
-  int64_t block;            // keys of a tile
+  int64_t (*query_tile)(DType);  // queries of a tile
+  int64_t block;                 // keys of a tile
   // Operations a second of so many threads: float multiply-add, and bfloat16 pairs (0: has none).
   double (*multiply_add_peak)(int64_t);
   double (*product_peak)(DType, int64_t);

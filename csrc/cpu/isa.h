@@ -15,7 +15,7 @@
 #define FUSED_ATTN_BASE_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_BASE)
 
 // What it computes otherwise than its base: norms and all else that is done row by row; attention
-// in panels; attention in tile registers.
+// in query tiles; attention in tile registers.
 #if defined(FUSED_ATTN_AMX_FP16)
 #define FUSED_ATTN_OWN_TILES 1
 #elif defined(__AMX_BF16__)

@@ -41,8 +41,8 @@ class CacheUpdate(NamedTuple):
 class Backend:
     """One way to compute the ops; the registry has an object of each.
 
-    Passes of attention get checked calls that are `kernel_layout()`, but for attention_decode, whose
-    caches may lie anyhow; who calls them sees to that.
+    Callers pass checked calls in `kernel_layout()` to every pass of attention but attention_decode,
+    whose caches may have any strides.
 
     Attributes:
         name: what users ask for.

@@ -88,7 +88,9 @@ class NormProblem:
 Problem = AttentionProblem | NormProblem
 
 
-_FLAGS = ("packed", "residual", "softcap", "dropout", "seeded", "sharded", "needs_grad", "transformed")
+_FLAGS = (
+    "packed", "residual", "softcap", "dropout", "seeded", "sharded", "needs_grad", "transformed",
+)  # fmt: skip
 
 
 def _described(op: str, problem: Problem, *properties: str) -> str:

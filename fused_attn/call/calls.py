@@ -17,8 +17,8 @@ from fused_attn.base.flat import Flat, empty_strided, flattens
 from fused_attn.base.layout import (
     NOTHING,
     contiguous,
-    laid_out_like,
     kernel_strides,
+    laid_out_like,
     rows_in_place,
 )
 from fused_attn.base.torch_state import statistics_dtype

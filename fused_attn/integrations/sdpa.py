@@ -32,7 +32,7 @@ from fused_attn.backends import sdpa as torchs
 from fused_attn.backends.cpp import masks_like_torch
 from fused_attn.backends.registry import asks_for_a_backend, choose
 from fused_attn.base import small_calls
-from fused_attn.base.torch_state import in_transform
+from fused_attn.base.torch_state import in_transform, needs_grad
 from fused_attn.call.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
@@ -231,9 +231,8 @@ def _is_small(
         return False
     if is_causal and query.size(-2) != seqlen_k:  # torch multiplies keys that no query sees by 0
         return False
-    if (work > limits.attention_forward or attn_mask is not None) and not (
-        torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if (work > limits.attention_forward or attn_mask is not None) and not needs_grad(
+        query, key, value
     ):
         return False
     if not query.is_cpu or asks_for_a_backend():
@@ -285,12 +284,12 @@ def _reason_against(
     facts: tuple[Any, ...] = (query.device, query.dtype, *sizes, bias_dtype, wanted_backend())
     if default_backend(query.device) is None:
         tensors = (query, key, value, attn_mask)
-        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        trains = needs_grad(*tensors)
         kind = "causal" if is_causal else "none" if attn_mask is None else "dense"
         kind = kind if bias_dtype is None else "bias"
-        learned_bias = needs_grad and kind == "bias" and cast(Tensor, attn_mask).requires_grad
+        learned_bias = trains and kind == "bias" and cast(Tensor, attn_mask).requires_grad
         lengths = query.shape[-2], key.shape[-2]
-        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, needs_grad, learned_bias)
+        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, trains, learned_bias)
     if types <= _PLAIN:
         return _choice_against(*facts)
     if types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_attn.base.flat import Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
-from fused_attn.base.torch_state import plain_eager, host_readable, savable, statistics_dtype
+from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.memo import keepable, recall, recall_eager
 

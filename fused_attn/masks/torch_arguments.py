@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import plain_eager, host_readable, savable, statistics_dtype
+from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.memo import Memo, recall, recall_of

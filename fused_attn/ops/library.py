@@ -384,8 +384,8 @@ _register(
 _register(
     "attention_bwd",
     AttentionCall,
-    "Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual, Tensor grad_out, Tensor? grad_lse, "
-    "bool needs_bias, ",
+    "Tensor out, Tensor lse, Tensor lse_residual, Tensor out_residual, Tensor grad_out, "
+    "Tensor? grad_lse, bool needs_bias, ",
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
 )
 _register(

@@ -208,10 +208,10 @@ def attention_classes(
                 Shape(batch, heads, heads, length, length, width) for batch, length in batches
             ]
         for direction, length, feature in itertools.product(DIRECTIONS, shapes, _FEATURES):
-            needs_grad = direction == "training"
-            if (needs_grad and shapes[length] is few) or (feature == "learned_bias" and not needs_grad):
+            trains = direction == "training"
+            if (trains and shapes[length] is few) or (feature == "learned_bias" and not trains):
                 continue
-            common: Options = {"dtype": dtype, "gradients": needs_grad}
+            common: Options = {"dtype": dtype, "gradients": trains}
             sizes = verdicts.attention_sizes(width, length)
             yield (
                 ProblemClass("attention", dtype, sizes, feature, direction),

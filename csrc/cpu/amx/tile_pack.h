@@ -9,7 +9,7 @@
 namespace fused_attn {
 namespace {
 
-constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // of a panel, and of a block
+constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // of a query tile, and of a block
 
 // A block of packed keys and values.
 struct KeyBlock {
@@ -17,8 +17,8 @@ struct KeyBlock {
   bool packed;
   // Rows of value that are not finite, and may not be multiplied with weights of 0: they are packed
   // as 0, and added one by one.
-  int num_special;
-  uint8_t special[kTileKeys];
+  int num_nonfinite;
+  uint8_t nonfinite[kTileKeys];
 };
 
 // The lanes of a vector from `d` on that a row of `dim` has.
@@ -49,20 +49,20 @@ constexpr int kInfinityOrNan = 0x99;  // of vfpclassps
 template <class T>
 inline bool row_finite(const T* row, int64_t dim) {
   if constexpr (sizeof(T) == 4) {
-    __mmask16 special = 0;
+    __mmask16 nonfinite = 0;
     for (int64_t d = 0; d < dim; d += 16) {
       const __m512 x = _mm512_maskz_loadu_ps(lanes16(dim, d), row + d);
-      special |= _mm512_fpclass_ps_mask(x, kInfinityOrNan);
+      nonfinite |= _mm512_fpclass_ps_mask(x, kInfinityOrNan);
     }
-    return special == 0;
+    return nonfinite == 0;
   } else {
     const __m512i infinity = _mm512_set1_epi16(kIsHalf<T> ? 0x7C00 : 0x7F80);
-    __mmask32 special = 0;
+    __mmask32 nonfinite = 0;
     for (int64_t d = 0; d < dim; d += 32) {
       const __m512i x = _mm512_maskz_loadu_epi16(lanes32(dim, d), row + d);
-      special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, infinity), infinity);
+      nonfinite |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, infinity), infinity);
     }
-    return special == 0;
+    return nonfinite == 0;
   }
 }
 
@@ -155,7 +155,7 @@ class AnyRows {
   const int64_t dim_;
 };
 
-// Rows are given by their addresses; null: a row of 0. What packs a block or a panel is not
+// Rows are given by their addresses; null: a row of 0. What packs a block or a query tile is not
 // inlined: it is called where it is worth a call, from many places.
 template <class T>
 class TilePack {
@@ -198,7 +198,7 @@ class TilePack {
 
   // Right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features. Of the values that
   // weights are multiplied with: a row that is not finite may not be multiplied with 0, so it is
-  // left out, and said to be special. row_at(i): the row of 32 that stands at i. meanwhile() is
+  // left out, and said to be nonfinite. row_at(i): the row of 32 that stands at i. meanwhile() is
   // called for each pair of rows and step.
   template <class RowAt, class Meanwhile = Nothing>
   static void values(const T** rows, int64_t count, int64_t dim, int64_t steps, const RowAt& row_at,
@@ -212,9 +212,9 @@ class TilePack {
       }
       return reader.finite();
     };
-    block->num_special = 0;
+    block->num_nonfinite = 0;
     if (read_fast(rows, count, dim, steps, pack)) return;
-    take_special(rows, count, dim, block);
+    take_nonfinite(rows, count, dim, block);
     AnyRows<T> reader(dim);
     pack(reader);
   }
@@ -236,12 +236,12 @@ class TilePack {
 
  private:
   // Takes rows that are not finite out, and says which of a block they were.
-  static void take_special(const T** rows, int64_t count, int64_t dim, KeyBlock* block) {
-    block->num_special = 0;
+  static void take_nonfinite(const T** rows, int64_t count, int64_t dim, KeyBlock* block) {
+    block->num_nonfinite = 0;
     for (int64_t t = 0; t < count; ++t) {
       if (rows[t] == nullptr || __builtin_expect(row_finite(rows[t], dim), 1)) continue;
       rows[t] = nullptr;
-      block->special[block->num_special++] = static_cast<uint8_t>(t);
+      block->nonfinite[block->num_nonfinite++] = static_cast<uint8_t>(t);
     }
   }
 

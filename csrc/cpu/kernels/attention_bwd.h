@@ -49,8 +49,8 @@ class AttentionBwd : BwdTile<T> {
     if (!mask.init(p)) return false;
     const int64_t blocks = div_up(p.seqlen_k, kBlockN), heads = p.batch * p.num_heads_kv;
     const int64_t group = p.num_heads / max64(p.num_heads_kv, 1);
-    const int64_t panels = div_up(p.seqlen_q, kRows);
-    const int64_t part = panels * P::pad_dim(p.head_dim) * kRows;
+    const int64_t query_tiles = div_up(p.seqlen_q, kRows);
+    const int64_t part = query_tiles * P::pad_dim(p.head_dim) * kRows;
     int64_t splits = 1;
     if (heads > 0 && heads < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / heads));
     const int64_t per_split = div_up(blocks, splits), tasks = heads * splits;
@@ -61,7 +61,8 @@ class AttentionBwd : BwdTile<T> {
       return false;
     return run_team(p.num_threads, tasks, [&] {
       AttentionBwd self(bwd, mask);
-      const bool ok = self.allocate(panels, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
+      const bool ok =
+          self.allocate(query_tiles, min64(per_split * kBlockN, p.seqlen_k), splits == 1);
       share_tasks(tasks, fit_caches(2 * operand_bytes<T>(p)), [&](int64_t task) {
         if (!ok) return;
         const int64_t head = task / splits, split = task % splits;
@@ -90,15 +91,17 @@ class AttentionBwd : BwdTile<T> {
  private:
   using Base::Base;
 
-  void place(int64_t panels, int64_t keys, bool own_grad_query) {
-    const int64_t panel_size = 2 * (P::right_size(wide_, kRows) + P::right_size(wide_v_, kRows));
-    const int64_t fit = kChunkBytes / (panel_size * static_cast<int64_t>(sizeof(RightElement)));
-    chunk_ = min64(panels, max64(fit / kGroup, 1) * kGroup);
+  void place(int64_t query_tiles, int64_t keys, bool own_grad_query) {
+    const int64_t query_tile_size =
+        2 * (P::right_size(wide_, kRows) + P::right_size(wide_v_, kRows));
+    const int64_t fit =
+        kChunkBytes / (query_tile_size * static_cast<int64_t>(sizeof(RightElement)));
+    chunk_ = min64(query_tiles, max64(fit / kGroup, 1) * kGroup);
     Base::place_tile(chunk_, true);
     const int64_t rows = round_up(keys, kBlockN);
     grad_key_ = arena_.template take<A>(rows * wide_);
     grad_value_ = arena_.template take<A>(rows * wide_v_);
-    grad_query_ = arena_.template take<A>(own_grad_query ? panels * wide_ * kRows : 0);
+    grad_query_ = arena_.template take<A>(own_grad_query ? query_tiles * wide_ * kRows : 0);
     key_columns_buffer_ = arena_.template take<LeftElement>(P::columns_size(kBlockN, wide_));
     kept_ = arena_.template take<LeftElement>(P::kParts * kPlane);
     grads_ = arena_.template take<LeftElement>(P::kParts * kPlane);
@@ -106,8 +109,8 @@ class AttentionBwd : BwdTile<T> {
     rows_ = arena_.template take<A>(kRows * p_.head_dim);
   }
 
-  bool allocate(int64_t panels, int64_t keys, bool own_grad_query) {
-    return arena_.layout([&] { place(panels, keys, own_grad_query); });
+  bool allocate(int64_t query_tiles, int64_t keys, bool own_grad_query) {
+    return arena_.layout([&] { place(query_tiles, keys, own_grad_query); });
   }
 
   // Keys [begin, end) of a key/value head against all its query heads.
@@ -116,17 +119,17 @@ class AttentionBwd : BwdTile<T> {
   // all keys, so its dQ is final.
   void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end, A* parts, int64_t parts_stride) {
     const int64_t group = p_.num_heads / p_.num_heads_kv;
-    const int64_t panels = div_up(query_rows(p_, b).count, kRows);
+    const int64_t query_tiles = div_up(query_rows(p_, b).count, kRows);
     this->zero(grad_key_, round_up(end - begin, kBlockN) * wide_);
     this->zero(grad_value_, round_up(end - begin, kBlockN) * wide_v_);
     for (int64_t g = 0; g < group; ++g) {
       const int64_t h = h_kv * group + g;
       A* const grad_query = parts == nullptr ? grad_query_ : parts + g * parts_stride;
-      this->zero(grad_query, panels * wide_ * kRows);
-      for (chunk_begin_ = 0; chunk_begin_ < panels; chunk_begin_ += chunk_) {
-        const int64_t count = min64(chunk_, panels - chunk_begin_);
+      this->zero(grad_query, query_tiles * wide_ * kRows);
+      for (chunk_begin_ = 0; chunk_begin_ < query_tiles; chunk_begin_ += chunk_) {
+        const int64_t count = min64(chunk_, query_tiles - chunk_begin_);
         for (int64_t slot = 0; slot < count; ++slot) {
-          this->pack_panel(b, h, chunk_begin_ + slot, slot, true);
+          this->pack_query_tile(b, h, chunk_begin_ + slot, slot, true);
         }
         for (int64_t j = begin; j < end; j += kBlockN) {
           block(b, h, h_kv, begin, j, end, count, grad_query);
@@ -140,7 +143,7 @@ class AttentionBwd : BwdTile<T> {
                bwd_.grad_value_strides, b, h_kv);
   }
 
-  // The block of keys at j against the panels of the chunk.
+  // The block of keys at j against the query tiles of the chunk.
   void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
              int64_t slots, A* grad_query) {
     const int64_t n = min64(kBlockN, end - j);
@@ -184,7 +187,7 @@ class AttentionBwd : BwdTile<T> {
             A* grad_query) {
     LeftElement* const kept_at = kept_ + at * kRows;
     LeftElement* const grads_at = grads_ + at * kRows;
-    const bool special = key_columns_.count > 0;
+    const bool nonfinite = key_columns_.count > 0;
     const bool capped = p_.softcap > 0;
     const A* const cap_slope = this->cap_slope_;
     A* const numbers = this->grad_scores_;
@@ -195,7 +198,7 @@ class AttentionBwd : BwdTile<T> {
           const int64_t e = (t + r) * kRows + v * kLane;
           // Not where dS is 0: an invisible key's derivative may be NaN.
           if (capped) grad[r][v] = grad[r][v] == 0 ? Vec<A>{} : grad[r][v] * load(cap_slope + e);
-          if (special) store(numbers + e, grad[r][v]);
+          if (nonfinite) store(numbers + e, grad[r][v]);
           grads[r][v] = P::weight(grad[r][v]);
         }
         const int64_t row = (offset + t + r) * kGroupStride;
@@ -208,15 +211,15 @@ class AttentionBwd : BwdTile<T> {
       }
     };
     this->tile_gradients(kind, tile, slot, k_.from_row(offset), v_.from_row(offset), use);
-    if (kGroup > 1) {  // keys that other panels of the group see
+    if (kGroup > 1) {  // keys that other query tiles of the group see
       clear_rows(kept_at, grads_at, 0, offset);
       clear_rows(kept_at, grads_at, offset + P::pad_steps(tile.n), P::pad_steps(n));
     }
     A* const out = grad_query + (chunk_begin_ + slot) * wide_ * kRows;
     P::template multiply<Layout::kColumnMajor, Into::kAdd>(
         p_.head_dim, tile.n, key_columns_.left.from_key(offset), grads_view(offset), out, kRows);
-    if (special) {
-      key_columns_.add_special(offset, offset + tile.n, p_.head_dim, numbers, out);
+    if (nonfinite) {
+      key_columns_.add_nonfinite(offset, offset + tile.n, p_.head_dim, numbers, out);
     }
   }
 
@@ -238,7 +241,7 @@ class AttentionBwd : BwdTile<T> {
     }
   }
 
-  // Panels [begin, end) of the group at slot `first`, whose weights of keys [lo, hi) are not
+  // Query tiles [begin, end) of the group at slot `first`, whose weights of keys [lo, hi) are not
   // multiplied yet.
   struct Run {
     int64_t first, begin, end, lo, hi;
@@ -251,31 +254,31 @@ class AttentionBwd : BwdTile<T> {
     const int64_t at = run.lo * kGroupStride + run.begin * kRows, slot = run.first + run.begin;
     const typename P::Left kept = P::left_view(kept_ + at, kGroupStride, kPlane);
     const typename P::Right out =
-        P::rows_view(this->grad_out_rows_at(slot), p_.head_dim_v, this->panels_);
+        P::rows_view(this->grad_out_rows_at(slot), p_.head_dim_v, this->query_tiles_);
     for (int64_t d = 0; d < wide_v_; d += kRows) {
       P::template multiply<Layout::kRowMajor, Into::kAdd>(
           m, steps, kept, out.from_lane(d), grad_value + run.lo * wide_v_ + d, wide_v_);
     }
     const typename P::Left grads = P::left_view(grads_ + at, kGroupStride, kPlane);
     const typename P::Right query =
-        P::rows_view(this->query_rows_at(slot), p_.head_dim, this->panels_);
+        P::rows_view(this->query_rows_at(slot), p_.head_dim, this->query_tiles_);
     for (int64_t d = 0; d < wide_; d += kRows) {
       P::template multiply<Layout::kRowMajor, Into::kAdd>(m, steps, grads, query.from_lane(d),
                                                           grad_key + run.lo * wide_ + d, wide_);
     }
   }
 
-  void write_grad_query(int64_t b, int64_t h, A* panels) {
+  void write_grad_query(int64_t b, int64_t h, A* query_tiles) {
     const SequenceRows queries = query_rows(p_, b);
     T* const head =
         const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
     const int64_t stride = bwd_.grad_query_strides[2];
     const A scale = static_cast<A>(p_.scale);
     for (int64_t i = 0; i < queries.count; i += kRows) {
-      A* const panel = panels + i * wide_;
-      for (int64_t e = 0; e < p_.head_dim * kRows; ++e) panel[e] *= scale;
-      write_panel<T>(panel, p_.head_dim, min64(kRows, queries.count - i), rows_, head + i * stride,
-                     stride);
+      A* const query_tile = query_tiles + i * wide_;
+      for (int64_t e = 0; e < p_.head_dim * kRows; ++e) query_tile[e] *= scale;
+      write_query_tile<T>(query_tile, p_.head_dim, min64(kRows, queries.count - i), rows_,
+                          head + i * stride, stride);
     }
   }
 
@@ -292,15 +295,15 @@ class AttentionBwd : BwdTile<T> {
   static constexpr int64_t kPlane = kBlockN * kGroupStride;
   static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // of pairs; numbers have none
 
-  int64_t chunk_ = 0, chunk_begin_ = 0;  // panels of a chunk, and the one in slot 0
+  int64_t chunk_ = 0, chunk_begin_ = 0;  // query tiles of a chunk, and the one in slot 0
   typename P::Left k_, v_;
   KeyColumns<T> key_columns_;
   LeftElement* key_columns_buffer_;  // (head_dim, kBlockN)
-  LeftElement *kept_, *grads_;       // (kBlockN, kGroup panels): weights after dropout, and dS
-  RightElement* grads_right_;        // (kBlockN, panel): dS of one panel
+  LeftElement *kept_, *grads_;       // (kBlockN, kGroup query tiles): weights after dropout, and dS
+  RightElement* grads_right_;        // (kBlockN, kRows): dS of one query tile
   A *grad_key_, *grad_value_;        // (keys of a split, head_dim), (keys, head_dim_v)
-  A* grad_query_;                    // (panels, head_dim, panel), without scale
-  A* rows_;                          // (panel, head_dim)
+  A* grad_query_;                    // (query tiles, head_dim, kRows), without scale
+  A* rows_;                          // (kRows, head_dim)
 };
 
 }  // namespace

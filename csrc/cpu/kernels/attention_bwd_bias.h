@@ -1,8 +1,9 @@
 // Gradient of the float mask, summed over the dimensions in which it is broadcast.
 //
 // A pass of its own over the score tiles: a task owns the part of the result that it writes, a
-// panel of rows of one (batch, head) of the mask, and walks through every head that it is broadcast
-// to. Nothing is added up between threads, and memory stays linear in the sequence length.
+// query tile of rows of one (batch, head) of the mask, and walks through every head that it is
+// broadcast to. Nothing is added up between threads, and memory stays linear in the sequence
+// length.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -26,28 +27,29 @@ class AttentionBwdBias : BwdTile<T> {
     MaskView<A> mask;
     if (!mask.init(p)) return false;
     const int64_t* const strides = p.mask.bias.strides;
-    const int64_t panels = div_up(p.seqlen_q, kRows);
+    const int64_t query_tiles = div_up(p.seqlen_q, kRows);
     const int64_t own_batch = strides[0] == 0 ? min64(1, p.batch) : p.batch;
     const int64_t own_heads = strides[1] == 0 ? min64(1, p.num_heads) : p.num_heads;
-    const int64_t own_panels = strides[2] == 0 ? 1 : panels;
-    const int64_t tasks = own_batch * own_heads * own_panels;
+    const int64_t own_query_tiles = strides[2] == 0 ? 1 : query_tiles;
+    const int64_t tasks = own_batch * own_heads * own_query_tiles;
     return run_team(p.num_threads, tasks, [&] {
       AttentionBwdBias self(bwd, mask);
       const bool ok = self.allocate();
 #pragma omp for schedule(dynamic) nowait
       for (int64_t task = 0; task < tasks; ++task) {
-        const int64_t own = task / own_panels, panel = task % own_panels;
+        const int64_t own = task / own_query_tiles, query_tile = task % own_query_tiles;
         const int64_t b = own / own_heads, h = own % own_heads;
         if (!ok) continue;
         self.begin();
         for (int64_t bb = b; bb < (strides[0] == 0 ? p.batch : b + 1); ++bb) {
           for (int64_t hh = h; hh < (strides[1] == 0 ? p.num_heads : h + 1); ++hh) {
-            for (int64_t i = panel; i < (strides[2] == 0 ? panels : panel + 1); ++i) {
-              self.panel(bb, hh, i);
+            for (int64_t i = query_tile; i < (strides[2] == 0 ? query_tiles : query_tile + 1);
+                 ++i) {
+              self.query_tile(bb, hh, i);
             }
           }
         }
-        self.write(own, panel);
+        self.write(own, query_tile);
       }
       return ok;
     });
@@ -72,14 +74,14 @@ class AttentionBwdBias : BwdTile<T> {
     for (Wide<A>& sum : row_sum_) sum = 0;
   }
 
-  // Adds one panel's dS to the sum.
-  void panel(int64_t b, int64_t h, int64_t panel) {
+  // Adds one query tile's dS to the sum.
+  void query_tile(int64_t b, int64_t h, int64_t query_tile) {
     const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
     const SequenceRows keys = key_rows(p_, b);
     const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv);
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
-    if (panel * kRows >= query_rows(p_, b).count) return;
-    this->pack_panel(b, h, panel, 0, false);
+    if (query_tile * kRows >= query_rows(p_, b).count) return;
+    this->pack_query_tile(b, h, query_tile, 0, false);
     if (p_.mask.bias.strides[3] == 0) {
       // The same bias for all keys of a row is noticed by lse alone: its dS add up to dlse.
       for (int64_t l = 0; l < kRows; ++l) row_sum_[l] += this->grad_lse_[l];
@@ -88,7 +90,7 @@ class AttentionBwdBias : BwdTile<T> {
     this->zero(grads_, p_.seqlen_k * kRows);
     this->zero(weights_, p_.seqlen_k * kRows);
     for (int64_t j = 0; j < keys.count; j += kBlockN) {
-      const TileAt at{b, h, panel * kRows, j, min64(kBlockN, keys.count - j)};
+      const TileAt at{b, h, query_tile * kRows, j, min64(kBlockN, keys.count - j)};
       const Tile kind = this->mask_.classify(b, h, at.i, j, j + at.n);
       if (kind == Tile::kSkip) continue;
       const int64_t stride = p_.key_strides[2], stride_v = p_.value_strides[2];
@@ -109,7 +111,7 @@ class AttentionBwdBias : BwdTile<T> {
     add_consistent();
   }
 
-  // Adds dS of the panel to the sum. The dS of a row add up to dlse; but delta comes from out,
+  // Adds dS of the query tile to the sum. The dS of a row add up to dlse; but delta comes from out,
   // whose weights were rounded, and leaves P times its error in them. What the row's sum misses
   // tells it.
   void add_consistent() {
@@ -128,11 +130,11 @@ class AttentionBwdBias : BwdTile<T> {
   }
 
   // The sums to rows of grad_bias, reduced where rows or columns are broadcast.
-  void write(int64_t own, int64_t panel) {
+  void write(int64_t own, int64_t query_tile) {
     const int64_t* const strides = p_.mask.bias.strides;
     const int64_t columns = strides[3] == 0 ? 1 : p_.seqlen_k;
     const int64_t own_rows = strides[2] == 0 ? 1 : p_.seqlen_q;
-    const int64_t i = panel * kRows;
+    const int64_t i = query_tile * kRows;
     const int64_t rows = strides[2] == 0 ? 1 : min64(kRows, p_.seqlen_q - i);
     A* const out = static_cast<A*>(bwd_.grad_bias) + (own * own_rows + i) * columns;
     for (int64_t j = 0; j < columns; ++j) {
@@ -147,9 +149,9 @@ class AttentionBwdBias : BwdTile<T> {
   }
 
   Wide<A> row_sum_[kRows];  // of dlse, where the bias is the same for all keys
-  A* sum_;                  // (seqlen_k, panel), over all panels that share the result
-  A* grads_;                // (seqlen_k, panel), dS of the current panel
-  A* weights_;              // (seqlen_k, panel), its P
+  A* sum_;                  // (seqlen_k, kRows), over all query tiles that share the result
+  A* grads_;                // (seqlen_k, kRows), dS of the current query tile
+  A* weights_;              // (seqlen_k, kRows), its P
 };
 
 }  // namespace

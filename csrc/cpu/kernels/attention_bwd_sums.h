@@ -1,8 +1,8 @@
-// The sums of the attention backward in tile registers: dQ of a panel over some blocks, dK^T and
-// dV^T of a block over some panels. They are gathered as quads, and taken a few a step.
+// The sums of the attention backward in tile registers: dQ of a query tile over some blocks, dK^T
+// and dV^T of a block over some query tiles. They are gathered as quads, and taken a few a step.
 #pragma once
 
-#include "cpu/kernels/attention_bwd_panels.h"
+#include "cpu/kernels/attention_bwd_query_tiles.h"
 
 #if defined(__AMX_BF16__)
 
@@ -15,13 +15,13 @@ class BwdSums {
   static constexpr int64_t kKeyTiles = kGradientKeys / 16;
 
  public:
-  static constexpr int64_t kGroup = 8;                        // panels
+  static constexpr int64_t kGroup = 8;                        // query tiles
   static constexpr int64_t kBlocks = F::kParts == 1 ? 4 : 2;  // of keys, that they meet
 
-  // Panels that meet the same block one after the other.
+  // Query tiles that meet the same block one after the other.
   struct Run {
     const BwdBlock* block;
-    const BwdPanel* first;
+    const BwdQueryTile* first;
     int64_t at, count;  // the first one's place in the group
   };
 
@@ -34,14 +34,14 @@ class BwdSums {
 
   // A tile on its way.
   struct Job {
-    BwdPanel* panel;
+    BwdQueryTile* query_tile;
     const BwdBlock* block;
     Group* group;
-    uint16_t* grad_rows;  // of the panel: left tiles (kBlocks, parts, 2)
-    int64_t at;           // of the panel in the group
-    int64_t run;          // blocks up to this one that the panel meets one after the other
+    uint16_t* grad_rows;  // of the query tile: left tiles (kBlocks, parts, 2)
+    int64_t at;           // of the query tile in the group
+    int64_t run;          // blocks up to this one that the query tile meets one after the other
     bool partial;         // not all of it is visible
-    bool ends_run, ends_panel, ends_group;
+    bool ends_run, ends_query_tile, ends_group;
     float *scores, *grads;
   };
 
@@ -55,7 +55,7 @@ class BwdSums {
       weight_pairs_[i] = arena->template take<uint16_t>(kBlocks * kGroup * kKeyTiles * kStep);
       grad_pairs_[i] = arena->template take<uint16_t>(kBlocks * kGroup * kKeyTiles * kStep);
     }
-    // Runs of a panel and of a block have gaps between them.
+    // Runs of a query tile and of a block have gaps between them.
     const int64_t of_queries = kBlocks * steps_,
                   of_keys = kBlocks * kGroup / 2 * (steps_ + steps_v_);
     query_sums_ = {arena->template take<TileQuad>(of_queries), 0, 0};
@@ -78,13 +78,13 @@ class BwdSums {
     Run*& run = group.last[job.block->at];
     if (run == nullptr || run->at + run->count != job.at) {
       run = &group.runs[group.num_runs++];
-      *run = {job.block, job.panel, job.at, 0};
+      *run = {job.block, job.query_tile, job.at, 0};
     }
     ++run->count;
   }
 
-  static int64_t pairs_at(int64_t block, int64_t panel) {
-    return (block * kGroup + panel) * kKeyTiles * kStep;
+  static int64_t pairs_at(int64_t block, int64_t query_tile) {
+    return (block * kGroup + query_tile) * kKeyTiles * kStep;
   }
   static uint16_t* rows_of(const Job& job) { return job.grad_rows + job.block->at * 2 * kStep; }
 
@@ -99,7 +99,7 @@ class BwdSums {
       quad.left_step = 2 * kStep;
       quad.right_column = kStep;
       quad.right_step = size_;
-      set_out(job.panel->grad_query + c * kPairSums, &quad);
+      set_out(job.query_tile->grad_query + c * kPairSums, &quad);
     }
   }
 
@@ -122,7 +122,7 @@ class BwdSums {
   void take_due(const Job* current) {
     num_due = 0;
     const bool none = current == nullptr;
-    take(&query_sums_, none || current->ends_panel ? query_sums_.left() : share_);
+    take(&query_sums_, none || current->ends_query_tile ? query_sums_.left() : share_);
     take(&key_sums_, none || current->ends_group ? key_sums_.left() : share_ - num_due);
   }
 

@@ -3,7 +3,7 @@
 // attention_bwd.h says what the letters mean.
 #pragma once
 
-#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/attention_common.h"
 
 namespace fused_attn {
 namespace {
@@ -29,18 +29,18 @@ class BwdTile {
         wide_v_(P::pad_dim(p_.head_dim_v)) {}
 
   // rows: the operands of dK and dV are wanted too.
-  void place_tile(int64_t panels, bool rows) {
-    panels_ = panels;
-    query_ = arena_.template take<RightElement>(panels * P::right_size(wide_, kRows));
-    grad_out_ = arena_.template take<RightElement>(panels * P::right_size(wide_v_, kRows));
+  void place_tile(int64_t query_tiles, bool rows) {
+    query_tiles_ = query_tiles;
+    query_ = arena_.template take<RightElement>(query_tiles * P::right_size(wide_, kRows));
+    grad_out_ = arena_.template take<RightElement>(query_tiles * P::right_size(wide_v_, kRows));
     query_rows_ =
-        arena_.template take<RightElement>(rows ? P::right_size(panels * kRows, wide_) : 0);
+        arena_.template take<RightElement>(rows ? P::right_size(query_tiles * kRows, wide_) : 0);
     grad_out_rows_ =
-        arena_.template take<RightElement>(rows ? P::right_size(panels * kRows, wide_v_) : 0);
-    lse_ = arena_.template take<A>(panels * kRows);
-    lse_lost_ = arena_.template take<A>(panels * kRows);
-    delta_ = arena_.template take<A>(panels * kRows);
-    grad_lse_ = arena_.template take<A>(panels * kRows);
+        arena_.template take<RightElement>(rows ? P::right_size(query_tiles * kRows, wide_v_) : 0);
+    lse_ = arena_.template take<A>(query_tiles * kRows);
+    lse_lost_ = arena_.template take<A>(query_tiles * kRows);
+    delta_ = arena_.template take<A>(query_tiles * kRows);
+    grad_lse_ = arena_.template take<A>(query_tiles * kRows);
     scores_ = arena_.template take<A>(kBlockN * kRows);
     grad_scores_ = arena_.template take<A>(kBlockN * kRows);
     bias_ = arena_.template take<A>(kBlockN * kRows);
@@ -55,10 +55,10 @@ class BwdTile {
     value_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_v_));
   }
 
-  // Panel `panel` of head (b, h) into slot `slot`.
-  void pack_panel(int64_t b, int64_t h, int64_t panel, int64_t slot, bool rows) {
+  // Query tile `query tile` of head (b, h) into slot `slot`.
+  void pack_query_tile(int64_t b, int64_t h, int64_t query_tile, int64_t slot, bool rows) {
     const SequenceRows queries = query_rows(p_, b);
-    const int64_t first = panel * kRows, count = min64(kRows, queries.count - first);
+    const int64_t first = query_tile * kRows, count = min64(kRows, queries.count - first);
     const int64_t head = lse_begin(p_, b, h) + first, at = slot * kRows;
     for (int64_t l = 0; l < kRows; ++l) {
       const A infinity = static_cast<A>(__builtin_inf());
@@ -76,12 +76,12 @@ class BwdTile {
     stage(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
           p_.head_dim);
     P::right_columns(stage_, p_.head_dim, scratch_, query_at(slot));
-    if (rows) P::right_rows(stage_, p_.head_dim, query_rows_at(slot), panels_);
+    if (rows) P::right_rows(stage_, p_.head_dim, query_rows_at(slot), query_tiles_);
     stage(at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, queries, h), bwd_.grad_out_strides[2],
           first, p_.head_dim_v);
     const typename P::Right grad_out =
         P::right_columns(stage_, p_.head_dim_v, scratch_, grad_out_at(slot));
-    if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), panels_);
+    if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), query_tiles_);
     // delta is rounded as an element of dO V^T, being the diagonal of such a product: where one key
     // has all the weight the two then cancel, though each is large. So dlse is not folded in.
     stage(at_head<T>(p_.out, p_.out_strides, queries, h), p_.out_strides[2], first, p_.head_dim_v);
@@ -184,13 +184,13 @@ class BwdTile {
   const int64_t wide_, wide_v_;  // padded head_dim and head_dim_v
   Arena arena_;
   typename P::Registers registers_;
-  int64_t panels_ = 0;    // slots
-  bool alive_[kRows];     // of the panel that is packed: rows that see something
-  A* lse_;                // (panels, panel), in units of a score; +inf where a row sees nothing
-  A* lse_lost_;           // (panels, panel), see in_units
-  A *delta_, *grad_lse_;  // (panels, panel)
-  A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, panel)
-  A* grad_weights_;                                // (panel, kBlockN)
+  int64_t query_tiles_ = 0;  // slots
+  bool alive_[kRows];        // of the query tile that is packed: rows that see something
+  A* lse_;       // (query tiles, kRows), in units of a score; +inf where a row sees nothing
+  A* lse_lost_;  // (query tiles, kRows), see in_units
+  A *delta_, *grad_lse_;                           // (query tiles, kRows)
+  A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, kRows)
+  A* grad_weights_;                                // (kRows, kBlockN)
   T* stage_;                                       // (kBlockN, widest head_dim)
   LeftElement* key_;                               // (kBlockN, head_dim)
   LeftElement* value_;                             // (kBlockN, head_dim_v)
@@ -214,8 +214,8 @@ class BwdTile {
     }
   }
 
-  // Rows of a panel to stage_, and 0 for rows that see nothing: what stands there must not matter,
-  // NaN included.
+  // Rows of a query tile to stage_, and 0 for rows that see nothing: what stands there must not
+  // matter, NaN included.
   void stage(const T* head, int64_t stride, int64_t first, int64_t dim) {
     const int64_t wide = P::pad_dim(dim);
     for (int64_t l = 0; l < kRows; ++l) {
@@ -224,9 +224,10 @@ class BwdTile {
     }
   }
 
-  RightElement *query_, *grad_out_;  // (panels, head_dim, panel), (panels, head_dim_v, panel)
+  RightElement *query_,
+      *grad_out_;  // (query tiles, head_dim, kRows), (query tiles, head_dim_v, kRows)
   RightElement* scratch_;
-  LeftElement* out_;  // (panel, head_dim_v)
+  LeftElement* out_;  // (kRows, head_dim_v)
 };
 
 }  // namespace

@@ -1,11 +1,11 @@
 // Attention backward in tile registers; attention_bwd.h says what the letters mean.
 //
 // Queries are rows, as in the forward, whose scores are computed anew bit for bit. A group of
-// panels of 32 queries meets a few blocks of 32 keys, panel after panel. While vectors make P and
-// dS of one tile, tile registers multiply the next one's scores and dP, and sums of tiles before:
-// dQ of a panel over those blocks, dK^T and dV^T of a block over those panels. So sums stay in
-// registers for some steps: what is stored where L1 has not got it costs 3.7 cycles a line, as much
-// as a quarter of a product.
+// query tiles of 32 queries meets a few blocks of 32 keys, query tile after query tile. While
+// vectors make P and dS of one tile, tile registers multiply the next one's scores and dP, and sums
+// of tiles before: dQ of a query tile over those blocks, dK^T and dV^T of a block over those query
+// tiles. So sums stay in registers for some steps: what is stored where L1 has not got it costs 3.7
+// cycles a line, as much as a quarter of a product.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_sums.h"
@@ -17,8 +17,8 @@ namespace fused_attn {
 namespace {
 
 template <class T>
-class AttentionBwdTiles : BwdPanels<T> {
-  using Base = BwdPanels<T>;
+class AttentionBwdTiles : BwdQueryTiles<T> {
+  using Base = BwdQueryTiles<T>;
   using Base::arena_;
   using Base::bwd_;
   using Base::kKeyTiles;
@@ -116,9 +116,9 @@ class AttentionBwdTiles : BwdPanels<T> {
         bias_(bwd),
         dropout_(bwd.fwd),
         sums_(steps_, steps_v_) {
-    const int64_t panels = div_up(p_.seqlen_q, kTileQueries);
-    chunk_ =
-        max64(1, min64(panels, max64(kChunkBytes / Base::panel_bytes(steps_, steps_v_), kGroup)));
+    const int64_t query_tiles = div_up(p_.seqlen_q, kTileQueries);
+    chunk_ = max64(1, min64(query_tiles,
+                            max64(kChunkBytes / Base::query_tile_bytes(steps_, steps_v_), kGroup)));
     plain_ = p_.dropout_p == 0 && p_.softcap == 0 && bwd_.grad_lse == nullptr && !work.bias;
   }
 
@@ -173,7 +173,7 @@ class AttentionBwdTiles : BwdPanels<T> {
     const int64_t group = p_.num_heads / p_.num_heads_kv, num_keys = key_rows(p_, b).count;
     const int64_t begin = min64(split * work_.split_keys, num_keys);
     const int64_t end = min64(begin + work_.split_keys, num_keys);
-    const int64_t panels = div_up(query_rows(p_, b).count, kTileQueries);
+    const int64_t query_tiles = div_up(query_rows(p_, b).count, kTileQueries);
     const int64_t blocks = div_up(end - begin, kGradientKeys);
     const float factor = this->grad_factor(b, h_kv);
     tile_.grad_factor = factor;
@@ -183,13 +183,14 @@ class AttentionBwdTiles : BwdPanels<T> {
       float* const grad_query =
           work_.splits == 1 ? grad_query_
                             : parts_ + ((b * p_.num_heads + h) * work_.splits + split) * work_.part;
-      clear(grad_query, panels * kTileQueries * steps_ * kTileSteps);
-      for (int64_t chunk = 0; chunk < panels; chunk += chunk_) {
-        const int64_t count = min64(chunk_, panels - chunk);
+      clear(grad_query, query_tiles * kTileQueries * steps_ * kTileSteps);
+      for (int64_t chunk = 0; chunk < query_tiles; chunk += chunk_) {
+        const int64_t count = min64(chunk_, query_tiles - chunk);
         for (int64_t slot = 0; slot < count; ++slot) {
-          const int64_t panel = chunk + slot;
-          this->pack_panel(b, h, panel * kTileQueries, slot);
-          this->panels_[slot].grad_query = grad_query + panel * kTileQueries * steps_ * kTileSteps;
+          const int64_t query_tile = chunk + slot;
+          this->pack_query_tile(b, h, query_tile * kTileQueries, slot);
+          this->query_tiles_[slot].grad_query =
+              grad_query + query_tile * kTileQueries * steps_ * kTileSteps;
         }
         if (work_.bias) bias_.begin_rows(count * kTileQueries);
         for (int64_t j = begin; j < end; j += kBlocks * kGradientKeys) {
@@ -199,7 +200,7 @@ class AttentionBwdTiles : BwdPanels<T> {
         if (BiasRows<T>::kWholeRows && work_.bias) end_bias_rows(count);
       }
       if (F::kShortRange) {
-        scale(grad_query, panels * kTileQueries * steps_ * kTileSteps, 1 / factor);
+        scale(grad_query, query_tiles * kTileQueries * steps_ * kTileSteps, 1 / factor);
       }
       if (work_.splits == 1) this->write_grad_query(b, h, grad_query);
     }
@@ -214,24 +215,24 @@ class AttentionBwdTiles : BwdPanels<T> {
     for (int64_t e = 0; e < count; e += 16) store(at + e, load(at + e) * factor);
   }
 
-  // The blocks of keys from j on against the panels of the chunk.
+  // The blocks of keys from j on against the query tiles of the chunk.
   void meet(int64_t b, int64_t h_kv, int64_t begin, int64_t j, int64_t end, int64_t h,
-            int64_t panels) {
-    BwdBlock* const own = blocks_[turn_ % 2];
+            int64_t query_tiles) {
+    BwdBlock* const own = blocks_[epoch_ % 2];
     bool packed[kBlocks] = {}, any = false;
-    for (int64_t first = 0; first < panels; first += kGroup) {
-      begun_ = false;
-      for (int64_t slot = first; slot < min64(first + kGroup, panels); ++slot) {
-        BwdPanel& panel = this->panels_[slot];
-        if (panel.alive == 0) continue;
-        met_ = -1;
+    for (int64_t first = 0; first < query_tiles; first += kGroup) {
+      group_open_ = false;
+      for (int64_t slot = first; slot < min64(first + kGroup, query_tiles); ++slot) {
+        BwdQueryTile& query_tile = this->query_tiles_[slot];
+        if (query_tile.alive == 0) continue;
+        last_block_ = -1;
         for (int64_t m = 0; m < kBlocks && j + m * kGradientKeys < end; ++m) {
           const int64_t at = j + m * kGradientKeys, n = min64(kGradientKeys, end - at);
-          const Tile kind = mask_.classify(b, h, panel.first, at, at + n);
+          const Tile kind = mask_.classify(b, h, query_tile.first, at, at + n);
           if (kind == Tile::kSkip) continue;
           // What was packed two turns ago is still in use, if there were few tiles since.
-          if (!any && added_ - turn_added_ < kBlocks + 4) drain();
-          if (!any) turn_added_ = added_;
+          if (!any && added_ - epoch_tiles_ < kBlocks + 4) drain();
+          if (!any) epoch_tiles_ = added_;
           any = true;
           if (!packed[m]) {
             this->pack_block(b, h_kv, at, n, &own[m]);
@@ -239,53 +240,54 @@ class AttentionBwdTiles : BwdPanels<T> {
             own[m].grad_value = grad_value_ + (at - begin) * steps_v_ * kTileSteps;
             packed[m] = true;
           }
-          add_tile(&panel, slot - first, &own[m], kind == Tile::kPartial);
+          add_tile(&query_tile, slot - first, &own[m], kind == Tile::kPartial);
         }
       }
     }
-    if (any) ++turn_;
+    if (any) ++epoch_;
   }
 
-  // A tile more: panel `at` of the group. It is held back until the next one is known, which says
-  // what ends with it.
-  void add_tile(BwdPanel* panel, int64_t at, const BwdBlock* block, bool partial) {
+  // A tile more: query tile `at` of the group. It is held back until the next one is known, which
+  // says what ends with it.
+  void add_tile(BwdQueryTile* query_tile, int64_t at, const BwdBlock* block, bool partial) {
     Job& job = jobs_[added_ % 4];
-    job.panel = panel;
+    job.query_tile = query_tile;
     job.block = block;
     job.at = at;
     job.partial = partial;
-    job.ends_run = job.ends_panel = job.ends_group = false;
+    job.ends_run = job.ends_query_tile = job.ends_group = false;
     job.scores = score_tiles_[added_ % 2];
     job.grads = grad_tiles_[added_ % 2];
-    const bool same_panel = met_ >= 0, next_block = same_panel && met_ + 1 == block->at;
-    if (held_ != nullptr) {
-      held_->ends_run = !next_block;
-      held_->ends_panel = !same_panel;
-      held_->ends_group = !begun_;
+    const bool same_query_tile = last_block_ >= 0,
+               next_block = same_query_tile && last_block_ + 1 == block->at;
+    if (pending_job_ != nullptr) {
+      pending_job_->ends_run = !next_block;
+      pending_job_->ends_query_tile = !same_query_tile;
+      pending_job_->ends_group = !group_open_;
     }
-    if (!begun_) group_ = sums_.begin_group();
-    begun_ = true;
-    if (!same_panel) ++visits_;
-    job.run = next_block ? held_->run + 1 : 1;
-    job.grad_rows = grad_rows_[visits_ % 2];
+    if (!group_open_) group_ = sums_.begin_group();
+    group_open_ = true;
+    if (!same_query_tile) ++tile_count_;
+    job.run = next_block ? pending_job_->run + 1 : 1;
+    job.grad_rows = grad_rows_[tile_count_ % 2];
     job.group = group_;
-    met_ = block->at;
+    last_block_ = block->at;
     Sums::add_to_run(job);
-    if (held_ != nullptr) advance(held_);
-    held_ = &job;
+    if (pending_job_ != nullptr) advance(pending_job_);
+    pending_job_ = &job;
     ++added_;
   }
 
   void drain() {
-    if (held_ != nullptr) {
-      held_->ends_run = held_->ends_panel = held_->ends_group = true;
-      advance(held_);
+    if (pending_job_ != nullptr) {
+      pending_job_->ends_run = pending_job_->ends_query_tile = pending_job_->ends_group = true;
+      advance(pending_job_);
     }
-    held_ = nullptr;
+    pending_job_ = nullptr;
     while (current_ != nullptr || last_ != nullptr || sums_.waiting()) advance(nullptr);
-    pending_.flush();
-    begun_ = false;
-    met_ = -1;
+    pending_sums_.flush();
+    group_open_ = false;
+    last_block_ = -1;
   }
 
   // Not inlined where it is called: the body is large, and a tile is thousands of cycles of work.
@@ -300,32 +302,33 @@ class AttentionBwdTiles : BwdPanels<T> {
       multiply<false>(next != nullptr);
     }
     if (current_ != nullptr && work_.bias) {
-      bias_.add(tile_at(*current_), (current_->panel - this->panels_) * kTileQueries,
-                current_->panel->count, current_->grads, current_->scores);
+      bias_.add(tile_at(*current_), (current_->query_tile - this->query_tiles_) * kTileQueries,
+                current_->query_tile->count, current_->grads, current_->scores);
     }
-    const bool special = last_ != nullptr && last_->block->keys.num_special > 0;
-    if (sums_.num_due == 0 || special) pending_.flush();
-    if (special) add_special(*last_);
+    const bool nonfinite = last_ != nullptr && last_->block->keys.num_nonfinite > 0;
+    if (sums_.num_due == 0 || nonfinite) pending_sums_.flush();
+    if (nonfinite) add_nonfinite(*last_);
     if (current_ != nullptr && current_->ends_group) sums_.add_key_sums(*current_->group);
     last_ = current_;
     current_ = next;
   }
 
   static TileAt tile_at(const Job& job) {
-    return {job.panel->b, job.panel->h, job.panel->first, job.block->j, job.block->n};
+    return {job.query_tile->b, job.query_tile->h, job.query_tile->first, job.block->j,
+            job.block->n};
   }
 
   void open(const Job& job) {
     const TileAt at = tile_at(job);
     if (scores_.wanted(job.partial, at.n)) {
-      scores_.finish(at, job.partial, job.panel->count, job.scores, cap_slope_);
+      scores_.finish(at, job.partial, job.query_tile->count, job.scores, cap_slope_);
     }
     // Their product with a key that is not finite would be no number.
-    for (uint32_t dead = ~job.panel->alive; dead != 0; dead &= dead - 1) {
+    for (uint32_t dead = ~job.query_tile->alive; dead != 0; dead &= dead - 1) {
       scores_.clear_row(static_cast<uint32_t>(__builtin_ctz(dead)), job.scores);
     }
-    if (bwd_.grad_weights != nullptr) add_grad_weights(at, job.panel->count, job.grads);
-    tile_.rows = &job.panel->rows;
+    if (bwd_.grad_weights != nullptr) add_grad_weights(at, job.query_tile->count, job.grads);
+    tile_.rows = &job.query_tile->rows;
     tile_.scores = job.scores;
     tile_.grads = job.grads;
     tile_.cap_slope = p_.softcap > 0 ? cap_slope_ : nullptr;
@@ -342,9 +345,9 @@ class AttentionBwdTiles : BwdPanels<T> {
   // ---- products
 
   void add_products(const Job& job) {
-    product_quads<F>(job.panel->query, job.block->keys.key, steps_, kKeyTiles, job.scores,
+    product_quads<F>(job.query_tile->query, job.block->keys.key, steps_, kKeyTiles, job.scores,
                      products_);
-    product_quads<F>(job.panel->grad_out, job.block->features, steps_v_, kKeyTiles, job.grads,
+    product_quads<F>(job.query_tile->grad_out, job.block->features, steps_v_, kKeyTiles, job.grads,
                      products_ + kKeyTiles / 2);
   }
 
@@ -361,7 +364,7 @@ class AttentionBwdTiles : BwdPanels<T> {
   __attribute__((noinline)) void multiply_beside(bool products) {
     constexpr int kSumUnits = kUnits == 1 ? 1 : kUnits / 2;
     using Stream = typename Gradients::template Stream<kPlain>;
-    TileSchedule<F, Stream> schedule(&pending_, Stream(tile_, current_ != nullptr));
+    TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, current_ != nullptr));
     if (products) {
       for (const TileQuad& quad : products_) schedule.template multiply<false, kUnits>(quad);
     }
@@ -374,17 +377,17 @@ class AttentionBwdTiles : BwdPanels<T> {
   // ---- beside the products
 
   // Adds keys that were not multiplied to dQ of those who see them.
-  void add_special(const Job& job) {
-    const int64_t h_kv = job.panel->h / (p_.num_heads / p_.num_heads_kv);
+  void add_nonfinite(const Job& job) {
+    const int64_t h_kv = job.query_tile->h / (p_.num_heads / p_.num_heads_kv);
     const int64_t stride = p_.key_strides[2];
-    const T* const key = at_head<T>(p_.key, p_.key_strides, key_rows(p_, job.panel->b), h_kv) +
+    const T* const key = at_head<T>(p_.key, p_.key_strides, key_rows(p_, job.query_tile->b), h_kv) +
                          job.block->j * stride;
-    for (int s = 0; s < job.block->keys.num_special; ++s) {
-      const int t = job.block->keys.special[s];
+    for (int s = 0; s < job.block->keys.num_nonfinite; ++s) {
+      const int t = job.block->keys.nonfinite[s];
       for (uint32_t r = 0; r < kTileQueries; ++r) {
         const float grad = F::weight(Sums::rows_of(job) + r * kTileSteps + F::woven(t));
         if (grad == 0) continue;
-        float* const out = job.panel->grad_query + r * 16;
+        float* const out = job.query_tile->grad_query + r * 16;
         for (int64_t d = 0; d < p_.head_dim; ++d) {
           out[d / 16 * kPairSums + d % 16] += grad * to_acc(key[t * stride + d]);
         }
@@ -408,13 +411,13 @@ class AttentionBwdTiles : BwdPanels<T> {
   }
 
   // The rows of the chunk have met all keys.
-  void end_bias_rows(int64_t panels) const {
-    for (int64_t slot = 0; slot < panels; ++slot) {
-      const BwdPanel& panel = this->panels_[slot];
-      for (uint32_t alive = panel.alive; alive != 0; alive &= alive - 1) {
+  void end_bias_rows(int64_t query_tiles) const {
+    for (int64_t slot = 0; slot < query_tiles; ++slot) {
+      const BwdQueryTile& query_tile = this->query_tiles_[slot];
+      for (uint32_t alive = query_tile.alive; alive != 0; alive &= alive - 1) {
         const int64_t r = __builtin_ctz(alive);
-        bias_.end_row(slot * kTileQueries + r, panel.b, panel.h, panel.first + r,
-                      panel.rows.grad_lse[r]);
+        bias_.end_row(slot * kTileQueries + r, query_tile.b, query_tile.h, query_tile.first + r,
+                      query_tile.rows.grad_lse[r]);
       }
     }
   }
@@ -439,14 +442,14 @@ class AttentionBwdTiles : BwdPanels<T> {
   BwdBlock blocks_[2][kBlocks];
   typename Sums::Group* group_ = nullptr;
   Job jobs_[4];
-  int64_t turn_ = 0, added_ = 0, visits_ = 0;  // of blocks, tiles, panels
-  int64_t turn_added_ = 0;                     // tiles before this turn
-  int64_t met_ = -1;                           // the last block that the panel meets
-  bool begun_ = false;                         // the group has a tile
-  Job *held_ = nullptr, *current_ = nullptr, *last_ = nullptr;
+  int64_t epoch_ = 0, added_ = 0, tile_count_ = 0;  // of blocks, tiles, query tiles
+  int64_t epoch_tiles_ = 0;                         // tiles before this turn
+  int64_t last_block_ = -1;                         // the last block that the query tile meets
+  bool group_open_ = false;                         // the group has a tile
+  Job *pending_job_ = nullptr, *current_ = nullptr, *last_ = nullptr;
   TileQuad products_[kKeyTiles];  // of this step: scores and dP
   Sums sums_;
-  PendingSums pending_;
+  PendingSums pending_sums_;
   float *score_tiles_[2], *grad_tiles_[2], *cap_slope_;
   uint16_t* grad_rows_[2];
   float *grad_key_, *grad_value_;  // (blocks, features x keys)

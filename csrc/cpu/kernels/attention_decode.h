@@ -22,17 +22,17 @@ class AttentionDecode {
   static constexpr int64_t kPart = 128;     // keys of a part are a multiple of this
 
  public:
-  // Queries up to which this is faster than panels, which cost the same for one query as for all.
-  // Not where a backward follows: it computes the scores anew, and where one key has all the weight
-  // their rounding only cancels if lse comes from scores that were rounded alike.
+  // Queries up to which this is faster than query tiles, which cost the same for one query as for
+  // all. Not where a backward follows: it computes the scores anew, and where one key has all the
+  // weight their rounding only cancels if lse comes from scores that were rounded alike.
   static bool pays_off(const AttentionParams& p) {
     if (p.lse_residual != nullptr) return false;
     const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
     if (few && p.seqlen_k >= 4 * p.seqlen_q) return true;
-    // A panel waits for long keys, which are read evenly here (48 heads, 2,048 keys of 64 in
+    // A query tile waits for long keys, which are read evenly here (48 heads, 2,048 keys of 64 in
     // float32: 17 queries 12.5 and 6.1 ms); it is faster with short ones, and with more rows.
     const int64_t rows = DecodeShape<A>(p).rows;
-    return kTakesPanel && rows > 0 && rows <= kPanel<A> && p.seqlen_k >= kLongKeys;
+    return kTakesQueryTile && rows > 0 && rows <= kPanel<A> && p.seqlen_k >= kLongKeys;
   }
 
   static bool run(const AttentionParams& p) { return run_by<DecodeRows<T>>(p); }
@@ -51,9 +51,9 @@ class AttentionDecode {
 
  private:
 #if defined(__AMX_BF16__)
-  static constexpr bool kTiles = sizeof(T) == 2, kTakesPanel = kTiles;
+  static constexpr bool kTiles = sizeof(T) == 2, kTakesQueryTile = kTiles;
 #else
-  static constexpr bool kTiles = false, kTakesPanel = sizeof(T) == 4 && kLane == 16;
+  static constexpr bool kTiles = false, kTakesQueryTile = sizeof(T) == 4 && kLane == 16;
 #endif
   static constexpr int64_t kMaxQueries = kTiles ? 16 : DecodeRows<T>::kMaxQueries;
   static constexpr int64_t kLongKeys = 512;

@@ -3,14 +3,14 @@
 // Sources: Milakov and Gimelshein 2018 (online normalizer), Dao 2023 (FlashAttention-2).
 #pragma once
 
-#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/attention_common.h"
 
 namespace fused_attn {
 namespace {
 
-// Panels that share a block of keys, which is then packed once and stays in cache. With 16, the
-// queries and outputs of 512 queries at head_dim 64 in three parts take 320 KiB of L2.
-constexpr int64_t kMaxPanels = 16;
+// Query tiles that share a block of keys, which is then packed once and stays in cache. With 16,
+// the queries and outputs of 512 queries at head_dim 64 in three parts take 320 KiB of L2.
+constexpr int64_t kMaxQueryTiles = 16;
 
 // A row's weights are relative to a maximum that may be too low by this power of 2: results are
 // then rescaled a few times a row, not for nearly every block.
@@ -79,8 +79,8 @@ struct SoftmaxStream {
   }
 
   int64_t steps, calls;               // keys, and calls to come
-  A* scores;                          // (steps, panel)
-  typename P::RightElement* weights;  // (steps, panel)
+  A* scores;                          // (steps, kRows)
+  typename P::RightElement* weights;  // (steps, kRows)
   const AttentionParams* dropout;     // null: none
   DropoutAt dropped_at;               // of the tile
   bool in_place;                      // weights are wanted in place of the scores, too
@@ -103,21 +103,23 @@ class AttentionFwd {
   static bool run(const AttentionParams& p) {
     MaskView<A> mask;
     if (!mask.init(p)) return false;
-    const int64_t num_panels = div_up(p.seqlen_q, kRows), heads = p.batch * p.num_heads;
-    // Fewer panels a task where there are few tasks; each panel's result is the same either way.
-    int64_t per_task = kMaxPanels;
-    while (per_task > 1 && heads * div_up(num_panels, per_task) < 4 * p.num_threads) per_task /= 2;
-    const int64_t per_head = div_up(num_panels, per_task), tasks = heads * per_head;
+    const int64_t num_query_tiles = div_up(p.seqlen_q, kRows), heads = p.batch * p.num_heads;
+    // Fewer query tiles a task where there are few tasks; each query tile's result is the same
+    // either way.
+    int64_t per_task = kMaxQueryTiles;
+    while (per_task > 1 && heads * div_up(num_query_tiles, per_task) < 4 * p.num_threads)
+      per_task /= 2;
+    const int64_t per_head = div_up(num_query_tiles, per_task), tasks = heads * per_head;
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwd self(p, mask);
-      const bool ok = self.allocate(min64(per_task, num_panels));
-      // Last panels first: under a causal mask they are the longest.
+      const bool ok = self.allocate(min64(per_task, num_query_tiles));
+      // Last query tiles first: under a causal mask they are the longest.
       share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
         const int64_t b = head / p.num_heads, first = group * per_task;
-        const int64_t own_panels = div_up(query_rows(p, b).count, kRows);
-        const int64_t count = min64(per_task, own_panels - first);
-        if (ok && count > 0) self.head_panels(b, head % p.num_heads, first, count);
+        const int64_t own_query_tiles = div_up(query_rows(p, b).count, kRows);
+        const int64_t count = min64(per_task, own_query_tiles - first);
+        if (ok && count > 0) self.head_query_tiles(b, head % p.num_heads, first, count);
       });
       return ok;
     });
@@ -127,27 +129,27 @@ class AttentionFwd {
   using LeftElement = typename P::LeftElement;
   using RightElement = typename P::RightElement;
 
-  struct Panel {
-    RightElement* query;  // (head_dim, panel)
-    A* out;               // (head_dim_v, panel), not divided by sum
-    A* maximum;           // (panel), in the units of the scores
-    A* sum;               // (panel)
-    A* divisor;           // (panel), the sum of the weights as they were multiplied
+  struct QueryTile {
+    RightElement* query;  // (head_dim, kRows)
+    A* out;               // (head_dim_v, kRows), not divided by sum
+    A* maximum;           // (query tile), in the units of the scores
+    A* sum;               // (query tile)
+    A* divisor;           // (query tile), the sum of the weights as they were multiplied
   };
 
-  // Keys `offset` and further of the block against a panel.
+  // Keys `offset` and further of the block against a query tile.
   struct TileOf {
     Tile kind;
     TileAt at;
     int64_t offset;
-    const Panel* panel;
+    const QueryTile* query_tile;
   };
 
   // A tile on its way.
   struct Job {
     TileOf tile;
-    A* scores;              // (kBlockN, panel)
-    RightElement* weights;  // (kBlockN, panel)
+    A* scores;              // (kBlockN, kRows)
+    RightElement* weights;  // (kBlockN, kRows)
     bool rescale;
     alignas(64) A alpha[kRows];  // with rescale: what earlier results are multiplied by
   };
@@ -155,14 +157,14 @@ class AttentionFwd {
   AttentionFwd(const AttentionParams& p, const MaskView<A>& mask)
       : p_(p), mask_(mask), units_(p), unit_(units_.natural) {}
 
-  void place(int64_t panels) {
+  void place(int64_t query_tiles) {
     const int64_t wide = P::pad_dim(p_.head_dim), wide_v = P::pad_dim(p_.head_dim_v);
-    for (int64_t i = 0; i < panels; ++i) {
-      panels_[i] = {arena_.template take<RightElement>(P::right_size(wide, kRows)),
-                    arena_.template take<A>(wide_v * kRows), arena_.template take<A>(kRows),
-                    arena_.template take<A>(kRows), nullptr};
-      Panel& panel = panels_[i];
-      panel.divisor = P::kRoundsWeights ? arena_.template take<A>(kRows) : panel.sum;
+    for (int64_t i = 0; i < query_tiles; ++i) {
+      query_tiles_[i] = {arena_.template take<RightElement>(P::right_size(wide, kRows)),
+                         arena_.template take<A>(wide_v * kRows), arena_.template take<A>(kRows),
+                         arena_.template take<A>(kRows), nullptr};
+      QueryTile& query_tile = query_tiles_[i];
+      query_tile.divisor = P::kRoundsWeights ? arena_.template take<A>(kRows) : query_tile.sum;
     }
     for (int i = 0; i < 2; ++i) {
       scores_[i] = arena_.template take<A>(kBlockN * kRows);
@@ -176,18 +178,19 @@ class AttentionFwd {
     value_ = arena_.template take<LeftElement>(P::columns_size(kBlockN, wide_v));
   }
 
-  bool allocate(int64_t panels) {
-    return arena_.layout([&] { place(panels); });
+  bool allocate(int64_t query_tiles) {
+    return arena_.layout([&] { place(query_tiles); });
   }
 
-  void head_panels(int64_t b, int64_t h, int64_t first, int64_t count) {
+  void head_query_tiles(int64_t b, int64_t h, int64_t first, int64_t count) {
     const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
     const SequenceRows keys = key_rows(p_, b);
     queries_ = query_rows(p_, b);
     const T* const query = at_head<T>(p_.query, p_.query_strides, queries_, h);
     const T* const key = at_head<T>(p_.key, p_.key_strides, keys, h_kv);
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
-    for (int64_t i = 0; i < count; ++i) begin_panel(query, (first + i) * kRows, panels_[i]);
+    for (int64_t i = 0; i < count; ++i)
+      begin_query_tile(query, (first + i) * kRows, query_tiles_[i]);
     for (int64_t j = 0; j < keys.count; j += kBlockN) {
       const int64_t n = min64(kBlockN, keys.count - j);
       int64_t tiles = 0;
@@ -199,7 +202,7 @@ class AttentionFwd {
         int64_t lo = j, hi = j + n;
         if (kind == Tile::kPartial) mask_.visible_span(b, row, j, j + n, &lo, &hi);
         if (lo >= hi) continue;
-        tiles_[tiles++] = {kind, {b, h, row, lo, hi - lo}, lo - j, &panels_[i]};
+        tiles_[tiles++] = {kind, {b, h, row, lo, hi - lo}, lo - j, &query_tiles_[i]};
         partial = partial || kind == Tile::kPartial;
       }
       if (tiles == 0) continue;
@@ -208,7 +211,7 @@ class AttentionFwd {
               stage_, value_);
       run_tiles(tiles);
     }
-    for (int64_t i = 0; i < count; ++i) end_panel(b, h, (first + i) * kRows, panels_[i]);
+    for (int64_t i = 0; i < count; ++i) end_query_tile(b, h, (first + i) * kRows, query_tiles_[i]);
   }
 
   // The tiles of a block of keys. While the vector units make weights of one tile's scores, tile
@@ -232,15 +235,15 @@ class AttentionFwd {
     multiply_value(job(count - 1), kNothing);
   }
 
-  void begin_panel(const T* query, int64_t i, const Panel& panel) {
+  void begin_query_tile(const T* query, int64_t i, const QueryTile& query_tile) {
     copy_rows(query + i * p_.query_strides[2], p_.query_strides[2],
               min64(kRows, queries_.count - i), p_.head_dim, stage_, kRows,
               P::pad_dim(p_.head_dim));
-    P::right_columns(stage_, p_.head_dim, scratch_, panel.query);
-    memset(panel.out, 0, P::pad_dim(p_.head_dim_v) * kRows * sizeof(A));
+    P::right_columns(stage_, p_.head_dim, scratch_, query_tile.query);
+    memset(query_tile.out, 0, P::pad_dim(p_.head_dim_v) * kRows * sizeof(A));
     for (int64_t l = 0; l < kRows; ++l) {
-      panel.maximum[l] = -static_cast<A>(__builtin_inf());
-      panel.sum[l] = panel.divisor[l] = 0;
+      query_tile.maximum[l] = -static_cast<A>(__builtin_inf());
+      query_tile.sum[l] = query_tile.divisor[l] = 0;
     }
   }
 
@@ -254,7 +257,8 @@ class AttentionFwd {
   void multiply_query(const Job& job, Meanwhile& meanwhile) {
     P::template multiply<Layout::kRowMajor, Into::kStore>(
         job.tile.at.n, p_.head_dim, k_.from_row(job.tile.offset),
-        P::columns_view(job.tile.panel->query, p_.head_dim), job.scores, kRows, nullptr, meanwhile);
+        P::columns_view(job.tile.query_tile->query, p_.head_dim), job.scores, kRows, nullptr,
+        meanwhile);
   }
 
   // Masks the scores, and brings the maximum up to date.
@@ -270,7 +274,7 @@ class AttentionFwd {
       for (int64_t t = 0; t < steps; t += 4) {
         for (int r = 0; r < 4; ++r) highest[r] = max<A>(highest[r], load(column + (t + r) * kRows));
       }
-      A* const maximum = job->tile.panel->maximum + v * kLane;
+      A* const maximum = job->tile.query_tile->maximum + v * kLane;
       const Vec<A> old = load(maximum);
       const Vec<A> found = max<A>(max<A>(highest[0], highest[1]), max<A>(highest[2], highest[3]));
       const Vec<A> raised = (found - old) * unit_.high > kMaximumSlack ? found : old;
@@ -294,7 +298,7 @@ class AttentionFwd {
                             unit_,
                             {}};
     for (int v = 0; v < 2; ++v) {
-      const Vec<A> maximum = load(job.tile.panel->maximum + v * kLane);
+      const Vec<A> maximum = load(job.tile.query_tile->maximum + v * kLane);
       // -inf - -inf would be NaN: rows that have seen nothing yet are shifted by 0.
       stream.shift[v] = maximum == -static_cast<A>(__builtin_inf()) ? Vec<A>{} : maximum;
     }
@@ -304,10 +308,10 @@ class AttentionFwd {
   void close(const SoftmaxStream<T>& stream, const Job& job) {
     for (int v = 0; v < 2; ++v) {
       const Vec<A> alpha = load(job.alpha + v * kLane);
-      A* const sum = job.tile.panel->sum + v * kLane;
+      A* const sum = job.tile.query_tile->sum + v * kLane;
       store(sum, load(sum) * alpha + stream.sum[v]);
       if constexpr (P::kRoundsWeights) {
-        A* const divisor = job.tile.panel->divisor + v * kLane;
+        A* const divisor = job.tile.query_tile->divisor + v * kLane;
         store(divisor, load(divisor) * alpha + stream.rounded_sum[v]);
       }
     }
@@ -318,7 +322,7 @@ class AttentionFwd {
     const TileOf& tile = job.tile;
     const typename P::Left value = v_.left.from_key(tile.offset);
     const typename P::Right weights = P::right_view(job.weights, kPlane);
-    A* const out = tile.panel->out;
+    A* const out = tile.query_tile->out;
     if (job.rescale) {
       P::template multiply<Layout::kColumnMajor, Into::kScale>(
           p_.head_dim_v, tile.at.n, value, weights, out, kRows, job.alpha, meanwhile);
@@ -327,37 +331,37 @@ class AttentionFwd {
           p_.head_dim_v, tile.at.n, value, weights, out, kRows, nullptr, meanwhile);
     }
     if (v_.count == 0) return;
-    v_.add_special(tile.offset, tile.offset + tile.at.n, p_.head_dim_v, job.scores, out);
+    v_.add_nonfinite(tile.offset, tile.offset + tile.at.n, p_.head_dim_v, job.scores, out);
   }
 
-  void end_panel(int64_t b, int64_t h, int64_t i, const Panel& panel) {
+  void end_query_tile(int64_t b, int64_t h, int64_t i, const QueryTile& query_tile) {
     const int64_t rows = min64(kRows, queries_.count - i);
     const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int v = 0; v < 2; ++v) {
       // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
       // row that one key dominates, 1.002 of it would hide all that the other keys have.
-      const Vec<A> sum = load(panel.divisor + v * kLanes<A>);
+      const Vec<A> sum = load(query_tile.divisor + v * kLanes<A>);
       const Vec<A> divisor = sum == 0 ? broadcast<A>(1) : sum;  // rows that saw nothing stay 0
       const Vec<A> factor = kept / divisor;
       for (int64_t d = 0; d < p_.head_dim_v; ++d) {
-        A* const at = panel.out + d * kRows + v * kLane;
+        A* const at = query_tile.out + d * kRows + v * kLane;
         // A division takes 16 cycles, and rounds once less.
         store(at, sizeof(A) == 8 ? load(at) / divisor * kept : load(at) * factor);
       }
     }
     T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries_, h));
-    write_panel<T>(panel.out, p_.head_dim_v, rows, rows_, out + i * p_.out_strides[2],
-                   p_.out_strides[2]);
+    write_query_tile<T>(query_tile.out, p_.head_dim_v, rows, rows_, out + i * p_.out_strides[2],
+                        p_.out_strides[2]);
     if constexpr (sizeof(T) == 2) {
       if (p_.out_residual != nullptr) write_out_residual(h, i, rows, out + i * p_.out_strides[2]);
     }
     const int64_t at = lse_begin(p_, b, h) + i;
     for (int64_t l = 0; l < rows; ++l) {
-      write_lse(p_, units_.natural, at + l, panel.maximum[l], panel.sum[l]);
+      write_lse(p_, units_.natural, at + l, query_tile.maximum[l], query_tile.sum[l]);
     }
   }
 
-  // What rounding took from rows of out, which write_panel has left in rows_.
+  // What rounding took from rows of out, which write_query_tile has left in rows_.
   void write_out_residual(int64_t h, int64_t i, int64_t rows, const T* out) {
     int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
                              p_.out_residual, p_.out_residual_strides, queries_, h)) +
@@ -379,15 +383,15 @@ class AttentionFwd {
   SequenceRows queries_{};  // of the task at hand
   KeyColumns<T> v_;
   typename P::Left k_;
-  Panel panels_[kMaxPanels];
-  TileOf tiles_[kMaxPanels];
+  QueryTile query_tiles_[kMaxQueryTiles];
+  TileOf tiles_[kMaxQueryTiles];
   Job jobs_[3];
-  A* scores_[2];              // (kBlockN, panel)
-  RightElement* weights_[2];  // (kBlockN, panel)
-  A* bias_;                   // (kBlockN, panel)
+  A* scores_[2];              // (kBlockN, kRows)
+  RightElement* weights_[2];  // (kBlockN, kRows)
+  A* bias_;                   // (kBlockN, kRows)
   T* stage_;                  // (kBlockN, widest head_dim)
   RightElement* scratch_;
-  A* rows_;             // (panel, head_dim_v)
+  A* rows_;             // (kRows, head_dim_v)
   LeftElement* key_;    // (kBlockN, head_dim)
   LeftElement* value_;  // (head_dim_v, kBlockN)
 };

@@ -1,11 +1,10 @@
-// Attention forward in tile registers: queries are rows, and blocks of 64 keys stream past panels
-// of 32 queries.
+// Attention forward in tile registers: queries are rows, and blocks of 64 keys stream past query
+// tiles of 32 queries.
 //
 // Three tiles are on their way: while vectors make the weights of one tile's scores, tile
-// registers multiply the next one's queries and the last one's weights, across panels, so the way
-// is filled and drained once a task.
-// Sources: as attention_fwd.h; the order of loads and stores was found by measuring
-// (docs/kernels-cpu.md).
+// registers multiply the next one's queries and the last one's weights, across query tiles, so the
+// way is filled and drained once a task. Sources: as attention_fwd.h; the order of loads and stores
+// was found by measuring (docs/kernels-cpu.md).
 #pragma once
 
 #include "cpu/amx/tile_schedule.h"
@@ -22,29 +21,29 @@ class AttentionFwdTiles {
   using F = TileFormat<T>;
   using Pack = TilePack<T>;
   using Softmax = TileSoftmax<T, kSum>;
-  // Packed keys and values that stay in L2 (2 MiB) beside what panels need.
+  // Packed keys and values that stay in L2 (2 MiB) beside what query tiles need.
   static constexpr int64_t kPackedBytes = int64_t{1} << 20;
   static constexpr int64_t kScoreTiles = kTileKeys / 16;
-  static constexpr int64_t kMaxPanels = 64;  // of a task, which packs keys and values anew
-  static constexpr int64_t kAlive = 4;       // panels that have tiles on their way, and one more
+  static constexpr int64_t kMaxQueryTiles = 64;  // of a task, which packs keys and values anew
+  static constexpr int64_t kAlive = 4;  // query tiles that have tiles on their way, and one more
 
  public:
   static bool run(const AttentionParams& p) {
     MaskView<float> mask;
     if (!mask.init(p, kTileKeys)) return false;
     const int64_t heads = p.batch * p.num_heads_kv, group = p.num_heads / max64(p.num_heads_kv, 1);
-    const int64_t panels = group * div_up(p.seqlen_q, kTileQueries);
-    if (heads * panels == 0) return true;
-    int64_t per_task = min64(panels, kMaxPanels);
-    while (per_task > 4 && heads * div_up(panels, per_task) < 4 * p.num_threads) per_task /= 2;
-    const int64_t per_head = div_up(panels, per_task), tasks = heads * per_head;
+    const int64_t query_tiles = group * div_up(p.seqlen_q, kTileQueries);
+    if (heads * query_tiles == 0) return true;
+    int64_t per_task = min64(query_tiles, kMaxQueryTiles);
+    while (per_task > 4 && heads * div_up(query_tiles, per_task) < 4 * p.num_threads) per_task /= 2;
+    const int64_t per_head = div_up(query_tiles, per_task), tasks = heads * per_head;
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwdTiles self(p, mask, per_task);
       const bool ok = self.allocate();
-      // Last panels first: under a causal mask they are the longest.
+      // Last query tiles first: under a causal mask they are the longest.
       share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t first = (per_head - 1 - task % per_head) * per_task;
-        if (ok) self.panels(task / per_head, first, min64(first + per_task, panels));
+        if (ok) self.query_tiles(task / per_head, first, min64(first + per_task, query_tiles));
       });
       return ok;
     });
@@ -56,28 +55,28 @@ class AttentionFwdTiles {
     return Softmax::kByTable ? TableWeights::position(t) : F::woven(t);
   }
 
-  struct Panel {
+  struct QueryTile {
     int64_t b, h, first, count;  // queries [first, first + count) of head (b, h)
     uint16_t* query;             // left tiles (steps, parts, 2)
     float* out;                  // tiles (2 steps_v, 2), not divided by sums; once begun
-    float* special;              // (32, wide_v): what special rows of value add to out
+    float* nonfinite;            // (32, wide_v): what nonfinite rows of value add to out
     bool begun;                  // has a tile
-    bool has_special;
-    PanelRows rows;
+    bool has_nonfinite;
+    QueryTileRows rows;
   };
 
   // A tile on its way.
   struct Job {
-    Panel* panel;
+    QueryTile* query_tile;
     const KeyBlock* block;
     float* scores;
     uint16_t* weights;
     int64_t j, n;      // keys [j, j + n)
     bool partial;      // not all of it is visible
-    bool first, last;  // of the panel
+    bool first, last;  // of the query tile
   };
 
-  AttentionFwdTiles(const AttentionParams& p, const MaskView<float>& mask, int64_t max_panels)
+  AttentionFwdTiles(const AttentionParams& p, const MaskView<float>& mask, int64_t max_query_tiles)
       : p_(p),
         mask_(mask),
         scores_(p),
@@ -85,23 +84,23 @@ class AttentionFwdTiles {
         steps_(div_up(p.head_dim, kTileSteps)),
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
         wide_v_(steps_v_ * kTileSteps),
-        max_panels_(max_panels),
+        max_query_tiles_(max_query_tiles),
         tile_{nullptr, nullptr, nullptr, unit_, &dropout_},
         dropout_(p) {
     const int64_t size = Pack::size(kTileKeys, steps_) + Pack::size(kTileKeys, steps_v_);
     const int64_t fit = max64(kPackedBytes / (size * 2), 1), all = div_up(p.seqlen_k, kTileKeys);
     blocks_of_chunk_ = max64(min64(fit, all), 1);
-    slots_ = all <= fit ? min64(kAlive, max_panels) : max_panels;
+    slots_ = all <= fit ? min64(kAlive, max_query_tiles) : max_query_tiles;
   }
 
   void place() {
-    panels_ = arena_.template take<Panel>(slots_);
-    free_ = arena_.template take<Panel*>(slots_);
-    of_task_ = arena_.template take<Panel*>(max_panels_);
+    query_tiles_ = arena_.template take<QueryTile>(slots_);
+    free_ = arena_.template take<QueryTile*>(slots_);
+    of_task_ = arena_.template take<QueryTile*>(max_query_tiles_);
     blocks_ = arena_.template take<KeyBlock>(blocks_of_chunk_);
     queries_ = arena_.template take<uint16_t>(slots_ * Pack::size(kTileQueries, steps_));
     outs_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
-    specials_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
+    nonfinite_sums_ = arena_.template take<float>(slots_ * kTileQueries * wide_v_);
     keys_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::size(kTileKeys, steps_));
     values_ = arena_.template take<uint16_t>(blocks_of_chunk_ * Pack::size(kTileKeys, steps_v_));
     for (int i = 0; i < 2; ++i) {
@@ -115,17 +114,17 @@ class AttentionFwdTiles {
   bool allocate() {
     if (!arena_.layout([&] { place(); })) return false;
     for (num_free_ = 0; num_free_ < slots_; ++num_free_) {
-      Panel& panel = panels_[num_free_];
-      panel.query = queries_ + num_free_ * Pack::size(kTileQueries, steps_);
-      panel.out = outs_ + num_free_ * kTileQueries * wide_v_;
-      panel.special = specials_ + num_free_ * kTileQueries * wide_v_;
-      free_[num_free_] = &panel;
+      QueryTile& query_tile = query_tiles_[num_free_];
+      query_tile.query = queries_ + num_free_ * Pack::size(kTileQueries, steps_);
+      query_tile.out = outs_ + num_free_ * kTileQueries * wide_v_;
+      query_tile.nonfinite = nonfinite_sums_ + num_free_ * kTileQueries * wide_v_;
+      free_[num_free_] = &query_tile;
     }
     return true;
   }
 
-  // Panels [begin, end) of a key/value head, those of its query heads one after the other.
-  void panels(int64_t head, int64_t begin, int64_t end) {
+  // Query tiles [begin, end) of a key/value head, those of its query heads one after the other.
+  void query_tiles(int64_t head, int64_t begin, int64_t end) {
     const int64_t b = head / p_.num_heads_kv, h_kv = head % p_.num_heads_kv;
     const int64_t group = p_.num_heads / p_.num_heads_kv;
     const int64_t of_head = div_up(p_.seqlen_q, kTileQueries);
@@ -137,12 +136,12 @@ class AttentionFwdTiles {
       for (int64_t at = begin; at < end; ++at) {
         const int64_t first = at % of_head * kTileQueries;
         if (first >= query_rows(p_, b).count) continue;
-        Panel*& panel = of_task_[at - begin];
-        if (chunk == 0) panel = begin_panel(b, h_kv * group + at / of_head, first);
-        const bool any = panel_keys(panel, h_kv, chunk, chunk_end, final_chunk);
+        QueryTile*& query_tile = of_task_[at - begin];
+        if (chunk == 0) query_tile = begin_query_tile(b, h_kv * group + at / of_head, first);
+        const bool any = query_tile_keys(query_tile, h_kv, chunk, chunk_end, final_chunk);
         if (final_chunk && !any) {
-          if (!panel->begun) clear(panel->out, kTileQueries * wide_v_);
-          end_panel(panel);
+          if (!query_tile->begun) clear(query_tile->out, kTileQueries * wide_v_);
+          end_query_tile(query_tile);
         }
       }
       drain();
@@ -156,18 +155,19 @@ class AttentionFwdTiles {
     packed_chunk_ = chunk;
   }
 
-  // The blocks of a chunk that a panel sees; false: none.
-  bool panel_keys(Panel* panel, int64_t h_kv, int64_t chunk, int64_t chunk_end, bool final_chunk) {
+  // The blocks of a chunk that a query tile sees; false: none.
+  bool query_tile_keys(QueryTile* query_tile, int64_t h_kv, int64_t chunk, int64_t chunk_end,
+                       bool final_chunk) {
     bool any = false;
     for (int64_t j = chunk; j < chunk_end; j += kTileKeys) {
       const int64_t n = min64(kTileKeys, chunk_end - j), at = (j - chunk) / kTileKeys;
-      const Tile kind = mask_.classify(panel->b, panel->h, panel->first, j, j + n);
+      const Tile kind = mask_.classify(query_tile->b, query_tile->h, query_tile->first, j, j + n);
       if (kind == Tile::kSkip) continue;
-      if (!blocks_[at].packed) pack_block(panel->b, h_kv, j, n, at, &blocks_[at]);
-      add_tile(panel, &blocks_[at], j, n, kind == Tile::kPartial);
+      if (!blocks_[at].packed) pack_block(query_tile->b, h_kv, j, n, at, &blocks_[at]);
+      add_tile(query_tile, &blocks_[at], j, n, kind == Tile::kPartial);
       any = true;
     }
-    if (any) held_->last = final_chunk;
+    if (any) pending_job_->last = final_chunk;
     return any;
   }
 
@@ -187,73 +187,73 @@ class AttentionFwdTiles {
     block->packed = true;
   }
 
-  // Takes the panel that ended last: it may still be in L1.
-  Panel* begin_panel(int64_t b, int64_t h, int64_t first) {
-    Panel* const panel = free_[--num_free_];
+  // Takes the query tile that ended last: it may still be in L1.
+  QueryTile* begin_query_tile(int64_t b, int64_t h, int64_t first) {
+    QueryTile* const query_tile = free_[--num_free_];
     const SequenceRows queries = query_rows(p_, b);
-    panel->b = b;
-    panel->h = h;
-    panel->first = first;
-    panel->count = min64(kTileQueries, queries.count - first);
-    panel->begun = panel->has_special = false;
+    query_tile->b = b;
+    query_tile->h = h;
+    query_tile->first = first;
+    query_tile->count = min64(kTileQueries, queries.count - first);
+    query_tile->begun = query_tile->has_nonfinite = false;
     const T* own[kTileQueries];
     list_rows(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
-              panel->count, kTileQueries, own);
-    Pack::left(own, p_.head_dim, steps_, panel->query);
-    Softmax::reset(&panel->rows);
-    return panel;
+              query_tile->count, kTileQueries, own);
+    Pack::left(own, p_.head_dim, steps_, query_tile->query);
+    Softmax::reset(&query_tile->rows);
+    return query_tile;
   }
 
   // A tile more. It is held back until the next one is packed: tile loads of what was written just
   // now would wait for it.
-  void add_tile(Panel* panel, const KeyBlock* block, int64_t j, int64_t n, bool partial) {
+  void add_tile(QueryTile* query_tile, const KeyBlock* block, int64_t j, int64_t n, bool partial) {
     Job& job = jobs_[added_ % 4];
-    job.panel = panel;
+    job.query_tile = query_tile;
     job.block = block;
     job.scores = score_tiles_[added_ % 2];
     job.weights = weights_[added_ % 2];
     job.j = j;
     job.n = n;
     job.partial = partial;
-    job.first = !panel->begun;
+    job.first = !query_tile->begun;
     job.last = false;
-    panel->begun = true;
-    if (held_ != nullptr) advance(held_);
-    held_ = &job;
+    query_tile->begun = true;
+    if (pending_job_ != nullptr) advance(pending_job_);
+    pending_job_ = &job;
     ++added_;
   }
 
   void drain() {
-    if (held_ != nullptr) advance(held_);
-    held_ = nullptr;
+    if (pending_job_ != nullptr) advance(pending_job_);
+    pending_job_ = nullptr;
     while (current_ != nullptr || last_ != nullptr) advance(nullptr);
-    pending_.flush();  // a panel may end without seeing anything more
+    pending_sums_.flush();  // a query tile may end without seeing anything more
   }
 
   // Not inlined where it is called: the body is large, and a tile is thousands of cycles of work.
   __attribute__((noinline)) void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
     softmax_.template finish<kDrops>(tile_, multiply(next));
-    const bool special = last_ != nullptr && last_->block->num_special > 0;
+    const bool nonfinite = last_ != nullptr && last_->block->num_nonfinite > 0;
     const bool ended = last_ != nullptr && last_->last;
-    if (last_ == nullptr || special || ended || softmax_.rescaled != 0) pending_.flush();
-    if (special) add_special(*last_);
-    if (ended) end_panel(last_->panel);
-    if (softmax_.rescaled != 0) rescale(current_->panel);
+    if (last_ == nullptr || nonfinite || ended || softmax_.rescaled != 0) pending_sums_.flush();
+    if (nonfinite) add_nonfinite(*last_);
+    if (ended) end_query_tile(last_->query_tile);
+    if (softmax_.rescaled != 0) rescale(current_->query_tile);
     last_ = current_;
     current_ = next;
   }
 
   static TileAt tile_at(const Job& job) {
-    return {job.panel->b, job.panel->h, job.panel->first, job.j, job.n};
+    return {job.query_tile->b, job.query_tile->h, job.query_tile->first, job.j, job.n};
   }
 
   void open(const Job& job) {
-    tile_.rows = &job.panel->rows;
+    tile_.rows = &job.query_tile->rows;
     tile_.scores = job.scores;
     tile_.weights = job.weights;
     if (scores_.wanted(job.partial, job.n)) {
-      scores_.finish(tile_at(job), job.partial, job.panel->count, job.scores, nullptr);
+      scores_.finish(tile_at(job), job.partial, job.query_tile->count, job.scores, nullptr);
     }
     if (job.first) Softmax::begin(tile_);
     if (kDrops) dropout_.begin(p_, tile_at(job));
@@ -264,12 +264,13 @@ class AttentionFwdTiles {
   uint32_t multiply(const Job* next) {
     num_products_ = num_sums_ = 0;
     if (next != nullptr) {
-      product_quads<F>(next->panel->query, next->block->key, steps_, kScoreTiles, next->scores,
+      product_quads<F>(next->query_tile->query, next->block->key, steps_, kScoreTiles, next->scores,
                        products_);
       num_products_ = kScoreTiles / 2;
     }
     if (last_ != nullptr) {
-      sum_quads<F>(last_->weights, last_->block->value, 2, 2 * steps_v_, last_->panel->out, sums_);
+      sum_quads<F>(last_->weights, last_->block->value, 2, 2 * steps_v_, last_->query_tile->out,
+                   sums_);
       num_sums_ = steps_v_;
     }
     const int64_t steps = 2 * steps_ + 2 * steps_v_;
@@ -282,8 +283,8 @@ class AttentionFwdTiles {
   template <int kRows>
   __attribute__((noinline)) uint32_t multiply_beside() {
     using Stream = typename Softmax::template Stream<kDrops>;
-    TileSchedule<F, Stream> schedule(&pending_, Stream(tile_, current_ != nullptr));
-    // What a panel begins with is written over, not cleared and read.
+    TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, current_ != nullptr));
+    // What a query tile begins with is written over, not cleared and read.
     const bool adds = num_sums_ > 0 && !last_->first;
     const int64_t num_stored = num_products_ + (adds ? 0 : num_sums_);
     for (int64_t q = 0; q < num_stored; ++q) {
@@ -297,45 +298,47 @@ class AttentionFwdTiles {
     return schedule.work.left();
   }
 
-  void rescale(Panel* panel) {
+  void rescale(QueryTile* query_tile) {
     for (uint32_t left = softmax_.rescaled; left != 0; left &= left - 1) {
       const int64_t r = __builtin_ctz(left);
-      scale_tile_row(r, softmax_.rescale[r], 2 * steps_v_, panel->out);
-      if (!panel->has_special) continue;
-      for (int64_t d = 0; d < wide_v_; ++d) panel->special[r * wide_v_ + d] *= softmax_.rescale[r];
+      scale_tile_row(r, softmax_.rescale[r], 2 * steps_v_, query_tile->out);
+      if (!query_tile->has_nonfinite) continue;
+      for (int64_t d = 0; d < wide_v_; ++d)
+        query_tile->nonfinite[r * wide_v_ + d] *= softmax_.rescale[r];
     }
   }
 
   // Adds values that were not multiplied, to those who see them.
-  void add_special(const Job& job) {
-    Panel& panel = *job.panel;
-    if (!panel.has_special) clear(panel.special, kTileQueries * wide_v_);
-    panel.has_special = true;
-    const SequenceRows keys = key_rows(p_, panel.b);
-    const int64_t h_kv = panel.h / (p_.num_heads / p_.num_heads_kv), stride = p_.value_strides[2];
+  void add_nonfinite(const Job& job) {
+    QueryTile& query_tile = *job.query_tile;
+    if (!query_tile.has_nonfinite) clear(query_tile.nonfinite, kTileQueries * wide_v_);
+    query_tile.has_nonfinite = true;
+    const SequenceRows keys = key_rows(p_, query_tile.b);
+    const int64_t h_kv = query_tile.h / (p_.num_heads / p_.num_heads_kv),
+                  stride = p_.value_strides[2];
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv) + job.j * stride;
     const float unit = 1.f / (1 << F::kWeightExponent);
-    for (int s = 0; s < job.block->num_special; ++s) {
-      const int t = job.block->special[s];
+    for (int s = 0; s < job.block->num_nonfinite; ++s) {
+      const int t = job.block->nonfinite[s];
       for (int64_t r = 0; r < kTileQueries; ++r) {
         const float weight = F::weight(job.weights + t / 32 * F::kParts * kPairNumbers +
                                        r * kTileSteps + position(t % 32)) *
                              unit;
         if (weight == 0) continue;
         for (int64_t d = 0; d < p_.head_dim_v; ++d) {
-          panel.special[r * wide_v_ + d] += weight * to_acc(value[t * stride + d]);
+          query_tile.nonfinite[r * wide_v_ + d] += weight * to_acc(value[t * stride + d]);
         }
       }
     }
   }
 
-  void end_panel(Panel* ended) {
+  void end_query_tile(QueryTile* ended) {
     free_[num_free_++] = ended;
-    const Panel& panel = *ended;
-    const PanelRows& state = panel.rows;
+    const QueryTile& query_tile = *ended;
+    const QueryTileRows& state = query_tile.rows;
     const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
     const float unit = 1 << F::kWeightExponent;
-    const int64_t at = lse_begin(p_, panel.b, panel.h) + panel.first;
+    const int64_t at = lse_begin(p_, query_tile.b, query_tile.h) + query_tile.first;
     alignas(64) float factors[kTileQueries], sums[kTileQueries];
     for (int64_t half = 0; half < kTileQueries; half += 16) {
       // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
@@ -345,20 +348,20 @@ class AttentionFwdTiles {
       store(factors + half, kept / (divisor == 0 ? Vec<float>{} + 1.f : divisor));
       if (kSum) store(sums + half, F::kRounds ? row_sums(state.sum + half) : divisor);
     }
-    for (int64_t r = 0; r < panel.count; ++r) {
+    for (int64_t r = 0; r < query_tile.count; ++r) {
       const float factor = factors[r];
-      const float* const out = panel.out + r * 16;
+      const float* const out = query_tile.out + r * 16;
       float* const row = rows_ + r * wide_v_;
       for (int64_t c = 0; c < 2 * steps_v_; ++c) {
         Vec<float> x = load(out + c * kPairSums) * factor;
-        if (__builtin_expect(panel.has_special, 0)) {
-          x += load(panel.special + r * wide_v_ + c * 16) * (factor * unit);
+        if (__builtin_expect(query_tile.has_nonfinite, 0)) {
+          x += load(query_tile.nonfinite + r * wide_v_ + c * 16) * (factor * unit);
         }
         store(row + c * 16, x);
       }
       if (kSum) write_lse(p_, scores_.units.natural, at + r, state.shift[r], sums[r]);
     }
-    write_out(panel);
+    write_out(query_tile);
   }
 
   // Of 16 rows, each of 16 numbers.
@@ -368,19 +371,19 @@ class AttentionFwdTiles {
     return lane_sums<float>(vectors);
   }
 
-  void write_out(const Panel& panel) {
-    const SequenceRows queries = query_rows(p_, panel.b);
-    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, panel.h)) +
-                   panel.first * p_.out_strides[2];
-    for (int64_t r = 0; r < panel.count; ++r) {
+  void write_out(const QueryTile& query_tile) {
+    const SequenceRows queries = query_rows(p_, query_tile.b);
+    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, query_tile.h)) +
+                   query_tile.first * p_.out_strides[2];
+    for (int64_t r = 0; r < query_tile.count; ++r) {
       store_row(rows_ + r * wide_v_, p_.head_dim_v, out + r * p_.out_strides[2]);
     }
     if constexpr (sizeof(T) == 2) {
       if (p_.out_residual == nullptr) return;
       int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
-                               p_.out_residual, p_.out_residual_strides, queries, panel.h)) +
-                           panel.first * p_.out_residual_strides[2];
-      for (int64_t r = 0; r < panel.count; ++r) {
+                               p_.out_residual, p_.out_residual_strides, queries, query_tile.h)) +
+                           query_tile.first * p_.out_residual_strides[2];
+      for (int64_t r = 0; r < query_tile.count; ++r) {
         store_residual_row(rows_ + r * wide_v_, out + r * p_.out_strides[2], p_.head_dim_v,
                            low + r * p_.out_residual_strides[2]);
       }
@@ -391,7 +394,7 @@ class AttentionFwdTiles {
   const MaskView<float>& mask_;
   TileScores<kTileKeys> scores_;
   const ExpUnit<float> unit_;  // of a score
-  const int64_t steps_, steps_v_, wide_v_, max_panels_;
+  const int64_t steps_, steps_v_, wide_v_, max_query_tiles_;
   int64_t blocks_of_chunk_, slots_;
   Arena arena_;
   TileRegisters registers_;
@@ -400,17 +403,17 @@ class AttentionFwdTiles {
   typename Softmax::Tile tile_;
   int64_t added_ = 0;
   Job jobs_[4];
-  Job* held_ = nullptr;
+  Job* pending_job_ = nullptr;
   Job *current_ = nullptr, *last_ = nullptr;    // whose scores, and whose weights, are there
   TileQuad products_[kScoreTiles / 2], *sums_;  // of one step
   int64_t num_products_ = 0, num_sums_ = 0;
-  PendingSums pending_;
-  Panel* panels_;
-  Panel **free_, **of_task_;
+  PendingSums pending_sums_;
+  QueryTile* query_tiles_;
+  QueryTile **free_, **of_task_;
   int64_t num_free_ = 0;
   KeyBlock* blocks_;
   uint16_t *queries_, *keys_, *values_;
-  float *outs_, *specials_;
+  float *outs_, *nonfinite_sums_;
   float* score_tiles_[2];
   uint16_t* weights_[2];
   float* rows_;  // (32, wide_v)

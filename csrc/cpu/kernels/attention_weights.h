@@ -1,7 +1,7 @@
 // The weights themselves, for those who ask for them: computed anew from query, key and lse, tile
 // by tile as in the backward, and averaged over the heads before they are written.
 //
-// A task is a few panels of queries of one head, or of all heads where they are averaged: the
+// A task is a few query tiles of queries of one head, or of all heads where they are averaged: the
 // average of a tile is summed up in L2, so no head's weights are ever held whole.
 #pragma once
 
@@ -21,17 +21,17 @@ class WeightTiles : protected BwdTile<T> {
   using typename Base::A;
   using typename Base::P;
 
-  // Panels of a task, for which a block of keys is packed once.
-  static constexpr int64_t kPanels = 4;
+  // Query tiles of a task, for which a block of keys is packed once.
+  static constexpr int64_t kQueryTiles = 4;
 
-  // Runs self.task(b, h, first panel, panels) for each task, with `heads` heads from h on packed:
-  // panel x of head h + g in slot g * kPanels + x.
+  // Runs self.task(b, h, first kRows, query tiles) for each task, with `heads` heads from h on
+  // packed: query tile x of head h + g in slot g * kQueryTiles + x.
   template <class Self, class... Args>
   static bool run_tasks(const AttentionBwdParams& bwd, int64_t heads, const Args&... args) {
     const AttentionParams& p = bwd.fwd;
     MaskView<A> mask;
     if (!mask.init(p)) return false;
-    const int64_t panels = div_up(p.seqlen_q, kRows), parts = div_up(panels, kPanels);
+    const int64_t query_tiles = div_up(p.seqlen_q, kRows), parts = div_up(query_tiles, kQueryTiles);
     const int64_t tasks = p.batch * p.num_heads / heads * parts;
     return run_team(p.num_threads, tasks, [&] {
       Self self(bwd, mask, args...);
@@ -39,12 +39,12 @@ class WeightTiles : protected BwdTile<T> {
 #pragma omp for schedule(dynamic) nowait
       for (int64_t task = 0; task < tasks; ++task) {
         if (!ok) continue;
-        const int64_t head = task / parts * heads, first = task % parts * kPanels;
+        const int64_t head = task / parts * heads, first = task % parts * kQueryTiles;
         const int64_t b = head / p.num_heads, h = head % p.num_heads;
-        const int64_t count = min64(kPanels, panels - first);
+        const int64_t count = min64(kQueryTiles, query_tiles - first);
         for (int64_t g = 0; g < heads; ++g) {
           for (int64_t x = 0; x < count; ++x) {
-            self.pack_panel(b, h + g, first + x, g * kPanels + x, false);
+            self.pack_query_tile(b, h + g, first + x, g * kQueryTiles + x, false);
           }
         }
         self.task(b, h, first, count);
@@ -59,8 +59,8 @@ class WeightTiles : protected BwdTile<T> {
     return arena_.layout([&] { place(heads); });
   }
 
-  // The visible ones of a block of keys' tiles with the panels of a head: tile_gradients of each to
-  // use(panel, ...).
+  // The visible ones of a block of keys' tiles with the query tiles of a head: tile_gradients of
+  // each to use(query tile, ...).
   template <class Use>
   void head_tiles(int64_t b, int64_t h, int64_t first, int64_t count, int64_t j, int64_t n,
                   int64_t slot, const Use& use) {
@@ -81,13 +81,13 @@ class WeightTiles : protected BwdTile<T> {
     }
   }
 
-  A* sums_;     // (kPanels, kBlockN, panel)
-  A* scratch_;  // (panel, kBlockN)
+  A* sums_;     // (kQueryTiles, kBlockN, kRows)
+  A* scratch_;  // (kRows, kBlockN)
 
  private:
   void place(int64_t heads) {
-    Base::place_tile(heads * kPanels, false);
-    sums_ = arena_.template take<A>(kPanels * kBlockN * kRows);
+    Base::place_tile(heads * kQueryTiles, false);
+    sums_ = arena_.template take<A>(kQueryTiles * kBlockN * kRows);
     scratch_ = arena_.template take<A>(kRows * kBlockN);
   }
 };
@@ -96,7 +96,7 @@ template <class T>
 class AttentionWeights : WeightTiles<T> {
   using Base = WeightTiles<T>;
   using Base::kLane;
-  using Base::kPanels;
+  using Base::kQueryTiles;
   using Base::kRows;
   using Base::p_;
   using Base::sums_;
@@ -121,10 +121,10 @@ class AttentionWeights : WeightTiles<T> {
     T* const out = weights_ + (b * p_.num_heads + h) / heads_ * p_.seqlen_q * p_.seqlen_k;
     for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
       const int64_t n = min64(kBlockN, p_.seqlen_k - j);
-      bool seen[kPanels] = {};
+      bool seen[kQueryTiles] = {};
       this->zero(sums_, count * kBlockN * kRows);
       for (int64_t g = 0; g < heads_; ++g) {
-        this->head_tiles(b, h + g, first, count, j, n, g * kPanels,
+        this->head_tiles(b, h + g, first, count, j, n, g * kQueryTiles,
                          [&](int64_t x, int64_t t, const auto&, const auto& kept, const auto&) {
                            seen[x] = true;
                            for (int r = 0; r < 2; ++r) {
@@ -153,7 +153,7 @@ class AttentionWeights : WeightTiles<T> {
     for (int64_t e = 0; heads_ > 1 && e < n * kRows; e += kLane) {
       store(sum + e, load(sum + e) / static_cast<A>(heads_));
     }
-    write_panel<T>(sum, n, rows, this->scratch_, out, p_.seqlen_k);
+    write_query_tile<T>(sum, n, rows, this->scratch_, out, p_.seqlen_k);
   }
 
   const int64_t heads_;
@@ -168,7 +168,7 @@ template <class T>
 class WeightRowSums : WeightTiles<T> {
   using Base = WeightTiles<T>;
   using Base::kLane;
-  using Base::kPanels;
+  using Base::kQueryTiles;
   using Base::kRows;
   using Base::p_;
   using typename Base::A;
@@ -189,10 +189,10 @@ class WeightRowSums : WeightTiles<T> {
       : Base(bwd, mask), row_sums_(row_sums) {}
 
   void task(int64_t b, int64_t h, int64_t first, int64_t count) {
-    Vec<A> totals[kPanels][2] = {}, weights[kPanels][2] = {};
+    Vec<A> totals[kQueryTiles][2] = {}, weights[kQueryTiles][2] = {};
     for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
       const int64_t n = min64(kBlockN, p_.seqlen_k - j);
-      Vec<A> sums[kPanels][2] = {};
+      Vec<A> sums[kQueryTiles][2] = {};
       this->head_tiles(b, h, first, count, j, n, 0,
                        [&](int64_t x, int64_t, const auto& weight, const auto&, const auto& grad) {
                          for (int v = 0; v < 2; ++v) {

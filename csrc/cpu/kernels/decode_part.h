@@ -2,7 +2,7 @@
 // against some of the keys.
 #pragma once
 
-#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/attention_common.h"
 #include "cpu/kernels/mask_rows.h"
 
 namespace fused_attn {

@@ -1,7 +1,7 @@
 // A few queries against keys in tile registers.
 //
 // Keys are left tiles, so scores come as (keys, queries) and are transposed: what a softmax row, a
-// mask and a row of weights are is what they are to panels (tile_softmax.h, tile_scores.h). Of
+// mask and a row of weights are is what they are to query tiles (tile_softmax.h, tile_scores.h). Of
 // types that tiles multiply as they are, keys are read where they lie; others are split into parts,
 // a block at a time, which stays in L1. Values are packed in pairs of rows.
 #pragma once
@@ -42,8 +42,8 @@ class DecodeTiles {
         unit_(scores_.units.natural),
         steps_(div_up(p.head_dim, kTileSteps)),
         steps_v_(div_up(p.head_dim_v, kTileSteps)),
-        heads_of_panel_(max64(min64(kTileQueries / p.seqlen_q, shape.group), 1)),
-        num_panels_(div_up(shape.group, heads_of_panel_)) {}
+        heads_of_query_tile_(max64(min64(kTileQueries / p.seqlen_q, shape.group), 1)),
+        num_query_tiles_(div_up(shape.group, heads_of_query_tile_)) {}
 
   bool allocate() {
     return arena_.layout([&] { place(); });
@@ -55,20 +55,20 @@ class DecodeTiles {
     h_kv_ = h_kv;
     keys_ = at_head<T>(p_.key, p_.key_strides, key_rows(p_, b), h_kv);
     values_ = at_head<T>(p_.value, p_.value_strides, key_rows(p_, b), h_kv);
-    for (int64_t i = 0; i < num_panels_; ++i) begin_panel(i);
+    for (int64_t i = 0; i < num_query_tiles_; ++i) begin_query_tile(i);
     for (int64_t j = begin; j < end; j += kTileKeys) block(j, min64(kTileKeys, end - j));
-    for (int64_t i = 0; i < num_panels_; ++i) end_panel(panels_[i], part);
+    for (int64_t i = 0; i < num_query_tiles_; ++i) end_query_tile(query_tiles_[i], part);
   }
 
  private:
   // The queries of some heads, those of a head one after the other.
-  struct Panel {
+  struct QueryTile {
     int64_t head, heads;  // of the group
     int64_t rows, tiles;  // of 16 rows
     uint16_t* query;      // right tiles (tiles, steps)
     float* out;           // tiles (tiles, 2 steps_v), not divided by sums
     bool begun;           // has seen a block
-    PanelRows state;
+    QueryTileRows state;
   };
 
   // Left tiles of a block of keys, and how far they lie apart: those of 16 and of 32 keys, of a
@@ -122,10 +122,10 @@ class DecodeTiles {
   };
 
   void place() {
-    panels_ = arena_.template take<Panel>(num_panels_);
+    query_tiles_ = arena_.template take<QueryTile>(num_query_tiles_);
     kinds_ = arena_.template take<Tile>(shape_.group);
-    queries_ = arena_.template take<uint16_t>(num_panels_ * Pack::size(kTileQueries, steps_));
-    outs_ = arena_.template take<float>(num_panels_ * out_size());
+    queries_ = arena_.template take<uint16_t>(num_query_tiles_ * Pack::size(kTileQueries, steps_));
+    outs_ = arena_.template take<float>(num_query_tiles_ * out_size());
     key_ = arena_.template take<uint16_t>(Pack::size(kTileKeys, steps_));
     block_.value = arena_.template take<uint16_t>(Pack::size(kTileKeys, steps_v_));
     turned_ = arena_.template take<float>(kScoreTiles * kTileSums);
@@ -135,28 +135,29 @@ class DecodeTiles {
 
   int64_t out_size() const { return 2 * 2 * steps_v_ * kTileSums; }
 
-  void begin_panel(int64_t index) {
-    Panel& panel = panels_[index];
-    panel.head = index * heads_of_panel_;
-    panel.heads = min64(heads_of_panel_, shape_.group - panel.head);
-    panel.rows = panel.heads * p_.seqlen_q;
-    panel.tiles = div_up(panel.rows, kTileRows);
-    panel.query = queries_ + index * Pack::size(kTileQueries, steps_);
-    panel.out = outs_ + index * out_size();
-    panel.begun = false;
-    clear(panel.out, out_size());
-    Softmax::reset(&panel.state);
+  void begin_query_tile(int64_t index) {
+    QueryTile& query_tile = query_tiles_[index];
+    query_tile.head = index * heads_of_query_tile_;
+    query_tile.heads = min64(heads_of_query_tile_, shape_.group - query_tile.head);
+    query_tile.rows = query_tile.heads * p_.seqlen_q;
+    query_tile.tiles = div_up(query_tile.rows, kTileRows);
+    query_tile.query = queries_ + index * Pack::size(kTileQueries, steps_);
+    query_tile.out = outs_ + index * out_size();
+    query_tile.begun = false;
+    clear(query_tile.out, out_size());
+    Softmax::reset(&query_tile.state);
     const SequenceRows queries = query_rows(p_, b_);
     const T* rows[kTileQueries] = {};
-    for (int64_t r = 0; r < panel.rows; ++r) {
-      const int64_t h = h_kv_ * shape_.group + panel.head + r / p_.seqlen_q, i = r % p_.seqlen_q;
+    for (int64_t r = 0; r < query_tile.rows; ++r) {
+      const int64_t h = h_kv_ * shape_.group + query_tile.head + r / p_.seqlen_q,
+                    i = r % p_.seqlen_q;
       if (i >= queries.count) continue;
       rows[r] = at_head<T>(p_.query, p_.query_strides, queries, h) + i * p_.query_strides[2];
     }
-    Pack::right(rows, panel.tiles * kTileRows, p_.head_dim, steps_, panel.query);
+    Pack::right(rows, query_tile.tiles * kTileRows, p_.head_dim, steps_, query_tile.query);
   }
 
-  // All panels against one block of keys.
+  // All query tiles against one block of keys.
   void block(int64_t j, int64_t n) {
     bool any = false;
     for (int64_t g = 0; g < shape_.group; ++g) {
@@ -171,12 +172,13 @@ class DecodeTiles {
         rows, kTileKeys, p_.head_dim_v, steps_v_, [](int i) { return F::unwoven(i); }, &block_,
         [this] { ahead_.prefetch(F::kParts); });
     const KeyTiles keys = key_tiles(j, n);
-    for (int64_t i = 0; i < num_panels_; ++i) {
-      Panel& panel = panels_[i];
-      for (int64_t tile = 0; tile < panel.tiles; ++tile) multiply_keys(panel, tile, keys);
-      weigh(&panel, j, n);
-      for (int64_t tile = 0; tile < panel.tiles; ++tile) add_values(panel, tile);
-      for (int s = 0; s < block_.num_special; ++s) add_special(panel, j, block_.special[s]);
+    for (int64_t i = 0; i < num_query_tiles_; ++i) {
+      QueryTile& query_tile = query_tiles_[i];
+      for (int64_t tile = 0; tile < query_tile.tiles; ++tile) multiply_keys(query_tile, tile, keys);
+      weigh(&query_tile, j, n);
+      for (int64_t tile = 0; tile < query_tile.tiles; ++tile) add_values(query_tile, tile);
+      for (int s = 0; s < block_.num_nonfinite; ++s)
+        add_nonfinite(query_tile, j, block_.nonfinite[s]);
     }
   }
 
@@ -205,8 +207,8 @@ class DecodeTiles {
   }
 
   // Scores of 16 rows, transposed into their place.
-  void multiply_keys(const Panel& panel, int64_t tile, const KeyTiles& keys) {
-    const uint16_t* query = panel.query + tile * steps_ * F::kParts * kTileNumbers;
+  void multiply_keys(const QueryTile& query_tile, int64_t tile, const KeyTiles& keys) {
+    const uint16_t* query = query_tile.query + tile * steps_ * F::kParts * kTileNumbers;
     tile_zero<0>();
     tile_zero<1>();
     tile_zero<2>();
@@ -235,7 +237,7 @@ class DecodeTiles {
     tile_store<2>(turned_ + 2 * kTileSums);
     tile_store<3>(turned_ + 3 * kTileSums);
     float* const scores = scores_at_ + tile * kTileSums;
-    const int64_t rows = min64(panel.rows - tile * kTileRows, kTileRows);
+    const int64_t rows = min64(query_tile.rows - tile * kTileRows, kTileRows);
     for (int64_t c = 0; c < kScoreTiles; ++c) {
       const float* const turned = turned_ + c * kTileSums;
       ahead_.prefetch(ahead_.lines / 16);
@@ -252,48 +254,48 @@ class DecodeTiles {
   }
 
   // Scores to weights; what has been summed is brought up to date.
-  void weigh(Panel* panel, int64_t j, int64_t n) {
-    for (int64_t g = 0; g < panel->heads; ++g) {
-      const Tile kind = kinds_[panel->head + g];
+  void weigh(QueryTile* query_tile, int64_t j, int64_t n) {
+    for (int64_t g = 0; g < query_tile->heads; ++g) {
+      const Tile kind = kinds_[query_tile->head + g];
       const int64_t first = g * p_.seqlen_q;
       if (kind == Tile::kSkip) {
         for (int64_t i = 0; i < p_.seqlen_q; ++i) {
           scores_.clear_row(static_cast<uint32_t>(first + i), scores_at_);
         }
       } else if (scores_.wanted(kind == Tile::kPartial, n)) {
-        scores_.finish(tile_at(*panel, g, j, n), kind == Tile::kPartial, p_.seqlen_q, scores_at_,
-                       nullptr, static_cast<uint32_t>(first));
+        scores_.finish(tile_at(*query_tile, g, j, n), kind == Tile::kPartial, p_.seqlen_q,
+                       scores_at_, nullptr, static_cast<uint32_t>(first));
       }
     }
-    const typename Softmax::Tile tile{&panel->state, scores_at_, weights_, unit_, nullptr};
-    if (!panel->begun) Softmax::begin(tile, panel->rows);
-    panel->begun = true;
+    const typename Softmax::Tile tile{&query_tile->state, scores_at_, weights_, unit_, nullptr};
+    if (!query_tile->begun) Softmax::begin(tile, query_tile->rows);
+    query_tile->begun = true;
     typename Softmax::template Stream<false> stream(tile);
-    for (int64_t r = 0; r < panel->rows; ++r) {
+    for (int64_t r = 0; r < query_tile->rows; ++r) {
       stream.template next<0>();
       stream.template next<2>();
     }
     softmax_.template finish<false>(tile, stream.left());
     for (uint32_t left = softmax_.rescaled; left != 0; left &= left - 1) {
       const int r = __builtin_ctz(left);
-      scale_tile_row(r, softmax_.rescale[r], 2 * steps_v_, panel->out);
+      scale_tile_row(r, softmax_.rescale[r], 2 * steps_v_, query_tile->out);
     }
-    for (int64_t g = 0; p_.dropout_p > 0 && g < panel->heads; ++g) {
-      dropout_.begin(p_, tile_at(*panel, g, j, n));
+    for (int64_t g = 0; p_.dropout_p > 0 && g < query_tile->heads; ++g) {
+      dropout_.begin(p_, tile_at(*query_tile, g, j, n));
       for (int64_t i = 0; i < p_.seqlen_q; ++i) {
         drop_weights<T>(dropout_.keep(i), static_cast<uint32_t>(g * p_.seqlen_q + i), weights_);
       }
     }
   }
 
-  TileAt tile_at(const Panel& panel, int64_t g, int64_t j, int64_t n) const {
-    return {b_, h_kv_ * shape_.group + panel.head + g, 0, j, n};
+  TileAt tile_at(const QueryTile& query_tile, int64_t g, int64_t j, int64_t n) const {
+    return {b_, h_kv_ * shape_.group + query_tile.head + g, 0, j, n};
   }
 
   // out += weights * values, of 16 rows.
-  void add_values(const Panel& panel, int64_t tile) {
+  void add_values(const QueryTile& query_tile, int64_t tile) {
     const uint16_t* const weights = weights_ + tile * kTileNumbers;
-    float* const out = panel.out + tile * kTileSums;
+    float* const out = query_tile.out + tile * kTileSums;
     int64_t c = 0;
     for (; c + 4 <= 2 * steps_v_; c += 4) add_columns<4>(weights, c, out + c * kPairSums);
     if (c < 2 * steps_v_) add_columns<2>(weights, c, out + c * kPairSums);
@@ -332,28 +334,28 @@ class DecodeTiles {
   }
 
   // Adds a value that is not finite to those who see it.
-  void add_special(const Panel& panel, int64_t j, int64_t t) {
+  void add_nonfinite(const QueryTile& query_tile, int64_t j, int64_t t) {
     const T* const value = values_ + (j + t) * p_.value_strides[2];
-    for (uint32_t r = 0; r < panel.rows; ++r) {
+    for (uint32_t r = 0; r < query_tile.rows; ++r) {
       const float weight = F::weight(weights_ + t / 32 * F::kParts * kPairNumbers + r * kTileSteps +
                                      F::woven(static_cast<int>(t % 32)));
       if (weight == 0) continue;
-      float* const out = panel.out + r * 16;
+      float* const out = query_tile.out + r * 16;
       for (int64_t d = 0; d < p_.head_dim_v; ++d) {
         out[d / 16 * kPairSums + d % 16] += weight * to_acc(value[d]);
       }
     }
   }
 
-  void end_panel(const Panel& panel, const DecodePart<float>& part) const {
-    for (int64_t r = 0; r < panel.rows; ++r) {
-      const int64_t at = panel.head * p_.seqlen_q + r;
-      const float sum = horizontal_sum<float>(load(panel.state.sum[r]));
-      const float rounded = horizontal_sum<float>(load(panel.state.rounded[r]));
-      const float shift = panel.state.shift[r], factor = rounded == 0 ? 1 : sum / rounded;
+  void end_query_tile(const QueryTile& query_tile, const DecodePart<float>& part) const {
+    for (int64_t r = 0; r < query_tile.rows; ++r) {
+      const int64_t at = query_tile.head * p_.seqlen_q + r;
+      const float sum = horizontal_sum<float>(load(query_tile.state.sum[r]));
+      const float rounded = horizontal_sum<float>(load(query_tile.state.rounded[r]));
+      const float shift = query_tile.state.shift[r], factor = rounded == 0 ? 1 : sum / rounded;
       part.sum[at] = sum;
       part.maximum[at] = shift == shift ? shift : -__builtin_inff();
-      const float* const out = panel.out + r * 16;
+      const float* const out = query_tile.out + r * 16;
       for (int64_t c = 0; c < 2 * steps_v_; ++c) {
         store(part.out + at * shape_.wide + c * 16, load(out + c * kPairSums) * factor);
       }
@@ -366,14 +368,14 @@ class DecodeTiles {
   TileScores<kTileKeys> scores_;
   TileDropout<kTileKeys> dropout_;
   const ExpUnit<float> unit_;  // of a score
-  const int64_t steps_, steps_v_, heads_of_panel_, num_panels_;
+  const int64_t steps_, steps_v_, heads_of_query_tile_, num_query_tiles_;
   Softmax softmax_;
   TileRegisters registers_;
   Arena arena_;
   int64_t b_ = 0, h_kv_ = 0;
   const T *keys_, *values_;  // of this head
   Ahead ahead_;
-  Panel* panels_;
+  QueryTile* query_tiles_;
   Tile* kinds_;  // of the heads
   uint16_t* queries_;
   float* outs_;

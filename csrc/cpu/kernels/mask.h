@@ -20,31 +20,31 @@ class MaskView {
   using VecI = Vec<Int<A>>;
 
  public:
-  // Reads the documents once, to know the ids in each panel and each block of so many keys. False:
-  // out of memory.
+  // Reads the documents once, to know the ids in each query tile and each block of so many keys.
+  // False: out of memory.
   bool init(const AttentionParams& p, int64_t block = kBlockN) {
     p_ = &p;
     block_ = block;
     mask_ = &p.mask;
     if (p.mask.query_documents == nullptr) return true;
-    num_panels_ = (p.seqlen_q + kRows - 1) / kRows;
+    num_query_tiles_ = (p.seqlen_q + kRows - 1) / kRows;
     num_blocks_ = (p.seqlen_k + block_ - 1) / block_;
     if (!arena_.layout([&] { place(p.batch); })) return false;
     for (int64_t b = 0; b < p.batch; ++b) {
       id_ranges(p.mask.query_documents + b * p.mask.query_documents_stride, p.seqlen_q, kRows,
-                query_ids_ + b * num_panels_);
+                query_ids_ + b * num_query_tiles_);
       id_ranges(p.mask.key_documents + b * p.mask.key_documents_stride, p.seqlen_k, block_,
                 key_ids_ + b * num_blocks_);
     }
     return true;
   }
 
-  // The panel of queries from i_begin against the block of keys [j_begin, j_end).
+  // The query tile of queries from i_begin against the block of keys [j_begin, j_end).
   Tile classify(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t j_end) const {
     const int64_t i_end = min64(i_begin + kRows, num_queries(b));
     Tile tile = classify_bounds(bounds(b), i_begin, i_end, j_begin, j_end);
     if (tile != Tile::kSkip && query_ids_ != nullptr) {
-      tile = combine(tile, classify_documents(query_ids_[b * num_panels_ + i_begin / kRows],
+      tile = combine(tile, classify_documents(query_ids_[b * num_query_tiles_ + i_begin / kRows],
                                               key_ids_[b * num_blocks_ + j_begin / block_]));
     }
     if (tile != Tile::kSkip && mask_->key_mask.data != nullptr) {
@@ -59,8 +59,8 @@ class MaskView {
     return tile == Tile::kFull && mask_->slopes != nullptr ? Tile::kPartial : tile;
   }
 
-  // The keys of block [j_begin, j_end) outside [*lo, *hi) are invisible to all of the panel, by
-  // structure alone; both are whole steps of kSpan from j_begin on, or j_end.
+  // The keys of block [j_begin, j_end) outside [*lo, *hi) are invisible to all of the query tile,
+  // by structure alone; both are whole steps of kSpan from j_begin on, or j_end.
   void visible_span(int64_t b, int64_t i_begin, int64_t j_begin, int64_t j_end, int64_t* lo,
                     int64_t* hi) const {
     const SequenceBounds s = bounds(b);
@@ -72,10 +72,10 @@ class MaskView {
     *hi = min64(j_begin + round_up(end, kSpan), j_end);
   }
 
-  // Adds biases to the scores (n keys, panel), in natural units, and sets the invisible ones to
+  // Adds biases to the scores (n keys, kRows), in natural units, and sets the invisible ones to
   // -inf.
   //
-  // stage: (kBlockN, panel) of A.
+  // stage: (kBlockN, kRows) of A.
   void apply(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
              A* stage) const {
     add_bias(b, h, i_begin, j_begin, n, scores, stage);
@@ -99,7 +99,7 @@ class MaskView {
   static Vec<A> minus_infinity() { return broadcast<A>(-static_cast<A>(__builtin_inf())); }
 
   void place(int64_t batch) {
-    query_ids_ = arena_.template take<IdRange>(batch * num_panels_);
+    query_ids_ = arena_.template take<IdRange>(batch * num_query_tiles_);
     key_ids_ = arena_.template take<IdRange>(batch * num_blocks_);
   }
 
@@ -268,8 +268,8 @@ class MaskView {
 
   const AttentionParams* p_ = nullptr;
   const MaskParams* mask_ = nullptr;
-  int64_t block_ = kBlockN, num_panels_ = 0, num_blocks_ = 0;
-  IdRange* query_ids_ = nullptr;  // (batch, panels)
+  int64_t block_ = kBlockN, num_query_tiles_ = 0, num_blocks_ = 0;
+  IdRange* query_ids_ = nullptr;  // (batch, query tiles)
   IdRange* key_ids_ = nullptr;    // (batch, blocks)
   Arena arena_;
 };

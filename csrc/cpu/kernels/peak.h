@@ -5,7 +5,7 @@
 #include <time.h>
 
 #include "cpu/amx/tile_format.h"
-#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/attention_common.h"
 
 namespace fused_attn {
 namespace {

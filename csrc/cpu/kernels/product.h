@@ -368,11 +368,11 @@ class PairProduct {
   // As weight(), for numbers that may be anything: infinity and NaN stay what they are.
   static Weight number(Vec<float> x) {
     Weight w = weight(x);
-    const Vec<int32_t> special = ((Vec32)x & 0x7F800000u) == 0x7F800000u;
-    if (__builtin_expect(any(special), 0)) {
+    const Vec<int32_t> nonfinite = ((Vec32)x & 0x7F800000u) == 0x7F800000u;
+    if (__builtin_expect(any(nonfinite), 0)) {
       const Vec32 quiet = x == x ? (Vec32)x & 0xFFFF0000u : Vec32{} + 0x7FC00000u;
       for (int p = 0; p < kParts; ++p) {
-        w.part[p] = special ? (p == 0 ? quiet : Vec32{}) : w.part[p];
+        w.part[p] = nonfinite ? (p == 0 ? quiet : Vec32{}) : w.part[p];
       }
     }
     return w;

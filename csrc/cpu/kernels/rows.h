@@ -1,7 +1,7 @@
 // Rows of a matrix, vector by vector: parts of vectors, stores past the caches, dropout.
 #pragma once
 
-#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/attention_common.h"
 
 namespace fused_attn {
 namespace {

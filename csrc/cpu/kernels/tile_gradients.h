@@ -9,7 +9,7 @@
 namespace fused_attn {
 namespace {
 
-// What a panel of queries knows of its rows.
+// What a query tile of queries knows of its rows.
 struct GradientRows {
   // +inf where the row sees nothing. In units of a score where exponents are taken in full
   // precision, else in powers of 2; and what its rounding lost, in natural units.

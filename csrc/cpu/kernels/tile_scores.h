@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/amx/tile_pack.h"
-#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/attention_common.h"
 #include "cpu/kernels/mask_rows.h"
 
 #if defined(__AMX_BF16__)

@@ -8,8 +8,8 @@
 namespace fused_attn {
 namespace {
 
-// What a panel of queries knows of its rows.
-struct PanelRows {
+// What a query tile of queries knows of its rows.
+struct QueryTileRows {
   // What scores are lowered by, in their own units; NaN: the row has seen nothing yet. The largest
   // weight is 2^kWeightExponent, or up to 2^kMaximumSlack more: so results are rescaled a few times
   // a row, not for nearly every block.
@@ -200,7 +200,7 @@ class TileSoftmax {
 
   // A tile of scores, and where its weights go.
   struct Tile {
-    PanelRows* rows;
+    QueryTileRows* rows;
     float* scores;
     uint16_t* weights;
     ExpUnit<float> unit;  // of a score
@@ -260,14 +260,14 @@ class TileSoftmax {
     Weights made_;
     const TileDropout<kTileKeys>* const dropout_;
     uint64_t keep_ = 0;  // of the row
-    PanelRows* const rows_;
+    QueryTileRows* const rows_;
     const float* const scores_;
     uint16_t* const weights_;
     int64_t row_;        // the next one
     uint32_t left_ = 0;  // bit r: row r was left
   };
 
-  static void reset(PanelRows* rows) {
+  static void reset(QueryTileRows* rows) {
     if (kSum) clear(rows->sum[0], kTileQueries * 16);
     if (F::kRounds) clear(rows->rounded[0], kTileQueries * 16);
     for (int64_t r = 0; r < kTileQueries; r += 16) {
@@ -276,8 +276,8 @@ class TileSoftmax {
     }
   }
 
-  // The shifts of a panel that has seen nothing yet: by the maximum of each row; NaN stays where
-  // nothing is seen.
+  // The shifts of a query tile that has seen nothing yet: by the maximum of each row; NaN stays
+  // where nothing is seen.
   __attribute__((noinline)) static void begin(const Tile& tile, int64_t rows = kTileQueries) {
     for (uint32_t half = 0; half < rows; half += 16) {
       alignas(64) float highest[16][16], turned[16][16];
@@ -324,7 +324,7 @@ class TileSoftmax {
   // A new shift, and what next() has left.
   template <bool kDrops>
   __attribute__((noinline, cold)) void raise(const Tile& tile, uint32_t r) {
-    PanelRows& rows = *tile.rows;
+    QueryTileRows& rows = *tile.rows;
     const Vec<float> highest = maximum(tile, r);
     float top = -infinity();
     for (int l = 0; l < 16; ++l) top = highest[l] > top ? highest[l] : top;

@@ -1,7 +1,7 @@
 // The pre-pass over a dense mask or bias: what each tile of it makes visible.
 #pragma once
 
-#include "cpu/kernels/attention_tile.h"
+#include "cpu/kernels/attention_common.h"
 
 namespace fused_attn {
 namespace {

@@ -60,8 +60,8 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     launch(
         attention_fwd_kernel, args.device, (num_m * sizes.batch * sizes.num_heads,),
         *args.qkv, _rows(out), lse, lse_residual if for_backward else None,
-        _rows(out_residual) if out_residual.numel() else None, *args.common, args.lists(cut), *sizes,
-        args.settings, **args.compiled_for(cut),
+        _rows(out_residual) if out_residual.numel() else None, *args.common, args.lists(cut),
+        *sizes, args.settings, **args.compiled_for(cut),
     )  # fmt: skip
 
 
@@ -118,8 +118,8 @@ def attention_bwd(
     cut = args.config("statistics")
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
-        row_statistics_kernel, args.device, (num_m * heads,), out_rows, residual_rows, grad_out_rows,
-        lse, lse_residual, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
+        row_statistics_kernel, args.device, (num_m * heads,), out_rows, residual_rows,
+        grad_out_rows, lse, lse_residual, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
     )  # fmt: skip
     cut = args.config("dq")
     num_m = -(-sizes.seqlen_q // cut.block_m)

@@ -35,7 +35,7 @@ def attention_fwd_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, cut: tl.constexpr,
 ):  # fmt: skip
-    """out, lse, and lse_residual and out_residual (None: not wanted) of BLOCK_M queries of a head."""
+    """Compute out and lse, and their residuals unless None, of BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -91,8 +91,8 @@ def attention_fwd_kernel(
         lost = acc.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
         lost = tl.minimum(tl.maximum(lost, -0x7FFF), 0x7FFF)
         store_tile(
-            head_rows(out_residual, query_batch, h, query_first), out_residual.stride_row, i_begin, seqlen_q,
-            lost, cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+            head_rows(out_residual, query_batch, h, query_first), out_residual.stride_row, i_begin,
+            seqlen_q, lost, cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
         )  # fmt: skip
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
     store_lse(lse, lse_residual, at + i, i < seqlen_q, maximum, total, cut)

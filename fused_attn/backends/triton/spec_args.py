@@ -17,8 +17,7 @@ from fused_attn.masks.spec import MaskSpec
 def mask_args(spec: MaskSpec) -> MaskArgs:
     """The tensors of a mask, with a stride of 0 where they are broadcast."""
     query_documents, key_documents = (
-        None if t is None else kernel_strides(t)
-        for t in (spec.query_documents, spec.key_documents)
+        None if t is None else kernel_strides(t) for t in (spec.query_documents, spec.key_documents)
     )
     fields: dict[str, Any] = {}
     for name, tensor, dimensions in (

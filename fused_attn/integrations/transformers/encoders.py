@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from fused_attn.nn.packing import BY_TOKEN, Packing, alone, packing_of, saves_time, must_stay_padded
+from fused_attn.nn.packing import BY_TOKEN, Packing, alone, must_stay_padded, packing_of, saves_time
 
 NAME = "fused_attn"  # of the attention implementation
 

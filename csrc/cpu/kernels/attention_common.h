@@ -1,8 +1,8 @@
 // What forward and backward of attention share: operands, packing, one tile of masked scores.
 //
-// Vector lanes are queries. A panel is two vectors of queries, a block up to kBlockN keys; a tile
-// of scores is S^T, (keys, panel). Row maximum, sum and rescaling are then vertical operations, and
-// only queries and outputs are transposed.
+// Vector lanes are queries. A query tile is two vectors of queries, a block up to kBlockN keys; a
+// tile of scores is S^T, (keys, kRows). Row maximum, sum and rescaling are then vertical
+// operations, and only queries and outputs are transposed.
 #pragma once
 
 #include "cpu/kernels/mask.h"
@@ -63,10 +63,10 @@ struct TileAt {
   int64_t b, h, i, j, n;  // batch, head, first query, first key, number of keys
 };
 
-// Products of one tile, (n, panel), to masked scores; the rows that pad n are -inf.
+// Products of one tile, (n, kRows), to masked scores; the rows that pad n are -inf.
 //
-// cap_slope: with softcap, the derivative of the capped score by the uncapped one, (n, panel);
-// null: not wanted. stage: (kBlockN, panel).
+// cap_slope: with softcap, the derivative of the capped score by the uncapped one, (n, kRows);
+// null: not wanted. stage: (kBlockN, kRows).
 template <class T>
 inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask,
                           const ScoreUnits& units, Tile kind, const TileAt& at, Acc<T>* scores,
@@ -106,8 +106,8 @@ inline DropoutAt dropout_at(const AttentionParams& p, const TileAt& at) {
           static_cast<uint32_t>(origin.head + at.h)};
 }
 
-// Which weights of a tile dropout keeps, of a panel of A: bit l of words[r] for query l and key
-// t + r, r < 8. dropout_scale is applied by the caller.
+// Which weights of a tile dropout keeps, of a query tile of A: bit l of words[r] for query l and
+// key t + r, r < 8. dropout_scale is applied by the caller.
 //
 // Eight keys share a counter, so t must be a multiple of 8, as every tile's first key is.
 template <class A>
@@ -136,15 +136,15 @@ inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
 // A block of keys of one head as operands: rows of key and value, or their transposes.
 //
 // Only keys that somebody sees may be multiplied with their value, since 0 * NaN is not 0: rows
-// that are not finite are 0 in a transpose, listed in special, and added by add_special, in every
-// tile of the block.
+// that are not finite are 0 in a transpose, listed in nonfinite, and added by add_nonfinite, in
+// every tile of the block.
 template <class T>
 struct KeyColumns {
   using A = Acc<T>;
   typename Product<T>::Left left{};
   const T* rows = nullptr;
   int64_t stride = 0, count = 0;
-  int64_t special[kBlockN];
+  int64_t nonfinite[kBlockN];
 
   // stage: (kBlockN, pad_dim(dim)) of T.
   void load(const T* src, int64_t row_stride, int64_t n, int64_t dim, bool guard, T* stage,
@@ -153,28 +153,29 @@ struct KeyColumns {
     stride = row_stride;
     count = 0;
     for (int64_t t = 0; guard && t < n; ++t) {
-      if (!rows_finite(src + t * stride, stride, 1, dim)) special[count++] = t;
+      if (!rows_finite(src + t * stride, stride, 1, dim)) nonfinite[count++] = t;
     }
     if (count > 0) {
       const int64_t wide = Product<T>::pad_dim(dim);
       copy_rows(src, stride, n, dim, stage, Product<T>::pad_steps(n), wide);
-      for (int64_t s = 0; s < count; ++s) memset(stage + special[s] * wide, 0, wide * sizeof(T));
+      for (int64_t s = 0; s < count; ++s) memset(stage + nonfinite[s] * wide, 0, wide * sizeof(T));
       src = stage;
       row_stride = wide;
     }
     left = Product<T>::columns(src, row_stride, n, dim, stage, buffer);
   }
 
-  // out (dim, panel) += the special rows among keys [lo, hi) times their weights (hi - lo, panel).
-  void add_special(int64_t lo, int64_t hi, int64_t dim, const A* weights, A* out) const {
+  // out (dim, kRows) += the nonfinite rows among keys [lo, hi) times their weights (hi - lo, query
+  // tile).
+  void add_nonfinite(int64_t lo, int64_t hi, int64_t dim, const A* weights, A* out) const {
     for (int64_t s = 0; s < count; ++s) {
-      if (special[s] < lo || special[s] >= hi) continue;
+      if (nonfinite[s] < lo || nonfinite[s] >= hi) continue;
       for (int v = 0; v < 2; ++v) {
         const Vec<A> weight =
-            fused_attn::load(weights + (special[s] - lo) * kPanel<A> + v * kLanes<A>);
+            fused_attn::load(weights + (nonfinite[s] - lo) * kPanel<A> + v * kLanes<A>);
         for (int64_t d = 0; d < dim; ++d) {
           A* const at = out + d * kPanel<A> + v * kLanes<A>;
-          const A x = to_acc(rows[special[s] * stride + d]);
+          const A x = to_acc(rows[nonfinite[s] * stride + d]);
           store(at, fused_attn::load(at) + (weight == 0 ? Vec<A>{} : weight * x));
         }
       }
@@ -209,15 +210,15 @@ inline int64_t operand_bytes(const AttentionParams& p) {
   return (p.num_heads * queries + p.num_heads_kv * keys) * dims * size;
 }
 
-// Rows (rows, dim) from (dim, panel).
+// Rows (rows, dim) from (dim, kRows).
 template <class T>
-inline void write_panel(const Acc<T>* panel, int64_t dim, int64_t rows, Acc<T>* scratch, T* out,
-                        int64_t stride) {
+inline void write_query_tile(const Acc<T>* query_tile, int64_t dim, int64_t rows, Acc<T>* scratch,
+                             T* out, int64_t stride) {
   constexpr int64_t kRows = kPanel<Acc<T>>;
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
-    if (rows == kRows) return transpose(panel, kRows, dim, kRows, out, stride);
+    if (rows == kRows) return transpose(query_tile, kRows, dim, kRows, out, stride);
   }
-  transpose(panel, kRows, dim, kRows, scratch, dim);
+  transpose(query_tile, kRows, dim, kRows, scratch, dim);
   for (int64_t l = 0; l < rows; ++l) store_row(scratch + l * dim, dim, out + l * stride);
 }
 

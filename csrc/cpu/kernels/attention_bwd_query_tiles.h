@@ -9,8 +9,8 @@
 namespace fused_attn {
 namespace {
 
-// A panel of packed queries.
-struct BwdPanel {
+// A query tile of packed queries.
+struct BwdQueryTile {
   int64_t b, h, first, count;                  // queries [first, first + count) of head (b, h)
   uint32_t alive;                              // bit r: row r is there, and sees something
   uint16_t *query, *grad_out;                  // left tiles (steps, parts, 2)
@@ -30,14 +30,14 @@ struct BwdBlock {
 };
 
 template <class T>
-class BwdPanels {
+class BwdQueryTiles {
  protected:
   using F = TileFormat<T>;
   using Pack = TilePack<T>;
   static constexpr int64_t kKeyTiles = kGradientKeys / 16;
   static constexpr int64_t kStep = F::kParts * kTileNumbers;
 
-  explicit BwdPanels(const AttentionBwdParams& p)
+  explicit BwdQueryTiles(const AttentionBwdParams& p)
       : bwd_(p),
         p_(p.fwd),
         scores_(p_),
@@ -46,47 +46,47 @@ class BwdPanels {
         // The backward of the weights has no values: dP is a product of nothing then, not none.
         steps_v_(max64(div_up(p_.head_dim_v, kTileSteps), 1)) {}
 
-  static int64_t panel_bytes(int64_t steps, int64_t steps_v) {
+  static int64_t query_tile_bytes(int64_t steps, int64_t steps_v) {
     return 4 * Pack::size(kTileQueries, steps + steps_v);
   }
 
-  void place(int64_t panels) {
+  void place(int64_t query_tiles) {
     const int64_t size = Pack::size(kTileQueries, steps_);
     const int64_t size_v = Pack::size(kTileQueries, steps_v_);
-    panels_ = arena_.template take<BwdPanel>(panels);
-    query_ = arena_.template take<uint16_t>(panels * size);
-    query_columns_ = arena_.template take<uint16_t>(panels * size);
-    grad_out_ = arena_.template take<uint16_t>(panels * size_v);
-    grad_out_columns_ = arena_.template take<uint16_t>(panels * size_v);
+    query_tiles_ = arena_.template take<BwdQueryTile>(query_tiles);
+    query_ = arena_.template take<uint16_t>(query_tiles * size);
+    query_columns_ = arena_.template take<uint16_t>(query_tiles * size);
+    grad_out_ = arena_.template take<uint16_t>(query_tiles * size_v);
+    grad_out_columns_ = arena_.template take<uint16_t>(query_tiles * size_v);
     out_ = arena_.template take<uint16_t>(size_v);
     products_ = arena_.template take<float>(4 * kTileSums);
     rows_ = arena_.template take<float>(kGradientKeys * max64(steps_, steps_v_) * kTileSteps);
   }
 
   // Queries from `first` on of head (b, h) into slot `slot`; if they see anything.
-  void pack_panel(int64_t b, int64_t h, int64_t first, int64_t slot) {
+  void pack_query_tile(int64_t b, int64_t h, int64_t first, int64_t slot) {
     const SequenceRows queries = query_rows(p_, b);
-    BwdPanel& panel = panels_[slot];
-    panel.b = b;
-    panel.h = h;
-    panel.first = first;
-    panel.count = min64(kTileQueries, queries.count - first);
-    panel.query = query_ + slot * Pack::size(kTileQueries, steps_);
-    panel.query_columns = query_columns_ + slot * Pack::size(kTileQueries, steps_);
-    panel.grad_out = grad_out_ + slot * Pack::size(kTileQueries, steps_v_);
-    panel.grad_out_columns = grad_out_columns_ + slot * Pack::size(kTileQueries, steps_v_);
-    load_rows(lse_begin(p_, b, h) + first, &panel);
-    if (panel.alive == 0) return;
+    BwdQueryTile& query_tile = query_tiles_[slot];
+    query_tile.b = b;
+    query_tile.h = h;
+    query_tile.first = first;
+    query_tile.count = min64(kTileQueries, queries.count - first);
+    query_tile.query = query_ + slot * Pack::size(kTileQueries, steps_);
+    query_tile.query_columns = query_columns_ + slot * Pack::size(kTileQueries, steps_);
+    query_tile.grad_out = grad_out_ + slot * Pack::size(kTileQueries, steps_v_);
+    query_tile.grad_out_columns = grad_out_columns_ + slot * Pack::size(kTileQueries, steps_v_);
+    load_rows(lse_begin(p_, b, h) + first, &query_tile);
+    if (query_tile.alive == 0) return;
     const T* rows[kTileQueries];
-    list(p_.query, p_.query_strides, queries, panel, rows);
-    Pack::left(rows, p_.head_dim, steps_, panel.query);
-    Pack::left_columns(rows, p_.head_dim, steps_, panel.query_columns);
-    list(bwd_.grad_out, bwd_.grad_out_strides, queries, panel, rows);
-    Pack::left(rows, p_.head_dim_v, steps_v_, panel.grad_out);
-    Pack::left_columns(rows, p_.head_dim_v, steps_v_, panel.grad_out_columns);
-    list(p_.out, p_.out_strides, queries, panel, rows);
+    list(p_.query, p_.query_strides, queries, query_tile, rows);
+    Pack::left(rows, p_.head_dim, steps_, query_tile.query);
+    Pack::left_columns(rows, p_.head_dim, steps_, query_tile.query_columns);
+    list(bwd_.grad_out, bwd_.grad_out_strides, queries, query_tile, rows);
+    Pack::left(rows, p_.head_dim_v, steps_v_, query_tile.grad_out);
+    Pack::left_columns(rows, p_.head_dim_v, steps_v_, query_tile.grad_out_columns);
+    list(p_.out, p_.out_strides, queries, query_tile, rows);
     Pack::right(rows, kTileQueries, p_.head_dim_v, steps_v_, out_);
-    load_delta(queries, &panel);
+    load_delta(queries, &query_tile);
   }
 
   // Keys [j, j + n) of head (b, h_kv).
@@ -136,18 +136,18 @@ class BwdPanels {
     return __builtin_ldexpf(1.f, static_cast<int>(shift));
   }
 
-  // dQ of a head's panels to rows.
-  void write_grad_query(int64_t b, int64_t h, const float* panels) {
+  // dQ of a head's query tiles to rows.
+  void write_grad_query(int64_t b, int64_t h, const float* query_tiles) {
     const SequenceRows queries = query_rows(p_, b);
     T* const head =
         const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
     const int64_t stride = bwd_.grad_query_strides[2];
     const float scale = static_cast<float>(p_.scale);
     for (int64_t i = 0; i < queries.count; i += kTileQueries) {
-      const float* const panel = panels + i * steps_ * kTileSteps;
+      const float* const query_tile = query_tiles + i * steps_ * kTileSteps;
       for (int64_t r = 0; r < min64(kTileQueries, queries.count - i); ++r) {
         for (int64_t c = 0; c < 2 * steps_; ++c) {
-          store(rows_ + c * 16, load(panel + c * kPairSums + r * 16) * scale);
+          store(rows_ + c * 16, load(query_tile + c * kPairSums + r * 16) * scale);
         }
         store_row(rows_, p_.head_dim, head + (i + r) * stride);
       }
@@ -184,8 +184,8 @@ class BwdPanels {
   const int64_t steps_, steps_v_;
   Arena arena_;
   TileRegisters registers_;
-  BwdPanel* panels_;  // (slots)
-  float* rows_;       // (32, widest head_dim)
+  BwdQueryTile* query_tiles_;  // (slots)
+  float* rows_;                // (32, widest head_dim)
 
  private:
   // The largest length of the rows that are finite.
@@ -205,16 +205,17 @@ class BwdPanels {
   }
 
   // Statistics of rows from `at` of all rows on.
-  void load_rows(int64_t at, BwdPanel* panel) const {
-    panel->alive = 0;
-    GradientRows& rows = panel->rows;
+  void load_rows(int64_t at, BwdQueryTile* query_tile) const {
+    query_tile->alive = 0;
+    GradientRows& rows = query_tile->rows;
     const float infinity = __builtin_inff();
     for (int64_t r = 0; r < kTileQueries; ++r) {
-      const float lse = r < panel->count ? static_cast<const float*>(p_.lse)[at + r] : -infinity;
+      const float lse =
+          r < query_tile->count ? static_cast<const float*>(p_.lse)[at + r] : -infinity;
       rows.lse[r] = infinity;  // P is 0
       rows.lse_lost[r] = rows.grad_lse[r] = 0;
       if (lse == -infinity) continue;
-      panel->alive |= uint32_t{1} << r;
+      query_tile->alive |= uint32_t{1} << r;
       const float low = static_cast<const float*>(p_.lse_residual)[at + r];
       // A score times unit_.high is its power of 2.
       const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
@@ -226,36 +227,36 @@ class BwdPanels {
     }
   }
 
-  // The rows of a panel, and null for those that see nothing: what stands there must not matter,
-  // NaN included.
+  // The rows of a query tile, and null for those that see nothing: what stands there must not
+  // matter, NaN included.
   static void list(const void* data, const int64_t strides[3], const SequenceRows& queries,
-                   const BwdPanel& panel, const T** rows) {
-    const T* const head = at_head<T>(data, strides, queries, panel.h);
+                   const BwdQueryTile& query_tile, const T** rows) {
+    const T* const head = at_head<T>(data, strides, queries, query_tile.h);
     for (int64_t r = 0; r < kTileQueries; ++r) {
-      rows[r] = panel.alive >> r & 1 ? head + (panel.first + r) * strides[2] : nullptr;
+      rows[r] = query_tile.alive >> r & 1 ? head + (query_tile.first + r) * strides[2] : nullptr;
     }
   }
 
   // delta is the diagonal of dO O^T, multiplied as dP is: where one key has all the weight the two
   // then cancel, though each is large. So dlse is not folded in.
-  void load_delta(const SequenceRows& queries, BwdPanel* panel) {
+  void load_delta(const SequenceRows& queries, BwdQueryTile* query_tile) {
     TileQuad quad;
-    product_quads<F>(panel->grad_out, out_, steps_v_, 2, products_, &quad);
+    product_quads<F>(query_tile->grad_out, out_, steps_v_, 2, products_, &quad);
     PendingSums pending;
     TileSchedule<F, NoWork>(&pending, {}).template multiply<false, 0>(quad);
     pending.flush();
     const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
-    const int64_t head = lse_begin(p_, panel->b, panel->h) + panel->first;
+    const int64_t head = lse_begin(p_, query_tile->b, query_tile->h) + query_tile->first;
     for (int64_t r = 0; r < kTileQueries; ++r) {
-      panel->rows.delta[r] = 0;
-      if ((panel->alive >> r & 1) == 0 || kept == 0) continue;
+      query_tile->rows.delta[r] = 0;
+      if ((query_tile->alive >> r & 1) == 0 || kept == 0) continue;
       float delta = products_[r / 16 * kPairSums + r * 16 + r % 16];
       if constexpr (sizeof(T) == 2) {
         if (p_.out_residual != nullptr)
-          delta += delta_residual<T>(bwd_, queries, panel->h, panel->first + r);
+          delta += delta_residual<T>(bwd_, queries, query_tile->h, query_tile->first + r);
       }
       if (bwd_.row_sums != nullptr) delta += static_cast<const float*>(bwd_.row_sums)[head + r];
-      panel->rows.delta[r] = delta / kept;
+      query_tile->rows.delta[r] = delta / kept;
     }
   }
 

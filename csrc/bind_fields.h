@@ -306,29 +306,29 @@ void read_options(const py::handle& options, NormParams* p) {
 
 #undef FIELD
 
-// dropout_origin, `numel` integers.
-template <class Origin>
-void read_origin(const TensorView& view, int64_t numel, const Origin** origin) {
-  check_dense(view, "dropout_origin", 0);
+// dropout_offsets, `numel` integers.
+template <class Offsets>
+void read_offsets(const TensorView& view, int64_t numel, const Offsets** offsets) {
+  check_dense(view, "dropout_offsets", 0);
   if (view.code != kDLInt || view.bits != 64 || view.numel() != numel) {
-    throw std::invalid_argument("dropout_origin must be int64 and fit the call");
+    throw std::invalid_argument("dropout_offsets must be int64 and fit the call");
   }
-  *origin = static_cast<const Origin*>(view.data);
+  *offsets = static_cast<const Offsets*>(view.data);
 }
 
-// dropout_origin of a call whose sizes are known.
-void read_origin(const py::handle& options, AttentionParams* p) {
-  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_origin"));
-  if (origin.there) read_origin(origin, p->batch * 3, &p->dropout_origin);
+// dropout_offsets of a call whose sizes are known.
+void read_offsets(const py::handle& options, AttentionParams* p) {
+  const TensorView offsets = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_offsets"));
+  if (offsets.there) read_offsets(offsets, p->batch * 3, &p->dropout_offsets);
 }
-void read_origin(const py::handle& options, NormParams* p) {
-  const TensorView origin = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_origin"));
-  if (!origin.there || p->rows == 0) return;
-  const int64_t runs = origin.ndim == 1 ? origin.numel() : 0;
+void read_offsets(const py::handle& options, NormParams* p) {
+  const TensorView offsets = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_offsets"));
+  if (!offsets.there || p->rows == 0) return;
+  const int64_t runs = offsets.ndim == 1 ? offsets.numel() : 0;
   if (runs == 0 || p->rows % runs != 0) {
-    throw std::invalid_argument("dropout_origin must have one dimension, whose size divides rows");
+    throw std::invalid_argument("dropout_offsets must have one dimension, whose size divides rows");
   }
-  read_origin(origin, runs, &p->dropout_origin);
+  read_offsets(offsets, runs, &p->dropout_offsets);
   p->dropout_run = p->rows / runs;
 }
 
@@ -351,7 +351,7 @@ void read_call(const py::handle& call, const TensorView& query, const TensorView
     read_mask(spec, &p->mask);
     read_packing(spec, p);
   }
-  if (p->dropout_p > 0) read_origin(options, p);
+  if (p->dropout_p > 0) read_offsets(options, p);
 }
 void read_call(const py::handle& call, AttentionParams* p) {
   read_call(call, view_of(FUSED_ATTN_ATTRIBUTE(call, "query")),
@@ -374,7 +374,7 @@ void read_call(const py::handle& call, NormParams* p) {
   p->bias = view_of(FUSED_ATTN_ATTRIBUTE(call, "bias")).data;
   const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
   read_options(options, p);
-  read_origin(options, p);
+  read_offsets(options, p);
 }
 
 [[maybe_unused]] void read_call(const py::handle& call, NormBwdParams* p) {

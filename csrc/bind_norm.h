@@ -93,7 +93,7 @@ class NormReader {
     p->num_threads = num_threads;
     const py::object options = FUSED_ATTN_ATTRIBUTE(call, "options");
     read_options(options, p);
-    read_origin(options, p);
+    read_offsets(options, p);
     read_seed(call, p);
     return true;
   }

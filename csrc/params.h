@@ -38,9 +38,9 @@ struct SequenceBounds {
   int64_t alibi_offset;            // ALiBi adds -slope * |i + alibi_offset - j|
 };
 
-// One row of AttentionCall.dropout_origin: where a sequence lies in the whole that dropout counts
+// One row of AttentionCall.dropout_offsets: where a sequence lies in the whole that dropout counts
 // by.
-struct DropoutOrigin {
+struct DropoutOffsets {
   int64_t row;   // of its first query
   int64_t key;   // of its first key, a multiple of kDecisions (philox.h)
   int64_t head;  // the counter of its first head

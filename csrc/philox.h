@@ -62,8 +62,8 @@ FUSED_ATTN_HOST_DEVICE double dropout_scale(double dropout_p) {
 }
 
 // Where sequence b lies in the whole that its counters are of. A counter has 32 bits of each.
-FUSED_ATTN_HOST_DEVICE DropoutOrigin dropout_origin(const AttentionParams& p, int64_t b) {
-  if (p.dropout_origin != nullptr) return p.dropout_origin[b];
+FUSED_ATTN_HOST_DEVICE DropoutOffsets dropout_offsets(const AttentionParams& p, int64_t b) {
+  if (p.dropout_offsets != nullptr) return p.dropout_offsets[b];
   return {0, 0, b * p.num_heads};
 }
 

@@ -66,10 +66,10 @@ struct Dropout {
 
 // Cheap enough to be made for each tile: kept, it would take registers.
 FUSED_ATTN_DEVICE Dropout dropout_of(const AttentionParams& p, const GpuParams& gpu, int64_t b) {
-  const DropoutOrigin origin = dropout_origin(p, b);
+  const DropoutOffsets offsets = dropout_offsets(p, b);
   return {static_cast<uint64_t>(load_global(gpu.seed_address)), gpu.dropout_threshold,
-          static_cast<uint32_t>(origin.key / kDecisions), static_cast<uint32_t>(origin.row),
-          static_cast<uint32_t>(origin.head)};
+          static_cast<uint32_t>(offsets.key / kDecisions), static_cast<uint32_t>(offsets.row),
+          static_cast<uint32_t>(offsets.head)};
 }
 
 }  // namespace fused_attn

@@ -56,11 +56,11 @@ void dispatch(const NormParams& p, bool aligned, std::initializer_list<RowLayout
 
 NormDropout dropout_of(const NormParams& p, const GpuParams& gpu) {
   if (!(p.dropout_p > 0)) return {};
-  if (p.dropout_origin != nullptr && p.rows >= int64_t{1} << 32) {
-    throw LaunchError("for dropout_origin: it takes fewer than 2^32 rows");
+  if (p.dropout_offsets != nullptr && p.rows >= int64_t{1} << 32) {
+    throw LaunchError("for dropout_offsets: it takes fewer than 2^32 rows");
   }
   return {gpu.seed_address, dropout_threshold(p.dropout_p),
-          static_cast<float>(dropout_scale(p.dropout_p)), p.dropout_origin,
+          static_cast<float>(dropout_scale(p.dropout_p)), p.dropout_offsets,
           static_cast<uint32_t>(p.dropout_run)};
 }
 

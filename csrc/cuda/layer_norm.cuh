@@ -187,15 +187,15 @@ struct NormDropout {
   const int64_t* seed;  // null: none
   uint32_t threshold;
   float scale;
-  const int64_t* origin;  // of each run of rows; null: rows are counted as they are
-  uint32_t run;           // rows of one
+  const int64_t* offsets;  // of each run of rows; null: rows are counted as they are
+  uint32_t run;            // rows of one
 };
 
 // The row of a stretch as counters have it.
 FUSED_ATTN_DEVICE uint32_t counted_row(const NormDropout& dropout, const Stretch& s) {
   const uint32_t own = static_cast<uint32_t>(unhoisted(s.row));
-  if (dropout.origin == nullptr || s.count == 0) return own;
-  const int64_t first = load_global(dropout.origin + own / dropout.run);
+  if (dropout.offsets == nullptr || s.count == 0) return own;
+  const int64_t first = load_global(dropout.offsets + own / dropout.run);
   return static_cast<uint32_t>(first) + own % dropout.run;
 }
 

@@ -152,7 +152,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
 
 
 def _sharded(call: AnyCall) -> bool:
-    return call.options.dropout_p > 0.0 and call.options.dropout_origin is not None
+    return call.options.dropout_p > 0.0 and call.options.dropout_offsets is not None
 
 
 def kernel_limits(

@@ -62,8 +62,8 @@ def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = call.options
     if options.dropout_p > 0.0:
         assert options.seed is not None
-        p, origin = options.dropout_p, options.dropout_origin
-        keep = philox.attention_keep(options.seed, p, *scores.shape, origin=origin)
+        p, offsets = options.dropout_p, options.dropout_offsets
+        keep = philox.attention_keep(options.seed, p, *scores.shape, offsets=offsets)
         weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(p))
     return weights, value, empty, lse
 
@@ -98,8 +98,8 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
     total, options = call.input, call.options
     if options.dropout_p > 0.0:
         assert options.seed is not None
-        p, origin = options.dropout_p, options.dropout_origin
-        keep = philox.norm_keep(options.seed, p, call.rows, total.shape[-1], origin=origin)
+        p, offsets = options.dropout_p, options.dropout_offsets
+        keep = philox.norm_keep(options.seed, p, call.rows, total.shape[-1], offsets=offsets)
         keep = keep.reshape(total.shape)
         total = total * (keep.to(total.dtype) * philox.dropout_scale(p))
     if call.residual is not None:

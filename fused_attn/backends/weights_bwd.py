@@ -58,7 +58,7 @@ def attention_weights_bwd(
                 options.dropout_p,
                 *sizes,
                 heads=own_head,
-                origin=options.dropout_origin,
+                offsets=options.dropout_offsets,
             )
             grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(options.dropout_p))
         if visible is not None:

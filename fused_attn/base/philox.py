@@ -46,21 +46,21 @@ def attention_keep(
     seqlen_k: int,
     *,
     heads: slice = slice(None),
-    origin: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Bool (batch, num_heads, seqlen_q, seqlen_k): the probabilities that dropout keeps; of these
     heads alone.
 
-    Counter (j / 8, i, batch * num_heads + head, 0), decision j % 8; with an origin, see shards.py,
+    Counter (j / 8, i, batch * num_heads + head, 0), decision j % 8; with an offsets, see shards.py,
     of (row0, key0, head0) for each sequence, (key0 / 8 + j / 8, row0 + i, head0 + head, 0).
     """
     device = seed.device
     row = torch.arange(seqlen_q, device=device)[:, None]
     octet: Tensor | int = 0
-    if origin is None:
+    if offsets is None:
         head = torch.arange(batch * num_heads, device=device).reshape(batch, num_heads)
     else:
-        row0, key0, head0 = (origin[:, i, None] for i in range(3))
+        row0, key0, head0 = (offsets[:, i, None] for i in range(3))
         row = (row0[..., None, None] + row).expand(-1, num_heads, -1, -1)[:, heads].flatten(0, 1)
         octet = (key0 // DECISIONS).expand(-1, num_heads)[:, heads].reshape(-1, 1, 1)
         head = head0 + torch.arange(num_heads, device=device)
@@ -70,17 +70,17 @@ def attention_keep(
 
 
 def norm_keep(
-    seed: Tensor, dropout_p: float, rows: int, columns: int, *, origin: Tensor | None = None
+    seed: Tensor, dropout_p: float, rows: int, columns: int, *, offsets: Tensor | None = None
 ) -> Tensor:
     """Bool (rows, columns): the elements that dropout keeps.
 
-    Counter (column / 8, row, 0, 1); with an origin, see shards.py, whose runs have `length` rows
-    each, that of row r has origin[r // length] + r % length.
+    Counter (column / 8, row, 0, 1); with an offsets, see shards.py, whose runs have `length` rows
+    each, that of row r has offsets[r // length] + r % length.
     """
     row = torch.arange(rows, device=seed.device)[:, None]
-    if origin is not None:
-        of_run = torch.arange(rows // max(origin.shape[0], 1), device=seed.device)
-        row = (origin[:, None] + of_run).reshape(rows, 1)
+    if offsets is not None:
+        of_run = torch.arange(rows // max(offsets.shape[0], 1), device=seed.device)
+        row = (offsets[:, None] + of_run).reshape(rows, 1)
     return _keep(seed, dropout_p, columns, row, torch.zeros_like(row), 1)
 
 

@@ -22,7 +22,7 @@ from fused_attn.base.layout import (
     rows_in_place,
 )
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.options import AttentionOptions, NormOptions, with_dense_origin
+from fused_attn.call.options import AttentionOptions, NormOptions, with_dense_offsets
 from fused_attn.masks.spec import MaskSpec
 
 
@@ -130,7 +130,7 @@ class AttentionCall(Flat):
         # asked for, and does not get over a generator that was left within.
         q, k = kernel_strides(self.query), kernel_strides(self.key)
         v = kernel_strides(self.value)
-        mask, options = self.mask.kernel_layout(), with_dense_origin(self.options)
+        mask, options = self.mask.kernel_layout(), with_dense_offsets(self.options)
         if (
             q is self.query
             and k is self.key
@@ -286,7 +286,7 @@ class NormCall(Flat):
         if residual is not None:
             residual = rows_in_place(residual.to(own))
         weight, bias = _dense(self.weight, dtype), _dense(self.bias, dtype)
-        options = with_dense_origin(self.options)
+        options = with_dense_offsets(self.options)
         if (
             input is self.input
             and residual is self.residual
@@ -305,7 +305,7 @@ class NormCall(Flat):
             _dense(self.residual, own),
             _dense(self.weight, dtype),
             _dense(self.bias, dtype),
-            with_dense_origin(self.options),
+            with_dense_offsets(self.options),
         )
 
     def of_total(self, total: Tensor) -> NormCall:

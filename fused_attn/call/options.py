@@ -43,7 +43,7 @@ class AttentionOptions(Flat):
             None for none.
         dropout_p: probability of dropping a weight.
         seed: int64 scalar tensor, needed where dropout_p > 0; unchecked, an int or None as well.
-        dropout_origin: int64 (batch, 3), one row for each sequence: its global offsets (row, key,
+        dropout_offsets: int64 (batch, 3), one row for each sequence: its global offsets (row, key,
             head), see call/shards.py. None if the call is not part of a larger one.
     """
 
@@ -51,7 +51,7 @@ class AttentionOptions(Flat):
     softcap: float = 0.0
     dropout_p: float = 0.0
     seed: Tensor | None = None
-    dropout_origin: Tensor | None = None
+    dropout_offsets: Tensor | None = None
 
     def prepare(self, head_dim: int) -> bool:
         """Set the default scale of an unchecked call; False if `checked` is needed."""
@@ -101,7 +101,7 @@ class NormOptions(Flat):
         rms: RMS norm instead of layer norm.
         dropout_p: probability of dropping an element of input.
         seed: int64 scalar tensor, needed where dropout_p > 0; unchecked, an int or None as well.
-        dropout_origin: int64 (runs,), one number for each run of rows / runs rows: the global
+        dropout_offsets: int64 (runs,), one number for each run of rows / runs rows: the global
             number of its first row, see call/shards.py. None if the call is not part of a larger
             one.
     """
@@ -110,7 +110,7 @@ class NormOptions(Flat):
     rms: bool
     dropout_p: float = 0.0
     seed: Tensor | None = None
-    dropout_origin: Tensor | None = None
+    dropout_offsets: Tensor | None = None
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Set the default eps of an unchecked call; False if `checked` is needed."""
@@ -141,11 +141,11 @@ class NormOptions(Flat):
         return NormOptions(self.eps, self.rms, float(self.dropout_p))
 
 
-def with_dense_origin(options: OptionsT) -> OptionsT:
-    """Return the options with a contiguous dropout_origin, as kernels read it."""
-    origin = options.dropout_origin
-    dense = origin if origin is None else origin.contiguous()
-    return options if dense is origin else replace(options, dropout_origin=dense)
+def with_dense_offsets(options: OptionsT) -> OptionsT:
+    """Return the options with a contiguous dropout_offsets, as kernels read it."""
+    offsets = options.dropout_offsets
+    dense = offsets if offsets is None else offsets.contiguous()
+    return options if dense is offsets else replace(options, dropout_offsets=dense)
 
 
 def checked_number(name: str, value: object) -> float:

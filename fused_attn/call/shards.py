@@ -1,7 +1,7 @@
 """Where a shard lies in its whole: what a call carries to drop what the whole call would.
 
 Dropout is decided by positions (philox.py), and those in a call's tensors begin at 0. The call of
-some queries, keys, heads or sequences of a larger one has an origin, which is added to them.
+some queries, keys, heads or sequences of a larger one has an offsets, which is added to them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fused_attn.base.torch_state import host_readable
 Positions = int | Sequence[int] | Tensor
 
 
-def attention_origin(
+def attention_offsets(
     batch: int,
     num_heads: int,
     *,
@@ -29,7 +29,7 @@ def attention_origin(
     batch0: Positions = 0,
     device: torch.device | str,
 ) -> Tensor:
-    """The `dropout_origin` of an AttentionCall.
+    """The `dropout_offsets` of an AttentionCall.
 
     Args:
         batch: number of sequences; of packed ones, all of them.
@@ -53,7 +53,7 @@ def attention_origin(
         TypeError: a position is no integer.
 
     Example:
-        >>> attention_origin(2, 4, row0=64, head0=4, num_heads_global=8, device="cpu").tolist()
+        >>> attention_offsets(2, 4, row0=64, head0=4, num_heads_global=8, device="cpu").tolist()
         [[64, 0, 4], [64, 0, 12]]
     """
     heads = num_heads if num_heads_global is None else num_heads_global
@@ -71,7 +71,7 @@ def attention_origin(
     return torch.stack([row, key, number * heads + head0], dim=1)
 
 
-def norm_origin(
+def norm_offsets(
     runs: int,
     *,
     row0: Positions = 0,
@@ -79,13 +79,13 @@ def norm_origin(
     batch0: Positions = 0,
     device: torch.device | str,
 ) -> Tensor:
-    """The `dropout_origin` of a NormCall.
+    """The `dropout_offsets` of a NormCall.
 
     Args:
         runs: sequences that the rows are of, equally many of each.
         row0: the first row's position in its whole sequence, or that of each sequence.
         row_stride: rows of a whole sequence.
-        batch0: as in `attention_origin`.
+        batch0: as in `attention_offsets`.
         device: of the call's input.
 
     Returns:
@@ -93,7 +93,7 @@ def norm_origin(
         row0 + batch0 * row_stride.
 
     Raises:
-        ValueError, TypeError: as in `attention_origin`.
+        ValueError, TypeError: as in `attention_offsets`.
     """
     if row_stride < 0:
         raise ValueError(f"row_stride must be >= 0, got {row_stride}")

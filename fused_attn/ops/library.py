@@ -287,20 +287,20 @@ def _check_weights(call: AttentionCall, lse: Tensor, lse_residual: Tensor) -> No
 def _check_dropout(call: AttentionCall | NormCall) -> None:
     if call.options.dropout_p > 0.0 and call.options.seed is None:
         raise ValueError("seed must be given with dropout_p > 0")
-    origin = call.options.dropout_origin
-    if origin is None:
+    offsets = call.options.dropout_offsets
+    if offsets is None:
         return
     if isinstance(call, AttentionCall):
         device, expected = call.query.device, f"shape ({call.sizes()[0]}, 3)"
-        fits = origin.shape == (call.sizes()[0], 3)
+        fits = offsets.shape == (call.sizes()[0], 3)
     else:
         device, rows = call.input.device, call.rows
         expected = f"one dimension, whose size divides {rows}"
-        fits = origin.dim() == 1 and rows % max(origin.shape[0], 1) == 0
-        fits = fits and (origin.shape[0] > 0 or rows == 0)
-    if origin.dtype != torch.int64 or origin.device != device or not fits:
-        got = f"{origin.dtype} of shape {tuple(origin.shape)} on {origin.device}"
-        raise ValueError(f"dropout_origin must be int64 on {device} with {expected}, got {got}")
+        fits = offsets.dim() == 1 and rows % max(offsets.shape[0], 1) == 0
+        fits = fits and (offsets.shape[0] > 0 or rows == 0)
+    if offsets.dtype != torch.int64 or offsets.device != device or not fits:
+        got = f"{offsets.dtype} of shape {tuple(offsets.shape)} on {offsets.device}"
+        raise ValueError(f"dropout_offsets must be int64 on {device} with {expected}, got {got}")
 
 
 # ---- fakes --------------------------------------------------------------------------------------

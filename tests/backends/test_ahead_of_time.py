@@ -67,9 +67,9 @@ def attention(
             cu_seqlens, cu_seqlens, max_seqlen_q=LENGTH, max_seqlen_k=LENGTH,
         )  # fmt: skip
     seed = torch.zeros((), dtype=torch.int64)
-    origin = torch.zeros(BATCH, 3, dtype=torch.int64) if shard else None
+    offsets = torch.zeros(BATCH, 3, dtype=torch.int64) if shard else None
     call = AttentionCall(
-        query, key, value, spec, AttentionOptions(0.1, softcap, dropout_p, seed, origin)
+        query, key, value, spec, AttentionOptions(0.1, softcap, dropout_p, seed, offsets)
     )
     decodes = seqlen_q < LENGTH
     before = torch.backends.cuda.matmul.fp32_precision
@@ -214,9 +214,9 @@ def test_norm(dtype, columns, arch):
         _, total, mean, rstd = BACKEND.norm_fwd(call, True, True)
         of_total = replace(call, input=total, residual=None)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
-        origin = torch.zeros(4, dtype=torch.int64)
-        BACKEND.norm_fwd(with_options(call, dropout_origin=origin), True, True)
-        of_total = with_options(of_total, dropout_origin=origin)
+        offsets = torch.zeros(4, dtype=torch.int64)
+        BACKEND.norm_fwd(with_options(call, dropout_offsets=offsets), True, True)
+        of_total = with_options(of_total, dropout_offsets=offsets)
         BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
         view = torch.empty(8, 9, columns, dtype=dtype)[:, 1:]
         BACKEND.norm_fwd(replace(call, input=view, residual=view), True, True)

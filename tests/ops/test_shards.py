@@ -13,7 +13,7 @@ from fused_attn.backends import cpp, get_backend, problem_of
 from fused_attn.base import philox
 from fused_attn.call.calls import AttentionCall, NormCall, with_options
 from fused_attn.call.options import AttentionOptions, NormOptions
-from fused_attn.call.shards import attention_origin, norm_origin
+from fused_attn.call.shards import attention_offsets, norm_offsets
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.ops import autograd
 from fused_attn.ops import library as ops
@@ -33,7 +33,7 @@ PARTS = {
 }
 
 
-# For backends that take seconds: two parts have an origin in each dimension.
+# For backends that take seconds: two parts have an offsets in each dimension.
 FEWER = pytest.mark.thinned("everything is there", part=["rows", "heads", "batch"])
 
 
@@ -56,7 +56,7 @@ def sizes_of(part):
 
 def origin_of(part, device):
     batch0, head0, row0, key0 = (range(n)[of].start for n, of in zip(WHOLE, part, strict=True))
-    return attention_origin(
+    return attention_offsets(
         *sizes_of(part)[:2], row0=row0, key0=key0, head0=head0, num_heads_global=WHOLE[1],
         batch0=batch0, device=device,
     )  # fmt: skip
@@ -70,8 +70,8 @@ def shard(part, backend, dtype=torch.float32, one_key_head=False):
     query = torch.zeros(batch, heads, seqlen_q, 8, **there)
     key = torch.zeros(batch, heads_kv, seqlen_k, 8, **there)
     value = torch.eye(seqlen_k, **there).expand(batch, heads_kv, -1, -1)
-    origin = origin_of(part, there["device"])
-    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
+    offsets = origin_of(part, there["device"])
+    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), offsets)
     return AttentionCall(query, key, value, MaskSpec(), options)
 
 
@@ -132,8 +132,8 @@ def test_gradients_of_a_part(biased, dtype, part, backend):
     bias = torch.zeros(batch, heads, seqlen_q, seqlen_k, **there).requires_grad_()
     mask = masks.bias(bias) if biased else None
     spec = normalize(mask, batch, heads, seqlen_q, seqlen_k, query)
-    origin = origin_of(part, there["device"])
-    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), origin)
+    offsets = origin_of(part, there["device"])
+    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(there["device"]), offsets)
     out, _ = autograd.attention_by(
         AttentionCall(query, key, value, spec, options), get_backend(backend), True
     )
@@ -156,8 +156,8 @@ def test_values_of_a_part(dtype, backend):
     def of(backend):
         def call(query, key, value):
             spec = normalize(masks.sliding_window(60, 50), batch, heads, seqlen_q, seqlen_k, query)
-            origin = origin_of(part, query.device)
-            options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(query.device), origin)
+            offsets = origin_of(part, query.device)
+            options = AttentionOptions(0.3, 0.0, DROPOUT_P, seed_on(query.device), offsets)
             call = AttentionCall(query, key, value, spec, options)
             return autograd.attention_by(call, get_backend(backend), True)
 
@@ -177,7 +177,7 @@ def test_parts_add_up_to_the_whole(backend):
     for rows in (slice(0, 32), slice(32, 69), slice(69, 70)):
         part = (ALL, ALL, rows, ALL)
         call = replace(global_call, query=query[:, :, rows])
-        call = with_options(call, dropout_origin=origin_of(part, device))
+        call = with_options(call, dropout_offsets=origin_of(part, device))
         out, _ = autograd.attention_by(call, get_backend(backend), True)
         torch.testing.assert_close(out, whole[:, :, rows])
 
@@ -197,11 +197,11 @@ def test_packed_sequences(backend):
     spec = replace(
         spec, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=33, max_seqlen_k=60
     )
-    origin = attention_origin(
+    offsets = attention_offsets(
         3, heads, row0=rows, key0=keys, head0=3, num_heads_global=6, batch0=numbers, device=device
     )
     value = value.expand(1, heads, -1, -1).clone().requires_grad_()
-    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(device), origin)
+    options = AttentionOptions(1.0, 0.0, DROPOUT_P, seed_on(device), offsets)
     call = AttentionCall(query, key, value, spec, options)
     for with_lse in (False, True):
         with torch.set_grad_enabled(with_lse):
@@ -243,19 +243,19 @@ def test_gradient_of_weights(average, part, backend):
 def test_counters_have_32_bits(backend):
     call = shard(PARTS["query"], backend)
     far = torch.tensor([1 << 32, 1 << 35, 1 << 32], device=call.query.device)
-    call = with_options(call, dropout_origin=call.options.dropout_origin + far)
+    call = with_options(call, dropout_offsets=call.options.dropout_offsets + far)
     for with_lse in (False, True):
         assert_keeps(call, backend, whole_keep()[PARTS["query"]], with_lse)
     near = torch.tensor([(1 << 32) - 3, 40, 7], device=call.query.device)
     call = with_options(
-        shard(PARTS["rows"], backend), dropout_origin=near.expand(3, 3).contiguous()
+        shard(PARTS["rows"], backend), dropout_offsets=near.expand(3, 3).contiguous()
     )
     batch, heads, seqlen_q, seqlen_k = sizes_of(PARTS["rows"])
-    sizes, origin = (batch, heads, seqlen_q, seqlen_k), call.options.dropout_origin.cpu()
-    keep = philox.attention_keep(torch.tensor(SEED), DROPOUT_P, *sizes, origin=origin)
+    sizes, offsets = (batch, heads, seqlen_q, seqlen_k), call.options.dropout_offsets.cpu()
+    keep = philox.attention_keep(torch.tensor(SEED), DROPOUT_P, *sizes, offsets=offsets)
     assert torch.equal(keep[:, :, 3:], philox.attention_keep(
         torch.tensor(SEED), DROPOUT_P, batch, heads, seqlen_q - 3, seqlen_k,
-        origin=torch.tensor([0, 40, 7]).expand(3, 3),
+        offsets=torch.tensor([0, 40, 7]).expand(3, 3),
     ))  # fmt: skip
     assert_keeps(call, backend, keep, True)
 
@@ -268,8 +268,10 @@ def norm_shard(backend, dtype, columns, rms, batch0, rows):
     device, runs = device_of(backend), len(batch0)
     x = torch.ones(runs * len(range(20)[rows]), columns, dtype=dtype, device=device)
     first = batch0[0] if batch0 == list(range(batch0[0], batch0[-1] + 1)) else batch0
-    origin = norm_origin(runs, row0=rows.start, row_stride=20, batch0=first, device=device)
-    call = NormCall(x, None, None, None, NormOptions(1e-5, rms, DROPOUT_P, seed_on(device), origin))
+    offsets = norm_offsets(runs, row0=rows.start, row_stride=20, batch0=first, device=device)
+    call = NormCall(
+        x, None, None, None, NormOptions(1e-5, rms, DROPOUT_P, seed_on(device), offsets)
+    )
     keep = philox.norm_keep(torch.tensor(SEED), DROPOUT_P, 100, columns)
     return call, keep.reshape(5, 20, columns)[batch0, rows].reshape(x.shape)
 
@@ -332,17 +334,17 @@ def test_compiled():
     x = torch.randn(norm.input.shape, requires_grad=True)
 
     def step(query, x, origins):
-        of_query = with_options(replace(call, query=query), dropout_origin=origins[0])
-        of_x = with_options(replace(norm, input=x), dropout_origin=origins[1])
+        of_query = with_options(replace(call, query=query), dropout_offsets=origins[0])
+        of_x = with_options(replace(norm, input=x), dropout_offsets=origins[1])
         backend = get_backend("cpp")
         return autograd.attention_by(of_query, backend, True)[0], autograd.norm_by(
             of_x, backend, True
         )[1]
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    origins = (call.options.dropout_origin, norm.options.dropout_origin)
+    origins = (call.options.dropout_offsets, norm.options.dropout_offsets)
     for offset in (0, 16):
-        own = [origin + offset for origin in origins]
+        own = [offsets + offset for offsets in origins]
         results = []
         for function in (step, compiled):
             outs = function(query, x, own)
@@ -373,16 +375,16 @@ def test_second_order():
 
 
 def test_origins():
-    origin = attention_origin(
+    offsets = attention_offsets(
         3, 2, row0=[1, 2, 3], key0=torch.tensor([8, 0, 16]), head0=4, num_heads_global=6, batch0=5,
         device="cpu",
     )  # fmt: skip
-    assert origin.tolist() == [[1, 8, 34], [2, 0, 40], [3, 16, 46]] and origin.is_contiguous()
-    whole = attention_origin(2, 3, device="cpu")
+    assert offsets.tolist() == [[1, 8, 34], [2, 0, 40], [3, 16, 46]] and offsets.is_contiguous()
+    whole = attention_offsets(2, 3, device="cpu")
     assert whole.dtype == torch.int64 and whole.tolist() == [[0, 0, 0], [0, 0, 3]]
-    assert attention_origin(0, 3, row0=[], device="cpu").shape == (0, 3)
-    assert norm_origin(3, row0=4, row_stride=10, batch0=2, device="cpu").tolist() == [24, 34, 44]
-    given = norm_origin(2, row0=[1, 2], row_stride=10, batch0=[7, 0], device="cpu")
+    assert attention_offsets(0, 3, row0=[], device="cpu").shape == (0, 3)
+    assert norm_offsets(3, row0=4, row_stride=10, batch0=2, device="cpu").tolist() == [24, 34, 44]
+    given = norm_offsets(2, row0=[1, 2], row_stride=10, batch0=[7, 0], device="cpu")
     assert given.tolist() == [71, 2]
 
 
@@ -414,31 +416,31 @@ def test_origins():
 )  # fmt: skip
 def test_origins_that_are_none(options, error, message):
     with pytest.raises(error, match=message):
-        attention_origin(2, 4, **options, device="cpu")
+        attention_offsets(2, 4, **options, device="cpu")
     if options.keys() <= {"row0", "batch0"}:
         with pytest.raises(error, match=message):
-            norm_origin(2, row_stride=9, **options, device="cpu")
+            norm_offsets(2, row_stride=9, **options, device="cpu")
     with pytest.raises(ValueError, match="row_stride must be >= 0, got -1"):
-        norm_origin(2, row_stride=-1, device="cpu")
+        norm_offsets(2, row_stride=-1, device="cpu")
 
 
 def test_calls_that_have_no_such_origin():
     call = shard(PARTS["everything"], "cpp")
-    right = call.options.dropout_origin
-    for origin in (right[:1], right.int(), right[:, :2], right.flatten()):
-        wrong = with_options(call, dropout_origin=origin)
+    right = call.options.dropout_offsets
+    for offsets in (right[:1], right.int(), right[:, :2], right.flatten()):
+        wrong = with_options(call, dropout_offsets=offsets)
         with pytest.raises(ValueError, match=r"int64 on cpu with shape \(2, 3\), got"):
             torch.ops.fused_attn.attention_fwd(*wrong.flat(), True, True, "cpp")
-    for origin in (right[:1], right.int(), right[:, :2]):
-        with pytest.raises(ValueError, match="dropout_origin must"):
-            cpp._cpu.attention_fwd(with_options(call, dropout_origin=origin), False, False, 1)
+    for offsets in (right[:1], right.int(), right[:, :2]):
+        with pytest.raises(ValueError, match="dropout_offsets must"):
+            cpp._cpu.attention_fwd(with_options(call, dropout_offsets=offsets), False, False, 1)
     norm, _ = norm_shard("cpp", torch.float32, 8, True, [1, 2], slice(7, 18))
-    for origin in (
+    for offsets in (
         torch.zeros(3, dtype=torch.int64),
         torch.zeros(2),
-        norm.options.dropout_origin[None],
+        norm.options.dropout_offsets[None],
     ):
-        wrong = with_options(norm, dropout_origin=origin)
+        wrong = with_options(norm, dropout_offsets=offsets)
         with pytest.raises(ValueError, match="with one dimension, whose size divides 22, got"):
             torch.ops.fused_attn.norm_fwd(*wrong.flat(), "cpp")
 

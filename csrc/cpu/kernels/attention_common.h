@@ -101,9 +101,9 @@ struct DropoutAt {
 };
 
 inline DropoutAt dropout_at(const AttentionParams& p, const TileAt& at) {
-  const DropoutOrigin origin = dropout_origin(p, at.b);
-  return {origin.key + at.j, static_cast<uint32_t>(origin.row + at.i),
-          static_cast<uint32_t>(origin.head + at.h)};
+  const DropoutOffsets offsets = dropout_offsets(p, at.b);
+  return {offsets.key + at.j, static_cast<uint32_t>(offsets.row + at.i),
+          static_cast<uint32_t>(offsets.head + at.h)};
 }
 
 // Which weights of a tile dropout keeps, of a query tile of A: bit l of words[r] for query l and

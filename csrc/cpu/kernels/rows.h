@@ -66,16 +66,16 @@ class RowDropout {
  public:
   static constexpr int kColumns = Columns::kColumns;  // that are drawn at once
 
-  // origin: of runs of `run` rows each; null: none.
-  RowDropout(int64_t columns, double dropout_p, uint64_t seed, const int64_t* origin, int64_t run)
+  // offsets: of runs of `run` rows each; null: none.
+  RowDropout(int64_t columns, double dropout_p, uint64_t seed, const int64_t* offsets, int64_t run)
       : columns_(dropout_p > 0 ? columns : 0),
         keys_(seed),
         threshold_(dropout_threshold(dropout_p)),
-        origin_(origin),
+        offsets_(offsets),
         run_(run),
         scale_(static_cast<A>(dropout_scale(dropout_p))) {}
   explicit RowDropout(const NormParams& p)
-      : RowDropout(p.columns, p.dropout_p, p.seed, p.dropout_origin, p.dropout_run) {}
+      : RowDropout(p.columns, p.dropout_p, p.seed, p.dropout_offsets, p.dropout_run) {}
 
   void place(Arena* arena) { groups_ = arena->template take<Columns>(div_up(columns_, kColumns)); }
 
@@ -87,7 +87,7 @@ class RowDropout {
 
   // The row of the counters of row r.
   FUSED_ATTN_INLINE uint32_t counter_row(int64_t r) const {
-    return static_cast<uint32_t>(origin_ == nullptr ? r : origin_[r / run_] + r % run_);
+    return static_cast<uint32_t>(offsets_ == nullptr ? r : offsets_[r / run_] + r % run_);
   }
 
   // Bit e: column c + e of the row with such counters; c is a multiple of kColumns.
@@ -109,7 +109,7 @@ class RowDropout {
   const int64_t columns_;
   const PhiloxKeys keys_;
   const uint32_t threshold_;
-  const int64_t* const origin_;  // of the runs of rows, or null
+  const int64_t* const offsets_;  // of the runs of rows, or null
   const int64_t run_;
   const A scale_;
   Columns* groups_;

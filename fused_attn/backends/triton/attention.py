@@ -119,7 +119,8 @@ def attention_bwd(
     num_m = -(-sizes.seqlen_q // cut.block_m)
     launch(
         row_statistics_kernel, args.device, (num_m * heads,), out_rows, residual_rows,
-        grad_out_rows, lse, lse_residual, stats, args.cu_seqlens_q, *args.sizes, **args.compiled_for(cut),
+        grad_out_rows, lse, lse_residual, stats, args.cu_seqlens_q, *args.sizes,
+        **args.compiled_for(cut),
     )  # fmt: skip
     cut = args.config("dq")
     num_m = -(-sizes.seqlen_q // cut.block_m)
@@ -239,10 +240,10 @@ class LaunchArguments:
             batch, query.shape[1], key.shape[1], seqlen_q, seqlen_k, query.shape[2],
             spec.band_lo, spec.band_hi, spec.alibi_offset,
         )  # fmt: skip
-        origin = options.dropout_origin if dropout_p > 0.0 else None
+        offsets = options.dropout_offsets if dropout_p > 0.0 else None
         self.settings = Settings(
             float(options.scale), float(options.softcap), dropout_threshold(dropout_p),
-            dropout_scale(dropout_p), None if origin is None else origin.contiguous(),
+            dropout_scale(dropout_p), None if offsets is None else offsets.contiguous(),
         )  # fmt: skip
         self.softcapped = options.softcap > 0.0
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -47,7 +47,7 @@ class Settings(NamedTuple):
     softcap: float
     dropout_threshold: int
     dropout_scale: float
-    dropout_origin: Any  # (batch, 3) int64, or None
+    dropout_offsets: Any  # (batch, 3) int64, or None
 
 
 class Cut(NamedTuple):
@@ -196,10 +196,10 @@ def power(difference, cut: tl.constexpr):
 def draws_of(seed, settings, sizes, b):
     """The seed, and what counters have of sequence b: of its first eight keys, its first query and
     its first head."""
-    if settings.dropout_origin is None:
+    if settings.dropout_offsets is None:
         return seed, b * 0, b * 0, b * sizes.num_heads
     else:
-        at = settings.dropout_origin + b * 3
+        at = settings.dropout_offsets + b * 3
         octet, head = (tl.load(at + 1) // 8).to(tl.int32), tl.load(at + 2).to(tl.int32)
         return seed, octet, tl.load(at).to(tl.int32), head
 

@@ -32,7 +32,7 @@ class Dropout(NamedTuple):
 class Runs(NamedTuple):
     """Runs of rows, which counters count from origins on."""
 
-    origin: Any  # (runs,) int64, of the first row of each
+    offsets: Any  # (runs,) int64, of the first row of each
     length: int
 
 
@@ -248,7 +248,7 @@ def _dropped(x, dropout, runs, tile):
     octet = tile.start // 8 + tl.arange(0, x.shape[1] // 8)[None, :]
     row = tile.row
     if runs is not None:
-        first = tl.load(runs.origin + row // runs.length, mask=tile.exists, other=0)
+        first = tl.load(runs.offsets + row // runs.length, mask=tile.exists, other=0)
         row = first.to(tl.int32) + row % runs.length
     keep = keep_tile(tl.load(dropout.seed), row, octet, 0, 1, dropout.threshold)
     return tl.where(keep, x * dropout.scale, 0.0)

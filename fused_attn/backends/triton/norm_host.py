@@ -160,8 +160,8 @@ def _dropout(call: NormCall) -> Dropout | None:
 
 
 def _runs(call: NormCall) -> Runs | None:
-    origin = call.options.dropout_origin
-    if call.options.dropout_p == 0.0 or origin is None:
+    offsets = call.options.dropout_offsets
+    if call.options.dropout_p == 0.0 or offsets is None:
         return None
-    origin = origin.contiguous()
-    return Runs(origin, call.rows // origin.shape[0])
+    offsets = offsets.contiguous()
+    return Runs(offsets, call.rows // offsets.shape[0])

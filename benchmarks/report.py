@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import examples_table
 import matplotlib
+import readme_table
 import tables
 
 matplotlib.use("Agg")
@@ -28,22 +28,6 @@ EXAMPLES_BEGIN, EXAMPLES_END = "<!-- examples: begin -->", "<!-- examples: end -
 BUSY_BEGIN, BUSY_END = "<!-- busy: begin -->", "<!-- busy: end -->"
 GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
-
-
-def headline(results: dict[str, Any]) -> str:
-    """The table of whole models in words: what training gains, and what inference gains."""
-    machine, best = results["machine"], {}
-    for record in sorted(results["records"], key=tables.over_torch):
-        best[record["group"]] = record
-    training, inference = best["model training"], best["model inference"]
-    sentences = (
-        "On padded batches, a training step of `nn.TransformerEncoder` is "
-        f"{tables.over_torch(training):.1f} times as fast after the swap as before it "
-        f"({training['source']}), and inference {tables.over_torch(inference):.1f} times "
-        f"({inference['source']}). Measured in float32 on {machine['threads']} threads of "
-        f"{machine['cpu']} with the `{machine['isa']}` kernels."
-    )
-    return textwrap.fill(sentences, 108, break_on_hyphens=False)
 
 
 def plot(results: dict[str, Any], group: str, path: Path) -> None:
@@ -117,7 +101,8 @@ def with_results(page: Path, text: str) -> str:
     results = HERE / "results"
     models = json.loads((results / "models.json").read_text())
     if page == README:
-        return replaced(text, HEADLINE_BEGIN, HEADLINE_END, headline(models))
+        table = readme_table.markdown(list(cpus().values()), models)
+        return replaced(text, HEADLINE_BEGIN, HEADLINE_END, table)
     text = replaced(text, BEGIN, END, "\n\n".join(shown(*each) for each in cpus().items()))
     text = replaced(text, MODELS_BEGIN, MODELS_END, tables.models(models))
     beside = json.loads((results / "busy.json").read_text())

@@ -1,0 +1,61 @@
+"""The table of speedups in README.md: six kinds of attention call on each CPU that was measured."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import tables
+
+DTYPES = ("float32", "bfloat16")
+# Title, and the group and name of its record in the results of `make bench`.
+ROWS = (
+    ("forward, B2 H8 L2048 D64", "forward", "long"),
+    ("backward, the same", "backward", "long"),
+    ("padded batch, forward, B8 H8 L1024, 62 % real", "forward", "padding"),
+    ("sliding window, forward, L2048", "forward", "window"),
+    ("packed sequences, training, L256 to 1024", "packed", "packed"),
+    ("dropout 0.1, training, B4 H8 L512", "training", "dropout"),
+)
+
+
+def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
+    """Return the table of attention calls, with whole models below it.
+
+    Args:
+        cpus: results of `make bench`, one for each CPU.
+        models: results of `make bench-models`.
+    """
+    header = ["attention, times as fast as torch"]
+    columns = []
+    for results in cpus:
+        machine = results["machine"]
+        for dtype in DTYPES:
+            header.append(f"{machine['cpu']}, `{machine['isa']}`, {dtype}")
+            columns.append(
+                {
+                    (record["group"], record["name"]): tables.over_torch(record)
+                    for record in results["records"]
+                    if record["dtype"] == dtype
+                }
+            )
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for title, *case in ROWS:
+        cells = [f"{column[tuple(case)]:.1f}" for column in columns]
+        lines.append("| " + " | ".join([title, *cells]) + " |")
+    return "\n".join([*lines, "", _models(models, cpus[0]["machine"]["threads"])])
+
+
+def _models(results: dict[str, Any], threads: int) -> str:
+    """Return the speedups of a training step and of inference, in words."""
+    best: dict[str, dict[str, Any]] = {}
+    for record in sorted(results["records"], key=tables.over_torch):
+        best[record["group"]] = record
+    training, inference = best["model training"], best["model inference"]
+    sentences = (
+        f"Threads: {threads}; torch {results['machine']['torch']}. Whole models on padded batches, "
+        "float32: a training step of `nn.TransformerEncoder` is "
+        f"{tables.over_torch(training):.1f} times as fast after the swap ({training['source']}), "
+        f"inference {tables.over_torch(inference):.1f} times ({inference['source']})."
+    )
+    return textwrap.fill(sentences, 118, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Fused masked attention and norms for PyTorch: forward and backward, drop-in."""
+"""Drop-in fused masked attention and norms for PyTorch, forward and backward."""
 
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend

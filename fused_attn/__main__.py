@@ -1,4 +1,4 @@
-"""`python -m fused_attn`."""
+"""Entry point of `python -m fused_attn`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels (csrc/bind_cpu.cpp); the fields are those of csrc/fields."""
+"""Compiled CPU kernels (csrc/bind_cpu.cpp); keyword fields are listed in csrc/fields."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ SUMMARY_TILE: tuple[int, int]
 FIELDS: list[str]
 MAX_HEAD_DIM: int
 
-# None: the call has to be checked.
+# The four passes return None if the call needs validation.
 def attention_fwd(
     call: AttentionCall | UncheckedAttention,
     for_backward: bool,

@@ -1,4 +1,4 @@
-"""The compiled CUDA kernels (csrc/bind_cuda.cpp); the fields are those of csrc/fields."""
+"""Compiled CUDA kernels (csrc/bind_cuda.cpp); keyword fields are listed in csrc/fields."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache of keys and values, which may lie in pages."""
+"""Attention of new tokens to a contiguous or paged cache of keys and values."""
 
 from __future__ import annotations
 
@@ -48,52 +48,57 @@ def decode_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention to the keys and values of a cache, and to new ones, which it takes in.
+    """Append new keys and values to a cache, and compute attention to the cached sequences.
 
-    Kernels read only what a sequence has, whatever room its cache has. The backend "cuda" reads
-    pages where they are and takes in new keys in the same kernel, for up to 64 rows (seqlen_q times
-    num_heads / num_heads_kv) and dims that are whole chunks of 16 bytes; otherwise new keys are
-    written first, and pages are copied into one piece: where lengths are on a GPU, all pages that
-    block_table has room for. The backend "sdpa" reads the cache where it is if the lengths are all
-    the same, and known without a look at a GPU (integers, or a tensor on the CPU), and there is no
-    attn_mask; otherwise it copies the cache, up to the longest sequence where that is known so.
+    Kernels read only the valid positions of each sequence, whatever the capacity of its cache.
+
+    Backend "cuda" reads pages in place and appends new keys in the same kernel. This needs at most
+    64 rows (seqlen_q times num_heads / num_heads_kv) and rows that are multiples of 16 bytes.
+    Otherwise new keys are written first, and pages are copied into a contiguous tensor. If the
+    lengths are on a GPU, every page that block_table has an entry for is copied.
+
+    Backend "sdpa" reads the cache in place if all lengths are equal and readable on the host
+    (integers, or a tensor on the CPU), and there is no attn_mask. Otherwise it copies the cache,
+    up to the longest sequence if the lengths are readable on the host.
 
     Args:
-        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64. Its
-            rows are the last ones of each sequence.
+        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16 or float64. Its
+            rows are the last positions of each sequence.
         key_cache: (batch, num_heads_kv, max_len, head_dim), or with block_table (num_pages,
             num_heads_kv, page_size, head_dim); num_heads may be a multiple of num_heads_kv.
-        value_cache: the same with head_dim_v.
-        cache_lengths: (batch,) integers, positions that are in the cache before the call; it is
-            not changed. Where they are not a torch operation's result (another library's kernel,
-            `.data`), pass a new tensor: what calls derive of one is kept until torch changes it.
-            What is behind them in the cache may be anything, NaN included.
+        value_cache: as key_cache, with head_dim_v.
+        cache_lengths: (batch,) integers, the number of cached positions before the call; it is not
+            modified. Values derived from the tensor are cached until a torch operation changes it:
+            after other changes (another library's kernel, `.data`), pass a new tensor. The cache
+            may hold anything beyond these lengths, NaN included.
         key: (batch, num_heads_kv, seqlen_new, head_dim), written to positions cache_lengths[b] to
-            cache_lengths[b] + seqlen_new - 1 of the cache, and seen by query; None: nothing new.
-        value: the same with head_dim_v.
+            cache_lengths[b] + seqlen_new - 1 of the cache, and visible to query. None appends
+            nothing.
+        value: as key, with head_dim_v.
         block_table: (batch, max_pages) int32 or int64; positions [i * page_size, (i + 1) *
             page_size) of sequence b are in page block_table[b, i]. Entries beyond a sequence's end
-            may be anything. Pages that are written to must not be shared.
+            are ignored. Sequences must not share pages that are written to.
         attn_mask: as in scaled_dot_product_attention, broadcastable to (batch, num_heads, seqlen_q,
-            max_len or max_pages * page_size), or a `fused_attn.masks.Mask`, whose tensors of keys
-            have that length; the end of a sequence is known to it: a sliding window is
-            masks.sliding_window(left, align="bottom_right"). Layers should share a Mask.
-        is_causal: the last query sees all positions, the one before all but the last, and so on
-            (bottom-right); combines with attn_mask.
-        scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
-        softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
-        sinks: as in scaled_dot_product_attention, without a gradient.
+            max_len or max_pages * page_size), or a `fused_attn.masks.Mask` with key tensors of that
+            length. "bottom_right" aligns a Mask to the end of each sequence: a sliding window is
+            masks.sliding_window(left, align="bottom_right"). Pass the same Mask to every layer.
+        is_causal: the last query attends to all positions, the one before it to all but the last,
+            and so on (bottom-right); combines with attn_mask.
+        scale: multiplies query @ key^T; None means 1 / sqrt(head_dim).
+        softcap: replaces the scores by softcap * tanh(scores / softcap) before the mask is added.
+        sinks: as in scaled_dot_product_attention, but not differentiable.
         return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
 
     Returns:
-        out (batch, num_heads, seqlen_q, head_dim_v); with return_lse also lse, (batch, num_heads,
+        out, (batch, num_heads, seqlen_q, head_dim_v). With return_lse also lse, (batch, num_heads,
         seqlen_q), float32 (float64 for float64), -inf for rows with no visible key.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, or would need a gradient; the message has
-            expected and got. Values of cache_lengths and block_table are looked at on the CPU only.
-        NotImplementedError: the backend that was asked for does not take the problem.
+        ValueError, TypeError: an argument is invalid, or requires a gradient; the message states
+            the expected and actual value. Values of cache_lengths and block_table are checked on
+            the CPU only.
+        NotImplementedError: the requested backend does not support the call.
 
     Example:
         >>> key_cache, value_cache = (torch.zeros(2, 2, 4096, 64) for _ in range(2))
@@ -108,7 +113,7 @@ def decode_attention(
         >>> out.shape, lengths.tolist()
         (torch.Size([2, 8, 1, 64]), [102, 102])
 
-    `fused_attn.nn.KeyValueCache` is a cache that grows, of sequences that are equally long.
+    `fused_attn.nn.KeyValueCache` is a growing cache for sequences of equal length.
 
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
         PagedAttention", for the pages; Dao et al. 2023, "Flash-Decoding for long-context
@@ -128,7 +133,7 @@ def decode_attention(
     capacity = _checked_capacity(query, key_cache, block_table)
     cache_lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
     options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
-    # A single query sees all positions anyway.
+    # With bottom-right alignment, a single query attends to all positions anyway.
     is_causal = is_causal and seqlen_q != 1
     if block_table is None and attn_mask is None and backend is None and known is not None:
         caches = (key_cache, value_cache)
@@ -188,8 +193,8 @@ def _of_cpu(
     take the full path, in which case nothing has been written.
 
     Args:
-        lengths: of the sequences, integers of a CPU.
-        known: the least and the most of them.
+        lengths: lengths of the sequences, readable on the host.
+        known: the minimum and maximum of lengths.
     """
     if query.device.type != "cpu" or any_autocast():
         return None
@@ -197,8 +202,8 @@ def _of_cpu(
         return None
     options.checked(query.shape[3], query.device)
     if known[0] != known[1]:
-        # torch's kernels multiply the rows behind the end of a shorter sequence, which may be NaN:
-        # the full path zeroes them.
+        # torch's kernels multiply the rows beyond the end of a shorter sequence, which may be NaN.
+        # The full path zeroes them.
         sizes = query.shape[3], caches[1].shape[3]
         backend = cached_choice(AttentionProblem(query.device, query.dtype, *sizes))
         if backend is None or backend.wraps_torch:
@@ -220,7 +225,7 @@ def _of_cpu(
     return UncheckedAttention(query, keys, values, mask, False, True, options)
 
 
-# ---- what arguments must be ---------------------------------------------------------------------
+# ---- validation of arguments --------------------------------------------------------------------
 
 _NO_GRAD = (
     "{name} must not require grad: caches are overwritten, so no gradient can go through them; "
@@ -265,7 +270,7 @@ def _check_tensors(given: dict[str, Tensor]) -> None:
 
 
 def _checked_capacity(query: Tensor, key_cache: Tensor, block_table: Tensor | None) -> int:
-    """Positions that the cache has room for in each sequence."""
+    """Validate the cache and return its capacity: the maximum positions of each sequence."""
     batch = query.shape[0]
     if block_table is None:
         check_same("key_cache", "batch", key_cache.shape[0], batch, "query")
@@ -290,8 +295,10 @@ _INTEGERS = (torch.int32, torch.int64)
 def _checked_lengths(
     lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int
 ) -> tuple[Tensor | Sequence[int], tuple[int, int] | None]:
-    """The lengths, integers as they are, and the least and the most of them, where they can be
-    read."""
+    """Validate lengths; return them, and their (minimum, maximum) or None if not host-readable.
+
+    Lists and tuples of ints are returned unchanged.
+    """
     batch, values = query.shape[0], None
     if type(lengths) in (list, tuple) and lengths and all(type(n) is int for n in lengths):
         values = lengths
@@ -324,7 +331,7 @@ def _checked_lengths(
 
 
 def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new: int) -> None:
-    """Raises ValueError where a page that is needed does not exist."""
+    """Raise ValueError if a sequence needs a page that does not exist."""
     if not (host_readable(block_table) and host_readable(lengths)) or block_table.numel() == 0:
         return
     num_pages, _, page_size, _ = cache.shape
@@ -343,10 +350,10 @@ _CAUSAL = masks.causal("bottom_right")
 
 
 def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int) -> Mask:
-    """The mask, of sequences that end behind the new positions; kept, so that layers share it."""
+    """Return the mask limited to cached and new positions, cached to be shared by layers."""
 
     def make() -> Mask:
-        whole = masks.padding(lengths + seqlen_new)  # a new tensor: what is kept holds no length
+        whole = masks.padding(lengths + seqlen_new)  # a new tensor: the cache must not hold lengths
         whole = whole & _CAUSAL if is_causal else whole
         return whole if mask is None else mask & whole
 
@@ -362,8 +369,11 @@ def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_ne
 def _narrowed(
     call: AttentionCall, mask: Mask, is_causal: bool, all_same: bool, seqlen_k: int
 ) -> AttentionCall:
-    """The call with the first keys alone, which stay where they are; of lengths that are all the
-    same, without a mask or with the one that torch's kernels know."""
+    """Return the call with views of the first seqlen_k keys and values.
+
+    If all lengths are equal, the mask is dropped, or replaced by the top-left causal mask that
+    torch's kernels support, where that is equivalent.
+    """
     batch, num_heads, seqlen_q, _ = call.query.shape
     needed: Mask | None = mask
     if all_same and not is_causal:
@@ -376,7 +386,7 @@ def _narrowed(
 
 
 def _without_what_is_behind(call: AttentionCall, ends: Tensor) -> AttentionCall:
-    """The call with zeros behind each sequence's end: torch's kernels multiply what is there."""
+    """Return the call with zeros beyond each sequence's end, which torch's kernels multiply."""
     behind = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
     keys, values = (t.masked_fill(behind[..., None], 0.0) for t in (call.key, call.value))
     return replace(call, key=keys, value=values)
@@ -388,7 +398,7 @@ def _write(
     lengths: Tensor,
     block_table: Tensor | None,
 ) -> None:
-    """Writes new rows behind those of the caches."""
+    """Append new rows to the caches."""
     (batch, _, page_size, _), device = caches[0].shape, lengths.device
     row = lengths.to(torch.int64)[:, None] + torch.arange(news[0].shape[2], device=device)
     if block_table is None:
@@ -401,14 +411,17 @@ def _write(
 
 
 def _in_one_piece(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
-    """The pages of each sequence up to `longest`, one behind the other; behind them is room."""
+    """Copy the pages of each sequence up to `longest` into a tensor of the full capacity.
+
+    Rows beyond those pages are uninitialised.
+    """
     num_pages, num_heads, page_size, dim = cache.shape
     batch, max_pages = block_table.shape
     used = min(-(-longest // max(page_size, 1)), max_pages)
     whole = cache.new_empty(batch, num_heads, max_pages * page_size, dim)
     if whole.numel() == 0 or num_pages == 0:
         return whole
-    # Entries that no sequence needs may be anything.
+    # Entries beyond a sequence's end may hold any value.
     table = block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
     pages = whole.view(batch, num_heads, max_pages, page_size, dim)
     pages[:, :, :used] = cache[table].transpose(1, 2)

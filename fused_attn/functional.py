@@ -1,4 +1,4 @@
-"""The public functions: validation, defaults, and the way to a kernel."""
+"""Public attention and norm functions; they build an unchecked call and dispatch it."""
 
 from __future__ import annotations
 
@@ -28,44 +28,47 @@ def scaled_dot_product_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Fused masked attention: softmax(scale * query @ key^T + mask) @ value, never held whole.
+    """Compute softmax(scale * query @ key^T + mask) @ value without materializing the scores.
 
-    Takes the place of `torch.nn.functional.scaled_dot_product_attention`. Masked tiles are
-    skipped, rows with no visible key give 0 (never NaN), and what stands in keys and values that
-    no query may see does not matter. Differentiable in query, key, value, a float mask, sinks and
-    lse, to any order (first order only on backend "sdpa", as torch's fused kernels).
+    Drop-in replacement for `torch.nn.functional.scaled_dot_product_attention`. Kernels skip fully
+    masked tiles. Rows with no visible key return 0, never NaN. Keys and values that are masked for
+    every query may hold any values, NaN included. Differentiable in query, key, value, a float
+    mask, sinks and lse, to any order; on backend "sdpa" to first order only, as torch's fused
+    kernels are.
 
     Args:
-        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64. Also
-            (seqlen_q, head_dim), (batch, seqlen_q, head_dim) and extra leading batch dimensions.
+        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16 or float64. Also
+            accepted: (seqlen_q, head_dim), (batch, seqlen_q, head_dim), and extra leading batch
+            dimensions.
         key: (batch, num_heads_kv, seqlen_k, head_dim). Batch and heads broadcast as in torch.
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         attn_mask: a bool tensor (True = attend) or a float tensor (added to the scores; -inf
             masks), broadcastable to (batch, num_heads, seqlen_q, seqlen_k), or a
             `fused_attn.masks.Mask`.
-        dropout_p: probability in [0, 1], in steps of 2^-16, of dropping a weight. It always
-            applies: pass 0.0 in evaluation.
-        is_causal: query i sees keys j <= i (top-left); combines with attn_mask.
-        scale: multiplies query @ key^T; None is 1 / sqrt(head_dim).
-        enable_gqa: num_heads may be a multiple of num_heads_kv; nothing is expanded.
-        softcap: scores become softcap * tanh(scores / softcap) before the mask is added.
-        sinks: float (num_heads,): a logit for each head that takes part in the softmax of each row
-            and has no value, as in GPT-OSS. Needs a backend that has lse.
-        seed: what decides which weights are dropped: an int of 64 bits, or an int64 scalar tensor
-            on query's device, which may not change before the backward. The same seed drops the
-            same positions, so layers and steps need seeds of their own. None draws one from torch's
-            generator. Not for backend "sdpa".
+        dropout_p: probability of dropping an attention weight, in [0, 1], rounded to a multiple of
+            2^-16. Dropout always applies: pass 0.0 in evaluation.
+        is_causal: query i attends to keys j <= i (top-left); combines with attn_mask.
+        scale: multiplies query @ key^T; None means 1 / sqrt(head_dim).
+        enable_gqa: allow num_heads to be a multiple of num_heads_kv, without expanding key and
+            value.
+        softcap: replaces the scores by softcap * tanh(scores / softcap) before the mask is added.
+        sinks: float (num_heads,): an extra logit for each head, without a value, in the softmax of
+            each row, as in GPT-OSS. Needs a backend that returns lse.
+        seed: dropout seed: a 64-bit int, or an int64 scalar tensor on query's device that must not
+            change before the backward. A seed determines the dropped positions, so use a different
+            one for each layer and step. None draws one from torch's generator. Not supported by
+            backend "sdpa".
         return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
 
     Returns:
-        out with query's leading shape and head_dim_v, laid out in memory as query is, as in torch;
-        with return_lse also lse, (batch, num_heads, seqlen_q), float32 (float64 for float64), -inf
-        for rows with no visible key. With sinks, lse has their terms too.
+        out, with query's leading dimensions, head_dim_v, and query's memory layout, as in torch.
+        With return_lse also lse, (batch, num_heads, seqlen_q), float32 (float64 for float64), -inf
+        for rows with no visible key. lse includes the sinks.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got.
-        NotImplementedError: the backend that was asked for does not take the problem.
+        ValueError, TypeError: an argument is invalid; the message states expected and actual value.
+        NotImplementedError: the requested backend does not support the call.
 
     Example:
         >>> query = torch.randn(2, 8, 128, 64)
@@ -99,29 +102,30 @@ def layer_norm(
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Layer norm of residual + dropout(input), in one pass over memory.
+    """Compute the layer norm of residual + dropout(input) in one pass over memory.
 
-    Takes the place of `torch.nn.functional.layer_norm`. Differentiable in input, residual, weight
-    and bias, to any order.
+    Drop-in replacement for `torch.nn.functional.layer_norm`. Differentiable in input, residual,
+    weight and bias, to any order.
 
     Args:
-        input: (*, *normalized_shape); float32, float16, bfloat16, float64. Views whose
-            rows are contiguous are read in place: see docs/masks.md.
+        input: (*, *normalized_shape); float32, float16, bfloat16 or float64. Views with contiguous
+            rows are read in place: see docs/masks.md.
         normalized_shape: the trailing dimensions that are normalised together.
-        weight, bias: (*normalized_shape), of any of these types; None leaves them out.
+        weight, bias: (*normalized_shape), any of these dtypes; None omits them.
         eps: added to the variance.
-        residual: like input; added before the norm.
-        dropout_p: probability in [0, 1], in steps of 2^-16, of dropping an element of input before
-            the sum.
+        residual: same shape and dtype as input; added before the norm.
+        dropout_p: probability of dropping an element of input before the addition, in [0, 1],
+            rounded to a multiple of 2^-16.
         seed: as in scaled_dot_product_attention.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
 
     Returns:
-        out, like input; with return_residual also the sum (input itself where nothing is added).
+        out, with the shape and dtype of input. With return_residual also the sum, or input itself
+        if nothing is added or dropped.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got.
+        ValueError, TypeError: an argument is invalid; the message states expected and actual value.
 
     Example:
         >>> sublayer, x = torch.randn(2, 128, 512), torch.randn(2, 128, 512)
@@ -156,30 +160,31 @@ def rms_norm(
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMS norm of residual + dropout(input), in one pass over memory.
+    """Compute the RMS norm of residual + dropout(input) in one pass over memory.
 
-    Takes the place of `torch.nn.functional.rms_norm`. Differentiable in input, residual and
+    Drop-in replacement for `torch.nn.functional.rms_norm`. Differentiable in input, residual and
     weight, to any order.
 
     Args:
-        input: (*, *normalized_shape); float32, float16, bfloat16, float64. Views whose
-            rows are contiguous are read in place: see docs/masks.md.
+        input: (*, *normalized_shape); float32, float16, bfloat16 or float64. Views with contiguous
+            rows are read in place: see docs/masks.md.
         normalized_shape: the trailing dimensions that are normalised together.
-        weight: (*normalized_shape), of any of these types; None leaves it out.
-        eps: added to the mean square; None is that of float32 (float64 for float64), as in
-            torch.
-        residual: like input; added before the norm.
-        dropout_p: probability in [0, 1], in steps of 2^-16, of dropping an element of input before
-            the sum.
+        weight: (*normalized_shape), any of these dtypes; None omits it.
+        eps: added to the mean square; None means the machine epsilon of float32 (float64 for
+            float64), as in torch.
+        residual: same shape and dtype as input; added before the norm.
+        dropout_p: probability of dropping an element of input before the addition, in [0, 1],
+            rounded to a multiple of 2^-16.
         seed: as in scaled_dot_product_attention.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager" instead of the automatic choice.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
 
     Returns:
-        out, like input; with return_residual also the sum (input itself where nothing is added).
+        out, with the shape and dtype of input. With return_residual also the sum, or input itself
+        if nothing is added or dropped.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got.
+        ValueError, TypeError: an argument is invalid; the message states expected and actual value.
 
     Example:
         >>> x = torch.randn(2, 128, 512, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Put the fused modules into an existing model."""
+"""Replacement of the modules of an existing model by fused ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fused_attn.nn.transformer import TransformerEncoder
 
 @dataclass(frozen=True)
 class Swapped:
-    """A module that was swapped: its name in the model, and what it was and is."""
+    """A swapped module: its name in the model, and its class before and after."""
 
     name: str
     from_type: str
@@ -30,7 +30,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module that was left as it is, and why."""
+    """A module that was not swapped, and the reason."""
 
     name: str
     type: str
@@ -42,12 +42,13 @@ class SwapReport:
     """A report of `swap_modules`.
 
     Attributes:
-        swapped: the modules (and Hugging Face models) that are fused now. A module that stands in
-            several places is listed under each of its names.
-        skipped: the modules of a kind that is swapped that were left alone, with the reason.
-        unfused: modules whose own code is attention, which no swap reaches, and what to do.
-        notes: what else was changed, so that what is swapped is also called, what was fused before,
-            and which stacks return 0 in padded rows.
+        swapped: the modules and Hugging Face models that are now fused. A module that is registered
+            in several places is listed under each of its names.
+        skipped: modules of a swappable kind that were not swapped, with the reason.
+        unfused: modules that implement attention in their own code, which a swap cannot replace,
+            with a suggestion.
+        notes: settings that were changed to make torch call the fused modules, modules that were
+            fused already, and stacks that return 0 in padded rows.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -57,20 +58,21 @@ class SwapReport:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
-        """Undo the swap: the same objects get the classes and settings that they had.
+        """Undo the swap: restore the original classes and settings of the same objects.
 
-        What was done to parameters, hooks and flags since then stays. Copies of the model, by
+        Later changes of parameters, hooks and flags are preserved. Copies of the model, made by
         copy or pickle, stay swapped.
 
         Raises:
-            RuntimeError: a module got another class since then. Undo that first, then call again.
+            RuntimeError: the class of a module was changed after the swap. Undo that change, then
+                call this again.
         """
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError: the model that was swapped is the one to call."""
+        """Raise TypeError: call the swapped model, not its report."""
         raise TypeError(
             "a SwapReport is no model: swap_modules changes the model in place and returns what "
             "it did; call the model that it was given"
@@ -96,42 +98,41 @@ def swap_modules(
 ) -> SwapReport:
     """Replace the attention, Transformer and norm modules of a model by the fused ones, in place.
 
-    A module keeps its identity: it gets the class of its fused counterpart. So parameters (their
-    types, devices and requires_grad), optimizers, hooks, training flags, tied modules and every
-    reference to a module stay valid, and the model itself may be one of the modules that are
-    swapped.
+    A swapped module stays the same object: only its `__class__` changes. Parameters (their dtypes,
+    devices and requires_grad), optimizers, hooks, training flags, tied modules and references to
+    modules stay valid. The model itself may be one of the swapped modules.
 
-    Wrappers that also change the class of a module (parametrizations, fully_shard) have to come
-    after the swap: modules that they changed are left alone, and listed. DistributedDataParallel
-    may come before or after. Swap before torch.compile, so that nothing is compiled twice.
+    Apply wrappers that also change the class of a module (parametrizations, fully_shard) after the
+    swap: modules that they changed are skipped and reported. DistributedDataParallel may come
+    before or after. Swap before torch.compile, to avoid compiling twice.
 
-    Stacks of encoder layers (torch.nn.TransformerEncoder, those of Hugging Face BERT and its kind)
-    return 0 in padded rows after the swap, where the original has numbers, unless remove_padding is
-    False.
+    Stacks of encoder layers (torch.nn.TransformerEncoder, and those of Hugging Face BERT and
+    similar models) return 0 in padded rows after the swap, where the original returns other
+    values, unless remove_padding is False.
 
-    Where a torch.nn.TransformerEncoderLayer itself is not swapped (a subclass, or without
-    `attention`) but a module in it is, its inference path is turned off, since that reads the
-    weights of those modules and would not call them.
+    If a torch.nn.TransformerEncoderLayer is not swapped (a subclass, or attention=False) but a
+    module in it is, its inference fast path is disabled. That path reads the weights of those
+    modules without calling them.
 
-    A swapped model can be copied, pickled and saved; where it is loaded, fused_attn has to be
-    installed and need not be imported. What `save_pretrained` of transformers writes is a plain
-    checkpoint: `from_pretrained` gives a model as it was before the swap.
+    A swapped model can be copied, pickled and saved. To load it, fused_attn must be installed but
+    need not be imported. `save_pretrained` of transformers writes a plain checkpoint:
+    `from_pretrained` returns an unswapped model.
 
     Args:
-        model: any torch.nn.Module. Modules of exactly these classes are swapped, wherever they
-            are: torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm, RMSNorm,
-            and of Hugging Face transformers the RMS norms and the parts of BERT's layers beside
-            attention, with their copies. Subclasses may compute something else; they are left
-            alone. Models of transformers get attn_implementation "fused_attn".
-        attention: swap attention, and the Transformer containers, whose inference path in torch
-            would bypass it.
+        model: any torch.nn.Module. At any depth, modules of exactly these classes are swapped:
+            torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm and RMSNorm, and
+            from Hugging Face transformers the RMS norms and the non-attention parts of BERT's
+            layers, with their copies. Subclasses are skipped, as they may compute something else.
+            Models of transformers get attn_implementation "fused_attn".
+        attention: swap attention, and the Transformer containers, whose inference fast path in
+            torch would bypass it.
         norm: swap the norms.
-        remove_padding: let stacks of encoder layers drop the padding of a batch, which saves their
-            work on it. False: nothing is packed, and padded rows are those of the original; for
-            models that read them, as `last_hidden_state.mean(1)` does.
+        remove_padding: let stacks of encoder layers pack a batch, to skip the computation on
+            padding. Pass False for models that read padded rows, as `last_hidden_state.mean(1)`
+            does: nothing is packed, and padded rows have the original's values.
 
     Returns:
-        What was swapped and what was not, with reasons; `restore()` undoes it.
+        A report of the swapped and skipped modules, with reasons; `restore()` undoes the swap.
 
     Raises:
         TypeError: model is not a Module.
@@ -150,7 +151,7 @@ def swap_modules(
     fused = sum(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules())
     if fused:
         report.notes.append(f"modules that were fused already: {fused}")
-    # Of a module that stands in several places: what it was and is, or why it was left alone.
+    # By module id, as a module may be registered under several names.
     seen: dict[int, Swapped | Skipped] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) not in seen:
@@ -179,7 +180,7 @@ def swap_modules(
 
 
 def _unfused(model: Module, report: SwapReport) -> Iterator[Skipped]:
-    """Modules with attention of their own that was not listed yet; outer ones of a name first."""
+    """Yield unreported modules that implement attention in their own code, outermost first."""
     listed = {s.name for s in report.swapped} | {s.name for s in report.skipped}
     inside = tuple(f"{shown_name(name)}." if name else "" for name, _ in transformers_models(model))
     for name, module in model.named_modules():
@@ -192,7 +193,7 @@ def _unfused(model: Module, report: SwapReport) -> Iterator[Skipped]:
 
 
 def _fallback_warnings(model: Module) -> list[str]:
-    """What users should know of the backend that computes the model where it is now."""
+    """Return the fallback warnings of the default backends for the model's devices."""
     found = []
     for device_type in dict.fromkeys(p.device.type for p in model.parameters()):
         backend = default_backend(torch.device(device_type))
@@ -202,7 +203,7 @@ def _fallback_warnings(model: Module) -> list[str]:
 
 
 def contains_fused_modules(model: Module) -> bool:
-    """True if `model` has a module of `fused_attn.nn`, or a model on "fused_attn" attention."""
+    """Return True if `model` has a fused module, or a model with "fused_attn" attention."""
     if any(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules()):
         return True
     return any(
@@ -212,7 +213,7 @@ def contains_fused_modules(model: Module) -> bool:
 
 
 def _register_integrations(model: Module) -> None:
-    """Add the classes of libraries that are in use to REPLACEMENTS."""
+    """Add the classes of imported libraries to REPLACEMENTS."""
     if "timm.layers" in sys.modules:
         from fused_attn.integrations import timm
 
@@ -224,7 +225,7 @@ def _register_integrations(model: Module) -> None:
 
 
 def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:
-    """The fused class for `module` or the torch.nn class that it extends; None if not asked."""
+    """Return the fused class for the class of `module` or its base; None if not to be swapped."""
     if isinstance(module, tuple(REPLACEMENTS.values())):
         return None
     for source, target in REPLACEMENTS.items():
@@ -234,7 +235,7 @@ def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:
 
 
 def _obstacle(module: Module, target: type[Module]) -> str | None:
-    """The reason why a module for `target` stays as it is; None if it can be swapped."""
+    """Return the reason why a module cannot become a `target`; None if it can."""
     if reason := wrapped(module):
         return reason
     if REPLACEMENTS.get(type(module)) is not target:
@@ -244,7 +245,7 @@ def _obstacle(module: Module, target: type[Module]) -> str | None:
 
 
 def _unknown_norm(module: Module, norm: bool) -> str | None:
-    """The reason why a module that looks like a norm stays as it is; None for all others."""
+    """Return the reason why a module named like a norm is skipped; None for other modules."""
     looks_like_one = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
     if not norm or not looks_like_one or isinstance(module, FromTorch) or any(module.children()):
         return None
@@ -252,10 +253,10 @@ def _unknown_norm(module: Module, norm: bool) -> str | None:
 
 
 def _close_inference_path(module: Module, name: str, report: SwapReport) -> None:
-    """Make an encoder layer of torch call the fused modules in it, in inference too.
+    """Disable the inference fast path of a torch encoder layer that contains fused modules.
 
-    There it hands their weights to torch._transformer_encoder_layer_fwd if all is as that has it;
-    an activation other than the two that it knows is the condition that is a setting.
+    The fast path passes their weights to torch._transformer_encoder_layer_fwd without calling them.
+    It supports only ReLU and GELU; of its conditions, this one is a setting that can be changed.
     """
     layer: Any = module
     if not isinstance(layer, torch.nn.TransformerEncoderLayer) or isinstance(layer, FromTorch):
@@ -270,7 +271,7 @@ def _close_inference_path(module: Module, name: str, report: SwapReport) -> None
 
 def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -> Swapped:
     source = type(module)
-    # The fused classes add methods, no state, so an object of the torch class is one of theirs.
+    # The fused classes add methods but no state, so reassigning __class__ is enough.
     module.__class__ = target
 
     def undo() -> None:
@@ -286,7 +287,7 @@ def _swap(module: Module, target: type[Module], name: str, report: SwapReport) -
 
 
 def transformers_models(model: Module) -> Iterator[tuple[str, Any]]:
-    """The Hugging Face models in `model`, outer ones first; without importing transformers."""
+    """Yield the Hugging Face models in `model`, outermost first, without importing transformers."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return
@@ -315,7 +316,7 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
 
 
 def padding_removers(model: Module) -> list[tuple[str, Module, str]]:
-    """The stacks that remove padding: name, module, and the flag that turns it off."""
+    """Return the stacks that remove padding: name, module, and the flag that controls it."""
     found: list[tuple[str, Module, str]] = []
     for name, module in model.named_modules():
         if isinstance(module, TransformerEncoder) and module.enable_nested_tensor:
@@ -326,7 +327,7 @@ def padding_removers(model: Module) -> list[tuple[str, Module, str]]:
 
 
 def _settle_padding(model: Module, remove_padding: bool, report: SwapReport) -> None:
-    """Turn the removal of padding off, or note which stacks do it."""
+    """Disable the removal of padding, or report the stacks that remove it."""
     stacks = padding_removers(model)
     if remove_padding:
         if stacks:
@@ -346,5 +347,5 @@ def _settle_padding(model: Module, remove_padding: bool, report: SwapReport) -> 
 
 
 def shown_name(name: str) -> str:
-    """The name of a module in reports; `name` is empty for the model itself."""
+    """Return the name of a module for reports; `name` is empty for the model itself."""
     return name or "(the model)"

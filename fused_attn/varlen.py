@@ -1,4 +1,4 @@
-"""Attention of sequences of several lengths that lie one after the other."""
+"""Attention within variable-length sequences that are packed along one dimension."""
 
 from __future__ import annotations
 
@@ -41,36 +41,37 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each of several sequences that lie one after the other, without padding.
+    """Compute attention within each of several packed sequences, without padding.
 
-    The results are those of `scaled_dot_product_attention` on the padded batch, dropout included,
-    and so is what is differentiable.
+    The results and gradients equal those of `scaled_dot_product_attention` on the padded batch,
+    dropout included.
 
     Args:
-        query: (total_q, num_heads, head_dim); float32, float16, bfloat16, float64.
+        query: (total_q, num_heads, head_dim); float32, float16, bfloat16 or float64.
         key: (total_k, num_heads_kv, head_dim); num_heads may be a multiple of num_heads_kv.
         value: (total_k, num_heads_kv, head_dim_v).
-        cu_seqlens_q: (batch + 1,) int32 or int64; sequence b is the rows [cu_seqlens_q[b],
-            cu_seqlens_q[b + 1]), so it starts with 0 and ends with total_q. Layers should share
-            it, for what calls derive of it, which is kept until torch changes it (another library's
-            kernel or `.data` would not be noticed).
-        cu_seqlens_k: the same for key and value, and total_k.
-        max_seqlen_q, max_seqlen_k: rows of the longest sequence, or more.
-        attn_mask: as in scaled_dot_product_attention, of each sequence by itself: broadcastable to
-            (batch, num_heads, max_seqlen_q, max_seqlen_k), or a `fused_attn.masks.Mask`.
-        is_causal: query i of a sequence sees its keys j <= i (top-left; for bottom-right, as in
-            decoding with a cache, pass masks.causal(align="bottom_right")).
+        cu_seqlens_q: (batch + 1,) int32 or int64, cumulative lengths from 0 to total_q. Rows
+            [cu_seqlens_q[b], cu_seqlens_q[b + 1]) are sequence b. Pass the same tensor to every
+            layer: values derived from it are cached until a torch operation changes it. Changes
+            through another library's kernel or `.data` are not detected.
+        cu_seqlens_k: as cu_seqlens_q, for key and value, up to total_k.
+        max_seqlen_q, max_seqlen_k: number of rows of the longest sequence, or an upper bound.
+        attn_mask: as in scaled_dot_product_attention, with positions relative to each sequence:
+            broadcastable to (batch, num_heads, max_seqlen_q, max_seqlen_k), or a
+            `fused_attn.masks.Mask`.
+        is_causal: query i of a sequence attends to its keys j <= i (top-left). For bottom-right, as
+            in decoding with a cache, pass masks.causal(align="bottom_right").
         dropout_p, scale, softcap, sinks, seed, backend: as in scaled_dot_product_attention.
         return_lse: also return the natural log of the softmax denominator.
 
     Returns:
-        out (total_q, num_heads, head_dim_v); with return_lse also lse, (num_heads, total_q),
+        out, (total_q, num_heads, head_dim_v). With return_lse also lse, (num_heads, total_q),
         float32 (float64 for float64).
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got. Values of
-            cu_seqlens are looked at on the CPU only.
-        NotImplementedError: the backend that was asked for does not take the problem.
+        ValueError, TypeError: an argument is invalid; the message states the expected and actual
+            value. Values of cu_seqlens are checked on the CPU only.
+        NotImplementedError: the requested backend does not support the call.
 
     Example:
         >>> lengths = torch.tensor([100, 28, 64])
@@ -104,7 +105,7 @@ def _spec(
     mask: Mask | None,
     is_causal: bool,
 ) -> MaskSpec:
-    """The mask of packed sequences, which are checked; kept, so that layers share it."""
+    """Validate packed sequences and return their MaskSpec, cached to be shared by layers."""
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     num_heads = query.shape[1]
@@ -115,7 +116,7 @@ def _spec(
         check_same("cu_seqlens_k", "shape", starts_k.shape, starts_q.shape, "cu_seqlens_q")
         within = packed.with_lengths(mask, is_causal, cu_seqlens_q, cu_seqlens_k)
         batch = starts_q.shape[0] - 1
-        # What is kept must not hold its owner.
+        # A cached value must not hold a reference to the tensor that owns the cache.
         return replace(
             normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query),
             cu_seqlens_q=starts_q.clone() if starts_q is cu_seqlens_q else starts_q,

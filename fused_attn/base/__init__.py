@@ -1,1 +1,1 @@
-"""Facts about torch, the flat form of values, layouts, Philox; imports nothing of the package."""
+"""Helpers without imports from this package: torch state, flattening, layouts, shapes, Philox."""

@@ -1,4 +1,4 @@
-"""The types in which autocast wants the ops to compute."""
+"""Casts that the ops apply under autocast."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from torch import Tensor
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, float32 and 16-bit tensors in its type, as torch does for attention; others,
-    wrong ones among them, stay."""
+    """Cast float32 and 16-bit tensors to the autocast dtype, as torch does for attention.
+
+    Without autocast, and for other dtypes (also unsupported ones), tensors are returned unchanged.
+    """
     device_type = tensors[0].device.type
     if not autocasts(device_type):
         return tensors
@@ -20,22 +22,22 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Under autocast, the types that torch gives its norms: float32 on CUDA, any on the CPU."""
+    """Cast to float32 under autocast on CUDA, as torch does for norms; the CPU keeps any dtype."""
     device_type = input.device.type
     if device_type != "cuda" or not autocasts(device_type) or input.dtype == torch.float64:
         return input, residual
     return input.float(), None if residual is None else residual.float()
 
 
-# Whether autocast is on for any devices; not for torch.compile to trace.
+# True if autocast is enabled for any device type; torch.compile cannot trace it.
 any_autocast = torch._C._is_any_autocast_enabled
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for a type of devices."""
+    """Return True if autocast is enabled for a device type."""
     if torch.compiler.is_compiling():
-        # torch.compile of 2.9 and 2.10 cannot trace the question. It runs where autocast is, but
-        # for tensors without a device.
+        # torch.compile of 2.9 and 2.10 cannot trace is_autocast_available. Of the devices that it
+        # compiles for, only meta lacks autocast.
         available = device_type != "meta"
     else:
         available = torch.amp.is_autocast_available(device_type)

@@ -14,21 +14,22 @@ Action = Callable[[ModuleType], None]
 
 
 def behind_import(name: str, action: Action) -> None:
-    """Call action(module) now if a module is imported already, or else right after its import.
+    """Call action(module) now if the module is already imported, otherwise right after its import.
 
-    The module is not imported by this. The action is called again where the module is run again.
+    This does not import the module. The action is called again if the module is executed again.
 
     Args:
-        name: such as "torch.utils.flop_counter".
+        name: full name of the module, such as "torch.utils.flop_counter".
+        action: function of the imported module.
     """
     if name in sys.modules:
-        action(importlib.import_module(name))  # waits where another thread imports it
+        action(importlib.import_module(name))  # waits if another thread is importing it
     else:
         sys.meta_path.insert(0, _Finder(name, action))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module as Python does, with a loader that calls the action."""
+    """Finder that wraps the loader of one module to call the action."""
 
     def __init__(self, name: str, action: Action) -> None:
         self.name, self.action = name, action
@@ -43,7 +44,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that calls the action behind another loader, and leaves that in its place."""
+    """Loader that runs the original loader, restores it on the module, and calls the action."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

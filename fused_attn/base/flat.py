@@ -1,4 +1,4 @@
-"""The one way from a call to the flat list of arguments that torch.library wants, and back."""
+"""Conversion between calls and the flat argument lists of torch.library ops."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _TYPES = {
 
 
 class Flat:
-    """Base of dataclasses that travel whole, and flat where torch has to see their tensors.
+    """Base class of dataclasses that can be flattened, to expose their tensors to torch.
 
-    The flat form has the fields in their order, those of a nested Flat in its place. What converts
-    is compiled once a class, from its fields, by `flattens`: a new field is a line in the class.
+    The flat form lists the fields in order; the fields of a nested Flat replace it. `flattens`
+    compiles the conversions once per class from its fields, so a new field needs no other code.
 
     Attributes:
-        NAMES: of all fields, flat.
-        TENSORS: of those that are tensors, or None.
+        NAMES: names of all flattened fields.
+        TENSORS: names of the fields that are a tensor or an optional tensor.
         SCHEMA: the fields as parameters of a torch.library schema.
-        DIFFERENTIABLE: of the tensors that have gradients, in the order of the op's.
+        DIFFERENTIABLE: names of the tensors with gradients, in the order of the op's gradients.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
@@ -40,24 +40,24 @@ class Flat:
     DIFFERENTIABLE: ClassVar[tuple[str, ...]]
 
     def flat(self) -> tuple[Any, ...]:
-        """The values of `NAMES`."""
+        """Return the values of `NAMES`."""
         raise NotImplementedError
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The values of `TENSORS`."""
+        """Return the values of `TENSORS`."""
         raise NotImplementedError
 
     @classmethod
     def of_flat(cls: type[FlatT], values: Sequence[Any]) -> FlatT:
-        """The call whose `flat()` begins with these values."""
+        """Return the call for values that begin with its `flat()`."""
         raise NotImplementedError
 
     def with_tensors(self: FlatT, tensors: Sequence[Tensor | None]) -> FlatT:
-        """This call with other tensors, in the order of `TENSORS`."""
+        """Return this call with other tensors, in the order of `TENSORS`."""
         raise NotImplementedError
 
     def without_tensors(self: FlatT) -> FlatT:
-        """The rest of the call, for a backward whose tensors autograd keeps."""
+        """Return this call without tensors, for a backward whose tensors autograd saves."""
         return self.with_tensors((None,) * len(self.TENSORS)) if self.has_tensors() else self
 
     def has_tensors(self) -> bool:
@@ -66,15 +66,18 @@ class Flat:
 
     @classmethod
     def by_tensor(cls, **values: Any) -> tuple[Any, ...]:
-        """A value for each of `TENSORS`, None for those that are not named."""
+        """Return the values in the order of `TENSORS`; None for those not given."""
         by_tensor = tuple([values.pop(name, None) for name in cls.TENSORS])
         assert not values, f"{cls.__name__} has no tensors {', '.join(values)}"
         return by_tensor
 
 
 def flattens(cls: type[FlatT]) -> type[FlatT]:
-    """Class decorator: gives a dataclass what `Flat` promises. Its objects are never changed (but
-    they are not frozen, which would make them three times as slow to make)."""
+    """Implement the methods of `Flat` for a dataclass (class decorator).
+
+    Treat instances as immutable. The dataclasses are not frozen, which would make construction
+    three times as slow.
+    """
     leaves = list(_leaves(cls, ""))
     names = [path.rpartition(".")[2] for path, _ in leaves]
     assert len(set(names)) == len(names), f"fields of {cls.__name__} need names of their own"
@@ -115,12 +118,12 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
 def empty_strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The allocation of a backend that has none of its own, and of the fakes."""
+    """Allocate a tensor: the default of backends, and used by fake implementations."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _leaves(cls: type, prefix: str) -> Iterable[tuple[str, Any]]:
-    """Paths and types of the fields, depth first."""
+    """Yield the paths and types of the fields, depth first."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -140,10 +143,11 @@ def _construction(
     scope: dict[str, Any],
     kept: Callable[[str], str] = lambda path: "",
 ) -> str:
-    """The expression that makes a `cls`, with value(path) for each of its leaves.
+    """Return the source expression that constructs a `cls`, with value(path) for each leaf.
 
     Args:
-        kept: of the path of a nested one, the condition on which that of self stays; "" for never.
+        kept: maps the path of a nested Flat to the condition under which self's object is reused;
+            "" for never.
     """
     hints = typing.get_type_hints(cls)
     arguments = []

@@ -1,4 +1,4 @@
-"""The layouts of tensors: what kernels read in place, and how their results lie in memory."""
+"""Layouts of tensors: the strides that kernels read in place, and the strides of their outputs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from torch import SymInt, Tensor
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 NOTHING: Layout = ((0,), (1,))
 _SHORT_ROW, _PAGE = 128, 4096  # bytes
-_MAX_ROWS = 1 << 31  # of rows that two strides lead to
+_MAX_ROWS = 1 << 31  # limit of kernels for rows addressed by two strides
 
 
 def kernel_strides(tensor: Tensor) -> Tensor:
-    """Kernels read any strides whose last one is 1, and no lazy negation; others are copied."""
+    """Return the tensor, copied if its last stride is not 1 or it is a lazy negation."""
     dense = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     return (tensor if dense else tensor.contiguous()).resolve_neg()
 
 
 def rows_in_place(tensor: Tensor) -> Tensor:
-    """(*, columns) as kernels of norms read it: as (columns,), (rows, columns) or (runs, rows,
-    columns), each with any strides but for the last one, which is 1.
+    """View or copy (*, columns) as norm kernels read it.
 
-    Of four and more dimensions the leading ones become one where they lie as one. All is copied
-    where more than two are left, where columns are apart, where two strides lead to more rows than
-    kernels count, and where rows are short and each is in a page of its own, which takes up to 1.5
-    times as long in place (bfloat16, 512 x 512 rows of 32). csrc/bind_norm.h has the rule too.
+    The result is (columns,), (rows, columns) or (runs, rows, columns), with last stride 1 and
+    arbitrary other strides. With four or more dimensions, leading dimensions are merged if their
+    strides allow it. The tensor is copied in four cases:
+
+    - more than two leading dimensions remain;
+    - the stride of the columns is not 1;
+    - two strides address more rows than kernels support;
+    - rows are short and each is on a separate page. Reading them in place takes up to 1.5 times as
+      long (bfloat16, 512 x 512 rows of 32).
+
+    csrc/bind_norm.h implements the same rule.
     """
     strides = tensor.stride()
     *leading, columns = tensor.shape
@@ -38,7 +44,7 @@ def rows_in_place(tensor: Tensor) -> Tensor:
     if strides[-1] == 1 and len(strides) <= 3:
         return tensor
     dense = strides[-1] == 1 or columns == 1
-    steps: list[tuple[int, int]] = []  # sizes and strides, the innermost first
+    steps: list[tuple[int, int]] = []  # sizes and strides, innermost first
     for size, stride in zip(reversed(leading), strides[-2::-1], strict=True) if dense else ():
         if steps and stride == math.prod(steps[-1]):
             steps[-1] = (steps[-1][0] * size, steps[-1][1])
@@ -51,7 +57,7 @@ def rows_in_place(tensor: Tensor) -> Tensor:
 
 
 def contiguous(shape: Sequence[int]) -> Layout:
-    """The layout of rows one behind the other."""
+    """Return the contiguous (row-major) layout of a shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -60,18 +66,18 @@ def contiguous(shape: Sequence[int]) -> Layout:
 
 
 def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
-    """A dense layout whose dimensions lie in the order of those of `like`, the last one innermost.
+    """Return a dense layout of `shape` with the dimension order of `like`, the last one innermost.
 
-    That is torch's rule for attention: a contiguous query gives a contiguous output, and one that
-    is a transpose of (batch, seqlen, num_heads, dim) gives the same, which the projection that
-    follows reads without a copy. csrc/bind_attention.h has the rule too.
+    This is torch's rule for attention. A contiguous query has a contiguous output. The output for a
+    transposed (batch, seqlen, num_heads, dim) query is transposed too, so the projection that
+    follows reads it without a copy. csrc/bind_attention.h implements the same rule.
 
-    These are strides for a fresh tensor, not a transpose of one: that would be a view to autograd,
-    which restricts in-place operations on it.
+    The strides are for a new tensor. A transposed view would be a view to autograd, which restricts
+    in-place operations on it.
     """
     batch, heads, rows, last = strides = like.stride()
     if type(last) is not int or last != 1:
-        return contiguous(shape)  # as the copy is that kernels read
+        return contiguous(shape)  # kernels read a contiguous copy of `like`
     if type(batch) is type(heads) is type(rows) is int:
         _, num_heads, seqlen, dim = shape
         if batch >= heads >= rows:
@@ -87,10 +93,10 @@ def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
 
 
 def _lies_inside(stride: int | SymInt, other: int | SymInt) -> bool:
-    """True if a dimension's stride puts it within another one that stands behind it in the shape.
+    """Return True if a dimension is inner to a later dimension, by its stride.
 
-    An expanded dimension stays where it is, and so does one of which sizes as symbols say nothing:
-    no guard may come of the question.
+    Expanded dimensions are not reordered. Neither are symbolic strides whose order is not
+    statically known, as a comparison would add a guard.
     """
     if isinstance(stride, int) and isinstance(other, int):
         return 0 < stride < other

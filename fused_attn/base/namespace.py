@@ -1,7 +1,7 @@
-"""Where torch has the ops of this package: under its own name.
+"""Namespace of this package's ops in torch: the package's name.
 
-That is another one where the package is loaded from a folder of Hugging Face's Hub, where several
-versions may be in one process.
+The name differs if the package is loaded from the Hugging Face Hub, which allows several versions
+in one process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Philox4x32-7 in torch operations: the dropout masks of the kernels, for the reference.
 
-A counter decides about eight neighbours, each by 16 bits, so dropout_p comes in steps of 2^-16.
+Each counter yields eight 16-bit values for adjacent elements, so dropout_p is a multiple of 2^-16.
 
-Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", who find 7 rounds
-enough for all of TestU01's BigCrush. csrc/philox.h is the same generator in
-C++; tests hold the two together bit for bit.
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", who find that 7 rounds
+pass all of TestU01's BigCrush. csrc/philox.h is the same generator in C++; tests check that both
+agree bit for bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = 0xFFFFFFFF
 ROUNDS = 7
-DECISIONS = 8  # of a counter: the lower and the upper half of each word
+DECISIONS = 8  # per counter: the lower and the upper half of each word
 STEPS = 1 << 16
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> list[Tensor]:
-    """Four words of 32 bits (as int64) for each counter.
+    """Compute four 32-bit words (as int64) for each counter.
 
     Args:
         counter: four int64 tensors below 2**32, broadcast against each other.
@@ -48,11 +48,14 @@ def attention_keep(
     heads: slice = slice(None),
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Bool (batch, num_heads, seqlen_q, seqlen_k): the probabilities that dropout keeps; of these
-    heads alone.
+    """Return the attention weights that dropout keeps, for the selected heads.
 
-    Counter (j / 8, i, batch * num_heads + head, 0), decision j % 8; with an offsets, see shards.py,
-    of (row0, key0, head0) for each sequence, (key0 / 8 + j / 8, row0 + i, head0 + head, 0).
+    The counter is (j / 8, i, batch * num_heads + head, 0), and j % 8 selects one of its values.
+    With offsets (row0, key0, head0) for each sequence (see shards.py), the counter is
+    (key0 / 8 + j / 8, row0 + i, head0 + head, 0).
+
+    Returns:
+        bool (batch, num_heads, seqlen_q, seqlen_k), with only these heads.
     """
     device = seed.device
     row = torch.arange(seqlen_q, device=device)[:, None]
@@ -72,10 +75,10 @@ def attention_keep(
 def norm_keep(
     seed: Tensor, dropout_p: float, rows: int, columns: int, *, offsets: Tensor | None = None
 ) -> Tensor:
-    """Bool (rows, columns): the elements that dropout keeps.
+    """Return the elements of a norm's input that dropout keeps, as bool (rows, columns).
 
-    Counter (column / 8, row, 0, 1); with an offsets, see shards.py, whose runs have `length` rows
-    each, that of row r has offsets[r // length] + r % length.
+    The counter is (column / 8, row, 0, 1). With offsets (see shards.py) for runs of `length` rows,
+    row r uses offsets[r // length] + r % length instead.
     """
     row = torch.arange(rows, device=seed.device)[:, None]
     if offsets is not None:
@@ -85,18 +88,18 @@ def norm_keep(
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """dropout_p in steps, a tie to the even one: kept is what is at least this, of 16 bits."""
+    """Return dropout_p * 2^16, rounded half to even; 16-bit values below it are dropped."""
     return round(dropout_p * STEPS)
 
 
 def dropout_scale(dropout_p: float) -> float:
-    """The factor of values that dropout leaves."""
+    """Return the scale of elements that dropout keeps; 0 if all are dropped."""
     kept = STEPS - dropout_threshold(dropout_p)
     return STEPS / kept if kept else 0.0
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """A seed from torch's generator of the device; it stays there (no synchronisation)."""
+    """Draw a seed from the device's torch generator, on the device (no synchronisation)."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device)
 
 
@@ -109,8 +112,8 @@ def _keep(
     stream: int,
     octet0: Tensor | int = 0,
 ) -> Tensor:
-    # One octet more than are needed, and no slice: torch.export keeps columns open where nothing
-    # asks whether there is one octet, or whether the octets have more columns.
+    # One octet more than needed, and no slice: torch.export keeps columns dynamic only if nothing
+    # tests whether there is one octet, or whether the octets cover more than the columns.
     octet = torch.arange((columns + 2 * DECISIONS - 1) // DECISIONS, device=seed.device)
     stream_word = torch.full_like(octet, stream)
     octet, row, head = (octet0 + octet) & _MASK32, row & _MASK32, head & _MASK32
@@ -122,7 +125,10 @@ def _keep(
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * b, both below 2**32; int64 would overflow on the product."""
+    """Return the high and low 32 bits of a * b, for factors below 2**32.
+
+    The product itself would overflow int64.
+    """
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -1,4 +1,4 @@
-"""Shapes that attention takes, brought to the one that kernels see."""
+"""Conversion of the shapes that attention accepts to the 4-D form for kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Ends the message where lengths stand in the place of heads.
+# Appended to error messages if heads and sequence length look transposed.
 TRANSPOSED = (
     "; query, key and value must be (batch, num_heads, seqlen, head_dim), and look like (batch, "
     "seqlen, num_heads, head_dim): pass their .transpose(1, 2)"
@@ -16,7 +16,7 @@ TRANSPOSED = (
 
 
 class Canonical(NamedTuple):
-    """(batch, num_heads, seqlen, head_dim) tensors, and what the caller's shapes were."""
+    """Tensors of (batch, num_heads, seqlen, head_dim), and the caller's leading dimensions."""
 
     query: Tensor
     key: Tensor
@@ -28,20 +28,20 @@ class Canonical(NamedTuple):
 def canonical(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> Canonical:
-    """Views of the tensors as 4-D ones with one batch and heads that fit; copies nothing in 4-D.
+    """View the tensors as 4-D, with equal batch and compatible heads; 4-D inputs are not copied.
 
-    Without a head dimension (2-D, 3-D) one is added; several batch dimensions become one. key and
-    value keep their number of heads where query's is a multiple of it.
+    2-D and 3-D inputs get a head dimension; several batch dimensions are merged into one. key and
+    value are not expanded if query's number of heads is a multiple of theirs.
 
     Raises:
-        ValueError: batch or heads do not fit.
+        ValueError: the batch dimensions or heads are incompatible.
     """
     ndim = max(query.dim(), key.dim(), value.dim())
     if (
         query.dim() == key.dim() == value.dim() == 4
         and query.shape[:2] == key.shape[:2] == value.shape[:2]
     ):
-        return Canonical(query, key, value, mask, tuple(query.shape[:3]))  # as nearly always
+        return Canonical(query, key, value, mask, tuple(query.shape[:3]))  # the common case
     has_heads = ndim > 3
     tensors = []
     for tensor in (query, key, value):
@@ -103,7 +103,7 @@ def _fit_heads(
 
 
 def _layout_hint(query: Tensor, key: Tensor) -> str:
-    """TRANSPOSED, where what stands for heads does not fit and what stands for lengths would."""
+    """Return TRANSPOSED if the heads do not match but would after a transpose, else ""."""
     (heads, seqlen_q), (heads_kv, seqlen_k) = query.shape[1:3], key.shape[1:3]
     heads_fit = heads_kv and heads % heads_kv == 0
     if heads_fit or seqlen_k == 0 or seqlen_q % seqlen_k:
@@ -112,7 +112,7 @@ def _layout_hint(query: Tensor, key: Tensor) -> str:
 
 
 def _mask(mask: Tensor, batch: tuple[int, ...], has_heads: bool) -> Tensor:
-    """The mask tensor of a problem that is not 4-D, as one that is."""
+    """Convert the mask tensor of a call that is not 4-D to the 4-D form."""
     limit = len(batch) + (3 if has_heads else 2)
     if mask.dim() > limit:
         raise ValueError(f"attn_mask must have at most {limit} dimensions, got {mask.dim()}")

@@ -1,4 +1,4 @@
-"""Small questions about torch: is this plain eager execution, may values be read, what type."""
+"""Queries of torch's state: interception of calls, host-readable values, streams, dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-# torch has two ways to batch. Neither shows in the type of a tensor.
+# torch has two kinds of batched tensors. Neither is visible in the Python type.
 _batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 _batched_by_vmap = torch._C._functorch.is_batchedtensor
 
@@ -37,13 +37,15 @@ def is_intercepted() -> bool:
 
 
 def batched_by_autograd(tensor: Tensor, other: Tensor | None = None) -> bool:
-    """A tensor stands for many: torch.autograd.grad with is_grads_batched, which jacobian and
-    hessian call if they vectorize, runs a backward once for all of them."""
+    """Return True if a tensor is batched by torch.autograd.grad with is_grads_batched.
+
+    jacobian and hessian use it with vectorize=True: one backward computes all gradients.
+    """
     return _batched_by_autograd(tensor) or (other is not None and _batched_by_autograd(other))
 
 
 def batched(*tensors: Tensor | None) -> bool:
-    """The same, or by torch.vmap."""
+    """Return True if any tensor is batched, by autograd or by torch.vmap."""
     return any(
         tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor))
         for tensor in tensors
@@ -51,12 +53,15 @@ def batched(*tensors: Tensor | None) -> bool:
 
 
 def transformed() -> bool:
-    """Under a torch.func transform or with forward-mode tangents, which no kernel can follow."""
+    """Return True under a torch.func transform or forward-mode AD, but not torch.compile.
+
+    No kernel supports them.
+    """
     return not torch.compiler.is_compiling() and in_transform()
 
 
 def in_transform() -> bool:
-    """The same for code that torch.compile does not trace into."""
+    """Return True as `transformed` does, in code that torch.compile does not trace into."""
     return (
         forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     )
@@ -68,30 +73,33 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def host_readable(tensor: Tensor) -> bool:
-    """Values can be looked at without a device synchronisation or a graph break."""
+    """Return True if values can be read without a device synchronisation or a graph break."""
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return False
     return plain_eager(tensor)
 
 
 def savable(tensor: Tensor) -> bool:
-    """autograd can save the tensor, if it records: not one of torch.inference_mode, but a copy."""
+    """Return True if autograd can save the tensor, or does not record operations.
+
+    It can save only a copy of a tensor created under torch.inference_mode.
+    """
     return torch.compiler.is_compiling() or not tensor.is_inference() or not torch.is_grad_enabled()
 
 
 def captured(tensor: Tensor) -> bool:
-    """Values are read by a CUDA graph in the making: they will be others when it is replayed.
+    """Return True if the tensor is on a GPU and the current stream captures a CUDA graph.
 
-    What is derived of them there is the graph's own, and nothing from outside may stand in for it.
+    The values may differ when the graph is replayed, so cached values must not be used in it.
     """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(device: torch.device) -> int:
-    """The device's current stream, 0 on the CPU.
+    """Return the device's current stream, 0 on the CPU.
 
-    What is kept from one call for the next was computed on a stream; on another it may not be there
-    yet, and its memory may be given away while it is read. So each stream keeps its own.
+    Cached values are separate for each stream. On another stream a value may not be computed yet,
+    and its memory may be reused while it is read.
     """
     if device == _CPU or device.type != "cuda":
         return 0
@@ -100,5 +108,5 @@ def stream_of(device: torch.device) -> int:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of lse, mean, rstd and accumulators."""
+    """Return the dtype of lse, mean, rstd and accumulators."""
     return torch.float64 if dtype == torch.float64 else torch.float32

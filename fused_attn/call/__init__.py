@@ -1,1 +1,1 @@
-"""Calls of attention and norms as values: validation, packed sequences, parts of larger calls."""
+"""Attention and norm calls as values: validation, packed sequences, shards of global calls."""

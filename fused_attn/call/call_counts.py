@@ -1,4 +1,4 @@
-"""Counts of calls of attention: of torch's function under `enable()`, and of ours in `stats()`."""
+"""Counts of attention calls: torch's function under `enable()`, and our functions in `stats()`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class CallKind(NamedTuple):
-    """Calls that are counted together.
+    """A group of calls that share one count.
 
     Attributes:
-        reason: why torch's own kernels computed them; empty if ours did.
-        query: the shape of query.
-        seqlen_k: keys.
-        site: file and line that called torch's function; empty unless call sites are wanted.
+        reason: why torch's kernels computed the calls; empty if ours did.
+        query: shape of query.
+        seqlen_k: number of keys.
+        site: file and line of the call; empty unless call sites are recorded.
     """
 
     reason: str
@@ -29,12 +29,12 @@ class CallKind(NamedTuple):
 
 
 class CallCounts:
-    """Counts of calls, which `enable()`, `enabled()` and `stats()` give; printing it shows them.
+    """Counts of attention calls, returned by `enable()`, `enabled()` and `stats()`.
 
-    Calls in graphs of torch.compile are not counted.
+    Print it for a table of the counts. Calls in torch.compile graphs are not counted.
 
     Args:
-        call_sites: tell calls from different lines of code apart, which takes a microsecond a call.
+        call_sites: count each calling line separately, which takes one microsecond per call.
 
     Example:
         >>> query = torch.randn(2, 4, 128, 32)
@@ -50,7 +50,7 @@ class CallCounts:
 
     @property
     def kinds(self) -> Counter[CallKind]:
-        """The number of calls of each kind."""
+        """Number of calls of each kind."""
         kinds: Counter[CallKind] = Counter()
         for (reason, shape, seqlen_k, site), count in self._counts.items():
             kinds[CallKind(reason, tuple(shape), seqlen_k, site)] = count
@@ -58,20 +58,20 @@ class CallCounts:
 
     @property
     def fused(self) -> int:
-        """Calls that our kernels computed."""
+        """Number of calls computed by our kernels."""
         return sum(count for kind, count in self.kinds.items() if not kind.reason)
 
     @property
     def left_to_torch(self) -> int:
-        """Calls that torch's own kernels computed."""
+        """Number of calls computed by torch's kernels."""
         return self._counts.total() - self.fused
 
     def reset(self) -> None:
-        """Start again from 0."""
+        """Reset all counts to 0."""
         self._counts.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in types that JSON knows."""
+        """Return all counts as JSON-serializable types."""
         kinds = [{**kind._asdict(), "count": count} for kind, count in self.kinds.most_common()]
         return {"fused": self.fused, "left_to_torch": self.left_to_torch, "kinds": kinds}
 
@@ -91,7 +91,7 @@ class CallCounts:
 
 
 def _call_site() -> str:
-    """The first frame outside of torch and this package, as file:line."""
+    """Return the innermost frame outside torch and this package, as file:line."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -101,19 +101,19 @@ def _call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-counting: list[CallCounts] = []  # of the open blocks of `stats()`
+counting: list[CallCounts] = []  # those of active `stats()` blocks
 
 
 @contextlib.contextmanager
 def stats(*, call_sites: bool = False) -> Iterator[CallCounts]:
-    """Count the calls of attention in a block, by shape and by what computed them.
+    """Count the attention calls in a `with` block, by shape and by the kernels that computed them.
 
-    Counted are calls of `scaled_dot_product_attention` and `varlen_attention`, whoever makes them:
-    swapped modules, models of transformers, and torch's function under `enable()` where our kernels
-    take it. Not counted are steps of `decode_attention`, and calls in graphs of torch.compile.
+    All calls of `scaled_dot_product_attention` and `varlen_attention` are counted, also those by
+    swapped modules, by models of transformers, and by torch's function under `enable()` if our
+    kernels compute it. Steps of `decode_attention` and calls in torch.compile graphs are not.
 
     Args:
-        call_sites: tell calls from different lines of code apart.
+        call_sites: count each calling line separately.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)

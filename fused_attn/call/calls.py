@@ -1,7 +1,7 @@
-"""Calls as values: what an operation is asked to do, whole, and what its outputs look like.
+"""Calls as values: all arguments of an operation, and the layouts of its outputs.
 
-A call goes from the public function to the kernel as one object. It is the only place that knows
-the shapes of outputs and gradients, for every backend and for torch.compile's fakes.
+A call passes from the public function to the kernel as one object. It alone computes the shapes of
+outputs and gradients, for every backend and for torch.compile's fake implementations.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ class Empty(Protocol):
 
 
 class AttentionOutputs(NamedTuple):
-    """Results of a forward. None stands for what is not there, as an empty tensor does, which ops
-    of torch.library have to return.
+    """Results of a forward.
+
+    A missing result is None, or an empty tensor in ops of torch.library, which must return one.
 
     Attributes:
-        out: (batch, num_heads, seqlen_q, head_dim_v), laid out as query is (see `laid_out_like`).
-        lse: (batch, num_heads, seqlen_q), float32 (float64 for float64); not there where nobody
-            wants it and no backward follows.
-        lse_residual: what rounding took from lse, likewise; not there where no backward follows.
-        out_residual: what rounding to 16 bits took from out, as out and laid out as it: int16, see
-            csrc/fields/attention.inc; not there where no backward follows, or out is not rounded.
-            The backward's row sums are taken of both: in rows that see few keys, or one that has
-            nearly all the weight, the rounding of out alone is larger than what is left of the
-            scores' gradients.
+        out: (batch, num_heads, seqlen_q, head_dim_v), in query's layout (see `laid_out_like`).
+        lse: (batch, num_heads, seqlen_q), float32 (float64 for float64); missing if it is not
+            requested and no backward follows.
+        lse_residual: rounding error of lse, same shape and dtype; missing if no backward follows.
+        out_residual: rounding error of a 16-bit out, as int16 in the shape and layout of out (see
+            csrc/fields/attention.inc); missing if no backward follows or out is not rounded. The
+            backward computes its row sums from out and out_residual. In rows with few visible
+            keys, or with nearly all weight on one key, the rounding error of out alone would exceed
+            the gradients of the scores.
     """
 
     out: Tensor
@@ -60,7 +61,7 @@ class AttentionOutputs(NamedTuple):
     out_residual: Any
 
     def kernel_layout(self) -> AttentionOutputs:
-        """These results, of a forward for a backward, with strides that backwards read."""
+        """Return the results of a forward for a backward, with strides that backwards support."""
         low = self.out_residual
         return AttentionOutputs(
             kernel_strides(self.out),
@@ -70,7 +71,7 @@ class AttentionOutputs(NamedTuple):
         )
 
     def without_none(self) -> AttentionOutputs:
-        """These results with empty tensors for what is not there."""
+        """Return these results with empty tensors in place of None."""
         out, lse, lse_residual, out_residual = self
         statistics = statistics_dtype(out.dtype)
         return AttentionOutputs(
@@ -82,8 +83,7 @@ class AttentionOutputs(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """Gradients of a call's tensors, in their types; bias is empty, or None, where it is not
-    wanted."""
+    """Gradients of a call's tensors, in their dtypes; bias is empty or None if not requested."""
 
     query: Tensor
     key: Tensor
@@ -91,7 +91,7 @@ class AttentionGradients(NamedTuple):
     bias: Any  # Tensor, or None
 
     def without_none(self) -> AttentionGradients:
-        """These gradients with an empty tensor for what is not there."""
+        """Return these gradients with an empty tensor in place of None."""
         query, key, value, bias = self
         return AttentionGradients(query, key, value, _there(bias, query, query.dtype))
 
@@ -102,11 +102,11 @@ class AttentionCall(Flat):
     """Attention: softmax(mask(scale * query @ key^T)) @ value.
 
     Attributes:
-        query: (batch, num_heads, seqlen_q, head_dim). Of packed sequences (see MaskSpec) there is
-            one batch, here and in key and value.
+        query: (batch, num_heads, seqlen_q, head_dim). With packed sequences (see MaskSpec), batch
+            is 1 in query, key and value.
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
-        mask: what is visible, and what is added to the scores.
+        mask: the visible positions, and the terms added to the scores.
         options: scale, softcap, dropout.
     """
 
@@ -121,13 +121,13 @@ class AttentionCall(Flat):
     enable_gqa: ClassVar[bool] = True  # num_heads_kv divides num_heads
 
     def sizes(self) -> tuple[int, int, int]:
-        """batch, seqlen_q and seqlen_k as masks see them."""
+        """Return batch, seqlen_q and seqlen_k; if packed, the count and maximum lengths."""
         return self.mask.sizes(self.query, self.key)
 
     def kernel_layout(self) -> AttentionCall:
-        """This call with its tensors as kernels read them."""
-        # One by one: torch.compile of 2.14 starts the trace of a backward anew where strides are
-        # asked for, and does not get over a generator that was left within.
+        """Return this call with tensors in layouts that kernels support."""
+        # No generator expression: torch.compile of 2.14 restarts the trace of a backward when
+        # strides are read, and fails if a generator was suspended then.
         q, k = kernel_strides(self.query), kernel_strides(self.key)
         v = kernel_strides(self.value)
         mask, options = self.mask.kernel_layout(), with_dense_offsets(self.options)
@@ -144,7 +144,7 @@ class AttentionCall(Flat):
     def outputs(
         self, for_backward: bool, want_lse: bool = True, empty: Empty = empty_strided
     ) -> AttentionOutputs:
-        """Uninitialised results; those that are not there are empty."""
+        """Allocate uninitialised results; missing ones are empty."""
         query = self.query
         batch, num_heads, seqlen_q, _ = query.shape
         out = laid_out_like(query, (batch, num_heads, seqlen_q, self.value.shape[3]))
@@ -159,7 +159,7 @@ class AttentionCall(Flat):
         )
 
     def gradients(self, needs_bias: bool, empty: Empty = empty_strided) -> AttentionGradients:
-        """Uninitialised gradients, laid out as their tensors are; that of bias is contiguous."""
+        """Allocate uninitialised gradients in the layouts of their tensors; bias is contiguous."""
         query, bias = self.query, self.mask.bias
         wanted = bias if needs_bias else None
         q, k, v = (
@@ -176,27 +176,26 @@ class AttentionCall(Flat):
         )
 
     def weights(self, average: bool, empty: Empty = empty_strided) -> Tensor:
-        """Uninitialised weights: (batch, num_heads, seqlen_q, seqlen_k), or without num_heads for
-        their average."""
+        """Allocate uninitialised weights: (batch, num_heads, seqlen_q, seqlen_k), or (batch,
+        seqlen_q, seqlen_k) for their average over heads."""
         query = self.query
         return empty(*contiguous(self.weights_shape(average)), query.dtype, query.device)
 
     def weights_shape(self, average: bool) -> tuple[int, ...]:
-        """The shape of `weights`."""
+        """Return the shape of `weights`."""
         batch, num_heads, seqlen_q, _ = self.query.shape
         heads = () if average else (num_heads,)
         return (batch, *heads, seqlen_q, self.key.shape[2])
 
 
 class NormOutputs(NamedTuple):
-    """Results of a norm's forward; None or empty as in AttentionOutputs.
+    """Results of a norm's forward; missing ones are None or empty, as in AttentionOutputs.
 
     Attributes:
-        out: (*, columns), as input, contiguous.
-        total: residual + dropout(input), likewise; not there where that is input, or nobody wants
-            it.
-        mean: (rows,), float32 (float64 for float64); not there for RMS norms.
-        rstd: (rows,), likewise.
+        out: (*, columns), in the dtype of input, contiguous.
+        total: residual + dropout(input), as out; missing if it equals input or is not requested.
+        mean: (rows,), float32 (float64 for float64); missing for RMS norms.
+        rstd: (rows,), same dtype as mean.
     """
 
     out: Tensor
@@ -205,7 +204,7 @@ class NormOutputs(NamedTuple):
     rstd: Any
 
     def without_none(self) -> NormOutputs:
-        """These results with empty tensors for what is not there."""
+        """Return these results with empty tensors in place of None."""
         out, total, mean, rstd = self
         statistics = statistics_dtype(out.dtype)
         return NormOutputs(
@@ -217,12 +216,12 @@ class NormOutputs(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradients of a norm's call; None or empty as in AttentionOutputs.
+    """Gradients of a norm call; missing ones are None or empty, as in AttentionOutputs.
 
     Attributes:
-        input: (*, columns), contiguous; not there where it is that of `total` (without dropout).
-        total: (*, columns), contiguous, of residual + dropout(input), and so of residual.
-        weight, bias: (columns,) in the type of rstd; not there where they are not wanted.
+        input: (*, columns), contiguous; missing if it equals that of `total` (no dropout).
+        total: (*, columns), contiguous; gradient of residual + dropout(input), and of residual.
+        weight, bias: (columns,) in the dtype of rstd; missing if not requested.
     """
 
     input: Any  # Tensor, or None; so are weight and bias
@@ -231,7 +230,7 @@ class NormGradients(NamedTuple):
     bias: Any
 
     def without_none(self) -> NormGradients:
-        """These gradients with empty tensors for what is not there."""
+        """Return these gradients with empty tensors in place of None."""
         input, total, weight, bias = self
         statistics = statistics_dtype(total.dtype)
         return NormGradients(
@@ -245,13 +244,13 @@ class NormGradients(NamedTuple):
 @flattens
 @dataclass(eq=False)
 class NormCall(Flat):
-    """norm(residual + dropout(input)) over rows.
+    """Layer norm or RMS norm: norm(residual + dropout(input)) of each row.
 
     Attributes:
-        input: (*, columns); all that lies before the columns is rows.
+        input: (*, columns); all leading dimensions are rows.
         residual: as input, or None.
         weight, bias: (columns,), or None.
-        options: eps, which norm it is, dropout.
+        options: eps, type of norm, dropout.
     """
 
     input: Tensor
@@ -265,22 +264,24 @@ class NormCall(Flat):
 
     @property
     def normalized_shape(self) -> tuple[int]:
-        """The dimension of the columns."""
+        """Shape of the normalised dimension: (columns,)."""
         return (self.input.shape[-1],)
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return math.prod(self.input.shape[:-1])
 
     @property
     def has_total(self) -> bool:
-        """True where something else than input is normalised."""
+        """True if the norm is applied to something other than input."""
         return self.residual is not None or self.options.dropout_p > 0.0
 
     def kernel_layout(self) -> NormCall:
-        """This call as kernels read it: see `rows_in_place`; parameters are contiguous, in the type
-        of the statistics."""
+        """Return this call in layouts that kernels support (see `rows_in_place`).
+
+        Parameters become contiguous, in the dtype of the statistics.
+        """
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
         input, residual = rows_in_place(self.input), self.residual
         if residual is not None:
@@ -298,7 +299,7 @@ class NormCall(Flat):
         return NormCall(input, residual, weight, bias, options)
 
     def contiguous_call(self) -> NormCall:
-        """This call with contiguous tensors, in the types that kernels read."""
+        """Return this call with contiguous tensors, in the dtypes that kernels support."""
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
         return NormCall(
             self.input.contiguous().resolve_neg(),
@@ -309,11 +310,11 @@ class NormCall(Flat):
         )
 
     def of_total(self, total: Tensor) -> NormCall:
-        """The call as the backward sees it: the sum that was normalised, and no residual."""
+        """Return the call for the backward: `total` as the input, and no residual."""
         return NormCall(total, None, self.weight, self.bias, self.options)
 
     def outputs(self, empty: Empty = empty_strided) -> NormOutputs:
-        """Uninitialised results."""
+        """Allocate uninitialised results."""
         like = self.input
         rows, dtype = self.rows, statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
@@ -327,7 +328,7 @@ class NormCall(Flat):
     def gradients(
         self, needs_weight: bool, needs_bias: bool, empty: Empty = empty_strided
     ) -> NormGradients:
-        """Uninitialised gradients."""
+        """Allocate uninitialised gradients."""
         like = self.input
         columns, dtype = like.shape[-1], statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
@@ -343,12 +344,12 @@ CallT = TypeVar("CallT", AttentionCall, NormCall)
 
 
 def with_options(call: CallT, **options: Any) -> CallT:
-    """Return the call with other values for the options that are named."""
+    """Return the call with the given options replaced."""
     return replace(call, options=replace(call.options, **options))
 
 
 def _there(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor, or an empty one on the device of another."""
+    """Return the tensor, or an empty one on the device of `like`."""
     return like.new_empty(0, dtype=dtype) if tensor is None else tensor
 
 

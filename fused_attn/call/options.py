@@ -1,7 +1,7 @@
-"""The options of a call: everything but its tensors and its mask, as one value.
+"""Options of a call: all arguments except its main tensors and its mask.
 
-A new option is a field here, with its check, an argument of the public functions, a line in
-csrc/fields/*_options.inc, and what the kernels do with it.
+A new option needs a field here with its validation, an argument of the public functions, a line in
+csrc/fields/*_options.inc, and support in the kernels.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ OptionsT = TypeVar("OptionsT", "AttentionOptions", "NormOptions")
 
 
 def default_scale(head_dim: int) -> float:
-    """The default softmax scale, 1 / sqrt(head_dim)."""
+    """Return the default softmax scale, 1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """The default eps of RMS norms, as in torch."""
+    """Return the default eps of RMS norms, as in torch."""
     return torch.finfo(statistics_dtype(dtype)).eps
 
 
 @flattens
 @dataclass(eq=False)
 class AttentionOptions(Flat):
-    """The options of an attention call. Those of an unchecked call are as the caller gave them.
+    """Options of an attention call; an unchecked call holds the caller's values.
 
     Attributes:
         scale: multiplies query @ key^T; unchecked, None for the default.
         softcap: 0 for none, else the scores become softcap * tanh(scores / softcap); unchecked,
             None for none.
         dropout_p: probability of dropping a weight.
-        seed: int64 scalar tensor, needed where dropout_p > 0; unchecked, an int or None as well.
-        dropout_offsets: int64 (batch, 3), one row for each sequence: its global offsets (row, key,
-            head), see call/shards.py. None if the call is not part of a larger one.
+        seed: int64 scalar tensor, required if dropout_p > 0; unchecked, also an int or None.
+        dropout_offsets: int64 (batch, 3), the global offsets (row, key, head) of each sequence, see
+            call/shards.py. None if the call is not a shard.
     """
 
     scale: float
@@ -67,10 +67,10 @@ class AttentionOptions(Flat):
         return type(dropout_p) in _NUMBERS and 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, head_dim: int, device: torch.device) -> AttentionOptions:
-        """Return the validated options of tensors with this head_dim and device.
+        """Return the validated options for tensors with this head_dim and device.
 
         Raises:
-            ValueError, TypeError: an option is wrong; the message has expected and got.
+            ValueError, TypeError: an option is invalid; the message states what was expected.
         """
         scale: Any = self.scale
         softcap: Any = self.softcap
@@ -94,16 +94,15 @@ class AttentionOptions(Flat):
 @flattens
 @dataclass(eq=False)
 class NormOptions(Flat):
-    """The options of a norm. Those of an unchecked call are as the caller gave them.
+    """Options of a norm call; an unchecked call holds the caller's values.
 
     Attributes:
         eps: added to the variance, or to the mean square; unchecked, None for the default.
         rms: RMS norm instead of layer norm.
         dropout_p: probability of dropping an element of input.
-        seed: int64 scalar tensor, needed where dropout_p > 0; unchecked, an int or None as well.
-        dropout_offsets: int64 (runs,), one number for each run of rows / runs rows: the global
-            number of its first row, see call/shards.py. None if the call is not part of a larger
-            one.
+        seed: int64 scalar tensor, required if dropout_p > 0; unchecked, also an int or None.
+        dropout_offsets: int64 (runs,), the global index of the first row of each run of rows / runs
+            rows, see call/shards.py. None if the call is not a shard.
     """
 
     eps: float
@@ -122,10 +121,10 @@ class NormOptions(Flat):
         return 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, dtype: torch.dtype, device: torch.device) -> NormOptions:
-        """Return the validated options of tensors of this type and device.
+        """Return the validated options for tensors of this dtype and device.
 
         Raises:
-            ValueError, TypeError: an option is wrong; the message has expected and got.
+            ValueError, TypeError: an option is invalid; the message states what was expected.
         """
         eps: Any = self.eps
         dropout_p = checked_probability(self.dropout_p)
@@ -149,7 +148,7 @@ def with_dense_offsets(options: OptionsT) -> OptionsT:
 
 
 def checked_number(name: str, value: object) -> float:
-    """Return a number of Python or numpy, or a tensor with one value, as a float."""
+    """Convert a number of Python or numpy, or a scalar tensor, to a float."""
     if type(value) is float:
         return value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
@@ -166,7 +165,7 @@ def checked_number(name: str, value: object) -> float:
 
 
 def checked_probability(dropout_p: float) -> float:
-    """Return dropout_p as a float in [0, 1]."""
+    """Validate dropout_p and return it as a float in [0, 1]."""
     dropout_p = checked_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
@@ -176,8 +175,8 @@ def checked_probability(dropout_p: float) -> float:
 def checked_seed(
     seed: int | Tensor | None, dropout_p: float, device: torch.device
 ) -> Tensor | None:
-    """Return the dropout seed as a tensor; None if it is still to be drawn, or nothing is
-    dropped."""
+    """Validate the seed and return it as a tensor; None if it must be drawn or there is no
+    dropout."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.dim():
             got = f"{seed.dtype} tensor of shape {tuple(seed.shape)}"
@@ -198,7 +197,7 @@ def checked_seed(
         return None
     if isinstance(seed, Tensor):
         return seed
-    # The same bits as int64: seeds from 2^63 on become negative.
+    # Reinterpret the bits as int64: seeds from 2^63 on become negative.
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
     # torch.tensor would copy from the host: a device sync, and an error in a CUDA graph.
     return torch.full((), signed, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Packed sequences: where each lies, and a padded batch of them for the reference."""
+"""Packed sequences: validation, masks, and conversion to a padded batch for the reference."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
-    """Raises ValueError where sequences do not fill the rows [0, total), or one is too long.
+    """Raise ValueError if the sequences do not cover the rows [0, total), or one is too long.
 
-    Values are looked at only where that costs nothing: not on a GPU, not in a graph.
+    Values are checked only if they are host-readable: not on a GPU, and not in a graph.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
@@ -44,7 +44,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
 def with_lengths(
     mask: Mask | None, is_causal: bool, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> Mask:
-    """The mask, of sequences of these lengths; kept, so that layers share what is derived."""
+    """Return the mask limited to these lengths, cached so that layers share derived values."""
 
     def make() -> Mask:
         whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
@@ -60,7 +60,7 @@ def with_lengths(
 def over_padded(
     call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """run(call) of packed sequences, by way of the padded batch: out, and lse or nothing."""
+    """Compute run(call) for packed sequences on the padded batch; return packed out and lse."""
     spec = call.mask
     assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
     padded = replace(
@@ -77,7 +77,7 @@ def over_padded(
 
 
 def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """(1, heads, total, dim) to (batch, heads, max_seqlen, dim); what fills up may be anything."""
+    """Convert (1, heads, total, dim) to (batch, heads, max_seqlen, dim), with arbitrary padding."""
     _, num_heads, total, dim = packed.shape
 
     def make() -> Tensor:
@@ -90,7 +90,7 @@ def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def unpad(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """(batch, heads, max_seqlen, ...) to (1, heads, total, ...)."""
+    """Convert (batch, heads, max_seqlen, ...) to (1, heads, total, ...)."""
     batch, num_heads, max_seqlen = padded.shape[:3]
 
     def make() -> Tensor:

@@ -1,7 +1,8 @@
-"""Where a shard lies in its whole: what a call carries to drop what the whole call would.
+"""Global offsets of shards, with which a shard drops the same elements as the global call.
 
-Dropout is decided by positions (philox.py), and those in a call's tensors begin at 0. The call of
-some queries, keys, heads or sequences of a larger one has an offsets, which is added to them.
+Dropout depends on positions (philox.py), which start at 0 in each call. A call on a subset of the
+queries, keys, heads or sequences of a global call carries offsets, which are added to its
+positions.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ def attention_offsets(
     batch0: Positions = 0,
     device: torch.device | str,
 ) -> Tensor:
-    """The `dropout_offsets` of an AttentionCall.
+    """Compute the `dropout_offsets` of an AttentionCall.
 
     Args:
-        batch: number of sequences; of packed ones, all of them.
-        num_heads: of the call's query.
-        row0: the first query's position in its whole sequence, or that of each sequence.
-        key0: the first key's, likewise; a multiple of 8, as many as share a counter.
-        head0: the first head's number among those of the whole.
-        num_heads_global: heads of the whole; None: num_heads.
-        batch0: the first sequence's number in the whole batch, in which the others follow; or the
-            number of each sequence.
-        device: of the call's query.
+        batch: number of sequences, also if they are packed.
+        num_heads: number of heads of the call's query.
+        row0: position of the first query in its global sequence; one for all or for each sequence.
+        key0: as row0, for the first key; a multiple of 8, the keys that share a counter.
+        head0: index of the first head among the global heads.
+        num_heads_global: number of global heads; None means num_heads.
+        batch0: index of the first sequence in the global batch, if sequences are consecutive, or
+            the index of each sequence.
+        device: device of the call's query.
 
     Returns:
-        int64 (batch, 3): row0, key0, and the counter of the first head, which is
-        batch0 * num_heads_global + head0. Counters have the lower 32 bits of what they count.
+        int64 (batch, 3): row0, key0, and the counter of the first head,
+        batch0 * num_heads_global + head0. Counters use the lower 32 bits of these values.
 
     Raises:
-        ValueError: a number is negative, key0 is no multiple of 8, there is not one for each
-            sequence, or the whole has not so many heads. Of tensors on a GPU no values are looked
-            at, which would wait for it.
-        TypeError: a position is no integer.
+        ValueError: a value is negative, key0 is not a multiple of 8, the number of values is not
+            batch, or a head index exceeds the global heads. Values of GPU tensors are not checked,
+            which would synchronise.
+        TypeError: a position is not an integer.
 
     Example:
         >>> attention_offsets(2, 4, row0=64, head0=4, num_heads_global=8, device="cpu").tolist()
@@ -79,18 +80,17 @@ def norm_offsets(
     batch0: Positions = 0,
     device: torch.device | str,
 ) -> Tensor:
-    """The `dropout_offsets` of a NormCall.
+    """Compute the `dropout_offsets` of a NormCall.
 
     Args:
-        runs: sequences that the rows are of, equally many of each.
-        row0: the first row's position in its whole sequence, or that of each sequence.
-        row_stride: rows of a whole sequence.
+        runs: number of sequences that the rows belong to, with equally many rows of each.
+        row0: position of the first row in its global sequence; one for all or for each sequence.
+        row_stride: number of rows of a global sequence.
         batch0: as in `attention_offsets`.
-        device: of the call's input.
+        device: device of the call's input.
 
     Returns:
-        int64 (runs,): of each run the number of its first row among all rows of the whole,
-        row0 + batch0 * row_stride.
+        int64 (runs,): global index of the first row of each run, row0 + batch0 * row_stride.
 
     Raises:
         ValueError, TypeError: as in `attention_offsets`.
@@ -102,7 +102,7 @@ def norm_offsets(
 
 
 def _numbers(name: str, given: Positions, count: int, device: torch.device | str) -> Tensor:
-    """The numbers of sequences: given, or the first and those that follow."""
+    """Return the index of each sequence: as given, or consecutive from a given int."""
     numbers = _of_each(name, given, count, device)
     if isinstance(given, Integral):
         return numbers + torch.arange(count, device=device)
@@ -112,11 +112,11 @@ def _numbers(name: str, given: Positions, count: int, device: torch.device | str
 def _of_each(
     name: str, given: Positions, count: int, device: torch.device | str, multiple_of: int = 1
 ) -> Tensor:
-    """int64 (count,): a position for each sequence, checked."""
+    """Validate positions and return them as int64 (count,), one for each sequence."""
     if isinstance(given, Integral) and not isinstance(given, bool):
         position = int(given)
         _check(name, position, multiple_of)
-        # A copy from the host would wait for the GPU, and is not allowed in a CUDA graph.
+        # A copy from the host would synchronise, and is not allowed in a CUDA graph.
         return torch.full((count,), position, dtype=torch.int64, device=device)
     positions = torch.as_tensor(given)
     if positions.dtype not in (torch.int32, torch.int64) and positions.numel() > 0:

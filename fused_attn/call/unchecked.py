@@ -1,7 +1,7 @@
 """Unvalidated calls, as the public functions receive them.
 
-A backend's forward pass either runs such a call or returns None. On None, validation
-(call/validation.py) raises the error or returns the validated call, and the pass runs that. Most
+A backend's forward pass either runs an unchecked call or returns None. On None, validation
+(call/validation.py) raises an error or returns the validated call, which the pass then runs. Most
 small calls never reach validation, which takes longer than their kernel.
 """
 
@@ -30,10 +30,10 @@ class UncheckedAttention:
     It has every attribute that a pass reads from an AttentionCall.
 
     Attributes:
-        query, key, value, is_causal, enable_gqa, options: as given. Packed sequences are (total,
-            num_heads, head_dim).
-        attn_mask: as given, or a MaskSpec for exactly this call. Packed sequences need a MaskSpec,
-            whose cu_seqlens are validated.
+        query, key, value, is_causal, enable_gqa, options: as given. Packed sequences have shape
+            (total, num_heads, head_dim).
+        attn_mask: as given, or a MaskSpec for exactly this call. Packed sequences need a MaskSpec
+            with validated cu_seqlens.
         mask: the MaskSpec that `resolve_mask` derived from attn_mask.
     """
 
@@ -84,7 +84,7 @@ class UncheckedAttention:
         return self.mask
 
     def sizes(self) -> tuple[int, int, int]:
-        """batch, seqlen_q and seqlen_k of 4-D tensors, as `AttentionCall.sizes`."""
+        """Return batch, seqlen_q and seqlen_k of 4-D tensors, as `AttentionCall.sizes` does."""
         return self.mask.sizes(self.query, self.key)
 
     def draw_seed(self) -> Tensor:
@@ -93,11 +93,11 @@ class UncheckedAttention:
         return seed
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors, in the order of `AttentionCall.TENSORS`."""
+        """Return the tensors, in the order of `AttentionCall.TENSORS`."""
         return (self.query, self.key, self.value, *self.mask.tensors(), *self.options.tensors())
 
     def without_tensors(self) -> AttentionCall:
-        """The AttentionCall without its tensors, for the backward."""
+        """Return the AttentionCall without its tensors, for the backward."""
         nothing: Any = None
         mask, options = self.mask.without_tensors(), self.options.for_backward()
         return AttentionCall(nothing, nothing, nothing, mask, options)
@@ -136,7 +136,7 @@ class UncheckedNorm:
 
     @property
     def has_total(self) -> bool:
-        """True if something else than input is normalized."""
+        """True if the norm is applied to something other than input."""
         return self.residual is not None or self.options.dropout_p > 0.0
 
     def prepare(self) -> bool:
@@ -155,10 +155,10 @@ class UncheckedNorm:
         return seed
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors, in the order of `NormCall.TENSORS`."""
+        """Return the tensors, in the order of `NormCall.TENSORS`."""
         return (self.input, self.residual, self.weight, self.bias, *self.options.tensors())
 
     def without_tensors(self) -> NormCall:
-        """The NormCall without its tensors, for the backward."""
+        """Return the NormCall without its tensors, for the backward."""
         nothing: Any = None
         return NormCall(nothing, None, None, None, self.options.for_backward())

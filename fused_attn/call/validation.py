@@ -1,4 +1,4 @@
-"""Checks of arguments: every error names the argument, what was expected and what came."""
+"""Validation of arguments; each error names the argument, and the expected and actual value."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ def check_max_seqlen(name: str, seqlen: int) -> None:
 
 
 def check_length(*seqlens: int) -> None:
-    """Not of symbols: a graph would be guarded by it, and export refuse the lengths beyond. There
-    the ops look, which check what they are called with."""
+    """Raise ValueError if a sequence is too long; skipped under torch.compile.
+
+    A check of symbolic lengths would add a guard, and make export reject longer sequences. The ops
+    check lengths at run time instead.
+    """
     if torch.compiler.is_compiling():
         return
     for seqlen in seqlens:
@@ -76,7 +79,7 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
     def converted() -> Tensor | None:
         check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
         starts = cu_seqlens.to(torch.int64).contiguous()
-        return None if starts is cu_seqlens else starts  # what is kept must not hold its owner
+        return None if starts is cu_seqlens else starts  # the cache must not hold its owner
 
     what = ("cu_seqlens", max_seqlen, rows.shape[0])
     starts = recall_of(cu_seqlens, what, (cu_seqlens,), converted)
@@ -121,11 +124,15 @@ def check_norm(
 def checked_attention(
     call: UncheckedAttention,
 ) -> tuple[AttentionCall, tuple[int, ...] | None]:
-    """Validate a call. Returns the AttentionCall and the leading dimensions of the result: out is
-    (*leading, head_dim_v), lse is leading. For packed sequences, which become one batch, None.
+    """Validate a call.
+
+    Returns:
+        The AttentionCall, and the leading dimensions of the result: out is (*leading, head_dim_v),
+        lse is leading. They are None for packed sequences, which become one batch.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got.
+        ValueError, TypeError: an argument is invalid; the message states expected and actual
+            values.
     """
     for name in ("query", "key", "value"):
         check_float(name, getattr(call, name))
@@ -170,10 +177,10 @@ def attention_call(
     mask: Mask | MaskSpec | None,
     options: AttentionOptions,
 ) -> AttentionCall:
-    """The call of tensors in their canonical form.
+    """Build the call for tensors in canonical form.
 
     Raises:
-        ValueError, TypeError: an option is wrong, or the mask does not fit.
+        ValueError, TypeError: an option is invalid, or the mask does not fit.
     """
     batch, num_heads, seqlen_q, head_dim = query.shape
     options = options.checked(head_dim, query.device)
@@ -187,14 +194,15 @@ def attention_call(
     return AttentionCall(query, key, value, mask, options)
 
 
-_MAX_DIMS = 8  # of the tensors that csrc/tensors.h reads
+_MAX_DIMS = 8  # maximum number of dimensions in csrc/tensors.h
 
 
 def checked_norm(call: UncheckedNorm) -> NormCall:
-    """Validate a norm and return the NormCall, whose last dimension holds all normalized columns.
+    """Validate a norm; return its NormCall, with the normalized dimensions merged into the last.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got.
+        ValueError, TypeError: an argument is invalid; the message states expected and actual
+            values.
     """
     shape = call.normalized_shape
     check_norm(call.input, shape, call.weight, call.bias, call.residual)

@@ -1,13 +1,14 @@
-"""Attention masks: what users compose, what kernels see of it, and what the reference sees.
+"""Attention masks: their composition by users, and their forms for kernels and the reference.
 
-A mask is interpreted in this folder and nowhere else.
+Only this folder interprets masks.
 
-    mask.py          `Mask`, the functions that make one, and `&`
-    spec.py          `MaskSpec`, and `normalize`, which turns a Mask into one
-    materialize.py   the dense tensors that the reference sees
-    memo.py          the rule for what is kept from call to call
-    picture.py       draws a mask
-    recognize.py     finds out that a tensor is torch.nn's causal mask
+    mask.py             `Mask`, the functions that create one, and `&`
+    spec.py             `MaskSpec`, the form for kernels, and `normalize`, which creates it
+    materialize.py      dense tensors, for the reference
+    memo.py             the cache of derived values
+    picture.py          plots of masks
+    recognize.py        detection of torch.nn's causal mask
+    torch_arguments.py  arguments for torch's scaled_dot_product_attention
 """
 
 from fused_attn.masks import picture as _picture  # noqa: F401 - Mask.plot

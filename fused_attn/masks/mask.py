@@ -1,8 +1,7 @@
-"""Attention masks that users compose.
+"""Composable attention masks.
 
-A `Mask` is a set of conditions combined with ``&``: a position is visible where all of them say
-so; float masks and ALiBi add to the scores. What kernels see of it is made in spec.py; no
-other file asks what a mask means.
+A `Mask` is a set of conditions combined with ``&``. A position is visible if all of them allow it.
+Float masks and ALiBi are added to the scores. spec.py converts a Mask to the form for kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from fused_attn.base.torch_state import host_readable
 from fused_attn.masks.memo import Memo, recall
 
-# Larger than any sequence, and small enough that sums of a few stay inside int32, the type in
+# Larger than any sequence, and small enough that sums of a few do not overflow int32, the type in
 # which kernels compare positions.
 UNLIMITED = 1 << 29
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -25,7 +24,7 @@ ALIGNMENTS = ("top_left", "bottom_right")
 
 @dataclass(frozen=True)
 class _Band:
-    """Visible where -left <= j - (i + offset) <= right; the offset comes from `align`."""
+    """Band of visible keys: -left <= j - (i + offset) <= right, with the offset from `align`."""
 
     left: int
     right: int
@@ -55,10 +54,10 @@ class _Alibi:
 class Mask:
     """A composition of conditions on (batch, num_heads, seqlen_q, seqlen_k); combine with ``&``.
 
-    Make one with the functions of this module. A Mask is immutable and keeps what kernels derive
-    from it (tile summaries), so pass the same object to every layer that shares it. In-place
-    changes of its tensors by torch operations are noticed; through numpy or `.data` they are not
-    (see `memo.recall`).
+    Create one with the functions of this module. A Mask is immutable and caches values that kernels
+    derive from it (tile summaries), so pass the same object to every layer that uses it. In-place
+    changes of its tensors are detected if made by torch operations, but not through numpy or
+    `.data` (see `memo.recall`).
     """
 
     bands: tuple[_Band, ...] = ()
@@ -70,7 +69,7 @@ class Mask:
     slopes: tuple[_Alibi, ...] = ()
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
     _draw: ClassVar[Callable[..., Any]]  # set by picture.py, which imports this file
-    _tensors: ClassVar[list[Tensor] | None] = None  # of an object, once they were asked for
+    _tensors: ClassVar[list[Tensor] | None] = None  # set by tensors()
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, Tensor):
@@ -84,21 +83,21 @@ class Mask:
         pairs = zip(self.conditions(), other.conditions(), strict=True)
         return Mask(*(own + others for own, others in pairs))
 
-    __rand__ = __and__  # of a tensor, for the message
+    __rand__ = __and__  # raises the message for tensor & mask
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles leave out the memo: versions of other tensors mean nothing."""
+        """Copy and pickle without the memo, whose tensor versions are invalid for a copy."""
         return Mask, self.conditions()
 
     def to(self, device: torch.device | str) -> Mask:
-        """The same conditions with every tensor on a device.
+        """Return this mask with its tensors on a device.
 
         Args:
-            device: where query, key and value are.
+            device: the device of query, key and value.
 
         Returns:
-            This mask if all of its tensors are there already; otherwise another one, which keeps
-            nothing of what kernels derived from this one.
+            This mask if all of its tensors are on the device already; otherwise a new one, with an
+            empty cache.
 
         Example:
             >>> query = torch.randn(2, 8, 128, 64)
@@ -108,7 +107,7 @@ class Mask:
         return self.mapped(lambda tensor: tensor.to(device))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Mask:
-        """The same conditions of other tensors; this mask where all of them are the same."""
+        """Return a mask with function(tensor) for each tensor; this mask if no tensor changes."""
         mapped = Mask(*_mapped(self.conditions(), function))
         pairs = zip(self.tensors(), mapped.tensors(), strict=True)
         return self if all(one is other for one, other in pairs) else mapped
@@ -123,22 +122,24 @@ class Mask:
         tile: tuple[int, int] = (64, 64),
         axes: Any = None,
     ) -> Any:
-        """A picture of one head of one sequence, by matplotlib: what is visible, and which tiles
-        kernels skip, work on in part, and work on whole.
+        """Plot the mask of one sequence and head with matplotlib.
+
+        The plot shows the visible positions, and the skipped, partial and full tiles. A visible
+        position is darker the more a bias or ALiBi adds to its score.
 
         Args:
-            seqlen_q, seqlen_k: queries and keys; None: as many keys as queries.
-            sequence, head: which ones of those that the mask has something of its own for.
-            tile: queries and keys of a tile. Kernels' differ: on a CPU with AMX 64 x 64.
-            axes: matplotlib's Axes that are drawn on; None makes some.
+            seqlen_q, seqlen_k: number of queries and keys; seqlen_k None means seqlen_q.
+            sequence, head: indices of the sequence and head to plot.
+            tile: queries and keys of a tile. Tile sizes of kernels differ: 64 x 64 on a CPU with
+                AMX.
+            axes: matplotlib Axes to draw on; None creates a figure.
 
         Returns:
-            The Axes; `.figure.savefig(path)` writes the picture. What is visible is the darker,
-            the more a bias or ALiBi adds to its score.
+            The Axes; `.figure.savefig(path)` writes the plot.
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: the mask is not one of these sizes.
+            ValueError: the mask does not fit these sizes.
 
         Example:
             >>> axes = fused_attn.masks.sliding_window(128).plot(512)
@@ -149,23 +150,25 @@ class Mask:
 
     @property
     def is_relative(self) -> bool:
-        """Whether it is made of bands and ALiBi alone, none of which depends on a sequence's end:
-        then it is the same for sequences at other places of a batch."""
+        """True if the mask has only top-left bands and ALiBi.
+
+        Such a mask does not depend on sequence lengths, so packing sequences does not change it.
+        """
         others = replace(self, bands=(), slopes=()).conditions()
         aligns = [band.align for band in self.bands] + [alibi.align for alibi in self.slopes]
         return set(aligns) <= {"top_left"} and not any(others)
 
     def conditions(self) -> tuple[Any, ...]:
-        """The fields that users compose, without the memo."""
+        """Return the values of all fields except the memo."""
         return tuple([getattr(self, name) for name in _CONDITIONS])
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the conditions."""
+        """Return all tensors of the conditions."""
         if self._tensors is not None:
             return self._tensors
         tensors = _tensors_of(self.conditions())
         if not torch.compiler.is_compiling():
-            object.__setattr__(self, "_tensors", tensors)  # they stay the same
+            object.__setattr__(self, "_tensors", tensors)  # immutable
         return tensors
 
 
@@ -173,22 +176,23 @@ _CONDITIONS = tuple(f.name for f in fields(Mask) if f.name != "memo")
 
 
 def causal(align: str = "top_left") -> Mask:
-    """Look-ahead mask: query i sees keys up to i (Vaswani et al. 2017, section 3.2.3).
+    """Create a causal mask: query i attends to keys j <= i.
 
     Args:
-        align: "top_left" compares i and j as they are; "bottom_right" lines the last query up
-            with the last key of its sequence (offset len_k - len_q), as decoding with a cache
-            needs.
+        align: "top_left" compares i and j directly; "bottom_right" aligns the last query with the
+            last key of its sequence (offset len_k - len_q), as decoding with a cache needs.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.3.
     """
     return sliding_window(-1, 0, align=align)
 
 
 def sliding_window(left: int, right: int = 0, align: str = "top_left") -> Mask:
-    """Visible where i + offset - left <= j <= i + offset + right.
+    """Create a sliding-window mask: i + offset - left <= j <= i + offset + right is visible.
 
     Args:
-        left: keys before the diagonal that are visible; -1 is unlimited.
-        right: keys after the diagonal that are visible; -1 is unlimited.
+        left: number of visible keys before the diagonal; -1 means unlimited.
+        right: number of visible keys after the diagonal; -1 means unlimited.
         align: "top_left" (offset 0) or "bottom_right" (offset len_k - len_q of the sequence).
 
     Source: Beltagy et al. 2020, "Longformer", section 3.1.
@@ -209,13 +213,13 @@ def padding(
     query_lengths: Tensor | Sequence[int] | None = None,
     side: str = "right",
 ) -> Mask:
-    """Sequences shorter than the tensor: only real keys are visible, only real queries see.
+    """Create a padding mask for sequences that are shorter than the tensor.
 
     Args:
-        key_lengths: (batch,) integers, real keys of each sequence.
-        query_lengths: (batch,) integers, real queries; None means that all are real. The rows of
-            the others are 0.
-        side: where the padding is, "right" (real tokens first) or "left".
+        key_lengths: (batch,) integers, number of real keys of each sequence.
+        query_lengths: (batch,) integers, number of real queries; None means that all are real.
+            Attention returns 0 for padding queries.
+        side: side of the padding: "right" (real tokens first) or "left".
 
     Example:
         >>> tokens = torch.tensor([[5, 8, 2, 0], [7, 2, 0, 0]])  # 0 is <pad>
@@ -235,10 +239,10 @@ def padding(
 
 
 def prefix_lm(prefix_lengths: Tensor | Sequence[int]) -> Mask:
-    """Prefix language model: every query sees the prefix, and beyond it keys up to its own.
+    """Create a prefix-LM mask: causal, but the prefix is visible to every query.
 
     Args:
-        prefix_lengths: (batch,) integers.
+        prefix_lengths: (batch,) integers, number of keys in the prefix of each sequence.
 
     Source: Raffel et al. 2020, "T5", section 3.2.1.
     """
@@ -246,11 +250,13 @@ def prefix_lm(prefix_lengths: Tensor | Sequence[int]) -> Mask:
 
 
 def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
-    """Several documents packed into one sequence: equal ids see each other.
+    """Create a block-diagonal mask for documents packed into one sequence.
+
+    A query attends to the keys with the same document id.
 
     Args:
         query_ids: (batch, seqlen_q) or (seqlen_q,) integers.
-        key_ids: (batch, seqlen_k) or (seqlen_k,) integers; None takes query_ids.
+        key_ids: (batch, seqlen_k) or (seqlen_k,) integers; None means query_ids.
 
     Example:
         >>> ids = torch.tensor([0, 0, 0, 1, 1, 2])  # three documents of 3, 2 and 1 tokens
@@ -262,11 +268,13 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 
 def alibi(slopes: Tensor, align: str = "top_left") -> Mask:
-    """Attention with linear biases: adds -slope * |i + offset - j| to the scores.
+    """Create an ALiBi mask (attention with linear biases).
+
+    It adds -slope * |i + offset - j| to the scores.
 
     Args:
-        slopes: float (num_heads,) or (batch, num_heads). Not differentiated.
-        align: offset as in `sliding_window`.
+        slopes: float (num_heads,) or (batch, num_heads); not differentiable.
+        align: determines the offset, as in `sliding_window`.
 
     Example:
         >>> slopes = 2.0 ** -torch.arange(1, 9)  # of 8 heads
@@ -287,11 +295,12 @@ def alibi(slopes: Tensor, align: str = "top_left") -> Mask:
 
 
 def dense(mask: Tensor) -> Mask:
-    """An arbitrary mask: bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
+    """Create a mask from a bool tensor.
 
     Args:
-        mask: True = attend. One that does not depend on the query, such as (batch, 1, 1,
-            seqlen_k), is stored as a key mask and costs O(seqlen_k).
+        mask: True = attend; broadcastable to (batch, num_heads, seqlen_q, seqlen_k). A tensor that
+            does not depend on the query, such as (batch, 1, 1, seqlen_k), becomes a key mask and
+            costs O(seqlen_k).
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(
@@ -302,11 +311,11 @@ def dense(mask: Tensor) -> Mask:
 
 
 def bias(mask: Tensor) -> Mask:
-    """A float tensor added to the scaled (and soft-capped) scores; -inf masks.
+    """Create a mask from a float tensor that is added to the scaled and soft-capped scores.
 
     Args:
-        mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); its gradient is computed in
-            its own shape.
+        mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); -inf masks a position. The
+            gradient has the shape of this tensor.
     """
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         raise TypeError(
@@ -317,11 +326,11 @@ def bias(mask: Tensor) -> Mask:
 
 
 def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | None:
-    """The Mask that an `attn_mask` argument stands for; None if everything is visible.
+    """Convert an `attn_mask` argument to a Mask; None if everything is visible.
 
     Args:
         attn_mask: a Mask, a bool tensor (True = attend), a float tensor, or None.
-        is_causal: combined with `causal()`.
+        is_causal: combine it with `causal()`.
     """
     if attn_mask is None:
         mask = None
@@ -348,11 +357,11 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
     return recall(mask.memo, "causal", mask.tensors(), _CPU, lambda: mask & causal())
 
 
-_CPU = torch.device("cpu")  # nothing is computed of the tensors
+_CPU = torch.device("cpu")  # combining conditions computes nothing, so no stream matters
 
 
 def _tensors_of(condition: Any) -> list[Tensor]:
-    """The tensors of a condition, or of tuples of them."""
+    """Return all tensors in a condition, or in nested tuples of conditions."""
     if isinstance(condition, Tensor):
         return [condition]
     if is_dataclass(condition):
@@ -363,7 +372,7 @@ def _tensors_of(condition: Any) -> list[Tensor]:
 
 
 def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A condition, or tuples of them, of other tensors."""
+    """Apply a function to each tensor of a condition, or of nested tuples of conditions."""
     if isinstance(condition, Tensor):
         return function(condition)
     if isinstance(condition, tuple):
@@ -402,7 +411,7 @@ def _check_align(align: str) -> None:
 
 
 def _as_bool(mask: object) -> str:
-    """What to do with an integer mask; nothing for all else."""
+    """Return the hint for an integer mask; empty for all other types."""
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         return ""
     return ": where 1 is to attend and 0 is not, pass its .bool()"

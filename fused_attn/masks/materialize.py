@@ -1,4 +1,4 @@
-"""Masks as tensors of (batch, num_heads, seqlen_q, seqlen_k), for the reference."""
+"""Materialization of masks as (batch, num_heads, seqlen_q, seqlen_k), for the reference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def materialize(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The mask as tensors, for the reference alone.
+    """Materialize the mask as tensors.
 
     Returns:
-        visible, bool broadcastable to (batch, num_heads, seqlen_q, seqlen_k), and the additive
-        bias (float, same); None where there is nothing.
+        visible (bool) and the additive bias (float), both broadcastable to (batch, num_heads,
+        seqlen_q, seqlen_k). Each is None if not needed.
     """
     row = torch.arange(seqlen_q, device=device)[None, None, :, None]
     column = torch.arange(seqlen_k, device=device)
@@ -38,7 +38,7 @@ def materialize(
         if spec.band_hi < UNLIMITED:
             conditions.append(distance <= spec.band_hi)
     else:
-        # Each column as (batch, 1, 1, 1).
+        # Each column has shape (batch, 1, 1, 1).
         bound = dict(zip(BOUNDS, spec.bounds[:, :, None, None, None].unbind(1), strict=True))
         offset = bound["alibi_offset"]
         conditions = [(column >= bound["key_begin"]) & (column < bound["key_end"])]
@@ -63,7 +63,7 @@ def materialize(
 
 
 def of_head(spec: MaskSpec, h: int) -> MaskSpec:
-    """The spec of head h by itself, as if it were the only one."""
+    """Return the spec of head h alone."""
     own: dict[str, Any] = {}
     for name in ("bias", "dense", "key_mask", "slopes"):
         tensor = getattr(spec, name)

@@ -1,4 +1,4 @@
-"""The one rule for what is kept from call to call: all that is derived of tensors."""
+"""Cache of values derived from tensors, shared between calls."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fused_attn.base.torch_state import PLAIN_TYPES, captured, is_intercepted, s
 
 T = TypeVar("T")
 
-_LIMIT = 16  # values of a Mask: decoding changes seqlen_k in every step
-_LIMIT_OF_TENSOR = 1024  # of a tensor: verdicts on its slices, say, which are small
+_LIMIT = 16  # entries per Mask: decoding changes seqlen_k in every step
+_LIMIT_OF_TENSOR = 1024  # entries per tensor: small values, such as a bool for each slice
 
 
 class Entry(NamedTuple):
-    """A value, and what it was derived of."""
+    """A cached value and its sources."""
 
     sources: list[tuple[weakref.ref[Tensor], int, int]]  # tensors, their versions and addresses
     value: object
 
 
-Memo = dict[Hashable, Entry]  # what a Mask or a tensor keeps; `recall` alone fills it
+Memo = dict[Hashable, Entry]  # the cache of a Mask or a tensor; only `recall` fills it
 
 
 def recall(
@@ -35,32 +35,33 @@ def recall(
     make: Callable[[], T],
     limit: int = _LIMIT,
 ) -> T:
-    """make(), or what it gave before while its tensors are what they were.
+    """Return the cached result of make(); compute it if missing or if the tensors changed.
 
-    A value is found again for the same key, the same tensors in the same versions, the same stream
-    and the same inference mode. None is kept, or found, where calls are intercepted (torch.compile,
-    modes, subclasses), where a tensor requires a gradient or was made in inference mode and so has
-    no version, and while a CUDA graph is captured: what is derived there is the graph's own.
+    A cached value is reused for the same key, tensors, tensor versions, stream and inference mode.
+    The cache is bypassed in three cases: calls are intercepted (torch.compile, modes, subclasses);
+    a tensor requires grad, or has no version because it was created in inference mode; or a CUDA
+    graph is being captured, which must compute its values itself.
 
-    A version changes with in-place operations of torch. Changes through numpy, `.data` or another
-    library's kernel have none, and are not seen: pass a new tensor after them.
+    Each in-place operation of torch changes the version of a tensor. Changes through numpy, `.data`
+    or another library's kernel do not, and are not detected: pass a new tensor after them.
 
-    Tensors are held weakly; a value that holds one keeps it for as long as the memo lives.
+    The memo holds weak references to the tensors. A value that references one keeps it alive for
+    the lifetime of the memo.
 
     Args:
-        memo: where it is kept: a Mask's, or a tensor's.
-        key: what the value depends on besides the tensors.
-        tensors: what the value is derived of.
-        device: where the value is used; its current stream computes it.
+        memo: cache of a Mask or a tensor.
+        key: what the value depends on, other than the tensors.
+        tensors: tensors that the value is derived from.
+        device: device that uses the value; its current stream computes it.
         make: computes the value.
-        limit: values of the memo; the oldest go first.
+        limit: maximum number of entries; the oldest are evicted first.
     """
     if is_intercepted() or not keepable(tensors):
         return make()
     return recall_eager(memo, key, tensors, device, make, limit)
 
 
-# By the id of a tensor, which no other has while the reference is alive.
+# By the id of a tensor, which is unique while the reference is alive.
 _of_tensors: dict[int, tuple[weakref.ref[Tensor], Memo]] = {}
 
 
@@ -71,7 +72,7 @@ def recall_of(
     make: Callable[[], T],
     limit: int | None = None,
 ) -> T:
-    """As `recall`, from a memo that lives as long as `tensor`; the value must not hold that."""
+    """Call `recall` with the memo of `tensor`; the value must not hold a reference to it."""
     if is_intercepted() or not keepable(tensors):
         return make()
     limit = limit or _LIMIT_OF_TENSOR
@@ -79,7 +80,7 @@ def recall_of(
 
 
 def memo_of(tensor: Tensor) -> Memo:
-    """The memo of a tensor, which goes with it."""
+    """Return the memo of a tensor, which is deleted together with the tensor."""
     number = id(tensor)
     held = _of_tensors.get(number)
     if held is None or held[0]() is not tensor:
@@ -100,7 +101,7 @@ def recall_eager(
     make: Callable[[], T],
     limit: int = _LIMIT,
 ) -> T:
-    """`recall` for tensors that are `keepable`, in a call that is not intercepted."""
+    """Implement `recall` for tensors that are `keepable`, in a call that is not intercepted."""
     stream = 0 if device.type == "cpu" else stream_of(device)
     key = (key, stream, torch.is_inference_mode_enabled())
     entry = memo.get(key)
@@ -111,9 +112,9 @@ def recall_eager(
         else:
             return entry.value  # type: ignore[return-value]
     value = make()
-    memo.pop(key, None)  # the newest is last
+    memo.pop(key, None)  # reinsert as the newest entry
     memo[key] = Entry([(weakref.ref(t), t._version, t.data_ptr()) for t in tensors], value)
-    while len(memo) > limit:  # a copy, and no error, as other threads do the same
+    while len(memo) > limit:  # the copy and the default: other threads may evict too
         memo.pop(next(iter(list(memo)), None), None)
     return value
 

@@ -1,4 +1,4 @@
-"""Recognition of the causal mask of torch.nn among the masks that modules are given."""
+"""Detection of torch.nn's causal mask in the mask arguments of modules."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from fused_attn.masks.memo import recall_of
 
 
 def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
-    """The hint, or whether `mask` is the causal (L, L) mask of torch.nn where that can be seen.
+    """Return the hint, or True if `mask` is known to be the causal (L, L) mask of torch.nn.
 
-    The values are compared once, and again after an in-place change by torch operations (one
-    through numpy or `.data` is not noticed, as for Masks): the verdict is kept for the tensor, and
-    for slices of it, as long as it lives. Only masks on the CPU are looked at. On a GPU
-    that would take a synchronisation; there the mask is a dense one, of which a kernel sums up the
-    tiles, so that hidden tiles are skipped all the same. Nor is it looked at under torch.compile
-    (graph break), or if it is learned.
+    The values are compared once, and again after an in-place change by torch operations. As for
+    Masks, changes through numpy or `.data` are not detected. The result is cached for the lifetime
+    of the tensor, also for slices of it.
+
+    Only masks on the CPU are compared. On a GPU, reading values would synchronise. The mask is then
+    treated as dense, and its tile summary still lets kernels skip fully masked tiles. Masks are not
+    compared under torch.compile (graph break), or if they require grad.
 
     Args:
         mask: (L, S), bool (True = ignored) or float (added to the scores).
-        hint: what the caller knows; None to find out.
+        hint: the result if the caller knows it; None to compare.
     """
     if hint is not None:
         return hint
@@ -30,7 +31,7 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
         return False
     if mask.shape[0] != mask.shape[1] or not host_readable(mask):
         return False
-    # Slices of one tensor are other objects in each call: their owner's memo has their verdicts.
+    # A slice is a new object in each call, so its result is cached in the memo of its base.
     owner = mask if mask._base is None else mask._base
     where = ("causal", mask.dtype, mask.data_ptr(), mask.shape, mask.stride())
     return recall_of(owner, where, [owner], lambda: _compare(mask))

@@ -1,7 +1,7 @@
-"""Masks as kernels see them: `normalize` turns a `Mask` into a `MaskSpec`.
+"""Kernel-level form of masks: `normalize` converts a `Mask` to a `MaskSpec`.
 
-A diagonal band, one row of bounds a sequence, documents, dense tensors and slopes say all that a
-mask may mean.
+A diagonal band, a row of bounds for each sequence, document ids, dense tensors and slopes express
+every mask.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ BOUNDS = (
 @flattens
 @dataclass(eq=False)
 class MaskSpec(Flat):
-    """A mask as kernels see it, and the packing of the sequences.
+    """Kernel-level form of a mask, and the packing of sequences.
 
     Field order is the argument order of the registered ops, and the C++ struct MaskParams
     (csrc/params.h) has the same names.
 
     Attributes:
-        bias: float tensor added to the scores; -inf masks. Each dimension of
-            (batch, num_heads, seqlen_q, seqlen_k) has its size or 1.
+        bias: float tensor added to the scores; -inf masks. 4-D: each dimension of (batch,
+            num_heads, seqlen_q, seqlen_k) has its full size or 1.
         bias_summary: uint8, see `with_summaries`.
-        dense: bool tensor, True = visible, same broadcast shape as `bias`.
+        dense: bool tensor, True = visible; broadcastable as `bias` is.
         dense_summary: uint8, as `bias_summary`.
         key_mask: bool tensor (batch or 1, num_heads or 1, 1, seqlen_k).
         bounds: int64 (batch, 8), the columns of `BOUNDS`; replaces the three integers below.
-        query_documents: int64 (batch or 1, seqlen_q), values that fit into int32.
+        query_documents: int64 (batch or 1, seqlen_q), with values in the range of int32.
         key_documents: int64 (batch or 1, seqlen_k), as query_documents.
         slopes: float32 (batch or 1, num_heads), ALiBi.
-        cu_seqlens_q, cu_seqlens_k: int64 (batch + 1); sequence b is the rows [cu_seqlens[b],
-            cu_seqlens[b + 1]) of query, key and value, which have one batch then. Everything else
-            here is of each sequence, seqlen_q and seqlen_k being the maxima below.
-        band_lo, band_hi: visible where band_lo <= j - i <= band_hi.
+        cu_seqlens_q, cu_seqlens_k: int64 (batch + 1); rows [cu_seqlens[b], cu_seqlens[b + 1]) of
+            query, key and value are sequence b, and their batch dimension is 1. All other fields
+            are per sequence, with the maxima below as seqlen_q and seqlen_k.
+        band_lo, band_hi: band_lo <= j - i <= band_hi is visible.
         alibi_offset: ALiBi adds -slope * |i + alibi_offset - j|.
-        max_seqlen_q, max_seqlen_k: rows of the longest packed sequence.
-        by_query: False where `bounds` has nothing but key_begin and key_end; for dense forms, which
-            need no dimension of queries then.
+        max_seqlen_q, max_seqlen_k: number of rows of the longest packed sequence.
+        by_query: False if `bounds` sets only key_begin and key_end; dense forms of the mask then
+            need no query dimension.
     """
 
     bias: Tensor | None = None
@@ -82,7 +82,7 @@ class MaskSpec(Flat):
 
     @property
     def kind(self) -> str:
-        """The most costly thing of this mask: "none", "causal" (top-left), "structured" (bands,
+        """Most expensive part of the mask: "none", "causal" (top-left), "structured" (bands,
         lengths, documents, slopes), "dense" (a bool tensor) or "bias" (a float tensor)."""
         if self.bias is not None:
             return "bias"
@@ -96,18 +96,18 @@ class MaskSpec(Flat):
         return "causal" if self.band_hi == 0 else "structured"
 
     def hides(self) -> bool:
-        """Whether something else than -inf in `bias` may hide a key, or be added to the scores."""
+        """Return True if any part other than `bias` may hide keys or add to the scores."""
         whole = replace(self, bias=None, bias_summary=None, cu_seqlens_q=None, cu_seqlens_k=None)
         return whole.kind != "none"
 
     def added_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The type of what is added to the scores of a query of `dtype`; None: nothing is."""
+        """Return the dtype of the terms added to the scores for a query of `dtype`, or None."""
         if self.slopes is not None:
             return statistics_dtype(dtype)
         return None if self.bias is None else self.bias.dtype
 
     def kernel_layout(self) -> MaskSpec:
-        """This spec with what kernels read as arrays in one piece."""
+        """Return this spec with its index tensors contiguous, as kernels require."""
         if self.bounds is None and self.query_documents is None and self.cu_seqlens_q is None:
             return self
         names = ("bounds", "query_documents", "key_documents", "cu_seqlens_q", "cu_seqlens_k")
@@ -118,7 +118,7 @@ class MaskSpec(Flat):
         return replace(self, **apart) if apart else self
 
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
-        """batch, seqlen_q and seqlen_k as masks see them."""
+        """Return batch, seqlen_q and seqlen_k; if packed, the count and maximum lengths."""
         if self.cu_seqlens_q is None:
             return query.shape[0], query.shape[2], key.shape[2]
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
@@ -135,7 +135,7 @@ _BIAS_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 def normalize(
     mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, query: Tensor
 ) -> MaskSpec:
-    """The spec of `mask` for this shape; stored on the Mask, checked against its tensors."""
+    """Return the MaskSpec of `mask` for this shape, cached on the Mask."""
     if mask is None:
         return MaskSpec()
     shape, device = (batch, num_heads, seqlen_q, seqlen_k), query.device
@@ -144,7 +144,7 @@ def normalize(
 
 
 def bias_fits(spec: MaskSpec, dtype: torch.dtype) -> bool:
-    """Whether what is added to the scores is of a type that goes with a query of `dtype`."""
+    """Return True if the dtype of the bias is supported with a query of `dtype`."""
     return spec.bias is None or spec.bias.dtype in (dtype, *_BIAS_TYPES)
 
 
@@ -161,14 +161,14 @@ def spec_of(
     shape = (batch, num_heads, seqlen_q, key.shape[2])
     if isinstance(attn_mask, Mask):
         mask, tensors, device = attn_mask, attn_mask.tensors(), query.device
-        if not keepable(tensors):  # learned, of a subclass: validation takes them one by one
+        if not keepable(tensors):  # requires grad, or a subclass: validation handles it
             return None
         try:
             spec = recall_eager(
                 attn_mask.memo, (shape, device), tensors, device,
                 lambda: _normalize(mask, shape, device),
             )  # fmt: skip
-        except ValueError:  # the tensors may be what is wrong
+        except ValueError:  # validation may find an invalid tensor first
             return None
         return spec if spec.bias is None or bias_fits(spec, query.dtype) else None
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
@@ -210,7 +210,7 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
         tensor = _as_4d("attn_mask", tensor, shape)
         (key_masks if tensor.shape[2] == 1 else dense_masks).append(tensor)
     biases = [_as_4d("attn_mask", tensor, shape) for tensor in mask.biases]
-    if len(biases) > 1:  # the sum of 16-bit ones would be rounded before it is added
+    if len(biases) > 1:  # a sum of 16-bit biases would be rounded
         biases = [b.to(statistics_dtype(b.dtype)) for b in biases]
     spec = MaskSpec(
         bias=reduced(biases, torch.add),
@@ -223,7 +223,7 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
 
 
 def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> dict:
-    """Band, lengths, prefixes: scalars where they suffice, else the (batch, 8) table."""
+    """Return the fields for bands, lengths and prefixes: scalars, or the (batch, 8) bounds."""
     batch, _, seqlen_q, seqlen_k = shape
     columns: dict[str, Any] = {
         "key_begin": 0,
@@ -258,16 +258,16 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         prefixes = [
             _sequence_lengths("prefix_lengths", p, batch, seqlen_k, device) for p in mask.prefixes
         ]
-        # Two prefix masks are the one of the shorter prefix. 0 would be plain causal, and means
-        # "no prefix condition" in the table, so that case is stored as 1: key 0 is visible to
-        # query 0 anyway.
+        # Two prefix masks combine to the shorter prefix. In the table, 0 means "no prefix
+        # condition". An empty prefix (plain causal) is stored as 1, which is equivalent: key 0 is
+        # visible to query 0 anyway.
         columns["prefix_end"] = reduced(prefixes, torch.minimum).clamp(min=1)
     if mask.slopes:
         if len({a.align for a in mask.slopes}) > 1:
             raise ValueError("alibi masks that are combined must have the same align")
         if mask.slopes[0].align == "bottom_right":
             columns["alibi_offset"] = bottom_right
-    # Not by what is a tensor: sizes are tensors, without dimensions, under torch.jit.trace.
+    # Checking for tensors would not work: under torch.jit.trace sizes are 0-D tensors.
     if not mask.paddings and not mask.prefixes:
         return {name: columns[name] for name in ("band_lo", "band_hi", "alibi_offset")}
     by_query = any(
@@ -284,8 +284,10 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
 
 
 def spec_of_ends(ends: Sequence[int], seqlen_q: int, is_causal: bool) -> MaskSpec:
-    """Of sequences that have the first `ends` keys, and a bottom-right causal mask if wanted: what
-    `normalize` makes of such a mask, for small steps on CPUs."""
+    """Build the spec for sequences with `ends` keys, optionally with a bottom-right causal mask.
+
+    Equals the result of `normalize`, but is faster for small steps on CPUs.
+    """
     columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
     rows = []
     for end in ends:
@@ -316,8 +318,8 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
             into.append(ids)
     if len(queries) == 1:
         return _numbered(queries[0], keys[0])
-    # Several document masks: a pair of positions must agree in all of them, so the tuples of ids
-    # are numbered anew, queries and keys together.
+    # With several document masks, ids must agree in all of them: each distinct tuple of ids becomes
+    # one new id, shared by queries and keys.
     stacked = [
         torch.cat([q.expand(batch, -1), k.expand(batch, -1)], dim=1).to(torch.int64)
         for q, k in zip(queries, keys, strict=True)
@@ -328,9 +330,10 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
 
 
 def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
-    """Ids that fit into 32 bits, in which kernels compare them, and are equal where they were.
+    """Return the document fields with ids that fit into 32 bits, in which kernels compare them.
 
-    Without a look at values that are on a GPU: each id becomes its first place among all, sorted.
+    Ids that are not known to fit become their first index in the sorted ids. That needs no host
+    read of GPU values.
     """
     ids = [query_ids, key_ids]
     if not all(_fits(t) for t in ids):
@@ -342,7 +345,7 @@ def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
 
 
 def _fits(ids: Tensor) -> bool:
-    """True if ids are known to fit into 32 bits."""
+    """Return True if ids are known to fit into 32 bits."""
     if ids.numel() == 0 or torch.iinfo(ids.dtype).max < 1 << 31:
         return True
     return host_readable(ids) and int(ids.min()) >= -(1 << 31) and int(ids.max()) < 1 << 31
@@ -363,13 +366,13 @@ def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Ten
 
 
 def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """A 4-D view in which every broadcast dimension, also an expanded one, has size 1."""
+    """Return a 4-D view in which every broadcast dimension, also an expanded one, has size 1."""
     if tensor.dim() > 4:
         raise ValueError(f"{name} must have at most 4 dimensions, got {tuple(tensor.shape)}")
     view = tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
     for dim, (have, want) in enumerate(zip(view.shape, shape, strict=True)):
         if have not in (1, want):
-            # Of one sequence with itself heads are equal, so that nothing else has failed before.
+            # In self-attention a transposed layout passes all earlier checks: it fails only here.
             swapped = shape[2] == shape[3] != shape[1] > 1
             fits = swapped and set(view.shape[2:]) in ({shape[1]}, {1, shape[1]})
             hint = TRANSPOSED if fits else ""
@@ -378,7 +381,7 @@ def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tenso
                 f"{shape}, got {tuple(tensor.shape)}{hint}"
             )
         if have > 1 and view.stride(dim) == 0:
-            # The gradient of an expanded tensor has its whole shape, so that one is copied.
+            # The gradient of an expanded tensor has the expanded shape, so materialize the tensor.
             view = view.contiguous() if view.requires_grad else view.narrow(dim, 0, 1)
     return view.resolve_neg()
 
@@ -399,18 +402,18 @@ _SETTING = threading.Lock()
 
 
 def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None]) -> MaskSpec:
-    """The spec with the tile summaries of its dense tensors, computed once a spec.
+    """Return the spec with tile summaries of its dense tensors, computed once per spec.
 
     Args:
-        summarize: the backend's kernel; gives None if it uses none.
+        summarize: the backend's kernel; returns None if the backend does not use summaries.
     """
     if not plain_eager(spec.dense, spec.bias):
         return spec
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
         if tensor is not None and summary is None:
-            # The one mutation of a spec: what is derived is kept where its source is. A thread that
-            # comes second leaves what is there: kernels of the first may be reading it.
+            # The only mutation of a spec: it caches the summary beside its source. A second thread
+            # must not replace the summary, as kernels of the first may be reading it.
             summary = summarize(tensor.detach())
             with _SETTING:
                 if getattr(spec, f"{name}_summary") is None:
@@ -423,7 +426,7 @@ def _minimum(a: Any, b: Any) -> Any:
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
     if isinstance(b, Tensor):
         return b.clamp(max=a)
-    # min and max would compare symbols, and a graph be guarded by what came out.
+    # min and max would compare symbolic values and add a guard on the result.
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 
@@ -436,7 +439,7 @@ def _maximum(a: Any, b: Any) -> Any:
 
 
 def reduced(tensors: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """All of the tensors combined; None if there is none."""
+    """Combine all tensors; return None for an empty list."""
     total = None
     for tensor in tensors:
         total = tensor if total is None else combine(total, tensor)

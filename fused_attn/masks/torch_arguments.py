@@ -1,4 +1,4 @@
-"""Masks as torch's own scaled_dot_product_attention takes them."""
+"""Conversion of masks to arguments of torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 
 Shape = tuple[int, int, int, int]
 
-_KEPT = 8  # of a tensor and its slices: each may be as large
+_KEPT = 8  # cached values of a tensor and its slices: each may be as large as the tensor
 
 
 class TorchArguments(NamedTuple):
-    """The arguments `attn_mask` and `is_causal`, and the rows that see nothing.
+    """Arguments `attn_mask` and `is_causal` of torch's function, and the fully masked rows.
 
     Attributes:
-        attn_mask: bool or in the type of query, broadcastable to (batch, num_heads, seqlen_q,
-            seqlen_k); each row sees something. None where all is visible, or is_causal says it.
-        is_causal: as torch has it, top-left; never with attn_mask.
-        empty: bool, broadcastable to (batch, num_heads, seqlen_q, 1): the rows that see nothing in
-            truth, to be filled with 0. None where there is none.
+        attn_mask: bool or in the dtype of query, broadcastable to (batch, num_heads, seqlen_q,
+            seqlen_k), without fully masked rows. None if everything is visible, or with is_causal.
+        is_causal: top-left causal, as in torch; never combined with attn_mask.
+        empty: bool, broadcastable to (batch, num_heads, seqlen_q, 1): the rows that are fully
+            masked in the original mask, whose output must be set to 0. None if there are none.
     """
 
     attn_mask: Tensor | None = None
@@ -38,11 +38,12 @@ class TorchArguments(NamedTuple):
 def arguments_of(
     attn_mask: Tensor | Mask, is_causal: bool, query: Tensor, key: Tensor
 ) -> TorchArguments | None:
-    """The arguments for an `attn_mask`, kept with it, of a call that nothing watches; None where
-    validation has to look at it.
+    """Return the arguments for an `attn_mask`, cached on it, in a call that is not intercepted.
+
+    The result is None if validation is needed.
 
     Args:
-        query, key: 4-D; their shapes, type and device count.
+        query, key: 4-D; only their shapes, dtype and device are used.
     """
     batch, num_heads, seqlen_q, _ = query.shape
     shape = (batch, num_heads, seqlen_q, key.shape[2])
@@ -50,7 +51,7 @@ def arguments_of(
     def spec() -> MaskSpec:
         made = normalize(as_mask(attn_mask, is_causal), *shape, query)
         if not bias_fits(made, query.dtype):
-            raise ValueError  # with its message there
+            raise ValueError  # validation raises it with a message
         return made
 
     what = ("torch", shape, query.dtype, query.device, is_causal)
@@ -65,16 +66,16 @@ def arguments_of(
         if attn_mask.is_inference() and not savable(attn_mask):
             return None
         return _of_tensor(attn_mask, what, spec, shape, query)
-    except (TypeError, ValueError):  # the tensors may be what is wrong
+    except (TypeError, ValueError):  # validation may find an invalid tensor first
         return None
 
 
 def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
-    """The arguments that say what the spec says, kept where the spec's tensors are.
+    """Return the arguments equivalent to the spec, cached on the spec's tensors.
 
     Args:
         shape: (batch, num_heads, seqlen_q, seqlen_k).
-        query: its type and device count.
+        query: only its dtype and device are used.
     """
     tensors = [t for t in spec.tensors() if t is not None]
     numbers = (spec.band_lo, spec.band_hi, spec.alibi_offset, spec.by_query)
@@ -85,17 +86,17 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     whole = _tensor_of(spec)
     if whole is not None and len(tensors) == 1:
         return _of_tensor(whole, what, lambda: spec, shape, query)
-    # Under the first: specs of one mask that differ in the packing of sequences share it.
+    # Cached on the first tensor, to be shared by specs of one mask with different packing.
     return recall_of(tensors[0], what, tensors, lambda: _arguments(spec, shape, query), _KEPT)
 
 
 def _of_tensor(
     tensor: Tensor, what: Hashable, spec: Callable[[], MaskSpec], shape: Shape, query: Tensor
 ) -> TorchArguments:
-    """The arguments for a mask that is one tensor, kept where the caller's tensor is.
+    """Return the arguments for a mask that is a single tensor, cached on the caller's tensor.
 
-    Of a view of that, which comes anew in each call, its place says which it is. What is kept must
-    not hold the tensor: None is kept where torch takes it as it is.
+    A view is a new object in each call, so it is identified by its address, shape and strides. The
+    cached value must not hold the tensor: None is cached if torch accepts the tensor unchanged.
     """
 
     def made() -> TorchArguments | None:
@@ -111,7 +112,7 @@ def _of_tensor(
         kept = recall_of(owner, place, (owner,), made, _KEPT)
     if kept is not None:
         return kept
-    # Others than these would go torch's slow way.
+    # Other ranks would not take torch's fast path.
     of_rank = tensor.dim() in (2, 4)
     return TorchArguments(tensor if of_rank else tensor[(None,) * (4 - tensor.dim())])
 
@@ -121,7 +122,10 @@ def _tensor_of(spec: MaskSpec) -> Tensor | None:
 
 
 def _limits_that_hide(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
-    """Whether each limit of the band hides something; a graph takes it so, or would be guarded."""
+    """Return, for the lower and upper limit of the band, whether it hides any key.
+
+    Under torch.compile a finite limit counts as hiding keys, as a comparison would add a guard.
+    """
     lo, hi = spec.band_lo > -UNLIMITED, spec.band_hi < UNLIMITED
     if torch.compiler.is_compiling():
         return lo, hi
@@ -157,7 +161,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
 
 
 def _all_see(spec: MaskSpec, shape: Shape) -> bool:
-    """True where it is known without a look at values that each row sees a key."""
+    """Return True if every row is known to have a visible key, without reading values."""
     tables = (spec.bias, spec.dense, spec.key_mask, spec.bounds, spec.query_documents)
     if any(table is not None for table in tables):
         return False

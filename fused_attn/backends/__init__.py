@@ -1,4 +1,4 @@
-"""The backends and the choice among them, with reasons."""
+"""Backends, and their selection with reasons."""
 
 from fused_attn.backends.base import Backend, CacheUpdate
 from fused_attn.backends.problem import AttentionProblem, NormProblem, problem_of

@@ -1,4 +1,4 @@
-"""The base of all backends: the passes, and the reasons not to take a problem."""
+"""Base class of the backends: the passes, and the reasons to reject a problem."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fused_attn.call.calls import (
 
 Extent = Literal["all", "some", "none"]
 
-# In the order of csrc/params.h, enum Activation.
+# In the order of enum Activation in csrc/params.h.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
 
 
 class CacheUpdate(NamedTuple):
-    """The rows that `decode_attention` adds to a cache, and their place there.
+    """Rows that `decode_attention` appends to a cache, and their position in it.
 
     Attributes:
         key, value: (batch, num_heads_kv, seqlen_new, dim), or None.
-        lengths: (batch,) integers, rows that the cache has of each sequence.
+        lengths: (batch,) integers, the number of rows already in the cache for each sequence.
         block_table: (batch, max_pages) integers, or None.
     """
 
@@ -39,21 +39,21 @@ class CacheUpdate(NamedTuple):
 
 
 class Backend:
-    """One way to compute the ops; the registry has an object of each.
+    """Implementation of the ops; the registry holds one instance of each subclass.
 
-    Callers pass checked calls in `kernel_layout()` to every pass of attention but attention_decode,
-    whose caches may have any strides.
+    Callers pass validated calls in `kernel_layout()` to every attention pass except
+    `attention_decode`, whose caches may have any strides.
 
     Attributes:
-        name: what users ask for.
-        differentiable: whether its passes are torch operations, which autograd, torch.compile and
-            torch.func go through; else they are kernels, and the passes below their derivatives.
+        name: the name that users select it by.
+        differentiable: True if the passes are torch operations, which autograd, torch.compile and
+            torch.func trace through. Otherwise they are kernels, with backward passes below.
         accepts_unchecked: True if `attention_fwd` and `norm_fwd` accept unvalidated calls, and
             return None for those that they refuse. Such calls are never intercepted.
-        wraps_torch: whether all is computed by torch's own kernels, as they are. What torch does
-            differently stays so: dropout draws from torch's generator, not by a call's seed
-            (Philox), and NaN in keys and values that no query sees may reach results. Nor is there
-            a reason to keep modules from torch's own inference paths, or to pack sequences.
+        wraps_torch: True if torch's unmodified kernels compute everything, with torch's semantics.
+            Dropout draws from torch's generator instead of a call's seed (Philox). NaN in keys and
+            values that are masked for every query may reach results. Modules need not avoid
+            torch's inference fast paths for this backend, or pack sequences.
     """
 
     name: ClassVar[str]
@@ -62,28 +62,30 @@ class Backend:
     wraps_torch: ClassVar[bool] = False
 
     def unavailable(self) -> list[str]:
-        """Reasons why this backend cannot run on this machine; empty if it can."""
+        """Return why this backend cannot run on this machine; empty if it can."""
         return []
 
     def unsupported(self, problem: Problem) -> list[str]:
-        """Reasons why this backend does not take a problem; empty if it does."""
+        """Return why this backend does not support a problem; empty if it does."""
         return []
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
-        """Reasons why this backend has to be asked for by name; empty if it is chosen unasked."""
+        """Return why this backend is opt-in for a problem; empty if it can be the default."""
         return []
 
     def fallback_warning(self, device_type: str) -> str | None:
-        """The sentence that users should see once where this backend is chosen unasked."""
+        """Return the warning to show once if this backend is the default; None for no warning."""
         return None
 
     def default_for(self, device_type: str) -> Extent:
-        """Return for which calls on a type of device this backend is the default."""
+        """Return for which problems on a device type this backend is the default."""
         return "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
-        """A summary of each 32 x 64 tile of a dense mask or bias: uint8, enum SummaryValue of
-        csrc/params.h; None where the passes want no summaries."""
+        """Return a summary of each 32 x 64 tile of a dense mask or bias.
+
+        It is uint8 (enum SummaryValue in csrc/params.h); None if the passes use no summaries.
+        """
         return None
 
     def activation(
@@ -97,16 +99,16 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """dropout(activation(input + bias)) of a contiguous tensor, (*, columns), which is not
-        negated lazily; in out, or in a tensor that is no view. Not every backend has it.
+        """Compute dropout(activation(input + bias)), or its gradient. Optional for backends.
 
         Args:
-            bias: (columns,), of the same type.
+            input: (*, columns), contiguous, without lazy negation.
+            bias: (columns,), in the dtype of input.
             activation: one of ACTIVATIONS.
-            seed: int64 scalar; what it drops is `base.philox.norm_keep`. None without dropout.
-            grad_out: the gradient of the result; then this is the gradient of input + bias. For
-                "relu" input is the result then.
-            out: where the result is written; it may be input.
+            seed: int64 scalar for the dropout mask `base.philox.norm_keep`. None without dropout.
+            grad_out: the gradient of the result. If given, return the gradient of input + bias;
+                for "relu", input is then the result of the forward.
+            out: the tensor to write to, which may be input. By default a new one, not a view.
         """
         raise NotImplementedError
 
@@ -114,10 +116,10 @@ class Backend:
         self, call: Any, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
         """Compute the outputs of an AttentionCall, or of an UncheckedAttention if the backend
-        accepts those; None refuses the latter.
+        accepts those; return None to refuse the latter.
 
         With for_backward, out is computed as the backward recomputes it. Without for_backward and
-        want_lse, a backend may round the weights in another way.
+        want_lse, a backend may round the weights differently.
         """
         raise NotImplementedError
 
@@ -129,12 +131,15 @@ class Backend:
         grad_lse: Tensor | None,
         needs_bias: bool,
     ) -> AttentionGradients | None:
-        """The gradients under grad_out and grad_lse. Backends that take unchecked calls get calls
-        and outputs that are not `kernel_layout()` too, and give None for those."""
+        """Compute the gradients for grad_out and grad_lse.
+
+        A backend with accepts_unchecked may receive a call and outputs that are not in
+        `kernel_layout()`. It returns None for those that it cannot read.
+        """
         raise NotImplementedError
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
-        """out, and the weights that made it; of a differentiable backend."""
+        """Compute out and its attention weights; called on differentiable backends only."""
         outputs = self.attention_fwd(call, True, True)
         assert outputs is not None
         out, lse, lse_residual, _ = outputs
@@ -143,8 +148,10 @@ class Backend:
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
-        """The weights after dropout, from the lse of `attention_fwd` and what rounding took of it;
-        call.value is not looked at."""
+        """Compute the weights after dropout from the lse and lse_residual of `attention_fwd`.
+
+        call.value is not read.
+        """
         raise NotImplementedError
 
     def attention_weights_bwd(
@@ -156,7 +163,7 @@ class Backend:
         average: bool,
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and bias (empty if not needed) by `attention_weights`."""
+        """Compute the gradients of `attention_weights`: query, key, bias (empty if not needed)."""
         return weights_bwd.attention_weights_bwd(
             call, lse, lse_residual, grad_weights, average, needs_bias
         )
@@ -164,22 +171,23 @@ class Backend:
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
-        """out and lse of attention to a cache, behind whose rows the new ones are written.
+        """Append the new rows to a cache and compute attention to it.
 
         Args:
-            call: with the cache as key and value, (batch, num_heads_kv, max_len, dim), or with a
-                block table (num_pages, num_heads_kv, page_size, dim); its mask ends each sequence.
+            call: key and value are the cache, (batch, num_heads_kv, max_len, dim), or (num_pages,
+                num_heads_kv, page_size, dim) with a block table. The mask sets each sequence's end.
 
         Returns:
-            None where no kernel takes the problem; nothing has been written then.
+            out and lse. None if no kernel supports the problem; nothing is written in that case.
         """
         return None
 
     def norm_fwd(self, call: Any, for_backward: bool, want_total: bool) -> NormOutputs | None:
         """Compute the outputs of a NormCall, or of an UncheckedNorm if the backend accepts those;
-        None refuses the latter.
+        return None to refuse the latter.
 
-        mean and rstd may be None without for_backward, total without both.
+        mean and rstd may be None without for_backward; total may be None without for_backward and
+        want_total.
         """
         raise NotImplementedError
 
@@ -193,6 +201,9 @@ class Backend:
         needs_weight: bool,
         needs_bias: bool,
     ) -> NormGradients | None:
-        """The gradients; `call` has the sum that was normalised as its input, and no residual. None
-        as of `attention_bwd`, where mean or rstd are not as they were."""
+        """Compute the gradients; call.input is the sum that was normalised, without a residual.
+
+        A backend with accepts_unchecked returns None if the dtype or layout of mean or rstd is not
+        that of the forward's outputs.
+        """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The CPU kernels (csrc/cpu), which read calls and the fields that a pass adds (csrc/fields)."""
+"""CPU backend "cpp": passes calls, and the fields that a pass adds (csrc/fields), to csrc/cpu."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ try:
 except ImportError as error:  # pragma: no cover - a broken installation
     _cpu, _import_error = None, str(error)  # type: ignore[assignment]
 
-# A capsule of C functions that read and make tensors, from torch 2.10 on; without it small calls
-# take longer, and large outputs are torch's.
+# Capsule of C functions that read and allocate tensors (torch 2.10 and later). Without it, small
+# calls take longer, and torch allocates large outputs.
 _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-# os.environ.get, but for torch.compile, which cannot follow it.
+# Faster os.environ.get, which torch.compile cannot trace.
 environment = os.environ.get if _cpu is None else _cpu.environment
 
 # See csrc/bind_masked_values.h.
@@ -45,12 +45,12 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM
 _MASK64 = (1 << 64) - 1
-_RESULTS = {**DTYPES, torch.int16: -1}  # of out_residual
+_RESULTS = {**DTYPES, torch.int16: -1}  # int16 for out_residual
 _TYPES = {number: dtype for dtype, number in _RESULTS.items()}
 
 
 class CppBackend(Backend):
-    """The kernels of the best instruction set that the CPU has."""
+    """CPU kernels for the best instruction set that the CPU supports."""
 
     name = "cpp"
     accepts_unchecked = _cpu is not None
@@ -191,9 +191,9 @@ class CppBackend(Backend):
 
 
 def _run(function: Any, *args: Any) -> Any:
-    """Call a function of the module, with an event of its name if a profiler is on.
+    """Call a function of the module, and record a profiler event with its name if profiling.
 
-    The ops of torch.library have events of theirs, which are named without `cpp`.
+    The ops of torch.library have separate events, whose names lack `cpp`.
     """
     if not _profiler_enabled():
         return function(*args)
@@ -202,13 +202,13 @@ def _run(function: Any, *args: Any) -> Any:
 
 
 def isa() -> str:
-    """The instruction set whose kernels run: an entry of csrc/cpu/isas.inc."""
+    """Return the instruction set in use: an entry of csrc/cpu/isas.inc."""
     return _cpu.isa()
 
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Within the block the kernels of a lower instruction set run; for tests, process-wide."""
+    """Run the kernels of a lower instruction set within the block; for tests, process-wide."""
     _cpu.set_isa(name)
     try:
         yield
@@ -219,11 +219,11 @@ def use_isa(name: str) -> Iterator[None]:
 def tile_kinds(
     spec: MaskSpec, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[int, int]]:
-    """The kinds of tiles that the kernels see in a mask; for tests and tools.
+    """Return how the kernels classify the tiles of a mask; for tests and tools.
 
     Returns:
-        (batch, num_heads, panels, blocks) uint8, 0 for tiles that are skipped, 1 for partial and
-        2 for full ones; and the tile's size, in queries and keys.
+        uint8 (batch, num_heads, query tiles, KV blocks): 0 for skipped tiles, 1 for partial and 2
+        for full ones; and the tile size in queries and keys.
     """
     panel, block = _cpu.tile_size(DTYPES[dtype])
     shape = (batch, num_heads, -(-seqlen_q // panel), -(-seqlen_k // block))
@@ -236,28 +236,28 @@ def tile_kinds(
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:
-    """An uninitialised tensor for the module, where torch has no C functions for it."""
+    """Allocate an uninitialised tensor for the module if torch has no C functions for it."""
     return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
 
 
 def _pooled(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """An uninitialised tensor; a large one reuses the memory of freed ones."""
+    """Allocate an uninitialised tensor; a large one reuses memory of freed ones."""
     return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
 
 
 def _zeros(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Where empty matrices have their results: sums of nothing."""
+    """Allocate the results of empty inputs: empty sums, which are 0."""
     return torch.zeros(shape, dtype=dtype)
 
 
 def _of_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor
 ) -> tuple[AttentionCall, dict[str, Any]]:
-    """A call without values, whose lse is known, and what it adds."""
+    """Return the call with an empty value, and the fields for lse; the weights need no value."""
     query, key = call.query, call.key
     call = replace(call, value=key.new_empty(*key.shape[:3], 0))
     out = query.new_empty(*query.shape[:3], 0)
@@ -267,7 +267,7 @@ def _of_weights(
 def _run_weights_bwd(
     call: AttentionCall, fields: dict[str, Any], lse: Tensor, grad_bias: Tensor | None
 ) -> None:
-    """Runs the backward of weights; gradients of a float mask are added up in the type of lse."""
+    """Run the backward of the weights; accumulate the bias gradient in the dtype of lse."""
     sums = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=lse.dtype)
     if sums is not None:
         fields = {**fields, "grad_bias": sums}

@@ -1,4 +1,4 @@
-"""The backend "eager": the reference, which takes every problem."""
+"""Backend "eager": the reference, which supports every problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, Nor
 
 
 class EagerBackend(Backend):
-    """Plain torch operations, with the score matrix; autograd differentiates them."""
+    """Plain torch operations that materialize the score matrix; autograd differentiates them."""
 
     name = "eager"
     differentiable = True

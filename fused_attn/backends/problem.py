@@ -1,4 +1,4 @@
-"""Problems: the properties of a call that the choice of a backend may depend on."""
+"""Problems: the properties of a call that backend selection may depend on."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ AnyCall = AttentionCall | NormCall | UncheckedAttention | UncheckedNorm
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """The properties of a call of scaled_dot_product_attention.
+    """Properties of an attention call.
 
     Attributes:
         mask: the kind of the mask, see MaskSpec.kind.
-        seqlen_q, seqlen_k: of packed sequences those of the longest; 0: not known.
-        bias_dtype: of what is added to the scores.
-        learned_bias: whether a gradient of that is wanted.
-        result: what is wanted besides out: "out" (nothing), "lse" or "weights".
-        seeded: whether dropout is by a seed of the caller's.
-        sharded: whether dropout is that of a part of a larger whole.
-        needs_grad: whether gradients are wanted.
-        transformed: under a torch.func transform, or with forward-mode tangents.
+        seqlen_q, seqlen_k: the longest lengths for packed sequences; 0 if unknown.
+        bias_dtype: dtype of the terms added to the scores, or None.
+        learned_bias: True if bias needs a gradient.
+        result: the requested output in addition to out: "out" (none), "lse" or "weights".
+        seeded: True if the caller passed the dropout seed.
+        sharded: True if dropout uses the global offsets of a shard.
+        needs_grad: True if gradients are needed.
+        transformed: True under a torch.func transform or forward-mode AD.
     """
 
     device: torch.device
@@ -67,7 +67,7 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class NormProblem:
-    """The properties of a call of layer_norm or rms_norm."""
+    """Properties of a call of layer_norm or rms_norm; see AttentionProblem."""
 
     device: torch.device
     dtype: torch.dtype
@@ -94,7 +94,7 @@ _FLAGS = (
 
 
 def _described(op: str, problem: Problem, *properties: str) -> str:
-    """A problem in a few words: what it is by default is left out."""
+    """Return a short description of a problem, without the properties that have their default."""
     words = [f"{_named(problem.dtype)} on {problem.device}", *properties]
     words += [flag for flag in _FLAGS if getattr(problem, flag, False)]
     return f"{op}({', '.join(word for word in words if word)})"
@@ -105,10 +105,10 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def problem_of(call: AnyCall, result: str = "out") -> Problem:
-    """The properties of a call that the choice depends on.
+    """Return the properties of a call that backend selection depends on.
 
     Args:
-        call: a checked one, or one that is as a checked one would be.
+        call: a validated call, or an unchecked one with the attributes of a validated one.
         result: see AttentionProblem.
     """
     needs_grad = torch.is_grad_enabled() and any(
@@ -158,7 +158,7 @@ def _sharded(call: AnyCall) -> bool:
 def kernel_limits(
     problem: Problem, dtypes: Collection[torch.dtype], max_head_dim: int
 ) -> list[str]:
-    """Reasons why kernels for these types and head dimensions do not take a problem."""
+    """Return why kernels for these dtypes and head dimensions do not support a problem."""
     reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]
     if problem.transformed:
         reasons.append("has no derivatives under torch.func and in forward mode")
@@ -174,12 +174,12 @@ def kernel_limits(
     return reasons
 
 
-MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+MIN_CAPABILITY = (8, 0)  # for bfloat16 and asynchronous copies
 
 
 @functools.cache
 def too_old(device: torch.device) -> list[str]:
-    """Reasons why an NVIDIA GPU is too old for the kernels; empty if it is not."""
+    """Return why an NVIDIA GPU is too old for the kernels; empty if it is not."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
         return []

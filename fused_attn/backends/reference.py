@@ -1,7 +1,7 @@
-"""The reference: attention and norms in plain torch operations, differentiable to any order.
+"""Reference: attention and norms in plain torch operations, differentiable to any order.
 
-It is the truth of the tests (in float64), what `compare` and the benchmarks call eager, what
-second-order gradients are computed with, and the backend "eager" that takes every problem.
+The tests compare against it in float64. It is "eager" in `compare` and the benchmarks, computes
+second-order gradients, and serves as the backend "eager", which supports every problem.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from fused_attn.masks.materialize import materialize
 
 
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention (Vaswani et al. 2017, equation 1) with the score matrix.
+    """Compute attention (Vaswani et al. 2017, equation 1); materializes the score matrix.
 
     Returns:
-        out (batch, num_heads, seqlen_q, head_dim_v) in the type of query, and lse (batch,
+        out (batch, num_heads, seqlen_q, head_dim_v) in the dtype of query, and lse (batch,
         num_heads, seqlen_q) in float32 (float64 for float64).
     """
     if call.mask.cu_seqlens_q is not None:
         return packed.over_padded(call, attention)
     weights, value, empty, lse = _weights(call)
-    # Where a row sees nothing, its gradient does not matter either, NaN included.
+    # masked_fill also ignores the gradient of fully masked rows, NaN included.
     return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
 
 
 def attention_weights(call: AttentionCall, average: bool) -> Tensor:
-    """The weights that `attention` multiplies values with, after dropout.
+    """Compute the attention weights after dropout.
 
     Args:
-        average: over the heads.
+        average: average over the heads.
 
     Returns:
-        (batch, num_heads, seqlen_q, seqlen_k), without num_heads for the average, in the type of
-        query; 0 where a row sees nothing.
+        (batch, num_heads, seqlen_q, seqlen_k), without num_heads for the average, in the dtype of
+        query; 0 in fully masked rows.
     """
     weights, _, empty, _ = _weights(call)
     weights = weights.to(call.query.dtype).masked_fill(empty, 0.0)
@@ -46,7 +46,7 @@ def attention_weights(call: AttentionCall, average: bool) -> Tensor:
 
 
 def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights after dropout, value with one head for each of query's, empty rows, and lse."""
+    """Return weights after dropout, value repeated to num_heads, fully masked rows, and lse."""
     scores, value = _scores(call)
     seqlen_k = scores.shape[3]
     statistics = statistics_dtype(scores.dtype)
@@ -69,7 +69,7 @@ def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Masked scores, and value with one head for each of query's."""
+    """Return the masked scores, and value repeated to num_heads."""
     query, key, value = call.query, call.key, call.value
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_k, group = key.shape[2], num_heads // max(key.shape[1], 1)
@@ -78,7 +78,7 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
     )
     key, value = (t.repeat_interleave(group, 1) if group > 1 else t for t in (key, value))
     if visible is not None:
-        # 0 * NaN is NaN: keys, values and queries without a partner are taken out.
+        # 0 * NaN is NaN, so clear the keys, values and queries that are fully masked.
         unseen = ~visible.any(2)[..., None]
         key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
         query = query.masked_fill(~visible.any(-1, keepdim=True), 0.0)
@@ -94,7 +94,7 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def norm(call: NormCall) -> tuple[Tensor, Tensor]:
-    """The norm of residual + dropout(input), and that sum."""
+    """Compute the norm of residual + dropout(input); return it and the sum."""
     total, options = call.input, call.options
     if options.dropout_p > 0.0:
         assert options.seed is not None
@@ -108,7 +108,7 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
 
 
 def norm_of(total: Tensor, call: NormCall) -> Tensor:
-    """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019) of rows, by torch."""
+    """Normalise rows with torch: layer norm (Ba et al. 2016) or RMS norm (Zhang, Sennrich 2019)."""
     shape, weight, bias = total.shape[-1:], call.weight, call.bias
     if not call.options.rms:
         weight, bias = (t if t is None else t.to(total.dtype) for t in (weight, bias))
@@ -127,10 +127,10 @@ def activation(
     seed: Tensor | None,
     grad_out: Tensor | None = None,
 ) -> Tensor:
-    """As `Backend.activation`, by torch."""
+    """Implement `Backend.activation` in torch operations."""
     backward = grad_out is not None
     if activation == "relu" and grad_out is not None:
-        kept = ~(input <= 0)  # of the result, NaN too
+        kept = ~(input <= 0)  # input is the result here; NaN counts as positive
         return torch.where(kept, grad_out * philox.dropout_scale(dropout_p), 0)
     total = input if bias is None else input + bias
     value = total if grad_out is None else grad_out

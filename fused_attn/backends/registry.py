@@ -1,4 +1,4 @@
-"""The choice of the backend for a problem, and the reasons against the others."""
+"""Selection of the backend for a problem, with the reasons against the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 
-# In order of preference; eager takes everything, so it is last.
+# In order of preference. eager supports every problem, so it is last.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (CppBackend(), CudaBackend(), TritonBackend(), SdpaBackend(), EagerBackend())
@@ -33,10 +33,10 @@ _override: str | None = None
 
 
 def get_backend(name: str, argument: str = "backend") -> Backend:
-    """The backend of a name.
+    """Return the backend with a name.
 
     Args:
-        argument: where the name is from, for the message.
+        argument: the source of the name, for the error message.
 
     Raises:
         ValueError: there is no backend of that name.
@@ -47,13 +47,13 @@ def get_backend(name: str, argument: str = "backend") -> Backend:
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names of the backends that can run on this machine, in order of preference."""
+    """Return the names of the backends that run on this machine, in order of preference."""
     return tuple(name for name, backend in BACKENDS.items() if not backend.unavailable())
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block, every call of the process that names no backend uses this one.
+    """Use a backend within the block for every call in the process that names none.
 
     Args:
         name: "cpp", "cuda", "triton", "sdpa" or "eager".
@@ -76,21 +76,21 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def wanted_backend() -> str | None:
-    """The name that `use_backend` or FUSED_ATTN_BACKEND asks for, in that order."""
+    """Return the name that `use_backend` or else FUSED_ATTN_BACKEND sets, or None."""
     return _override or os.environ.get(_VARIABLE) or None
 
 
 def asks_for_a_backend() -> bool:
-    """True if `use_backend` or FUSED_ATTN_BACKEND names a backend; not traceable by Dynamo."""
+    """Return True if `use_backend` or FUSED_ATTN_BACKEND is set; not traceable by Dynamo."""
     return bool(_override or environment(_VARIABLE))
 
 
 def default_backend(device: torch.device) -> Backend | None:
-    """The default backend of a device; None if the choice depends on the problem."""
+    """Return the default backend of a device; None if the choice depends on the problem."""
     wanted = wanted_backend()
     if wanted is not None:
         return BACKENDS.get(wanted)
-    # Dynamo follows into the function, and would warn of its cache.
+    # Dynamo warns about functools.cache, so it traces the uncached function.
     first_on = _first_on.__wrapped__ if torch.compiler.is_compiling() else _first_on
     return first_on(device, verdicts.changes)
 
@@ -98,12 +98,12 @@ def default_backend(device: torch.device) -> Backend | None:
 def backend_for_unchecked(
     call: UncheckedAttention | UncheckedNorm, device: torch.device, named: str | None
 ) -> Backend | None:
-    """The backend to try on an unvalidated call; None if the validated call has to decide.
+    """Return the backend to try on an unvalidated call; None if validation must come first.
 
     Args:
-        call: one whose `prepare` returned True.
-        device: of its tensors.
-        named: the backend that the caller asked for, or None.
+        call: its `prepare` returned True.
+        device: device of its tensors.
+        named: the backend that the caller named, or None.
     """
     wanted = named or _override or environment(_VARIABLE)
     if wanted:
@@ -116,12 +116,12 @@ def backend_for_unchecked(
 
 
 def backend_of_torch() -> Backend:
-    """The backend of torch's own kernels."""
+    """Return the backend that runs torch's own kernels."""
     return BACKENDS["sdpa"]
 
 
 def _is_known(call: UncheckedAttention | UncheckedNorm) -> bool:
-    """True if `problem_of` can be computed from an unvalidated call."""
+    """Return True if `problem_of` can be computed from an unvalidated call."""
     if isinstance(call, UncheckedNorm):
         return True
     tensors = call.query, call.key, call.value
@@ -130,10 +130,10 @@ def _is_known(call: UncheckedAttention | UncheckedNorm) -> bool:
 
 @functools.cache
 def _first_on(device: torch.device, changes: int) -> Backend | None:
-    """The first backend that is the default for every problem on a device, or None.
+    """Return the first backend that is the default for every problem on a device, or None.
 
     Args:
-        changes: `verdicts.changes`, as verdicts decide too.
+        changes: `verdicts.changes`; part of the cache key, since verdicts affect the result.
     """
     for backend in BACKENDS.values():
         extent = backend.default_for(device.type)
@@ -146,7 +146,7 @@ def _first_on(device: torch.device, changes: int) -> Backend | None:
 
 
 def cached_choice(problem: Problem) -> Backend | None:
-    """The backend that `select` would return for a problem without a wanted backend, or None."""
+    """Return the backend that `select` would choose if none is named, or None."""
     return _chosen(problem, verdicts.changes)
 
 
@@ -156,7 +156,7 @@ def _chosen(problem: Problem, changes: int) -> Backend | None:
 
 
 def _notify(backend: Backend, device_type: str) -> None:
-    """Warns, once in a process, of a choice that users should know of, unless they verified."""
+    """Emit a backend's fallback warning once per process, unless verdicts are stored."""
     if torch.compiler.is_compiling() or (backend.name, device_type) in _notified:
         return
     _notified.add((backend.name, device_type))
@@ -167,17 +167,18 @@ def _notify(backend: Backend, device_type: str) -> None:
 
 _notified: set[tuple[str, str]] = set()
 
-Refusals = list[tuple[str, list[str]]]  # names of backends, with their reasons
+Refusals = list[tuple[str, list[str]]]  # names of backends and their reasons
 
 
 def select(problem: Problem, backend: str | None = None) -> Backend:
-    """The backend for a problem.
+    """Return the backend for a problem.
 
-    A backend that is asked for by the `backend` argument, `use_backend` or FUSED_ATTN_BACKEND (in
-    that order) is the only candidate; otherwise the first that takes the problem.
+    A backend named by the `backend` argument, `use_backend` or FUSED_ATTN_BACKEND (in that order)
+    is the only candidate. Otherwise the first backend that supports the problem and is not opt-in
+    for it is selected.
 
     Raises:
-        NotImplementedError: no candidate takes it; the message has each one's reasons.
+        NotImplementedError: no candidate supports it; the message has the reasons of each.
         ValueError: there is no backend of that name.
     """
     chosen, refusals = choose(problem, backend)
@@ -192,13 +193,13 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
 
 
 def _source_of(backend: str | None) -> str:
-    """What names the only candidate, where one does: an argument, or the environment variable."""
+    """Return what named the backend, for messages: the argument or the environment variable."""
     by_argument = backend or _override or not os.environ.get(_VARIABLE)
     return "backend" if by_argument else _VARIABLE
 
 
 def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None, Refusals]:
-    """The backend of `select`, or None, and what those before it have against the problem."""
+    """Return the backend that `select` chooses, or None, and the refusals of those before it."""
     wanted = backend or wanted_backend()
     source = _source_of(backend)
     candidates = (get_backend(wanted, source),) if wanted else tuple(BACKENDS.values())

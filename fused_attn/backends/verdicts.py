@@ -1,7 +1,7 @@
-"""Verdicts of `fused-attn verify`: in which classes of problems a backend is right and faster.
+"""Verdicts of `fused-attn verify`: the classes of problems where a backend is right and faster.
 
-A verdict is of one backend on one machine as it is: GPU, driver, torch, Triton, this package and
-its kernels. It lies in the user's cache folder, and is read when a choice first needs it.
+A verdict holds for one backend with the current GPU, driver, torch, Triton, package version and
+kernels. It is stored in the user's cache folder, and read on first use.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.version import __version__
 
-# The files that the kernels of a backend come from, by its name: those of the backends that are
-# chosen only where they were verified.
+# For each backend that is selected only where it was verified: the files of its kernels.
 KERNELS: dict[str, Callable[[], Iterable[Path]]] = {}
 
 BY_NAME_ONLY = "is chosen by name only, until `fused-attn verify` finds it right and faster here"
@@ -31,10 +30,10 @@ _AGAIN = "run `fused-attn verify` again"
 
 # ---- classes ------------------------------------------------------------------------------------
 
-# A size belongs to the first of these that is no less.
-WIDTHS = (32, 64, 96, 128, 192, 256)  # head_dim, or head_dim_v where that is more; as CUDA pads
-FEW_QUERIES = 16  # kernels for decoding take them
-LENGTHS = (128, 512, 2048)  # of queries and keys, the longer of the two
+# A size belongs to the first of these that is not smaller.
+WIDTHS = (32, 64, 96, 128, 192, 256)  # max(head_dim, head_dim_v); CUDA pads to these
+FEW_QUERIES = 16  # for the decode kernels
+LENGTHS = (128, 512, 2048)  # max(seqlen_q, seqlen_k)
 COLUMNS = (256, 1024, 4096, 16384)
 KINDS = ("none", "causal", "structured", "dense", "bias")  # MaskSpec.kind
 OPTIONS = ("dropout", "softcap", "packed", "lse", "weights", "learned_bias")
@@ -44,12 +43,12 @@ _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 
 class ProblemClass(NamedTuple):
-    """Problems that get one verdict.
+    """Class of problems that share one verdict.
 
     Attributes:
         op: "attention", "layer_norm" or "rms_norm".
-        dtype: the name of the type, or "other".
-        sizes: `attention_sizes`, or `columns_word`.
+        dtype: the name of the dtype, or "other".
+        sizes: result of `attention_sizes` or `columns_word`.
         feature: one of KINDS, OPTIONS or NORM_FEATURES.
         direction: "forward" or "training".
     """
@@ -65,8 +64,10 @@ class ProblemClass(NamedTuple):
 
 
 def classes_of(problem: Problem) -> list[ProblemClass]:
-    """The classes that a problem belongs to: one for its mask, or for its norm, and one for each
-    option. A backend is chosen where it is usable in all of them."""
+    """Return the classes that a problem belongs to: one for its mask or norm, one for each option.
+
+    A backend is selected only if it is usable in all of them.
+    """
     dtype = _TYPES.get(problem.dtype, "other")
     direction = "training" if problem.needs_grad else "forward"
     if isinstance(problem, NormProblem):
@@ -96,12 +97,12 @@ def classes_of(problem: Problem) -> list[ProblemClass]:
 
 
 def attention_sizes(head_dim: int, length: str) -> str:
-    """`ProblemClass.sizes` of a head_dim and a `length_word`."""
+    """Return `ProblemClass.sizes` for a head_dim and a `length_word`."""
     return f"D{_up_to(head_dim, WIDTHS)},{length}"
 
 
 def length_word(seqlen_q: int, seqlen_k: int) -> str:
-    """The class of two lengths; 0 is one that is not known."""
+    """Return the class of two lengths, where 0 means unknown."""
     if seqlen_q == 0 or seqlen_k == 0:
         return "L=0"
     if seqlen_q <= FEW_QUERIES:
@@ -110,13 +111,13 @@ def length_word(seqlen_q: int, seqlen_k: int) -> str:
 
 
 def length_words() -> list[str]:
-    """The classes of all lengths that are known."""
+    """Return the classes of all known lengths."""
     longer = [*LENGTHS, LENGTHS[-1] + 1]
     return [length_word(1, 1), *[length_word(length, length) for length in longer]]
 
 
 def columns_word(num_columns: int) -> str:
-    """The class of a norm's columns."""
+    """Return the class of a norm's number of columns."""
     return f"C{_up_to(num_columns, COLUMNS)}"
 
 
@@ -127,16 +128,16 @@ def _up_to(size: int, ends: Sequence[int]) -> str:
     return f">{ends[-1]}"
 
 
-# ---- the choice ---------------------------------------------------------------------------------
+# ---- selection ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A verdict as the choice looks at it.
+    """Verdict in the form that backend selection reads.
 
     Attributes:
-        reasons: what stands against each class; empty where the backend is usable.
-        general: what stands against all classes; empty where one is usable.
+        reasons: the reason against each class; empty if the backend is usable in it.
+        general: the reason against all classes; empty if the backend is usable in any.
     """
 
     reasons: dict[ProblemClass, str]
@@ -148,9 +149,9 @@ changes = 0  # how often this process stored or removed verdicts
 
 
 def reasons_against(backend: str, problem: Problem) -> list[str]:
-    """The reason why a backend is not chosen unasked for a problem; empty if it may be."""
+    """Return the first reason why a backend is opt-in for a problem; empty if there is none."""
     general = _reason(backend, problem.device)
-    if general:  # no size has been looked at: torch.compile has nothing to guard
+    if general:  # before any size is read, so torch.compile adds no guard on one
         return [general]
     for name in classes_of(problem):
         reason = _reason(backend, problem.device, *name)
@@ -160,12 +161,12 @@ def reasons_against(backend: str, problem: Problem) -> list[str]:
 
 
 def any_usable(backend: str, device_type: str) -> bool:
-    """Whether a backend is usable in any class, on any device of a type."""
+    """Return True if a backend is usable in any class, on any device of a type."""
     return any(not _table(backend, device).general for device in _devices(device_type))
 
 
 def any_stored(device_type: str) -> bool:
-    """Whether there is a verdict, whatever it is, for any backend and device of a type."""
+    """Return True if any verdict, good or bad, is stored for a device of a type."""
     return any(_table(name, d).reasons for name in KERNELS for d in _devices(device_type))
 
 
@@ -176,10 +177,10 @@ def _devices(device_type: str) -> list[torch.device]:
 
 
 def _reason(backend: str, device: torch.device, *words: str) -> str:
-    """The reason against a class, or without words against all of them; empty if there is none.
+    """Return the reason against a class, or if `words` is empty, against all; "" if none.
 
     Args:
-        words: the fields of a ProblemClass, one by one: torch.compile passes no tuple.
+        words: the fields of a ProblemClass, unpacked: torch.compile cannot pass a tuple.
     """
     table = _table(backend, device)
     if not words:
@@ -196,12 +197,12 @@ def _table(backend: str, device: torch.device) -> _Table:
 
 
 def _exporting() -> bool:
-    # torch.compile, where it traces this, takes it for true in torch 2.9.
+    # In torch 2.9, torch.compile evaluates this to True if it traces it; see below.
     return torch.compiler.is_exporting()
 
 
-# torch.compiler.assume_constant_result sets this, but imports all of torch._dynamo with it: while
-# torch.compile traces a call, the function is called, and what it says is built in.
+# torch.compile calls the function while tracing, and treats the result as a constant.
+# torch.compiler.assume_constant_result sets this too, but imports all of torch._dynamo.
 _reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -211,12 +212,12 @@ _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class ClassVerdict:
-    """What was found of a class.
+    """Verdict on one class.
 
     Attributes:
-        usable: right, and faster than what is chosen otherwise.
-        speedup: how many times as fast; None where it was not timed.
-        found: why it is not usable, in words behind "found it"; empty if it is.
+        usable: right, and faster than the backend that is otherwise selected.
+        speedup: over that backend; None if not timed.
+        found: why it is not usable, as words after "found it"; empty if it is.
     """
 
     usable: bool
@@ -225,19 +226,19 @@ class ClassVerdict:
 
     @property
     def rate(self) -> float:
-        """The speed-up where the backend is usable, else 0."""
+        """The speed-up if the backend is usable, else 0."""
         return self.speedup or 0.0 if self.usable else 0.0
 
 
 def folder() -> Path:
-    """Where verdicts lie."""
-    from platformdirs import user_cache_path  # not needed by those who have no GPU
+    """Return the folder of the stored verdicts."""
+    from platformdirs import user_cache_path  # optional without a GPU
 
     return user_cache_path("fused_attn", appauthor=False) / "verdicts"
 
 
 def identity(backend: str, device: torch.device) -> dict[str, str]:
-    """What a verdict holds for."""
+    """Return what a verdict is valid for: backend, GPU, driver, versions and kernels."""
     return {
         "backend": backend,
         "gpu": _gpu(device),
@@ -250,9 +251,9 @@ def identity(backend: str, device: torch.device) -> dict[str, str]:
 
 
 def store(identity: Mapping[str, str], classes: Mapping[ProblemClass, ClassVerdict]) -> Path:
-    """Stores a verdict in place of the one that there may be; returns its file.
+    """Store a verdict, replacing an existing one; return its file.
 
-    Others that read meanwhile see the old one or the new one, whole.
+    The replacement is atomic: concurrent readers read the old file or the new one.
     """
     path = _path(identity)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +271,7 @@ def store(identity: Mapping[str, str], classes: Mapping[ProblemClass, ClassVerdi
 
 
 def forget(backends: Iterable[str]) -> list[Path]:
-    """Removes all verdicts of these backends; returns the files that were there."""
+    """Remove all verdicts of these backends; return the removed files."""
     removed = [path for name in backends for path in sorted(folder().glob(f"{name}-*"))]
     for path in removed:
         path.unlink(missing_ok=True)
@@ -279,7 +280,7 @@ def forget(backends: Iterable[str]) -> list[Path]:
 
 
 def read_again() -> None:
-    """Lets this process forget what it read."""
+    """Drop the verdicts that this process has cached."""
     global changes
     changes += 1
     _tables.clear()
@@ -291,7 +292,7 @@ def _path(identity: Mapping[str, str]) -> Path:
 
 
 def _read(backend: str, device: torch.device) -> _Table:
-    """The verdict for this machine. Of several backends that are usable the fastest is."""
+    """Return the verdict for this machine. In each class only the fastest backend is usable."""
     own = _load(backend, device)
     if isinstance(own, str):
         return _Table({}, own)
@@ -306,7 +307,7 @@ def _read(backend: str, device: torch.device) -> _Table:
 
 
 def _load(backend: str, device: torch.device) -> dict[ProblemClass, ClassVerdict] | str:
-    """What is stored for this machine, or why that cannot be used."""
+    """Return the verdicts stored for this machine, or the reason why there are none to use."""
     path: Path | None = None
     try:
         files = sorted(folder().glob(f"{backend}-*.json"))
@@ -325,7 +326,7 @@ def _load(backend: str, device: torch.device) -> dict[ProblemClass, ClassVerdict
             )
             for name, entry in facts["classes"].items()
         }
-    except Exception as error:  # whatever it is: a call has another backend to go to
+    except Exception as error:  # of any kind: the call falls back to another backend
         broken = " ".join(f"{type(error).__name__}: {error}".split())
         what = "verdicts" if path is None else f"the verdict in {path}"
         return f"{what} cannot be read ({broken}): {_AGAIN}"
@@ -340,7 +341,7 @@ def _against(name: ProblemClass, verdict: ClassVerdict) -> str:
 
 
 def _what_changed(own: Mapping[str, str], files: Sequence[Path]) -> str:
-    """That there is no verdict, and what is other than when this GPU was last verified."""
+    """Return the reason for a missing verdict: what changed since this GPU was last verified."""
     for path in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             before = json.loads(path.read_text("utf-8"))["identity"]
@@ -359,11 +360,11 @@ def _what_changed(own: Mapping[str, str], files: Sequence[Path]) -> str:
 
 # ---- the machine --------------------------------------------------------------------------------
 
-_DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")  # of Linux
+_DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")  # on Linux
 
 
 def _gpu(device: torch.device) -> str:
-    """The name of the GPU, or of the device that stands in for one."""
+    """Return the name of the GPU, or the device type if there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return device.type
     return torch.cuda.get_device_name(device)

@@ -1,7 +1,7 @@
-"""Backward of the weights in eager math, for backends that have no kernel of it.
+"""Backward of the weights in eager math, for backends without a kernel for it.
 
-Losses on weights are rare. One head is done at a time, so that (batch, num_heads, seqlen_q,
-seqlen_k) is not held for their average.
+Losses on weights are rare. Heads are computed one at a time, so averaged weights do not materialize
+(batch, num_heads, seqlen_q, seqlen_k).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def attention_weights_bwd(
     average: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Backend.attention_weights_bwd`: with P = exp(S - lse) and G the gradient of the weights
-    after dropout, dS = P (G - rowsum(P G))."""
+    """Compute the gradients of `Backend.attention_weights` as dS = P (G - rowsum(P G)).
+
+    P = exp(S - lse), and G is the gradient of the weights after dropout.
+    """
     query, key, spec, options = call.query, call.key, call.mask, call.options
     scale, softcap = options.scale, options.softcap
     batch, num_heads, seqlen_q, _ = query.shape
@@ -39,7 +41,7 @@ def attention_weights_bwd(
         visible, bias = materialize(own, batch, 1, seqlen_q, seqlen_k, query.device, dtype)
         q, k = query[:, h].to(dtype), key[:, h // group].to(dtype)
         if visible is not None:
-            # 0 * NaN is NaN: what stands where nobody looks is taken out.
+            # 0 * NaN is NaN, so clear the queries and keys that are fully masked.
             visible = visible[:, 0]
             q = q.masked_fill(~visible.any(2)[..., None], 0.0)
             k = k.masked_fill(~visible.any(1)[..., None], 0.0)
@@ -63,8 +65,8 @@ def attention_weights_bwd(
             grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(options.dropout_p))
         if visible is not None:
             weights, grad = (t.masked_fill(~visible, 0.0) for t in (weights, grad))
-        # Where one key has all the weight, its gradient and this cancel: the weights' own rounding,
-        # which their sum has too, must not show.
+        # If one key has all the weight, grad and the row sum cancel. The division by the sum of the
+        # weights cancels their rounding error.
         total = weights.sum(-1, keepdim=True)
         total = total.masked_fill(total == 0.0, 1.0)
         grad = weights * (grad - (weights * grad).sum(-1, keepdim=True) / total)

@@ -1,1 +1,1 @@
-"""The ops of torch.library, their derivatives and decompositions."""
+"""Registered ops (torch.library), with their derivatives and decompositions."""

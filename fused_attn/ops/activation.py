@@ -1,8 +1,8 @@
-"""dropout(activation(x + bias)) in one pass forward and one backward, where a backend has a kernel.
+"""Fused dropout(activation(x + bias)): one pass forward, one backward, if a backend has a kernel.
 
-torch takes four forward (the copy of the bias under a product, activation, bits, product) and two
-or three backward, over the widest tensor of a Transformer. Not an op of torch.library: what
-watches calls sees torch's, which compilers fuse.
+torch needs four passes forward (the copy of the bias before the matmul, activation, random bits,
+multiplication) and two or three backward, over the widest tensor of a Transformer. It is not
+registered in torch.library: intercepted calls use torch's operations, which compilers fuse.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fused_attn.base.torch_state import (
 
 
 def takes_activation(input: Tensor) -> bool:
-    """Whether `activation_pass` may compute what is made of such a tensor by a product."""
+    """Return True if `activation_pass` may accept this tensor, or a matmul of it."""
     return _backend_of(input) is not None
 
 
@@ -38,13 +38,13 @@ def activation_pass(
     *,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """dropout(activation(input + bias)); None where torch has to compute it.
+    """Compute dropout(activation(input + bias)); return None if torch must compute it.
 
     Args:
         input: (*, columns).
-        bias: (columns,); in the type of input it is added unrounded.
+        bias: (columns,); cast to the dtype of input. The sum is not rounded.
         activation: one of `backends.base.ACTIVATIONS`.
-        overwrite: input is nobody else's: the result may be written over it.
+        overwrite: the result may overwrite input, which the caller does not use again.
     """
     backend = _backend_of(input)
     if backend is None or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
@@ -81,11 +81,11 @@ class _Activation(Function):
         call: tuple[str, float, Tensor | None],
         backend: Backend,
     ) -> Tensor:
-        # No view, which autograd would let nobody change.
+        # Not a view: autograd forbids changing views returned by a Function in place.
         out = backend.activation(input, bias, *call)
         activation = call[0]
         if activation == "relu":
-            ctx.save_for_backward(out, None)  # positive where something is left
+            ctx.save_for_backward(out, None)  # positive where the gradient passes
         elif activation != "identity":
             ctx.save_for_backward(input, bias)
         ctx.call, ctx.backend = call, backend
@@ -94,7 +94,7 @@ class _Activation(Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         grad_out = grad_out.resolve_neg().contiguous()
-        # Hooks on saved tensors may give back others than they took.
+        # Saved-tensor hooks may return tensors with another dtype or layout.
         input, bias = (_as_given(t, grad_out) for t in ctx.saved_tensors or (grad_out, None))
         args = (input, bias, *ctx.call, grad_out)
         plain = plain_eager(grad_out, input) and not batched_by_autograd(grad_out)

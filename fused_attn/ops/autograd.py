@@ -1,7 +1,7 @@
-"""autograd.Functions around the ops.
+"""autograd.Functions of the ops.
 
-First order runs on the kernels; the backward of a backward is in second_order.py. A call goes into
-`apply` whole, and its tensors beside it, where autograd and torch.compile see them.
+First-order gradients run on the kernels; second_order.py has the backward of a backward. `apply`
+receives the call, and also its tensors as separate arguments, for autograd and torch.compile.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from fused_attn.ops.sinks import add_sinks, checked_sinks
 def attention(
     call: UncheckedAttention, want_lse: bool, named: str | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run an unvalidated call: try the backend's pass on it, else validate and run that.
+    """Run an unvalidated call: first try the backend's pass on it, then validate and run it.
 
     Args:
-        named: the backend that the caller asked for, or None.
+        named: the backend that the caller named, or None.
         sinks: see ops/sinks.py.
 
     Returns:
-        out, and lse, which may be None unless want_lse.
+        out, and lse, which may be None without want_lse.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        NotImplementedError: the backend that was asked for does not take the problem.
+        NotImplementedError: the named backend does not support the problem.
     """
     if sinks is not None:
         out, lse = attention(call, True, named)
@@ -89,7 +89,7 @@ def _count(call: UncheckedAttention | AttentionCall, backend: Backend | None) ->
 def _try_unchecked(
     call: UncheckedAttention, want_lse: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Run the pass of the default backend on an unvalidated call; None if it refuses."""
+    """Run the backend's pass on an unvalidated call; return None if it refuses."""
     backend = backend_for_unchecked(call, call.query.device, named) if call.prepare() else None
     if backend is None:
         return None
@@ -105,14 +105,14 @@ def _try_unchecked(
         or call.value.requires_grad
         or (spec.bias is not None and spec.bias.requires_grad)
     )
-    # A summary is stored with its spec. A raw tensor's spec lives for one call, so without a
-    # backward the pass computes the summary itself.
+    # A summary is cached on its spec. A raw tensor's spec lasts for one call, so without a backward
+    # the pass computes the summary itself.
     read = spec.dense is not None or spec.bias is not None
     if read and (needs_grad or not isinstance(call.attn_mask, Tensor)):
         with_summaries(spec, backend.tile_summary)
     packed = needs_grad and spec.cu_seqlens_q is not None and call.query.dim() == 3
     given = call.query, call.key, call.value
-    if packed:  # a backward takes packed sequences as one batch
+    if packed:  # the backward needs packed sequences as a batch of 1
         call.query, call.key, call.value = (t.transpose(0, 1)[None] for t in given)
     outputs = backend.attention_fwd(call, needs_grad, want_lse)
     if outputs is None:
@@ -130,11 +130,11 @@ def _try_unchecked(
 def attention_by(
     call: AttentionCall, backend: Backend, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a validated call on the backend that was selected for it; returns as `attention`."""
+    """Run a validated call on its selected backend; return out and lse as `attention` does."""
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.attention_fwd(call, False, want_lse)
-        assert outputs is not None  # of a checked call
+        assert outputs is not None  # validated calls are not refused
         return outputs[:2]
     call = _kernel_layout(call, backend)
     if not _needs_grad(call):
@@ -147,7 +147,7 @@ def attention_by(
 def attention_with_weights(
     call: AttentionCall, average: bool, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """out, and the weights that made it."""
+    """Run a validated call; return out and its attention weights after dropout."""
     if counting and not torch.compiler.is_compiling():
         _count(call, backend)
     call = _seeded(call, backend)
@@ -160,7 +160,7 @@ def attention_with_weights(
         out, lse, lse_residual = _Attention.apply(call, backend, None, 3, *_present(call))
     else:
         out, lse, lse_residual, _ = ops.attention_fwd(call, backend, True, True)
-    # The weights are a function of query, key and bias: that lse is known is no business of theirs.
+    # The weights depend on query, key and bias only; lse is a precomputed value.
     lse = lse.detach()
     if needs_grad:
         return out, _Weights.apply(call, lse, lse_residual, average, backend, *call.tensors())
@@ -168,16 +168,16 @@ def attention_with_weights(
 
 
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
-    """Run an unvalidated norm, as `attention` does; returns out and residual + dropout(input).
+    """Run an unvalidated norm, as `attention` does; return out and residual + dropout(input).
 
-    The sum may be None unless want_total.
+    The sum may be None without want_total.
     """
     results = _try_unchecked_norm(call, want_total, named) if not is_intercepted() else None
     if results is not None:
         return results
     checked, shape = checked_norm(call), call.input.shape
     backend = select(problem_of(checked), named)
-    # Inductor fuses torch's operations with their neighbours, but not a kernel of ours.
+    # Inductor can fuse torch's norm with neighbouring operations, but not our kernel.
     if torch.compiler.is_compiling() and not named and call.options.dropout_p == 0.0:
         backend = backend if wanted_backend() else backend_of_torch()
     out, total = norm_by(checked, backend, want_total)
@@ -189,7 +189,7 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
 def _try_unchecked_norm(
     call: UncheckedNorm, want_total: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Run the pass of the default backend on an unvalidated norm; None if it refuses."""
+    """Run the backend's pass on an unvalidated norm; return None if it refuses."""
     backend = backend_for_unchecked(call, call.input.device, named) if call.prepare() else None
     if backend is None:
         return None
@@ -204,7 +204,7 @@ def _try_unchecked_norm(
         )
     )
     if needs_grad and len(call.normalized_shape) != 1:
-        return None  # a backward is over columns
+        return None  # the backward supports one normalised dimension
     input = call.input
     if not input.is_nested and input.dim() > 0 and input.stride(-1) != 1:
         call.input = input.contiguous()
@@ -219,11 +219,11 @@ def _try_unchecked_norm(
 
 
 def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor, Tensor | None]:
-    """Run a validated norm on the backend that was selected for it; returns as `norm`."""
+    """Run a validated norm on its selected backend; return as `norm` does."""
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.norm_fwd(call, False, want_total)
-        assert outputs is not None  # of a checked call
+        assert outputs is not None  # validated calls are not refused
         out, total = outputs[:2]
     elif _needs_grad(call):
         call = _apart(call) if torch.compiler.is_compiling() else call
@@ -234,7 +234,7 @@ def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor,
 
 
 def _seeded(call: Any, backend: Backend) -> Any:
-    """The call, with a new seed where the backend drops by one."""
+    """Return the call, with a new dropout seed if it needs one."""
     options = call.options
     if options.dropout_p == 0.0 or options.seed is not None or backend.wraps_torch:
         return call
@@ -242,14 +242,14 @@ def _seeded(call: Any, backend: Backend) -> Any:
 
 
 def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:
-    """The call as kernels read it."""
+    """Return the call in `kernel_layout()`, with summaries of its dense masks."""
     call = call.kernel_layout()
     mask = with_summaries(call.mask, backend.tile_summary)
     return call if mask is call.mask else replace(call, mask=mask)
 
 
 def _apart(call: FlatT) -> FlatT:
-    """The call with no tensor twice, which torch.compile does not take of a Function."""
+    """Return the call without repeated tensors, which torch.compile rejects in a Function."""
     tensors: list[Tensor | None] = []
     for tensor in call.tensors():
         if tensor is not None and any(tensor is other for other in tensors):
@@ -259,7 +259,7 @@ def _apart(call: FlatT) -> FlatT:
 
 
 def _present(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
-    """The call's tensors without trailing Nones: each argument of a Function costs time."""
+    """Return the call's tensors without trailing Nones: each argument of apply costs time."""
     tensors = call.tensors()
     count = len(tensors)
     while tensors[count - 1] is None:
@@ -268,12 +268,12 @@ def _present(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | 
 
 
 def _rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
-    """The inverse of `_present`: the call with these tensors, and None for the rest."""
+    """Invert `_present`: return the call with these tensors, and None for the rest."""
     return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
 
 
 def _plain(grad: Tensor | None, other: Tensor | None) -> bool:
-    """True if the backward can call the pass directly: eager, first order, not batched."""
+    """Return True if the backward can call the pass directly: eager, first order, unbatched."""
     return not torch.is_grad_enabled() and plain_eager(grad, other) and not batched(grad, other)
 
 
@@ -282,7 +282,7 @@ def _needs_grad(call: Flat) -> bool:
 
 
 def _wanted(ctx: Any, index: int) -> bool:
-    """True if autograd needs the gradient of the call's tensor number `index`."""
+    """Return True if autograd needs the gradient of the call's tensor number `index`."""
     index += ctx.first
     return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
 
@@ -297,20 +297,21 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def _saved(ctx: Any) -> list[Any]:
-    """The tensors of `_save` in their types: hooks may give back others than they took."""
+    """Return the tensors of `_save`, cast back if a saved-tensor hook changed their dtype."""
     saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     return [t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in saved]
 
 
-# forward takes ctx: with a setup_context of its own, apply would inspect signatures at every call,
-# which takes longer than a small kernel. (No functorch transform comes here, see torch_state.)
+# forward takes ctx: with a separate setup_context, apply inspects signatures on every call, which
+# takes longer than a small kernel. Only functorch transforms need it; they use the reference.
 
 
 class _Attention(Function):
-    """The first `count` of the outputs.
+    """Attention forward; returns the first `count` outputs.
 
     Args:
-        outputs: of a pass that has run; None: it runs here, where torch.compile follows.
+        outputs: outputs of a pass that has run. If None, forward runs the op, as torch.compile
+            requires.
         tensors: see `_present`.
     """
 
@@ -361,7 +362,7 @@ def _gradients(
     needs_bias: bool,
     backend: Backend,
 ) -> Any:
-    """Those of query, key, value and bias, which can be differentiated."""
+    """Return differentiable gradients of query, key, value and bias."""
 
     def run() -> Any:
         return ops.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias, backend)
@@ -408,7 +409,7 @@ class _Weights(Function):
 
 
 class _Norm(Function):
-    """out and total; outputs and tensors as in _Attention."""
+    """Norm forward; returns out and total. `outputs` and `tensors` are as in _Attention."""
 
     @staticmethod
     def forward(
@@ -422,8 +423,8 @@ class _Norm(Function):
             assert isinstance(call, NormCall)
             outputs = ops.norm_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
-        # The kernel needs the sum alone, which is input where nothing was added; second order
-        # differentiates the reference, which starts from input and residual.
+        # The kernel needs only the sum, which is input if nothing was added. Second order
+        # differentiates the reference, which needs input and residual.
         total = outputs.total if call.has_total else call.input
         _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
         ctx.call, ctx.backend, ctx.first = call.without_tensors(), backend, 3
@@ -434,7 +435,7 @@ class _Norm(Function):
         total, mean, rstd, *tensors = _saved(ctx)
         call, backend = _rebuilt(ctx.call, tensors), ctx.backend
         if not call.has_total:
-            grad_total = None  # of the empty output; torch.compile hands zeros in
+            grad_total = None  # total is empty; torch.compile passes zeros
         if grad_out is None and grad_total is None:
             return (None,) * len(ctx.needs_input_grad)
         needs = _wanted(ctx, _NORM_WEIGHT), _wanted(ctx, _NORM_BIAS)
@@ -458,13 +459,13 @@ def _norm_gradients(
     needs: tuple[bool, bool],
     backend: Backend,
 ) -> Any:
-    """Those of input, the sum, weight and bias, which can be differentiated."""
+    """Return differentiable gradients of input, the sum, weight and bias."""
     mean, rstd = mean if mean is None else mean.contiguous(), rstd.contiguous()
 
     def run() -> Any:
         return ops.norm_bwd(of_total, mean, rstd, grad_out, grad_total, *needs, backend)
 
-    # Without dropout the gradient of input is that of the sum, and so is residual's.
+    # Without dropout, the gradients of input and residual are both that of the sum.
     dropped = call.options.dropout_p > 0.0
     of_sum = "residual" if call.residual is not None else None if dropped else "input"
     names = ("input" if dropped else None, of_sum, "weight", "bias")
@@ -474,7 +475,7 @@ def _norm_gradients(
 def _by_norm_tensor(
     call: NormCall, grads: Sequence[Tensor], needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a pass by tensor of the call, in its types."""
+    """Return the gradients of a pass in the order of the call's tensors, in their dtypes."""
     of_input, of_sum, of_weight, of_bias = grads
     weight, bias = call.weight, call.bias
     return (

@@ -1,7 +1,7 @@
-"""The registered ops in torch's own, for graphs in which ours mean nothing: ONNX.
+"""Decompositions of the registered ops into torch operations, for ONNX export.
 
-torch.onnx.export calls these in place of the ops, and gets primitives, by the reference. They are
-not in torch's global table of decompositions: Inductor refuses ops that are (where CI is set).
+Under torch.onnx.export, these replace the ops with the reference. They are not in torch's global
+decomposition table, because Inductor rejects ops that are (if CI is set).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, Nor
 
 
 def attention_fwd(call: AttentionCall) -> AttentionOutputs:
-    """The outputs, of a call after which no backward follows."""
+    """Compute the outputs of a forward without a backward."""
     out, lse = reference.attention(call)
     return call.outputs(False)._replace(out=out, lse=lse)
 
 
 def attention_weights(call: AttentionCall, average: bool) -> Tensor:
-    """The weights after dropout."""
+    """Compute the weights after dropout."""
     return reference.attention_weights(call, average)
 
 
 def norm_fwd(call: NormCall) -> NormOutputs:
-    """The outputs."""
+    """Compute the outputs."""
     out, total = reference.norm(call)
     return call.outputs()._replace(out=out, total=total)
 
@@ -46,8 +46,10 @@ def _norm_fwd(*values: Any) -> tuple[Tensor, ...]:
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Any]:
-    """What to update `torch.export.default_decompositions()` with, for `run_decompositions` of a
-    program that was exported already."""
+    """Return the decompositions to pass to `run_decompositions` of an exported program.
+
+    Update `torch.export.default_decompositions()` with them.
+    """
     return {
         OPS.attention_fwd.default: _attention_fwd,
         OPS.attention_weights.default: _attention_weights,

@@ -1,7 +1,7 @@
-"""The registered ops (torch.library): schemas, checks, fakes; flops.py has their FLOP formulas.
+"""Registered ops (torch.library): schemas, checks, fakes; flops.py has their FLOP formulas.
 
-Plain eager calls go straight to the backend; everything that watches calls (torch.compile,
-export, FakeTensor, selective checkpointing, DTensor) sees the ops, which take the same calls flat.
+Plain eager calls go directly to the backend. Intercepted calls (torch.compile, export, FakeTensor,
+selective checkpointing, DTensor) use the ops, whose arguments are the flattened call.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fused_attn.call.validation import check_length
 from fused_attn.masks.spec import BOUNDS
 from fused_attn.ops import decompositions, flops
 
-# ---- the way in ---------------------------------------------------------------------------------
+# ---- entry points -------------------------------------------------------------------------------
 
 
 def attention_fwd(
     call: AttentionCall, backend: Backend, for_backward: bool, want_lse: bool
 ) -> AttentionOutputs:
-    """The outputs. Where no backward follows, backends have faster ways for a few queries."""
+    """Compute the outputs. Without a backward, backends have faster kernels for few queries."""
     if plain_eager(*call.tensors()):
         outputs = backend.attention_fwd(call, for_backward, want_lse)
-        assert outputs is not None  # of a checked call
+        assert outputs is not None  # validated calls are not refused
         return outputs
     if torch.onnx.is_in_onnx_export():
         return decompositions.attention_fwd(call)
@@ -52,10 +52,10 @@ def attention_bwd(
     needs_bias: bool,
     backend: Backend,
 ) -> AttentionGradients:
-    """The gradients under grad_out and grad_lse."""
+    """Compute the gradients for grad_out and grad_lse."""
     if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
         grads = backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
-        assert grads is not None  # the layout is the kernels'
+        assert grads is not None  # the call is in kernel_layout()
         return grads
     rest = (*outputs.without_none(), grad_out, grad_lse, needs_bias, backend.name)
     return AttentionGradients(*OPS.attention_bwd(*call.flat(), *rest))
@@ -64,7 +64,7 @@ def attention_bwd(
 def attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: Backend
 ) -> Tensor:
-    """The weights after dropout, from the lse of `attention_fwd`."""
+    """Compute the weights after dropout, from the lse of `attention_fwd`."""
     if plain_eager(*call.tensors(), lse):
         return backend.attention_weights(call, lse, lse_residual, average)
     if torch.onnx.is_in_onnx_export():
@@ -82,7 +82,7 @@ def attention_weights_bwd(
     needs_bias: bool,
     backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and bias (empty if not needed) by `attention_weights`."""
+    """Compute the gradients of `attention_weights`: query, key, bias (empty if not needed)."""
     args = (lse, lse_residual, grad_weights, average, needs_bias)
     if plain_eager(*call.tensors(), grad_weights) and not batched_by_autograd(grad_weights):
         return backend.attention_weights_bwd(call, *args)
@@ -90,10 +90,10 @@ def attention_weights_bwd(
 
 
 def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: bool) -> NormOutputs:
-    """The outputs."""
+    """Compute the outputs."""
     if plain_eager(*call.tensors()):
         outputs = backend.norm_fwd(call, for_backward, want_total)
-        assert outputs is not None  # of a checked call
+        assert outputs is not None  # validated calls are not refused
         return outputs
     if torch.onnx.is_in_onnx_export():
         return decompositions.norm_fwd(call)
@@ -110,7 +110,7 @@ def norm_bwd(
     needs_bias: bool,
     backend: Backend,
 ) -> NormGradients:
-    """The gradients; `call` has the sum that was normalised as its input, and no residual."""
+    """Compute the gradients; call.input is the sum that was normalised, without a residual."""
     needs = (needs_weight, needs_bias)
     eager = plain_eager(grad_out, grad_total, *call.tensors())
     if eager and not batched_by_autograd(grad_out, grad_total):
@@ -123,11 +123,11 @@ def norm_bwd(
 
 
 def _resolved(grad_out: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients without torch's lazy negation."""
+    """Return the gradients with torch's lazy negation resolved."""
     return grad_out.resolve_neg(), None if grad_total is None else grad_total.resolve_neg()
 
 
-# ---- what the ops do ----------------------------------------------------------------------------
+# ---- implementations ----------------------------------------------------------------------------
 
 
 def _run_attention_fwd(
@@ -135,9 +135,9 @@ def _run_attention_fwd(
 ) -> Any:
     _check_attention(call)
     outputs = get_backend(backend).attention_fwd(call.kernel_layout(), for_backward, want_lse)
-    assert outputs is not None  # of a checked call
+    assert outputs is not None  # validated calls are not refused
     if not for_backward and not want_lse:
-        outputs = outputs._replace(lse=None)  # some have it in any case; the fake has none
+        outputs = outputs._replace(lse=None)  # some backends return it anyway; the fake does not
     return outputs.without_none()
 
 
@@ -163,7 +163,7 @@ def _run_attention_bwd(
     outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
     rest = (outputs, grad_out, grad_lse, needs_bias)
     grads = get_backend(backend).attention_bwd(call.kernel_layout(), *rest)
-    assert grads is not None  # the layout is the kernels'
+    assert grads is not None  # the call is in kernel_layout()
     return grads.without_none()
 
 
@@ -198,7 +198,7 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
         raise ValueError("weight and bias must have shape (columns,)")
     _check_dropout(call)
     outputs = get_backend(backend).norm_fwd(call, True, call.has_total)
-    assert outputs is not None  # of a checked call
+    assert outputs is not None  # validated calls are not refused
     return outputs.without_none()
 
 
@@ -230,7 +230,7 @@ def _run_norm_bwd(
     return results.without_none()
 
 
-# What `functional` makes sure of, for those who call torch.ops.fused_attn directly.
+# Checks for direct calls of torch.ops.fused_attn; `functional` validates before it calls the ops.
 
 
 def _check_attention(call: AttentionCall) -> None:
@@ -257,7 +257,7 @@ def _check_attention(call: AttentionCall) -> None:
         if spec.cu_seqlens_k.shape[0] != batch + 1:
             raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},)")
     full = (batch, num_heads, seqlen_q, seqlen_k)
-    for name, shape, broadcast in (  # the first so many dimensions may be 1
+    for name, shape, broadcast in (  # `broadcast`: number of leading dimensions that may be 1
         ("bias", full, 4),
         ("dense", full, 4),
         ("key_mask", (batch, num_heads, 1, seqlen_k), 4),
@@ -339,9 +339,9 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _register(name: str, call: type[Flat], parameters: str, returns: str) -> None:
-    """Defines an op, whose parameters are those of a call, then `parameters`, then the backend.
+    """Define an op whose arguments are a flattened call, `parameters`, and the backend.
 
-    What it does, _run_<name> and _fake_<name>, takes the call whole.
+    The implementations _run_<name> and _fake_<name> receive the call as one object.
     """
     run, fake, size = globals()[f"_run_{name}"], globals()[f"_fake_{name}"], len(call.NAMES)
 
@@ -360,8 +360,10 @@ def _register(name: str, call: type[Flat], parameters: str, returns: str) -> Non
 
 
 def _one_by_one(op: Any) -> Any:
-    """The rule by which torch.vmap runs an op: once for each of the batch. A backward comes there
-    whose gradients are batched and whose tensors are not; forwards go to the reference."""
+    """Return a torch.vmap rule that runs an op once per element of the batch.
+
+    It serves backwards with batched gradients of unbatched tensors; forwards use the reference.
+    """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         rows = []

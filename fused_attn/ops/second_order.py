@@ -1,6 +1,6 @@
-"""Second and higher order: the backward of a backward differentiates the reference, in eager math.
+"""Second and higher order gradients: the backward of a backward differentiates the reference.
 
-Dropout drops the same there, by the call's seed.
+The reference draws the same dropout mask from the call's seed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ def differentiated(
     grad_outputs: tuple[Tensor | None, ...],
     function: Reference,
 ) -> tuple[Any, ...]:
-    """run(), which can itself be differentiated where the backward runs with create_graph=True.
+    """Return run(), differentiable if the backward runs with create_graph=True.
 
     Args:
-        run: computes gradients of function(call) under grad_outputs, by the kernels.
-        names: the tensor of the call that each gradient is of; None for one that is not to be.
-        grad_outputs: one for each output of function, None where there is none.
-        function: the same as a differentiable function of the call.
+        run: computes gradients of function(call) for grad_outputs with the kernels.
+        names: for each result of run, the call's tensor that it is the gradient of; None for a
+            result to ignore.
+        grad_outputs: one per output of function, or None.
+        function: the forward as a differentiable function of the call.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return run()
     if batched(*grad_outputs):
-        # Of a batch, torch keeps the graph of what it stands for, where no Function can add to it.
+        # A batched tensor wraps one that has the graph, to which a Function cannot add.
         of_inputs, inputs = _of_tensors(call, function)
         with torch.autocast(_device_type(inputs), enabled=False):
             grads = _first_order(of_inputs, [_tracked(t) for t in inputs], grad_outputs)
@@ -48,7 +49,7 @@ def differentiated(
 
 
 class _Backward(Function):
-    """A backward pass by the kernels, whose own backward differentiates the reference."""
+    """Backward pass on the kernels; its backward differentiates the reference."""
 
     @staticmethod
     def forward(
@@ -83,7 +84,7 @@ class _Backward(Function):
 def _of_tensors(
     call: Flat, function: Reference
 ) -> tuple[Callable[..., Sequence[Tensor]], list[Tensor | None]]:
-    """`function` as one of the differentiable tensors of a call, and these."""
+    """Return `function` as a function of the call's differentiable tensors, and those tensors."""
     tensors = list(call.tensors())
     indices = [call.TENSORS.index(name) for name in call.DIFFERENTIABLE]
 
@@ -100,12 +101,12 @@ def _first_order(
     inputs: Sequence[Tensor | None],
     grad_outputs: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients of run(*inputs) under grad_outputs, differentiable; None of an input is None.
+    """Return differentiable gradients of run(*inputs) for grad_outputs; None for None inputs.
 
     Args:
         run: differentiable function of `inputs`, with as many outputs as `grad_outputs`.
         inputs: tensors that require gradients, or None.
-        grad_outputs: None where there is none.
+        grad_outputs: tensors or None.
     """
     pairs = [(o, g) for o, g in zip(run(*inputs), grad_outputs, strict=True) if g is not None]
     grads = iter(
@@ -126,11 +127,11 @@ def _second_order(
     grad_outputs: Sequence[Tensor | None],
     grad_grads: Sequence[Tensor | None],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients of (gradients of run(*inputs) under grad_outputs), weighted by grad_grads.
+    """Differentiate the results of `_first_order`, weighted by grad_grads.
 
     Args:
         run, inputs, grad_outputs: as in `_first_order`; inputs need not require gradients.
-        grad_grads: one for each of inputs, None where there is none.
+        grad_grads: one per input, or None.
 
     Returns:
         Gradients for inputs and for grad_outputs.
@@ -161,10 +162,10 @@ def _second_order(
 
 
 def _tracked(tensor: Tensor | None) -> Tensor | None:
-    """A tensor that gradients can be taken by; the graph above it stays attached.
+    """Return an alias of the tensor to differentiate with respect to, attached to its graph.
 
-    It is an alias: grad_out may depend on query through that graph, and a gradient by query itself
-    would follow it there.
+    grad_out may depend on query through that graph. The gradient with respect to query itself would
+    include that path.
     """
     if tensor is None:
         return None

@@ -1,4 +1,4 @@
-"""Small norms on torch's own kernels."""
+"""Small norms, computed by torch's own kernels."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def layer_norm(
     eps: Any,
     residual: Any,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return out and residual + input by torch's own layer norm, or None if our kernels are faster
-    or the arguments need validation. Rows that are not contiguous are copied first by both.
+    """Compute out and residual + input with torch's layer norm.
+
+    Return None if our kernels are faster or the arguments need validation. Both torch and our
+    kernels copy rows that are not contiguous.
     """
     if torch.compiler.is_compiling() or type(input) not in _PLAIN:
         return None
@@ -51,4 +53,4 @@ def layer_norm(
         total = input if residual is None else residual + input
         return torch.layer_norm(total, shape, weight, bias, eps), total  # type: ignore[arg-type]
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        return None  # validation has the message
+        return None  # validation raises it with a message

@@ -1,7 +1,7 @@
-"""The CUDA kernels (csrc/cuda), for NVIDIA GPUs of compute capability 8.0 and later.
+"""CUDA backend "cuda" (csrc/cuda), for NVIDIA GPUs of compute capability 8.0 and later.
 
 module.py               the compiled module, or its emulation in the tests
-attention.py, norm.py   tensors to the fields of csrc/params.h
+attention.py, norm.py   conversion of calls to the fields of csrc/params.h
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_HEAD_DIM = 256
 
 
 class CudaBackend(Backend):
-    """Kernels in CUDA C++, compiled with the package."""
+    """CUDA C++ kernels, compiled with the package."""
 
     name = "cuda"
 
@@ -48,7 +48,7 @@ class CudaBackend(Backend):
         elif device == "cuda" and not reasons:
             reasons += too_old(problem.device)
         if isinstance(problem, AttentionProblem) and 0 in (problem.head_dim, problem.head_dim_v):
-            reasons.append("takes no head_dim of 0")  # its rows have no addresses
+            reasons.append("takes no head_dim of 0")  # empty rows have no addresses
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
@@ -112,7 +112,7 @@ class CudaBackend(Backend):
 
 
 def _kernel_files() -> Iterator[Path]:
-    """The compiled module, as the sources stay where it was built, and what calls it."""
+    """Yield these Python files and the compiled module, whose sources are not installed."""
     yield from Path(__file__).parent.glob("*.py")
     if compiled() is not None:
         yield Path(compiled().__file__)

@@ -1,4 +1,4 @@
-"""The CUDA kernels of attention: tensors to the fields of csrc/params.h and gpu_params.h."""
+"""CUDA attention: conversion of calls to the fields of csrc/params.h and gpu_params.h."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from fused_attn.backends.fields import empty_summary
 from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs
 from fused_attn.masks.spec import with_summaries
 
-# Kernels read rows in chunks of so many bytes, and count within a tile in 32 bits.
+# Kernels read rows in chunks of CHUNK_BYTES, and compute offsets within a tile in 32 bits.
 CHUNK_BYTES = 16
 MAX_ROW_STRIDE = 1 << 22
-# The decode kernel has the queries of a group of heads as rows, 16 a block, and reads keys once for
-# each block: up to so many rows they come to no more than a block of the other kernel has.
+# Rows of the decode kernel are the queries of a group of heads. Each block of 16 rows reads its
+# keys once. One block of the forward kernel has at least MAX_DECODE_ROWS rows, except in float32
+# with head_dim above 128 (32 rows).
 DECODE_BLOCK_ROWS = 16
 MAX_DECODE_ROWS = 64
 MIN_KEYS_PER_SPLIT = 128  # two tiles
 
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
-    """Computes the outputs; no backward follows where lse_residual is empty."""
+    """Compute the outputs; an empty lse_residual means that no backward follows."""
     query, (out, lse, lse_residual, out_residual) = call.query, outputs
     for_backward = lse_residual.numel() > 0
     batch, seqlen_q, seqlen_k = call.sizes()
@@ -50,7 +51,7 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
 
 
 def attention_decode(call: AttentionCall, update: CacheUpdate) -> tuple[Tensor, Tensor] | None:
-    """As `Backend.attention_decode`."""
+    """Implement `Backend.attention_decode`."""
     query, key_cache, value_cache = call.query, call.key, call.value
     batch, num_heads, seqlen_q, _ = query.shape
     num_pages, page_size = (1, key_cache.shape[2])
@@ -62,7 +63,7 @@ def attention_decode(call: AttentionCall, update: CacheUpdate) -> tuple[Tensor, 
     if decode_rows(query, key_cache, seqlen_q) > MAX_DECODE_ROWS:
         return None
     if any(in_chunks(cache) is not cache for cache in (key_cache, value_cache)):
-        return None  # a copy would be written to
+        return None  # the kernel would write to a copy
     out, lse, *_ = call.outputs(False)
     call, fields = call_fields(call, out)
     fields["seqlen_k"], fields["lse"] = seqlen_k, lse
@@ -79,7 +80,7 @@ def attention_decode(call: AttentionCall, update: CacheUpdate) -> tuple[Tensor, 
 
 
 def decode_rows(query: Tensor, key: Tensor, seqlen_q: int) -> int:
-    """Rows that share keys."""
+    """Return the number of rows that share keys: group size times seqlen_q."""
     return query.shape[1] // key.shape[1] * seqlen_q
 
 
@@ -93,7 +94,7 @@ def _run_decode(call: AttentionCall, lse: Tensor, fields: dict[str, Any]) -> Non
 
 
 def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-    """The number of parts that keys are cut into: what all multiprocessors take at once."""
+    """Return the number of KV splits: as many as fit on all multiprocessors in one wave."""
     rows = decode_rows(query, key, seqlen_q)
     blocks = batch * key.shape[1] * -(-rows // DECODE_BLOCK_ROWS)
     at_once = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
@@ -108,7 +109,7 @@ def attention_bwd(
     grad_lse: Tensor | None,
     grads: AttentionGradients,
 ) -> None:
-    """Computes the gradients; that of bias where it is not empty."""
+    """Compute the gradients; skip an empty grads.bias."""
     query, spec, lse = call.query, call.mask, outputs.lse
     if 0 in (query.shape[1], *call.sizes()):
         for tensor in grads:
@@ -142,7 +143,7 @@ def attention_bwd(
     fields["deterministic"] = "grad_query_sums" not in fields
     run("attention_bwd", query.device, call, fields)
     if bias_parts is not None:
-        # Of broadcast queries or keys each tile has one row or column.
+        # Reduce over the parts, and over the tiles along broadcast queries or keys.
         dims = [0] + [d + 1 for d in (2, 3) if grads.bias.shape[d] == 1]
         grads.bias.copy_(bias_parts.sum(dims).reshape(grads.bias.shape))
 
@@ -150,7 +151,7 @@ def attention_bwd(
 def attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, weights: Tensor
 ) -> None:
-    """Computes the weights."""
+    """Compute the weights after dropout, from the lse of the forward."""
     query, key = call.query, call.key
     if weights.numel() == 0 or query.shape[1] == 0:
         weights.zero_()
@@ -163,17 +164,17 @@ def attention_weights(
 
 
 def tile_summary(tensor: Tensor) -> Tensor:
-    """As `Backend.tile_summary`."""
+    """Implement `Backend.tile_summary`."""
     summary = empty_summary(tensor, compiled().SUMMARY_TILE)
     run("tile_summary", tensor.device, None, {"tensor": tensor, "summary": summary})
     return summary
 
 
 def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[str, Any]]:
-    """The call as kernels read it, and what it adds but for a pass's own workspaces.
+    """Return the call as kernels read it, and the fields that every pass adds.
 
-    All these tensors must outlive the launch: memory that is freed then is not given away before
-    the kernel has run, unless to another stream.
+    All these tensors must outlive the launch. Memory that is freed later is not reused before the
+    kernel has run, except on another stream.
     """
     query, key, value = (in_chunks(t) for t in (call.query, call.key, call.value))
     spec = with_summaries(call.mask, tile_summary)
@@ -193,13 +194,15 @@ def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[s
 
 
 def wants_tf32() -> bool:
-    """True if torch's setting allows to round products of float32."""
+    """Return True if torch's settings allow TF32 for float32 products."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def in_chunks(tensor: Tensor) -> Tensor:
-    """A tensor whose rows kernels can read in chunks, or a copy that is: behind each of its rows
-    are zeros up to the next whole chunk."""
+    """Return the tensor if kernels can read its rows in chunks, otherwise a copy.
+
+    Rows of the copy are padded with zeros to a multiple of CHUNK_BYTES.
+    """
     tensor = tensor.resolve_neg()
     *sizes, row = tensor.shape
     step = CHUNK_BYTES // tensor.element_size()
@@ -217,14 +220,14 @@ def in_chunks(tensor: Tensor) -> Tensor:
 
 
 def _adds_atomically(query: Tensor, value: Tensor) -> bool:
-    """True if the kernel that owns keys adds up the gradient of query, in any order."""
+    """Return True if the dK/dV kernel also accumulates dQ, with atomics in any order."""
     if torch.are_deterministic_algorithms_enabled() or query.dtype == torch.float32:
         return False
     return max(query.shape[3], value.shape[3]) <= compiled().MAX_ADDED_HEAD_DIM
 
 
 def _statistics_rows(call: AttentionCall) -> int:
-    """Rows of a head in the row statistics: each sequence begins with a tile."""
+    """Return the rows per head of the row statistics; each sequence starts at a tile boundary."""
     tile = compiled().STATISTICS_TILE
     batch, seqlen_q, _ = call.sizes()
     if call.mask.cu_seqlens_q is not None:
@@ -233,9 +236,11 @@ def _statistics_rows(call: AttentionCall) -> int:
 
 
 def _bias_parts(bias: Tensor, call: AttentionCall) -> Tensor:
-    """Workspace (num_parts, own_batch, own_heads, rows, columns) of the gradient of a float mask:
-    of each of its entries so many blocks share the heads that all multiprocessors are busy, and of
-    broadcast queries or keys each tile has one row or column."""
+    """Allocate the bias gradient's workspace (num_parts, own_batch, own_heads, rows, columns).
+
+    Heads that share an entry of bias are divided into num_parts, enough to occupy all
+    multiprocessors. Along broadcast queries or keys, each tile has one row or column.
+    """
     own_batch, own_heads, own_rows, own_columns = bias.shape
     query, (batch, seqlen_q, seqlen_k) = call.query, call.sizes()
     tile = compiled().score_tile(query.element_size())

@@ -1,4 +1,4 @@
-"""The compiled module, and how its kernels are started."""
+"""The compiled CUDA module, and kernel launches."""
 
 from __future__ import annotations
 
@@ -38,25 +38,24 @@ _emulated = False
 
 
 def use_module(module: Any) -> None:
-    """Takes an emulation of the compiled module, which runs its kernels on CPU tensors; for tests,
-    process-wide."""
+    """Replace the compiled module by an emulation on CPU tensors; for tests, process-wide."""
     global _cuda, _emulated
     _cuda, _emulated = module, True
     _introduce(module)
 
 
 def emulated() -> bool:
-    """True if kernels run in an emulation, on CPU tensors."""
+    """Return True if kernels are emulated, on CPU tensors."""
     return _emulated
 
 
 def compiled() -> Any:
-    """The module: what csrc/bind_cuda.cpp defines."""
+    """Return the module that csrc/bind_cuda.cpp defines, or None."""
     return _cuda
 
 
 def unavailable() -> list[str]:
-    """Reasons why this backend cannot run on this machine; empty if it can."""
+    """Return why this backend cannot run on this machine; empty if it can."""
     if _cuda is None:
         return [_missing]
     if _emulated:
@@ -72,14 +71,14 @@ def run(
     call: AttentionCall | NormCall | None,
     fields: dict[str, Any],
 ) -> None:
-    """Enqueues the kernels of a function of the module, on the device's current stream."""
+    """Call a function of the module, which launches on the device's current stream."""
     with on_stream(device) as stream:
         getattr(_cuda, name)(call, **fields, stream=stream)
 
 
 @contextlib.contextmanager
 def on_stream(device: torch.device) -> Iterator[int]:
-    """Within the block the device is torch's current one; the handle of its current stream."""
+    """Make the device current within the block, and yield the handle of its current stream."""
     if device.type == "cpu":
         yield 0
         return
@@ -88,13 +87,13 @@ def on_stream(device: torch.device) -> Iterator[int]:
 
 
 def times_to_fill(blocks: int, device: torch.device) -> int:
-    """The number of parts to cut so many blocks' work into, to keep all multiprocessors busy."""
+    """Return the number of parts to split each block's work into, to occupy all multiprocessors."""
     return max(1, -(-BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(device) // blocks))
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """The number that a device has; 4 in an emulation, so that it cuts work into parts, too."""
+    """Return the number of multiprocessors; 4 if emulated, to test split work too."""
     if device.type == "cpu":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

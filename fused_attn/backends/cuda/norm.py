@@ -1,4 +1,4 @@
-"""The CUDA kernels of norms: tensors to the fields of csrc/params.h."""
+"""CUDA norms: conversion of calls to the fields of csrc/params.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
-    """Computes the outputs."""
+    """Compute the norm into `outputs`."""
     if call.input.numel() == 0:
         return
     call = call.kernel_layout()
@@ -27,7 +27,7 @@ def norm_bwd(
     grad_total: Tensor | None,
     grads: NormGradients,
 ) -> None:
-    """Computes the gradients; those of weight and bias where they are not empty."""
+    """Compute the gradients into `grads`; skip empty ones of weight and bias."""
     total, columns = call.input, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()

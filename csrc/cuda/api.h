@@ -1,4 +1,5 @@
-// What the module fused_attn._cuda runs. Each throws LaunchError where a kernel cannot be started.
+// Host entry points of the module fused_attn._cuda. Each throws LaunchError if a kernel cannot be
+// started.
 #pragma once
 
 #include <stdexcept>
@@ -7,7 +8,7 @@
 
 namespace fused_attn {
 
-// A kernel that could not be started; bind_cuda.cpp adds the sizes of the call.
+// Thrown if a kernel could not be started; bind_cuda.cpp adds the sizes of the call.
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -18,13 +19,13 @@ void run_attention_decode(const AttentionParams& params, const CacheParams& cach
                           const GpuParams& gpu);
 void run_attention_weights(const AttentionWeightsParams& params, const GpuParams& gpu);
 void run_tile_summary(const SummaryParams& params, const GpuParams& gpu);
-// Fills query_id_ranges and key_id_ranges; nothing without documents.
+// Fills query_id_ranges and key_id_ranges; does nothing without documents.
 void run_id_ranges(const AttentionParams& params, const GpuParams& gpu);
 void run_norm_fwd(const NormParams& params, const GpuParams& gpu);
-// partial_sums: workspace, float (2, num_parts, columns), if grad_weight or grad_bias is wanted.
+// partial_sums: workspace, float (2, num_parts, columns), if grad_weight or grad_bias is requested.
 void run_norm_bwd(const NormBwdParams& params, float* partial_sums, int64_t num_parts,
                   const GpuParams& gpu);
-// The num_parts that suits a GPU; what is added up in which order depends on it and on the shape.
+// Returns the num_parts that suits a GPU. The summation order depends on it and on the shape.
 int64_t norm_bwd_parts(int64_t rows, int64_t columns, int64_t num_multiprocessors);
 
 }  // namespace fused_attn

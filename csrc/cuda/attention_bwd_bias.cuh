@@ -1,9 +1,9 @@
-// The gradient of a float mask: dS before softcap's derivative, summed over the dimensions in which
-// the mask is broadcast.
+// Gradient of a float mask: dS before softcap's derivative, summed over the dimensions in which the
+// mask is broadcast.
 //
-// A block owns a tile of one entry of the mask's own batch and heads, and walks its part of the
-// heads that share it; the caller adds up the parts. Computing dS anew costs two products a tile,
-// and no (batch, num_heads, seqlen_q, seqlen_k) tensor.
+// A block owns a tile of the gradient, for one batch entry and head of the mask. It loops over its
+// part of the heads that share them; the caller adds up the parts. Recomputing dS costs two
+// products per tile, but needs no (batch, num_heads, seqlen_q, seqlen_k) tensor.
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"
@@ -28,7 +28,8 @@ struct BiasKernel {
     const int64_t own_batch = args.gpu.bias_sizes[0], own_heads = args.gpu.bias_sizes[1];
     const int64_t own = tile.rest % (own_batch * own_heads);
     const int64_t part = tile.rest / (own_batch * own_heads);
-    // Of an own batch or heads nothing is shared: s does not move along them.
+    // In a dimension that the mask does not broadcast, nothing is shared: s does not advance along
+    // it.
     const int64_t shared_heads = p.num_heads / own_heads;
     const int64_t shared = p.batch / own_batch * shared_heads;
     const int64_t each = (shared + args.gpu.num_bias_parts - 1) / args.gpu.num_bias_parts;
@@ -42,12 +43,12 @@ struct BiasKernel {
   }
 
  private:
-  // Adds dS of a head.
+  // Accumulates dS of one head.
   FUSED_ATTN_DEVICE void add(const Sequence& sequence) {
     const AttentionBwdParams& bwd = args.params;
     const Tile kind = tile.kind(sequence);
     if (kind == Tile::kSkip) return;
-    // It goes up to a whole tile, of which this one is a part.
+    // No bounds check: the statistics are padded to kStatisticsTile rows, a multiple of this tile.
     const RowStatistics stats = row_statistics(bwd.fwd, args.gpu, sequence.b, sequence.h);
     LogSum log_sums[2];
     float delta[2];
@@ -71,12 +72,12 @@ struct BiasKernel {
     for_each(total, [&](float& sum, int m, int n, int e) {
       const float used = kept >> (4 * n + e) & 1 ? grads[m][n][e] * args.gpu.dropout_scale : 0.0f;
       const float weight = weights[m][n][e], grad = weight * (used - delta[e / 2]);
-      // What is hidden may have been NaN.
+      // Masked elements may be NaN, and 0 * NaN is NaN.
       sum += weight == 0.0f ? 0.0f : grad;
     });
   }
 
-  // Writes the tile, or of broadcast rows or columns their sum in it.
+  // Stores the tile, or its sums over the rows or columns that the mask broadcasts.
   FUSED_ATTN_DEVICE void store() {
     const AttentionParams& p = args.params.fwd;
     const bool own_rows = args.gpu.bias_sizes[2] > 1, own_columns = args.gpu.bias_sizes[3] > 1;
@@ -116,7 +117,7 @@ struct BiasKernel {
     }
   }
 
-  // Sums of the warp's columns, its rows, or both, to shared memory.
+  // Stores the sums over the warp's columns, its rows, or both to shared memory.
   FUSED_ATTN_DEVICE void store_sums(bool own_rows, bool own_columns) const {
     sync_block();  // the tiles have been read
     if (own_rows) {
@@ -146,14 +147,14 @@ struct BiasKernel {
     if (!own_columns && lane_id() == 0) store_shared(sum_at(warp_id(), 0), all);
   }
 
-  // The sum over lanes that differ in the bits from `first` to below `end`.
+  // Returns the sum over the lanes whose ids differ only in the bits from `first` to below `end`.
   static FUSED_ATTN_DEVICE float add_lanes(float value, int first, int end) {
     FUSED_ATTN_UNROLL
     for (int lanes = first; lanes < end; lanes *= 2) value += shuffle_xor(value, lanes);
     return value;
   }
 
-  // Where a warp's sum i is, `share` of those that are added up.
+  // Returns the shared-memory address of sum i of warp share `share`; the shares are added up.
   static FUSED_ATTN_DEVICE uint32_t sum_at(int share, int i) {
     return (share * Tiles::kTile + i) * sizeof(float);
   }

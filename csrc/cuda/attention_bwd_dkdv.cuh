@@ -1,10 +1,10 @@
-// The gradients of keys and values: a block owns a tile of them and walks the queries that see it,
-// of all heads that share them.
+// Gradients of keys and values. A block owns a tile of keys and loops over the queries that attend
+// to it, of all heads that share its KV head.
 //
-// Scores are (keys, queries) here, so that weights are a left operand as they are. Unless
-// deterministic, the block also adds its part to the gradient of queries, atomically: 5 products of
-// tiles in all, where two kernels take 7. (Not in float32, whose products are another kind of
-// work.)
+// Scores are (keys, queries) here, so the weights are in the layout of a left operand without a
+// transpose. Unless results must be deterministic, the block also adds its part of dQ atomically: 5
+// tile products in all, instead of 7 with a separate dQ kernel. (16-bit types only: Product<float>
+// has no product for it.)
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"
@@ -13,7 +13,7 @@
 namespace fused_attn {
 
 // Shared memory: keys and values of the block; stages of queries, gradients of out and statistics;
-// dS for the gradient of queries; scratch of the products; the list of tiles.
+// dS for dQ; scratch of the products; the list of tiles.
 template <class T, int kHeadDim, class Sizes, bool kAddsDq>
 struct KeyOwnerLayout {
   static constexpr int kRowBytes = kHeadDim * sizeof(T);
@@ -46,8 +46,8 @@ struct DkdvKernel {
 
   const AttentionBwdArgs& args;
   Units<T, kGeneral> units;
-  // Two accumulators of wider heads would take more registers than there are: their queries are
-  // walked twice.
+  // For wider heads, both accumulators do not fit into the registers: the kernel loops over the
+  // queries twice.
   static constexpr bool kBoth = kHeadDim <= 128;
   Accumulator<kM, kHeadDim> grad_key, grad_value;
 
@@ -74,7 +74,7 @@ struct DkdvKernel {
   }
 
  private:
-  // The first tiles of each head first: under a causal mask they take longest.
+  // The first tiles of each head come first: under a causal mask they take longest.
   static FUSED_ATTN_DEVICE OwnedTile owned_keys(const AttentionParams& p) {
     const int64_t num_n = (p.seqlen_k + Sizes::kRows - 1) / Sizes::kRows;
     const int64_t n = block_id() % num_n, bh = block_id() / num_n;
@@ -84,7 +84,7 @@ struct DkdvKernel {
     return own;
   }
 
-  // The gradients that are asked for, of the queries of all heads.
+  // Computes the requested gradients from the queries of all heads that share the keys.
   template <bool kKeys, bool kValues>
   FUSED_ATTN_DEVICE void walk_heads(const OwnedTile& own) {
     const AttentionParams& p = args.params.fwd;
@@ -107,7 +107,7 @@ struct DkdvKernel {
         strides[2], own.count, static_cast<int>(head_dim),
         [&](int, float low, float high) { return pair_of<T>(low * scale, high * scale); });
   }
-  // Through the place of the values: only gradients of keys need these.
+  // Staged through the values' shared memory, which only the gradient of keys reads.
   FUSED_ATTN_DEVICE void store_key(const OwnedTile& own) {
     const AttentionBwdParams& p = args.params;
     store(grad_key, Layout::kValue, p.grad_key, p.grad_key_strides, own, p.fwd.head_dim,
@@ -119,7 +119,7 @@ struct DkdvKernel {
           args.gpu.dropout_scale);
   }
 
-  // Adds what the queries of head h give.
+  // Accumulates the contributions of the queries of head h.
   template <bool kKeys, bool kValues>
   FUSED_ATTN_DEVICE void walk_queries(const OwnedTile& own, int h) {
     const AttentionParams& p = args.params.fwd;
@@ -133,8 +133,9 @@ struct DkdvKernel {
     const int tiles_begin = lo / kN;
     const int tiles_end = first > last || lo >= hi ? 0 : (hi + kN - 1) / kN;
 
-    // Keys behind the end have a score of 0, and a weight that can be infinite where lse is low:
-    // unless they are hidden, which takes a partial tile, their dS would make dQ NaN.
+    // Keys past the end have a score of 0, and their weight can be infinite where lse is low. Their
+    // dS would make dQ NaN unless a mask hides them, so the classification includes them, which
+    // makes the tile partial.
     const int64_t j_owned = kAddsDq ? int64_t{own.begin} + Sizes::kRows : j_end;
     TileList list{Layout::kList, 0, 0, 0};
     FUSED_ATTN_ROLLED
@@ -162,14 +163,14 @@ struct DkdvKernel {
     }
   }
 
-  // Begins the copies of queries from i_begin on; only those in [lo, hi) are seen.
+  // Starts the copies of queries from i_begin on; only rows in [lo, hi) are visible and read.
   FUSED_ATTN_DEVICE void load(int stage, const OwnedTile& own, int h, int i_begin, int lo, int hi) {
     const AttentionParams& p = args.params.fwd;
     const int b = unhoisted(own.b);
     const SequenceRows rows = query_rows(p, b);
     const RowStatistics stats = row_statistics(p, args.gpu, b, h);
     const bool listed = has_listed_masks(p.mask);
-    // 0 * NaN is NaN: what stands in rows that see nothing must not matter.
+    // Do not load fully masked rows: they may hold NaN, and 0 * NaN is NaN.
     const auto sees = [&](int row) { return !listed || stats.lse[i_begin + row] != kInfinity; };
     const int64_t first = rows.first + i_begin;
     load_rows_async<T, kHeadDim, kN, kThreads>(
@@ -247,7 +248,7 @@ struct DkdvKernel {
           if constexpr (kKeys) {
             if constexpr (kGeneral) grad = keeps ? grad * args.gpu.dropout_scale : 0.0f;
             grad = weight * (grad - (e % 2 == 0 ? delta.low : delta.high));
-            // What is hidden may have been NaN.
+            // Masked elements may be NaN, and 0 * NaN is NaN.
             if (kPartial && weight == 0.0f) grad = 0.0f;
             if constexpr (kGeneral) {
               const float tanh = cap_tanh[m][n][e];
@@ -270,9 +271,10 @@ struct DkdvKernel {
     }
   }
 
-  // Keys that no query sees may be NaN or infinite, and 0 times that is NaN. Where a query sees
-  // such a key its lse is NaN, which makes its gradients NaN; but for an infinite key with a score
-  // of -inf, whose weight is computed here as if the key were 0.
+  // Zeroes non-finite keys: keys that are masked for all queries may be NaN or infinite, and 0
+  // times that is NaN. A query that attends to one has an lse of NaN, and thereby gradients of NaN.
+  // The exception is an infinite key with a score of -inf, whose weight is computed as if the key
+  // were 0.
   FUSED_ATTN_DEVICE void zero_what_is_not_finite(uint32_t tile) {
     using Tile = SharedTile<T, kHeadDim>;
     copy_wait<0>();
@@ -289,15 +291,15 @@ struct DkdvKernel {
     sync_block();
   }
 
-  // The block's part of dQ, dS K, to grad_query_sums: each warp has 16 queries and a part of the
-  // columns.
+  // Adds the block's part of dQ, dS K, to grad_query_sums. Each warp computes 16 queries and a part
+  // of the columns.
   FUSED_ATTN_DEVICE void add_grad_query(const OwnedTile& own, int h, int i_begin,
                                         const Accumulator<kM, kN>& grads) {
     using Tile = SharedTile<T, kN>;
     constexpr int kRowTiles = kN / 16, kParts = Sizes::kWarps / kRowTiles;
     static_assert(kRowTiles * kParts == Sizes::kWarps, "each warp has a part");
     constexpr int kColumns = kHeadDim / kParts;
-    // At a time: more would take registers that the gradients of keys and values need.
+    // Columns per step: more would take registers that the gradients of keys and values need.
     constexpr int kAtOnce = kColumns % 32 == 0 ? 32 : 16;
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
     FUSED_ATTN_UNROLL

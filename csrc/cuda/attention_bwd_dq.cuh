@@ -1,4 +1,4 @@
-// The gradient of queries: a block owns a tile of them and walks the keys that they see.
+// Gradient of queries. A block owns a tile of queries and loops over the keys visible to them.
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"
@@ -10,7 +10,7 @@ template <class T, int kHeadDim, bool kGeneral>
 struct DqKernel {
   using Sizes = DqSizes<sizeof(T), kHeadDim, kGeneral>;
   static constexpr int kM = Sizes::kRowTiles, kN = Sizes::kBlock;
-  // The owned tiles: queries, and the gradient of their outputs.
+  // The owned tiles: queries, and the gradient of out.
   using Layout = QueryOwnerLayout<T, kHeadDim, Sizes, 2>;
   static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
   static constexpr uint32_t kGradOut = Layout::kOwned + Layout::kOwnedBytes;
@@ -19,13 +19,13 @@ struct DqKernel {
   Units<T, kGeneral> units;
   Accumulator<kM, kHeadDim> grad_query;
   float lse[2 * kM], factor[2 * kM], delta[2 * kM];
-  // Sums of dS and of P by row, over the thread's columns.
+  // Row sums of dS and P over the thread's columns.
   float excess[2 * kM], total[2 * kM];
 
   FUSED_ATTN_DEVICE explicit DqKernel(const AttentionBwdArgs& a) : args(a), units(a.params.fwd) {}
 
-  // With the gradient of a bias delta is corrected so that the dS of a row add up to dlse, as they
-  // do but for the rounding of out, which the bias would show.
+  // Returns true if delta is corrected for the gradient of a bias. A row of dS sums to dlse except
+  // for the rounding of out, which the bias gradient would expose. The correction restores the sum.
   FUSED_ATTN_DEVICE bool corrects() const {
     return kGeneral && args.gpu.grad_bias_parts != nullptr;
   }
@@ -65,7 +65,7 @@ struct DqKernel {
   }
 
  private:
-  // The thread's r-th row, in the owned tile.
+  // Returns the thread's r-th row in the owned tile.
   static FUSED_ATTN_DEVICE int row(int r) {
     return warp_id() * kM * 16 + r / 2 * 16 + r % 2 * 8 + lane_id() / 4;
   }
@@ -109,7 +109,7 @@ struct DqKernel {
         grad = kept[m] >> (4 * n + e) & 1 ? grad * args.gpu.dropout_scale : 0.0f;
       }
       grad = weight * (grad - delta[r]);
-      // What is hidden may have been NaN.
+      // Masked elements may be NaN, and 0 * NaN is NaN.
       if (kPartial && weight == 0.0f) grad = 0.0f;
       if constexpr (kGeneral) {
         excess[r] += grad;

@@ -1,4 +1,4 @@
-// After the passes of the backward: gradients of queries from their sums in float32.
+// Epilogue of the backward: converts the float32 sums of dQ to grad_query.
 #include "cuda/attention_bwd_rows.cuh"
 #include "cuda/attention_passes.h"
 
@@ -29,7 +29,7 @@ attention_bwd_finish_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
 
 void run_attention_bwd_finish(const AttentionBwdParams& p, const GpuParams& gpu) {
   for_element(p.fwd, [&](auto element) {
-    if constexpr (sizeof(element) == 2) {  // float32 is never added up atomically
+    if constexpr (sizeof(element) == 2) {  // float32 is never accumulated atomically
       launch("attention_bwd_finish_kernel", attention_bwd_finish_kernel<decltype(element)>,
              statistics_blocks(p.fwd), kRowPassThreads, 0, AttentionBwdArgs{p, gpu},
              stream_of(gpu));

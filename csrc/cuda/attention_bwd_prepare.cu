@@ -1,19 +1,19 @@
-// Before the passes of the backward: statistics of each query's row, and zeros where gradients of
-// queries are added up.
+// Prologue of the backward: computes the statistics of each query row, and zeroes the workspace in
+// which dQ is accumulated.
 #include "cuda/attention_bwd_rows.cuh"
 #include "cuda/attention_passes.h"
 
 namespace fused_attn {
 namespace {
 
-// What the lanes of a row have, added up.
+// Returns the sum over the lanes of a row.
 FUSED_ATTN_DEVICE float sum_of_lanes(float own) {
   FUSED_ATTN_UNROLL
   for (int lanes = 1; lanes < kRowLanes; lanes *= 2) own += shuffle_xor(own, lanes);
   return own;
 }
 
-// The same, added to sum one lane after the other.
+// Returns sum plus the values of the lanes of a row, added in lane order.
 FUSED_ATTN_DEVICE float add_in_order(float sum, float own) {
   const int first = lane_id() / kRowLanes * kRowLanes;
   FUSED_ATTN_UNROLL
@@ -21,11 +21,11 @@ FUSED_ATTN_DEVICE float add_in_order(float sum, float own) {
   return sum;
 }
 
-// The sum of a b; low: what rounding took from a, or null.
+// Returns the dot product of a and b; low: rounding residual of a, or null.
 //
-// In float32 it is rounded as an element of dO V^T: in a row that sees one key, where out is a row
-// of V, the two are the same number then, and dS is 0. The order takes 8 shuffles for 32 elements,
-// instead of 3 for all, beside two loads of 16 bytes.
+// In float32 it rounds like an element of dO V^T. In a row with one visible key, out is a row of V,
+// so the two are the same number and dS is 0. The ordered sum takes 8 shuffles per 32 elements,
+// instead of 3 in total, beside two 16-byte loads.
 template <class T>
 FUSED_ATTN_DEVICE float dot(const T* a, const int16_t* low, const T* b, int64_t count) {
   constexpr int kPerChunk = 16 / sizeof(T);
@@ -74,8 +74,8 @@ attention_bwd_prepare_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
         row_of(static_cast<const T*>(p.out), p.out_strides, rows.batch, own.h, rows.first + read);
     const T* grad_out = row_of(static_cast<const T*>(args.params.grad_out),
                                args.params.grad_out_strides, rows.batch, own.h, rows.first + read);
-    // Of a row that sees few keys, or one that has nearly all the weight, what rounding took from
-    // out is more than all of dS.
+    // In a row with few visible keys, or with one that has nearly all the weight, the rounding
+    // residual of out exceeds all of dS.
     const int16_t* low = nullptr;
     if (p.out_residual != nullptr) {
       low = row_of(p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + read);

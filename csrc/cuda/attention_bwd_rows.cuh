@@ -1,5 +1,5 @@
-// What attention_bwd_prepare.cu and attention_bwd_finish.cu share: how rows of queries are dealt
-// out.
+// Distribution of query rows over blocks and lanes in attention_bwd_prepare.cu and
+// attention_bwd_finish.cu.
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"
@@ -7,11 +7,12 @@
 namespace fused_attn {
 
 constexpr int kRowPassThreads = 128;
-// Lanes that share a row: each reads 16 bytes of it at a time, 64 16-bit elements together.
+// Lanes that share a row: each reads 16 bytes of it at a time, together 64 16-bit elements.
 constexpr int kRowLanes = 8;
 constexpr int kRowStep = kRowPassThreads / kRowLanes;
 
-// A block has kStatisticsTile rows of a head of a sequence, also those behind its end.
+// Returns the block's kStatisticsTile rows of a head of a sequence. The last tile may extend past
+// the end.
 FUSED_ATTN_DEVICE OwnedTile owned_statistics(const AttentionParams& p) {
   const int64_t tiles = statistics_tiles(p.seqlen_q);
   const int64_t m = block_id() % tiles, bh = block_id() / tiles;

@@ -1,6 +1,6 @@
-// What the kernels of the backward share.
+// Definitions shared by the kernels of the backward.
 //
-// With P = exp(S - lse), Z what dropout keeps (1 or 0), c = dropout_scale(dropout_p) and
+// With P = exp(S - lse), Z the dropout mask (1: kept, 0: dropped), c = dropout_scale(dropout_p) and
 // delta = rowsum(dO * O) - dlse:
 //   dV = c (P Z)^T dO,  dS = P (c Z (dO V^T) - delta),  dK = scale dS^T Q,  dQ = scale dS K.
 // (Dao et al. 2022, FlashAttention, appendix B.4; Dao 2023, FlashAttention-2, section 3.1.)
@@ -15,10 +15,10 @@ struct AttentionBwdArgs {
   GpuParams gpu;
 };
 
-// What the backward knows of the queries of a head, by row of the sequence, up to a whole tile.
+// Statistics of the query rows of a head, padded to a multiple of kStatisticsTile rows.
 struct RowStatistics {
-  float* lse;     // an exponent as of Units; inf for rows that see nothing, whose P is 0 then
-  float* factor;  // exp of what rounding took from it; does not show in the plain case
+  float* lse;     // an exponent as of Units; inf for fully masked rows, which makes their P 0
+  float* factor;  // exp of the rounding error of lse; negligible and unused in the plain case
   float* delta;
 };
 
@@ -38,7 +38,8 @@ FUSED_ATTN_DEVICE RowStatistics row_statistics(const AttentionParams& p, const G
   return {lse, lse + array, lse + 2 * array};
 }
 
-// Elements of a row of grad_query_sums: whole groups of 8, of which a lane adds 2 at a time.
+// Returns the elements of a row of grad_query_sums, a multiple of 8: a lane adds 2 of each group of
+// 8 at a time.
 FUSED_ATTN_HOST_DEVICE int64_t grad_query_sums_stride(int64_t head_dim) {
   return (head_dim + 7) / 8 * 8;
 }

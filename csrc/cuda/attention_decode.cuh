@@ -1,13 +1,14 @@
-// Attention of a few queries to many keys, where reading the keys is all the work: at least the
-// bytes of keys and values, once, over the memory's bandwidth.
+// Attention of a few queries to many keys. Reading the keys dominates: the lower bound is the bytes
+// of keys and values, read once, over the memory bandwidth.
 //
-// A block has the queries of all heads that share keys as the rows of one tile, and one of several
-// parts of the keys, whose results decode_merge.cuh brings together. Parts take turns at tiles, so
-// that they have as many of those that a mask leaves, wherever they lie. Each warp has its own
-// slice of every tile of keys, and its own online softmax.
+// The rows of a block's tile are the queries of all heads that share keys. The keys are divided
+// into parts, one per block (split-KV), whose results decode_merge.cuh merges. Tiles are dealt to
+// the parts round-robin, which balances the tiles that a mask leaves, wherever they are. Each warp
+// has its slice of every KV tile, and its online softmax.
 //
-// To keep a memory busy, bandwidth times latency has to be on its way: of 4.8 TB/s (H200, data
-// sheet) and an assumed microsecond 36 KB for each of 132 multiprocessors; tile_sizes.h has it.
+// To saturate memory, bandwidth times latency must be in flight: at 4.8 TB/s (H200, data sheet) and
+// an assumed latency of 1 us, 36 KB on each of 132 multiprocessors. The sizes in tile_sizes.h meet
+// this.
 //
 // Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 #pragma once
@@ -18,8 +19,8 @@
 
 namespace fused_attn {
 
-// Shared memory: queries, the stages of keys and values (in the end the warps' results), scratch of
-// the products, where the rows of two tiles of keys lie, the list of tiles.
+// Shared memory: queries; stages of keys and values (reused for the warps' results); scratch of the
+// products; row addresses of two KV tiles; the list of tiles.
 template <class T, int kHeadDim>
 struct DecodeLayout {
   using Sizes = DecodeSizes<sizeof(T), kHeadDim>;
@@ -36,7 +37,8 @@ struct DecodeLayout {
   static constexpr int kBytes = kList + TileList::kBytes;
   static_assert(kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
 
-  // Results of a warp: 16 rows of weighted values, apart by 8 banks, and of Pair (largest, sum).
+  // Results of a warp: 16 rows of weighted values, offset by 8 banks each, and 16 of Pair (largest,
+  // sum).
   static constexpr int kResultBytes = (kHeadDim + 8) * 4;
   static constexpr uint32_t kResultsBytes = kDecodeRows * (kResultBytes + sizeof(Pair));
   static_assert(Sizes::kWarps * kResultsBytes <= kStagesBytes, "they lie in the stages");
@@ -83,7 +85,7 @@ struct DecodeKernel {
     softmax.reset();
     walk(num_parts);
     copy_wait<0>();
-    sync_block();  // results take the place of keys
+    sync_block();  // results overwrite the keys
     put_results();
     sync_block();
     for (int row = warp_id(); row < own.count; row += Sizes::kWarps) finish(row, num_parts);
@@ -104,12 +106,12 @@ struct DecodeKernel {
     copy_commit();
   }
 
-  // The tiles of the block's part of the keys.
+  // Loops over the tiles of the block's part of the keys.
   FUSED_ATTN_DEVICE void walk(int num_parts) {
     const DecodeRange range = range_of(own);
     const Sequence sequence = sequence_of(p, own.b, own.first_head);
     const SequenceBounds& bounds = sequence.bounds;
-    // Keys that any of the rows sees by bounds: no others are loaded.
+    // Keys that the bounds make visible to any of the rows: no others are loaded.
     const int64_t first = max64(range.i_begin, bounds.query_begin);
     const int64_t last = min64(range.i_end, bounds.query_end) - 1;
     const int lo = static_cast<int>(max64(0, visible_keys(bounds, first).lo));
@@ -121,7 +123,8 @@ struct DecodeKernel {
 
     const KeyValueRows<T> keys(args, own);
     TileList list{Layout::kList, 0, 0, 0};
-    // A row's address, once for all of its chunks; those of the tile after, while this one comes.
+    // Computes each row's address once for all of its chunks. Those of tile t + 1 are computed
+    // while tile t is in flight.
     const auto find_rows = [&](int t) {
       if (t >= list.num_all || thread_id() >= kBlock) return;
       const int j = j_begin(list.tile(t)) + thread_id();
@@ -134,7 +137,7 @@ struct DecodeKernel {
                           static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)}});
     };
     const auto load = [&](int stage, int t) {
-      if (t < Sizes::kStages - 1) sync_block();  // before the first tile is waited for
+      if (t < Sizes::kStages - 1) sync_block();  // prologue: before next() synchronizes
       load_tile(stage, t);
       find_rows(t + 1);
     };
@@ -178,7 +181,7 @@ struct DecodeKernel {
                                     int64_t head_dim) {
     const uint64_t row = uint64_t{high} << 32 | low;
     const bool read = row != 0 && chunk * Shared::kPerChunk < head_dim;
-    // Where nothing is read, an address that could be.
+    // copy_async needs a valid address even if nothing is read.
     const T* const source = read ? reinterpret_cast<const T*>(row) + chunk * Shared::kPerChunk
                                  : static_cast<const T*>(p.query);
     copy_async(to, source, read);
@@ -186,7 +189,7 @@ struct DecodeKernel {
 
   template <bool kPartial>
   FUSED_ATTN_DEVICE void tile(int stage, int j_begin) {
-    // Found again for each tile: kept, this would take registers that wide heads do not have.
+    // Recomputed for each tile: held across tiles, it would take registers that wide heads lack.
     const Sequence sequence = sequence_of(p, own.b, own.first_head);
     const FragmentRows<1> rows = fragment_rows(p, own);
     const int slice = warp_id() * kSlice, column = j_begin + slice;
@@ -226,7 +229,7 @@ struct DecodeKernel {
     }
   }
 
-  // The warps' results for a row, to out and lse or to the results of parts.
+  // Merges the warps' results for a row, and stores out and lse or the result of this part.
   FUSED_ATTN_DEVICE void finish(int row, int num_parts) {
     Pair of_warp[Sizes::kWarps];
     Merged<T> merged(units);
@@ -275,7 +278,7 @@ attention_decode_kernel(FUSED_ATTN_ARGUMENT DecodeArgs args) {
 template <int kHeadDim>
 void run_attention_decode(const AttentionParams& p, const CacheParams& cache,
                           const GpuParams& gpu) {
-  // Reading keys is the work: that the general case computes more does not show.
+  // General case only: reading keys dominates, so its extra arithmetic is hidden.
   for_element(p, [&](auto element) {
     using T = decltype(element);
     using Kernel = DecodeKernel<T, kHeadDim>;

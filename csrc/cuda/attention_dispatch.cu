@@ -1,4 +1,4 @@
-// The functions of api.h for attention: each problem to the kernels of its head dimension.
+// The attention functions of api.h: dispatch each problem to the kernels of its head dimension.
 #include <string>
 #include <type_traits>
 
@@ -9,7 +9,8 @@
 namespace fused_attn {
 namespace {
 
-// Calls f(integral_constant<int, D>()) with the first head dimension that holds both of a problem.
+// Calls f(integral_constant<int, D>()) with the first compiled head dimension D that is at least
+// head_dim and head_dim_v.
 template <class F>
 void for_head_dim(const AttentionParams& p, F f) {
   const int64_t needed = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
@@ -20,7 +21,7 @@ void for_head_dim(const AttentionParams& p, F f) {
   throw LaunchError("no kernel has head_dim " + std::to_string(needed));
 }
 
-// What kernels need of dropout_p, in floats.
+// Sets the kernels' form of dropout_p: integer threshold and float32 scale.
 GpuParams with_dropout(const AttentionParams& p, GpuParams gpu) {
   gpu.dropout_threshold = p.dropout_p > 0.0 ? dropout_threshold(p.dropout_p) : 0;
   gpu.dropout_scale = p.dropout_p > 0.0 ? static_cast<float>(dropout_scale(p.dropout_p)) : 1.0f;

@@ -1,4 +1,4 @@
-// Attention forward: online softmax over the tiles of keys that a tile of queries sees.
+// Attention forward: online softmax over the KV tiles visible to a tile of queries.
 //
 // Source: Dao 2023, "FlashAttention-2".
 #pragma once
@@ -20,7 +20,7 @@ struct FwdKernel {
   Units<T, kGeneral> units;
   Accumulator<kM, kHeadDim> acc;
   SoftmaxState<kM> softmax;
-  // Sums of weights as they were multiplied, of 16-bit types where a backward follows.
+  // Row sums of the rounded weights, for 16-bit types if a backward follows.
   Accumulator<kM, 8> divisor;
 
   FUSED_ATTN_DEVICE explicit FwdKernel(const Args& a) : args(a), units(a.params) {}
@@ -45,7 +45,7 @@ struct FwdKernel {
   template <bool kPartial>
   FUSED_ATTN_DEVICE void tile(const OwnedTile& own, uint32_t key, uint32_t value, int j_begin) {
     const AttentionParams& p = args.params;
-    // Read again for each tile: kept, it would take 24 registers.
+    // Recomputed for each tile: held across tiles, it would take 24 registers.
     const Sequence sequence = sequence_of(p, unhoisted(own.b), own.h);
     const int warp_row = warp_id() * kM * 16;
     const FragmentRows<kM> rows = rows_from<kM>(own.begin + warp_row, own.h);
@@ -91,8 +91,8 @@ struct FwdKernel {
         }
       }
     }
-    // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
-    // row that one key dominates, 1.002 of it would hide all that the other keys have.
+    // With 16-bit types, the backward's row sums need weights that add up to 1. In a row that one
+    // key dominates, 1.002 times its value would hide the contributions of all other keys.
     const float scale = args.gpu.dropout_scale;
     float factor[2 * kM];
     FUSED_ATTN_UNROLL
@@ -113,7 +113,7 @@ struct FwdKernel {
     if constexpr (sizeof(T) == 2) {
       if (p.out_residual == nullptr) return;
       sync_warp();  // all rows have been read
-      // A tile of T holds any 16 bits.
+      // Stored as T: the tile only moves 16-bit patterns.
       T* const out_residual = reinterpret_cast<T*>(row_of(
           p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + own.begin));
       store_rows<T, kHeadDim, kM>(

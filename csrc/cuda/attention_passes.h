@@ -1,4 +1,4 @@
-// The passes of attention, each compiled for the lines of head_dims.inc (sources.cmake).
+// The passes of attention, each compiled for every line of head_dims.inc (sources.cmake).
 #pragma once
 
 #include "cuda/gpu_params.h"
@@ -11,18 +11,18 @@ template <int kHeadDim>
 void run_attention_decode(const AttentionParams& p, const CacheParams& cache, const GpuParams& gpu);
 template <int kHeadDim>
 void run_attention_weights(const AttentionWeightsParams& p, const GpuParams& gpu);
-// grad_query, and delta corrected by what the rounding of out put into it.
+// Computes grad_query. With a bias gradient, also removes the rounding error of out from delta.
 template <int kHeadDim>
 void run_attention_bwd_dq(const AttentionBwdParams& p, const GpuParams& gpu);
-// grad_key and grad_value, and unless deterministic grad_query_sums.
+// Computes grad_key and grad_value and, unless deterministic, accumulates grad_query_sums.
 template <int kHeadDim>
 void run_attention_bwd_dkdv(const AttentionBwdParams& p, const GpuParams& gpu);
 template <int kHeadDim>
 void run_attention_bwd_bias(const AttentionBwdParams& p, const GpuParams& gpu);
 
-// Before these passes of the backward: row statistics; grad_query_sums, if they are used, become 0.
+// Runs before these passes: computes row statistics and zeroes grad_query_sums, if used.
 void run_attention_bwd_prepare(const AttentionBwdParams& p, const GpuParams& gpu);
-// After them: grad_query of grad_query_sums.
+// Runs after them: converts grad_query_sums to grad_query.
 void run_attention_bwd_finish(const AttentionBwdParams& p, const GpuParams& gpu);
 
 }  // namespace fused_attn

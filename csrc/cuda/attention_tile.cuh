@@ -1,4 +1,4 @@
-// What the kernels that own a tile of queries and walk tiles of keys share.
+// Building blocks of the kernels that own a tile of queries and loop over KV tiles.
 #pragma once
 
 #include <type_traits>
@@ -21,12 +21,12 @@ FUSED_ATTN_DEVICE T* row_of(T* data, const int64_t (&strides)[3], int64_t batch,
 
 inline Stream stream_of(const GpuParams& gpu) { return static_cast<Stream>(gpu.stream); }
 
-// Heads up to this wide have kernels for the plain case; compiling more of them is not worth the
-// time.
+// Heads up to this wide have kernels for the plain case; for wider heads these are not worth the
+// compile time.
 constexpr int kMaxPlainHeadDim = 128;
 
-// Whether scores are more than products times a positive factor, or weights may be dropped, or
-// there is no kernel for less.
+// Returns true if the general kernel is required: scores are more than products times a positive
+// factor, weights may be dropped, or no plain kernel is compiled.
 inline bool is_general(const AttentionParams& p) {
   return p.softcap > 0.0 || p.dropout_p > 0.0 || p.scale <= 0.0 || p.mask.slopes != nullptr ||
          p.mask.bias.data != nullptr || p.head_dim > kMaxPlainHeadDim ||
@@ -43,7 +43,7 @@ void for_element(const AttentionParams& p, F f) {
 }
 
 // Calls f(T(), std::true_type or false_type: whether it is the general case). float is always
-// general: rounding the scale times log2(e) would show.
+// general: the rounding error of scale * log2(e) would show.
 template <int kHeadDim, class F>
 void for_type(const AttentionParams& p, F f) {
   for_element(p, [&](auto element) {
@@ -54,7 +54,7 @@ void for_type(const AttentionParams& p, F f) {
   });
 }
 
-// What rounding to T takes from a number: an element of out_residual, in the lower half.
+// Returns the rounding residual of a number in T, an element of out_residual, in the lower half.
 template <class T>
 FUSED_ATTN_DEVICE uint32_t lost_bits(float value) {
   const int rounded = static_cast<int>(float_bits(to_float(from_float<T>(value))));
@@ -62,7 +62,8 @@ FUSED_ATTN_DEVICE uint32_t lost_bits(float value) {
   return static_cast<uint32_t>(lost > 0x7fff ? 0x7fff : lost < -0x7fff ? -0x7fff : lost) & 0xffffu;
 }
 
-// The natural log of a row's sum of weights, and what its rounding loses, at element `at`.
+// Stores a row's log-sum-exp (natural log), and its rounding residual if requested, at element
+// `at`.
 template <class U>
 FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exponent, float sum,
                                  const U& units) {
@@ -70,20 +71,20 @@ FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exp
   const float high = sum == 0.0f ? -kInfinity : static_cast<float>(scaled + log);
   static_cast<float*>(p.lse)[at] = high;
   if (p.lse_residual == nullptr) return;
-  // The log is lost in a sum with a maximum of float32's lowest.
+  // Subtract first: added to a maximum of float32's lowest value, the log would be lost.
   static_cast<float*>(p.lse_residual)[at] =
       sum == 0.0f ? 0.0f : static_cast<float>((scaled - high) + log);
 }
 
-// A row's log-sum-exp for Units::power: as an exponent, and the factor by which weights grow that
-// rounding made too small.
+// A row's log-sum-exp for Units::power: as an exponent, and the factor that corrects the weights
+// for the rounding of that exponent.
 struct LogSum {
   float exponent, factor;
 };
-// Of rows that see nothing: every power is 0.
+// For fully masked rows: every power is 0.
 constexpr LogSum kSeesNothing{kInfinity, 0.0f};
 
-// What store_lse has stored.
+// Loads the log-sum-exp that store_lse stored.
 template <class U>
 FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U& units) {
   const float high = static_cast<const float*>(p.lse)[at];
@@ -94,13 +95,13 @@ FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U&
   return {exponent, units.power_of(static_cast<float>(units.from_natural(lost)))};
 }
 
-// The tile of a block: rows [begin, begin + count) of head h of sequence b.
+// A block's tile: rows [begin, begin + count) of head h of sequence b.
 struct OwnedTile {
   int b, h, begin, count;
 };
 
-// The block's tile of queries, the last ones of each head first: under a causal mask they take
-// longest.
+// Returns the block's tile of queries. The last tiles of each head come first: under a causal mask
+// they take longest.
 FUSED_ATTN_DEVICE OwnedTile owned_queries(const AttentionParams& p, int block) {
   const int64_t num_m = (p.seqlen_q + block - 1) / block;
   const int64_t m = num_m - 1 - block_id() % num_m, bh = block_id() / num_m;
@@ -110,8 +111,9 @@ FUSED_ATTN_DEVICE OwnedTile owned_queries(const AttentionParams& p, int block) {
   return own;
 }
 
-// Shared memory of such a block: kOwnedTiles tiles of its rows (query, and in the backward the
-// gradient of out), the stages of keys and values, scratch of the products, the list of tiles.
+// Shared memory of a block that owns queries: kOwnedTiles tiles of its rows (query, and in the
+// backward the gradient of out), the stages of keys and values, scratch of the products, the list
+// of tiles.
 template <class T, int kHeadDim, class Sizes, int kOwnedTiles>
 struct QueryOwnerLayout {
   static constexpr int kRowBytes = kHeadDim * sizeof(T);
@@ -129,8 +131,8 @@ struct QueryOwnerLayout {
   static FUSED_ATTN_DEVICE uint32_t scratch() { return kScratch + warp_id() * kScratchBytes; }
 };
 
-// Begins the copies of the owned rows of a tensor that is laid out by (batch, head, row), `rows`
-// being its sequence and `head` its head.
+// Starts the copies of the owned rows of a tensor with dimensions (batch, head, row). rows: the
+// sequence in it; own.h: the head.
 template <class T, int kHeadDim, class Sizes>
 FUSED_ATTN_DEVICE void load_owned(uint32_t tile, const void* tensor, const int64_t (&strides)[3],
                                   const SequenceRows& rows, const OwnedTile& own,
@@ -142,8 +144,8 @@ FUSED_ATTN_DEVICE void load_owned(uint32_t tile, const void* tensor, const int64
   copy_commit();
 }
 
-// Keeps kStages - 1 tiles on their way to shared memory while one is worked on; load(stage, t)
-// begins the copies of the t-th.
+// Keeps kStages - 1 tiles in flight to shared memory while one is processed. load(stage, t) starts
+// the copies of the t-th tile.
 template <int kStages, class Load>
 struct Pipeline {
   int count;
@@ -156,10 +158,10 @@ struct Pipeline {
       copy_commit();
     }
   }
-  // Waits for the t-th tile, begins the next, and returns its stage.
+  // Waits for the t-th tile, starts the next one, and returns the stage of the t-th.
   FUSED_ATTN_DEVICE int next(int t) {
     if constexpr (kStages == 1) {
-      sync_block();  // the tile before has been read
+      sync_block();  // the previous tile has been read
       load(0, t);
       copy_commit();
       copy_wait<0>();
@@ -167,7 +169,7 @@ struct Pipeline {
       return 0;
     } else {
       copy_wait<kStages - 2>();
-      sync_block();  // this tile is there for all, and the one before has been read
+      sync_block();  // this tile is loaded for all threads, and the previous one has been read
       const int ahead = t + kStages - 1;
       if (ahead < count) load(ahead % kStages, ahead);
       copy_commit();
@@ -181,16 +183,16 @@ FUSED_ATTN_DEVICE Pipeline<kStages, Load> pipeline_of(int count, Load load) {
   return {count, load};
 }
 
-// Calls tile(std::true_type or false_type: whether it is partial, key, value, j_begin) for each
-// tile of keys that the owned queries see, with keys and values in shared memory. The group of
-// copies that the caller has begun is complete by then.
+// Calls tile(std::true_type or false_type: whether it is partial, key, value, j_begin) for each KV
+// tile visible to the owned queries, with keys and values in shared memory. Copies that the caller
+// has committed are complete by then.
 template <class T, int kHeadDim, class Sizes, class Layout, class F>
 FUSED_ATTN_DEVICE void walk_keys(const AttentionParams& p, const GpuParams& gpu,
                                  const OwnedTile& own, F tile) {
   constexpr int kBlock = Sizes::kBlock, kStages = Sizes::kStages;
   const Sequence sequence = sequence_of(p, own.b, own.h);
   const SequenceBounds& bounds = sequence.bounds;
-  // Keys that any of the rows sees by bounds: no others are loaded.
+  // Keys that the bounds make visible to any of the rows: no others are loaded.
   const int64_t i_end = own.begin + own.count;
   const int64_t first = max64(own.begin, bounds.query_begin);
   const int64_t last = min64(i_end, bounds.query_end) - 1;

@@ -1,7 +1,7 @@
-// The weights themselves, for those who ask for them: a second pass from query, key and lse.
+// Attention weights as an output: a second pass that computes them from query, key and lse.
 //
-// A block owns a tile of the result. Where that is the average, it walks the heads and sums them up
-// in registers.
+// A block owns a tile of the result. If the result is the average, it loops over the heads and
+// accumulates them in registers.
 #pragma once
 
 #include "cuda/score_tile.cuh"
@@ -45,7 +45,7 @@ struct WeightsKernel {
   }
 
  private:
-  // Adds the weights of a head.
+  // Accumulates the weights of a head.
   FUSED_ATTN_DEVICE void add(const Sequence& sequence) {
     const AttentionParams& p = params.fwd;
     const Tile kind = tile.kind(sequence);

@@ -1,24 +1,26 @@
-// Bringing together what parts of the keys give for a row, by their largest scores.
+// Merges the results that parts of the keys give for a row, by their maximum scores.
 #pragma once
 
 #include "cuda/attention_tile.cuh"
 
 namespace fused_attn {
 
-// The largest of several largest scores, as exponents, and the sum of weights in its units.
+// The maximum over parts, as an exponent, and the sum of weights relative to it.
 template <class T>
 struct Merged {
   const Units<T, true>& units;
   float largest = -kInfinity, sum = 0.0f;
 
   FUSED_ATTN_DEVICE explicit Merged(const Units<T, true>& u) : units(u) {}
-  // What the weights of a part with this largest score are multiplied by; once `largest` is known.
+  // Returns the factor that rescales the weights of a part with this maximum; call after setting
+  // `largest`.
   FUSED_ATTN_DEVICE float share(float exponent) const {
     return units.power_of(exponent - (largest == -kInfinity ? 0.0f : largest));
   }
 };
 
-// A row of queries in lse, which is its number in splits too, and in out.
+// Positions of a query row: its index in lse, which also numbers the rows of splits, and its offset
+// in out.
 struct DecodedRow {
   int64_t lse, out;
 };
@@ -30,7 +32,7 @@ FUSED_ATTN_DEVICE DecodedRow decoded_row(const AttentionParams& p, int64_t b, in
                                       (rows.first + i) * p.out_strides[2]};
 }
 
-// out and lse of a row, by `count` threads, of which this is the `own`-th.
+// Stores out and lse of a row with `count` threads, of which this is the `own`-th.
 template <class T, class M, class U, class Value>
 FUSED_ATTN_DEVICE void store_decoded(const AttentionParams& p, const GpuParams& gpu,
                                      const DecodedRow& to, const M& merged, const U& units, int own,
@@ -45,11 +47,11 @@ FUSED_ATTN_DEVICE void store_decoded(const AttentionParams& p, const GpuParams& 
 
 constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * 32;
 
-// A row of queries is a block's, and every kMergeWarps-th part a warp's.
+// Each block merges one query row, and each of its warps every kMergeWarps-th part.
 template <class T, int kHeadDim>
 struct MergeKernel {
   static_assert(kHeadDim % 32 == 0, "each lane has as many columns");
-  static constexpr int kColumns = kHeadDim / 32;  // of a lane
+  static constexpr int kColumns = kHeadDim / 32;  // per lane
   static constexpr int kBytes = kMergeWarps * (kHeadDim + 1) * 4;
 
   static FUSED_ATTN_DEVICE void run(const AttentionArgs& args) {
@@ -101,7 +103,7 @@ struct MergeKernel {
   }
 
  private:
-  // The n-th row of lse.
+  // Returns the n-th row of lse.
   static FUSED_ATTN_DEVICE DecodedRow row_at(const AttentionParams& p, int64_t n) {
     const int64_t head = n / p.total_q;
     return {n, head / p.num_heads * p.out_strides[0] + head % p.num_heads * p.out_strides[1] +

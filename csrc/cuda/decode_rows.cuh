@@ -1,5 +1,5 @@
-// What a block of decoding works on: its rows, and where keys and values lie that are in pages, in
-// one piece, packed, or not in the cache yet.
+// Work of a decoding block: its rows, and the addresses of keys and values, which may be paged,
+// contiguous, packed, or not in the cache yet.
 #pragma once
 
 #include "cuda/attention_tile.cuh"
@@ -12,12 +12,12 @@ struct DecodeArgs {
   GpuParams gpu;
 };
 
-constexpr int kDecodeRows = 16;  // of a block: the least that tensor cores multiply
+constexpr int kDecodeRows = 16;  // rows of a block: the smallest M of the tensor cores
 
-// A tile of rows: row r of a group of heads is query r % seqlen_q of its head r / seqlen_q.
+// A tile of rows: row r of a group of heads is query r % seqlen_q of head r / seqlen_q.
 struct DecodeTile {
   int b, h_kv;
-  int first_head, seqlen_q;  // of the group, of the sequence
+  int first_head, seqlen_q;  // of the group; of the sequence
   int first, count;          // rows [first, first + count)
   int part;                  // of the keys
 
@@ -30,7 +30,7 @@ inline int64_t row_tiles(const AttentionParams& p) {
   return (p.num_heads / p.num_heads_kv * p.seqlen_q + kDecodeRows - 1) / kDecodeRows;
 }
 
-// Blocks of the same keys come one after the other, then those of the next ones.
+// Returns the block's tile. Blocks with the same keys are adjacent.
 FUSED_ATTN_DEVICE DecodeTile decode_tile(const AttentionParams& p, int64_t num_splits) {
   const int group = static_cast<int>(p.num_heads / p.num_heads_kv);
   const int64_t num_m =
@@ -48,7 +48,7 @@ FUSED_ATTN_DEVICE DecodeTile decode_tile(const AttentionParams& p, int64_t num_s
   return own;
 }
 
-// The queries and heads that a tile has rows of.
+// Queries and heads of a tile's rows.
 struct DecodeRange {
   int i_begin, i_end, h_begin, h_end;
 };
@@ -59,7 +59,7 @@ FUSED_ATTN_DEVICE DecodeRange range_of(const DecodeTile& own) {
   return {own.query(0), own.query(own.count - 1) + 1, h_begin, h_end};
 }
 
-// The thread's rows of it; what is behind the last one sees nothing, by its position.
+// Returns the thread's rows of the tile. For rows past the last one, the position masks all keys.
 FUSED_ATTN_DEVICE FragmentRows<1> fragment_rows(const AttentionParams& p, const DecodeTile& own) {
   FragmentRows<1> rows;
   FUSED_ATTN_UNROLL
@@ -72,8 +72,8 @@ FUSED_ATTN_DEVICE FragmentRows<1> fragment_rows(const AttentionParams& p, const 
   return rows;
 }
 
-// By all heads that share the keys: skipped where each of them skips the tile, full where it is
-// full for all.
+// Classifies a tile for all heads that share the keys: skipped if every head skips it, full if it
+// is full for every head.
 FUSED_ATTN_DEVICE Tile classify_heads(const AttentionParams& p, const GpuParams& gpu, int64_t b,
                                       const DecodeRange& range, int64_t j_begin, int64_t j_end) {
   const MaskParams& mask = p.mask;
@@ -97,7 +97,7 @@ struct KeyValueRow {
   const T *key, *value;
 };
 
-// Of one head of a sequence.
+// Keys and values of one KV head of a sequence.
 template <class T>
 struct KeyValueRows {
   const AttentionParams& p;
@@ -132,15 +132,15 @@ struct KeyValueRows {
     return j < length ? in_cache(j) : of_new(j - length);
   }
 
-  // Writes new rows behind those of the cache: every num_parts-th from `part` on. Nothing reads
-  // them there in the same launch.
+  // Appends the new rows to the cache: every num_parts-th, starting with `part`. No block reads
+  // them from the cache in the same launch.
   template <int kHeadDim, int kThreads>
   FUSED_ATTN_DEVICE void append(int part, int num_parts) const {
     constexpr int kPerChunk = 16 / sizeof(T), kChunks = kHeadDim / kPerChunk;
     const int seqlen_new = static_cast<int>(cache.seqlen_new);
     for (int index = thread_id();; index += kThreads) {
       const int n = part + index / kChunks * num_parts, column = index % kChunks * kPerChunk;
-      if (n >= seqlen_new || n >= p.seqlen_k - length) return;  // also where there is no room
+      if (n >= seqlen_new || n >= p.seqlen_k - length) return;  // or the cache is full
       const KeyValueRow<T> from = of_new(n), to = in_cache(length + n);
       if (column < p.head_dim) {
         store_chunk(const_cast<T*>(to.key) + column, load_chunk(from.key + column));

@@ -1,8 +1,8 @@
-// Which weights dropout keeps, of a tile in the layout of mma.
+// Dropout decisions for a tile in the register layout of mma.
 //
-// A counter of Philox decides about an octet: eight neighbouring keys of a query. Lanes that hold
-// parts of the same ones share the work: each computes one, and hands out what the others need. Two
-// fragments have as many as a warp has lanes.
+// One Philox counter decides an octet: eight adjacent keys of a query. Lanes that hold parts of the
+// same octets share the work: each lane computes one octet and shuffles the bits to the others. Two
+// fragments contain 32 octets, one per lane.
 #pragma once
 
 #include "cuda/gpu_params.h"
@@ -11,32 +11,32 @@
 
 namespace fused_attn {
 
-// Of the rows g and g + 8 of a fragment.
+// Values for rows g and g + 8 of a fragment.
 template <class V>
 struct Both {
   V upper, lower;
 };
 
-// Of a sequence.
+// Dropout of one sequence.
 struct Dropout {
   uint64_t seed;
   uint32_t threshold;
-  uint32_t first_octet, first_query, first_head;  // as counters have them
+  uint32_t first_octet, first_query, first_head;  // global offsets, as in the counters
 
-  // Bit e: whether key e of an octet is kept by a query of a head.
+  // Returns the keep mask of an octet for a query of a head: bit e is set if its key e is kept.
   FUSED_ATTN_DEVICE uint32_t kept_keys(uint32_t octet, uint32_t query, uint32_t head) const {
     return kept_decisions(
         philox4x32(first_octet + octet, first_query + query, first_head + head, 0, seed),
         threshold);
   }
 
-  // Of kCount fragments side by side, (16 queries) x (8 keys from j, a multiple of 8) the first:
-  // bits 4 f + e of the four elements that the thread holds of fragment f. i, head: of its two
-  // rows.
+  // Returns the keep bits for kCount adjacent fragments of 16 queries x 8 keys: bit 4 f + e for the
+  // thread's element e of fragment f. j: first key, a multiple of 8; i, head: query and head of the
+  // thread's two rows.
   template <int kCount>
   FUSED_ATTN_DEVICE uint32_t kept_by_query(Both<int> i, Both<int> head, int j) const {
-    // The four lanes of a row hold two keys each of an octet in each fragment: even ones compute
-    // row g, odd ones row g + 8, lanes 2 and 3 the second fragment.
+    // The four lanes of a row hold two keys each of the octet in each fragment. Even lanes compute
+    // row g, odd lanes row g + 8; lanes 2 and 3 compute the second fragment.
     const int t = lane_id() % 4, odd = t % 2, fragment = t / 2 % kCount;
     const uint32_t own =
         kept_keys(j / 8 + fragment, odd ? i.lower : i.upper, odd ? head.lower : head.upper);
@@ -48,12 +48,12 @@ struct Dropout {
     return kept;
   }
 
-  // Of kCount fragments side by side, (16 keys from j, a multiple of 8) x (8 queries from i) the
-  // first.
+  // As kept_by_query, for kCount adjacent fragments of 16 keys x 8 queries. j: first key, a
+  // multiple of 8; i: first query.
   template <int kCount>
   FUSED_ATTN_DEVICE uint32_t kept_by_key(int i, int head, int j) const {
-    // The eight lanes with the same t hold keys g and g + 8, of two octets, and two queries of each
-    // fragment: lane g computes element g % 4 of fragment g / 4.
+    // The eight lanes with the same t hold keys g and g + 8, in two octets, and two queries of each
+    // fragment. Lane g computes the octet of element g % 4 of fragment g / 4.
     const int g = lane_id() / 4, t = lane_id() % 4, element = g % 4, fragment = g / 4 % kCount;
     const uint32_t own =
         kept_keys(j / 8 + element / 2, i + 8 * fragment + 2 * t + element % 2, head);
@@ -64,7 +64,7 @@ struct Dropout {
   }
 };
 
-// Cheap enough to be made for each tile: kept, it would take registers.
+// Cheap enough to recompute for each tile: held across tiles, it would take registers.
 FUSED_ATTN_DEVICE Dropout dropout_of(const AttentionParams& p, const GpuParams& gpu, int64_t b) {
   const DropoutOffsets offsets = dropout_offsets(p, b);
   return {static_cast<uint64_t>(load_global(gpu.seed_address)), gpu.dropout_threshold,

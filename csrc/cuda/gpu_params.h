@@ -1,22 +1,22 @@
-// What kernels on a GPU get besides the structs of params.h.
+// Parameters of GPU kernels in addition to the structs of params.h.
 #pragma once
 
 #include "params.h"
 
 namespace fused_attn {
 
-// Ids of documents are summed up by so many positions.
+// Positions per entry of the document id ranges.
 constexpr int64_t kIdRangeTile = 32;
-// The most queries of a tile in the backward.
+// Upper bound on the queries of a tile in the backward.
 constexpr int64_t kStatisticsTile = 128;
-// The widest heads whose gradient of queries may be added up atomically.
+// Widest heads whose dQ may be accumulated atomically.
 constexpr int64_t kMaxAddedHeadDim = 128;
 
 #include "fields/declare.inc"
 
 struct GpuParams {
 #include "fields/gpu.inc"
-  uint32_t dropout_threshold;  // both of dropout_p (philox.h), by whoever starts the kernels
+  uint32_t dropout_threshold;  // both from dropout_p (philox.h), set by the launching code
   float dropout_scale;
 };
 

@@ -1,8 +1,8 @@
-// What the kernels ask of the machine: threads, barriers, shared memory, copies and matrix units.
+// Device primitives of the kernels: threads, barriers, shared memory, copies and tensor cores.
 //
-// nvcc compiles what follows to one or two instructions each. A host compiler takes the same names
-// from tests/cuda_emulator instead, so that the kernels' own source runs in tests without a GPU.
-// Shared memory is the dynamic one of the block, addressed by byte offsets from its beginning.
+// nvcc compiles each of these to one or two instructions. A host compiler takes the same names from
+// tests/cuda_emulator instead, so that tests run the kernel sources without a GPU. Shared memory is
+// the block's dynamic shared memory, addressed by byte offsets from its start.
 #pragma once
 
 #include <cmath>
@@ -20,12 +20,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Two neighbours in shared memory.
+// Two adjacent floats in shared memory.
 struct alignas(8) Pair {
   float low, high;
 };
 
-// 16 bytes, aligned to as many.
+// 16 bytes with 16-byte alignment.
 struct alignas(16) Chunk {
   uint32_t word[4];
 };
@@ -59,7 +59,7 @@ FUSED_ATTN_DEVICE void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Every lane of the warp takes part in each of these.
+// Every lane of the warp must take part in each of these.
 template <class T>
 FUSED_ATTN_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
@@ -72,8 +72,8 @@ FUSED_ATTN_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xfffff
 
 FUSED_ATTN_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 
-// The same value, of which the compiler does not know that: what is computed from it in a loop
-// stays there, where it would otherwise be moved out and take registers all the time.
+// Returns the value unchanged, but opaque to the compiler. Computations that depend on it are not
+// hoisted out of a loop, where their results would occupy registers throughout.
 FUSED_ATTN_DEVICE int unhoisted(int value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -87,7 +87,7 @@ FUSED_ATTN_DEVICE int64_t unhoisted(int64_t value) {
 
 extern __shared__ __align__(128) char shared_bytes[];
 
-// V is of 1, 2, 4, 8 or 16 bytes, and `address` a multiple of its size.
+// V has 1, 2, 4, 8 or 16 bytes, and `address` is a multiple of its size.
 template <class V>
 FUSED_ATTN_DEVICE V load_shared(uint32_t address) {
   return *reinterpret_cast<const V*>(shared_bytes + address);
@@ -99,12 +99,12 @@ FUSED_ATTN_DEVICE void store_shared(uint32_t address, V value) {
 FUSED_ATTN_DEVICE uint32_t shared_window() {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
 }
-// Adds to an int32 in shared memory, and returns what it was.
+// Adds to an int32 in shared memory, and returns its previous value.
 FUSED_ATTN_DEVICE int atomic_add_shared(uint32_t address, int value) {
   return atomicAdd(reinterpret_cast<int*>(shared_bytes + address), value);
 }
 
-// Read-only for the whole kernel. V as above.
+// Loads from memory that is read-only for the duration of the kernel. V as above.
 template <class V>
 FUSED_ATTN_DEVICE V load_global(const V* address) {
   return __ldg(address);
@@ -119,7 +119,7 @@ FUSED_ATTN_DEVICE void store_chunk(void* address, const Chunk& value) {
   *static_cast<uint4*>(address) =
       make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
 }
-// Two neighbours, aligned to 8 bytes.
+// Adds to two adjacent floats, aligned to 8 bytes.
 FUSED_ATTN_DEVICE void atomic_add(float* address, Pair value) {
 #if __CUDA_ARCH__ >= 900
   atomicAdd(reinterpret_cast<float2*>(address), make_float2(value.low, value.high));
@@ -129,15 +129,15 @@ FUSED_ATTN_DEVICE void atomic_add(float* address, Pair value) {
 #endif
 }
 
-// Starts a copy of 16 bytes to shared memory, or of zeros where not valid (nothing is read then).
+// Starts a copy of 16 bytes to shared memory, or writes zeros if not valid (reads nothing then).
 FUSED_ATTN_DEVICE void copy_async(uint32_t address, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_window() + address),
                "l"(source), "r"(valid ? 16 : 0)
                : "memory");
 }
-// Ends a group of the thread's copies.
+// Closes the thread's current group of copies.
 FUSED_ATTN_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until only the kPending newest groups of the thread are under way.
+// Waits until only the thread's kPending newest groups are in flight.
 template <int kPending>
 FUSED_ATTN_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -145,7 +145,7 @@ FUSED_ATTN_DEVICE void copy_wait() {
 
 // ---- numbers ------------------------------------------------------------------------------------
 
-// Two floats rounded to nearest even; `low` in the lower half.
+// Packs two floats, rounded to nearest even; `low` in the lower half.
 template <class T>
 FUSED_ATTN_DEVICE uint32_t pack(float low, float high);
 template <>
@@ -185,7 +185,7 @@ FUSED_ATTN_DEVICE BFloat16 from_float<BFloat16>(float value) {
 FUSED_ATTN_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
 FUSED_ATTN_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
 
-// 2^x to 2 units in the last place, flushing what is denormal; exp2_fast(-inf) is 0.
+// Returns 2^x to 2 units in the last place, flushing denormals; exp2_fast(-inf) is 0.
 FUSED_ATTN_DEVICE float exp2_fast(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -195,7 +195,7 @@ FUSED_ATTN_DEVICE float exp_exact(float x) { return expf(x); }
 FUSED_ATTN_DEVICE float tanh_exact(float x) { return tanhf(x); }
 FUSED_ATTN_DEVICE double log_exact(double x) { return log(x); }
 FUSED_ATTN_DEVICE float rsqrt_exact(float x) { return 1.0f / sqrtf(x); }
-// The float32 rounded to the 10 bits of a tensor core's TF32, to nearest, ties away from 0.
+// Rounds a float32 to the 10 bits of a tensor core's TF32, to nearest, ties away from 0.
 FUSED_ATTN_DEVICE uint32_t to_tf32(float value) {
   uint32_t result;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
@@ -204,14 +204,14 @@ FUSED_ATTN_DEVICE uint32_t to_tf32(float value) {
 
 // ---- matrix units -------------------------------------------------------------------------------
 
-// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (16
-// bytes each), and gets elements (l / 4, 2 (l % 4)) and the next of each.
+// Loads four 8 x 8 matrices of 16-bit elements: lane l passes the address of row l % 8 of matrix l
+// / 8 (16 bytes each), and receives elements (l / 4, 2 (l % 4)) and the next of each matrix.
 FUSED_ATTN_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_window() + address));
 }
-// The same, of the transposed matrices.
+// As load_matrices, for the transposed matrices.
 FUSED_ATTN_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -259,20 +259,20 @@ FUSED_ATTN_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], u
 
 using Stream = cudaStream_t;
 
-// Starts a kernel; what went wrong, or null. Nothing waits.
+// Starts a kernel without waiting for it. Returns an error message, or null.
 template <class Args>
 const char* start_kernel(void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
                          const std::remove_const_t<Args>& args, Stream stream) {
-  constexpr int kWithoutAsking = 48 << 10;  // more dynamic shared memory has to be asked for
+  constexpr int kWithoutAsking = 48 << 10;  // more dynamic shared memory is opt-in
   if (shared_size > kWithoutAsking) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_size);
     if (error != cudaSuccess) {
-      cudaGetLastError();  // the error has been reported: it must not be found by others
+      cudaGetLastError();  // clear it: reported here, it must not surface in later calls
       return cudaGetErrorString(error);
     }
   }
-  // Not the brackets of CUDA, which clang-format tears apart.
+  // No <<<...>>> launch: clang-format breaks it apart.
   void* arguments[] = {const_cast<std::remove_const_t<Args>*>(&args)};
   const cudaError_t error =
       cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments,
@@ -290,7 +290,7 @@ namespace fused_attn {
 
 constexpr float kInfinity = __builtin_huge_valf();
 
-// The larger one; a NaN loses.
+// Returns the larger value; ignores a NaN.
 FUSED_ATTN_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 FUSED_ATTN_DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 

@@ -1,4 +1,4 @@
-// Starting kernels, and what is said where that fails.
+// Kernel launches and their error messages.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace fused_attn {
 
-// Starts `blocks` blocks of a kernel (none: does nothing); throws LaunchError.
+// Starts `blocks` blocks of a kernel; does nothing if there are none. Throws LaunchError.
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
             const std::remove_const_t<Args>& args, Stream stream) {

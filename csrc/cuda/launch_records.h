@@ -1,4 +1,4 @@
-// For tests and tools only: what calls would start, which they ask without a GPU. It ships because
+// For tests and tools only: records the launches of a call, without a GPU. It ships because
 // `launch` itself does the recording.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fused_attn {
 
-// Where a thread has a list, its launches are written down there, and not done.
+// While a thread's list is set, its launches are recorded in it instead of started.
 struct LaunchRecord {
   const char* kernel;
   int64_t blocks;

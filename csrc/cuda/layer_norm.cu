@@ -1,4 +1,4 @@
-// Which norm kernel runs, and how rows and blocks are shared out.
+// Selects the norm kernel, and distributes rows over blocks.
 #include <algorithm>
 
 #include "cuda/api.h"
@@ -11,8 +11,9 @@ namespace {
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The fewest threads that hold a row in so many accesses each. Single elements are not left to
-// fewer than a warp that has them side by side, since memory is read 32 bytes at a time.
+// Returns the fewest threads that hold a row in `accesses` accesses each. With single elements,
+// adjacent ones are spread over a full warp if the row has as many, since memory is read 32 bytes
+// at a time.
 int64_t team_size(int64_t columns, int width, int accesses) {
   const int64_t needed = div_up(columns, width);
   int64_t size = div_up(needed, accesses);
@@ -23,7 +24,7 @@ int64_t team_size(int64_t columns, int width, int accesses) {
   return power;
 }
 
-// Rows of one block of `threads` threads, or of one team if that is larger.
+// Returns the rows of one block of `threads` threads, or of one team if a team is larger.
 int64_t teams_of(int64_t team, int64_t threads) { return std::max<int64_t>(1, threads / team); }
 
 bool aligned(std::initializer_list<const void*> pointers) {
@@ -32,8 +33,9 @@ bool aligned(std::initializer_list<const void*> pointers) {
   });
 }
 
-// Calls run(element, width of an access): 16 bytes where every row begins at a multiple of these.
-// aligned: pointers are; read: where the rows of the matrices begin that are not contiguous.
+// Calls run(element, width of an access): 16 bytes if every row begins at a multiple of 16 bytes,
+// else single elements. aligned: whether the pointers are; read: layouts of the matrices whose rows
+// need not be contiguous.
 template <class Run>
 void dispatch(const NormParams& p, bool aligned, std::initializer_list<RowLayout> read,
               const Run& run) {
@@ -88,13 +90,14 @@ void run_norm_fwd(const NormParams& params, const GpuParams& gpu) {
            {p.input_rows, p.residual_rows}, run);
 }
 
-// As many as run at a time, of the shape that run_norm_bwd gives blocks of 16-byte accesses (others
-// may take more or fewer rows at once, and leave some with less to do).
+// Returns the number of blocks that run concurrently, for blocks with 16-byte accesses. Blocks with
+// single-element accesses may process more or fewer rows at a time, which leaves some with less
+// work.
 int64_t norm_bwd_parts(int64_t rows, int64_t columns, int64_t num_multiprocessors) {
   const int64_t team = team_size(columns, kBwdValues<4>, 1);
   if (team > kBwdTeam) return std::min(rows, 2 * num_multiprocessors);
   const int64_t teams = teams_of(team, kBwdThreads);
-  const int64_t blocks = teams_of(team * teams, kBwdTeam);  // of a multiprocessor
+  const int64_t blocks = teams_of(team * teams, kBwdTeam);  // per multiprocessor
   return std::min(div_up(rows, teams), blocks * num_multiprocessors);
 }
 

@@ -1,14 +1,15 @@
-// layer_norm and rms_norm of residual + dropout(input) on a GPU: how rows are held, the forward.
+// layer_norm and rms_norm of residual + dropout(input) on a GPU: row layout and forward.
 //
 // The threads of a team share a row and keep it in registers, so that memory is read and written
-// once; mean and variance are taken in two passes over the registers, which does not cancel as the
-// difference of two large sums would. Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019,
-// equation 4; for the variance of rows that are walked in stretches Chan et al. 1983, equation 2.1.
+// once. Mean and variance take two passes over the registers, which avoids the cancellation of a
+// difference of two large sums. Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019,
+// equation 4; for the variance of rows that are processed in stretches Chan et al. 1983, equation
+// 2.1.
 //
-// The floor is what has to be moved, over the bandwidth of memory (an H200 copies 4.3 TB/s, which
-// takes 33 KB under way on each multiprocessor for a microsecond of latency): of each element the
-// input and out, and the residual and total where there are such. A forward of 8192 rows of 4096
-// bfloat16 moves 134 MB, or 268 MB with a residual: 31 and 62 us.
+// Lower bound: bytes moved over memory bandwidth. An H200 copies 4.3 TB/s, which needs 33 KB in
+// flight on each multiprocessor at 1 us of latency. Each element moves the input and out, and the
+// residual and total if present. A forward of 8192 rows of 4096 bfloat16 moves 134 MB, or 268 MB
+// with a residual: 31 and 62 us.
 #pragma once
 
 #include <type_traits>
@@ -25,13 +26,13 @@ namespace {
 // A thread's accesses to a row: 16 bytes each, or single elements (kWidth 1).
 template <int kWidth>
 constexpr int kFwdAccesses = kWidth == 1 ? 8 : 4;
-// Up to 32 values and what is computed with them fit into 80 registers, which 768 threads of a
-// multiprocessor have: 48 KB of a matrix under way. Rows of more than 48 KB, or 6144 single
-// elements, are walked in stretches.
+// Up to 32 values and their temporaries fit into 80 registers, the limit at 768 threads on a
+// multiprocessor: 48 KB of a matrix in flight. Rows of more than 48 KB, or 6144 single elements,
+// are processed in stretches.
 constexpr int kFwdTeam = 768;
-// Threads of a block, where a row has fewer: the smaller, the sooner the next block can start.
+// Threads of a block for shorter rows: the smaller the block, the sooner the next one can start.
 constexpr int kFwdThreads = 128;
-// Two blocks on a multiprocessor: one loads while the other one waits at its barrier.
+// Two blocks per multiprocessor: one loads while the other waits at its barrier.
 constexpr int kFwdWideTeam = 384;
 
 // The threads that share a row: a power of two up to 32, or a multiple of 32.
@@ -41,12 +42,13 @@ struct Team {
 
 FUSED_ATTN_DEVICE Team team_of(int size) { return {size, thread_id() / size, thread_id() % size}; }
 
-// Where sums of teams cross warps: room for two, used in turn, so that one barrier a sum will do.
+// Shared memory for team sums that cross warps: two buffers, used alternately, so that one barrier
+// per sum suffices.
 constexpr int kTeamSums = 2, kWarps = 32;
 constexpr int kTeamBytes = 2 * kWarps * kTeamSums * static_cast<int>(sizeof(float));
 
-// Adds up values over the team, in every thread of it and in one order; all teams of the block do
-// so together. `turn` is 0 and 1 in turn.
+// Sums values over the team, in a fixed order, and returns the sums in every thread of it. All
+// teams of the block must call it together. `turn` alternates between 0 and 1.
 template <int kSums>
 FUSED_ATTN_DEVICE void add_up_team(const Team& team, int turn, float (&values)[kSums]) {
   static_assert(kSums <= kTeamSums, "kTeamBytes has no room");
@@ -74,11 +76,11 @@ FUSED_ATTN_DEVICE void add_up_team(const Team& team, int turn, float (&values)[k
   }
 }
 
-// Columns of a row that a team has at once.
+// The columns of a row that a team processes together.
 struct Stretch {
   int64_t row, begin;  // the first column
-  int64_t offset;      // of that column in a matrix that is written
-  int count;           // of columns; 0 where the matrix has no such row
+  int64_t offset;      // of that column in the output matrices
+  int count;           // columns; 0 if the matrix has no such row
 };
 
 FUSED_ATTN_DEVICE Stretch stretch_of(const NormParams& p, int64_t row, int64_t begin, int most) {
@@ -87,7 +89,7 @@ FUSED_ATTN_DEVICE Stretch stretch_of(const NormParams& p, int64_t row, int64_t b
   return {row, begin, row * p.columns + begin, row < p.rows ? count : 0};
 }
 
-// The first column, in a stretch, of the thread's access number a.
+// Returns the first column, within a stretch, of the thread's access number a.
 template <int kWidth>
 FUSED_ATTN_DEVICE int column_of(const Team& team, int a) {
   return (a * team.size + team.rank) * kWidth;
@@ -95,7 +97,7 @@ FUSED_ATTN_DEVICE int column_of(const Team& team, int a) {
 
 // ---- elements -----------------------------------------------------------------------------------
 
-// What a thread reads and writes at once: 16 bytes, or one element (kWidth 1).
+// Unit of a thread's loads and stores: 16 bytes, or one element (kWidth 1).
 template <class T, int kWidth>
 using Raw = std::conditional_t<kWidth == 1, T, Chunk>;
 template <class T>
@@ -164,7 +166,7 @@ FUSED_ATTN_DEVICE Raw<T, kWidth> pack_raw(const float* values) {
   }
 }
 
-// kWidth floats of a weight or bias.
+// Loads kWidth floats of a weight or bias.
 template <int kWidth>
 FUSED_ATTN_DEVICE void load_floats(const void* source, int64_t column, float* values) {
   constexpr int kStep = kWidth == 1 ? 1 : 4;
@@ -175,7 +177,7 @@ FUSED_ATTN_DEVICE void load_floats(const void* source, int64_t column, float* va
   }
 }
 
-// The row of a stretch in a matrix that is read, from the first column of the stretch on.
+// Returns the address of a stretch's first column in an input matrix.
 template <class T>
 FUSED_ATTN_DEVICE const T* row_of(const void* matrix, const RowLayout& rows, const Stretch& s) {
   return static_cast<const T*>(matrix) + s.begin + row_offset(rows, unhoisted(s.row));
@@ -187,11 +189,11 @@ struct NormDropout {
   const int64_t* seed;  // null: none
   uint32_t threshold;
   float scale;
-  const int64_t* offsets;  // of each run of rows; null: rows are counted as they are
-  uint32_t run;            // rows of one
+  const int64_t* offsets;  // of each run of rows; null: use the row indices unchanged
+  uint32_t run;            // rows per run
 };
 
-// The row of a stretch as counters have it.
+// Returns the row of a stretch in the coordinates of the dropout counters.
 FUSED_ATTN_DEVICE uint32_t counted_row(const NormDropout& dropout, const Stretch& s) {
   const uint32_t own = static_cast<uint32_t>(unhoisted(s.row));
   if (dropout.offsets == nullptr || s.count == 0) return own;
@@ -199,14 +201,14 @@ FUSED_ATTN_DEVICE uint32_t counted_row(const NormDropout& dropout, const Stretch
   return static_cast<uint32_t>(first) + own % dropout.run;
 }
 
-// What dropout keeps of the thread's columns, a bit each. row: as counters have it.
+// Returns the keep bits of the thread's columns. row: in the coordinates of the dropout counters.
 template <int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& team,
                                         const Stretch& s, uint32_t row) {
   static_assert(kWidth * kAccesses <= 32, "one word has no room");
   const uint64_t seed = static_cast<uint64_t>(load_global(dropout.seed));
   uint32_t kept = 0;
-  FUSED_ATTN_ROLLED  // side by side the draws take more registers than there are
+  FUSED_ATTN_ROLLED  // unrolled, the draws exceed the registers
       for (int a = 0; a < kAccesses; ++a) {
     const int64_t column = s.begin + column_of<kWidth>(team, a);
     FUSED_ATTN_UNROLL
@@ -226,11 +228,11 @@ FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& 
 struct NormFwdArgs {
   NormParams params;
   NormDropout dropout;
-  int team, teams;  // threads of a team, teams of a block
+  int team, teams;  // threads per team, teams per block
 };
 
-// residual + dropout(input), 0 outside the stretch, rounded to its type, since this is what the
-// backward starts from.
+// Computes residual + dropout(input), 0 outside the stretch, rounded to T: the backward starts from
+// the rounded value.
 template <class T, int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const Stretch& s,
                                 float (&x)[kWidth * kAccesses]) {
@@ -239,8 +241,8 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
   const T* const residual = row_of<T>(p.residual, p.residual_rows, s);
   T* const total = static_cast<T*>(p.total) + unhoisted(s.offset);
   const bool has_residual = p.residual != nullptr, drops = args.dropout.seed != nullptr;
-  // Before anything is loaded, and for each stretch anew: the division takes registers, and so
-  // would its result.
+  // Before the loads, since the division takes registers; again for each stretch, since holding the
+  // result would too.
   const uint32_t row = drops ? counted_row(args.dropout, s) : 0;
   Raw<T, kWidth> raw[kAccesses], added[kAccesses];
   FUSED_ATTN_UNROLL
@@ -248,7 +250,7 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
     const int column = column_of<kWidth>(team, a);
     raw[a] = load_raw<kWidth>(input + column, column < s.count);
   }
-  // Not behind a branch, before which the compiler would wait for the input.
+  // These loads are not in a branch: the compiler would wait for the input before it.
   FUSED_ATTN_UNROLL
   for (int a = 0; a < kAccesses; ++a) {
     const int column = column_of<kWidth>(team, a);
@@ -279,7 +281,7 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
   for (int a = 0; a < kAccesses; ++a) unpack<T, kWidth>(raw[a], x + a * kWidth);
 }
 
-// What load_sum stored; each thread reads what it wrote itself, for which no barrier is needed.
+// Loads what load_sum stored. Each thread reads only its own writes, so no barrier is needed.
 template <class T, int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE void load_total(const NormParams& p, const Team& team, const Stretch& s,
                                   float (&x)[kWidth * kAccesses]) {
@@ -287,13 +289,13 @@ FUSED_ATTN_DEVICE void load_total(const NormParams& p, const Team& team, const S
   FUSED_ATTN_UNROLL
   for (int a = 0; a < kAccesses; ++a) {
     const int column = column_of<kWidth>(team, a);
-    Raw<T, kWidth> raw{};  // not by load_raw: the kernel has written here
+    Raw<T, kWidth> raw{};  // no load_raw: the kernel has written this memory
     if (column < s.count) raw = *reinterpret_cast<const Raw<T, kWidth>*>(total + column);
     unpack<T, kWidth>(raw, x + a * kWidth);
   }
 }
 
-// The sum, over the thread's columns, of their squared distances from a centre.
+// Returns the sum of squared distances from a centre over the thread's columns.
 template <int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE float squares_off(const Team& team, const Stretch& s, float centre,
                                     const float (&x)[kWidth * kAccesses]) {
@@ -310,7 +312,7 @@ FUSED_ATTN_DEVICE float squares_off(const Team& team, const Stretch& s, float ce
   return squares;
 }
 
-// 1 / sqrt(variance + eps) of a row from the sum of its squares; the team's first thread stores
+// Returns 1 / sqrt(variance + eps) of a row from its sum of squares. The team's first thread stores
 // the row's statistics.
 FUSED_ATTN_DEVICE float finish_statistics(const NormParams& p, const Team& team, int64_t row,
                                           float mean, float squares) {
@@ -333,7 +335,7 @@ FUSED_ATTN_DEVICE void store_normalised(const NormParams& p, const Team& team, c
   for (int a = 0; a < kAccesses; ++a) {
     const int column = column_of<kWidth>(team, a);
     const bool inside = column < s.count;
-    // Read in any case, so that no branch keeps one load waiting for the other.
+    // Loaded unconditionally: a branch would make one load wait for the other.
     const int64_t read = s.begin + (inside ? column : 0);
     float y[kWidth], parameter[kWidth];
     FUSED_ATTN_UNROLL
@@ -352,7 +354,7 @@ FUSED_ATTN_DEVICE void store_normalised(const NormParams& p, const Team& team, c
   }
 }
 
-// A row a team.
+// One row per team.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kFwdTeam, 1)
 norm_fwd_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
@@ -375,8 +377,8 @@ norm_fwd_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
   store_normalised<T, kWidth, kAccesses>(p, team, row, mean, rstd, x);
 }
 
-// A row a block, in stretches: each thread takes mean and squares of its columns as they come, and
-// reads the row again, from L2 as a rule, to normalise it.
+// One row per block, in stretches. Each thread updates the mean and squares of its columns as they
+// arrive. To normalise the row, the kernel reads it again, normally from L2.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kFwdWideTeam, 2)
 norm_fwd_wide_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
@@ -400,7 +402,7 @@ norm_fwd_wide_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
       for (int v = 0; v < kValues; ++v) sum += x[v];
     }
     const float own = sum / more, step = own - centre, part = more / (count + more);
-    // No square of step, which overflows where count is 0 yet.
+    // Do not square step: while count is 0, the square may overflow.
     const float apart = count * step * part * step;
     squares += squares_off<kWidth, kAccesses>(team, s, own, x) + apart;
     centre += step * part;

@@ -2,14 +2,13 @@
 //
 // With x the normalised row and g = weight * grad_out:
 //   grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm,
-// and grad_input is what dropout leaves of it. A block takes every num_blocks()-th group of rows,
-// and adds up its rows' parts of grad_weight and grad_bias; a second kernel adds up those of the
-// blocks, in order.
+// and grad_input is grad_residual times the dropout mask and scale. A block processes every
+// num_blocks()-th group of rows, and accumulates their parts of grad_weight and grad_bias. A second
+// kernel adds up the blocks' sums, in order.
 //
-// The floor: total, grad_out and grad_residual of each element, with grad_total and grad_input
-// where there are such. 8192 rows of 4096 bfloat16 are 201 MB at least, 47 us on an H200
-// (layer_norm.cuh). The sums of 264 blocks are 17 MB for 4096 columns, written and read once, in
-// L2.
+// Lower bound: each element moves total, grad_out and grad_residual, and grad_total and grad_input
+// if present. 8192 rows of 4096 bfloat16 are 201 MB at least, 47 us on an H200 (layer_norm.cuh).
+// The sums of 264 blocks are 17 MB for 4096 columns, written and read once, in L2.
 #pragma once
 
 #include "cuda/layer_norm.cuh"
@@ -17,31 +16,31 @@
 namespace fused_attn {
 namespace {
 
-// 16 values each of the normalised row, of g and of the two sums are 64 of the 128 registers that
-// 512 threads on a multiprocessor have (with those of weight, 20 to 52 bytes are spilled). The next
-// row is on its way into shared memory meanwhile: 32 KB of two matrices of 16-bit types, 64 KB of
-// float32. Single elements take more registers for their places, and have 8 values.
+// 16 values each of the normalised row, of g and of the two sums take 64 of the 128 registers
+// available at 512 threads on a multiprocessor. (With those of weight as well, 20 to 52 bytes
+// spill.) Meanwhile the next row is in flight to shared memory: 32 KB for two matrices of 16-bit
+// types, 64 KB for float32. Single elements need more registers for addresses, and have 8 values.
 template <int kWidth>
 constexpr int kBwdValues = kWidth == 1 ? 8 : 16;
-// So rows of more than 8192 columns, or 4096 single elements, are walked in stretches.
+// Rows of more than 8192 columns, or 4096 single elements, are therefore processed in stretches.
 constexpr int kBwdTeam = 512;
-// Threads of a block, where a row has fewer: two blocks fill a multiprocessor, and one goes on
-// while the other one waits. More and smaller ones would have more sums to store.
+// Threads of a block for shorter rows: two blocks fill a multiprocessor, and one runs while the
+// other waits. More and smaller blocks would have more sums to store.
 constexpr int kBwdThreads = 256;
-// In stretches there are no registers for sums. They are in shared memory for these columns (with
-// kTeamBytes 97 KB of the 99 that every GPU since sm_80 lets a block have; an sm_90 takes two such
-// blocks), in the workspace, which is in L2 mostly, for those behind them.
+// With stretches, no registers are left for sums. Those of the first kWideColumns columns are in
+// shared memory: with kTeamBytes 97 KB of the 99 KB available to a block on every GPU since sm_80;
+// an sm_90 holds two such blocks. Those of further columns are in the workspace, mostly in L2.
 constexpr int kWideColumns = 12288;
 constexpr int kBwdWideTeam = 384;  // two blocks, 80 registers
 
 struct NormBwdArgs {
   NormBwdParams params;
   NormDropout dropout;
-  float* partial_sums;  // (2, num_blocks(), columns): of grad_weight, of grad_bias; null: neither
+  float* partial_sums;  // (2, num_blocks(), columns): grad_weight, grad_bias; null: neither
   int team, teams;      // as in the forward
 };
 
-enum { kTotal = 0, kGradOut = 1, kGradTotal = 2 };  // matrices that are read
+enum { kTotal = 0, kGradOut = 1, kGradTotal = 2 };  // input matrices
 
 template <class T>
 FUSED_ATTN_DEVICE const T* row_of(const NormBwdParams& bwd, int which, const Stretch& s) {
@@ -54,7 +53,7 @@ struct RowStatistics {
   float mean, rstd;
 };
 
-// 0 where there is no such row, so that nothing comes of it.
+// Returns 0 for a row that does not exist, which then contributes nothing.
 FUSED_ATTN_DEVICE RowStatistics load_statistics(const NormParams& p, int64_t row) {
   RowStatistics statistics = {0.0f, 0.0f};
   if (row >= p.rows) return statistics;
@@ -63,15 +62,15 @@ FUSED_ATTN_DEVICE RowStatistics load_statistics(const NormParams& p, int64_t row
   return statistics;
 }
 
-// How a thread comes by its part of a row. 16 bytes at a time are copied to the thread's own places
-// in shared memory ahead of time; no other thread reads these, so copy_wait is all that it takes.
-// Single elements, which cannot be copied so, are loaded when they are asked for.
+// Reads a thread's part of a row. 16-byte chunks are prefetched into the thread's slots in shared
+// memory. No other thread reads these slots, so copy_wait suffices. Single elements are too small
+// for this copy, and are loaded on use.
 template <class T, int kWidth>
 struct RowReader {
   static constexpr int kAccesses = kBwdValues<kWidth> / kWidth;
   const NormBwdParams& bwd;
   const Team& team;
-  int threads;  // of the block
+  int threads;  // per block
 
   FUSED_ATTN_DEVICE uint32_t place(int which, int a) const {
     return kTeamBytes + ((which * kAccesses + a) * threads + thread_id()) * sizeof(Chunk);
@@ -97,7 +96,7 @@ struct RowReader {
   }
 };
 
-// Stores grad_residual and grad_input of an access of the thread. kept: bits of dropout for it.
+// Stores grad_residual and grad_input for one access of the thread. kept: its dropout bits.
 template <class T, int kWidth>
 FUSED_ATTN_DEVICE void store_gradients(const NormBwdArgs& args, const Stretch& s, int column,
                                        uint32_t kept, float (&grad)[kWidth]) {
@@ -113,7 +112,7 @@ FUSED_ATTN_DEVICE void store_gradients(const NormBwdArgs& args, const Stretch& s
   store_raw<kWidth>(input + column, pack_raw<T, kWidth>(grad));
 }
 
-// Adds up the sums of the block's teams, and stores them to `part` (columns).
+// Sums over the block's teams, and stores the result to `part` (columns).
 template <int kWidth>
 FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
                                   float (&sums)[kBwdValues<kWidth>], float* part) {
@@ -125,11 +124,11 @@ FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
     FUSED_ATTN_UNROLL
     for (int v = 0; v < kBwdValues<kWidth>; ++v) sums[v] += shuffle_xor(sums[v], mask);
   }
-  // Those of a warp are in its first team now.
+  // The warp's sums are now in its first team.
   const bool first = lane_id() < team.size;
   const int places = team.size < 32 ? threads / 32 : args.teams;
   const int own = team.size < 32 ? warp_id() : team.index;
-  sync_block();  // what was at these places has been read
+  sync_block();  // the previous contents of this memory have been read
   FUSED_ATTN_UNROLL
   for (int v = 0; v < kBwdValues<kWidth>; v += kStep) {
     const int column = column_of<kWidth>(team, v / kWidth) + v % kWidth;
@@ -152,7 +151,7 @@ FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
   }
 }
 
-// A row a team at a time.
+// Each team processes one row at a time.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kBwdTeam, 1)
 norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
@@ -179,7 +178,7 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
     const Stretch next = stretch_of(p, first + step + team.index, 0, columns);
     const auto [mean, rstd] = statistics;
     float x[kValues], grad[kValues], sums[2] = {0.0f, 0.0f};
-    // Weight is read again for each row, from L1.
+    // Weight is loaded again for each row, from L1.
     const int64_t zero = unhoisted(0);
     copy_wait<1>();  // all but grad_total
     FUSED_ATTN_UNROLL
@@ -242,12 +241,13 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
   }
 }
 
-// Where a block in stretches has sums 0, of grad_weight, and 1, of grad_bias, in shared memory.
+// Returns the shared-memory address of a block's sum in the kernel with stretches. which: 0 for
+// grad_weight, 1 for grad_bias.
 FUSED_ATTN_DEVICE uint32_t wide_place(int which, int64_t column) {
   return kTeamBytes + static_cast<uint32_t>(which * kWideColumns + column) * sizeof(float);
 }
 
-// Adds to the block's sums, those of a column in the same thread for every row.
+// Adds terms to the block's sums. A column belongs to the same thread for every row.
 template <int kWidth>
 FUSED_ATTN_DEVICE void add_to_sums(int which, int64_t column, float* part, bool begun,
                                    const float (&terms)[kWidth]) {
@@ -273,7 +273,7 @@ FUSED_ATTN_DEVICE void add_to_sums(int which, int64_t column, float* part, bool 
   }
 }
 
-// The thread's part of a stretch: the normalised row and grad_out, 0 outside.
+// Loads the thread's part of a stretch: the normalised row and grad_out, 0 outside.
 template <class T, int kWidth>
 FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, const Stretch& s,
                                     const RowStatistics& statistics, float (&x)[kBwdValues<kWidth>],
@@ -300,7 +300,7 @@ FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, 
   }
 }
 
-// values *= weight, from a column that exists.
+// values *= weight, from an existing column on.
 template <int kWidth>
 FUSED_ATTN_DEVICE void multiply_by_weight(const NormParams& p, int64_t column, float* values) {
   if (p.weight == nullptr) return;
@@ -310,8 +310,8 @@ FUSED_ATTN_DEVICE void multiply_by_weight(const NormParams& p, int64_t column, f
   for (int e = 0; e < kWidth; ++e) values[e] *= weight[e];
 }
 
-// A row a block at a time, in stretches: one walk for the sums over the row, which comes from
-// memory then, and one, from L1 or L2 as a rule, for all else.
+// One row per block at a time, in stretches. The first loop computes the sums over the row and
+// reads it from memory. The second computes everything else and reads it from L1 or L2 as a rule.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kBwdWideTeam, 2)
 norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
@@ -397,12 +397,12 @@ norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
 struct NormSumArgs {
   const float* partial_sums;  // (2, parts, columns)
   int64_t parts, columns;
-  float* out[2];  // (columns); null: not wanted
+  float* out[2];  // (columns); null: not requested
 };
 
 constexpr int kSumWarps = 32;
 
-// 32 columns a block: each warp adds up every 32nd part, and the first warp what the others have.
+// 32 columns per block: each warp sums every 32nd part, and the first warp adds up the warps' sums.
 FUSED_ATTN_KERNEL(kSumWarps * 32, 1)
 norm_sum_kernel(FUSED_ATTN_ARGUMENT NormSumArgs args) {
   const int64_t which = block_id() % 2, column = block_id() / 2 * 32 + lane_id();

@@ -1,4 +1,4 @@
-// What a mask does to a tile of scores that a warp holds in the layout of mma.
+// Masking of a score tile that a warp holds in the register layout of mma.
 #pragma once
 
 #include "cuda/product.cuh"
@@ -6,14 +6,15 @@
 
 namespace fused_attn {
 
-// The thread's rows of its warp's tile: row r is row r / 2 * 16 + r % 2 * 8 + lane / 4 of it.
+// The thread's rows of its warp's tile: its r-th row is row r / 2 * 16 + r % 2 * 8 + lane / 4 of
+// the tile.
 template <int kM>
 struct FragmentRows {
   int position[2 * kM];  // queries, or keys where the tile is (keys, queries)
   int head[2 * kM];
 };
 
-// Rows first, first + 1, ... of head h.
+// Returns the thread's rows of a tile with rows first, first + 1, ... of head h.
 template <int kM>
 FUSED_ATTN_DEVICE FragmentRows<kM> rows_from(int first, int h) {
   FragmentRows<kM> rows;
@@ -26,7 +27,7 @@ FUSED_ATTN_DEVICE FragmentRows<kM> rows_from(int first, int h) {
   return rows;
 }
 
-// Adds the scaled scores' ALiBi.
+// Adds ALiBi to the scaled scores.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void add_alibi(Accumulator<kM, kN>& s, const MaskParams& mask,
                                  const Sequence& sequence, const FragmentRows<kM>& rows,
@@ -50,7 +51,7 @@ FUSED_ATTN_DEVICE void add_alibi(Accumulator<kM, kN>& s, const MaskParams& mask,
   }
 }
 
-// Elements of a row of a dense tensor, by column of the tile.
+// A row of a dense tensor, indexed by column of the tile.
 template <bool kKeysFirst, class V>
 struct DenseRow {
   const V* data;
@@ -66,18 +67,19 @@ struct DenseRow {
   FUSED_ATTN_DEVICE V operator[](int column) const { return load_global(data + column * step); }
 };
 
-// Which elements of the thread's rows are visible: bit 2 n + e is column 8 n + 2 t + e.
+// Visible elements of the thread's rows: bit 2 n + e is column 8 n + 2 t + e.
 template <int kM>
 struct Visible {
   uint32_t row[2 * kM];
 };
 
-// Clears the bits of columns for which hidden(column, from the thread's first on) says so; asks for
-// the visible ones only.
+// Clears the bits of columns for which hidden(column), relative to the thread's first column, is
+// true. Calls it for visible columns only.
 template <int kN, class Hidden>
 FUSED_ATTN_DEVICE uint32_t hide(uint32_t visible, Hidden hidden) {
   uint32_t seen = visible;
-  // A loop, since bits can be indexed: unrolled, the loads of a tile would take all registers.
+  // Not fully unrolled: the loads of a tile would take all registers. Bits can be indexed in a
+  // loop.
   FUSED_ATTN_UNROLL_BY(4)
   for (int bit = 0; bit < kN / 4; ++bit) {
     if ((visible >> bit & 1) && hidden(bit / 2 * 8 + bit % 2)) seen &= ~(1u << bit);
@@ -85,7 +87,7 @@ FUSED_ATTN_DEVICE uint32_t hide(uint32_t visible, Hidden hidden) {
   return seen;
 }
 
-// The bits of the columns below `end`, counted from the thread's first.
+// Returns the bits of the columns below `end`, relative to the thread's first column.
 template <int kN>
 FUSED_ATTN_DEVICE uint32_t columns_below(int end) {
   // Columns 8 n and 8 n + 1 are bits 2 n and 2 n + 1.
@@ -110,7 +112,7 @@ FUSED_ATTN_DEVICE void add_bias_of(Accumulator<kM, kN>& s, Visible<kM>& visible,
   }
 }
 
-// Adds the bias to visible scores, and hides those where it is -inf.
+// Adds the bias to visible scores, and masks those where it is -inf.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void add_bias(Accumulator<kM, kN>& s, Visible<kM>& visible,
                                 const MaskParams& mask, int64_t b, const FragmentRows<kM>& rows,
@@ -125,8 +127,8 @@ FUSED_ATTN_DEVICE void add_bias(Accumulator<kM, kN>& s, Visible<kM>& visible,
   }
 }
 
-// Visible elements by all but the bias; made before the products of the tile, whose registers are
-// free then.
+// Returns the elements that everything but the bias leaves visible. Called before the tile's
+// products, while their registers are free.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE Visible<kM> visible_of(const MaskParams& mask, const Sequence& sequence,
                                          const FragmentRows<kM>& rows, int column) {
@@ -169,7 +171,7 @@ FUSED_ATTN_DEVICE Visible<kM> visible_of(const MaskParams& mask, const Sequence&
   return visible;
 }
 
-// Makes the scores -inf that are not visible.
+// Sets masked scores to -inf.
 template <int kM, int kN>
 FUSED_ATTN_DEVICE void apply_visible(Accumulator<kM, kN>& s, const Visible<kM>& visible) {
   FUSED_ATTN_UNROLL
@@ -182,10 +184,10 @@ FUSED_ATTN_DEVICE void apply_visible(Accumulator<kM, kN>& s, const Visible<kM>& 
   }
 }
 
-// Which columns any row of the warp sees.
+// Returns the columns that are visible to any row of the warp.
 template <int kM>
 FUSED_ATTN_DEVICE SeenColumns seen_columns(const MaskParams& mask, const Visible<kM>& visible) {
-  if (!has_listed_masks(mask)) return ~0u;  // what bounds hide was not loaded
+  if (!has_listed_masks(mask)) return ~0u;  // keys outside the bounds were not loaded
   SeenColumns seen = 0;
   FUSED_ATTN_UNROLL
   for (int r = 0; r < 2 * kM; ++r) seen |= visible.row[r];

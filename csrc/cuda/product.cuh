@@ -1,14 +1,14 @@
-// Products of tiles by one warp, for each type of element.
+// Tile products of one warp, for each element type.
 //
-// The warp owns kM times 16 rows of the result. Results, and left operands that are weights, are
-// held in registers in the layout of mma.m16n8 (intrinsics.cuh), whatever the type.
+// The warp computes kM times 16 rows of the result. Results, and left operands that are weights,
+// are in registers in the layout of mma.m16n8 (intrinsics.cuh), for every type.
 #pragma once
 
 #include "cuda/shared_tile.cuh"
 
 namespace fused_attn {
 
-// The largest and the second dimension of results: kM * 16 rows, kN columns.
+// The warp's tile of a result: kM * 16 rows, kN columns.
 template <int kM, int kN>
 using Accumulator = float[kM][kN / 8][4];
 
@@ -30,27 +30,29 @@ FUSED_ATTN_DEVICE void set_zero(Accumulator<kM, kN>& acc) {
   for_each(acc, [](float& element, int, int, int) { element = 0.0f; });
 }
 
-// Float32 products are added up in parts of a chunk, an addition more for four multiply-adds. One
-// by one, rounding into a sum that grows took 1.75 times what the contract allows from gradients of
-// rows that see few keys (head_dim roundings), and 1.1 times from out (seqlen_k roundings).
+// Float32 products accumulate partial sums of one chunk each: one extra addition per four
+// multiply-adds. With a single running sum, the rounding error was 1.75 times the limit of the
+// numerics contract in gradients of rows with few visible keys (head_dim roundings), and 1.1 times
+// in out (seqlen_k roundings).
 constexpr int kPartOfSum = 4;
 
-// Which columns of a tile of weights any row of the warp sees: bit 2 n + e is column 8 n + 2 t + e.
+// Columns of a weight tile visible to any row of the warp: bit 2 n + e is column 8 n + 2 t + e.
 using SeenColumns = uint32_t;
 
 // Half and BFloat16: tensor cores.
 template <class T>
 struct Product {
-  // Bytes of shared memory a warp needs to multiply weights of so many columns.
+  // Returns the bytes of shared memory that a warp needs to multiply weights of kK columns.
   static constexpr int scratch_bytes(int /*kM*/, int /*kK*/) { return 0; }
 
-  // acc (+)= a b^T, of tiles with kK columns in shared memory; a_row: the warp's first row of a.
+  // acc += a b^T, for tiles with kK columns in shared memory; a_row: the warp's first row of a.
   template <int kM, int kN, int kK>
   static FUSED_ATTN_DEVICE void rows_by_rows(Accumulator<kM, kN>& acc, uint32_t a, int a_row,
                                              uint32_t b, bool /*tf32*/) {
     using Tile = SharedTile<T, kK>;
     const int lane = unhoisted(lane_id());
-    // Whole rows of wide heads, whose fragments the compiler would load far ahead, take registers.
+    // Unrolled less for wide heads: the compiler would load the fragments of full rows far ahead,
+    // which takes registers.
     [[maybe_unused]] constexpr int kAtOnce = kK > 128 ? 4 : 8;
     FUSED_ATTN_UNROLL_BY(kAtOnce)
     for (int k = 0; k < kK / 16; ++k) {
@@ -72,11 +74,10 @@ struct Product {
     }
   }
 
-  // Whether weights are rounded before they are multiplied.
+  // Whether weights are rounded before the product.
   static constexpr bool kRoundsWeights = true;
 
-  // acc += the sums over rows of weights as they are multiplied, in each column: a product with a
-  // tile of ones.
+  // acc += the row sums of the rounded weights, in each column: a product with a tile of ones.
   template <int kM, int kK>
   static FUSED_ATTN_DEVICE void add_row_sums(Accumulator<kM, 8>& acc,
                                              const Accumulator<kM, kK>& weights) {
@@ -92,7 +93,8 @@ struct Product {
     }
   }
 
-  // acc += weights b, of a tile b with kK rows; kMasked: rows of b that are not seen count as 0.
+  // acc += weights b, for a tile b with kK rows; kMasked: rows of b that are not visible count as
+  // 0.
   template <bool kMasked, int kM, int kN, int kK>
   static FUSED_ATTN_DEVICE void weights_by_columns(Accumulator<kM, kN>& acc,
                                                    const Accumulator<kM, kK>& weights, uint32_t b,
@@ -126,8 +128,8 @@ struct Product {
     }
   }
 
-  // acc += a^T b, of tiles with kK rows and kA and kB columns in shared memory; a_column, b_column:
-  // the first ones that count.
+  // acc += a^T b, for tiles with kK rows and kA and kB columns in shared memory; a_column,
+  // b_column: the first columns used.
   template <int kM, int kN, int kK, int kA, int kB>
   static FUSED_ATTN_DEVICE void columns_by_columns(Accumulator<kM, kN>& acc, uint32_t a,
                                                    int a_column, uint32_t b, int b_column) {
@@ -157,7 +159,7 @@ struct Product {
   }
 
  private:
-  // Columns 16 k to 16 k + 15 of weights as a left operand.
+  // Packs columns 16 k to 16 k + 15 of weights as a left operand.
   template <int kM, int kK>
   static FUSED_ATTN_DEVICE void pack_left(uint32_t (&left)[4], const Accumulator<kM, kK>& weights,
                                           int m, int k) {
@@ -173,7 +175,7 @@ struct Product {
   }
 };
 
-// float: multiply-adds, or tensor cores in TF32. Weights pass through shared memory, so that loops
+// float: multiply-adds, or tensor cores in TF32. Weights go through shared memory, so that loops
 // over their columns need not be unrolled.
 template <>
 struct Product<float> {
@@ -197,7 +199,7 @@ struct Product<float> {
                                                    SeenColumns seen, uint32_t scratch, bool tf32) {
     using Tile = SharedTile<float, kK>;
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
-    sync_warp();  // the last product has been read
+    sync_warp();  // the previous product has been read
     FUSED_ATTN_UNROLL
     for (int m = 0; m < kM; ++m) {
       FUSED_ATTN_UNROLL
@@ -220,7 +222,7 @@ struct Product<float> {
   }
 
  private:
-  // Elements (outer, k) of an operand: from rows of a tile, or from its columns.
+  // Elements (outer, k) of an operand, from the rows of a tile or from its columns.
   template <int kColumns>
   struct ByRows {
     uint32_t tile;
@@ -231,7 +233,7 @@ struct Product<float> {
       FUSED_ATTN_UNROLL
       for (int e = 0; e < 4; ++e) x[e] = bits_float(c.word[e]);
     }
-    // Of `outer` and its neighbour.
+    // Loads the quads of `outer` and outer + 1.
     FUSED_ATTN_DEVICE void quads(float (&x)[2][4], int outer, int k) const {
       quad(x[0], outer, k);
       quad(x[1], outer + 1, k);
@@ -259,7 +261,7 @@ struct Product<float> {
     }
   };
 
-  // kMasked: weights of 0 hide what they would be multiplied with, for 0 * NaN is NaN.
+  // kMasked: skips terms with a weight of 0, since 0 * NaN is NaN.
   template <bool kMasked, int kM, int kN, int kK, class Left, class Right>
   static FUSED_ATTN_DEVICE void multiply_float(Accumulator<kM, kN>& acc, Left left, Right right) {
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
@@ -292,8 +294,8 @@ struct Product<float> {
     }
   }
 
-  // The hardware's columns t and t + 4 are taken to be 2 t and 2 t + 1 in both operands, which are
-  // neighbours in memory, and the thread's own in a tile of weights.
+  // Columns 2 t and 2 t + 1 of both operands serve as the hardware's columns t and t + 4. They are
+  // adjacent in memory, and in a tile of weights they belong to the thread.
   template <bool kMasked, int kM, int kN, int kK, class Left, class Right>
   static FUSED_ATTN_DEVICE void multiply_tf32(Accumulator<kM, kN>& acc, Left left, Right right,
                                               SeenColumns seen) {

@@ -1,8 +1,8 @@
-// A tile of scores at a position that the block keeps, of one head after the other.
+// A tile of scores at a fixed position, for one head after the other.
 //
-// Two pairs of tiles are multiplied for each head, at most, through the same shared memory: queries
-// with keys, gradients of out with values. Nothing adds up over keys here, so that what is hidden
-// may be anything until the weight of 0 replaces it.
+// Each head takes at most two products, through the same shared memory: queries with keys,
+// gradients of out with values. Nothing is accumulated over keys here, so masked elements may hold
+// anything until the weight of 0 replaces it.
 #pragma once
 
 #include "cuda/attention_tile.cuh"
@@ -18,7 +18,7 @@ template <class T, int kHeadDim>
 struct ScoreTile {
   using Sizes = ScoreSizes<sizeof(T)>;
   static constexpr int kTile = Sizes::kTile, kThreads = Sizes::kThreads;
-  static constexpr int kN = Sizes::kColumns;  // of a warp
+  static constexpr int kN = Sizes::kColumns;  // per warp
   static constexpr uint32_t kRowBytes = kHeadDim * sizeof(T);
   static constexpr uint32_t kLeft = 0, kRight = kTile * kRowBytes;
   static constexpr int kBytes = 2 * kRight;
@@ -28,7 +28,7 @@ struct ScoreTile {
   const AttentionParams& p;
   const GpuParams& gpu;
   Units<T, true> units;
-  int64_t m, n, rest;  // of the tile, and what else the block's index says
+  int64_t m, n, rest;  // of the tile, and the remainder of the block's index
   int i_begin, j_begin;
 
   FUSED_ATTN_DEVICE ScoreTile(const AttentionParams& params, const GpuParams& gpu_params)
@@ -44,15 +44,15 @@ struct ScoreTile {
     return count_tiles(p.seqlen_q, kTile) * count_tiles(p.seqlen_k, kTile) * rest;
   }
 
-  // The warp's first row and column in the tile.
+  // Returns the warp's first row and column in the tile.
   static FUSED_ATTN_DEVICE int warp_row() { return warp_id() % Sizes::kRowWarps * 16; }
   static FUSED_ATTN_DEVICE int warp_column() { return warp_id() / Sizes::kRowWarps * kN; }
-  // The thread's r-th row in the tile, and its column of element e of fragment n.
+  // Returns the thread's r-th row in the tile, and its column of element e of fragment n.
   static FUSED_ATTN_DEVICE int row(int r) { return warp_row() + r * 8 + lane_id() / 4; }
   static FUSED_ATTN_DEVICE int column(int n, int e) {
     return warp_column() + n * 8 + 2 * (lane_id() % 4) + e % 2;
   }
-  // Where these are in the sequence.
+  // Positions of the warp's rows and columns in the sequence.
   FUSED_ATTN_DEVICE FragmentRows<1> rows(const Sequence& s) const {
     return rows_from<1>(i_begin + warp_row(), s.h);
   }
@@ -65,14 +65,13 @@ struct ScoreTile {
                     j_begin + kTile);
   }
 
-  // Begins the copies of the rows of a tensor that belong to the queries, and of one that belong to
-  // the keys.
+  // Starts the copies of the tile's rows of two tensors: left by query, right by key.
   FUSED_ATTN_DEVICE void load(const Sequence& s, const void* left, const int64_t (&left_strides)[3],
                               const void* right, const int64_t (&right_strides)[3],
                               int64_t head_dim) const {
     const SequenceRows queries = query_rows(p, s.b), keys = key_rows(p, s.b);
     const int64_t h_kv = s.h / (p.num_heads / p.num_heads_kv);
-    sync_block();  // the last product has been read
+    sync_block();  // the previous product has been read
     load_rows_async<T, kHeadDim, kTile, kThreads>(
         kLeft,
         row_of(static_cast<const T*>(left), left_strides, queries.batch, s.h,
@@ -85,7 +84,7 @@ struct ScoreTile {
     copy_commit();
   }
 
-  // Products of the rows that are being loaded.
+  // Computes the products of the rows that load started to copy.
   FUSED_ATTN_DEVICE void multiply(Scores& products) const {
     copy_wait<0>();
     sync_block();
@@ -94,7 +93,8 @@ struct ScoreTile {
         products, kLeft, warp_row(), kRight + warp_column() * kRowBytes, gpu.tf32);
   }
 
-  // Products of queries and keys, and which of them count but for the bias.
+  // Computes the products of queries and keys. Returns the elements that everything but the bias
+  // leaves visible.
   FUSED_ATTN_DEVICE Visible<1> products(Scores& scores, const Sequence& s, Tile kind) const {
     load(s, p.query, p.query_strides, p.key, p.key_strides, p.head_dim);
     Visible<1> visible{};
@@ -105,11 +105,11 @@ struct ScoreTile {
     return visible;
   }
 
-  // Products become weights before dropout.
+  // Converts products to weights before dropout.
   FUSED_ATTN_DEVICE void weigh(Scores& scores, Visible<1> visible, const Sequence& s, Tile kind,
                                const LogSum (&log_sums)[2]) const {
     scale_scores<false, 1, kN>(scores, p, s, rows(s), first_column());
-    // Asked when the kernel runs, so that there is one copy of the code.
+    // A runtime branch, so that the code is compiled once.
     if (kind == Tile::kPartial) {
       mask_scores<true, false, 1, kN>(scores, visible, p, s, rows(s), first_column());
     }

@@ -1,11 +1,11 @@
-// Tiles of rows in shared memory, and their way there and back.
+// Row tiles in shared memory, and copies from and to tensors.
 #pragma once
 
 #include "cuda/intrinsics.cuh"
 
 namespace fused_attn {
 
-// Element e of a chunk of T.
+// Returns element e of a chunk of T.
 template <class T>
 FUSED_ATTN_DEVICE float element(const Chunk& chunk, int e) {
   if constexpr (sizeof(T) == 4) {
@@ -15,8 +15,8 @@ FUSED_ATTN_DEVICE float element(const Chunk& chunk, int e) {
   }
 }
 
-// Rows of kHeadDim elements in chunks of 16 bytes. Chunks are permuted within each row so that the
-// same chunk of 8 rows, which is what ldmatrix reads at a time, lies in all 32 banks.
+// Rows of kHeadDim elements in chunks of 16 bytes. Chunks are permuted within each row: ldmatrix
+// reads the same chunk of 8 rows at a time, and these cover all 32 banks.
 template <class T, int kHeadDim>
 struct SharedTile {
   static constexpr int kPerChunk = 16 / sizeof(T);
@@ -25,7 +25,7 @@ struct SharedTile {
   static_assert(kChunks % 2 == 0, "rows must be whole pairs of chunks");
 
   static FUSED_ATTN_DEVICE uint32_t at(uint32_t tile, int row, int chunk) {
-    // Rows that do not fill all banks reach different ones by themselves, up to the rest.
+    // Rows too short to fill all banks start at different banks; swizzle only for the rest.
     const int swizzled = kChunks % 8 == 0   ? chunk ^ (row & 7)
                          : kChunks % 4 == 0 ? chunk ^ (row >> 1 & 3)
                                             : chunk ^ (row >> 2 & 1);
@@ -37,21 +37,21 @@ struct SharedTile {
 };
 
 // Starts the copies of kRows rows of a tensor. Rows outside [begin, end), and elements from
-// head_dim on, become 0 and are not read. valid(row): whether a row within is read.
+// head_dim on, become 0 and are not read. valid(row): whether a row in that range is read.
 template <class T, int kHeadDim, int kRows, int kThreads, class Valid>
 FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t row_stride,
                                        int begin, int end, int head_dim, Valid valid) {
   using Tile = SharedTile<T, kHeadDim>;
   static_assert(kRows * Tile::kChunks % kThreads == 0, "each thread copies as many chunks");
   const int thread = unhoisted(thread_id());
-  // Unrolled further, addresses take the registers of the loop around this.
+  // Unrolled further, addresses would take registers of the surrounding loop.
   FUSED_ATTN_UNROLL_BY(2)
   for (int c = 0; c < kRows * Tile::kChunks / kThreads; ++c) {
     const int index = c * kThreads + thread;
     const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
     const bool inside = row >= begin && row < end && chunk * Tile::kPerChunk < head_dim;
     const bool read = inside && valid(row);
-    // The host sees to it that offsets within a tile fit into 32 bits.
+    // The host guarantees that offsets within a tile fit into 32 bits.
     const int offset = row * static_cast<int>(row_stride) + chunk * Tile::kPerChunk;
     copy_async(Tile::at(tile, row, chunk), source + (read ? offset : 0), read);
   }
@@ -68,7 +68,7 @@ FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t r
                                                 AllRows());
 }
 
-// Two floats as neighbours of T.
+// Returns two floats as adjacent elements of T.
 template <class T>
 FUSED_ATTN_DEVICE auto pair_of(float low, float high) {
   if constexpr (sizeof(T) == 4) {
@@ -78,9 +78,9 @@ FUSED_ATTN_DEVICE auto pair_of(float low, float high) {
   }
 }
 
-// The warp's rows of a tile of results, in the layout of mma, through its part of shared memory to
-// a tensor: rows [0, end) of the tile, head_dim elements each. `result(r, low, high)` is what
-// becomes of two neighbours in the thread's r-th row, as pair_of has it.
+// Stores the warp's rows of a result tile from the layout of mma to a tensor, staged through the
+// warp's part of shared memory: rows [0, end) of the tile, head_dim elements each. `result(r, low,
+// high)` converts two adjacent elements of the thread's r-th row to the type of pair_of.
 template <class T, int kHeadDim, int kM, class Result>
 FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
                                   const float (&acc)[kM][kHeadDim / 8][4], T* target,

@@ -1,4 +1,4 @@
-// From products to scores and weights, and the online softmax over tiles.
+// Conversion of products to scores and weights, and the online softmax over tiles.
 //
 // Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 #pragma once
@@ -11,10 +11,10 @@ namespace fused_attn {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr double kLn2 = 0.6931471805599453;
 
-// How the scores of a kernel count. Where nothing but a positive factor is applied to the products,
-// these are left as they are, and the factor, times log2(e), is part of the exponential's
-// multiply-add. In the general case scores are in natural units: log2(e) rounded into what is added
-// to them would scale it all.
+// Units of a kernel's scores. If only a positive factor applies to the products, scores remain the
+// raw products, and the factor times log2(e) is part of the exponential's multiply-add. In the
+// general case scores are in natural units: a rounded log2(e) in the terms added to them would
+// scale them all.
 template <class T, bool kGeneral>
 struct Units {
   float factor;
@@ -22,9 +22,9 @@ struct Units {
   FUSED_ATTN_DEVICE explicit Units(const AttentionParams& p)
       : factor(kGeneral ? 1.0f : static_cast<float>(p.scale * 1.4426950408889634)) {}
 
-  // What a score or maximum is in the exponential.
+  // Returns a score or maximum as an exponent of the exponential.
   FUSED_ATTN_DEVICE float exponent(float score) const { return kGeneral ? score : score * factor; }
-  // exp(score - log_sum), with log_sum as an exponent.
+  // Returns exp(score - log_sum), with log_sum as an exponent.
   FUSED_ATTN_DEVICE float power(float score, float log_sum) const {
     if constexpr (!kGeneral) {
       return exp2_fast(multiply_add(score, factor, -log_sum));
@@ -32,7 +32,7 @@ struct Units {
       return power_of(score - log_sum);
     }
   }
-  // exp of a difference of exponents.
+  // Returns exp of a difference of exponents.
   FUSED_ATTN_DEVICE float power_of(float difference) const {
     if constexpr (!kGeneral) {
       return exp2_fast(difference);
@@ -42,13 +42,13 @@ struct Units {
       return exp2_fast(difference * kLog2E);
     }
   }
-  // Natural logarithms in an exponent's units, and back.
+  // Convert natural logarithms to an exponent's units, and back.
   FUSED_ATTN_DEVICE double from_natural(double x) const { return kGeneral ? x : x / kLn2; }
   FUSED_ATTN_DEVICE double to_natural(double x) const { return kGeneral ? x : x * kLn2; }
 };
 
-// Scores of products, in the general case: scaled, capped, and ALiBi added. cap_tanh: of softcap,
-// where that is asked for.
+// Converts products to scores in the general case: scaled, capped, with ALiBi added. cap_tanh:
+// receives softcap's tanh, if not null.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void scale_scores(Accumulator<kM, kN>& s, const AttentionParams& p,
                                     const Sequence& sequence, const FragmentRows<kM>& rows,
@@ -65,8 +65,8 @@ FUSED_ATTN_DEVICE void scale_scores(Accumulator<kM, kN>& s, const AttentionParam
   if (p.mask.slopes != nullptr) add_alibi<kKeysFirst, kM, kN>(s, p.mask, sequence, rows, column);
 }
 
-// Of a partial tile: the bias added, and -inf where it is hidden; `visible` loses what the bias
-// hides.
+// Adds the bias of a partial tile, and sets masked scores to -inf. Clears from `visible` the
+// elements that the bias masks.
 template <bool kGeneral, bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void mask_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
                                    const AttentionParams& p, const Sequence& sequence,
@@ -77,7 +77,7 @@ FUSED_ATTN_DEVICE void mask_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
   apply_visible<kM, kN>(s, visible);
 }
 
-// Both.
+// Applies scale_scores in the general case, and mask_scores to partial tiles.
 template <bool kGeneral, bool kPartial, bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void finish_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
                                      const AttentionParams& p, const Sequence& sequence,
@@ -89,8 +89,8 @@ FUSED_ATTN_DEVICE void finish_scores(Accumulator<kM, kN>& s, Visible<kM>& visibl
   }
 }
 
-// The largest score and the sum of weights of each of the thread's rows; a sum is of the thread's
-// own columns until reduce().
+// The maximum score and the sum of weights of each of the thread's rows. Until reduce(), a sum
+// covers the thread's columns only.
 template <int kM>
 struct SoftmaxState {
   float maximum[2 * kM], sum[2 * kM];
@@ -103,7 +103,7 @@ struct SoftmaxState {
     }
   }
 
-  // Scores become weights; returns in rescale what earlier sums have to be multiplied by.
+  // Converts scores to weights. Returns in rescale the factors for earlier sums.
   template <bool kPartial, int kN, class T, bool kGeneral>
   FUSED_ATTN_DEVICE void update(Accumulator<kM, kN>& s, const Units<T, kGeneral>& units,
                                 float (&rescale)[2 * kM]) {
@@ -117,7 +117,7 @@ struct SoftmaxState {
       }
       largest = larger(largest, shuffle_xor(largest, 1));
       largest = larger(largest, shuffle_xor(largest, 2));
-      // Rows that have seen nothing yet: -inf - -inf is NaN.
+      // Rows without a visible key so far: -inf - -inf is NaN.
       const float shift = units.exponent(kPartial && largest == -kInfinity ? 0.0f : largest);
       rescale[r] = units.power(maximum[r], shift);
       maximum[r] = largest;
@@ -135,7 +135,7 @@ struct SoftmaxState {
     }
   }
 
-  // Sums over the four lanes that share rows.
+  // Adds up the sums of the four lanes that share rows.
   FUSED_ATTN_DEVICE void reduce() {
     FUSED_ATTN_UNROLL
     for (int r = 0; r < 2 * kM; ++r) {
@@ -145,7 +145,7 @@ struct SoftmaxState {
   }
 };
 
-// Which of the weights that the thread holds of the fragments (m, n) dropout keeps: bits 4 n + e.
+// Returns the keep bits of the weights that the thread holds of the fragments (m, n): bits 4 n + e.
 template <bool kKeysFirst, int kN, int kM>
 FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRows<kM>& rows, int m,
                                         int column) {
@@ -168,7 +168,7 @@ FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRo
   return kept;
 }
 
-// Makes the weights 0 that dropout drops.
+// Sets dropped weights to 0.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void drop(Accumulator<kM, kN>& weights, const Dropout& dropout,
                             const FragmentRows<kM>& rows, int column) {

@@ -1,5 +1,5 @@
-// Which tiles a block visits: the threads classify them together, by block_ranges.h and the
-// summaries of masks, and list the visible ones, so that the loops over tiles meet no others.
+// The tiles that a block visits. Its threads classify tiles together, by block_ranges.h and mask
+// summaries, and list the visible ones, so that the loops over tiles skip all others.
 #pragma once
 
 #include "block_ranges.h"
@@ -8,7 +8,7 @@
 
 namespace fused_attn {
 
-// A head of a sequence: where it lies, and what its mask allows.
+// A head of a sequence: its index, lengths and mask bounds.
 struct Sequence {
   int b, h, seqlen_q, seqlen_k;
   SequenceBounds bounds;
@@ -19,14 +19,14 @@ FUSED_ATTN_DEVICE Sequence sequence_of(const AttentionParams& p, int b, int h) {
           sequence_bounds(p.mask, b, p.seqlen_q, p.seqlen_k)};
 }
 
-// Whether anything but bounds hides positions.
+// Returns true if anything but bounds masks positions.
 FUSED_ATTN_DEVICE bool has_listed_masks(const MaskParams& mask) {
   return mask.query_documents != nullptr || mask.key_mask.data != nullptr ||
          mask.dense.data != nullptr || mask.bias.data != nullptr;
 }
 
-// The smallest and the largest of the ids of positions [begin, end) by their summed up ranges,
-// which may take in a few more.
+// Returns the smallest and largest id of positions [begin, end). It combines ranges of kIdRangeTile
+// positions, which may include a few more.
 FUSED_ATTN_DEVICE IdRange id_range(const int32_t* ranges, int64_t begin, int64_t end) {
   IdRange all{INT32_MAX, INT32_MIN};
   FUSED_ATTN_ROLLED
@@ -43,8 +43,8 @@ FUSED_ATTN_DEVICE IdRange id_range_of(const int32_t* ranges, int64_t stride, int
   return id_range(ranges + (stride == 0 ? 0 : b * count * 2), begin, end);
 }
 
-// Queries [i_begin, i_end) against keys [j_begin, j_end). Positions beyond the sequence make a tile
-// partial, where the caller does not cut them off.
+// Classifies queries [i_begin, i_end) against keys [j_begin, j_end). Positions past the sequence
+// make a tile partial, unless the caller clamps the range.
 FUSED_ATTN_DEVICE Tile classify(const AttentionParams& p, const GpuParams& gpu, const Sequence& s,
                                 int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t j_end) {
   Tile kind = classify_bounds(s.bounds, i_begin, i_end, j_begin, j_end);
@@ -64,21 +64,21 @@ FUSED_ATTN_DEVICE Tile classify(const AttentionParams& p, const GpuParams& gpu, 
   return combine(kind, classify_dense(mask.bias, s.b, s.h, i_begin, i_end, j_begin, j_end));
 }
 
-// A list of up to kCapacity tiles in shared memory: the full ones, and from kCapacity on the
-// partial ones, in order.
+// A list of up to kCapacity tiles in shared memory: full ones from slot 0 on, partial ones from
+// slot kCapacity on, each in order.
 struct TileList {
-  static constexpr int kCapacity = 512;  // 32,768 positions of 64 at a time, in 2.6 KB
+  static constexpr int kCapacity = 512;  // 512 tiles of 64: 32,768 positions, 2.6 KB
   static constexpr int kBytes = kCapacity * 5 + 16;
 
   uint32_t base;
   int first, num_full, num_all;
 
-  // Of tiles [begin, begin + count), at most the capacity; kind(tile) says what each is.
+  // Lists tiles [begin, begin + count), count at most kCapacity; kind(tile) classifies a tile.
   template <class Kind>
   FUSED_ATTN_DEVICE void build(int begin, int count, int num_threads, Kind kind) {
     first = begin;
     const uint32_t kinds = base + kCapacity * 4, counts = kinds + kCapacity;
-    sync_block();  // the last list has been read
+    sync_block();  // the previous list has been read
     FUSED_ATTN_ROLLED
     for (int n = thread_id(); n < count; n += num_threads) {
       store_shared(kinds + n, static_cast<uint8_t>(kind(first + n)));
@@ -109,7 +109,7 @@ struct TileList {
     num_all = load_shared<int>(counts + 4);
   }
 
-  // The t-th tile, full ones first.
+  // Returns the t-th tile, full ones first.
   FUSED_ATTN_DEVICE int tile(int t) const {
     const int slot = t < num_full ? t : t - num_full + kCapacity;
     return first + load_shared<uint16_t>(base + slot * 2);

@@ -1,4 +1,4 @@
-// How the kernels are cut up: one line for each width of heads, with what binds it.
+// Tile sizes of the kernels, one line per head dimension, and the limits on them.
 //
 // Shared memory of a block: 163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90 and sm_100 (CUDA
 // C programming guide, compute capabilities), so blocks stay below 99 KiB. A thread has 255
@@ -9,9 +9,9 @@ namespace fused_attn {
 
 constexpr int kMaxSharedBytes = 99 << 10;
 
-// kWarps warps of kRowTiles times 16 rows own a tile, and walk tiles of kBlock positions of the
-// other side, kStages of them in shared memory. kBlocks: blocks that a multiprocessor holds, by
-// registers.
+// A block of kWarps warps owns kRowTiles times 16 rows per warp, and loops over tiles of kBlock
+// positions of the other side, with kStages of them in shared memory. kBlocks: blocks that fit on a
+// multiprocessor, by registers.
 template <int kWarps_, int kRowTiles_, int kBlock_, int kStages_, int kBlocks_>
 struct TileSizes {
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kRowTiles = kRowTiles_;
@@ -87,7 +87,7 @@ struct DqSizes<4, 256, kGeneral> : TileSizes<2, 1, 8, 1, 1> {};
 
 // ---- backward: owns keys, walks queries ---------------------------------------------------------
 
-// kAddsDq: the gradient of queries takes registers too.
+// kAddsDq: dQ takes registers too.
 template <int kElementSize, int kHeadDim, bool kGeneral, bool kAddsDq>
 struct DkdvSizes;
 template <bool kGeneral>
@@ -127,18 +127,18 @@ struct DkdvSizes<4, 256, kGeneral, kAddsDq> : TileSizes<2, 1, 8, 1, 1> {};
 
 // ---- decoding: 16 rows, walks keys --------------------------------------------------------------
 
-// Each of kWarps warps has kSlice keys of a tile, kStages of which are in shared memory. Two blocks
-// fit into a multiprocessor of sm_80, sm_90 and sm_100, and keep 2 (kStages - 1) tiles of keys and
-// values on their way: 48 KiB or more. Of wide heads in float one tile is all that fits: a block
-// waits for it while the other works.
+// Each of kWarps warps processes kSlice keys of a tile; kStages tiles are in shared memory. Two
+// blocks fit on a multiprocessor of sm_80, sm_90 and sm_100, with 2 (kStages - 1) tiles of keys and
+// values in flight: 48 KiB or more. For wide heads in float only one tile fits: a block waits for
+// it while the other computes.
 template <int kWarps_, int kSlice_, int kStages_>
 struct DecodeTileSizes {
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kBlocks = 2;
   static constexpr int kSlice = kSlice_, kBlock = kWarps * kSlice, kStages = kStages_;
 };
 
-// The bytes are those of a tile. Of wide heads, 64 keys would leave no room for another stage: two
-// warps have a tile there, for a slice has 16 keys at least, which is the depth of a product.
+// The comments give the bytes of a tile. For wide heads, 64 keys would leave no room for another
+// stage. Two warps share a tile then, since a slice has at least 16 keys, the depth of a product.
 template <int kElementSize, int kHeadDim>
 struct DecodeSizes;
 template <>
@@ -150,7 +150,7 @@ struct DecodeSizes<2, 96> : DecodeTileSizes<4, 16, 3> {};  // 24 KiB
 template <>
 struct DecodeSizes<2, 128> : DecodeTileSizes<4, 16, 2> {};  // 32 KiB
 template <>
-struct DecodeSizes<2, 192> : DecodeTileSizes<2, 16, 2> {};  // 24 KiB; three stages fit once
+struct DecodeSizes<2, 192> : DecodeTileSizes<2, 16, 2> {};  // 24 KiB; three stages: one block
 template <>
 struct DecodeSizes<2, 256> : DecodeTileSizes<2, 16, 2> {};  // 32 KiB
 template <>
@@ -168,12 +168,12 @@ struct DecodeSizes<4, 256> : DecodeTileSizes<2, 16, 1> {};  // 64 KiB; one block
 
 // ---- gradient of a bias, weights: tiles of scores at a position ---------------------------------
 
-// Queries, and as many keys. Of 64 rows of 256 16-bit elements, or 32 of as many floats, two tiles
-// take 64 KiB.
+// Queries of a tile, and as many keys. Two tiles of 64 rows of 256 16-bit elements, or of 32 rows
+// of as many floats, take 64 KiB.
 constexpr int score_tile(int element_size) { return element_size == 4 ? 32 : 64; }
 
-// Each warp has 16 queries and 32 keys: with twice as many keys the gradient of a bias spilled on
-// sm_80, and took longer to compile. Two blocks of 16-bit types would leave 128 registers a thread,
+// Each warp processes 16 queries and 32 keys: with twice as many keys, the bias gradient spilled on
+// sm_80 and took longer to compile. Two blocks of 16-bit types would leave 128 registers a thread,
 // with spills of 24 bytes at head_dim 128.
 template <int kElementSize>
 struct ScoreSizes {

@@ -5,7 +5,7 @@
 namespace fused_attn {
 namespace {
 
-// One warp each.
+// One warp per item.
 int64_t blocks_of(int64_t warps) { return (warps + kSummaryWarps - 1) / kSummaryWarps; }
 
 template <class T>

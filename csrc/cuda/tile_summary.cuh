@@ -1,4 +1,5 @@
-// Pre-passes over masks: what each tile of a dense tensor makes visible, and the ids of documents.
+// Pre-passes over masks: visibility summaries of a dense tensor's tiles, and ranges of document
+// ids.
 #pragma once
 
 #include "block_ranges.h"
@@ -10,12 +11,12 @@ namespace {
 
 constexpr int kSummaryThreads = 128;
 constexpr int kSummaryWarps = kSummaryThreads / 32;
-constexpr int64_t kRowsAtOnce = 8;  // 16 loads of a lane are under way together
+constexpr int64_t kRowsAtOnce = 8;  // 16 loads of a lane are in flight together
 
-// A tile is a warp's: lane l reads columns l and l + 32, so that a row of it is read together.
+// One warp per tile: lane l reads columns l and l + 32, so that a row of the tile is read together.
 static_assert(kSummaryTileN == 64, "two columns a lane");
 
-// Masked: nothing to see here; plain: visible, and nothing to add.
+// An element of a boolean mask. is_masked: not visible; is_plain: visible, with nothing to add.
 struct Flag {
   uint8_t bits;
 };
@@ -32,7 +33,7 @@ FUSED_ATTN_DEVICE bool is_plain(T x) {
 
 struct TileSummaryArgs {
   SummaryParams params;
-  int64_t tiles;  // in all
+  int64_t tiles;  // total
 };
 
 template <class T>
@@ -42,7 +43,7 @@ tile_summary_kernel(FUSED_ATTN_ARGUMENT TileSummaryArgs args) {
   const int64_t rows = (p.sizes[2] + kSummaryTileM - 1) / kSummaryTileM;
   const int64_t columns = (p.sizes[3] + kSummaryTileN - 1) / kSummaryTileN;
   const int64_t tile = block_id() * kSummaryWarps + warp_id();
-  if (tile >= args.tiles) return;  // the whole warp
+  if (tile >= args.tiles) return;  // the full warp
   const int64_t head = tile / (rows * columns);
   const int64_t i_begin = tile / columns % rows * kSummaryTileM;
   const int64_t i_end = min64(i_begin + kSummaryTileM, p.sizes[2]);
@@ -68,18 +69,18 @@ struct IdRangesArgs {
   const int64_t* ids;
   int64_t stride;  // of batch
   int64_t seqlen;
-  int64_t runs;     // in all, each of kIdRangeTile positions
+  int64_t runs;     // total, each of kIdRangeTile positions
   int32_t* ranges;  // (batch or 1, runs of a sequence, 2)
 };
 
-// A run is a warp's.
+// One warp per run.
 FUSED_ATTN_KERNEL(kSummaryThreads, 1)
 id_ranges_kernel(FUSED_ATTN_ARGUMENT IdRangesArgs args) {
   static_assert(kIdRangeTile == 32, "a position a lane");
   const int64_t runs_of_sequence = (args.seqlen + kIdRangeTile - 1) / kIdRangeTile;
   const int64_t run = block_id() * kSummaryWarps + warp_id();
-  if (run >= args.runs) return;  // the whole warp
-  // Lanes behind the end read the last position once more.
+  if (run >= args.runs) return;  // the full warp
+  // Lanes past the end read the last position again.
   const int64_t position =
       min64(run % runs_of_sequence * kIdRangeTile + lane_id(), args.seqlen - 1);
   int32_t low = static_cast<int32_t>(args.ids[run / runs_of_sequence * args.stride + position]);

@@ -1,4 +1,4 @@
-"""Which tests run here: what their backend takes, what there is a GPU for, what is slow."""
+"""Selection of tests by backend support, GPU availability and speed, and common fixtures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What `fused-attn verify` found on this machine is no business of the tests."""
+    """Hide the verdicts that `fused-attn verify` stored on this machine from the tests."""
     nowhere = tmp_path_factory.getbasetemp() / "verdicts"
     verdicts.folder = lambda: nowhere
 
@@ -37,8 +37,8 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Our kernels compute, however small a call is; not in tests that are marked small_calls."""
-    limits = small_calls.limits  # without monkeypatch, which would be undone after other fixtures
+    """Make our kernels compute calls of any size, except in tests that are marked small_calls."""
+    limits = small_calls.limits  # not monkeypatch, which would be undone after other fixtures
     if request.node.get_closest_marker("small_calls") is None:
         small_calls.limits = small_calls.NONE
     yield
@@ -47,16 +47,16 @@ def no_small_calls(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def verdict_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where verdicts of the test lie."""
+    """Use an empty folder for the verdicts of the test."""
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     verdicts.read_again()
     yield tmp_path / "verdicts"
     verdicts.read_again()
 
 
-@pytest.hookimpl(tryfirst=True)  # -m sees the markers that are added here
+@pytest.hookimpl(tryfirst=True)  # so that -m applies to the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what does not run here, marks what runs on a GPU, and skips it without one."""
+    """Deselect unsupported parameters, mark thinned and GPU tests, and skip the latter on CPUs."""
     left_out = {item for item in items if not _taken(item)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -76,13 +76,13 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 
 def _backend(item: pytest.Item) -> str | None:
-    """The backend that a test is of: its parameter, or what its file is named after."""
+    """Return the backend that a test covers, from its parameter or its file name."""
     of_file = "triton" if item.path.name.startswith("test_triton_") else None
     return _parameters(item).get("backend", of_file)
 
 
 def _taken(item: pytest.Item) -> bool:
-    """True if the backend supports the dtype and is fast enough for the test."""
+    """Return True if the backend supports the dtype and is fast enough for the test."""
     backend, dtype = _backend(item), _parameters(item).get("dtype")
     if backend in SLOW_BACKENDS and item.get_closest_marker("not_emulated"):
         return False
@@ -90,7 +90,7 @@ def _taken(item: pytest.Item) -> bool:
 
 
 def _thinned_out(item: pytest.Item) -> bool:
-    """True if a `sampled` marker, or `thinned` on a slow backend, excludes these parameters."""
+    """Return True if `sampled`, or `thinned` on a slow backend, excludes these parameters."""
     marks = list(item.iter_markers("sampled"))
     if _backend(item) in SLOW_BACKENDS:
         marks += item.iter_markers("thinned")

@@ -1,4 +1,4 @@
-"""Glue to libraries that have their own way of calling attention; imported only on demand."""
+"""Integrations with libraries that define their own attention interface; imported on demand."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fused_attn.base.behind_import import behind_import
 
 
 def register_with_transformers() -> None:
-    """Make "fused_attn" a name for attn_implementation, as soon as transformers loads its models.
+    """Make "fused_attn" a valid attn_implementation as soon as transformers loads its models.
 
-    transformers itself is not imported by this. A name that is taken stays with whoever took it,
-    such as another copy of this package, from Hugging Face's Hub.
+    This does not import transformers. An existing registration of the name is left alone, such as
+    that of another copy of this package, from Hugging Face's Hub.
     """
     behind_import("transformers.modeling_utils", _register)
 
@@ -20,8 +20,8 @@ def register_with_transformers() -> None:
 def _register(modeling_utils: Any) -> None:
     from fused_attn.integrations import transformers
 
-    # A release that this package cannot work with must not fail to be imported: a call of
-    # transformers.register() says what is wrong.
+    # An incompatible transformers release must still import; calling transformers.register()
+    # directly raises the error.
     with contextlib.suppress(Exception):
         if transformers.NAME not in modeling_utils.ALL_ATTENTION_FUNCTIONS:
             transformers.register()

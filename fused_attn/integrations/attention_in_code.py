@@ -1,4 +1,4 @@
-"""Attention in the code of modules that have no fused counterpart, and what to do about it."""
+"""Detection of attention in modules without a fused counterpart, with advice on how to fuse it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def attention_in(module: Module) -> str | None:
 
 
 def _is_softmax(module: Module) -> bool:
-    """True for torch's module, and for a Sequential that begins with it."""
+    """Return True for torch.nn.Softmax, and for a Sequential that begins with one."""
     if isinstance(module, torch.nn.Sequential) and len(module):
         module = module[0]
     return isinstance(module, torch.nn.Softmax)
 
 
 def _codes(cls: type) -> Iterator[types.CodeType]:
-    """The code of the methods of a class, without those of torch's and this package's classes."""
+    """Yield the code of a class's methods, except those of torch's and this package's bases."""
     for base in cls.__mro__:
         if base is Module or base.__module__.startswith(("torch.", "fused_attn.")):
             continue
@@ -55,7 +55,7 @@ def _codes(cls: type) -> Iterator[types.CodeType]:
 
 
 def _is_attention(code: types.CodeType, softmaxes: set[str]) -> bool:
-    """True for two products and a softmax, which is named after the first of them."""
+    """Return True for code with two products, and a softmax after the first."""
     events = ""
     for instruction in dis.get_instructions(code):
         name = instruction.argval

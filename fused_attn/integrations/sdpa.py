@@ -1,12 +1,13 @@
-"""`enable()`: our kernels behind torch's own scaled_dot_product_attention, in the whole process.
+"""`enable()`: patch F.scaled_dot_product_attention process-wide to run this package's kernels.
 
-Every call of it, from Python under whatever name or from C++, reaches the op
-`aten::scaled_dot_product_attention`, with the caller's own arguments: a bool mask is still bool,
-dropout not yet a reason for another path. That op has no kernels but a composite one, so kernels
-for a device can be added, and taken away again. The ops below it
-(`_scaled_dot_product_flash_attention_for_cpu` and its like) see some of the calls only, with masks
-made float; replaced attributes of torch.nn.functional are not seen by those who imported the
-function before.
+Every call, from Python under any name or from C++, reaches the op
+`aten::scaled_dot_product_attention` with the caller's arguments: a bool mask is still bool, and
+dropout has not changed the path yet. That op has only a composite kernel, so device kernels can be
+registered for it and removed again. The alternatives cover less:
+
+- The ops below it (`_scaled_dot_product_flash_attention_for_cpu` and similar) receive only some of
+  the calls, with masks converted to float.
+- Replacing the attribute of torch.nn.functional misses code that imported the function earlier.
 """
 
 from __future__ import annotations
@@ -37,54 +38,54 @@ from fused_attn.call.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
 _OP = torch.ops.aten.scaled_dot_product_attention.default
-# Of these devices there are kernels. Whether one takes a call is asked at every call, so that
-# use_backend counts, and so that nothing here starts CUDA.
+# Devices with kernels. Support is checked at each call, so that use_backend takes effect and
+# nothing here initializes CUDA.
 _KEYS = ("CPU", "CUDA")
 _PLAIN = frozenset({Tensor, Parameter})
 _TRACED = frozenset({FakeTensor, FunctionalTensor})  # by torch.compile and export
-# In the key of torch.compile's caches, on disk too: what they are keyed by otherwise is the graph
-# of the caller, which is the same with our kernels and without.
+# Part of the key of torch.compile's caches, also on disk. They are otherwise keyed by the caller's
+# graph, which is the same with and without our kernels.
 _TAG = "+fused_attn"
 
 _lock = threading.Lock()
 _switched_on = False
 _open_blocks = 0
 _library: Library | None = None
-_counts: list[CallCounts] = []  # of `enable()` and of each open block
+_counts: list[CallCounts] = []  # one for `enable()`, one for each open `enabled()` block
 _enabled_counts: CallCounts | None = None
 
 
 def enable(*, call_sites: bool = False) -> CallCounts:
-    """Compute torch.nn.functional.scaled_dot_product_attention by the kernels of this package.
+    """Patch torch.nn.functional.scaled_dot_product_attention to run this package's kernels.
 
-    From now on, in the whole process, and without a change to any caller: modules that call the
-    function under any name, torch.nn.MultiheadAttention and the Transformer layers (where they
-    call it: not with need_weights=True, and not on their inference path in C++, which
-    torch.backends.mha.set_fastpath_enabled(False) switches off), timm, diffusers. Nothing happens
-    before this is called; `disable()` undoes it; calling it twice is the same as once.
+    The patch applies process-wide, without changes to callers: modules that call the function under
+    any name, timm, diffusers, torch.nn.MultiheadAttention and the Transformer layers. The latter
+    two do not call the function with need_weights=True, nor on their C++ inference path, which
+    torch.backends.mha.set_fastpath_enabled(False) switches off. `disable()` undoes the patch;
+    calling `enable()` again changes nothing.
 
-    What differs from torch: rows with no visible key give 0, where torch gives 0 or NaN depending
-    on the path; dropout drops other weights for the same seed of torch.manual_seed.
+    Differences from torch: fully masked rows give 0, where torch gives 0 or NaN depending on the
+    path; dropout drops different weights for the same seed of torch.manual_seed.
 
-    What stays torch's own, with torch's results and errors: calls that no kernel takes (see
+    Calls that fall back to torch, with its results and errors: unsupported calls (see
     docs/support.md; nested tensors, other tensor subclasses, torch.func transforms, forward mode,
-    devices and types without a kernel; is_causal with a mask; most wrong arguments) and those
-    within torch.nn.attention.sdpa_kernel where SDPBackend.FLASH_ATTENTION, which our kernels count
-    as, is not among the backends. Where the choice of a backend falls on "eager", torch computes.
+    devices and types without a kernel; is_causal with a mask; most invalid arguments), and calls
+    within torch.nn.attention.sdpa_kernel without SDPBackend.FLASH_ATTENTION, which our kernels
+    count as. If the selected backend is "eager", torch computes the call.
 
-    torch.compile and export: what was compiled before stays as it was, and so does, after
-    `disable()`, what was compiled now, with the same numbers; torch.compiler.reset() drops it.
-    The caches of torch.compile keep the two apart by torch.compiler.config.cache_key_tag, which is
-    one setting a thread: compile in a thread that called this. Exported programs hold torch's op,
-    which our kernels compute where this is enabled at run time.
+    torch.compile and export: code compiled before stays unchanged, and code compiled while enabled
+    stays unchanged after `disable()`, with the same numbers; torch.compiler.reset() drops both.
+    The caches of torch.compile tell the two apart by torch.compiler.config.cache_key_tag, which is
+    set per thread, so compile in a thread that called `enable()`. Exported programs contain torch's
+    op, which runs our kernels if they are enabled at run time.
 
-    Switch while no other thread is within a call of the function.
+    Call this only while no other thread is executing the function.
 
     Args:
-        call_sites: count the calls of each line of code apart.
+        call_sites: count calls separately for each line of code.
 
     Returns:
-        Counts of the calls from now on, by shape, and of those that torch computed by the reason.
+        Counts of the calls from now on, by shape, and of those that fell back to torch, by reason.
 
     Example:
         >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
@@ -103,7 +104,7 @@ def enable(*, call_sites: bool = False) -> CallCounts:
 
 
 def disable() -> None:
-    """Undo `enable()`: torch's own kernels again, except within open blocks of `enabled()`."""
+    """Undo `enable()`: restore torch's kernels, except while a block of `enabled()` is open."""
     global _enabled_counts
     _switch(on=False)
     if _enabled_counts is not None:
@@ -114,9 +115,9 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
-    """`enable()` for the length of a block, for all threads; blocks may be nested or overlap.
+    """Enable this package's kernels within a block, for all threads; blocks may nest or overlap.
 
-    Gives the block the counts of the calls within it, as `enable()` returns them.
+    Yields the counts of the calls within the block, as `enable()` returns them.
 
     Args:
         call_sites: as in `enable()`.
@@ -138,7 +139,7 @@ def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
 
 
 def _switch(on: bool | None = None, blocks: int = 0) -> None:
-    """Set the switch, or count blocks, and register or remove the kernels accordingly."""
+    """Set the switch or update the block count, then register or remove the kernels."""
     global _switched_on, _open_blocks, _library
     with _lock:
         switched_on = _switched_on if on is None else on
@@ -146,16 +147,16 @@ def _switch(on: bool | None = None, blocks: int = 0) -> None:
         if (switched_on or open_blocks > 0) and _library is None:
             _library = _registered()
         elif not (switched_on or open_blocks > 0) and _library is not None:
-            _library = None  # torch drops the kernels of a library with it
+            _library = None  # torch unregisters the kernels of a deleted library
             torchs.attend = torch.nn.functional.scaled_dot_product_attention
             _forget_dispatch()
         _switched_on, _open_blocks = switched_on, open_blocks
 
 
 def _registered() -> Library:
-    """A library that holds our kernels of torch's op as long as it lives.
+    """Register our kernels for torch's op; they stay until the returned library is deleted.
 
-    Somebody else's kernels are hidden until then: torch warns of that, or refuses.
+    They override kernels that other packages registered; torch warns of that, or raises.
     """
     library = Library("aten", "IMPL")
     try:
@@ -163,7 +164,7 @@ def _registered() -> Library:
             library.impl(_OP, _attention, f"Autograd{key}")
             library.impl(_OP, _below_autograd, key)
     except RuntimeError:
-        library._destroy()  # whoever holds the error would keep the kernels that it has
+        library._destroy()  # the traceback would keep the library and its kernels alive
         raise
     _forget_dispatch()
     _choice_against.cache_clear()
@@ -172,7 +173,7 @@ def _registered() -> Library:
 
 
 def _forget_dispatch() -> None:
-    """torch.compile's dispatcher keeps what it found for a key; torch.library does not tell it."""
+    """Clear torch.compile's cached kernel lookups, which torch.library does not invalidate."""
     for key in _KEYS:
         _OP._uncache_dispatch(getattr(DispatchKey, key))
         _OP._uncache_dispatch(getattr(DispatchKey, f"Autograd{key}"))
@@ -194,7 +195,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel of torch's op: ours, or torch's own where ours take no such call."""
+    """Compute torch's op with our kernels, or with torch's if ours do not support the call."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     if dropout_p == 0.0 and _is_small(query, key, value, attn_mask, is_causal):
         reason = "small: torch's kernels are faster"
@@ -203,7 +204,7 @@ def _attention(
     if not reason:
         try:
             out = functional.scaled_dot_product_attention(*args, scale, enable_gqa)
-        except (ValueError, TypeError) as error:  # torch's to refuse, or to take
+        except (ValueError, TypeError) as error:  # let torch reject or compute it
             reason = str(error)
         else:
             _count("", query, key)
@@ -221,15 +222,17 @@ def _count(reason: str, query: Tensor, key: Tensor) -> None:
 def _is_small(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
 ) -> bool:
-    """Return True if torch's own kernels are faster and give the same result of a call without
-    dropout; there is no second derivative then, as without `enable()`."""
+    """Return True if torch's kernels are faster for a call without dropout, with the same result.
+
+    Such calls have no second derivative, as without `enable()`.
+    """
     if type(query) not in _PLAIN or query.dim() < 2 or key.dim() < 2:
         return False
     seqlen_k, limits = key.size(-2), small_calls.limits
     work = query.numel() * seqlen_k
     if not 0 < work <= limits.attention_training or query.dtype != torch.float32:
         return False
-    if is_causal and query.size(-2) != seqlen_k:  # torch multiplies keys that no query sees by 0
+    if is_causal and query.size(-2) != seqlen_k:  # torch multiplies masked keys by 0
         return False
     if (work > limits.attention_forward or attn_mask is not None) and not needs_grad(
         query, key, value
@@ -241,8 +244,11 @@ def _is_small(
 
 
 def _masks_like_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Return True if torch's kernels give this masked call the result of ours: every row has a key,
-    and nothing behind the mask is NaN or infinite. It reads small tensors on the CPU."""
+    """Return True if torch's kernels give the same result as ours for this masked call.
+
+    Every row must have a visible key, and masked values must be finite. This reads the values of
+    small CPU tensors.
+    """
     if mask.dtype != torch.bool or masks_like_torch is None or in_transform():
         return False
     if not all(type(t) in _PLAIN and t.is_cpu for t in (key, value, mask)):
@@ -264,7 +270,7 @@ def _reason_against(
     dropout_p: float,
     is_causal: bool,
 ) -> str:
-    """Return the reason to leave a valid call to torch's own kernels; empty if ours take it."""
+    """Return the reason why a valid call falls back to torch; empty if our kernels compute it."""
     if in_transform():
         return "under a torch.func transform or forward-mode AD"
     if not torch.backends.cuda.flash_sdp_enabled():
@@ -293,7 +299,7 @@ def _reason_against(
     if types <= _PLAIN:
         return _choice_against(*facts)
     if types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag:
-        return _choice_against.__wrapped__(*facts)  # sizes may be symbols, which have no hash
+        return _choice_against.__wrapped__(*facts)  # sizes may be symbolic and not hashable
     return "a tensor subclass"
 
 
@@ -313,11 +319,12 @@ def _choice_against(
     needs_grad: bool = False,
     learned_bias: bool = False,
 ) -> str:
-    """Return the reason why no kernel of ours is chosen; empty if one is. Cached: the choice takes
-    as long as a call.
+    """Return the reason why none of our kernels is chosen; empty if one is.
+
+    Cached, because the choice takes as long as a call.
 
     Args:
-        changes: `verdicts.changes`; it and what follows matter only where verdicts decide.
+        changes: `verdicts.changes`; it and the arguments after it matter only if verdicts decide.
     """
     problem = AttentionProblem(
         device, dtype, head_dim, head_dim_v, bias_dtype, mask=mask, seqlen_q=seqlen_q,
@@ -325,7 +332,7 @@ def _choice_against(
     )  # fmt: skip
     chosen, refusals = choose(problem, backend)
     if chosen is not None and not chosen.differentiable:
-        select(problem, backend)  # which may warn
+        select(problem, backend)  # may warn
         return ""
     if refusals:
         name, reasons = refusals[0]
@@ -334,7 +341,7 @@ def _choice_against(
 
 
 def _below_autograd(*args: Any, **kwargs: Any) -> Tensor:
-    """The same for calls that autograd does not see: those in inference mode, for one."""
+    """Compute calls that bypass the autograd keys, such as those in inference mode."""
     if not torch.is_grad_enabled():
         return _attention(*args, **kwargs)
     with torch.no_grad():

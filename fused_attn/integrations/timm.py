@@ -1,7 +1,7 @@
-"""timm's own layer norm, for `swap_modules`; its attention is `fused_attn.enable()`'s business.
+"""timm's LayerNorm subclass, for `swap_modules`; `fused_attn.enable()` covers timm's attention.
 
-Every attention of timm calls torch.nn.functional.scaled_dot_product_attention itself, Swin only
-after timm.layers.set_fused_attn(True, experimental=True).
+All attention modules of timm call torch.nn.functional.scaled_dot_product_attention, Swin only after
+timm.layers.set_fused_attn(True, experimental=True).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from fused_attn.nn._from_torch import REPLACEMENTS
 
 
 def register() -> None:
-    """Let modules of exactly timm.layers.LayerNorm be swapped; calling it again changes nothing.
+    """Register the replacement of exactly timm.layers.LayerNorm; safe to call repeatedly.
 
-    It computes what torch.nn.LayerNorm does: what it adds is another constructor, and a flag for
-    faster kernels under autocast. LayerNorm2d and others that compute something else stay alone.
+    That class computes the same as torch.nn.LayerNorm; it only adds a different constructor and a
+    flag for faster kernels under autocast. LayerNorm2d and others compute something else and are
+    not replaced.
     """
     REPLACEMENTS[LayerNorm] = nn.LayerNorm

@@ -1,6 +1,6 @@
-"""The CUDA kernels compiled for the CPU (tests/cuda_emulator), for tests of the backend "cuda".
+"""CUDA kernels compiled for the CPU (tests/cuda_emulator), for tests of the backend "cuda".
 
-`make emulator` builds them; the tests take them where CUDA_EMULATED=1.
+`make emulator` builds them; the tests use them if CUDA_EMULATED=1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BUILD_DIR = Path(__file__).resolve().parents[2] / "build" / "cuda_emulator"
 
 
 def use() -> None:
-    """From here on the backend "cuda" runs on CPU tensors, with the emulated kernels."""
+    """Make the backend "cuda" run the emulated kernels, on CPU tensors."""
     path = BUILD_DIR / f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
         raise FileNotFoundError(f"CUDA_EMULATED=1 needs {path}: make emulator")

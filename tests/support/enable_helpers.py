@@ -1,4 +1,4 @@
-"""Which calls of torch's function our kernels computed."""
+"""Recorders of the calls that this package's kernels computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OP = "aten::scaled_dot_product_attention"
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
-    """A seed, and no kernels left behind."""
+    """Seed torch, and check that the test left no kernels registered."""
     torch.manual_seed(0)
     before = torch._C._dispatch_dump_table(OP)
     yield
@@ -28,12 +28,12 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 class Computed(list):
-    """The dropout_p and attn_mask of each call that was computed here, in order."""
+    """List of the dropout_p and attn_mask of each call that this package computed, in order."""
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Computed]:
-    """Records the calls that reach this package's attention and that it does not refuse."""
+    """Record the calls that this package's attention receives and does not reject."""
     computed = Computed()
     attention = functional.scaled_dot_product_attention
 
@@ -48,14 +48,14 @@ def counting() -> Iterator[Computed]:
 
 @contextlib.contextmanager
 def taken_over() -> Iterator[Computed]:
-    """The same, within `fused_attn.enabled()`."""
+    """Record the calls as `counting()` does, within `fused_attn.enabled()`."""
     with fused_attn.enabled(), counting() as computed:
         yield computed
 
 
 @contextlib.contextmanager
 def functions_called(*names: str) -> Iterator[list[str]]:
-    """The names of those functions of this package that are called, in order."""
+    """Record the names of this package's functions in the order of their calls."""
     seen: list[str] = []
 
     def spied(name: str) -> Any:
@@ -74,5 +74,5 @@ def functions_called(*names: str) -> Iterator[list[str]]:
 
 
 def attention_calls() -> contextlib.AbstractContextManager[list[str]]:
-    """Calls of attention, also of packed sequences."""
+    """Record the calls of attention, including that of packed sequences."""
     return functions_called("scaled_dot_product_attention", "varlen_attention")

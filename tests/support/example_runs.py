@@ -1,4 +1,4 @@
-"""Runs an example as a user does, on little data."""
+"""Running examples as a user would, on little data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ for _module in ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers"):
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # tests import them
-# Downloads fail, by whatever honours these.
+# Make downloads fail in every library that honours these variables.
 NO_NETWORK = {
     "HF_HUB_OFFLINE": "1",
     "http_proxy": "http://127.0.0.1:9",
@@ -25,7 +25,7 @@ NO_NETWORK = {
 
 
 def run_example(name: str, folder: Path, *args: str) -> tuple[str, dict[str, Any]]:
-    """What `examples/<name>.py --smoke` printed, and the figures that it wrote to `folder`."""
+    """Run `examples/<name>.py --smoke`; return its stdout and the figures written to `folder`."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--smoke", "--output", str(folder)]
     done = subprocess.run(
         [*command, *args],

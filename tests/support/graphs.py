@@ -1,12 +1,12 @@
-"""What torch.compile makes of a module."""
+"""Recording of the graphs that torch.compile makes."""
 
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 
 class Recorded(AotEagerAndRecordGraphs):
-    """A backend of torch.compile that keeps its graphs."""
+    """Backend of torch.compile that records its graphs."""
 
     def packs(self) -> bool:
-        """Whether they leave padding out."""
+        """Return True if the graphs remove padding."""
         assert self.graphs
         return any(node.target == "nonzero" for g in self.graphs for node in g.graph.nodes)

@@ -1,6 +1,6 @@
-"""What the tests need to apply the numerics contract (fused_attn/tools/contract.py).
+"""Helpers with which the tests apply the numerics contract (fused_attn/tools/contract.py).
 
-No test has another tolerance.
+No test uses any other tolerance.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from fused_attn.tools.rounding import Expected
 if os.environ.get("CUDA_EMULATED") == "1":
     cuda_emulation.use()
 
-# Those whose kernels are this package's. What torch computes is torch's: see test_sdpa.py.
+# Backends with kernels of this package. Those that call torch are tested in test_sdpa.py.
 BACKENDS = [n for n in fused_attn.available_backends() if not get_backend(n).differentiable]
 ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic"]
-MAX_REFERENCES = 256  # cache size; larger than the problems of one test
-# Of these, a test runs those that its backend takes: conftest.py leaves out the others.
+MAX_REFERENCES = 256  # cache size; more than the number of problems of one test
+# conftest.py deselects the types that the backend of a test does not support.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()
-# Their kernels run on the CPU one step after the other, and take seconds where others take none.
+# Emulated kernels run serially on the CPU: seconds a call, where other backends need almost none.
 SLOW_BACKENDS = ["cuda"] * cuda.emulated() + ["triton"] * INTERPRETED
-# For grids of types and something else: the types differ in how tiles are read and written, which
-# test_shapes, and of the norms test_weight_of_the_same_type, do in float16 too.
+# For grids of types and another parameter. The 16-bit types differ only in how tiles are loaded and
+# stored; test_shapes and, for norms, test_weight_of_the_same_type cover float16.
 ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 is there", dtype=[torch.float16])
 
 
 def takes(backend: str, dtype: torch.dtype, device: str | None = None) -> bool:
-    """Whether a backend computes in a type, on its own device if none is named."""
+    """Return True if a backend supports a type, on its default device if none is given."""
     where = device_of(backend) if device is None else torch.device(device)
     return not get_backend(backend).unsupported(AttentionProblem(where, dtype, 8, 8))
 
 
 def device_of(backend: str) -> torch.device:
-    """Where a backend's calls need their tensors: on the CPU if it runs there."""
+    """Return the device for a backend's tensors: the CPU if the backend supports it."""
     return torch.device("cpu" if takes(backend, torch.float32, "cpu") else "cuda")
 
 
@@ -59,7 +59,7 @@ FLOAT64_BACKENDS = [name for name in BACKENDS if takes(name, torch.float64)]
 
 
 def most_exact(backend: str) -> torch.dtype:
-    """The type in which a backend is closest to the mathematics."""
+    """Return the most precise type that a backend supports."""
     return torch.float64 if takes(backend, torch.float64) else torch.float32
 
 
@@ -76,14 +76,14 @@ _draw = 0
 
 
 def use_draw(number: int) -> None:
-    """Seed torch's generator and those of `drawn` for the draw of that number: --draw."""
+    """Seed torch's generator and those of `drawn` for the draw with this number (--draw)."""
     global _draw
     _draw = number
     torch.manual_seed(number)
 
 
 def drawn(seed: int) -> torch.Generator:
-    """The generator of a seed, another one in each draw."""
+    """Return a generator for a seed; its numbers differ between draws."""
     return torch.Generator().manual_seed(seed + 1_000_003 * _draw)
 
 
@@ -94,7 +94,7 @@ def assert_contract(
     eager: Tensor,
     expected: contract.ExpectedError = contract.no_error,
 ) -> None:
-    """got is within the contract, that of gradients if its name begins with "grad".
+    """Assert that got is within the contract, that of gradients if its name begins with "grad".
 
     Args:
         truth, eager, expected: as in `contract.judge`.
@@ -111,11 +111,11 @@ def run_with_gradients(
     seed: int = 7,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs ("out0", ...) and gradients ("grad_query", ...) of function(**tensors) in a type.
+    """Compute outputs ("out0", ...) and gradients ("grad_query", ...) of function(**tensors).
 
-    Tensors that are float32 while others are not (a mask) keep their type, except in float64. The
-    gradients of the outputs are the same for every type and function, and so is dropout. The
-    function runs on `device`; what it computed is on the CPU.
+    Inputs are converted to dtype, except that for 16-bit types float32 biases and norm parameters
+    stay float32. The output gradients and dropout are the same for every type and function. The
+    function runs on `device`; the results are returned on the CPU.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     leaves = {}
@@ -144,8 +144,11 @@ def run_with_gradients(
 
 @contextlib.contextmanager
 def dropout_seed(seed: int) -> Iterator[None]:
-    """Within the block, calls on every device drop the same: from one seed, torch's generator of a
-    GPU draws other numbers than that of the CPU, from which all of them are drawn here."""
+    """Make calls on every device drop the same weights within the block.
+
+    torch's generators of the CPU and of a GPU draw different numbers from one seed, so all dropout
+    seeds are drawn from the CPU's generator.
+    """
     new_seed = philox.new_seed
 
     def drawn_on_the_cpu(device: torch.device) -> Tensor:
@@ -157,7 +160,7 @@ def dropout_seed(seed: int) -> Iterator[None]:
 
 
 def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    """Gives the copy of a tensor its strides, where it is a permutation of a dense one."""
+    """Give the copy of a tensor the tensor's strides, if those permute a dense layout."""
     if tensor.is_contiguous() or 0 in tensor.stride():
         return
     leaf = leaves[name]
@@ -166,8 +169,10 @@ def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> Non
 
 
 def exact_in_16_bits(tensor: Tensor) -> Tensor:
-    """float64 with values that float16 and bfloat16 hold exactly, so that every type sees the same
-    gradient."""
+    """Round a tensor to values exact in bfloat16, as float64.
+
+    With them, the gradient of an output is the same in every type.
+    """
     return tensor.to(torch.bfloat16).to(torch.float64)
 
 
@@ -177,10 +182,10 @@ def assert_like_eager(
     dtype: torch.dtype,
     backend: str,
 ) -> dict[str, Tensor]:
-    """function(backend)(**tensors) is within the contract, outputs and every gradient.
+    """Assert that the outputs and all gradients of function(backend) are within the contract.
 
     Returns:
-        What the backend computed.
+        The results of the backend.
     """
     got, findings = compare_with_eager(function, tensors, dtype, backend)
     for finding in findings:
@@ -194,9 +199,9 @@ def compare_with_eager(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[dict[str, Tensor], list[contract.Finding]]:
-    """What a backend computes, and how far off each of it is.
+    """Return the results of a backend, and a contract finding for each.
 
-    The backend runs on its device, the truth and eager attention on the CPU.
+    The backend runs on its device, the reference and eager attention on the CPU.
     """
     exact = {name: None if t is None else round_inputs(t, dtype) for name, t in tensors.items()}
     reference = Reference.of(
@@ -212,7 +217,7 @@ def assert_outputs_like_eager(
     dtype: torch.dtype,
     backend: str,
 ) -> None:
-    """The same for a call without gradients, which may run another kernel."""
+    """Assert that outputs are within the contract without gradients, as other kernels may run."""
     exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
 
     def run(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
@@ -227,10 +232,10 @@ def assert_outputs_like_eager(
 
 
 class Reference:
-    """Truth, eager results and expected eager error of one problem.
+    """Exact results, eager results and expected eager error of one problem.
 
     Args:
-        run: eager attention in a type; its results by name.
+        run: computes eager attention in a given type and returns its results by name.
         dtype: the type that is judged.
     """
 
@@ -245,11 +250,12 @@ class Reference:
         function: Callable[..., Any],
         kind: str = "",
     ) -> Reference:
-        """The reference of a problem, computed once for all instruction sets.
+        """Return the reference of a problem, computed once for all instruction sets.
 
         Args:
-            function: what `run` calls with the tensors; with a `key` if it does nothing else.
-            kind: of `run`.
+            function: the function that `run` calls with the tensors. The reference is cached if
+                its `key` attribute fully describes it.
+            kind: distinguishes different `run` functions in the cache.
         """
         if not hasattr(function, "key"):
             return cls(run, dtype)
@@ -291,7 +297,7 @@ class Reference:
 
 
 def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inputs that the type holds exactly: the contract is about the computation."""
+    """Round inputs to values exact in a type, as the contract covers only the computation."""
     if tensor.dtype != torch.float32 or dtype in (torch.float32, torch.float64):
         return tensor
     rounded = torch.empty_like(tensor)
@@ -299,10 +305,10 @@ def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., tuple]]:
-    """function(backend)(query, key, value, bias=None) for `assert_like_eager`.
+    """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`.
 
     Args:
-        mask: a Mask; a float mask goes in as the tensor `bias`, which is differentiated.
+        mask: a Mask. Pass a float mask as the tensor `bias` instead, which is differentiated.
         options: of scaled_dot_product_attention.
     """
 
@@ -318,7 +324,7 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
 
         return call
 
-    # A pickle has all that a view is a view of.
+    # No cache key for views of large tensors: a pickle contains the full storage.
     if mask is None or all(t.untyped_storage().nbytes() < 2**20 for t in mask.tensors()):
         of.key = pickle.dumps(("attention", mask, options))  # type: ignore[attr-defined]
     return of
@@ -335,7 +341,7 @@ def random_qkv(
     seed: int = 0,
     transposed: bool = False,
 ) -> dict[str, Tensor | None]:
-    """query, key and value, float32; transposed: laid out as (batch, seqlen, heads, dim)."""
+    """Draw float32 query, key and value; transposed: laid out as (batch, seqlen, heads, dim)."""
     generator = drawn(seed)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
 
@@ -352,13 +358,13 @@ def random_qkv(
 
 
 def leaves_of(tensors: Iterable[Tensor], dtype: torch.dtype, backend: str) -> list[Tensor]:
-    """Copies on the backend's device that gradients can be taken by."""
+    """Return copies on the backend's device that require grad."""
     device = device_of(backend)
     return [t.detach().to(device, dtype, copy=True).requires_grad_() for t in tensors]
 
 
 def runnable(isa: str) -> bool:
-    """Whether the kernels of an instruction set can run here."""
+    """Return True if the kernels of an instruction set can run on this machine."""
     try:
         with cpp.use_isa(isa):
             return True

@@ -1,4 +1,4 @@
-"""Small configs, and the model classes, of any model type of transformers."""
+"""Small configs and model classes for any model type of transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torchvision_stand_in import import_timm
 
 TIMM = importlib.util.find_spec("timm") is not None
 if TIMM:
-    import_timm()  # before the library looks for it: backbones of timm can be imported then
+    import_timm()  # before transformers looks for timm, so that it can import timm's backbones
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 
 def _find_timm() -> None:
-    """Have the library find timm without torchvision, which newer versions look for too."""
+    """Make transformers find timm without torchvision, which newer versions also check for."""
     utils = transformers.utils
     utils.is_timm_available = utils.import_utils.is_timm_available = lambda: TIMM
     backends = utils.import_utils.BACKENDS_MAPPING
@@ -36,7 +36,7 @@ _find_timm()
 
 VOCABULARY, IMAGE = 99, 32
 
-# What sizes become, by patterns of names; the first that matches. None leaves them.
+# Small values of sizes, by name pattern; the first match applies. None leaves a size unchanged.
 _SIZES: list[tuple[str, int | None]] = [
     (r"vocab_size", VOCABULARY),
     (r"type_vocab|num_labels|num_channels|kernel|stride|chunk_size_feed|_rate|num_mel", None),
@@ -70,14 +70,14 @@ _COMMON_TOKENS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "sep": 2, "c
 
 
 class NotRunError(Exception):
-    """No small model, or no inputs, that run on eager attention could be made."""
+    """Raised if no small model, or no inputs, that run on eager attention could be made."""
 
 
 # ---- classes ------------------------------------------------------------------------------------
 
 
 def model_class(kind: type) -> type | None:
-    """The model whose config is of a class: the base model, or whatever else the library has."""
+    """Return the model class for a config class: the base model, or else another model."""
     base = None
     if kind in transformers.MODEL_MAPPING and kind.model_type not in CLASSES:
         with contextlib.suppress(ValueError):  # it names a class that does not exist
@@ -90,13 +90,13 @@ def model_class(kind: type) -> type | None:
     for cls in classes:
         if cls.__name__ == name:
             return cls
-    # The later ones are made of the earlier ones, and heads add nothing that attends.
+    # Later classes are built from earlier ones, and heads add no attention.
     bases = [cls for cls in classes if "For" not in cls.__name__]
     return bases[-1] if bases else next(iter(classes), None)
 
 
 def parents(kind: type) -> list[str]:
-    """The model types whose configs have one of a class in them."""
+    """Return the model types whose configs contain one of a given class."""
     return [
         parent.model_type
         for parent in vars(sys.modules[kind.__module__]).values()
@@ -105,7 +105,7 @@ def parents(kind: type) -> list[str]:
 
 
 def _classes(kind: type) -> Iterator[type]:
-    """The models in a config's folder of the library that are made from it."""
+    """Yield the models in a config's folder of transformers that use this config class."""
     package = importlib.import_module(kind.__module__.rpartition(".")[0])
     for file in sorted(Path(package.__path__[0]).glob("modeling_*.py")):
         library = importlib.import_module(f"{package.__name__}.{file.stem}")
@@ -124,11 +124,11 @@ def _classes(kind: type) -> Iterator[type]:
 
 
 def small_config(kind: type, everything: bool = True) -> Any:
-    """A config with few and small layers, but one of each kind.
+    """Make a config with few, small layers, at least one of each kind.
 
     Args:
-        kind: its class.
-        everything: widths too; otherwise the number of layers only.
+        kind: class of the config.
+        everything: reduce the widths too, not only the number of layers and the vocabulary.
     """
     try:
         config = kind()
@@ -140,7 +140,7 @@ def small_config(kind: type, everything: bool = True) -> Any:
 
 
 def overrides(model_type: str) -> dict[str, Any]:
-    """What `CONFIGS` says of a type; later entries win."""
+    """Return the values in `CONFIGS` for a model type; later entries take precedence."""
     values: dict[str, Any] = {}
     for patterns, entries in CONFIGS.items():
         if any(fnmatchcase(model_type, pattern) for pattern in patterns.split()):
@@ -198,7 +198,7 @@ def _small(config: Any, everything: bool) -> dict[str, Any]:
 
 
 def _merged(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """`others` over `values`, and so in the configs within."""
+    """Merge `others` into a copy of `values`, recursively for nested configs."""
     merged = values | others
     for key, value in others.items():
         if isinstance(value, dict) and isinstance(values.get(key), dict):
@@ -207,7 +207,7 @@ def _merged(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """Head sizes that rotary embeddings fit to."""
+    """Return head sizes that are compatible with the rotary embeddings."""
     if "head_dim" in small and "qk_rope_head_dim" in small:
         return {"head_dim": small["qk_rope_head_dim"]}
     rope = values.get("rope_parameters")

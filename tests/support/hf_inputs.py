@@ -1,4 +1,4 @@
-"""What a small transformers model may be called with, by the arguments of its forward."""
+"""Candidate inputs for small transformers models, based on the signature of their forward."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_results import REAL
 from torch import Tensor
 
 BATCH, LENGTH = 2, 10
-_GRID = 4  # patches of an image in each direction, where a model is given their grid
+_GRID = 4  # patches of an image in each direction, for models with a grid argument
 
 
 def candidates(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Inputs, the likeliest first."""
+    """Yield candidate inputs, the most likely first."""
     signature = inspect.signature(model.forward).parameters
     tensors = _Tensors(dtype)
     given = {
@@ -42,7 +42,7 @@ def candidates(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         yield {**needed, **candidate} if needed else candidate
 
 
-# Arguments that some models need, which none of the guesses below has.
+# Arguments that some models need and that none of the guesses below contains.
 _NEEDED: dict[str, Any] = {
     "bbox": ("ids", 1, BATCH, LENGTH, 4),
     "freq": ("zeros", BATCH, 1),
@@ -51,11 +51,11 @@ _NEEDED: dict[str, Any] = {
     "qformer_input_ids": ("ids", 80, BATCH, LENGTH),
     "task_inputs": ("ids", 80, BATCH, LENGTH),
 }
-_WANTED = {"bbox"}  # by models that give them a default
+_WANTED = {"bbox"}  # passed even if the model has a default
 
 
 class _Tensors:
-    """Tensors of one stream of random numbers."""
+    """Factory of tensors from one stream of random numbers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -68,7 +68,7 @@ class _Tensors:
         return torch.randint(0, below, shape, generator=self.generator)
 
     def made(self, value: Any) -> Any:
-        """What an entry of `INPUTS` describes."""
+        """Build the value that an entry of `INPUTS` describes."""
         if isinstance(value, dict):
             return {key: self.made(entry) for key, entry in value.items()}
         if isinstance(value, list) and isinstance(value[0], tuple):
@@ -134,7 +134,7 @@ def _guessed(
 
 
 def _patches(model: Any, parameters: Any, grid: str, tensors: _Tensors) -> Iterator[dict[str, Any]]:
-    """The patches of one image in a row, with their grid."""
+    """Yield the patches of one image as a sequence, with their grid."""
     config = model.config
     name = next(iter(parameters))
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))

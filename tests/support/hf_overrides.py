@@ -1,10 +1,10 @@
-"""What `hf_configs` and `hf_inputs` cannot guess of a model type of transformers: data alone."""
+"""Data for transformers model types that `hf_configs` and `hf_inputs` cannot guess."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Model classes, of types without a base model, where the name does not tell.
+# Model classes of types without a base model whose class name does not follow from the config's.
 CLASSES: dict[str, str] = {
     "pop2piano": "Pop2PianoForConditionalGeneration",
     "slanet": "SLANetForTableRecognition",
@@ -36,7 +36,7 @@ _SERIES = {
     "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1,
 }  # fmt: skip
 
-# Values of configs, by patterns of model types; those of a part hold wherever it is a part.
+# Config values, by patterns of model types; those of a sub-config apply in every config with it.
 CONFIGS: dict[str, dict[str, Any]] = {
     # text
     "bamba": {"attn_layer_indices": [1]},
@@ -86,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"},
                         "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2",
-                        "vision_config": {"hidden_size": 64}},  # one head for each 64
+                        "vision_config": {"hidden_size": 64}},  # one head per 64 channels
     "gemma4_assistant gemma4_unified_assistant": {
         "num_centroids": 8, "centroid_intermediate_top_k": 2, "backbone_hidden_size": 32,
     },
@@ -253,7 +253,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                                      "d_model": 32}},
 }  # fmt: skip
 
-# Inputs of types, by patterns, instead of guessed ones. ("floats", *shape), ("zeros", *shape),
+# Inputs that replace guessed ones, by patterns of model types: ("floats" or "zeros" or "ones",
+# *shape), ("no", *shape) for False, ("ids", below, *shape), and ("counts", below, *shape) for
+# integers in a float tensor. Lists of numbers become tensors.
 
 INPUTS: dict[str, dict[str, Any]] = {
     "align": {"pixel_values": ("floats", 2, 3, 64, 64)},

@@ -1,4 +1,4 @@
-"""Results of a small transformers model, in several ways of calling it, and their comparison."""
+"""Results of a small transformers model for several kinds of calls, and their comparison."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REAL = 6  # tokens of the second sequence, the rest is padding
+REAL = 6  # real tokens of the second sequence; the rest is padding
 
 Results = dict[str, Tensor]
 
 
 def results(model: Any, inputs: dict[str, Any]) -> Results:
-    """Float outputs, without rows of padding, and the gradients of a sum of them."""
+    """Return float outputs, without padded rows, and the gradients of a weighted sum of them."""
     masks = [inputs[k] for k in ("attention_mask", "decoder_attention_mask") if k in inputs]
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
@@ -37,16 +37,16 @@ def results(model: Any, inputs: dict[str, Any]) -> Results:
 
 
 def unpadded(model: Any, inputs: dict[str, Any]) -> Results:
-    """Results without padding masks; none if there are none."""
+    """Return results without padding masks; empty if the inputs contain no mask."""
     others = {k: v for k, v in inputs.items() if "attention_mask" not in k}
     return results(model, others) if len(others) < len(inputs) else {}
 
 
 @torch.no_grad()
 def left_padded(model: Any, inputs: dict[str, Any]) -> Results:
-    """Outputs by token with the padding in front, as generation has it; none but for text.
+    """Return per-token outputs with left padding, as in generation; empty for inputs without text.
 
-    Others are made of the first token, which is padding, in some models.
+    Other outputs are left out: in some models they depend on the first token, which is padding.
     """
     if "input_ids" not in inputs or "attention_mask" not in inputs:
         return {}
@@ -61,7 +61,10 @@ def left_padded(model: Any, inputs: dict[str, Any]) -> Results:
 
 @torch.no_grad()
 def cached(model: Any, inputs: dict[str, Any]) -> Results:
-    """Outputs by token of one behind a cache, with padding in front; none where there is none."""
+    """Return per-token outputs of one token decoded with a KV cache and left padding.
+
+    Empty if the model has no cache.
+    """
     if "input_ids" not in inputs or "attention_mask" not in inputs:
         return {}
     torch.manual_seed(0)
@@ -92,9 +95,9 @@ WAYS: dict[str, Callable[[Any, dict[str, Any]], Results]] = {
 
 
 def further_ways(model: Any, inputs: dict[str, Any]) -> dict[str, Results]:
-    """What the ways but the first give of a model that runs on eager attention.
+    """Return the results of all `WAYS` except the first, for a model on eager attention.
 
-    Those that it does not run, or runs into NaN, are left out.
+    Ways that raise, or give non-finite results, are left out.
     """
     found = {}
     for name, way in list(WAYS.items())[1:]:
@@ -108,7 +111,7 @@ def further_ways(model: Any, inputs: dict[str, Any]) -> dict[str, Results]:
 
 
 def worst(actual: Results, expected: Results) -> tuple[float, str]:
-    """The largest error of a tensor, of its largest number, and the tensor's name."""
+    """Return the largest error of any tensor, relative to its largest value, and its name."""
     if actual.keys() != expected.keys():
         return float("inf"), f"{sorted(actual.keys() ^ expected.keys())[0]} is missing or new and"
     largest = (0.0, "")
@@ -123,7 +126,7 @@ def worst(actual: Results, expected: Results) -> tuple[float, str]:
 
 
 class _exact_softmax:  # noqa: N801
-    """softmax in the type of its input, in the length of a block: the library names float32."""
+    """Context in which softmax computes in its input's type; the library requests float32."""
 
     def __enter__(self) -> None:
         self.softmax = softmax = torch.nn.functional.softmax
@@ -146,7 +149,7 @@ def _floats(value: Any, name: str, masks: list[Tensor]) -> Iterator[tuple[str, T
             yield name, value[real[0]] if real else value
     elif isinstance(value, dict):
         for key, entry in value.items():
-            if not str(key).endswith("attentions"):  # weights, which eager alone has
+            if not str(key).endswith("attentions"):  # weights, which only eager returns
                 yield from _floats(entry, f"{name}.{key}".lstrip("."), masks)
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):

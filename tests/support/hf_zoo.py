@@ -1,7 +1,7 @@
-"""Any model type of transformers, made small from its config, and what the swap does to it.
+"""Check of `swap_modules` on a small model of any transformers model type.
 
-`judge` says of a type what happens: the model on eager attention against the same model after
-`swap_modules`, forward and backward, with padding and without.
+`judge` compares the model on eager attention with the same model after `swap_modules`, forward and
+backward, with and without padding.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fused_attn.integrations.transformers import models
 from fused_attn.swap import SwapReport, swap_modules
 
 MAX_PARAMETERS = 30_000_000
-# Of the largest number, in float64, where the library goes through float32 at places. Errors of
-# masks are above 1e-2.
+# Relative to the largest value, in float64; the library computes in float32 in places. Wrong masks
+# cause errors above 1e-2.
 TOLERANCE = 1e-4
-# Small widths or those of the config; and the types that some models mix with float32.
+# (small widths or those of the config, dtype). float32 is for models that mix it with other types.
 _ATTEMPTS = [(True, torch.float64), (True, torch.float32), (False, torch.float64)]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the swap does to a model type.
+    """Result of the swap for a model type.
 
     Attributes:
-        verdict: "agrees", "agrees with sdpa" (where eager does not), "declined", "no attention",
+        verdict: "agrees", "agrees with sdpa" (but not with eager), "declined", "no attention",
             "no model" (a part of other types), "eager NaN", "not run" or "FAILS".
-        detail: why; the largest relative error of outputs and gradients where it agrees.
-        ways: what was compared where it agrees, names of `hf_results.WAYS`.
+        detail: the reason, or the largest relative error of outputs and gradients if it agrees.
+        ways: the names in `hf_results.WAYS` that were compared, if it agrees.
     """
 
     verdict: str
@@ -89,7 +89,7 @@ def judge(model_type: str) -> Verdict:
         return Verdict("FAILS", f"{name} differs by {error:.1e} of its largest number")
     if callers:
         return Verdict("agrees", f"{error:.0e}", tuple(reference))
-    # Models have no module in front of their name in a report; layers do.
+    # In a report, type names of models have no module prefix; those of layers do.
     reasons = [s.reason for s in report.skipped if "." not in s.type]
     own = [reason for reason in reasons if not reason.startswith("nothing in it calls")]
     if own:
@@ -100,7 +100,7 @@ def judge(model_type: str) -> Verdict:
 
 
 def _noise(eager: Any, inputs: dict[str, Any], reference: dict[str, Results]) -> float:
-    """How far the last bits of the parameters move a model's results."""
+    """Measure how much a perturbation of the parameters' last bits changes a model's results."""
     kept = copy.deepcopy(eager.state_dict())
     for parameter in eager.parameters():
         parameter.data *= 1 + 1e-7 * torch.randn_like(parameter)
@@ -114,15 +114,17 @@ def _in_ways(model: Any, inputs: dict[str, Any], wanted: Iterable[str]) -> dict[
 
 
 def _worst(actual: dict[str, Results], expected: dict[str, Results]) -> tuple[float, str]:
-    """The largest error of all ways, and the name of the tensor that has it."""
+    """Return the largest error over all ways, and the name of its tensor."""
     errors = [(*worst(actual[way], expected[way]), way) for way in expected]
     error, name, way = max(errors, key=lambda e: float("inf") if e[0] != e[0] else e[0])
     return error, f"{name} ({way})"
 
 
 def _ran(model: Any) -> set[int]:
-    """Ids of modules that have the interface in their code, but for models that decline, as they
-    run."""
+    """Return a set that collects ids of modules that use the interface, as they run.
+
+    Models that do not support the fused attention are left out.
+    """
     ran: set[int] = set()
 
     def watch(module: Any) -> None:
@@ -139,7 +141,7 @@ def _ran(model: Any) -> set[int]:
 
 
 def _false_claim(report: SwapReport, model: Any, ran: set[int], callers: list[Any]) -> str | None:
-    """What the report calls fused though it ran something else; None if all is true."""
+    """Return a message if the report lists as fused what ran no fused kernel; None otherwise."""
     names = dict(model.named_modules())
     called = set(map(id, callers))
     for swapped in report.swapped:
@@ -152,7 +154,7 @@ def _false_claim(report: SwapReport, model: Any, ran: set[int], callers: list[An
 
 
 class _calls:  # noqa: N801
-    """The modules that call the fused attention, in the length of a block."""
+    """Context that records the modules that call the fused attention."""
 
     def __enter__(self) -> list[Any]:
         self.seen: list[Any] = []
@@ -175,12 +177,12 @@ class _calls:  # noqa: N801
 
 
 def _running(kind: type) -> tuple[Any, Any, dict[str, Any], Results]:
-    """A model on eager attention, a copy of it, inputs, and its results."""
+    """Return a model on eager attention, a copy of it, inputs, and its results."""
     reason = ""
     for everything, dtype in _ATTEMPTS:
         try:
             model = _small_model(kind, everything).to(dtype)
-            copied = copy.deepcopy(model)  # some cannot be copied after they ran
+            copied = copy.deepcopy(model)  # before the first run: some models can't be copied later
         except NotRunError as error:
             reason = reason or str(error)
             break
@@ -201,7 +203,7 @@ def _running(kind: type) -> tuple[Any, Any, dict[str, Any], Results]:
 
 
 def _small_model(kind: type, everything: bool) -> Any:
-    """The model of a config's class, small, on eager attention, with random numbers."""
+    """Make a small model for a config class, on eager attention, with random parameters."""
     config = small_config(kind, everything)
     make: Any = model_class(kind)
     if not everything:
@@ -211,7 +213,7 @@ def _small_model(kind: type, everything: bool) -> Any:
         if size > MAX_PARAMETERS:
             raise NotRunError(f"{size} parameters are too many")
     torch.manual_seed(0)
-    # The library's other ways to run experts do not take float64.
+    # The library's other implementations of experts do not support float64.
     ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return perturb(make._from_config(config, **ways)).eval()
 

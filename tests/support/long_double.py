@@ -1,8 +1,8 @@
-"""Torch code in long double: the truth that float64 results are judged by.
+"""Execution of torch code in long double, the reference for float64 results.
 
-`LongDouble` keeps, for each storage of float64 numbers, the same numbers in numpy's long double (64
-bits of precision on x86, 113 on ARM), and computes every operation there; the float64 tensors hold
-these rounded. Views share a storage, so they need no rule. An operation without a rule is an error.
+`LongDouble` shadows each float64 storage with an array of numpy's long double (64 bits of precision
+on x86, 113 on ARM) and computes every operation on the shadows. The float64 tensors hold the
+rounded values. Views share a storage and need no rule. Any other operation without a rule raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRECISION = np.finfo(np.longdouble).nmant + 1
 
 
 class LongDouble(TorchDispatchMode):
-    """Within the block, operations on float64 tensors of the CPU are computed in long double."""
+    """Mode in which operations on float64 CPU tensors are computed in long double."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class LongDouble(TorchDispatchMode):
         return np.longdouble(value) if isinstance(value, float) else value
 
     def _value(self, tensor: Tensor) -> Array:
-        """The tensor's values, a view of those of its storage."""
+        """Return the tensor's values; for float64, a view of its storage's shadow."""
         if tensor.dtype != torch.float64:
             array = tensor.detach().float() if tensor.dtype.itemsize == 2 else tensor.detach()
             is_float = tensor.dtype.is_floating_point
@@ -147,7 +147,7 @@ def _compositions() -> dict[Any, Callable[..., Any]]:
 _AS_TORCH = frozenset({
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
     aten.zeros, aten.ones, aten.full, aten.scalar_tensor, aten.arange, aten.randn, aten.rand,
-    aten._unsafe_view,  # shares the storage, though its schema does not say so
+    aten._unsafe_view,  # shares the storage, although its schema does not declare it
 })  # fmt: skip
 _IGNORED = ("dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking")
 

@@ -1,7 +1,7 @@
-"""One mask of every kind, for shapes with at least two sequences of at least 4 positions.
+"""Masks of every kind, for shapes with at least two sequences of at least 4 positions.
 
-The kinds that have a name (fused_attn/tools/cases.py), and what is odd: sequences of no length,
-windows on both sides, steep slopes, tensors of every broadcast shape.
+They include named kinds (fused_attn/tools/cases.py) and edge cases: empty sequences, windows on
+both sides, steep slopes, tensors of every broadcast shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fused_attn.tools.cases import Shape, make_mask
 
 
 def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
-    """Random lengths, the first of them 0 and the last full."""
+    """Draw random lengths; the first is 0 and the last is full."""
     generator = drawn(seed)
     lengths = torch.randint(0, seqlen + 1, (batch,), generator=generator)
     lengths[0] = 0
@@ -26,7 +26,7 @@ def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
 
 
 def _partial(batch: int, seqlen: int, seed: int) -> torch.Tensor:
-    """Random lengths, none of them 0: with `_lengths` on the other side, a sequence is seen."""
+    """Draw nonzero random lengths: with `_lengths` on the other side, some keys are visible."""
     generator = drawn(seed)
     return torch.randint(max(seqlen // 4, 1), max(seqlen, 2), (batch,), generator=generator)
 
@@ -70,7 +70,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     ),
     "dense": lambda b, h, m, n: masks.dense(_dense(m, n, seed=9)),
     "dense_full": lambda b, h, m, n: masks.dense(_dense(b, h, m, n, seed=10)),
-    "dense_blocks": _named("blocks:64"),  # whole tiles with nothing and with everything visible
+    "dense_blocks": _named("blocks:64"),  # fully masked and fully visible tiles
     "dense_transposed": lambda b, h, m, n: masks.dense(_dense(b, 1, n, m, seed=11).mT),
     "dense_per_query": lambda b, h, m, n: masks.dense(_dense(b, 1, m, 1, seed=12)),
     "key_mask": lambda b, h, m, n: masks.dense(_dense(b, 1, 1, n, seed=13)),
@@ -82,7 +82,8 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
         torch.full((m, n), float("-inf")).triu(1)  # tiles of zeros need not be read
     ),
 }
-# Masks of one field of a MaskSpec each (lengths: of keys and queries): what kernels tell apart.
+# Masks that set one MaskSpec field each (for lengths, those of keys and queries): the kernels'
+# distinct cases.
 FIELDS = (
     "window", "ragged_left", "prefix", "documents_shuffled", "dense_full", "key_mask_head",
     "bias_with_inf", "alibi_batch",

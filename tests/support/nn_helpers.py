@@ -1,4 +1,4 @@
-"""Modules against their torch.nn counterparts: outputs and all gradients, and inputs for that."""
+"""Comparison of modules with their torch.nn counterparts, in outputs and gradients; inputs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def assert_within_contract(
     truth: Mapping[str, Tensor],
     rerun: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> None:
-    """Each of `actual` is within the contract; names of gradients begin with "grad".
+    """Assert that each of `actual` is within the contract; names of gradients begin with "grad".
 
     Args:
-        rerun: computes `eager` again, for the error that is to be expected of it.
+        rerun: recomputes `eager`, to estimate its expected error.
     """
     assert actual.keys() == eager.keys() == truth.keys()
     expected = Expected(lambda _: rerun() if rerun else {}, truth, torch.float32)
@@ -38,7 +38,7 @@ def assert_within_contract(
 
 
 def assert_equal_in_float64(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same numbers but for the order of summation."""
+    """Assert that results are equal up to the order of summation."""
     assert actual.keys() == expected.keys()
     for name, reference in expected.items():
         scale = reference.abs().max().item() if reference.numel() else 0.0
@@ -54,9 +54,9 @@ def assert_equal_in_float64(actual: Mapping[str, Tensor], expected: Mapping[str,
 def run(
     module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """Outputs of a module and the gradients of parameters and of inputs that require grad.
+    """Compute outputs of a module and gradients of parameters and of inputs that require grad.
 
-    One object among the inputs stays one object, so self-attention stays self-attention.
+    A tensor passed as several inputs is copied once, so self-attention stays self-attention.
     """
     copies: dict[int, Any] = {}
     args = tuple(_leaf(a, copies) for a in args)
@@ -89,10 +89,10 @@ def check_against_torch(
     kwargs: Mapping[str, Any] | None = None,
     truth_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """A float64 torch module against its fused counterpart, in float64 and in float32.
+    """Check a fused module against a float64 torch module, in float64 and in float32.
 
     Args:
-        truth_kwargs: what the torch module is called with, if that differs.
+        truth_kwargs: arguments of the torch module, if they differ.
     """
     kwargs = kwargs or {}
     truth_kwargs = kwargs if truth_kwargs is None else truth_kwargs
@@ -102,10 +102,10 @@ def check_against_torch(
 
     single = copy.deepcopy(torch_module).float()
     fused = fused_class.from_torch(copy.deepcopy(single))
-    torch_module.load_state_dict(single.state_dict())  # the truth of the rounded parameters
+    torch_module.load_state_dict(single.state_dict())  # the reference uses rounded parameters
     kwargs, truth_kwargs = cast(kwargs, torch.float32), cast(truth_kwargs, torch.float32)
     results: dict[str, list[dict[str, Tensor]]] = {"truth": [], "eager": [], "fused": []}
-    # The largest error of a tensor of few elements is a matter of luck: it is taken over draws.
+    # The largest error of a small tensor varies randomly, so it is taken over several draws.
     draws = []
     for _ in range(DRAWS):
         args = cast(redrawn(args), torch.float32)
@@ -121,18 +121,18 @@ def check_against_torch(
 
 
 def redrawn(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Other random numbers in float inputs; one object stays one object."""
+    """Redraw inputs at random; a tensor passed several times is redrawn once."""
     drawn = {id(a): torch.randn_like(a).requires_grad_(a.requires_grad) for a in args}
     return tuple(drawn[id(a)] for a in args)
 
 
 def pooled(runs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several runs as one."""
+    """Stack the results of several runs, by name."""
     return {name: torch.stack([results[name] for results in runs]) for name in runs[0]}
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """Float tensors of a tuple or dict in another type; one object stays one object."""
+    """Convert the float tensors in a tuple or dict; a tensor passed several times stays one."""
     copies: dict[int, Tensor] = {}
 
     def convert(value: Any) -> Any:
@@ -158,12 +158,12 @@ def _leaf(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def randn(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random numbers of a type that the truth can be computed in."""
+    """Draw random numbers, in float64 by default, the type of the reference."""
     return torch.randn(shape, dtype=dtype, requires_grad=grad)
 
 
 def perturb(module: Module) -> Module:
-    """Parameters that are not ones and zeros, so that a forgotten one shows."""
+    """Perturb parameters that may be ones or zeros, so that ignoring one changes the result."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -171,7 +171,10 @@ def perturb(module: Module) -> Module:
 
 
 def random_mask(kind: str, *shape: int) -> Tensor:
-    """torch.nn's convention: True = ignore. Key 0 stays visible, else torch gives NaN."""
+    """Draw a mask in torch.nn's convention (True = ignore).
+
+    Key 0 stays visible, because torch gives NaN for fully masked rows.
+    """
     ignored = torch.rand(shape) < 0.4
     ignored[..., 0] = False
     if kind == "bool":
@@ -181,12 +184,12 @@ def random_mask(kind: str, *shape: int) -> Tensor:
 
 
 def causal_bias(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """torch.nn's causal mask."""
+    """Return torch.nn's causal mask."""
     return torch.nn.Transformer.generate_square_subsequent_mask(size, dtype=dtype)
 
 
 def sequence(module_kwargs: Mapping[str, Any], length: int) -> Tensor:
-    """A batch of sequences in the layout that the module was constructed for."""
+    """Draw a batch of sequences in the layout that the module was constructed for."""
     if module_kwargs.get("batch_first"):
         return randn(BATCH, length, EMBED)
     return randn(length, BATCH, EMBED)

@@ -1,4 +1,4 @@
-"""Norms as the tests of backends call them."""
+"""Norm calls and input layouts for the tests of backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_attn import functional as F
 
 
 def norm(kind: str, **options):
-    """function(backend)(input, residual, weight, norm_bias) for `assert_like_eager`."""
+    """Return function(backend)(input, residual, weight, norm_bias) for `assert_like_eager`."""
 
     def of(backend):
         def call(input, residual=None, weight=None, norm_bias=None):
@@ -43,12 +43,12 @@ def tensors_of(kind, shape, residual, affine):
 
 
 class Layout(NamedTuple):
-    """A matrix (*, columns) as a view of another tensor.
+    """Matrix (*, columns) as a view of another tensor.
 
     Attributes:
         whole: the shape of that tensor.
-        view: the function that gives the view.
-        in_place: whether kernels read the view where it is.
+        view: the function that returns the view.
+        in_place: True if kernels read the view without a copy.
     """
 
     whole: tuple[int, ...]
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     in_place: bool = True
 
 
-# 40 columns, which a GPU reads 16 bytes at a time where rows begin at a multiple of them.
+# 40 columns: a GPU uses 16-byte loads if rows begin at a multiple of 16 bytes.
 LAYOUTS = {
     "rows_but_the_first": Layout((3, 8, 40), lambda t: t[:, 1:]),
     "every_second_row": Layout((3, 8, 40), lambda t: t[:, ::2]),

@@ -1,4 +1,4 @@
-"""Models with stacks that remove padding: their outputs depend on padded rows, or do not."""
+"""Models with stacks that can remove padding; their outputs may depend on padded rows or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTION = "swap_modules(model, remove_padding=False)"
 
 
 class Pooled(torch.nn.Module):
-    """A stack of torch.nn, and the mean of all rows of its output, or of real tokens alone."""
+    """Stack of torch.nn and the mean of its output, over all rows or with padded rows zeroed."""
 
     def __init__(self, real_only: bool = False, norm: bool = True, **kwargs: Any) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Pooled(torch.nn.Module):
 
 
 class PooledBert(torch.nn.Module):
-    """The mean over all rows of Hugging Face's BERT, padded rows included."""
+    """Hugging Face's BERT and the mean of its output, over all rows or with padded rows zeroed."""
 
     def __init__(self, real_only: bool = False) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class PooledBert(torch.nn.Module):
         return (out * attention_mask[..., None] if self.real_only else out).mean(1)
 
 
-# The name of each model, and that of its stack.
+# Name of each model -> path of its stack.
 STACKS = {"torch": "encoder", "bert": "bert.encoder"}
 
 
 def made(name: str, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...], dict[str, Tensor]]:
-    """A model in training, and what it is called with."""
+    """Make a model in training mode, and the arguments to call it with."""
     if name == "torch":
         return Pooled(**kwargs), (torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True),), {}
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
@@ -61,7 +61,7 @@ def made(name: str, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...], dict[str, T
 
 
 def recorded_packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing | None]:
-    """A list that gets what each stack packs its batch by, from now on."""
+    """Record the Packing of each stack from now on, in the returned list; None if not packed."""
     seen: list[Packing | None] = []
     packing_of = transformer.packing_of
 

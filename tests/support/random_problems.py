@@ -1,7 +1,7 @@
-"""Random attention problems; half are hard: rows see few keys, or one has nearly all the weight.
+"""Random attention problems, half of them hard: few visible keys, or one with nearly all weight.
 
-Score gradients are small differences of large terms there and expose every rounding. A search
-through problems, each of which has a number:
+There, score gradients are small differences of large terms and expose every rounding. Problems are
+numbered. To search through them:
 
     python tests/support/random_problems.py --isa avx2 amx --dtype float32 --problems 20000
 """
@@ -28,13 +28,18 @@ from fused_attn.backends import cpp
 from fused_attn.masks import Mask
 from fused_attn.tools.contract import Finding
 
-ROUNDINGS = 8  # of the accumulator, in what a score's gradient is the difference of
+ROUNDINGS = 8  # accumulator roundings allowed in the terms whose difference is a score's gradient
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes are (batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v); kinds
-    are the masks; queries are `size` times normal."""
+    """Random attention problem.
+
+    Attributes:
+        shape: (batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v).
+        kinds: kinds of the masks.
+        size: factor of the normally distributed queries.
+    """
 
     number: int
     dtype: torch.dtype
@@ -52,7 +57,7 @@ class Problem:
         )
 
     def mask(self) -> Mask | None:
-        """All of its kinds."""
+        """Return the intersection of the masks of all kinds; None without any."""
         whole = None
         for kind in self.kinds:
             own = _mask(kind, self.number, self.shape)
@@ -60,7 +65,7 @@ class Problem:
         return whole
 
     def tensors(self) -> dict[str, Tensor]:
-        """query, key and value."""
+        """Draw query, key and value."""
         tensors = {
             n: t for n, t in random_qkv(*self.shape, seed=self.number).items() if t is not None
         }
@@ -68,17 +73,17 @@ class Problem:
         return tensors
 
     def findings(self, backend: str) -> list[Finding]:
-        """What the contract says of a backend's output and gradients."""
+        """Return the contract findings for a backend's output and gradients."""
         options: dict[str, Any] = {"scale": self.scale, "dropout_p": self.dropout_p}
         function = out_only(self.mask(), **options)
         return compare_with_eager(function, self.tensors(), self.dtype, backend)[1]
 
     def judge(self, backend: str) -> Finding:
-        """The finding that is closest to its limit, or furthest beyond.
+        """Return the finding with the largest error relative to its limit.
 
-        A score's gradient is P (dP - delta), 0 or nearly so where one key has all the weight. Eager
+        A score's gradient is P (dP - delta), about 0 where one key has all the weight. Eager
         attention subtracts equal numbers there, without any error. Fused kernels compute delta from
-        the output, so that ROUNDINGS of the accumulator remain, which are allowed here.
+        the output, which leaves accumulator rounding errors; this allows ROUNDINGS of them.
         """
         tensors = self.tensors()
         roundoff = 2.0**-53 if self.dtype == torch.float64 else 2.0**-24
@@ -96,8 +101,10 @@ class Problem:
 
 
 def out_only(mask: Mask | None, **options: Any) -> Callable[..., Callable[..., tuple[Tensor]]]:
-    """As `attention` of the helpers, without lse: beside its gradient, what is searched for here is
-    small."""
+    """Return a function as `helpers.attention` does, but without lse.
+
+    The gradient of lse would hide the small errors that this search is for.
+    """
 
     def of(backend: str) -> Callable[..., tuple[Tensor]]:
         def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
@@ -119,7 +126,7 @@ KINDS = (
 
 
 def problem(number: int, dtype: torch.dtype | None = None) -> Problem:
-    """The problem of a number, in any process; of a 16-bit type if none is given."""
+    """Return the problem with a number, the same in every process; 16-bit if no dtype is given."""
     draw = random.Random(number)
     heads_kv = draw.choice([1, 2, 2, 3])
     head_dim = draw.choice([16, 32, 64, 80, 96, 128, 256])
@@ -161,7 +168,7 @@ def _mask(kind: str, seed: int, shape: tuple[int, ...]) -> Mask:
 
 
 def share(finding: Finding) -> float:
-    """The error as a share of its limit."""
+    """Return the error as a fraction of its limit."""
     return finding.error / finding.limit if finding.limit > 0.0 else float(finding.error > 0.0)
 
 
@@ -185,7 +192,7 @@ def main() -> None:
     begin = time.monotonic()
     for number in range(args.first, args.first + args.problems):
         own = problem(number, dtype)
-        for isa in args.isa:  # the reference is computed for the first one
+        for isa in args.isa:  # the first one computes the reference
             with cpp.use_isa(isa) if isa else contextlib.nullcontext():
                 finding = own.judge(args.backend)
             if not finding.ok:

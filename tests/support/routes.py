@@ -1,4 +1,4 @@
-"""The ways that a call can take to a backend: all of them give the same bits."""
+"""Dispatch paths from a call to a backend; all of them give bitwise equal results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Route = Callable[[], AbstractContextManager[Any]]
 
 
 class Watching(TorchDispatchMode):
-    """Sees every operation and changes none: calls go through torch.library."""
+    """Mode that passes every operation on unchanged; its presence routes calls to torch.library."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -23,7 +23,7 @@ class Watching(TorchDispatchMode):
 
 @contextmanager
 def checked_first() -> Iterator[None]:
-    """Within the block no pass gets a call that nobody has looked at."""
+    """Disable the unchecked fast path within the block, so that every call is validated."""
     nothing = mock.Mock(return_value=None)
     with mock.patch.multiple(autograd, _try_unchecked=nothing, _try_unchecked_norm=nothing):
         yield
@@ -38,7 +38,7 @@ ROUTES: dict[str, Route] = {
 
 @contextmanager
 def looked_at() -> Iterator[list[Any]]:
-    """Within the block, a list of the calls that validation has looked at."""
+    """Record the calls that are validated within the block."""
     calls: list[Any] = []
 
     def spy(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""A small BERT that classifies, and padded batches for it."""
+"""Small BERT classifier, and padded batches for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY, BATCH, LENGTH = 50, 4, 9
 
 
 def small_bert() -> Any:
-    """Without dropout, so that trainings are the same on every kernel."""
+    """Make a BERT classifier without dropout, so that training is the same with every kernel."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -29,7 +29,7 @@ def small_bert() -> Any:
 
 
 def tokens(batch: int = BATCH) -> dict[str, Tensor]:
-    """Sentences of unequal lengths, padded on the right."""
+    """Draw sentences of unequal lengths, padded on the right."""
     lengths = torch.arange(batch) % 4 * 2 + 3
     attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     ids = torch.randint(1, VOCABULARY, (batch, LENGTH)) * attention_mask
@@ -37,12 +37,12 @@ def tokens(batch: int = BATCH) -> dict[str, Tensor]:
 
 
 def labels_of(batch: dict[str, Tensor]) -> Tensor:
-    """What can be learned of them: whether the first token is in the upper half."""
+    """Return learnable labels: 1 if the first token is in the upper half of the vocabulary."""
     return (batch["input_ids"][:, 0] >= VOCABULARY // 2).long()
 
 
 class Logits(torch.nn.Module):
-    """The logits alone, as a tensor."""
+    """Wrapper of a model that returns only the logits, as a tensor."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

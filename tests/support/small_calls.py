@@ -1,4 +1,4 @@
-"""Small operands, and functions run on one backend or another."""
+"""Small operands, and running a function on a given backend."""
 
 import torch
 
@@ -17,6 +17,6 @@ def qkv(dtype=torch.float32, grad=True, num_heads_kv=4):
 
 
 def by(backend, function):
-    """What a function gives on a backend, chosen for all calls within."""
+    """Return the result of a function with one backend for all calls within it."""
     with fa.use_backend(backend):
         return function()

@@ -1,10 +1,10 @@
-"""Runs the pytest stages of `make test` one after another and sums up their results.
+"""Run the pytest stages of `make test` one after another and summarize their results.
 
     python tests/support/stages.py [--all] [stage ...]
 
-`make test` leaves out the tests that are marked `thorough`; with --all, `make test-all`, they run.
+`make test` skips the tests that are marked `thorough`; `make test-all` runs them, with --all.
 
-All stages run even if earlier ones fail; Ctrl-C stops at once.
+All stages run even if earlier ones fail; Ctrl-C stops immediately.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Stage(NamedTuple):
     environment: Mapping[str, str]
 
 
-# The kernel tests use all threads. All other stages use one process a core, of one thread each.
+# The kernel tests use all threads. All other stages use two processes of one thread each.
 _KERNELS = [
     f"tests/ops/test_{n}.py" for n in ("attention", "bias", "decode", "dropout", "norm", "varlen")
 ]
 _PARALLEL = ["-n", "2", "--dist", "worksteal"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# The folders with tests that run on several backends: collecting the others takes a while.
+# Folders with tests that run on several backends; collecting the others would take a while.
 _BACKENDS = [f"tests/{folder}" for folder in ("ops", "backends", "nn", "tools")]
 _NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
 STAGES = [
@@ -57,11 +57,11 @@ STAGES = [
 
 
 def run(stages: Sequence[Stage], folder: Path, thorough: bool = False) -> int:
-    """Runs the stages, prints a summary, and returns the exit status: 0 if nothing failed.
+    """Run the stages, print a summary, and return the exit status: 0 if nothing failed.
 
     Args:
-        folder: for the results of each stage, <name>.xml.
-        thorough: run the tests with that marker too.
+        folder: receives the results of each stage, <name>.xml.
+        thorough: also run the tests with this marker.
     """
     folder.mkdir(parents=True, exist_ok=True)
     total: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def run(stages: Sequence[Stage], folder: Path, thorough: bool = False) -> int:
         print(f"\nStage {number} of {len(stages)}: {stage.name}", flush=True)
         results = folder / f"{stage.name}.xml"
         results.unlink(missing_ok=True)
-        # xunit1 has the file of each test.
+        # xunit1 includes the file of each test.
         options = ["-q", "--continue-on-collection-errors", "-o", "junit_family=xunit1"]
         options += [] if thorough else ["-m", "not thorough"]
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={results}"]
@@ -98,7 +98,7 @@ def line(counts: Counter[str]) -> str:
 
 
 def read(path: Path) -> tuple[Counter[str], list[str]]:
-    """The counts and the ids of the failed tests in a JUnit XML file; nothing without the file."""
+    """Return counts and ids of failed tests from a JUnit XML file; empty if it does not exist."""
     counts: Counter[str] = Counter()
     failed = []
     for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
@@ -111,7 +111,7 @@ def read(path: Path) -> tuple[Counter[str], list[str]]:
 
 
 def test_id(case: ElementTree.Element) -> str:
-    """The test's id as pytest takes it; the path of a file that could not be collected."""
+    """Return the test's pytest id, or the path of a file that could not be collected."""
     name, module, file = (case.get(key, "") for key in ("name", "classname", "file"))
     if not module or not file:
         return file or f"{module}{name}"

@@ -1,4 +1,4 @@
-"""A backend that is chosen only where it was verified, with the kernels of the CPU."""
+"""Test backend with the CPU kernels that is selected by default only where it was verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class StandIn(CppBackend):
-    """Its attention is done to as a test likes: `hurt` gets the call and its outputs."""
+    """Backend whose outputs a test can corrupt: `hurt` receives each call and its outputs."""
 
     name = "stand_in"
     accepts_unchecked = False
@@ -38,7 +38,7 @@ class StandIn(CppBackend):
 
 @contextmanager
 def in_place_of_cpp(*first: str) -> Iterator[StandIn]:
-    """Within the block "stand_in" comes first, but for `first`; "cpp", last, is never chosen."""
+    """Register "stand_in" within the block, after only `first`; "cpp" is last, never chosen."""
     before, own = dict(BACKENDS), StandIn()
     rest = {name: backend for name, backend in before.items() if name not in ("cpp", *first)}
     ahead = {name: before[name] for name in first}
@@ -54,4 +54,4 @@ def in_place_of_cpp(*first: str) -> Iterator[StandIn]:
 def _set(backends):
     BACKENDS.clear()
     BACKENDS.update(backends)
-    verdicts.read_again()  # also forgets which backend is asked first
+    verdicts.read_again()  # also invalidates the cached default backends

@@ -1,6 +1,6 @@
-"""Attention by tiles in torch operations, as kernels compute it, with mistakes to plant.
+"""Tiled attention in torch operations, computed like the kernels, with optional mistakes.
 
-It shows that the numerics contract tells a right kernel from a wrong one, on every machine alike.
+It shows, on any machine, that the numerics contract tells a correct kernel from a wrong one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fused_attn.base import philox
 
 BLOCK = 32  # keys of a tile
 
-# The mistake and what is wrong.
+# Name of a mistake -> its description.
 MISTAKES = {
     "rescale": "the accumulator is not rescaled where the maximum grows",
     "weights": "float32 weights are rounded to bfloat16 in front of the product with V",
@@ -32,7 +32,7 @@ MISTAKES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Attention of one call, causal from the bottom right.
+    """Options of one call, which is causal with bottom-right alignment.
 
     Attributes:
         seed: of dropout.
@@ -46,7 +46,10 @@ class Options:
 
 
 class TiledAttention(torch.autograd.Function):
-    """out and lse of query, key, value (batch, num_heads, seqlen, head_dim) and a float bias."""
+    """Attention by tiles: out and lse of query, key, value and a float bias.
+
+    query, key and value have shape (batch, num_heads, seqlen, head_dim).
+    """
 
     @staticmethod
     def forward(
@@ -58,7 +61,7 @@ class TiledAttention(torch.autograd.Function):
             v = v.flip(1)
         rows = (*q.shape[:3], 1)
         maximum, total = q.new_full(rows, -torch.inf), q.new_zeros(rows)
-        given_total = total  # of the weights as the product with V takes them
+        given_total = total  # row sum of the weights as rounded for the product with V
         sums = q.new_zeros(*q.shape[:3], v.shape[3])
         for start in range(0, k.shape[2], BLOCK):
             tile = slice(start, start + BLOCK)

@@ -1,4 +1,4 @@
-"""A pytest plugin: PyTorch's own tests with ours in torch's place, and what becomes of each.
+"""Pytest plugin that runs PyTorch's tests on our replacements and records each outcome.
 
 torch_suite.py loads it (`-p torch_in_place`) into the processes that run PyTorch's test files.
 """
@@ -21,28 +21,28 @@ from fused_attn.backends.registry import BACKENDS
 from fused_attn.base import small_calls
 from fused_attn.nn._from_torch import REPLACEMENTS
 
-# The passes that a call begins with. That kernels computed one is noted.
+# The first passes of calls. The plugin records whether kernels computed one.
 _PASSES = ("attention_fwd", "attention_weights", "attention_decode", "norm_fwd")
 
-_on_kernels = False  # the test that runs
+_on_kernels = False  # True if the current test ran on our kernels
 
 
 def _functions() -> None:
-    """Our functions in the place of torch's, under all names that tests call them by."""
+    """Replace torch's functions by ours, under all names by which the tests call them."""
     fused_attn.enable()
     torch.nn.functional.layer_norm = fused_attn.layer_norm
     torch.nn.functional.rms_norm = fused_attn.rms_norm  # type: ignore[assignment]
 
 
 def _modules() -> None:
-    """Our classes in the place of those of torch.nn that they replace."""
+    """Replace classes of torch.nn by ours."""
     for theirs, ours in REPLACEMENTS.items():
         for namespace in (torch.nn, torch.nn.modules):
             if getattr(namespace, theirs.__name__, None) is theirs:
                 setattr(namespace, theirs.__name__, ours)
 
 
-# Name of a run -> what it puts in torch's place before PyTorch's tests are imported.
+# Name of a run -> function that patches torch before PyTorch's tests are imported.
 SWAPS: dict[str, Callable[[], None]] = {
     "torch": lambda: None,
     "functions": _functions,
@@ -81,7 +81,7 @@ def _note_calls(cls: type, name: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is about something else, and what a process before this one has run."""
+    """Deselect tests that are unrelated or that an earlier process has run."""
     about = re.compile(config.option.about)
     done = read_outcomes(config.option.outcomes)
     concerned = [item for item in items if about.search(_name(item.nodeid))]
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Of each test at most so many parameters, the same ones in every run."""
+    """Return at most `most` parameters of each test, the same ones in every run."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         # PyTorch's tests have the device between their name and their parameters.
@@ -102,7 +102,7 @@ def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Notes the test before it runs: what stays of one that ends the process is that line."""
+    """Record the test as crashed before it runs; if it ends the process, that line remains."""
     global _on_kernels
     _on_kernels = False
     _write(item.config, _name(item.nodeid), "crashed")
@@ -122,7 +122,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def _name(nodeid: str) -> str:
-    """Class::test, as the tables of differences have it."""
+    """Return Class::test, as used in the tables of differences."""
     return nodeid.partition("::")[2]
 
 
@@ -133,6 +133,6 @@ def _write(config: pytest.Config, test: str, outcome: str, why: str = "") -> Non
 
 
 def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
-    """What became of each test, by its name."""
+    """Return the outcome of each test, by name."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["test"]: line for line in map(json.loads, lines)}

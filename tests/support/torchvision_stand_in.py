@@ -1,4 +1,4 @@
-"""timm without torchvision, which it imports for transforms and data sets that no test needs."""
+"""Importing timm without torchvision, which it needs for transforms and data sets only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-# What timm's modules name at import, as classes: some are inherited from.
+# Names that timm's modules use at import, defined as classes because some are base classes.
 _NAMES = {
     "torchvision": (),
     "torchvision.datasets": (
@@ -26,9 +26,9 @@ _NAMES = {
 
 
 def import_timm() -> ModuleType:
-    """timm; the test is skipped where it is not installed.
+    """Import timm; skip the test if it is not installed.
 
-    The stand-in for torchvision is gone afterwards, so that libraries that look for torchvision
+    The stand-in for torchvision is removed afterwards, so that libraries that look for torchvision
     do not find it.
     """
     if importlib.util.find_spec("timm") is None:

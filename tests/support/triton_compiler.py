@@ -1,7 +1,7 @@
-"""Compiles the kernels of a call for a GPU that is not there.
+"""Ahead-of-time compilation of a call's Triton kernels for a GPU that is not present.
 
-The calls are the package's own, on CPU tensors: what they would launch is compiled, with the same
-arguments and the same configuration as on that GPU.
+Tests make ordinary calls of the package on CPU tensors. The kernels that a call would launch are
+compiled with the arguments and configuration that it would use on that GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.runtime import driver
 from fused_attn.backends.triton import attention, norm_host
 from fused_attn.backends.triton.launch import Arch
 
-# Bytes of shared memory that a program can have: CUDA C programming guide, table of compute
+# Maximum bytes of shared memory per program: CUDA C programming guide, table of compute
 # capabilities; CDNA3 ISA guide, local data share.
 SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 ARCHS = tuple(SHARED_LIMITS)
@@ -34,14 +34,14 @@ _CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a kernel.
+    """Compiled kernel and its resource usage.
 
     Attributes:
         text: PTX, or AMD's assembly.
-        rows: of its scores, which are those of its products: queries, or keys in one kernel.
-        spilled: bytes of registers that a thread keeps in memory.
+        rows: rows of a tile of scores in its products: queries, or keys in the dK/dV kernel.
+        spilled: bytes of register spills per thread.
         shared: bytes of shared memory.
-        hash: the same where the compiled kernel is.
+        hash: equal for equal compiled kernels.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Compiled:
 
 
 class _Driver:
-    """What Triton asks of a driver in order to compile."""
+    """Driver with only the methods that Triton's compiler calls."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -70,7 +70,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def compiling_for(arch: str) -> Iterator[list[Compiled]]:
-    """Within the block, what calls of the Triton backend would launch is compiled into the list."""
+    """Compile the kernels that calls of the Triton backend would launch within the block."""
     target = (
         GPUTarget("hip", arch, 64)
         if arch.startswith("gfx")
@@ -79,7 +79,7 @@ def compiling_for(arch: str) -> Iterator[list[Compiled]]:
     done: list[Compiled] = []
 
     def launch(kernel: Any, device: torch.device, grid: Any, *args: Any, **meta: Any) -> None:
-        kernel.device_caches.clear()  # they are of another target
+        kernel.device_caches.clear()  # they may hold kernels for another target
         compiled = kernel.warmup(*args, grid=grid, **meta)
         cut = meta.get("cut")
         rows = 0 if cut is None else cut.BLOCK_N if "dkdv" in kernel.__name__ else cut.BLOCK_M

@@ -1,10 +1,11 @@
-"""Makes Triton's interpreter compute what a GPU does; tests/conftest.py asks for it.
+"""Fixes that make Triton's interpreter compute what a GPU computes; tests/conftest.py applies them.
 
-Seen in Triton 3.6: bfloat16 operands of a product are multiplied as the integers that hold them,
-conversions to bfloat16 are cut off instead of rounded, and loop bounds fail with numpy 2.4 and
-later. Besides, the language is patched anew in each call of a device function, every addition of
-integers is checked for overflow, and each value builds the name of its type anew; the first two
-take two thirds of the time, the third half of the rest.
+Bugs in Triton 3.6: products multiply bfloat16 operands as their integer encodings, conversions to
+bfloat16 truncate instead of rounding, and loop bounds fail with numpy 2.4 and later.
+
+Overheads in Triton 3.6: each call of a device function patches the language again, every integer
+addition is checked for overflow, and each value rebuilds the name of its type. The first two take
+two thirds of the time, the third half of the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 
 def repair() -> None:
-    """Patches the interpreter; to be called once a process."""
+    """Patch the interpreter; call this once per process."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -46,8 +47,8 @@ def repair() -> None:
             for x in (a, b)
         )
         if a.dtype.scalar == tl.float32:
-            # numpy's products round as its BLAS for this processor does, which is no GPU's way, and
-            # on some took results over the contract's limit that are within it elsewhere.
+            # numpy's rounding depends on its BLAS and the processor, unlike any GPU's. On some
+            # processors it put results outside the contract that are within it elsewhere.
             (d, *_) = rest
             product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
             return handle(product.astype(d.data.dtype), d.dtype.scalar)
@@ -61,7 +62,7 @@ def repair() -> None:
 
 
 def _cache_types(interpreter: Any, core: Any) -> None:
-    """Computes the name, the size and the numpy type of each type of the language only once."""
+    """Compute the name, size and numpy type of each Triton type only once."""
     constexpr, make_block_type, make_tuple = core.constexpr, core.block_type.__init__, core.tuple
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -108,7 +109,7 @@ def _cache_types(interpreter: Any, core: Any) -> None:
 
 
 def _patched_once(patch: Any, tl: Any) -> Any:
-    """`_patch_lang` for a whole launch: device functions find the language patched already."""
+    """Make `_patch_lang` patch once per launch instead of in each call of a device function."""
     scopes: list[Any] = []
     seen: set[tuple[bool, bool]] = set()
 

@@ -1,4 +1,4 @@
-"""`compile_pass()`: attention that models write out by hand, fused under torch.compile."""
+"""`compile_pass()`: fuse attention that models write out by hand, under torch.compile."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 
 def compile_pass() -> AttentionPass:
-    """A pass for torch.compile that fuses attention which a model writes out by hand.
+    """Return a pass for torch.compile that fuses attention written out by hand in a model.
 
-    A product of query and key, steps that scale it, add to it or hide parts of it, a softmax,
-    dropout and a product with values become one call of `scaled_dot_product_attention`, forward and
-    backward. Masks and biases stay the tensors that they are, and biases keep their gradients.
-    Products may be @, matmul, bmm, baddbmm or einsum; steps in place or not; the scores may be
-    reshaped on the way. What else reads the scores or the weights keeps them from being fused.
+    It replaces the following sequence by one call of `scaled_dot_product_attention`, forward and
+    backward: query @ key^T, steps that scale, bias or mask the scores, a softmax, dropout, and the
+    product with the values. Masks and biases remain tensors, and biases keep their gradients.
+    Products may be @, matmul, bmm, baddbmm or einsum. Steps may be in place, and the scores may be
+    reshaped in between. Attention is not fused if anything else reads the scores or the weights.
 
-    Numbers are those of the model without the pass, to rounding, but for two cases: rows whose keys
-    are all hidden by -inf are 0, where the model has NaN, and dropout drops other weights.
+    Results match the model without the pass to rounding, with two exceptions: rows fully masked by
+    -inf are 0, where the model gives NaN, and dropout drops different weights.
 
     Returns:
-        The pass. Printing it shows each softmax that it met, and why it was left as it is.
+        The pass. Printing it shows each softmax found and why any of them was not fused.
 
     Example:
         >>> def attend(query, key, value):

@@ -1,4 +1,4 @@
-"""The pass of Inductor that `compile_pass()` makes."""
+"""Inductor pass that `compile_pass()` returns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fused_attn.version import __version__
 
 @dataclass(frozen=True)
 class SoftmaxFound:
-    """A softmax in a compiled graph.
+    """Softmax in a compiled graph.
 
     Attributes:
-        reason: why it stays as it is; empty if it and its neighbours are fused.
+        reason: why it is not fused; empty if it is fused with its two products.
         shape: of the scores.
         site: file and line of the softmax.
     """
@@ -35,10 +35,10 @@ class SoftmaxFound:
 
 
 class AttentionPass(CustomGraphPass):
-    """The pass that `compile_pass()` makes; printing it shows what it found.
+    """Inductor pass that fuses attention; its repr lists each softmax found.
 
     Attributes:
-        found: each softmax of the graphs that were compiled so far.
+        found: each softmax of the graphs compiled so far.
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ class AttentionPass(CustomGraphPass):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of torch.compile that make it run the pass, on each graph that it meets."""
+        """Options of torch.compile that make it run the pass on each graph."""
         options: dict[str, Any] = {"pre_grad_custom_pass": self}
-        if hasattr(config, "pre_grad_pass_timing"):  # or a graph from its cache would be no find
+        if hasattr(config, "pre_grad_pass_timing"):  # else cached graphs are missing from `found`
             options["pre_grad_pass_timing"] = "early"
         return options
 
     @property
     def fused(self) -> int:
-        """The number of attentions that were fused."""
+        """Number of attentions that were fused."""
         return sum(not softmax.reason for softmax in self.found)
 
     def __call__(self, graph: Graph) -> None:
@@ -83,7 +83,7 @@ class AttentionPass(CustomGraphPass):
 
 
 def _replace(graph: Graph, attention: Attention) -> None:
-    """Put a call of the fused function in the place of a product with values."""
+    """Replace weights @ value by a call of the fused function, and erase the replaced nodes."""
     output = attention.output
     _try(attention)
     with graph.inserting_before(output):
@@ -95,7 +95,7 @@ def _replace(graph: Graph, attention: Attention) -> None:
 
 
 def _try(attention: Attention) -> None:
-    """Run the call on tensors without values, as torch.compile will: it must not stop there."""
+    """Run the call on fake tensors, so that failures are found before torch.compile runs it."""
     arguments = map_arg(attention.arguments, lambda node: node.meta["example_value"])
     want = attention.output.meta["example_value"]
     try:
@@ -103,12 +103,12 @@ def _try(attention: Attention) -> None:
             got = scores.attention_of_steps(*arguments)
     except (ValueError, TypeError, RuntimeError) as error:
         raise NotFusedError(f"the fused function refuses it: {error}") from error
-    if got.shape != want.shape:  # types may differ here: autocast is not on
+    if got.shape != want.shape:  # dtypes may differ here, because autocast is off
         raise NotFusedError(f"the result would be {tuple(got.shape)}")
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    for user in list(node.users):  # calls whose results nobody reads
+    for user in list(node.users):  # calls with unused results
         _erase(graph, user)
     graph.erase_node(node)
 
@@ -117,6 +117,6 @@ _LINE = re.compile(r'File "(.+)", line (\d+)')
 
 
 def _site(node: Node) -> str:
-    """The line of the model that made a node, as file:line."""
+    """Return the source line of the model that made a node, as file:line."""
     places = _LINE.findall(node.stack_trace or "")
     return ":".join(places[-1]) if places else ""

@@ -1,4 +1,4 @@
-"""The two products of attention as torch.einsum writes them."""
+"""Analysis of the two products of attention when written with torch.einsum."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ ELLIPSIS = "..."
 
 
 def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, Arrangement] | None:
-    """The operands of query @ key^T as (*batch, seqlen, head_dim); None if it is something else.
+    """Return the arrangements of query and key as (*batch, seqlen, head_dim).
+
+    None if the equation is not query @ key^T.
 
     Args:
-        equation: with two operands, such as "bhid,bhjd->bhij". The result has to end with the
-            dimensions of queries and keys.
-        ndims: of the operands.
+        equation: with two operands, such as "bhid,bhjd->bhij". The last two dimensions of the
+            result must be queries and keys.
+        ndims: number of dimensions of each operand.
     """
     letters = _letters(equation, ndims)
     if letters is None:
@@ -35,11 +37,14 @@ def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, Arrange
 
 
 def output_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, tuple[int, ...]] | None:
-    """The values of weights @ value as (*batch, seqlen_k, head_dim), and the permutation of
-    (*batch, seqlen_q, head_dim) that gives the result; None if it is something else.
+    """Return the arrangement of the values in weights @ value, and the permutation of the result.
+
+    The values become (*batch, seqlen_k, head_dim); the permutation maps (*batch, seqlen_q,
+    head_dim) to the result's order. None if the equation is not weights @ value.
 
     Args:
-        equation: with the weights first, which have to end with queries and keys.
+        equation: with the weights first; their last two dimensions must be queries and keys.
+        ndims: number of dimensions of each operand.
     """
     letters = _letters(equation, ndims)
     if letters is None:
@@ -58,12 +63,12 @@ def output_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, tuple[i
 
 
 def _letters(equation: str, ndims: Sequence[int]) -> tuple[list[str], list[str], list[str]] | None:
-    """The dimensions of two operands and of the result, each by its letter or "...0"."""
+    """Return the dimensions of both operands and the result, each as its letter or "...0"."""
     sides = equation.replace(" ", "").split("->")
     operands = sides[0].split(",")
     if len(sides) != 2 or len(operands) != 2 or len(ndims) != 2:
         return None
-    # An ellipsis stands for as many dimensions in both operands, or the shorter one broadcasts.
+    # An ellipsis covers the same number of dimensions in both operands, or the shorter broadcasts.
     hidden = [n - len(o.replace(ELLIPSIS, "")) for o, n in zip(operands, ndims, strict=True)]
     first, second = (_split(o, n) for o, n in zip(operands, hidden, strict=True))
     out = _split(sides[1], max(hidden))

@@ -1,4 +1,4 @@
-"""Attention in a graph: a product, steps that end in a softmax, and a product with values."""
+"""Search for attention in a graph: a product, score steps, a softmax and a product with values."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from fused_attn.integrations.inductor.ops import (
 )
 from fused_attn.integrations.inductor.scores import Arrangement, Step
 
-# A number that takes the place of scores is added to them by the fused function. That is the same
-# to rounding where the number is this much below them: exp(-1e4 + 9e3) is 0 in float64 too.
+# The fused function adds a number to the scores that the model replaces by it. The result is equal
+# to rounding if the number is this low: exp(-1e4 + 9e3) is 0 in float64 too.
 HIDING = -1e4
-# Methods that take tensors of any strides, and begin what most models do with the output.
+# Methods that accept any strides; most models apply one of them to the output first.
 ANY_LAYOUT = ("transpose", "permute", "reshape", "flatten", "contiguous")
 
 
 class NotFusedError(Exception):
-    """A softmax cannot be fused; the message has the reason."""
+    """Raised if a softmax cannot be fused; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention in a graph.
+    """Attention found in a graph.
 
     Attributes:
         output: weights @ value.
-        arguments: of `attention_of_steps`, which gives the output.
-        nodes: what goes when the output is computed in another way, in the order of the graph.
+        arguments: of the call of `attention_of_steps` that computes the output.
+        nodes: the nodes that this call replaces, in graph order.
     """
 
     output: Node
@@ -50,7 +50,7 @@ class Attention:
 
 
 def softmaxes(graph: Graph) -> Iterator[Node]:
-    """The calls of softmax over the last dimension."""
+    """Yield the calls of softmax over the last dimension."""
     for node in graph.nodes:
         if op_of(node) == "softmax":
             shape, dim = shape_of(node), argument(node, 1, "dim")
@@ -59,10 +59,10 @@ def softmaxes(graph: Graph) -> Iterator[Node]:
 
 
 def attention_at(softmax: Node) -> Attention:
-    """The attention that a softmax is part of.
+    """Return the attention that a softmax is part of.
 
     Raises:
-        NotFusedError: there is none, or it cannot be computed by the fused function.
+        NotFusedError: there is none, or the fused function cannot compute it.
     """
     return _Search(softmax).result()
 
@@ -87,7 +87,7 @@ class _Search:
         self._check(product, output)
         operands = (*operands_of(product)[:2], values_of(output))
         value, order = _values(output)
-        # A product is contiguous, the fused function's result lies in memory as query does.
+        # A product returns a contiguous tensor; the fused function's result has query's layout.
         contiguous = any(user.target not in ANY_LAYOUT for user in output.users)
         arguments = (
             operands, (*_factors(product), value), tuple(self.steps), self.dropout_p, order,
@@ -148,7 +148,7 @@ class _Search:
         if name in ("mul", "div"):
             self.steps.append(self._factor(name, other, node))
         elif name == "sub" and _is_row_shift(other, scores):
-            pass  # the softmax of a row is the same, whatever is taken from all its scores
+            pass  # softmax is invariant to subtracting a constant from a row
         elif tensor_of(other) is None:
             raise NotFusedError("a number is added to the scores")
         else:
@@ -191,7 +191,7 @@ class _Search:
             _check_shape(node, other)
 
     def _replace(self, kind: str, mask: Any, value: Any) -> None:
-        """Adds a step in which a number takes the place of scores."""
+        """Add a step that replaces scores by a number."""
         number = _constant(value)
         if number is None or number > HIDING:
             raise NotFusedError(f"scores are replaced by something else than {HIDING:g} or less")
@@ -253,7 +253,7 @@ class _Search:
         self.dropout_p = float(p) if training else 0.0
 
     def _zero_rows(self, node: Node) -> None:
-        """Weights set to 0 where their scores were replaced: rows without any other are 0."""
+        """Handle weights set to 0 where scores were replaced: fully masked rows are 0."""
         mask, value = argument(node, 1, "mask"), argument(node, 2, "value")
         same = [step for step in self.steps if step[0] == "fill" and step[1] is mask]
         fills = [step for step in self.steps if step[0] in ("fill", "keep")]
@@ -262,11 +262,11 @@ class _Search:
         self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
 
     def _without_nan(self) -> None:
-        """NaN weights set to 0: those of rows without a key, which are 0 in the fused function."""
+        """Handle NaN weights set to 0: fully masked rows, which are 0 in the fused function too."""
         if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
             raise NotFusedError("nan_to_num behind a mask of finite numbers")
 
-    # ---- what the fused function needs
+    # ---- requirements of the fused function
 
     def _check(self, product: Node, output: Node) -> None:
         tensors = [tensor_of(node) for node in (*operands_of(product)[:2], values_of(output))]
@@ -304,7 +304,7 @@ class _Search:
 
 
 def _multiply_adds(product: Node) -> int:
-    """Multiply-adds of query @ key^T; sizes that change count as they are now."""
+    """Count the multiply-adds of query @ key^T; dynamic sizes count with their current hint."""
     scores, query = tensor_of(product), tensor_of(operands_of(product)[0])
     assert scores is not None and query is not None
     sizes = [*scores.shape, query.shape[-1]]
@@ -312,7 +312,7 @@ def _multiply_adds(product: Node) -> int:
 
 
 def operands_of(product: Node) -> list[Any]:
-    """The tensors of a product: first the two factors."""
+    """Return the operands of a product, the two factors first."""
     name = op_of(product)
     if name == "einsum":
         operands = product.args[1:]
@@ -321,7 +321,7 @@ def operands_of(product: Node) -> list[Any]:
 
 
 def values_of(output: Node) -> Any:
-    """The second factor of weights @ value."""
+    """Return the second factor of weights @ value."""
     operands = operands_of(output)
     if len(operands) != 2:
         raise NotFusedError("weights go to a product of several tensors")
@@ -347,7 +347,7 @@ def _factors(product: Node) -> tuple[Arrangement | None, Arrangement | None]:
 
 def _values(output: Node) -> tuple[Arrangement | None, tuple[int, ...] | None]:
     """Return the arrangement of the values as (*batch, seqlen_k, head_dim), and the permutation of
-    the result."""
+    the result; both are None unless the product is an einsum."""
     if op_of(output) != "einsum":
         return None, None
     arranged = einsums.output_of(*_einsum_of(output))
@@ -357,7 +357,7 @@ def _values(output: Node) -> tuple[Arrangement | None, tuple[int, ...] | None]:
 
 
 def _einsum_of(product: Node) -> tuple[str, list[int]]:
-    """The equation of an einsum, and the number of dimensions of each operand."""
+    """Return the equation of an einsum and the number of dimensions of each operand."""
     shapes = [shape_of(operand) for operand in operands_of(product)]
     return str(product.args[0]), [0 if shape is None else len(shape) for shape in shapes]
 
@@ -372,7 +372,7 @@ def _nothing(node: Any, reader: Node) -> None:
 
 
 def _writers(node: Any, reader: Node) -> list[Node]:
-    """Calls that write to a tensor, and whose results nobody reads, before `reader` reads it."""
+    """Return the in-place calls with unused results that write to a tensor before `reader`."""
     if not isinstance(node, Node):
         raise NotFusedError("scores are not made in this graph")
     found = [u for u in node.users if in_place(u) and u.args[0] is node and not u.users]
@@ -380,12 +380,15 @@ def _writers(node: Any, reader: Node) -> list[Node]:
 
 
 def _live_users(node: Node) -> list[Node]:
-    """The users of a node but for those whose results nobody reads, or only their type."""
+    """Return the users of a node, except those whose results are unused or only used as a type."""
     return [user for user in node.users if not _is_dead(user, set())]
 
 
 def _is_dead(node: Node, inside: set[Node]) -> bool:
-    """A call without an effect whose results nobody reads but calls in `inside`, or their types."""
+    """Return True for a call without side effects whose result is unused outside of `inside`.
+
+    Reading only the type of a result does not count as use.
+    """
     if node.op not in ("call_function", "call_method") or in_place(node):
         return False
     return all(
@@ -398,7 +401,7 @@ def _reads_type(user: Node, node: Node) -> bool:
 
 
 def _is_row_shift(other: Any, scores: Any) -> bool:
-    """True for the largest of the scores of each row, as it is or detached."""
+    """Return True for the row maximum of the scores, detached or not."""
     if op_of(other) == "detach":
         other = other.args[0]
     return (
@@ -410,7 +413,7 @@ def _is_row_shift(other: Any, scores: Any) -> bool:
 
 
 def _constant(value: Any) -> float | None:
-    """The number that a value is, or that a tensor is filled with; None: it is not known."""
+    """Return the value of a number or of a one-element constant tensor; None if unknown."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, Node) and value.target in (torch.full, torch.tensor):

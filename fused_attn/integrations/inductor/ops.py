@@ -1,7 +1,6 @@
-"""Calls in a graph of torch.compile by one name each, however a model spells them.
+"""Canonical names for calls in a torch.compile graph, independent of how a model spells them.
 
-The graphs are those that Dynamo makes: functions of torch, operators of Python, methods of Tensor,
-in place or not.
+Dynamo's graphs contain torch functions, Python operators and Tensor methods, in place or not.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ RESHAPES = frozenset({"reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
 
 
 def op_of(node: Any) -> str:
-    """The name of a call, one for all its spellings; empty for what is not listed above."""
+    """Return the canonical name of a call; empty if it is not listed above."""
     if not isinstance(node, Node):
         return ""
     if node.op == "call_function":
@@ -60,7 +59,7 @@ def op_of(node: Any) -> str:
 
 
 def in_place(node: Node) -> bool:
-    """True if a call writes to its first argument."""
+    """Return True if a call writes to an existing tensor."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     if node.op != "call_function":
@@ -76,19 +75,19 @@ def in_place(node: Node) -> bool:
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument by its position or its name."""
+    """Return an argument of a call by position or name."""
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)
 
 
 def shape_of(node: Any) -> torch.Size | None:
-    """The shape of what a node gives, as it was traced; None where it is no tensor."""
+    """Return the traced shape of a node's result; None if it is not a tensor."""
     value = tensor_of(node)
     return None if value is None else value.shape
 
 
 def tensor_of(node: Any) -> Tensor | None:
-    """The tensor that a node gave when it was traced; it holds no values."""
+    """Return the fake tensor that tracing recorded as a node's result; None if not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return value if isinstance(value, Tensor) else None

@@ -1,4 +1,4 @@
-"""Attention from the steps by which a model makes its scores; what is put into the graph."""
+"""Fused attention from the steps that compute a model's scores; the pass inserts calls of it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from fused_attn import functional
 from fused_attn.base.torch_state import statistics_dtype
 
-# A step of the scores: its kind, then its operands.
-#   ("multiply", factor)         a number, or a tensor that is the same for all keys of a query
-#   ("divide", factor)           such a tensor
+# A step that transforms the scores: its kind, then its operands.
+#   ("multiply", factor)         a number, or a tensor that is constant along the keys
+#   ("divide", factor)           a tensor that is constant along the keys
 #   ("add", bias), ("subtract", bias)  a tensor
-#   ("fill", hidden, value)      a bool tensor, and the number that takes the place of the score
-#   ("keep", visible, value)     the same, where the tensor is False
-#   ("tanh",)                    for softcap * tanh(scores / softcap)
-#   ("reshape", method, args)    a method of Tensor that makes other dimensions of the same scores
+#   ("fill", hidden, value)      replaces scores by a number where the bool tensor is True
+#   ("keep", visible, value)     replaces scores by a number where the bool tensor is False
+#   ("tanh",)                    part of softcap * tanh(scores / softcap)
+#   ("reshape", method, args)    a Tensor method that changes the dimensions of the scores
 Step = tuple[Any, ...]
 
 
-# How an operand gets the dimensions that are wanted: a permutation of its own, and where dimensions
-# of size 1 come in afterwards, in this order.
+# How to bring an operand to the required dimensions: a permutation, then the positions at which to
+# insert dimensions of size 1, in this order.
 Arrangement = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -36,19 +36,19 @@ def attention_of_steps(
     order: Sequence[int] | None,
     contiguous: bool,
 ) -> Tensor:
-    """softmax(steps(query @ key^T)) @ value by the fused kernels.
+    """Compute softmax(steps(query @ key^T)) @ value with the fused kernels.
 
     Args:
-        operands: query, key and value, which `arrangements` make (*batch, seqlen_q, head_dim),
+        operands: query, key and value. `arrangements` brings them to (*batch, seqlen_q, head_dim),
             (*batch, seqlen_k, head_dim) and (*others, seqlen_k, head_dim_v). The batch dimensions
             of query and key broadcast; `others` are those of the scores after the last step.
-        order: a permutation of the result; None: none.
-        contiguous: the result has to be, as that of a product is.
+        order: a permutation of the result, or None.
+        contiguous: make the result contiguous, as that of a product is.
 
     Returns:
-        (*others, seqlen_q, head_dim_v), permuted. Rows whose keys are all hidden by -inf are 0. A
-        row whose keys are all hidden by finite numbers attends as eager attention does, and gives
-        query and key no gradient, as the numbers took the place of its scores.
+        (*others, seqlen_q, head_dim_v), permuted. Rows fully masked by -inf are 0. A row fully
+        masked by finite numbers attends as in eager attention and contributes no gradient to query
+        and key, because the numbers replaced its scores.
     """
     pairs = zip(operands, arrangements, strict=True)
     query, key, value = (_arranged(operand, how) for operand, how in pairs)
@@ -79,16 +79,16 @@ def _arranged(operand: Tensor, how: Arrangement | None) -> Tensor:
 
 
 class _Scores:
-    """The scores after some steps, as arguments of the fused function.
+    """Scores after a number of steps, as arguments of the fused function.
 
     Attributes:
-        shape: of the scores as the product makes them.
-        template: a tensor of one element that has the shape of the scores after the last step.
+        shape: of the scores as the product computes them.
+        template: one element, expanded to the shape of the scores after the last step.
         scale: multiplies the product.
-        softcap: of the fused function; None: none.
-        bias: what is added to it; None: nothing.
-        hidden: bool, keys hidden by -inf; None: none.
-        replaced: bool, scores that another number took the place of, hidden ones too.
+        softcap: of the fused function, or None.
+        bias: added to the scaled and capped product, or None.
+        hidden: bool, keys masked by -inf, or None.
+        replaced: bool, scores replaced by a number, including those masked by -inf, or None.
     """
 
     def __init__(self, query: Tensor, key: Tensor) -> None:
@@ -100,13 +100,13 @@ class _Scores:
         self.bias: Tensor | None = None
         self.hidden: Tensor | None = None
         self.replaced: Tensor | None = None
-        self._finite = False  # a number that is not -inf took the place of scores
+        self._finite = False  # True if some scores were replaced by a number other than -inf
 
     def multiply(self, factor: float | Tensor) -> None:
         if isinstance(factor, Tensor):
             factor = self._in_shape(factor)
             self.query = self.query * factor.to(self.query.dtype)
-        elif isinstance(factor, torch.SymFloat):  # a number that torch.compile does not fix
+        elif isinstance(factor, torch.SymFloat):  # a number that is not a constant of the graph
             self.query = self.query * factor
         else:
             self.scale *= factor
@@ -147,10 +147,10 @@ class _Scores:
         self.template = getattr(self.template, method)(*args)
 
     def query_and_mask(self) -> tuple[Tensor, Tensor | None]:
-        """The query and the mask of the fused function."""
+        """Return the query and the mask for the fused function."""
         query = self.query
         if self._finite and self.replaced is not None:
-            # Rows without a score of their own: 0, and no gradient.
+            # Rows whose scores were all replaced: zero the query, so that no gradient flows.
             query = query.masked_fill(self.replaced.all(-1, keepdim=True), 0.0)
         if self.hidden is None:
             return query, self.bias
@@ -159,7 +159,7 @@ class _Scores:
         return query, self.bias.masked_fill(self.hidden, -math.inf)
 
     def _in_shape(self, tensor: Tensor) -> Tensor:
-        """A tensor that broadcasts to the template, as one that broadcasts to `shape`."""
+        """Reshape a tensor that broadcasts to the template so that it broadcasts to `shape`."""
         to = self.template.shape
         if to == self.shape:
             return tensor
@@ -178,7 +178,7 @@ class _Scores:
 
 
 def _groups(first: torch.Size, second: torch.Size) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of two shapes of the same elements: the shortest runs of equal products."""
+    """Match dimensions of two shapes of equal size, by the shortest runs with equal products."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(first) or j < len(second):

@@ -1,16 +1,16 @@
 """fused_attn as an attention implementation of Hugging Face transformers.
 
-`import fused_attn` makes "fused_attn" a name for ``attn_implementation`` in ``from_config``,
-``from_pretrained`` and ``set_attn_implementation``, by `register()`.
+`import fused_attn` calls `register()`, which makes "fused_attn" a valid ``attn_implementation`` in
+``from_config``, ``from_pretrained`` and ``set_attn_implementation``.
 
-    models.py        which models take it, and how they are switched to it
-    attention.py     the attention of each layer
-    masks.py         the mask that the library asks for once a forward pass
-    model_mask.py    what stands for it in the model: a tensor, to all but the attention
-    encoders.py      encoders that drop padding, of BERT and its like
-    by_code.py       modules that `swap_modules` swaps, known by their code:
+    models.py        which models are supported, and how to switch a model
+    attention.py     the attention function that each layer calls
+    masks.py         the mask function that the library calls once per forward pass
+    model_mask.py    the tensor stand-in for a Mask that is passed through the model
+    encoders.py      BERT-like encoders that remove padding
+    by_code.py       modules that `swap_modules` recognizes by their bytecode:
     norms.py         RMS norms, and
-    blocks.py        what is beside attention in BERT's layers
+    blocks.py        the feed-forward and residual blocks of BERT's layers
 
 Example:
     >>> import fused_attn
@@ -22,8 +22,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Where each public name is defined. They are imported when they are asked for: that imports
-# transformers, which encoders.py, that the rest of the package asks, does without.
+# The file that defines each public name. Names are imported on first access, because most of these
+# files import transformers; encoders.py, which the rest of the package uses, does not.
 _HOMES = {
     "NAME": "encoders",
     "attention_forward": "attention",

@@ -1,7 +1,7 @@
-"""The attention of each layer of a transformers model.
+"""Attention function that every layer of a transformers model calls.
 
-The library asks for the mask once a forward pass (`attention_mask`) and calls the attention in
-every layer (`attention_forward`).
+The library calls the mask function (`attention_mask`) once per forward pass and the attention
+function (`attention_forward`) in every layer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fused_attn.integrations.transformers.model_mask import handed_on
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
-# Arguments that would change the result and that are not supported, with what they do. All others
-# that models hand to every attention implementation (layer_idx, position_ids, ...) do not.
+# Unsupported arguments that would change the result, and what they do. The other arguments that
+# models pass to every attention implementation (layer_idx, position_ids, ...) do not change it.
 REFUSED = {
     "block_indices": "picks the blocks of keys that a query sees",
     "head_mask": "scales the weights of each head",
@@ -43,29 +43,29 @@ def attention_forward(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers' AttentionInterface.
+    """Compute the attention of a layer, for transformers' AttentionInterface.
 
     Args:
-        module: the calling layer; its is_causal attribute counts where the argument is None.
+        module: the calling layer; its is_causal attribute applies if the argument is None.
         query: (batch, num_heads, seqlen_q, head_dim).
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
-        attention_mask: what `attention_mask` made, a 4-D tensor (bool: True = attend; float:
+        attention_mask: the result of `attention_mask`, a 4-D tensor (bool: True = attend; float:
             added), a (batch, seqlen_k) tensor that is 1 for real keys, or the Packing of a batch
-            that encoders.py packed.
+            packed by encoders.py.
         dropout: probability of dropping a weight.
         scaling: multiplies the scores; None is 1 / sqrt(head_dim).
-        is_causal: attend causally where attention_mask does not say it: if it is None or 2-D.
+        is_causal: use causal attention if attention_mask is None or 2-D.
         softcap: see `fused_attn.scaled_dot_product_attention`.
-        position_bias: float, added to the scores besides attention_mask, as in T5.
-        sliding_window: part of the mask; checked only. With is_causal=False and no mask a model
-            says that all keys are seen, and it is ignored.
+        position_bias: float, added to the scores in addition to attention_mask, as in T5.
+        sliding_window: only checked, as the mask contains the window. Ignored with is_causal=False
+            and no mask, by which a model states that all keys are visible.
         s_aux: float (num_heads,), sinks: logits that take part in the softmax and carry no value,
             as in GPT-OSS.
-        output_attentions: warns, as sdpa does: the weights are never held.
-        indices: (batch, seqlen_q, chosen) integers: the keys that a query may see at all, as in
-            DeepSeek-V3.2.
-        kwargs: ignored, as by sdpa, but for those of `REFUSED`.
+        output_attentions: warns, as sdpa does: the weights are never stored.
+        indices: (batch, seqlen_q, chosen) integers: the only keys that a query may attend to, as
+            in DeepSeek-V3.2.
+        kwargs: ignored, as by sdpa, except those in `REFUSED`.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None for the weights.
@@ -111,7 +111,7 @@ def attention_forward(
     if position_bias is not None:
         bias = masks.bias(position_bias)
         mask = bias if mask is None else cast(Mask, masks.as_mask(mask)) & bias
-    # A single query is the last one of its sequence, not the first one: it sees all keys.
+    # A single query is the last of its sequence, not the first, so all keys are visible to it.
     out = functional.scaled_dot_product_attention(
         query,
         key,
@@ -135,8 +135,10 @@ def _attend_packed(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    """Attention within each sequence of a packed batch: (1, num_heads, total, head_dim) to (1,
-    total, num_heads, head_dim)."""
+    """Attend within each sequence of a packed batch.
+
+    (1, num_heads, total, head_dim) to (1, total, num_heads, head_dim).
+    """
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     out = varlen.varlen_attention(
         query, key, value, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
@@ -146,7 +148,7 @@ def _attend_packed(
 
 
 def _chosen(indices: Tensor, seqlen_k: int) -> Mask:
-    """The keys of `indices` are visible, and no others."""
+    """Return the Mask in which only the keys in `indices` are visible."""
     shape = (*indices.shape[:2], seqlen_k)
     visible = torch.zeros(shape, dtype=torch.bool, device=indices.device)
     return masks.dense(visible.scatter(-1, indices.long(), True)[:, None])
@@ -162,7 +164,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 
 
 def _check_packing(mask: Tensor | Mask | None, cu_seqlens: Tensor | None) -> None:
-    """Raise NotImplementedError if several sequences are packed and the mask keeps none apart."""
+    """Raise NotImplementedError if sequences are packed and the mask does not separate them."""
     if cu_seqlens is None or cu_seqlens.shape[0] <= 2 or isinstance(mask, Tensor):
         return
     if mask is None or not mask.document_pairs:

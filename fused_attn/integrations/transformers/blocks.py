@@ -1,7 +1,7 @@
-"""What is around the products of encoders of Hugging Face transformers, in single passes.
+"""Fused feed-forward and residual blocks of Hugging Face transformers encoders.
 
-Each base below gets the classes that it replaces as a second base, from by_code.py, and calls the
-modules of theirs.
+The operations around each matrix product run in a single pass. by_code.py derives classes from a
+base below and the replaced class; the base uses the submodules of the latter.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from fused_attn.nn.norm import residual_norm
 
 
 class Widening(FromTorch):
-    """The first half of a feed-forward block: activation(dense(hidden_states))."""
+    """First half of a feed-forward block: activation(dense(hidden_states))."""
 
     dense: Linear
     intermediate_act_fn: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(*, hidden_size) to (*, intermediate_size)."""
+        """Map (*, hidden_size) to (*, intermediate_size)."""
         return feed_forward_hidden(self.dense, self.intermediate_act_fn, None, hidden_states)
 
 
 class ResidualNorm(FromTorch):
-    """The end of a sublayer: LayerNorm(dropout(dense(hidden_states)) + input_tensor)."""
+    """End of a sublayer: LayerNorm(dropout(dense(hidden_states)) + input_tensor)."""
 
     dense: Linear
     dropout: Dropout
     LayerNorm: Module
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """(*, any width) and the residual, (*, hidden_size), to the latter's shape."""
+        """Map (*, any width) and the residual (*, hidden_size) to (*, hidden_size)."""
         return residual_norm(self.LayerNorm, self.dropout, self.dense(hidden_states), input_tensor)
 
 

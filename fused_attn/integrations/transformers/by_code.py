@@ -1,8 +1,8 @@
-"""Modules of Hugging Face transformers that are known by their code, for `swap_modules`.
+"""Hugging Face transformers modules that `swap_modules` recognizes by their bytecode.
 
-Every model of the library has classes of its own, and nearly all of them are copies of a few. So a
-class is swapped if the code of its methods is that of a class below, and left alone if it is
-anything else, whatever its name.
+Every model of the library defines its classes separately, and nearly all are copies of a few. A
+class is swapped if its methods have the same code as a class below, whatever its name. All other
+classes are left alone.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fused_attn.integrations.transformers.blocks import ResidualNorm, Widening
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, replaces
 
-# (module under transformers.models, class) -> what takes its place, and attributes of that. Each
-# stands for all its copies.
+# (module under transformers.models, class) -> the replacement and its class attributes. Each entry
+# covers all copies of the class.
 _KNOWN: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     **{name: (TransformersNorm, {"style": style}) for name, style in STYLES.items()},
     ("bert.modeling_bert", "BertIntermediate"): (Widening, {}),
     ("bert.modeling_bert", "BertOutput"): (ResidualNorm, {}),
 }
-_ENDINGS = ("Norm", "Intermediate", "Output")  # of names of classes that may be known
+_ENDINGS = ("Norm", "Intermediate", "Output")  # class names without these are not compared
 
 
 def register(model: Module) -> None:
-    """Let the modules of transformers that are in a model be swapped, if their code is known."""
+    """Register replacements for the transformers modules in a model whose code is known."""
     for module in model.modules():
         for cls in type(module).__mro__:
             if cls not in REPLACEMENTS and _may_be_known(cls) and _code(cls) in _by_code():
@@ -43,19 +43,19 @@ def _replace(source: type[Module]) -> type[FromTorch]:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    # pickle and copy find a class by its name, and there is none for one made at run time.
+    # pickle and copy look classes up by name; a class made at run time can't be found that way.
     _, _, *state = cast(tuple[Any, ...], Module.__reduce_ex__(self, max(protocol, 2)))
     return _unpickled, (self.source,), *state
 
 
 def _unpickled(source: type[Module]) -> Module:
-    """An object of the fused class of `source`, without state."""
+    """Return an instance of the fused class of `source`, without state."""
     fused = REPLACEMENTS.get(source) or _replace(source)
     return fused.__new__(fused)
 
 
 def _may_be_known(cls: type) -> bool:
-    """True if a class may be one of _by_code, which has to import models."""
+    """Return True if `_by_code()` may contain a class; cheaper, as it imports no models."""
     library = cls.__module__.partition(".")[0]
     return (
         library in ("transformers", "transformers_modules")  # the latter: code from the hub
@@ -74,7 +74,7 @@ def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
 
 
 def _code(cls: type) -> Any:
-    """The bytecode of the methods that compute, without their names and places in a file."""
+    """Return the bytecode of a class's computing methods, without names and line numbers."""
     methods = []
     for name in ("forward", "_norm", "__call__"):
         code = getattr(cls.__dict__.get(name), "__code__", None)

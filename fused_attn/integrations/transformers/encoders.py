@@ -1,7 +1,7 @@
-"""Encoders of Hugging Face transformers on the real tokens of a padded batch.
+"""Hugging Face transformers encoders that compute only the real tokens of a padded batch.
 
-Between embeddings and pooling, the stacks below do nothing but run their layers, and those work on
-each token by itself, attention aside. So a batch is packed in front of them and unpacked behind.
+Between embeddings and pooling, the stacks below only run their layers. Except for attention, these
+process each token independently. The batch is therefore packed before the stack and unpacked after.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fused_attn.nn.packing import BY_TOKEN, Packing, alone, must_stay_padded, pa
 
 NAME = "fused_attn"  # of the attention implementation
 
-# modeling file -> its stack of encoder layers
+# modeling file -> class of its stack of encoder layers
 _STACKS = {
     "bert": "BertEncoder",
     "camembert": "CamembertEncoder",
@@ -31,12 +31,12 @@ _STACKS = {
 
 
 class PackedStack(Module):
-    """The replacement of a stack: it computes the same, on packed batches where nobody could tell.
+    """Replacement of a stack that packs batches where that does not change real tokens.
 
     Attributes:
-        zeroes_padding: whether padded rows are 0 in the result, packed or not, so that it does not
-            depend on how much padding there is. False turns packing off and leaves the rows as the
-            stack computes them; `swap_modules(model, remove_padding=False)` sets it.
+        zeroes_padding: if True, padded rows of the result are 0, packed or not, so the result does
+            not depend on the amount of padding. If False, packing is off and padded rows are as
+            the stack computes them; `swap_modules(model, remove_padding=False)` sets it.
     """
 
     zeroes_padding = True
@@ -48,7 +48,7 @@ class PackedStack(Module):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As the stack's own; padded rows are 0 where `zeroes_padding` is True."""
+        """Run the stack; padded rows of the result are 0 if `zeroes_padding` is True."""
         run: Callable[..., Any] = super().forward
         if args or _sees_more(kwargs):
             return run(hidden_states, attention_mask, *args, **kwargs)
@@ -66,7 +66,7 @@ class PackedStack(Module):
 
 
 def fused_stack(stack: type[Module]) -> type[Module] | None:
-    """The class that packs in place of a stack's; None if there is none."""
+    """Return the packing class that replaces a stack's class; None if there is none."""
     *_, package, module = ("", *stack.__module__.split("."))
     if _STACKS.get(package) != stack.__name__ or module != f"modeling_{package}":
         return None
@@ -76,7 +76,7 @@ def fused_stack(stack: type[Module]) -> type[Module] | None:
 @functools.cache
 def _fused(package: str) -> type[Module]:
     library = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    name = f"Packed{_STACKS[package]}"  # `__getattr__` finds it: its objects can be unpickled
+    name = f"Packed{_STACKS[package]}"  # importable through `__getattr__`, for unpickling
     members = {"__module__": __name__, "__doc__": PackedStack.__doc__, "library": library.__name__}
     return type(name, (PackedStack, getattr(library, _STACKS[package])), members)
 
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _sees_more(arguments: dict[str, Any]) -> bool:
-    """True if tokens attend to more than each other: to an encoder's, or to those of a cache."""
+    """Return True if tokens also attend to those of an encoder or of a KV cache."""
     return any(
         value is not None
         and (name.startswith(("encoder_", "past_", "cache")) or hasattr(value, "get_seq_length"))
@@ -98,14 +98,14 @@ def _sees_more(arguments: dict[str, Any]) -> bool:
 
 
 def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
-    """True if a mask says which tokens are real, and nothing else."""
+    """Return True if a mask is a pure padding mask."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or hidden_states.dim() != 3:
         return False
     return mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
 
 
 def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing | None:
-    """The packing; None where it does not pay or a module of the stack could tell."""
+    """Return the packing; None if it saves no time or a module of the stack does not allow it."""
     ignored = ~mask[:, 0, 0]
     if must_stay_padded(hidden_states, mask) or not saves_time(hidden_states, ignored):
         return None
@@ -117,7 +117,7 @@ def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing
 def _works_by_token(module: Module, stack: Any) -> bool:
     config = getattr(module, "config", None)
     if config is not None and config._attn_implementation != NAME:
-        return False  # it would not know what to do with a Packing
+        return False  # other attention implementations do not accept a Packing
     if getattr(module, "chunk_size_feed_forward", 0):
         return False
     known = (stack.library, "transformers.activations")

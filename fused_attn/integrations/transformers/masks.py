@@ -1,10 +1,9 @@
-"""The masks of Hugging Face transformers as structure.
+"""Conversion of Hugging Face transformers mask functions to Masks.
 
-The library describes a mask by a function of indices, an opaque composition of closures, and lets
-the attention implementation make of it what it wants. `attention_mask` recognises the library's
-own functions, by their code, and reads what they close over; whatever else is in a composition
-(a user's function, a union) is evaluated position by position, as for sdpa. So a mask is slow at
-worst, never wrong.
+The library describes a mask by a function of indices, an opaque composition of closures, which
+each attention implementation interprets. `attention_mask` recognises the library's functions by
+their code and reads their closure variables. A composition that contains anything else (a user's
+function, a union) is evaluated position by position, as for sdpa: slow, but never wrong.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from fused_attn.base.torch_state import captured, plain_eager
 from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
 from fused_attn.masks import Mask
 
-# Every closure that one of these makes has the same code object, and no other function has it.
+# All closures made by one of these functions share one code object, which no other function has.
 _AND = and_masks().__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _CHUNKED = chunked_overlay(1, torch.empty(0)).__code__
-# Newer versions of transformers look up positions for the indices of packed sequences.
+# Newer versions of transformers map the indices of packed sequences to positions.
 _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 _REMAPPED = _remap(causal_mask_function, torch.empty(0)).__code__ if _remap else None
 
 
 class _Structure(NamedTuple):
-    """Conditions that hold together.
+    """Intersection of mask conditions.
 
     Attributes:
-        left, right: as of `masks.sliding_window`, around the position of the query.
-        packed: (batch, tokens) integers each; tokens of the same number see each other.
-        chunked: chunk sizes, and (batch,) tokens to leave out on the left.
-        positions: (batch, tokens) integers each; left and right count these. That is as good as
-            counting tokens if they rise by one within each packed sequence.
+        left, right: as in `masks.sliding_window`, around the position of the query.
+        packed: (batch, tokens) integers each; tokens with equal numbers attend to each other.
+        chunked: chunk sizes, and (batch,) numbers of left-padding tokens to skip.
+        positions: (batch, tokens) integers each; left and right count positions instead of tokens.
+            Both are equivalent if positions rise by one within each packed sequence.
     """
 
     left: int = -1
@@ -83,39 +82,39 @@ def attention_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """A mask function of transformers' AttentionMaskInterface.
+    """Compute the attention mask of a forward pass, for transformers' AttentionMaskInterface.
 
-    What becomes structure: the library's causal, bidirectional, sliding-window, chunked and packed
-    (position_ids) functions and their intersections, at any offset of a cache. What is evaluated,
-    position by position: functions of the user, unions, and, because torch.compile can't read
-    closures that it traces, windows, chunks and packing inside of a compiled graph.
+    Converted to a Mask: the library's causal, bidirectional, sliding-window, chunked and packed
+    (position_ids) functions and their intersections, at any cache offset. Evaluated position by
+    position: user functions and unions. In a compiled graph windows, chunks and packing are also
+    evaluated, because torch.compile can't read the closures that it traces.
 
     Args:
         batch_size, q_length, kv_length: the shape.
         q_offset, kv_offset: positions of the first query and the first key; q_offset is an
             integer tensor with a static cache.
-        mask_function: what is visible, as a function of indices.
-        attention_mask: (batch, tokens) bool, True for real tokens, or None; a `ModelMask` that
-            this function made before (`generate` asks ahead) is the answer again.
+        mask_function: the visible keys, as a function of indices.
+        attention_mask: (batch, tokens) bool, True for real tokens, or None. A `ModelMask` from an
+            earlier call (`generate` computes masks ahead) is returned unchanged.
         allow_is_causal_skip, allow_is_bidirectional_skip: the model does not need the causal or
             the bidirectional mask as a tensor.
         device: of the mask.
-        dtype: of float masks, for the models that know no others.
+        dtype: of float masks, for models that support no other masks.
         config: of the model.
 
     Returns:
-        None where everything is visible, a (batch, 1, 1, kv_length) bool tensor for padding alone
-        and for a single query, a `ModelMask` for causal, sliding-window, chunked and packed
-        attention with or without padding, and transformers' own (batch, 1, q_length, kv_length)
-        bool tensor for whatever else, and where the model needs a tensor. For a model that was
-        written for eager attention alone: a float mask wherever eager attention gets one.
+        None if every key is visible. A (batch, 1, 1, kv_length) bool tensor for padding alone and
+        for a single query. A `ModelMask` for causal, sliding-window, chunked and packed attention,
+        with or without padding. In all other cases, and if the model needs a tensor, transformers'
+        (batch, 1, q_length, kv_length) bool tensor. A model that supports only eager attention gets
+        a float mask wherever eager attention gets one.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
 
     def own() -> Tensor:
-        """The tensor that transformers makes."""
+        """Return the dense tensor that transformers makes."""
         tensor = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -137,12 +136,13 @@ def attention_mask(
     if (
         isinstance(kv_offset, int)
         and (attention_mask is None or attention_mask.dim() == 2)
-        and not torch.jit.is_tracing()  # sizes are tensors there
+        and not torch.jit.is_tracing()  # sizes are tensors under jit.trace
     ):
         structure = _structure(mask_function)
     if structure is not None and not _counts_tokens(structure):
         structure = None
-    # Where it packs, the library forbids to leave out the mask, so that says nothing of the model.
+    # The library disallows skipping for all packed masks, so there the flags do not tell whether
+    # the model needs a tensor.
     if structure is None or not (
         allow_is_causal_skip or allow_is_bidirectional_skip or structure.packed
     ):
@@ -154,7 +154,7 @@ def attention_mask(
             return keys
         mask = Mask()
     elif q_length > 1 or adds:
-        # For a single query, a tensor is a key mask: it says the same at the same cost.
+        # For a single query, the dense tensor is just a key mask and costs the same.
         mask = _mask(structure, shape, q_offset, kv_offset, device)
     if mask is None:
         return own()
@@ -165,10 +165,10 @@ def attention_mask(
 
 @torch.compiler.assume_constant_result
 def _adds_masks(config: type) -> bool:
-    """True for models that were written for masks that are added to the scores, and no others.
+    """Return True for models that support only additive float masks.
 
-    Of a model that supports sdpa the library expects that it knows bool masks. One that does not
-    may pad a mask with 0.0, join it with a float one, and rely on there being one.
+    The library expects a model that supports sdpa to accept bool masks. Other models may pad a mask
+    with 0.0, concatenate it with a float one, or rely on it not being None.
     """
     return _adds_masks_at_first(config)
 
@@ -176,22 +176,22 @@ def _adds_masks(config: type) -> bool:
 @functools.cache
 def _adds_masks_at_first(config: type) -> bool:
     bases = [base for base in config.__mro__ if issubclass(base, PreTrainedConfig)]
-    for base in bases:  # a user's config may extend one of the library and bring no models
+    for base in bases:  # a user's config may extend a library config and define no models
         models = [model for model in _models_beside(base) if model.config_class is base]
         models = models or [model for model in _loaded_models() if model.config_class is base]
         if models:
             return not any(model._supports_sdpa for model in models)
-    # Part of another config, or unknown: whoever knows float masks only must not get others.
+    # Part of another config, or unknown: a model that supports only float masks must get those.
     beside = next(filter(None, map(_models_beside, bases)), [])
     return not (beside and all(model._supports_sdpa for model in beside))
 
 
 def _models_beside(config: type) -> list[type[PreTrainedModel]]:
-    """The models of the file that belongs to that of a config."""
+    """Return the models of the modeling file beside a config's file."""
     name = config.__module__.replace("configuration_", "modeling_")
     try:
         library = importlib.import_module(name)
-    except ImportError:  # code of a user, under names of its own
+    except ImportError:  # user code that does not follow the library's file names
         return []
     return [
         value
@@ -205,13 +205,13 @@ def _models_beside(config: type) -> list[type[PreTrainedModel]]:
 
 def _loaded_models() -> list[type[PreTrainedModel]]:
     found = [PreTrainedModel]
-    for kind in found:  # it grows on the way
+    for kind in found:  # the list grows while it is iterated
         found.extend(kind.__subclasses__())
     return found
 
 
 def _structure(function: Callable[..., Any]) -> _Structure | None:
-    """The structure of a mask function; None if it is not known."""
+    """Return the structure of a mask function; None if the function is not recognised."""
     if function is causal_mask_function:
         return _Structure(right=0)
     if function is bidirectional_mask_function:
@@ -230,7 +230,7 @@ def _structure(function: Callable[..., Any]) -> _Structure | None:
     if code is _CHUNKED:
         return _Structure(chunked=((names["chunk_size"], names["left_padding"]),))
     if code is _WINDOW and names["sliding_window"] > 0:
-        return _Structure(left=names["sliding_window"] - 1)  # it counts the query itself
+        return _Structure(left=names["sliding_window"] - 1)  # the library counts the query too
     if code is _TWO_SIDED_WINDOW:
         return _Structure(names["sliding_window"], names["sliding_window"])
     return None
@@ -252,7 +252,7 @@ def _intersection(parts: list[_Structure | None]) -> _Structure | None:
 
 
 def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure | None:
-    """A structure of positions, which are looked up for each index; None if it is not known."""
+    """Return a structure with positions in place of token indices; None if not supported."""
     if structure is None or structure.packed or structure.positions:
         return None
     chunks = tuple(
@@ -263,10 +263,10 @@ def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure
 
 
 def _counts_tokens(structure: _Structure) -> bool:
-    """True if the positions, if any, rise by one within each packed sequence."""
+    """Return True if positions, if any, rise by one within each packed sequence."""
     for positions in structure.positions:
         if not plain_eager(positions, *structure.packed) or captured(positions):
-            continue  # no values to look at; the library makes both of the same position_ids
+            continue  # values can't be read; the library derives both from the same position_ids
         known = find_packed_sequence_indices(positions)
         if known is not None and not any(torch.equal(known, ids) for ids in structure.packed):
             return False
@@ -280,7 +280,7 @@ def _narrower(a: int, b: int) -> int:
 def _sees_all(
     structure: _Structure, shape: tuple[int, ...], q_offset: int | Tensor, kv_offset: int
 ) -> bool:
-    """True if every query is known to see every key, as a decoded token does."""
+    """Return True if every key is known to be visible to every query, as in decoding."""
     if structure.packed or structure.chunked:
         return False
     left, right = structure.left, structure.right
@@ -300,7 +300,7 @@ def _mask(
     kv_offset: int,
     device: torch.device | str,
 ) -> Mask | None:
-    """The Mask of a structure; None if there is none at these offsets."""
+    """Convert a structure to a Mask; None if no Mask can express it at these offsets."""
     _, _, q_length, kv_length = shape
     parts = []
     if structure.left != -1 or structure.right != -1:
@@ -324,7 +324,10 @@ def _mask(
 def _band(
     left: int, right: int, shape: tuple[int, int, int, int], offset: int | Tensor
 ) -> Mask | None:
-    """Query i stands at key i + offset and sees `left` keys before that and `right` after it."""
+    """Return the Mask of a band: `left` keys before and `right` after key i + offset for query i.
+
+    None if no Mask can express it.
+    """
     batch, _, q_length, kv_length = shape
     if isinstance(offset, int):
         if offset == 0:
@@ -333,7 +336,7 @@ def _band(
             return masks.sliding_window(left, right, align="bottom_right")
     if right != 0:
         return None
-    # Nobody sees past the last query, so a cache with room behind it is one that ends there.
+    # right == 0: no key after the last query is visible, so a larger cache can be cut off there.
     end = offset + q_length
     if isinstance(end, Tensor):
         lengths = masks.padding(end.reshape(1).expand(batch))

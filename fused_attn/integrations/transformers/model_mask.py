@@ -1,7 +1,7 @@
-"""What models hand from layer to layer in the place of a mask's tensor.
+"""Tensor stand-ins that models pass from layer to layer in place of a mask tensor.
 
-To a model it is a tensor: it may be sliced, joined, padded, moved and asked for its type. To
-`attention_forward` it is structure, as long as nobody wrote to it.
+A model can slice, concatenate, pad and move one like any tensor, and read its dtype.
+`attention_forward` reads its structure instead, as long as nothing has written to it.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ Shape = tuple[int, int, int, int]  # batch, 1, seqlen_q, seqlen_k
 
 
 class ModelMask(Tensor):
-    """A Mask that is to a model the tensor that it stands for.
+    """A Mask in the form of the dense mask tensor that models expect.
 
-    It has that tensor's shape, type and device, and no memory. The first operation that is not
-    `attention_forward` makes the tensor, which is kept, and is computed with that.
+    It has that tensor's shape, dtype and device, but no memory. The first operation other than
+    `attention_forward` materializes the tensor, which is then cached.
 
     Attributes:
-        mask: what is visible.
+        mask: the visible keys.
     """
 
     mask: Mask
-    _made: tuple[Tensor, int] | None  # the tensor, and its version when it was new
-    _written: bool  # by an operation on this itself; those on views change versions
-    _escaped: bool  # memory that somebody else may write to, without a version, is known outside
+    _made: tuple[Tensor, int] | None  # the dense tensor and its initial version
+    _written: bool  # by an operation on this object; writes to views bump the version instead
+    _escaped: bool  # other code holds the memory and may write to it without a version bump
 
     @staticmethod
     def __new__(
         cls, mask: Mask, shape: Shape, device: torch.device | str, dtype: torch.dtype = torch.bool
     ) -> ModelMask:
-        """A stand-in.
+        """Create a stand-in.
 
         Args:
-            mask: what is visible.
+            mask: the visible keys.
             shape: (batch, 1, seqlen_q, seqlen_k).
-            device: where query will be.
-            dtype: bool (True = attend), or a float type: 0 = attend, the lowest number = do not.
+            device: the device of query.
+            dtype: bool (True = attend), or a float type (0 = attend, its lowest number = masked).
         """
-        # Of tensors made in inference mode nobody can tell whether they were written to.
+        # Tensors made in inference mode have no version counter, so writes would go undetected.
         with torch.inference_mode(False):
             where = torch.device(device)
             self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=where)
         self.mask, self._made, self._written, self._escaped = mask, None, False, False
         return self
 
-    # Operations have plain tensors as results.
+    # Operations return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -72,7 +72,7 @@ class ModelMask(Tensor):
                 return moved
         use = ModelMask.dense
         if func is torch.ops.aten.detach.default:
-            use = ModelMask._let_out  # what is written to its result changes no version
+            use = ModelMask._let_out  # writes to the result do not bump the version
         elif func._schema.is_mutable:
             if torch.Tag.inplace_view in func.tags:
                 raise _other_shape(func)
@@ -87,7 +87,7 @@ class ModelMask(Tensor):
         return result
 
     def dense(self) -> Tensor:
-        """The tensor that this stands for."""
+        """Return the dense tensor, materializing it on first use."""
         if self._made is None:
             with torch.inference_mode(False):
                 tensor = dense_of(self.mask, tuple(self.shape), self.device, self.dtype)
@@ -95,7 +95,7 @@ class ModelMask(Tensor):
         return self._made[0]
 
     def content(self) -> Tensor | Mask:
-        """The structure, or the tensor if it, or a view of it, was written to."""
+        """Return the Mask, or the dense tensor if it or a view of it was written to."""
         made, version = self._made or (self, 0)
         if self._written or self._escaped or self._version or made._version != version:
             return self.dense()
@@ -104,7 +104,7 @@ class ModelMask(Tensor):
     def _moved(
         self, *, device: Any = None, dtype: Any = None, layout: Any = None, **how: Any
     ) -> ModelMask | None:
-        """This on another device; None if something else is wanted, or it was written to."""
+        """Return a copy on another device; None for any other conversion, or after a write."""
         content = self.content()
         if device is None or dtype not in (None, self.dtype) or isinstance(content, Tensor):
             return None
@@ -115,11 +115,11 @@ class ModelMask(Tensor):
         return self.dense()
 
     def _let_out(self) -> Tensor:
-        """The tensor, for those that get at its memory: from now on it alone counts."""
+        """Return the dense tensor to code that accesses its memory; from now on it is the mask."""
         self._escaped = True
         return self.dense()
 
-    # What reads memory, of which there is none here.
+    # Methods that access memory, which a wrapper subclass does not have.
 
     def tolist(self) -> Any:
         return self.dense().tolist()
@@ -194,29 +194,29 @@ def stand_in(
     dtype: torch.dtype,
     dense: Callable[[], Tensor],
 ) -> Tensor:
-    """A Mask as a tensor that models may do with as they like.
+    """Return a Mask as a tensor that models can use in any operation.
 
-    torch.compile can't follow a tensor without memory. There it is the tensor itself, with the
-    structure as an attribute: a graph in which nobody reads the tensor does not compute it. The
-    structure counts in the graph that made it, as long as the tensor's version is the same.
+    torch.compile can't trace a tensor without memory, so under it the result is the dense tensor
+    with the Mask as an attribute. A graph that never reads the tensor does not compute it. The
+    attribute is valid in the graph that made it, while the tensor's version is unchanged.
 
     Args:
-        mask, shape, device, dtype: as of ModelMask.
-        dense: makes the tensor.
+        mask, shape, device, dtype: as for ModelMask.
+        dense: returns the dense tensor.
     """
     if not torch.compiler.is_dynamo_compiling():
         return ModelMask(mask, shape, device, dtype)
-    with torch.inference_mode(False):  # versions, as in ModelMask
-        tensor: Any = dense().clone()  # no view, so it can be written to, also in a graph
+    with torch.inference_mode(False):  # for a version counter, as in ModelMask
+        tensor: Any = dense().clone()  # not a view, so it is writable, also in a graph
     tensor.fused_attn_mask = mask, _traced_version(tensor)
     return tensor
 
 
 def handed_on(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | Mask:
-    """What attention takes for a mask of a model: structure, where it stands for that.
+    """Return the Mask that a model's mask tensor stands for, or else the tensor.
 
     Raises:
-        ValueError: it was made for other lengths than those of query and key.
+        ValueError: the Mask was made for lengths other than those of query and key.
     """
     if isinstance(mask, ModelMask):
         content: Tensor | Mask = mask.content()
@@ -232,7 +232,7 @@ def handed_on(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | Mask:
 
 
 def _traced_content(tensor: Tensor) -> Tensor | Mask:
-    """The structure that `stand_in` gave a tensor, or the tensor if there is none or none left."""
+    """Return the Mask that `stand_in` attached to a tensor, or the tensor if no Mask is valid."""
     structure, version = getattr(tensor, "fused_attn_mask", (None, None))
     if structure is None or version is None or _traced_version(tensor) != version:
         return tensor
@@ -240,9 +240,9 @@ def _traced_content(tensor: Tensor) -> Tensor | Mask:
 
 
 def _traced_version(tensor: Tensor) -> int | None:
-    """The version that a tensor has at this point of a graph that is being traced, a constant.
+    """Return a tensor's version at this point of the trace, as a constant.
 
-    `_version` itself is a number there that only the graph knows.
+    `_version` is a traced value there, not a Python number.
     """
     comptime(_note_version)
     return _noted_version()
@@ -252,10 +252,10 @@ _noted = threading.local()
 
 
 def _note_version(context: ComptimeContext) -> None:
-    """Keep the version of `tensor` of the frame that is traced; None if it can't be known.
+    """Store the version of `tensor` in the traced frame; None if it is unknown.
 
-    It can't of an input: what was written to it in the graph before this one left no trace. Nor
-    where something may have written that counts no versions in a graph.
+    It is unknown for graph inputs, because writes in an earlier graph leave no record. It is also
+    unknown after operations that may write without a version bump while tracing.
     """
     variable = context.get_local("tensor")
     tracker = variable._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -268,7 +268,7 @@ def _note_version(context: ComptimeContext) -> None:
 
 
 def _written_uncounted(node: Node) -> bool:
-    """Whether `.data` or an in-place `_foreach_` op had the tensor, or something made of it."""
+    """Return True if `.data` or an in-place `_foreach_` op used the tensor or a derived value."""
     seen, rest = {node}, [node]
     while rest:
         new = rest.pop().users.keys() - seen
@@ -286,7 +286,7 @@ def _noted_version() -> int | None:
 
 
 def dense_of(mask: Mask, shape: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A Mask as the tensor that models expect of the library."""
+    """Return a Mask as the dense tensor that transformers would pass to the model."""
     sizes = cast(Shape, tuple(shape))
     spec = normalize(mask, *sizes, torch.empty(0, device=device))
     visible, _ = materialize(spec, *sizes, device, torch.float32)
@@ -297,6 +297,6 @@ def dense_of(mask: Mask, shape: Any, device: torch.device, dtype: torch.dtype) -
 
 
 def added(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as one that is added to the scores, as the library has it for eager attention."""
+    """Convert a bool mask to the additive mask that transformers uses for eager attention."""
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     return torch.where(visible, zero, torch.finfo(dtype).min)

@@ -1,7 +1,7 @@
-"""Which models of transformers take the fused attention, and how they are switched to it.
+"""Support checks for transformers models, and switching them to the fused attention.
 
-Models whose attention does not go through the library's AttentionInterface decline the name with
-a warning and run what they have (`unsupported` says why).
+A model whose attention does not go through the library's AttentionInterface keeps its attention,
+with a warning; `unsupported` returns the reason.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from fused_attn.integrations.transformers.attention import REFUSED, attention_fo
 from fused_attn.integrations.transformers.encoders import NAME, fused_stack
 from fused_attn.integrations.transformers.masks import attention_mask
 
-# The interface as modeling files import it.
+# The name under which modeling files import the interface.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @functools.cache
 def register() -> None:
-    """Make "fused_attn" known to transformers; calling it again changes nothing.
+    """Register "fused_attn" with transformers; calling it again changes nothing.
 
-    An implementation can't decline a model by itself: the library lets a model with an attention
-    of its own have any registered name, and such a model would add the bool masks that are meant
-    for `attention_forward` to its scores. So the method that checks a requested name is wrapped:
-    such models get a warning, and what they have, or what the library picks for a new one.
+    An implementation can't reject a model: the library accepts any registered name for a model
+    with custom attention, which would then add `attention_forward`'s bool masks to its scores.
+    The method that checks a requested name is therefore wrapped. It warns for such a model, which
+    keeps its implementation; a new model gets the library's default.
     """
     AttentionInterface.register(NAME, attention_forward)
-    # Without this one, transformers drops every mask without a word.
+    # Without a registered mask function, transformers silently drops every mask.
     AttentionMaskInterface.register(NAME, attention_mask)
     check = PreTrainedModel.get_correct_attn_implementation
 
@@ -60,13 +60,13 @@ def register() -> None:
 
 
 def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """The reason why a model does not run on `attention_forward`; None if it does.
+    """Return the reason why a model does not run on `attention_forward`; None if it does.
 
     Args:
-        model: a model or its class. The models in it are asked for themselves.
+        model: a model or its class. Models inside it are not covered; check each separately.
 
     Returns:
-        A reason, from what the library knows of its model classes, and from their code.
+        A reason, derived from attributes of the model class and from its code.
     """
     kind: Any = model if isinstance(model, type) else type(model)
     if not kind._can_set_attn_implementation():
@@ -77,7 +77,7 @@ def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
 @functools.cache
 def _obstacle(kind: type[PreTrainedModel]) -> str | None:
     library = sys.modules.get(kind.__module__)
-    # The interface is imported by that name; models of convolutions alone have no use for it.
+    # Files of purely convolutional models do not import the interface.
     attends = hasattr(library, _INTERFACE)
     if attends and not (kind._supports_sdpa or kind._supports_attention_backend):
         return "it supports neither sdpa nor other implementations: it does more with its masks"
@@ -97,11 +97,11 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
 
 
 def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | None, str]:
-    """Switch a model, and the models in it, to "fused_attn"; stacks that can pack batches do.
+    """Switch a model and the models in it to "fused_attn", and turn on packing of batches.
 
     Returns:
-        What undoes it, or None with the reason if the model cannot be switched; and the name of
-        the implementation that was in use.
+        A function that undoes the switch and the name of the previous implementation, or None and
+        the reason if the model cannot be switched.
     """
     reason = unsupported(model)
     if reason is None and not _attends(model):
@@ -114,7 +114,7 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
     set_implementation(model, NAME)
     stacks = [(stack, type(stack)) for stack in padded_stacks(model)]
     for stack, kind in stacks:
-        # It adds methods and no state, so an object of the one class is one of the other.
+        # The subclass adds methods but no state, so the class can be reassigned in place.
         stack.__class__ = cast(type[Module], fused_stack(kind))
 
     def restore() -> None:
@@ -127,15 +127,15 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
 
 
 def padded_stacks(model: PreTrainedModel) -> list[Module]:
-    """The stacks of encoder layers in a model that could drop padding and do not yet."""
+    """Return the encoder stacks in a model that can remove padding but do not do so yet."""
     return [module for module in model.modules() if fused_stack(type(module)) is not None]
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:
-    """`set_attn_implementation`, also in copies of the config, as the stacks of T5 have them.
+    """Call `set_attn_implementation`, and set copies of the config as well, as in T5's stacks.
 
-    The library's own method leaves such stacks on the attention that they had. `from_config` and
-    `from_pretrained` reach them. Models in it that do not take "fused_attn" keep what they have.
+    The library's method leaves such stacks on their previous attention, unlike `from_config` and
+    `from_pretrained`. Inner models that do not support "fused_attn" keep their implementation.
     """
     declining = [
         (part.config, part.config._attn_implementation)
@@ -151,7 +151,7 @@ def set_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Every config in the model, once."""
+    """Return every config in the model, each once."""
     configs: dict[int, PreTrainedConfig] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -162,11 +162,11 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-# ---- what the code of a model says --------------------------------------------------------------
+# ---- inspection of a model's code ---------------------------------------------------------------
 
 
 def _attends(module: Any) -> bool:
-    """True if a module, or one in it that is not of a model that declines, calls the interface."""
+    """Return True if a module or a child calls the interface; skip unsupported inner models."""
     kind: Any = type(module)
     if _INTERFACE in _names(kind):
         return True
@@ -178,7 +178,7 @@ def _attends(module: Any) -> bool:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """A class, and the classes of its library file that it is made of, but for other models."""
+    """Return a class and the module classes of its file that it uses, except other models."""
     found, new = [kind], [kind]
     while new:
         part = new.pop()
@@ -197,9 +197,9 @@ def _parts(kind: Any) -> list[Any]:
 
 
 def _finds_eager_alone(code: types.CodeType) -> bool:
-    """True if code takes the interface for an object with an attribute for each implementation.
+    """Return True if code looks implementations up as attributes of the interface.
 
-    Those are entries, as of a dictionary, so that `getattr` gives its default.
+    They are dictionary entries, so `getattr` always returns its default, eager attention.
     """
     names = code.co_names
     return _INTERFACE in names and "getattr" in names and "get_interface" not in names
@@ -207,14 +207,14 @@ def _finds_eager_alone(code: types.CodeType) -> bool:
 
 @functools.cache
 def _names(kind: type) -> frozenset[str]:
-    """The global names, and attributes, in the methods of a class and of those that it extends."""
+    """Return the global and attribute names in the methods of a class and its bases."""
     return frozenset(name for code in _methods(kind) for name in code.co_names)
 
 
 def _keywords(kind: type) -> frozenset[str]:
-    """The names of arguments in the calls that the same methods make.
+    """Return the keyword argument names of the calls in the methods of a class and its bases.
 
-    Of the code, and not of the source, which classes that were made by exec do not have.
+    Read from the bytecode, because classes made by exec have no source.
     """
     return frozenset(
         name
@@ -227,7 +227,7 @@ def _keywords(kind: type) -> frozenset[str]:
 
 
 def _methods(kind: type) -> Iterator[types.CodeType]:
-    """The code of a class and of those that it extends, but for that of torch and the library."""
+    """Yield the code of a class and its bases, except torch's classes and PreTrainedModel."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "torch" or base is PreTrainedModel:
             continue
@@ -238,7 +238,7 @@ def _methods(kind: type) -> Iterator[types.CodeType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object, and those of the functions and comprehensions in it."""
+    """Yield a code object and those of its nested functions and comprehensions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -250,7 +250,7 @@ def _globals(kind: type) -> dict[str, Any]:
 
 
 def _is_table(value: Any) -> TypeGuard[dict[str, type[Module]]]:
-    """True for a dictionary of attention classes by the names of implementations."""
+    """Return True for a dictionary from implementation names to attention classes."""
     return (
         isinstance(value, dict)
         and "eager" in value

@@ -1,4 +1,4 @@
-"""The RMS norms of Hugging Face transformers, which are a few and many copies: see by_code.py."""
+"""RMS norms of Hugging Face transformers: a few, of which by_code.py finds the many copies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fused_attn.nn.norm import Norm
 
 @dataclass(frozen=True)
 class Style:
-    """The way in which a class normalises.
+    """Conventions by which a class normalises.
 
     Attributes:
-        eps: the attribute that is added to the mean square.
+        eps: name of the module attribute that is added to the mean square.
         offset: added to the weight, in float32.
-        out_dtype: the type of the output, by the types of the input and the weight.
+        out_dtype: function of the input and weight types that returns the output type.
     """
 
     eps: str
@@ -41,7 +41,7 @@ def _of_half_weight(input: dtype, weight: dtype) -> dtype:
     return weight if half else torch.promote_types(input, weight)
 
 
-# (module under transformers.models, class) -> its style. Each stands for all its copies.
+# (module under transformers.models, class) -> its style. Each entry covers all copies of the class.
 STYLES = {
     ("llama.modeling_llama", "LlamaRMSNorm"): Style("variance_epsilon", 0.0, _promoted),
     ("gemma2.modeling_gemma2", "Gemma2RMSNorm"): Style("eps", 1.0, _of_input),
@@ -51,10 +51,10 @@ STYLES = {
 
 
 class TransformersNorm(Norm):
-    """Base of the fused classes, which are made as the classes that they replace are met.
+    """Base of the fused norms; each is made when `swap_modules` first finds its original class.
 
-    Numbers are rounded once, where the originals round the normalised row and, but for Gemma, its
-    product with the weight. float64 stays float64, where the originals go through float32.
+    Outputs are rounded once. The originals round the normalised row and, except in Gemma, its
+    product with the weight. float64 stays float64, whereas the originals convert to float32.
     """
 
     style: Style

@@ -1,12 +1,12 @@
-"""The Triton kernels, for NVIDIA (sm_80 and later) and AMD (gfx942) GPUs.
+"""Triton kernels for NVIDIA (sm_80 and later) and AMD (gfx942) GPUs.
 
-Triton is imported, and kernels are compiled, when a call first comes here. With
-TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors: the tests do,
-which mend the interpreter first (tests/support/triton_interpreter.py).
+Triton is imported, and kernels are compiled, on the first call to this backend. With
+TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors. The tests use
+this, after patching the interpreter (tests/support/triton_interpreter.py).
 
-    masks.py, tiles.py      what a mask lets through, and which tiles of it (device code, and lists)
+    masks.py, tiles.py      mask evaluation in a tile; classification of tiles (device code, lists)
     forward.py, backward.py, bias_grad.py, weights.py, decode.py, norm.py    the kernels
-    attention.py, norm_host.py                               tensors to their arguments
+    attention.py, norm_host.py                               host code that launches the kernels
     tuning.py               tile sizes, warps and stages
 """
 
@@ -40,7 +40,7 @@ HIP_ARCHS = ("gfx942",)
 
 
 class TritonBackend(Backend):
-    """Kernels that are compiled when a call first comes."""
+    """Backend of Triton kernels, which are compiled on the first call."""
 
     name = "triton"
 

@@ -1,4 +1,4 @@
-"""Attention on Triton: tensors to the arguments of the kernels."""
+"""Host code of the Triton attention kernels: arguments, workspaces and launches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NO_LISTS = TileLists(None, None, 1)
 
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
-    """Computes the outputs; no backward follows where lse_residual is empty."""
+    """Compute the outputs. An empty lse_residual means that no backward follows."""
     out, lse, lse_residual, out_residual = outputs
     for_backward = lse_residual.numel() > 0
     args = LaunchArguments(call)
@@ -66,7 +66,7 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
 
 
 def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
-    """out and lse of a few queries, without a backward."""
+    """Compute out and lse of a few queries by split-KV, if no backward follows."""
     sizes = args.sizes
     rows = sizes.num_heads // sizes.num_heads_kv * sizes.seqlen_q
     cut = args.config("decode")
@@ -97,7 +97,7 @@ def attention_bwd(
     grad_lse: Tensor | None,
     grads: AttentionGradients,
 ) -> None:
-    """Computes the gradients; that of bias where it is not empty."""
+    """Compute the gradients; that of bias only if grads.bias is not empty."""
     query, (out, lse, lse_residual, out_residual) = call.query, outputs
     needs_bias = grads.bias.numel() > 0
     args = LaunchArguments(call)
@@ -106,7 +106,7 @@ def attention_bwd(
         for tensor in grads:
             tensor.zero_()
         return
-    # The tensors of these stay alive until the kernels are launched.
+    # Keeps contiguous copies alive until the kernels are launched.
     out_rows, grad_out_rows = (_rows(_kernel_layout(t)) for t in (out, grad_out))
     residual_rows = _rows(_kernel_layout(out_residual)) if out_residual.numel() else None
     if grad_lse is not None:
@@ -144,7 +144,7 @@ def attention_bwd(
 def _grad_bias(
     args: LaunchArguments, grad_out: Rows, stats: RowStatistics, grad_bias: Tensor
 ) -> None:
-    """The gradient of the float mask."""
+    """Compute the gradient of the float mask."""
     sizes = args.sizes
     own_batch, own_heads, own_rows, own_columns = grad_bias.shape
     cut = args.config("bias")
@@ -174,7 +174,7 @@ def _grad_bias(
 def attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, weights: Tensor
 ) -> None:
-    """Computes the weights."""
+    """Compute the attention weights, averaged over heads if `average`."""
     args = LaunchArguments(replace(call, value=call.key))
     sizes = args.sizes
     if weights.numel() == 0 or sizes.num_heads == 0:
@@ -194,7 +194,10 @@ def attention_weights(
 def tile_kinds(
     spec: MaskSpec, sizes: Sizes, block_m: int, block_n: int, device: torch.device
 ) -> Tensor:
-    """(batch, num_heads or 1, tiles of queries, tiles of keys) uint8: skip, partial or full."""
+    """Return the kind of each tile: SKIP, PARTIAL or FULL.
+
+    It is uint8 (batch, num_heads or 1, tiles of queries, tiles of keys).
+    """
     heads = max([1, *(t.shape[1] for t in (spec.key_mask, spec.dense, spec.bias) if t is not None)])
     num_m, num_n = -(-sizes.seqlen_q // block_m), -(-sizes.seqlen_k // block_n)
     kinds = torch.empty(sizes.batch, heads, num_m, num_n, dtype=torch.uint8, device=device)
@@ -208,7 +211,7 @@ def tile_kinds(
 
 
 def tile_summary(tensor: Tensor) -> Tensor:
-    """As `Backend.tile_summary`."""
+    """Return the summary that `Backend.tile_summary` describes."""
     batch, num_heads, seqlen_q, seqlen_k = tensor.shape
     num_m = -(-seqlen_q // tiles.SUMMARY_TILE_M.value)
     num_n = -(-seqlen_k // tiles.SUMMARY_TILE_N.value)
@@ -226,7 +229,7 @@ def tile_summary(tensor: Tensor) -> Tensor:
 
 
 class LaunchArguments:
-    """The arguments that the kernels of a call share."""
+    """Arguments shared by the kernels of a call."""
 
     def __init__(self, call: AttentionCall) -> None:
         query, key, value, spec = call.query, call.key, call.value, call.mask
@@ -260,19 +263,19 @@ class LaunchArguments:
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
     def config(self, kind: str, with_out_residual: bool = False) -> Config:
-        """The tile sizes, warps and stages of the kernel of a pass."""
+        """Return the tile sizes, warps and stages for the kernel of a pass."""
         head_dim = max(self.head_dim, self.head_dim_v)
         heavy = self.has_lists or self.common[0] is not None
-        # Another sum for each row, which the largest tiles of wide heads have no register for.
+        # One more sum per row, for which the largest tiles of wide heads lack registers.
         heavy |= with_out_residual and head_dim > 128
-        # Its loop over the heads of a group takes registers too.
+        # The loop over the heads of a group takes registers too.
         heavy |= kind == "dkdv" and self.sizes.num_heads > self.sizes.num_heads_kv
         if heavy and kind in ("fwd", "dq", "dkdv"):
             kind += "_masked"
         return config(kind, arch_of(self.device).name, self.dtype.itemsize, head_dim)
 
     def compiled_for(self, config: Config, packed_heads: bool = False) -> dict[str, Any]:
-        """Compile-time arguments."""
+        """Return the compile-time arguments of a kernel launch."""
         tf32 = self.dtype == torch.float32 and not self.accurate
         cut = (
             self.head_dim, self.head_dim_v, padded(self.head_dim), padded(self.head_dim_v),
@@ -286,7 +289,7 @@ class LaunchArguments:
         }
 
     def lists(self, cut: Config, of_keys: bool = False) -> TileLists:
-        """The visible tiles of each tile of queries, or of keys; none where ranges say it."""
+        """Return the visible tiles per query tile, or per KV block; no lists if ranges suffice."""
         if not self.has_lists:
             return _NO_LISTS
         kinds = tile_kinds(self.spec, self.sizes, cut.block_m, cut.block_n, self.device)
@@ -303,7 +306,10 @@ class LaunchArguments:
 
 
 def _kernel_layout(tensor: Tensor) -> Tensor:
-    """Kernels count within a tile in 32 bits: a tensor with rows further apart is copied."""
+    """Return the tensor with strides that kernels support; copy it if its row stride is too large.
+
+    Kernels compute offsets within a tile in 32 bits.
+    """
     tensor = kernel_strides(tensor)
     return tensor if tensor.stride(2) < 1 << 22 else tensor.contiguous()
 

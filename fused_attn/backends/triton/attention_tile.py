@@ -1,12 +1,12 @@
-"""One tile of queries against one of keys, the same way in forward and backward.
+"""Scores of one query tile and one KV block, shared by forward and backward.
 
-Kernels hand these tuples on:
-    cut         compile-time facts, see `Cut`
-    sequence    (b, h, seqlen_q, seqlen_k, bounds): which head of which sequence, and its row of
+Kernels pass these tuples to the functions below:
+    cut         compile-time constants, see `Cut`
+    sequence    (b, h, seqlen_q, seqlen_k, bounds): sequence and head, and the sequence's row of
                 MaskSpec.bounds
-    keys        (key_at, value_at, begin, end): where the first key and value of the head are, and
-                which of them any query of the tile sees by structure
-    draws       what dropout draws by, see `draws_of`; None without dropout
+    keys        (key_at, value_at, begin, end): addresses of the head's first key and value, and the
+                range of keys that the structural conditions make visible to any query of the tile
+    draws       dropout seed and counter offsets, see `draws_of`; None without dropout
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,7 +32,7 @@ from fused_attn.backends.triton.tiles import key_tiles
 
 
 class Rows(NamedTuple):
-    """A tensor (batch, num_heads, seqlen, dim) whose last stride is 1."""
+    """Address and strides of a tensor (batch, num_heads, seqlen, dim) whose last stride is 1."""
 
     data: Any
     stride_b: int
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is the same for all tiles."""
+    """Options of a call, the same for all tiles."""
 
     softmax_scale: float
     softcap: float
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The constants that a kernel is compiled for; each a tl.constexpr."""
+    """Constants that a kernel is compiled for, each a tl.constexpr."""
 
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -61,13 +61,13 @@ class Cut(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     SOFTCAP: Any  # bool
     NATURAL: Any  # bool: scores are in natural units, see `finish_scores`
-    ACCURATE: Any  # bool: exp is needed to the last bits of float32
-    PRECISION: Any  # of products of float32: "ieee" or "tf32"
-    PACKED_HEADS: Any  # bool: the rows of a tile are queries of several heads, h has one a row
+    ACCURATE: Any  # bool: exp must be accurate to the last bits of float32
+    PRECISION: Any  # of float32 matrix products: "ieee" or "tf32"
+    PACKED_HEADS: Any  # bool: a tile has queries of several heads, and h is a vector over its rows
 
 
 class Keys(NamedTuple):
-    """The keys and values that a tile of queries reads."""
+    """Keys and values that a query tile reads."""
 
     key_at: Any  # address of the sequence's first key
     value_at: Any
@@ -77,7 +77,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def sequence_rows(cu_seqlens, b, seqlen):
-    """batch, first row and number of rows of sequence b in a tensor."""
+    """Return the batch index, first row and number of rows of sequence b in a tensor."""
     if cu_seqlens is None:
         return b, b * 0, b * 0 + seqlen
     else:
@@ -87,14 +87,14 @@ def sequence_rows(cu_seqlens, b, seqlen):
 
 @triton.jit
 def head_rows(rows, batch, h, first):
-    """The address of the first row of a sequence's head."""
+    """Return the address of the first row of a sequence's head."""
     at = rows.data + batch.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h
     return at + first.to(tl.int64) * rows.stride_row
 
 
 @triton.jit
 def keys_of_tile(key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut: tl.constexpr):
-    """Sequence and Keys of a tile of queries, and the ranges of its tiles (see tiles.py)."""
+    """Return Sequence and Keys of a query tile, and the ranges of its KV blocks (see tiles.py)."""
     h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
     batch, first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
     bounds = sequence_bounds(mask, sizes, b)
@@ -111,8 +111,10 @@ def load_tile(
     at, stride_row, first, inside,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_ROWS, BLOCK_D) from row `first` on: 0 beyond DIM, and in rows that are not `inside`
-    (None: all are)."""
+    """Load a tile (BLOCK_ROWS, BLOCK_D) from row `first` on.
+
+    Columns beyond DIM are 0, and so are rows that are not `inside` (None: all rows are).
+    """
     row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
     at = at + first.to(tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
     if inside is None:
@@ -132,7 +134,7 @@ def store_tile(
     at, stride_row, first, end, tile,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a tile from row `first` up to `end`."""
+    """Store a tile from row `first` on, without rows at or past `end`."""
     row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
     at = at + first.to(tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
     inside = (row + first < end)[:, None] & (column < DIM)[None, :]
@@ -141,7 +143,7 @@ def store_tile(
 
 @triton.jit
 def load_key_value(keys, key, value, j_begin, j, cut: tl.constexpr, PARTIAL: tl.constexpr):
-    """A tile of keys and one of values."""
+    """Load a KV block; keys and values outside [keys.begin, keys.end) are 0 if PARTIAL."""
     seen = (j >= keys.begin) & (j < keys.end) if PARTIAL else None
     k = load_tile(
         keys.key_at, key.stride_row, j_begin, seen, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D
@@ -157,11 +159,12 @@ def finish_scores(
     products, i, j, sequence, mask, settings,
     cut: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of query @ key^T, which of them are visible (all, unless PARTIAL), and the tanh of
-    softcap (0 where nothing is visible).
+    """Return the scores of query @ key^T, their visibility, and the tanh of softcap.
 
-    They are in natural units where something is added or capped, and where the rounding of scale *
-    log2(e) would show (ACCURATE); else in units of ln(2), by a multiplication that is there anyway.
+    All scores are visible unless PARTIAL; tanh is 0 at masked scores. Scores are in natural units
+    if something is added to them, if they are capped, and if the rounding error of
+    scale * log2(e) would matter (ACCURATE). Otherwise they are in units of ln(2), which folds
+    log2(e) into the multiplication by scale.
     """
     if cut.SOFTCAP:
         scores, cap_tanh = softcapped(products * settings.softmax_scale, settings.softcap)
@@ -179,11 +182,11 @@ def finish_scores(
 
 @triton.jit
 def power(difference, cut: tl.constexpr):
-    """exp of differences of scores, in their units."""
+    """Return exp of differences of scores, which are in the units of `finish_scores`."""
     if cut.ACCURATE:
-        # exp2(x * log2(e)) rounds the product: 5e-7 of the result where x is -8, and the same way
-        # for all keys where scores are equal. So x = whole * ln(2) + rest, ln(2) being the sum of
-        # a number of 10 bits and a small one (Cody and Waite 1980). exp(-150) is 0.
+        # exp2(x * log2(e)) rounds the product: a relative error of 5e-7 at x = -8, with the same
+        # sign for all keys if scores are equal. Hence x = whole * ln(2) + rest, with ln(2) split
+        # into a 10-bit number and a small one (Cody and Waite 1980). exp(-150) is 0.
         x = tl.where(difference < -150.0, -150.0, difference)
         whole = tl.floor(x * LOG2E + 0.5)
         rest = (x - whole * 0.693359375) - whole * -2.12194440e-4
@@ -194,8 +197,10 @@ def power(difference, cut: tl.constexpr):
 
 @triton.jit
 def draws_of(seed, settings, sizes, b):
-    """The seed, and what counters have of sequence b: of its first eight keys, its first query and
-    its first head."""
+    """Return the dropout seed, and where the Philox counters of sequence b start.
+
+    The starts are its first octet of keys, first query and first head.
+    """
     if settings.dropout_offsets is None:
         return seed, b * 0, b * 0, b * sizes.num_heads
     else:
@@ -206,7 +211,7 @@ def draws_of(seed, settings, sizes, b):
 
 @triton.jit
 def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
-    """True for weights that dropout keeps, of queries i and a tile of keys: (queries, BLOCK_N)."""
+    """Return a mask of the weights that dropout keeps, (queries, BLOCK_N), for queries i."""
     seed, first_octet, first_query, first_head = draws
     octet = first_octet + j_begin // 8 + tl.arange(0, cut.BLOCK_N // 8)[None, :]
     head = first_head + sequence.h
@@ -218,9 +223,9 @@ def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
 
 @triton.jit
 def zero_unseen(tile, visible, mask):
-    """Rows of a key or value tile that no query of the tile sees as 0, for 0 * NaN is NaN.
+    """Zero the keys or values that are masked for all queries of the tile, as 0 * NaN is NaN.
 
-    What bounds hide is not loaded in the first place.
+    Keys masked by bounds need no zeroing: they are never loaded.
     """
     if (
         mask.query_documents is not None

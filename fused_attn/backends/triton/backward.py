@@ -1,13 +1,13 @@
-"""Attention backward: scores are computed anew, tile by tile, from query, key and lse.
+"""Attention backward: recomputes scores tile by tile from query, key and lse.
 
-With P = exp(S - lse), Z what dropout keeps (1 or 0), c = dropout_scale(dropout_p) and
+With P = exp(S - lse), Z the dropout mask (1: kept, 0: dropped), c = dropout_scale(dropout_p) and
 delta = rowsum(dO * O):
   dV = c (P Z)^T dO,  dS = P (c Z (dO V^T) - delta + dlse),  dK = scale dS^T Q,  dQ = scale dS K.
 (Dao et al. 2022, FlashAttention, appendix B.4; delta as in FlashAttention-2, section 3.1.)
 
-Two kernels: one owns tiles of queries, one tiles of keys, and nothing is added atomically, so
-results are the same in every run. Scores and dP are computed in both: 7 matrix products where 5
-would do.
+One kernel owns query tiles (dQ), the other KV blocks (dK and dV). There are no atomic additions, so
+results are deterministic. Both kernels compute scores and dP: 7 matrix products in total, where a
+single kernel with atomics needs 5.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -42,11 +42,12 @@ from fused_attn.backends.triton.tiles import (
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each query for the backward, (batch, num_heads, total_q) each."""
+    """Statistics of each query for the backward, of shape (batch, num_heads, total_q)."""
 
-    lse: Any  # in the units of scores; inf for rows that see nothing, whose P is 0 then
-    # exp of what rounding took from lse, by which weights are multiplied: taken from the scores, it
-    # would be rounded off again. None with 16-bit types if nothing is added to scores: it is small.
+    lse: Any  # in the units of scores; inf for fully masked rows, which makes their P 0
+    # exp of the rounding error of lse, a factor of the weights: subtracted from the scores, the
+    # error would be rounded off again. None, as negligible, for 16-bit types without bias, ALiBi
+    # and softcap.
     lse_factor: Any
     delta: Any
     grad_lse: Any  # None: 0
@@ -58,7 +59,7 @@ def row_statistics_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     cut: tl.constexpr,
 ):  # fmt: skip
-    """delta, and lse in the units of scores, of BLOCK_M queries of a head."""
+    """Compute RowStatistics (but grad_lse) of BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -88,8 +89,8 @@ def row_statistics_kernel(
     )  # fmt: skip
     o = o.to(tl.float32)
     if out_residual is not None:
-        # Of a row that sees few keys, or one that has nearly all the weight, what rounding took
-        # from out is more than all of dS.
+        # In a row with few visible keys, or with one that has nearly all the weight, the rounding
+        # residual of out exceeds all of dS.
         low = load_tile(
             head_rows(out_residual, batch, h, first), out_residual.stride_row, i_begin, inside,
             cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
@@ -101,14 +102,14 @@ def row_statistics_kernel(
 
 @triton.jit
 def lse_in_units(lse, lse_residual, at, inside, cut: tl.constexpr):
-    """lse and lse_factor of RowStatistics from the natural lse and what its rounding lost."""
+    """Return lse and lse_factor of RowStatistics from the natural lse and its rounding residual."""
     unit = 1.0 if cut.NATURAL else LOG2E
     high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
     sees = high != float("-inf")
     high *= unit
     low = tl.load(lse_residual + at, inside, 0.0).to(tl.float64) * unit
     rounded = tl.where(sees, high + low, float("inf")).to(tl.float32)
-    # low is lost in a sum with float32's lowest number.
+    # Two steps, as high + low absorbs low if high is near float32's lowest number.
     lost = tl.where(sees, (rounded.to(tl.float64) - high) - low, 0.0)
     return rounded, power(lost.to(tl.float32), cut)
 
@@ -120,10 +121,11 @@ def attention_bwd_dq_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BLOCK_M queries of a head.
+    """Compute the gradient of BLOCK_M queries of a head.
 
-    CONSISTENT: delta is corrected so that the dS of a row add up to dlse, as they do but for the
-    rounding of out, which the gradient of a float mask would show.
+    CONSISTENT: also correct delta, for the gradient of a float mask. The dS of a row sum to dlse
+    except for the rounding of out, which that gradient would expose. The correction restores the
+    sum.
     """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
@@ -178,7 +180,7 @@ def _dq_tile(
     dq, excess, total, q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """dQ with one tile of keys added, and the row sums of dS and P."""
+    """Accumulate the contribution of one KV block to dQ and to the row sums of dS and P."""
     grads, weights, cap_tanh, k = grad_scores(
         q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
         stats, cut, PARTIAL,
@@ -196,7 +198,10 @@ def grad_scores(
     q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings, stats,
     cut: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """dS (queries, keys) before the derivative of softcap, P, the tanh of softcap, and the keys."""
+    """Return dS (queries, keys), P, the tanh of softcap, and the keys.
+
+    dS does not include the derivative of softcap.
+    """
     lse, lse_factor, delta, grad_lse = statistics
     j = j_begin + tl.arange(0, cut.BLOCK_N)
     k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
@@ -204,7 +209,7 @@ def grad_scores(
     scores, visible, cap_tanh = finish_scores(
         products, i, j, sequence, mask, settings, cut, PARTIAL, False
     )
-    if PARTIAL:  # what values give is hidden below, in its own columns
+    if PARTIAL:  # v needs no zeroing: its NaN stay in masked columns, which are set to 0 below
         k = zero_unseen(k, visible, mask)
     weights = power(scores - lse[:, None], cut)
     if stats.lse_factor is not None:
@@ -229,8 +234,8 @@ def attention_bwd_dkdv_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, stats, cut: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BLOCK_N keys and values of a head, summed over the GROUP of heads that share
-    it."""
+    """Compute the gradients of BLOCK_N keys and values of a KV head, summed over the GROUP of query
+    heads that share it."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -295,12 +300,14 @@ def _dkdv_tile(
     dk, dv, k, v, i_begin, j_begin, j, query_at, grad_out_at, at, sequence, query, grad_out, draws,
     mask, settings, stats, cut: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV with one tile of queries added; scores are (keys, queries) here, so that weights
-    are an operand as they are."""
+    """Accumulate the contribution of one query tile to dK and dV.
+
+    Scores are (keys, queries) here, so the weights are a left operand without a transpose.
+    """
     seqlen_q = sequence.seqlen_q
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     lse, lse_factor, delta, grad_lse = load_statistics(stats, at, i, seqlen_q)
-    # 0 * NaN is NaN: what stands in rows that see nothing must not matter.
+    # Do not load fully masked rows: they may hold NaN, and 0 * NaN is NaN.
     sees = lse != float("inf") if PARTIAL else i < seqlen_q
     q = load_tile(query_at, query.stride_row, i_begin, sees, cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D)
     do = load_tile(
@@ -334,14 +341,16 @@ def _dkdv_tile(
 
 @triton.jit
 def statistics_at(sizes, query_batch, h, query_first):
-    """The index in RowStatistics of the first row of a sequence's head."""
+    """Return the index in RowStatistics of the first row of a sequence's head."""
     return (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
 
 
 @triton.jit
 def load_statistics(stats, at, i, seqlen_q):
-    """lse, lse_factor, delta and grad_lse of the rows i, for which P is 0 from seqlen_q on; what
-    there is none of is anything."""
+    """Load lse, lse_factor, delta and grad_lse of the rows i.
+
+    lse is inf from seqlen_q on, which makes P 0. An absent lse_factor or grad_lse is a placeholder.
+    """
     inside = i < seqlen_q
     lse = tl.load(stats.lse + at + i, inside, float("inf"))
     delta = tl.load(stats.delta + at + i, inside, 0.0)
@@ -357,7 +366,7 @@ def load_statistics(stats, at, i, seqlen_q):
 def load_queries(
     query, grad_out, stats, at, batch, h, first, i_begin, i, seqlen_q, cut: tl.constexpr
 ):
-    """A tile of queries, the gradients of their outputs, and their statistics."""
+    """Load a query tile, the gradients of its outputs, and its statistics."""
     inside = i < seqlen_q
     q = load_tile(
         head_rows(query, batch, h, first), query.stride_row, i_begin, inside,

@@ -1,9 +1,9 @@
-"""The gradient of a float mask: dS summed over the dimensions in which the mask is broadcast.
+"""Gradient of a float mask: dS summed over the dimensions in which the mask is broadcast.
 
-Each program owns a tile of the mask and walks the batches and heads that share it, in a part of its
-own if there are too few tiles to fill the GPU; the parts are added afterwards, in the same order in
-every run. Recomputing dS here costs two more products a tile, and no (batch, num_heads, seqlen_q,
-seqlen_k) tensor.
+Each program owns a tile of the mask and loops over the batch entries and heads that share it. If
+the tiles are too few to fill the GPU, several programs share a tile, and their partial sums are
+added afterwards, in the same order in every run. Recomputing dS here costs two more products per
+tile, but needs no (batch, num_heads, seqlen_q, seqlen_k) tensor.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,10 +26,11 @@ def attention_bwd_bias_kernel(
     settings, stats, parts, own_batch, own_heads, num_parts,
     cut: tl.constexpr, OWN_ROWS: tl.constexpr, OWN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One part of one tile of the gradient.
+    """Compute one partial sum of one tile of the gradient.
 
-    parts: (num_parts, own_batch, own_heads, rows, columns) float32, with a row for each query if
-    OWN_ROWS (the mask has a dimension of queries), else one for each tile of them; columns alike.
+    parts: (num_parts, own_batch, own_heads, rows, columns) float32. It has a row for each query if
+    OWN_ROWS (the mask has a dimension of queries), else one for each query tile. It has a column
+    for each key if OWN_COLUMNS, else one for each KV block.
     """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
@@ -48,7 +49,7 @@ def attention_bwd_bias_kernel(
         seed = tl.load(seed)
     total = tl.zeros((cut.BLOCK_M, cut.BLOCK_N), tl.float32)
     for s in range(part * each, tl.minimum(part * each + each, shared)):
-        # Where the mask has batches or heads of its own, s does not move along them.
+        # In a dimension that the mask does not broadcast, s does not advance.
         b, h = own_b + s // shared_heads, own_h + s % shared_heads
         at = ((b.to(tl.int64) * kinds_heads + h % kinds_heads) * num_m + m) * num_n + n
         if tl.load(kinds + at) != SKIP:
@@ -76,7 +77,7 @@ def _tile_of_head(
     query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, sizes, settings, stats,
     b, h, i_begin, j_begin, cut: tl.constexpr,
 ):  # fmt: skip
-    """dS of one tile of a head, before the derivative of softcap."""
+    """Return dS of one tile of a head, before the derivative of softcap."""
     draws = None
     if seed is not None:
         draws = draws_of(seed, settings, sizes, b)

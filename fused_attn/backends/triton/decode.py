@@ -1,7 +1,8 @@
-"""A few queries against many keys, where reading the keys is all the work.
+"""Split-KV attention of a few queries to many keys, bound by the bandwidth of reading K and V.
 
-The queries of all heads that share keys are the rows of one tile, so that keys are read once; the
-keys of a head are split among programs, whose results are merged by their largest scores.
+The queries of all heads that share a KV head are the rows of one tile, so its keys are read once.
+The keys of a head are split among programs. A second kernel merges their partial softmaxes,
+rescaled to the largest score.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
@@ -28,14 +29,11 @@ from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile,
 
 
 class Parts(NamedTuple):
-    """The results of each part of the keys, float32, contiguous.
+    """Partial results of each part of the keys, float32 and contiguous; rows as in lse."""
 
-    (rows, num_parts), the sums (rows, num_parts, head_dim_v); the rows are those of lse.
-    """
-
-    maximum: Any
-    total: Any
-    weighted: Any  # sums of weighted values
+    maximum: Any  # (rows, num_parts): the largest score
+    total: Any  # (rows, num_parts): the sum of the weights
+    weighted: Any  # (rows, num_parts, head_dim_v): the sum of the weighted values
 
 
 @triton.jit(do_not_specialize=[*SIZES, "num_parts"])
@@ -44,7 +42,7 @@ def attention_decode_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, num_parts, cut: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of a head, for BLOCK_M rows of (head of the group, query)."""
+    """Process one part of the keys of a KV head, for BLOCK_M rows of (head of the group, query)."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -116,7 +114,7 @@ def attention_decode_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "total_q", "num_parts"])
 def merge_parts_kernel(parts, out, lse, num_heads, total_q, settings, num_parts, cut: tl.constexpr):
-    """out and lse of one query of a head."""
+    """Merge the parts of one query of a head, and store its out and lse."""
     at = tl.program_id(0).to(tl.int64)
     head, row = at // total_q, at % total_q
     column = tl.arange(0, cut.BLOCK_DV)

@@ -1,4 +1,4 @@
-"""Attention forward: online softmax over the tiles of keys that a tile of queries sees.
+"""Attention forward: online softmax over the visible KV blocks of a query tile.
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao 2023,
 "FlashAttention-2".
@@ -41,7 +41,7 @@ def attention_fwd_kernel(
     )  # fmt: skip
     num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
     pid = tl.program_id(0)
-    # The last tiles first: under a causal mask they take longest.
+    # The last tiles come first: under a causal mask they take longest.
     m, bh = num_m - 1 - pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
@@ -77,8 +77,8 @@ def attention_fwd_kernel(
         )  # fmt: skip
 
     empty = total == 0.0
-    # The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a row
-    # that one key dominates, 1.002 of it would hide all that the other keys have.
+    # For the row sums of the backward, weights rounded to 16 bits have to add up to 1. In a row
+    # that one key dominates, a sum of 1.002 would hide the contributions of all other keys.
     divisor = total if out_residual is None else multiplied
     scale = settings.dropout_scale / tl.where(empty, 1.0, divisor)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
@@ -100,14 +100,14 @@ def attention_fwd_kernel(
 
 @triton.jit
 def store_lse(lse, lse_residual, at, inside, maximum, total, cut: tl.constexpr):
-    """The natural log of the sums, and what its rounding loses (None: not wanted)."""
+    """Store lse in natural units, and its rounding residual unless lse_residual is None."""
     scaled = maximum.to(tl.float64) * (1.0 if cut.NATURAL else LN2)
     log = tl.log(total.to(tl.float64))
     empty = total == 0.0
     high = tl.where(empty, float("-inf"), scaled + log).to(tl.float32)
     tl.store(lse + at, high, inside)
     if lse_residual is not None:
-        # The log is lost in a sum with a maximum of float32's lowest.
+        # Two steps, as scaled + log absorbs log if the maximum is near float32's lowest number.
         low = tl.where(empty, 0.0, (scaled - high.to(tl.float64)) + log)
         tl.store(lse_residual + at, low.to(tl.float32), inside)
 
@@ -117,8 +117,10 @@ def fwd_tile(
     acc, maximum, total, multiplied, q, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, cut: tl.constexpr, PARTIAL: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys in the sum of weighted values, the largest score, the sum of weights,
-    and, if ROUNDED, that of weights as they are multiplied."""
+    """Accumulate one KV block into acc, the row maximum and the sum of the weights.
+
+    If ROUNDED, also accumulate `multiplied`: the sum of the weights as rounded for the product.
+    """
     j = j_begin + tl.arange(0, cut.BLOCK_N)
     k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
     products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
@@ -126,14 +128,14 @@ def fwd_tile(
         products, i, j, sequence, mask, settings, cut, PARTIAL, False
     )
     largest = tl.maximum(maximum, tl.max(scores, 1))
-    # Rows that have seen nothing yet: -inf - -inf is NaN.
+    # In rows without a visible key so far, -inf - -inf would be NaN.
     shift = tl.where(largest == float("-inf"), 0.0, largest) if PARTIAL else largest
     weights = power(scores - shift[:, None], cut)
     rescale = power(maximum - shift, cut)
     total = total * rescale + tl.sum(weights, 1)
     if ROUNDED:
-        # Two instructions for each weight, where a kernel has twelve. A product with ones takes
-        # fewer, and eight registers of a thread, with which some kernels spill.
+        # Two instructions per weight, where a kernel has twelve. A matrix product with ones takes
+        # fewer, but needs eight registers per thread, with which some kernels spill.
         multiplied = multiplied * rescale + tl.sum(weights.to(v.dtype).to(tl.float32), 1)
     if draws is not None:
         keep = kept(draws, i, j_begin, sequence, settings, cut)

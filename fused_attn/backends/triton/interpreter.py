@@ -6,5 +6,5 @@ import os
 
 
 def interpreted() -> bool:
-    """True if kernels run in Triton's interpreter, on CPU tensors."""
+    """Return True if kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -1,4 +1,4 @@
-"""The one way in which kernels are launched."""
+"""Kernel launches, and the GPU properties that they depend on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fused_attn.backends.triton.interpreter import interpreted
 
 @dataclass(frozen=True)
 class Arch:
-    """The properties of a GPU that tile sizes depend on.
+    """Properties of a GPU that tile sizes depend on.
 
     Attributes:
-        name: "sm_90" and its like, "gfx942", or "interpreter".
+        name: "sm_90" or another NVIDIA architecture, "gfx942", or "interpreter".
         num_cores: streaming multiprocessors, or compute units.
     """
 
@@ -26,7 +26,7 @@ class Arch:
 
 @functools.cache
 def arch_of(device: torch.device) -> Arch:
-    """The architecture that kernels for tensors of a device run on."""
+    """Return the architecture of a device, or that of the interpreter."""
     if interpreted():
         return Arch("interpreter", 4)
     properties = torch.cuda.get_device_properties(device)
@@ -38,11 +38,11 @@ def arch_of(device: torch.device) -> Arch:
 def launch(
     kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any, **meta: Any
 ) -> None:
-    """Runs a kernel on the tensors' device.
+    """Launch a kernel on the tensors' device.
 
     Args:
         grid: up to three sizes; the second and third below 65536.
-        meta: compile-time arguments, num_warps and num_stages among them.
+        meta: compile-time arguments, including num_warps and num_stages.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):

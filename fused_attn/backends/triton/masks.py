@@ -1,7 +1,7 @@
-"""Masks in kernels: the part of a tile that they let through, and what they add to scores.
+"""Masks in kernels: the visible elements of a tile, and the terms added to its scores.
 
-The structural conditions (band, key range, prefix) leave of each row i one interval of keys
-[lo(i), hi(i)), so that an element costs two comparisons whatever they are. Positions are int32:
+The structural conditions (band, key range, prefix) reduce to one interval of visible keys
+[lo(i), hi(i)) per row i, so an element costs two comparisons in every case. Positions are int32:
 they stay below `fused_attn.masks.UNLIMITED`.
 """
 
@@ -18,9 +18,9 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 class MaskArgs(NamedTuple):
-    """The tensors of a MaskSpec as kernels take them: None is absent, a stride of 0 broadcasts."""
+    """Tensors and strides of a MaskSpec; None means absent, a stride of 0 broadcasts."""
 
-    bounds: Any  # (batch, 8), the columns of mask_spec.BOUNDS
+    bounds: Any  # (batch, 8), the columns of masks.spec.BOUNDS
     query_documents: Any  # (batch, seqlen_q)
     query_documents_stride_b: int
     key_documents: Any
@@ -48,14 +48,14 @@ class MaskArgs(NamedTuple):
 class Sizes(NamedTuple):
     """Integers that change from call to call.
 
-    Kernels take them one by one, and not specialised: of an integer in a tuple Triton compiles
-    anew where it becomes 1, or begins or ceases to be a multiple of 16.
+    They are separate, unspecialised arguments of kernels. Triton specialises integers in a tuple:
+    it recompiles if one becomes 1, or starts or stops being a multiple of 16.
     """
 
     batch: int
     num_heads: int
     num_heads_kv: int
-    seqlen_q: int  # the most rows of a sequence
+    seqlen_q: int  # the largest number of rows of a sequence
     seqlen_k: int
     total_q: int  # rows of a head in lse
     band_lo: int
@@ -80,7 +80,7 @@ class Bounds(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A sequence and a head; with packed heads h has one head a row of the tile."""
+    """A head of a sequence; with packed heads, h holds the head of each row of the tile."""
 
     b: Any
     h: Any
@@ -91,13 +91,15 @@ class Sequence(NamedTuple):
 
 @triton.jit
 def sequence_bounds(mask, sizes, b):
-    """The Bounds of sequence b.
+    """Return the Bounds of sequence b.
 
-    Rows that the band leaves nothing become an end of the keys: see csrc/block_ranges.h.
+    A band that leaves rows without keys is expressed as a smaller key_end: csrc/block_ranges.h
+    has the reason.
     """
     at = stored_bounds(mask, sizes, b)
     key_end = tl.where(at.band_lo > at.band_hi, at.key_begin, at.key_end)
-    beyond = (at.band_lo > 0) & (at.prefix_end > 0)  # out of reach of j <= i
+    # With j >= i + band_lo > i, the prefix's j <= i never holds: only j < prefix_end remains.
+    beyond = (at.band_lo > 0) & (at.prefix_end > 0)
     key_end = tl.where(beyond, tl.minimum(key_end, at.prefix_end), key_end)
     prefix_end = tl.where(beyond, 0, at.prefix_end)
     return Bounds(
@@ -108,7 +110,7 @@ def sequence_bounds(mask, sizes, b):
 
 @triton.jit
 def stored_bounds(mask, sizes, b):
-    """The Bounds as they stand in MaskSpec."""
+    """Load the Bounds of sequence b as stored in MaskSpec."""
     if mask.bounds is not None:
         at = mask.bounds + b * 8
         return Bounds(
@@ -137,7 +139,10 @@ def stored_bounds(mask, sizes, b):
 
 @triton.jit
 def visible_keys(bounds, i):
-    """Keys [lo, hi) that row i may see by structure; the query range is not looked at."""
+    """Return the keys [lo, hi) that row i may attend to by the structural conditions.
+
+    The query range is not checked.
+    """
     hi = tl.minimum(bounds.key_end, i + bounds.band_hi + 1)
     prefix_end = bounds.prefix_end
     hi = tl.where(prefix_end > 0, tl.minimum(hi, tl.maximum(prefix_end, i + 1)), hi)
@@ -146,7 +151,10 @@ def visible_keys(bounds, i):
 
 @triton.jit
 def visible_queries(bounds, j):
-    """Queries [lo, hi) that may see key j by structure: the inverse of `visible_keys`."""
+    """Return the queries [lo, hi) that may attend to key j by the structural conditions.
+
+    The inverse of `visible_keys`, within the query range.
+    """
     prefix_end = bounds.prefix_end
     lo = tl.maximum(bounds.query_begin, j - bounds.band_hi)
     lo = tl.where((prefix_end == 0) | (j < prefix_end), lo, tl.maximum(lo, j))
@@ -156,7 +164,10 @@ def visible_queries(bounds, j):
 
 @triton.jit
 def seen_keys(bounds, i_begin, i_end, seqlen_k):
-    """The keys that any of the rows [i_begin, i_end) sees by structure: others are not loaded."""
+    """Return the keys that are structurally visible to any of the rows [i_begin, i_end).
+
+    Other keys are not loaded.
+    """
     begin, _ = visible_keys(bounds, tl.maximum(i_begin, bounds.query_begin))
     _, end = visible_keys(bounds, tl.minimum(i_end, bounds.query_end) - 1)
     return begin, tl.minimum(end, seqlen_k)
@@ -164,13 +175,13 @@ def seen_keys(bounds, i_begin, i_end, seqlen_k):
 
 @triton.jit
 def across(vector, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """One value a key (KEYS) or a query, to be broadcast over a tile of scores."""
+    """Expand a vector, with one value per key (KEYS) or per query, to broadcast over a tile."""
     return vector[:, None] if KEYS == KEYS_FIRST else vector[None, :]
 
 
 @triton.jit
 def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Scores in natural units with ALiBi added."""
+    """Add ALiBi to scores in natural units."""
     if mask.slopes is not None:
         at = sequence.b * mask.slopes_stride_b + sequence.h * mask.slopes_stride_h
         slope = tl.load(mask.slopes + at)
@@ -185,13 +196,13 @@ def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.co
 
 @triton.jit
 def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Scores of a partial tile, with the bias added, and which are visible.
+    """Return the scores of a partial tile, with the bias added, and their visibility.
 
-    What cannot be seen is -inf, also where it was NaN. Vectors are loaded as such, and then
-    broadcast: (rows, 1) would be loaded once for each column that a thread holds.
+    Masked scores become -inf, even if they were NaN. Vectors are loaded as vectors and then
+    broadcast: a thread would load (rows, 1) once for each column that it holds.
 
-    KEYS_FIRST: the tile is (keys, queries). A thread then holds few keys and many queries, so that
-    intervals of queries take fewer registers than intervals of keys.
+    KEYS_FIRST: the tile is (keys, queries). A thread then holds few keys and many queries, so
+    one interval of queries per key takes fewer registers than one interval of keys per query.
     """
     bounds, seqlen_k = sequence.bounds, sequence.seqlen_k
     b, h = sequence.b.to(tl.int64), sequence.h.to(tl.int64)  # strides may be large
@@ -232,11 +243,11 @@ def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.c
 
 @triton.jit
 def softcapped(scores, cap):
-    """cap * tanh(scores / cap), in the units of both, and that tanh."""
+    """Return cap * tanh(scores / cap) and that tanh; scores and cap have the same units."""
     x = scores / cap
     magnitude = tl.abs(x)
     square = x * x
-    # tanh(x) / x - 1 over x^2, interpolated at Chebyshev nodes of x^2 in [0, 0.36]: 1.1e-8.
+    # tanh(x) / x - 1 over x^2, interpolated at Chebyshev nodes of x^2 in [0, 0.36]: error 1.1e-8.
     small = -0.006269119679927826 * square + 0.021110959351062775
     small = (small * square - 0.053873948752880096) * square + 0.13332915306091309
     small = x + x * square * (small * square - 0.3333333134651184)

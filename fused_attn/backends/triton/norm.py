@@ -1,8 +1,8 @@
 """layer_norm and rms_norm of residual + dropout(input), forward and backward.
 
-A program has tiles of (BLOCK_ROWS, BLOCK_COLS) elements: whole rows where they fit into registers,
-else chunks of them. The first chunk of a row stays in registers; the loops over further ones have
-no iteration, and no code, where there is one chunk. COLUMNS is known at compile time, so that rows
+A program processes tiles of (BLOCK_ROWS, BLOCK_COLS) elements: full rows if they fit into
+registers, else chunks of rows. The first chunk of a row stays in registers. With a single chunk,
+the loops over the remaining chunks compile to no code. COLUMNS is a compile-time constant, so rows
 of any multiple of 16 bytes are read 16 bytes at a time.
 
 Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4; for the variance of
@@ -22,22 +22,22 @@ from fused_attn.backends.triton.philox import keep_tile
 
 
 class Dropout(NamedTuple):
-    """The values that decide which elements dropout keeps."""
+    """Dropout seed, threshold and scale."""
 
     seed: Any  # () int64
-    threshold: int  # of `dropout_threshold`
-    scale: float  # what kept elements are multiplied by
+    threshold: int  # from `dropout_threshold`
+    scale: float  # factor of the elements that are not dropped
 
 
 class Runs(NamedTuple):
-    """Runs of rows, which counters count from origins on."""
+    """Runs of rows of equal length; the Philox row counter of each run starts at its offset."""
 
-    offsets: Any  # (runs,) int64, of the first row of each
+    offsets: Any  # (runs,) int64, the global row of the first row of each run
     length: int
 
 
 class Matrix(NamedTuple):
-    """A matrix that is read and not contiguous, whose rows lie in runs of equally many."""
+    """A non-contiguous input matrix, with rows in runs of equal length."""
 
     data: Any
     run_length: int
@@ -46,15 +46,15 @@ class Matrix(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The place of M rows and N columns in a matrix."""
+    """Position of M rows and N columns in a matrix."""
 
     row: Any  # (M, 1)
-    exists: Any  # (M, 1), whether the row does
-    start: Any  # the first column, a multiple of four
+    exists: Any  # (M, 1) bool: the row is inside the matrix
+    start: Any  # the first column, a multiple of eight
     column: Any  # (1, N)
-    offset: Any  # (M, N) int64, where the matrix is contiguous
-    inside: Any  # (M, N), whether row and column exist
-    in_row: Any  # (1, N), whether the column does
+    offset: Any  # (M, N) int64, offsets of the elements in a contiguous matrix
+    inside: Any  # (M, N) bool: row and column are inside the matrix
+    in_row: Any  # (1, N) bool: the column is inside the matrix
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -75,21 +75,21 @@ def norm_fwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """norm(residual + dropout(input)), that sum, and the statistics of its rows.
+    """Compute norm(residual + dropout(input)), that sum, and the statistics of its rows.
 
     Args:
-        input, residual, out, total: (rows, COLUMNS), of which the first two may be Matrix; residual
-            or None; total is None where it is the input.
+        input, residual, out, total: (rows, COLUMNS). input and residual may be a Matrix; residual
+            may be None; total is None if it equals input.
         weight, bias: (COLUMNS,) or None.
         dropout: Dropout or None.
-        runs: Runs, or None: rows are counted as they are.
+        runs: Runs, or None if Philox counters use the row index itself.
         mean, rstd: (rows,) float32; mean is None for rms_norm.
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     tile = _tile(row, 0, rows, COLUMNS, BLOCK_COLS)
     x = _sum_tile(input, residual, dropout, runs, total, tile)
 
-    # Of each lane, over the chunks: the mean, and the squares off it (for rms_norm, off 0).
+    # Per lane, over the chunks: the mean, and squared deviations from it (rms_norm: from 0).
     centre = x
     squares = x * x if mean is None else tl.zeros_like(x)
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
@@ -109,14 +109,14 @@ def norm_fwd_kernel(
         off = centre - row_mean
         squares += count * off * off
         tl.store(mean + row, row_mean, mask=row < rows)
-    # Rounded exactly: this is once a row, and every element is multiplied by it.
+    # Correctly rounded: it is computed once per row, and every element is multiplied by it.
     variance = tl.sum(squares, 1, keep_dims=True) / COLUMNS
     row_rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     tl.store(rstd + row, row_rstd, mask=row < rows)
 
     _store_normalised(x, row_mean, row_rstd, weight, bias, out, tile)
     if COLUMNS > BLOCK_COLS:
-        tl.debug_barrier()  # total may be read by other threads than wrote it
+        tl.debug_barrier()  # threads may read elements of total that others wrote
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
         chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
         y = _load_tile(input if total is None else total, chunk)
@@ -142,17 +142,17 @@ def norm_bwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Gradients of input and residual, and each program's part of those of weight and bias.
+    """Compute the gradients of input and residual, and partial sums of those of weight and bias.
 
     With x the normalised row and g = weight * grad_out:
         grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm.
 
     Args:
-        grad_out, grad_total, total, grad_input, grad_residual: (rows, COLUMNS), of which the first
-            three may be Matrix; grad_total or None; grad_input is None without dropout, where it is
-            grad_residual.
-        weight_sums, bias_sums: (programs, COLUMNS) float32, or None where not wanted. Which rows a
-            program adds up depends on shapes alone; each has some.
+        grad_out, grad_total, total, grad_input, grad_residual: (rows, COLUMNS). The first three may
+            be a Matrix; grad_total may be None; grad_input is None without dropout, as it then
+            equals grad_residual.
+        weight_sums, bias_sums: (programs, COLUMNS) float32, or None if not requested. The rows that
+            a program accumulates depend on shapes only; every program has at least one.
         others: as in `norm_fwd_kernel`.
     """
     first = tl.program_id(0) * BLOCK_ROWS
@@ -162,7 +162,7 @@ def norm_bwd_kernel(
     bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     for begin in range(first, rows, tl.num_programs(0) * BLOCK_ROWS):
         row = begin + tl.arange(0, BLOCK_ROWS)
-        # Loaded as vectors: of a tile (M, 1) each thread loads as many copies as it has columns.
+        # Loaded as vectors: a thread would load (M, 1) once for each column that it holds.
         row_rstd = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         row_mean = 0.0
         if mean is not None:
@@ -196,7 +196,7 @@ def norm_bwd_kernel(
             h = row_rstd * (h - across - y * along)
             _store_gradients(h, grad_total, dropout, runs, grad_input, grad_residual, chunk)
         if COLUMNS > BLOCK_COLS:
-            tl.debug_barrier()  # other threads than wrote the sums may read them next
+            tl.debug_barrier()  # threads may next read sums that others wrote
     _add_up(weight_sums, weight_sum, columns, False, COLUMNS)
     _add_up(bias_sums, bias_sum, columns, False, COLUMNS)
 
@@ -212,8 +212,10 @@ def _tile(row, start, rows, COLUMNS: tl.constexpr, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def _sum_tile(input, residual, dropout, runs, total, tile):
-    """residual + dropout(input), 0 outside. Where it is stored the norm is that of its rounded
-    values: they are what the backward starts from."""
+    """Return residual + dropout(input), 0 outside, and store it in total unless that is None.
+
+    A stored sum is normalised from its rounded values, as the backward reads those.
+    """
     x = _load_tile(input, tile)
     if dropout is not None:
         x = _dropped(x, dropout, runs, tile)
@@ -256,7 +258,7 @@ def _dropped(x, dropout, runs, tile):
 
 @triton.jit
 def _load_tile(matrix, tile):
-    """(M, N) float32, 0 outside."""
+    """Load a tile (M, N) as float32, 0 outside."""
     if isinstance(matrix, tl.tensor):
         at = matrix + tile.offset
     else:
@@ -268,7 +270,7 @@ def _load_tile(matrix, tile):
 
 @triton.jit
 def _load_parameter(parameter, tile):
-    """(1, N) float32; 1 if there is none."""
+    """Load weight or bias (1, N) as float32; return 1 if it is None."""
     values = 1.0
     if parameter is not None:
         values = tl.load(parameter + tile.column, mask=tile.in_row, other=0.0).to(tl.float32)
@@ -277,7 +279,7 @@ def _load_parameter(parameter, tile):
 
 @triton.jit
 def _add_up(sums, terms, tile, begun, COLUMNS: tl.constexpr):
-    """Adds the rows of terms (M, N) to the program's own sums, where these have begun."""
+    """Add the rows of terms (M, N) to the program's sums; overwrite the sums unless `begun`."""
     if sums is not None:
         at = sums + tl.program_id(0).to(tl.int64) * COLUMNS + tile.column
         before = tl.load(at, mask=tile.in_row & begun, other=0.0)

@@ -1,4 +1,4 @@
-"""The Triton norm kernels: tensors to their arguments."""
+"""Host code of the Triton norm kernels: arguments, workspaces and launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
-    """Computes the outputs."""
+    """Compute the outputs."""
     input, rows, columns = call.input, call.rows, call.input.shape[-1]
     if input.numel() == 0:
         return
@@ -52,7 +52,7 @@ def norm_bwd(
     grad_total: Tensor | None,
     grads: NormGradients,
 ) -> None:
-    """Computes the gradients; those of weight and bias where they are not empty."""
+    """Compute the gradients; those of weight and bias only if their tensors are not empty."""
     total, rows, columns = call.input, call.rows, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()
@@ -91,7 +91,7 @@ def norm_bwd(
 
 
 class Config(NamedTuple):
-    """A program's tile and warps, and how many programs of the backward a core has."""
+    """Tile and warps of a program, and the number of programs per core in the backward."""
 
     block_rows: int
     block_cols: int
@@ -100,12 +100,12 @@ class Config(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The largest sizes that a pass has registers for.
+    """Largest sizes that fit into the registers in a pass.
 
     Attributes:
-        tile: elements of a tile of whole rows, unless one row has more.
-        columns: up to which a row is one chunk.
-        chunk: rows and columns of a tile of wider rows.
+        tile: elements of a tile of full rows, unless one row has more.
+        columns: padded length up to which a row is one chunk.
+        chunk: rows and columns of a tile if rows are longer.
     """
 
     tile: int
@@ -113,18 +113,18 @@ class Limits(NamedTuple):
     chunk: tuple[int, int]
 
 
-# The compiler's report for sm_80, sm_90, sm_100 and gfx942 decided these; no GPU has timed them.
-# With 16 elements a thread, dropout and residual included, a thread has up to 64 registers in the
-# forward and 128 in the backward (142 with tiles of 4096 and rows of 768): at least 4 programs on a
-# core of 65536. Their loads of 32 KB (16 bits; two matrices in the backward) are under way at once;
-# an H100's core needs about 15 KB to cover the latency of its memory.
-# A forward with 32768 columns in a chunk spills 280 bytes, a backward with 16384 264: a program has
-# 1024 threads at most. The backward moves 16 bytes of sums for each column of a chunk, so chunks
-# have four rows there; they take up to 252 registers (one row of 4096 columns: 255).
+# Untuned: chosen by the compiler's reports for sm_80, sm_90, sm_100 and gfx942, not benchmarked.
+# With 16 elements per thread, dropout and residual included, a thread has up to 64 registers in the
+# forward and 128 in the backward (142 with tiles of 4096 and rows of 768). That allows at least
+# 4 programs on a core with 65536 registers, with 32 KB of loads in flight (16-bit types; two
+# matrices in the backward). An H100 SM needs about 15 KB to hide memory latency.
+# A program has at most 1024 threads: a forward with 32768 columns in a chunk spills 280 bytes, a
+# backward with 16384 columns 264 bytes. The backward reads and writes 16 bytes of sums per column
+# of a chunk, so its chunks have four rows. They take up to 252 registers (one row of 4096: 255).
 FWD_LIMITS = Limits(tile=4096, columns=16384, chunk=(1, 4096))
 BWD_LIMITS = Limits(tile=2048, columns=8192, chunk=(4, 1024))
 _PER_THREAD = 16
-_THREADS_PER_CORE = 512  # of the backward: 128 registers each
+_THREADS_PER_CORE = 512  # in the backward, with 128 registers per thread
 
 
 def _config(columns: int, limits: Limits, arch: Arch) -> Config:
@@ -135,7 +135,7 @@ def _config(columns: int, limits: Limits, arch: Arch) -> Config:
         block_rows, block_cols = limits.chunk
     threads = block_rows * block_cols // _PER_THREAD
     warp_size = 64 if arch.name.startswith("gfx") else 32
-    # The sums of wide rows are large: one program a core, which is what its registers allow.
+    # The sums of chunked rows are large, and the registers allow only one program per core.
     programs_per_core = 1 if chunked else max(1, _THREADS_PER_CORE // threads)
     return Config(block_rows, block_cols, threads // warp_size, programs_per_core)
 

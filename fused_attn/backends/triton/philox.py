@@ -1,4 +1,4 @@
-"""The dropout mask of the contract, in kernels; fused_attn/base/philox.py has the same in torch."""
+"""Dropout masks by Philox in kernels, equal to those of fused_attn/base/philox.py in torch."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -14,13 +14,13 @@ _ROUNDS = tl.constexpr(philox.ROUNDS)
 
 @triton.jit
 def keep_tile(seed, row, octet, head, stream, threshold):
-    """True for the elements that dropout keeps.
+    """Return True for the elements that dropout keeps.
 
     Args:
         seed: int64 scalar.
         row: (M, 1) int32.
         octet: (1, N) int32, column // 8 of each group of eight columns.
-        head, stream: the counter's third and fourth word; scalars, or (M, 1).
+        head, stream: third and fourth word of the Philox counter; scalars, or (M, 1).
 
     Returns:
         (M, 8 * N) bool.

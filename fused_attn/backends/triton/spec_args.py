@@ -1,4 +1,4 @@
-"""A MaskSpec as the kernels take it."""
+"""Conversion of a MaskSpec to kernel arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fused_attn.masks.spec import MaskSpec
 
 
 def mask_args(spec: MaskSpec) -> MaskArgs:
-    """The tensors of a mask, with a stride of 0 where they are broadcast."""
+    """Return the tensors of a mask, with stride 0 in the dimensions that they broadcast."""
     query_documents, key_documents = (
         None if t is None else kernel_strides(t) for t in (spec.query_documents, spec.key_documents)
     )
@@ -37,13 +37,14 @@ def mask_args(spec: MaskSpec) -> MaskArgs:
 
 
 def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summaries:
-    """The tile summaries of a mask; those that it does not have yet are computed."""
+    """Return the tile summaries of a mask; compute missing ones."""
     fields: dict[str, Any] = {}
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
         if tensor is not None and summary is None:
             summary = summarize(tensor)
-        # Tiles along a broadcast dimension are one; its size says so, not that of the summary.
+        # A broadcast dimension has one tile. Test the size of the mask's dimension: a summary's
+        # dimension of size 1 may also be a single tile that is not broadcast.
         strides = (0, 0, 0, 0) if summary is None else (
             0 if size == 1 else stride
             for size, stride in zip(tensor.shape, summary.stride(), strict=True)

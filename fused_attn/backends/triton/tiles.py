@@ -1,9 +1,9 @@
-"""The kinds of tiles under a mask: skip, partial or full, by the rules of csrc/block_ranges.h.
+"""Classification of tiles as skipped, partial or full, by the rules of csrc/block_ranges.h.
 
-Where bounds alone decide, a kernel computes its ranges of tiles itself: both ends of the interval
-of keys that a row sees never fall from row to row. Otherwise (documents, key masks, dense tensors)
-two small kernels classify all tiles and list the visible ones of each row and column of tiles. Full
-tiles hold no mask code; all their keys exist, their last queries may not.
+If the mask is bounds only, a kernel computes its ranges of tiles itself: both ends of a row's
+interval of visible keys never decrease from row to row. Otherwise (documents, key masks, dense
+tensors) two small kernels classify all tiles, and list the visible ones of each row or column of
+tiles. Full tiles run no mask code. All keys of a full tile exist; its last queries may not.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,16 +23,16 @@ from fused_attn.backends.triton.masks import (
     visible_queries,
 )
 
-# As csrc/params.h and csrc/block_ranges.h have them.
+# Must equal the constants in csrc/params.h and csrc/block_ranges.h.
 SUMMARY_TILE_M, SUMMARY_TILE_N = tl.constexpr(32), tl.constexpr(64)
 NONE_VISIBLE, SOME_VISIBLE, ALL_VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Tiles that a program classifies or lists, and cells that it sums up, at a time: 2048 elements.
+# Tiles that a program classifies or lists per step; cells that it summarises, of 2048 elements.
 KINDS_CHUNK, LIST_CHUNK, SUMMARY_CELLS = 16, 128, 4
 SKIP, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Summaries(NamedTuple):
-    """The tile summaries of MaskSpec's dense tensors; a stride of 0 broadcasts."""
+    """Tile summaries of MaskSpec's dense tensors; a stride of 0 broadcasts."""
 
     dense: Any  # bytes (batch, num_heads, ceil(seqlen_q / 32), ceil(seqlen_k / 64))
     dense_stride_b: int
@@ -47,11 +47,11 @@ class Summaries(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """The visible tiles of each row, or column, of tiles; None where ranges say it."""
+    """Visible tiles of each row, or column, of tiles; None if ranges describe them."""
 
-    counts: Any  # int32 (batch, heads, owners, 2): full ones, partial ones
-    indices: Any  # int32 (batch, heads, owners, others): full ones first, partial ones from the end
-    heads: int  # 1 where all heads see the same
+    counts: Any  # int32 (batch, heads, owners, 2): numbers of full and of partial tiles
+    indices: Any  # int32 (batch, heads, owners, others): full tiles first, partial from the end
+    heads: int  # 1 if the mask is the same for all heads
 
 
 # ---- ranges -------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class TileLists(NamedTuple):
 
 @triton.jit
 def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
-    """Tiles of keys that the rows [i_begin, i_end) see: [lo, hi), of which [full_lo, full_hi) are
+    """Return the KV blocks [lo, hi) visible to the rows [i_begin, i_end); [full_lo, full_hi) are
     full."""
     query_begin, query_end = bounds.query_begin, bounds.query_end
     first, last = tl.maximum(i_begin, query_begin), tl.minimum(i_end, query_end) - 1
@@ -77,7 +77,10 @@ def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr):
-    """Tiles of queries that see the tile of keys [j_begin, j_end): the inverse of `key_tiles`."""
+    """Return the query tiles that attend to the KV block [j_begin, j_end).
+
+    The inverse of `key_tiles`, in the same form.
+    """
     first_key = tl.maximum(j_begin, bounds.key_begin)
     last_key = tl.minimum(tl.minimum(j_end, seqlen_k), bounds.key_end) - 1
     first, _ = visible_queries(bounds, first_key)
@@ -96,10 +99,10 @@ def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexp
 
 @triton.jit
 def visible_tiles(ranges, lists, b, h, owner, owners, others):
-    """The numbers of full and partial tiles, and where `full_tile` and `partial_tile` find them.
+    """Return the numbers of full and partial tiles of an owner, and where they are found.
 
-    Of the tile `owner` of queries, if there are `owners` of queries and `others` of keys, or the
-    other way round.
+    The result is an argument of `full_tile` and `partial_tile`. `owner` is one of `owners` query
+    tiles, with `others` KV blocks, or the other way round.
     """
     if lists.counts is None:
         lo, hi, full_lo, full_hi = ranges
@@ -114,7 +117,7 @@ def visible_tiles(ranges, lists, b, h, owner, owners, others):
 
 @triton.jit
 def full_tile(t, tiles, lists):
-    """The t-th full tile."""
+    """Return the t-th full tile."""
     if lists.counts is None:
         return tiles[3] + t
     else:
@@ -123,7 +126,7 @@ def full_tile(t, tiles, lists):
 
 @triton.jit
 def partial_tile(t, tiles, lists):
-    """The t-th partial tile: those before the full ones, then those behind them."""
+    """Return the t-th partial tile; in ranges, those before the full tiles come first."""
     if lists.counts is None:
         tile = tiles[2] + t
         return tl.where(tile >= tiles[3], tile + tiles[0], tile)
@@ -140,7 +143,7 @@ def tile_kinds_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """kinds (batch, heads, num_m, num_n): SKIP, PARTIAL or FULL; CHUNK tiles a program."""
+    """Store SKIP, PARTIAL or FULL to kinds (batch, heads, num_m, num_n), CHUNK per program."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -159,7 +162,7 @@ def tile_kinds_kernel(
     exists = (j < sizes.seqlen_k) & visible[:, None]
     if mask.query_documents is not None:
         i = i_begin + tl.arange(0, BLOCK_M)
-        # Outside of the sequence the first row and the first key of the tile stand in.
+        # Rows and keys past the end are replaced by the first row and key of the tile.
         i = tl.where(i < i_end, i, i_begin)
         query = tl.load(mask.query_documents + b * mask.query_documents_stride_b + i)
         within = tl.where(exists, j, (n * BLOCK_N)[:, None])
@@ -200,7 +203,10 @@ def _summarised(
     base, stride_q, stride_k, i_begin, i_end, n, wanted, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Flags of the tiles n, by the cells they touch: something, and everything, is visible."""
+    """Return two flags for each of the tiles n: some, and all, of it may be visible.
+
+    They derive from the summaries of the cells that a tile overlaps.
+    """
     some, every = n < 0, n >= 0
     for r in tl.static_range(0, (BLOCK_M + SUMMARY_TILE_M - 1) // SUMMARY_TILE_M):
         i = i_begin // SUMMARY_TILE_M + r
@@ -218,7 +224,7 @@ def _summarised(
 def list_tiles_kernel(
     kinds, counts, indices, owners, others, stride_owner, stride_other, CHUNK: tl.constexpr
 ):
-    """The full and the partial tiles of each owner: a row of kinds, or a column."""
+    """List the full and the partial tiles of each owner: a row or a column of kinds."""
     pid = tl.program_id(0)
     owner, bh = pid % owners, (pid // owners).to(tl.int64)
     kinds += bh * owners * others + owner * stride_owner
@@ -243,7 +249,7 @@ def tile_summary_kernel(
     data, stride_b, stride_h, stride_q, stride_k, summary, num_heads, seqlen_q, seqlen_k, num_m,
     num_n, IS_BOOL: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Summaries of the 32 x 64 cells of a dense mask (bytes) or bias; CELLS of a row a program."""
+    """Summarise the 32 x 64 cells of a dense mask (bytes) or bias, CELLS of a row per program."""
     row = tl.program_id(0)
     m, bh = row % num_m, row // num_m
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)

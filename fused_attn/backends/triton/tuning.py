@@ -1,12 +1,12 @@
-"""Tile sizes, warps and stages: one row a pass, element size and head_dim, by architecture.
+"""Tile sizes, warps and stages for each architecture, pass, element size and head_dim.
 
-No kernel is tuned while a user waits: `python -m fused_attn.tools.tune_triton` measures the
-candidates on the GPU it runs on, and prints rows to put here.
+There is no autotuning at run time. `python -m fused_attn.tools.tune_triton` benchmarks the
+candidates on the local GPU, and prints rows for this file.
 
-Who measured: nobody yet. Every row is the largest tile of a list (large ones first: fewer reads of
-keys) that Triton 3.6 compiled without spills and within the chip's shared memory, for each kind of
-mask by itself. tests/backends/test_ahead_of_time.py holds the rows to that (sm_86's are not in it).
-Several kinds at once may spill, up to hundreds of bytes.
+Untuned: no row has been benchmarked. Each row is the largest tile of a list of candidates that
+Triton 3.6 compiled without spills and within the GPU's shared memory, for each kind of mask alone.
+Larger tiles come first, as they read keys less often. tests/backends/test_ahead_of_time.py checks
+the rows, except those of sm_86. Combinations of mask kinds may spill up to hundreds of bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """The cut of a kernel: rows of queries and of keys in a tile, warps and pipeline stages."""
+    """Tile of a kernel (queries block_m, keys block_n), its warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -24,28 +24,28 @@ class Config:
     num_stages: int
 
 
-# Up to so many queries without gradients go to the decode kernel: with more, the rows of a forward
-# tile are filled well enough.
+# The decode kernel runs up to this many queries without gradients. More queries fill the rows of a
+# forward tile well enough.
 MAX_DECODE_QUERIES = 16
-# Keys of a part are read in several steps, or starting it takes longer than its work; more parts
-# than that take longer to merge than they save.
+# A part needs keys for several steps, or its startup takes longer than its work. More than
+# DECODE_MAX_PARTS parts take longer to merge than they save.
 DECODE_KEYS_PER_PART, DECODE_MAX_PARTS = 256, 128
-# Programs wanted where work can be split: one computes while the other waits for memory.
+# Target if work can be split: one program computes while the other waits for memory.
 PROGRAMS_PER_CORE = 2
-WIDTHS = (64, 128, 256)  # of head_dim; smaller ones take the row of 64
-# Rows of a program that reads two tiles once: 8 to 32 KB in flight.
+WIDTHS = (64, 128, 256)  # head_dim, rounded up to the next of these
+# Rows per program; it reads two tiles once, which keeps 8 to 32 KB in flight.
 _STATISTICS_ROWS = {64: 32, 128: 32, 256: 16}
 
 
 def _row(*configs: tuple[int, int, int, int]) -> dict[int, Config]:
-    """For each of WIDTHS."""
+    """Return a Config for each of WIDTHS."""
     return {width: Config(*c) for width, c in zip(WIDTHS, configs, strict=True)}
 
 
-# arch -> (pass, bytes of an element) -> width -> Config. Passes called "_masked" have dropout,
-# masks that are read from memory, or (by keys) groups of heads: more values a thread. Decoding has
-# the rows that the matrix instructions need at least; where a group of heads has more, keys are
-# read again, from L2.
+# arch -> (pass, element size in bytes) -> width -> Config. Passes ending in "_masked" need more
+# registers per thread, for dropout, a mask read from memory, out_residual with head_dim > 128, or
+# (dkdv) grouped heads. Decoding uses the fewest rows that the matrix instructions support; for
+# larger groups of heads, keys are read again, from L2.
 TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
     "sm_80": {
         ("fwd", 2): _row((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2)),
@@ -138,34 +138,34 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("decode", 4): _row((16, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
 }
-# The tests' shapes take a few tiles of these, and each costs the interpreter the same time.
+# The tests' shapes need a few tiles of this size; the interpreter takes the same time for any tile.
 TABLES["interpreter"] = {
     key: dict.fromkeys(WIDTHS, Config(16 if key[0] == "decode" else 64, 64, 4, 1))
     for key in TABLES["sm_86"]
 }
-# Architectures that take the rows of another; any that is not here takes those of sm_86, which fit
-# into the least shared memory that an NVIDIA GPU from sm_80 on has (99 KB).
+# Architectures that use the rows of another. Those in neither table use the rows of sm_86, which
+# fit into the smallest shared memory of the NVIDIA GPUs from sm_80 on (99 KB).
 _LIKE = {"sm_87": "sm_80", "sm_103": "sm_100"}
 
 
 def padded(head_dim: int) -> int:
-    """The head_dim of the tiles: a power of two that the matrix instructions take."""
+    """Return head_dim padded to a power of two that the matrix instructions support."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def width_of(head_dim: int) -> int:
-    """The row that a head_dim takes."""
+    """Return the one of WIDTHS whose configuration a head_dim uses."""
     return next(width for width in WIDTHS if width >= head_dim)
 
 
 def config(kind: str, arch: str, element_size: int, head_dim: int) -> Config:
-    """The row for a pass.
+    """Return the configuration for a pass.
 
     Args:
         kind: a pass of TABLES, or "statistics".
         arch: as `launch.Arch.name`.
         element_size: bytes of an element of query.
-        head_dim: the larger of that of query and of value.
+        head_dim: the larger head_dim of query and value.
     """
     if kind == "statistics":
         return Config(_STATISTICS_ROWS[width_of(head_dim)], 16, 4, 1)

@@ -1,7 +1,7 @@
-"""The weights themselves, for those who ask for them: a second pass from query, key and lse.
+"""Attention weights on request: a second pass that computes them from query, key and lse.
 
-Each program owns a tile of the result. Where that is the average, it walks the heads and sums them
-up in registers, so that no (batch, num_heads, seqlen_q, seqlen_k) tensor is held.
+Each program owns a tile of the result. For an average over heads, it accumulates the heads in
+registers, without materializing a (batch, num_heads, seqlen_q, seqlen_k) tensor.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,8 +31,10 @@ def attention_weights_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, cut: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of weights, after dropout: (batch, num_heads, seqlen_q, seqlen_k), contiguous, or
-    without num_heads if AVERAGE."""
+    """Compute one tile of the weights after dropout.
+
+    weights: contiguous (batch, num_heads, seqlen_q, seqlen_k), without num_heads if AVERAGE.
+    """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -78,7 +80,7 @@ def _tile_of_head(
     query, key, lse, lse_residual, seed, mask, sizes, settings, b, h, i_begin, j_begin,
     cut: tl.constexpr,
 ):  # fmt: skip
-    """The weights of one tile of a head, after dropout."""
+    """Return the weights of one tile of a head, after dropout."""
     draws = None
     if seed is not None:
         draws = draws_of(seed, settings, sizes, b)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from case_titles import title
 from shapes import DECODE_STEPS
 
 from fused_attn.tools.terminal import aligned
@@ -35,12 +36,12 @@ def cpu(results: dict[str, Any]) -> str:
         f"read, {ceilings['copy']:.0f} copied."
     )
     rows = [
-        [f"{group}, {name}", *(_cpu_cell(records.get(dtype), ceilings) for dtype in DTYPES)]
+        [title(group, name), *(_cpu_cell(records.get(dtype), ceilings) for dtype in DTYPES)]
         for (group, name), records in by_case.items()
     ]
     below = (
-        "Milliseconds; how many times as fast as torch; the share of the ceiling of its type, or "
-        "of reading (decode) or copying (norms). Sizes: benchmarks/shapes.py."
+        "Milliseconds, speedup over torch, and share of the ceiling: of products of that type, of "
+        "reading (decode) or of copying (norms). Problems: benchmarks/shapes.py."
     )
     return _page(about, ["case", *DTYPES], rows, below)
 
@@ -83,7 +84,7 @@ def models(results: dict[str, Any]) -> str:
         name = f"{record['group']}, {record['name']} ({record['source']})"
         rows.append([name, peer, f"{theirs:.4g}", f"{ours:.4g}", f"{speedup:.2f}"])
     about = f"{_cpu_machine(results)}, float32; 44 % of each batch is padding."
-    return _page(about, ["model", "compared with", "ms, theirs", "ms, ours", "times as fast"], rows)
+    return _page(about, ["model", "compared with", "torch, ms", "fused_attn, ms", "speedup"], rows)
 
 
 def busy(results: dict[str, Any]) -> str:
@@ -95,8 +96,8 @@ def busy(results: dict[str, Any]) -> str:
         for key in ("median", "p90"):
             cells += [f"{theirs[key]:.2f}", f"{ours[key]:.2f}", f"{theirs[key] / ours[key]:.2f}"]
         rows.append(cells)
-    header = ["call", "busy processes", "median, ms: torch", "ours", "ratio"]
-    header += ["90th percentile, ms: torch", "ours", "ratio"]
+    header = ["call", "busy processes", "torch, median ms", "fused_attn, median ms", "speedup"]
+    header += ["torch, p90 ms", "fused_attn, p90 ms", "speedup"]
     about = f"{_cpu_machine(results)}, float32; attention is B8 H12 L128 D32."
     return _page(about, header, rows, numbers=True)
 
@@ -110,8 +111,8 @@ def lengths(results: dict[str, Any]) -> str:
         cells += [f"{times[way]:.3g}" for way in LENGTH_WAYS]
         cells += [f"{faster[way]:.1f}" for way in ("eager", "sdpa")]
         rows.append(cells + [_megabytes(memory[way]) for way in LENGTH_WAYS])
-    header = ["mask", "length", "ms: eager", "torch", "ours", "times as fast: eager", "torch"]
-    header += ["MB: eager", "torch", "ours"]
+    header = ["mask", "length", "eager, ms", "torch, ms", "fused_attn, ms"]
+    header += ["speedup over eager", "over torch", "eager, MB", "torch, MB", "fused_attn, MB"]
     source = results["records"][0]["source"].capitalize()
     return _page(f"{_cpu_machine(results)}, float32. {source}.", header, rows, numbers=True)
 

@@ -1,7 +1,6 @@
-"""The base of all modules of `fused_attn.nn`: each is a torch.nn class with another forward.
+"""Base class of the `fused_attn.nn` modules: torch.nn classes with a different `forward`.
 
-Constructors, initialisation, state_dict keys and unpickling are inherited, so all that differs
-from the torch class is what `forward` calls.
+Constructors, initialisation, state_dict keys and unpickling are inherited from the torch class.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
 ClassT = TypeVar("ClassT", bound=type)
 
-# torch.nn class -> the class here that takes its place; filled by `replaces`.
+# torch.nn class -> its replacement in this package; filled by `replaces`.
 REPLACEMENTS: dict[type[Module], type[FromTorch]] = {}
 
 
 def replaces(torch_class: type[Module]) -> Callable[[ClassT], ClassT]:
-    """Class decorator: the decorated class takes the place of `torch_class`."""
+    """Register the decorated class as the replacement of `torch_class`."""
 
     def register(cls: ClassT) -> ClassT:
         REPLACEMENTS[torch_class] = cls
-        # The constructor below takes anything; help() and inspect show what is meant.
+        # For help() and inspect: the constructor below accepts any arguments.
         cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
         return cls
 
@@ -42,20 +41,20 @@ def replaces(torch_class: type[Module]) -> Callable[[ClassT], ClassT]:
 
 
 class FromTorch(Module):
-    """Base of the drop-in modules; stands before the torch.nn class among the bases."""
+    """Base of the drop-in modules; must precede the torch.nn class in the list of bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _convert_children(self)
 
     def _get_name(self) -> str:
-        """The name in the repr of models, which shows what is fused."""
+        """Return the name in the repr of models; a package prefix marks fused modules."""
         own = type(self).__module__.startswith(f"{NAMESPACE}.nn.")
         package = f"{NAMESPACE}.nn" if own else NAMESPACE
         return f"{package}.{type(self).__name__}"
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """torch.jit.script asks for a module to compile in the place of this one: there is none."""
+        """Raise NotImplementedError: torch.jit.script has no substitute module to compile."""
         name = qualified_name(type(self))
         raise NotImplementedError(
             f"torch.jit.script cannot compile {name}, whose kernels are called from Python: use "
@@ -65,20 +64,21 @@ class FromTorch(Module):
 
     @classmethod
     def from_torch(cls: type[ModuleT], module: Module) -> ModuleT:
-        """A fused module with the parameters of `module`; nothing is initialised or copied.
+        """Return a fused module that shares the parameters of `module`, without copying them.
 
-        Children of torch.nn classes that have a fused counterpart are converted with it.
+        Children whose torch.nn class has a fused counterpart are converted too.
 
         Args:
-            module: an object of exactly the torch.nn class that this class replaces.
+            module: an instance of exactly the torch.nn class that this class replaces.
 
         Returns:
-            A new module that shares parameters and buffers with `module` and starts with its
-            hooks and training flag.
+            A new module that shares parameters and buffers with `module`. Its hooks and training
+            flag are copied from `module`.
 
         Raises:
-            TypeError: `module` is of another class; a subclass may compute something else.
-            ValueError: `forward` of `module` was replaced or compiled in place.
+            TypeError: `module` is of another class. Subclasses are rejected: they may compute
+                something else.
+            ValueError: `module.forward` was replaced or compiled in place.
 
         Example:
             >>> torch_attention = torch.nn.MultiheadAttention(64, 4)
@@ -94,14 +94,14 @@ class FromTorch(Module):
             raise ValueError(f"module must not be patched: {reason}")
         new = cls.__new__(cls)
         for name, value in module.__dict__.items():
-            # Parameters, children and hooks live in dicts and sets that each module owns.
+            # Parameters, children and hooks are in dicts and sets, which modules must not share.
             new.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
         _convert_children(new)
         return new
 
 
 def fx_leaf(forward: ForwardT) -> ForwardT:
-    """Method decorator: torch.fx makes one node of a call of the module, as of torch.nn's."""
+    """Decorate `forward` so that torch.fx traces the module as one leaf node, as for torch.nn."""
 
     @functools.wraps(forward)
     def traced(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def fx_leaf(forward: ForwardT) -> ForwardT:
 
 
 def convert(module: Module) -> Module:
-    """`module`, or a fused module in its place if its class has one; lists are converted."""
+    """Return the fused replacement of `module`, or `module`; ModuleLists convert their items."""
     replacement = REPLACEMENTS.get(type(module))
     if replacement is not None:
         return replacement.from_torch(module)
@@ -124,7 +124,10 @@ def convert(module: Module) -> Module:
 
 
 def torch_infers(module: Module, x: Tensor) -> bool:
-    """Whether torch's own inference path may compute a module: its kernels would in any case."""
+    """Return True if torch's inference path may compute `module`.
+
+    That is allowed if the default backend wraps torch's kernels anyway.
+    """
     if module.training or torch.compiler.is_compiling():
         return False
     backend = default_backend(x.device)
@@ -132,7 +135,7 @@ def torch_infers(module: Module, x: Tensor) -> bool:
 
 
 def wrapped(module: Module) -> str | None:
-    """The reason why torch replaced the class of `module` by one derived from it, or None."""
+    """Return why torch replaced the class of `module` with a derived class, or None."""
     if is_parametrized(module):
         return "parametrized: swap first, then register the parametrization"
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -142,7 +145,7 @@ def wrapped(module: Module) -> str | None:
 
 
 def patched(module: Module) -> str | None:
-    """The reason why calls of `module` do not reach the forward of its class; None if they do."""
+    """Return why calls of `module` bypass the `forward` of its class, or None."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     if module.__dict__.get("_compiled_call_impl") is not None:
@@ -151,7 +154,7 @@ def patched(module: Module) -> str | None:
 
 
 def qualified_name(cls: type) -> str:
-    """The name under which a user knows a class: torch.nn.LayerNorm, transformers.BertModel."""
+    """Return the public name of a class, as in torch.nn.LayerNorm or transformers.BertModel."""
     if getattr(torch.nn, cls.__name__, None) is cls:
         return f"torch.nn.{cls.__name__}"
     if cls.__module__.startswith(f"{NAMESPACE}.nn."):
@@ -160,7 +163,7 @@ def qualified_name(cls: type) -> str:
 
 
 def expected_name(cls: type) -> str:
-    """The torch.nn class that `cls` replaces."""
+    """Return the name of the torch.nn class that `cls` replaces."""
     return next(
         (qualified_name(source) for source, target in REPLACEMENTS.items() if target is cls),
         "module that this class replaces",
@@ -174,12 +177,12 @@ def _convert_children(module: Module) -> None:
 
 
 def is_plain(module: Module) -> bool:
-    """A call of the module is its class' forward and nothing else: nobody replaced or hooked it."""
+    """Return True if calling `module` only runs the `forward` of its class, without hooks."""
     return "forward" not in module.__dict__ and unhooked(module)
 
 
 def unhooked(module: Module) -> bool:
-    """Nobody sees what goes into the module and comes out of it."""
+    """Return True if no hook, local or global, observes the inputs or outputs of `module`."""
     hooks = torch.nn.modules.module
     return not (
         hooks._global_forward_hooks

@@ -1,4 +1,4 @@
-"""Nested tensors, which torch.nn.TransformerEncoder hands to its layers in inference."""
+"""Support for nested tensors, which torch.nn.TransformerEncoder passes to layers in inference."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from torch import Tensor
 
 
 def on_padded(function: Callable[[Tensor, Tensor], Tensor], nested: Tensor) -> Tensor:
-    """function of a nested tensor, made of one of padded sequences.
+    """Apply a function of padded sequences to a nested tensor.
 
     Args:
-        function: of padded, (N, S, *), and ignored, (N, S), True for padding; gives (N, S, *).
-        nested: N sequences.
+        function: called with padded, (N, S, *), and ignored, (N, S), True for padding; returns
+            (N, S, *).
+        nested: nested tensor of N sequences.
 
     Returns:
-        Nested: the sequences of the result without their padding.
+        Nested tensor of the result, without padding.
     """
     lengths = [sequence.shape[0] for sequence in nested.unbind()]
     if not any(lengths):
-        return nested.clone()  # torch pads nothing where nothing is
+        return nested.clone()  # torch cannot pad a nested tensor without elements
     padded = nested.to_padded_tensor(0.0)
     positions = torch.arange(padded.shape[1], device=padded.device)
     ignored = positions >= torch.tensor(lengths, device=padded.device)[:, None]

@@ -22,27 +22,26 @@ from fused_attn.nn.weights import attention_with_weights
 class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` (Vaswani et al. 2017, section 3.2.2) on the fused kernels.
 
-    Arguments, parameters and state_dict keys are those of torch.nn.MultiheadAttention. A key
-    padding mask stays a key mask and a causal mask stays a structure: neither becomes a
-    (batch * num_heads, L, S) tensor. Queries that may see no key give the bias of out_proj and
-    zero gradients, never NaN.
+    Arguments, parameters and state_dict keys are those of torch.nn.MultiheadAttention. Key padding
+    masks and causal masks are never materialized as (batch * num_heads, L, S) tensors. Fully masked
+    queries return the bias of out_proj and zero gradients, never NaN.
 
     Args:
         embed_dim: features of query and of the output, split evenly among the heads.
-        num_heads: divides embed_dim.
-        dropout: probability of dropping a weight, in training.
+        num_heads: number of heads; must divide embed_dim.
+        dropout: probability of dropping an attention weight, in training.
         bias: the projections have biases.
         add_bias_kv: append a learned key and value, bias_k and bias_v of (1, 1, embed_dim).
         add_zero_attn: append a key and value of zeros.
         kdim, vdim: features of key and value; None is embed_dim.
         batch_first: batches are (N, L, embed_dim) instead of (L, N, embed_dim).
-        device, dtype: of the parameters: in_proj_weight (3 * embed_dim, embed_dim), or with
-            kdim or vdim q_proj_weight, k_proj_weight, v_proj_weight; in_proj_bias (3 * embed_dim,);
-            out_proj.
+        device, dtype: device and dtype of the parameters: in_proj_weight (3 * embed_dim,
+            embed_dim), or with kdim or vdim q_proj_weight, k_proj_weight, v_proj_weight;
+            in_proj_bias (3 * embed_dim,); out_proj.
 
     Raises:
-        ValueError: embed_dim or num_heads is not positive.
-        AssertionError: num_heads does not divide embed_dim; both as torch.nn has them.
+        ValueError: embed_dim or num_heads is not positive, as in torch.nn.
+        AssertionError: num_heads does not divide embed_dim, as in torch.nn.
 
     Example:
         >>> attention = fused_attn.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -75,24 +74,25 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             value: (S, N, vdim), (N, S, vdim) with batch_first, or (S, vdim).
             key_padding_mask: (N, S), or (S,) for unbatched input: bool (True = ignore the key) or
                 float (added to the scores).
-            need_weights: also return the attention weights, from a second kernel: the output is
-                the fused one either way. The average takes N * L * S elements of memory, and
-                num_heads times that without average_attn_weights.
+            need_weights: also return the attention weights, computed by a second kernel; the output
+                is always computed by the fused kernel. The average needs N * L * S elements of
+                memory; without average_attn_weights, num_heads times that.
             attn_mask: (L, S) or (N * num_heads, L, S): bool (True = ignore) or float (added to
-                the scores), or a `fused_attn.masks.Mask`, which says what is visible.
-            average_attn_weights: average the returned weights over the heads; the kernel does it.
-            is_causal: attend causally. A tensor given as attn_mask is then taken to be the causal
-                mask and is not read, as torch documents; unlike torch, it may also be left out,
-                and a Mask is combined with it. A causal (L, L) tensor on the CPU is recognised
-                without the hint, see `is_causal_mask`.
+                the scores), or a `fused_attn.masks.Mask`, which defines the visible keys.
+            average_attn_weights: average the returned weights over the heads, in the kernel.
+            is_causal: use causal attention. As torch documents, attn_mask must then be the causal
+                mask if it is a tensor, and is not read unless it requires grad. Unlike in torch,
+                attn_mask may be None, and a Mask is combined with the causal one. A causal (L, L)
+                tensor on the CPU is detected without is_causal, see `is_causal_mask`.
 
         Returns:
-            The output, shaped as query, and the weights that made it, after dropout as in torch,
+            The output, with the shape of query, and the weights after dropout, as in torch:
             (N, L, S) or (N, num_heads, L, S), without N for unbatched input; None if need_weights
-            is False. Keys of add_bias_kv and add_zero_attn come last, and S counts them.
+            is False. S includes the keys of add_bias_kv and add_zero_attn, which come last.
 
         Raises:
-            ValueError, TypeError: an argument is wrong; the message has expected and got.
+            ValueError, TypeError: an argument is invalid; the message has the expected and the
+                actual value.
         """
         if query.is_nested and query is key is value and not need_weights:
             return self._forward_nested(query, key_padding_mask, attn_mask, is_causal), None
@@ -122,7 +122,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         attn_mask: Tensor | Mask | None,
         is_causal: bool,
     ) -> Tensor:
-        """Self-attention of a nested tensor, as torch has it in inference."""
+        """Compute the self-attention of a nested tensor, which torch supports in inference."""
         if key_padding_mask is not None:
             raise ValueError("key_padding_mask must be None where query is a nested tensor")
         if not self.batch_first:
@@ -136,10 +136,10 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         return on_padded(attend, x)
 
     def forward_packed(self, x: Tensor, packing: Packing) -> Tensor:
-        """Self-attention within each sequence of a packed batch.
+        """Compute self-attention within each sequence of a packed batch.
 
         Args:
-            x: (1, total, embed_dim), as `Packing.pack` gives it.
+            x: (1, total, embed_dim), from `Packing.pack`.
         """
         projected = F.linear(x[0], self.in_proj_weight, self.in_proj_bias)
         q, k, v = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
@@ -152,11 +152,11 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def forward_cached(
         self, x: Tensor, cache: KeyValueCache, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Causal self-attention of new positions, which are appended to the cache.
+        """Append new positions to the cache and compute their causal self-attention.
 
         Args:
             x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
-            key_padding_mask: (N, positions so far and T), see `forward`.
+            key_padding_mask: (N, cached positions + T), see `forward`.
         """
         q, k, v = self._project(x, x, x)
         k, v = cache.append(k, v)
@@ -165,7 +165,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         )
         if q.shape[2] > 1:
             terms.append(masks.causal(align="bottom_right"))
-        # Not decode_attention: 140 us for a token, this 20 (CPU, 128 positions, 8 heads of 64).
+        # 20 us per token; decode_attention takes 140 us (CPU, 128 positions, 8 heads of 64).
         out = functional.scaled_dot_product_attention(
             q, k, v, combine(terms), self.dropout if self.training else 0.0
         )
@@ -174,17 +174,17 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def forward_projected(
         self, x: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Attention to keys and values that were projected before, by `project_memory`.
+        """Attend to keys and values that `project_memory` has projected.
 
         Args:
             x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
-            key, value: (M, num_heads, S, head_dim), where N is a multiple of M: so many sequences,
-                next to each other, share one memory, and are one sequence of queries to it.
+            key, value: (M, num_heads, S, head_dim); N must be a multiple of M. Each N / M
+                consecutive sequences share a memory and attend to it as one sequence of queries.
             key_padding_mask: (M, S), see `forward`.
         """
         q = self._project_query(x)
         memories, sharing = key.shape[0], q.shape[0] // max(key.shape[0], 1)
-        # The sequences lie next to each other, each with its heads innermost: a view joins them.
+        # Heads are innermost in memory: with batch_first, joining consecutive sequences is a view.
         q = q.transpose(1, 2).unflatten(0, (memories, sharing)).flatten(1, 2).transpose(1, 2)
         seqlens = q.shape[2], key.shape[2]
         terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)
@@ -195,7 +195,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         return self.out_proj(self._merge_heads(out, True))
 
     def project_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of a memory, (N, num_heads, S, head_dim) each."""
+        """Project the keys and values of a memory, (N, num_heads, S, head_dim) each."""
         return self._project_keys(memory, memory)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -234,7 +234,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """query, key and value as (batch, num_heads, seqlen, head_dim) views of the projections."""
+        """Return the projections as (batch, num_heads, seqlen, head_dim) views."""
         bias = self.in_proj_bias
         if self._qkv_same_embed_dim and query is key is value:
             return self._split_heads(F.linear(query, self.in_proj_weight, bias), 3)
@@ -247,7 +247,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         return self._split_heads(F.linear(query, weight, bias), 1)[0]
 
     def _project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """key and value as `_project` has them."""
+        """Return the projections of key and value in the layout of `_project`."""
         bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
         weights: tuple[Tensor, ...] = (self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
@@ -260,7 +260,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         return tuple(self._split_heads(F.linear(x, w, b), 1)[0] for x, w, b in projected)
 
     def _split_heads(self, packed: Tensor, count: int) -> tuple[Tensor, ...]:
-        """(..., count * embed_dim) -> count views (batch, num_heads, seqlen, head_dim)."""
+        """Split (..., count * embed_dim) into count (batch, num_heads, seqlen, head_dim) views."""
         head_dim = self.embed_dim // self.num_heads
         parts = packed.unflatten(-1, (count, self.num_heads, head_dim)).unbind(-3)
         if packed.dim() == 2:
@@ -270,7 +270,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         return tuple(part.permute(1, 2, 0, 3) for part in parts)
 
     def _merge_heads(self, out: Tensor, batched: bool) -> Tensor:
-        """(batch, num_heads, seqlen, head_dim) -> the layout of the query."""
+        """Reshape (batch, num_heads, seqlen, head_dim) to the layout of the query."""
         if not batched:
             return out.squeeze(0).transpose(0, 1).flatten(1)
         if self.batch_first:
@@ -280,10 +280,9 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def _prepend_keys(
         self, k: Tensor, v: Tensor, terms: list[Tensor | Mask], is_causal: bool, extra: int
     ) -> tuple[Tensor, Tensor, list[Tensor | Mask], bool]:
-        """Add the keys of add_bias_kv and add_zero_attn, which every query sees.
+        """Prepend the keys of add_bias_kv and add_zero_attn, which are visible to every query.
 
-        They come first, where torch has them last: keys before the diagonal are what a causal mask
-        shows, so that it remains a band.
+        torch appends them. Prepended keys are before the diagonal, so a causal mask remains a band.
         """
         if any(isinstance(term, Mask) for term in terms):
             raise ValueError(
@@ -294,7 +293,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
         if self.bias_k is not None and self.bias_v is not None:
-            # Under autocast k and v are of another type than the parameters.
+            # Under autocast, the dtype of k and v differs from that of the parameters.
             bias_k, bias_v = (
                 bias.view(1, num_heads, 1, head_dim).expand(batch, -1, -1, -1).to(k.dtype)
                 for bias in (self.bias_k, self.bias_v)
@@ -318,11 +317,12 @@ def mask_terms(
     seqlen_q: int,
     seqlen_k: int,
 ) -> tuple[list[Tensor | Mask], bool]:
-    """The masks of a torch.nn module in terms of fused_attn: visible where True, not ignored.
+    """Convert the masks of a torch.nn module to those of fused_attn, where True is visible.
 
     Returns:
-        Tensors (bool = visible, or float) that broadcast to (batch, num_heads, seqlen_q,
-        seqlen_k), or Masks, of which all apply; and whether attention is causal besides.
+        The list of masks to combine, and True if attention is causal in addition. Each mask is a
+        Mask or a tensor (bool, True = visible, or float) that broadcasts to (batch, num_heads,
+        seqlen_q, seqlen_k).
     """
     terms: list[Tensor | Mask] = []
     if key_padding_mask is not None:
@@ -344,7 +344,7 @@ def mask_terms(
                 f"attn_mask must have shape (L, S) = {(seqlen_q, seqlen_k)} or (N * num_heads, L, "
                 f"S) = {(batch * num_heads, seqlen_q, seqlen_k)}, got {tuple(attn_mask.shape)}"
             )
-        # A mask that is learned is not merely the causal one, whatever the hint says.
+        # A mask that requires grad is never treated as the causal one, whatever the hint.
         is_causal = not attn_mask.requires_grad and is_causal_mask(attn_mask, is_causal or None)
         if not is_causal:
             term = _visible(attn_mask)
@@ -353,7 +353,7 @@ def mask_terms(
 
 
 def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
-    """One mask for the fused function."""
+    """Combine the terms into one mask for the fused function."""
     if len(terms) < 2:
         return terms[0] if terms else None
     combined = as_mask(terms[0])
@@ -363,12 +363,12 @@ def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
 
 
 def as_mask(term: Tensor | Mask) -> Mask:
-    """A term of `mask_terms` as a Mask."""
+    """Convert a term of `mask_terms` to a Mask."""
     return cast(Mask, masks.as_mask(term))
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """torch.nn's bool masks say what to ignore; float masks are added in both conventions."""
+    """Invert bool masks, which are True = ignore in torch.nn; float masks are added as they are."""
     return ~mask if mask.dtype == torch.bool else mask
 
 

@@ -1,4 +1,4 @@
-"""Keys and values that a decoder carries from step to step."""
+"""Key-value caches for autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows that a cache grows by at least; and by half of what it has, so that copying what is there
-# costs two rows for each one appended, however long it gets.
+# Capacities are multiples of BLOCK rows. A full cache grows by at least half its length, so growth
+# copies about two rows per appended row at any length.
 BLOCK = 64
 
 
 class KeyValueCache:
-    """Keys and values of a self-attention so far, in tensors that grow by blocks.
+    """Cache of the keys and values of one self-attention, in tensors that grow by blocks.
 
-    Sequences are equally long. `append` writes new positions; or `make_room` for them and
-    `decode_attention` writes them, after which `length` is to be advanced.
+    All sequences have the same length. `append` writes new positions. Alternatively, call
+    `make_room`, let `decode_attention` write the positions and advance `length`.
 
     Attributes:
-        length: positions that are there.
+        length: number of cached positions.
 
     Example:
         >>> cache = fused_attn.nn.KeyValueCache()
@@ -40,38 +40,38 @@ class KeyValueCache:
 
     @property
     def batch(self) -> int | None:
-        """Sequences; None while there is nothing."""
+        """Number of sequences; None before the first allocation."""
         return None if self._keys is None else self._keys.shape[0]
 
     @property
     def keys(self) -> Tensor:
-        """(batch, num_heads, capacity, head_dim), the memory itself; anything behind `length`.
+        """The key buffer, (batch, num_heads, capacity, head_dim); undefined beyond `length`.
 
         Raises:
-            ValueError: there is nothing yet, here as in `values` and `lengths`.
+            ValueError: nothing is allocated yet (`values` and `lengths` raise it too).
         """
         return _there(self._keys)
 
     @property
     def values(self) -> Tensor:
-        """As `keys`, with head_dim_v."""
+        """The value buffer, (batch, num_heads, capacity, head_dim_v); undefined beyond `length`."""
         return _there(self._values)
 
     @property
     def lengths(self) -> Tensor:
-        """`length` of each sequence, (batch,) int32: a new tensor, that layers should share."""
+        """The length of each sequence, (batch,) int32; a new tensor, to be shared by the layers."""
         keys = self.keys
         return torch.full((keys.shape[0],), self.length, dtype=torch.int32, device=keys.device)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends positions.
+        """Append new positions.
 
         Args:
             key: (batch, num_heads, new positions, head_dim).
             value: (batch, num_heads, new positions, head_dim_v).
 
         Returns:
-            Keys and values of all positions: views that the next call may write behind.
+            Views of the keys and values of all positions. Later calls may write beyond their end.
 
         Raises:
             ValueError: gradients would have to flow through the cache.
@@ -85,7 +85,7 @@ class KeyValueCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def make_room(self, key: Tensor, value: Tensor) -> None:
-        """Grows, if need be, so that these fit behind what is there; arguments as in `append`."""
+        """Grow the buffers if needed to fit new positions; arguments as in `append`."""
         check_no_grad(key, value)
         end = self.length + key.shape[2]
         self._keys, self._values = (
@@ -94,7 +94,7 @@ class KeyValueCache:
         )
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these rows of the batch, in this order; a row may be there twice."""
+        """Select rows of the batch, in this order; a row may occur more than once."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = (
                 kept[:, :, : self.length].index_select(0, rows)
@@ -103,7 +103,7 @@ class KeyValueCache:
 
 
 def check_no_grad(*tensors: Tensor) -> None:
-    """Raises ValueError where gradients would have to flow through a cache."""
+    """Raise ValueError if gradients would have to flow through a cache."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
@@ -118,7 +118,7 @@ def _there(kept: Tensor | None) -> Tensor:
 
 
 def _with_room(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
-    """A tensor with the first `length` positions of `kept` and room for `end`."""
+    """Return a tensor with the first `length` positions of `kept` and capacity for `end`."""
     frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
     if kept is not None and kept.shape[2] >= end and not frozen:
         return kept
@@ -132,16 +132,16 @@ def _with_room(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tens
 
 @dataclass
 class DecoderCache:
-    """The state of `TransformerDecoder.step`: of each layer the keys and values of its own
-    positions and those of the memory, which are projected once.
+    """State of `TransformerDecoder.step`: the self- and cross-attention caches of each layer.
 
-    A batch may be several times that of the memory: sequences that share one, such as beams, then
-    lie next to each other.
+    The keys and values of the memory are projected once. The batch may be a multiple of the memory
+    batch: sequences that share a memory, such as beams, must be consecutive.
 
     Attributes:
-        own: for each layer.
-        memory: for each layer, (batch of the memory, num_heads, S, head_dim) each.
-        memory_key_padding_mask: (batch of the memory, S), or None.
+        own: self-attention cache of each layer.
+        memory: keys and values of the cross-attention of each layer, each of shape (memory batch,
+            num_heads, S, head_dim).
+        memory_key_padding_mask: (memory batch, S), or None.
     """
 
     own: list[KeyValueCache]
@@ -150,19 +150,19 @@ class DecoderCache:
 
     @property
     def length(self) -> int:
-        """Positions that were decoded."""
+        """Number of decoded positions."""
         return self.own[0].length if self.own else 0
 
     def select(self, rows: Tensor, memories: Tensor | None = None) -> None:
-        """Keeps these sequences, in this order.
+        """Select sequences, in this order.
 
         Args:
-            rows: (sequences,) int64 of the batch; one may be there twice.
-            memories: the same for what they attend to; None keeps all, of which each must keep as
-                many sequences as the others.
+            rows: (sequences,) int64, indices into the batch; an index may occur more than once.
+            memories: int64, indices into the memory batch. None selects all memories; each must
+                then have the same number of selected sequences.
 
         Raises:
-            ValueError: without `memories`, a sequence would come to another memory.
+            ValueError: without `memories`, a sequence would be assigned to another memory.
         """
         if memories is None:
             self._check_groups(rows)
@@ -188,7 +188,7 @@ class DecoderCache:
 
     @contextlib.contextmanager
     def unchanged_on_errors(self) -> Iterator[None]:
-        """Within the block, an exception takes back what was appended."""
+        """Discard appended positions if the with block raises."""
         length = self.length
         try:
             yield

@@ -1,4 +1,4 @@
-"""Token by token: greedy and beam search on a decoder with caches."""
+"""Autoregressive decoding with key-value caches: greedy and beam search."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fused_attn.nn.transformer import TransformerDecoder
 
 
 class Generated(NamedTuple):
-    """The result of `generate`.
+    """Result of `generate`.
 
     Attributes:
-        tokens: (N, longest) int64 without <bos>; behind <eos> there is <eos>.
-        lengths: (N,) int64, tokens of each sequence, <eos> among them.
-        scores: (N,) float32, the log-probability of each sequence, divided by its length to the
-            power of length_penalty where beams were searched.
+        tokens: (N, longest) int64, without <bos>, padded with <eos>.
+        lengths: (N,) int64, number of tokens of each sequence, including <eos>.
+        scores: (N,) float32, log-probability of each sequence; beam search divides it by
+            length ** length_penalty.
     """
 
     tokens: Tensor
@@ -41,20 +41,20 @@ def generate(
     length_penalty: float = 1.0,
     memory_key_padding_mask: Tensor | None = None,
 ) -> Generated:
-    """Decode until <eos>, each step with one new token a sequence.
+    """Decode sequences until <eos>, one token per step, by greedy or beam search.
 
-    Sequences that have ended take no part in later steps. The ended ones are asked for at every
-    step: on a GPU that waits for the device.
+    Finished sequences are removed from later steps. Each step checks which sequences have finished,
+    which synchronises with a GPU.
 
     Args:
         decoder: a stack of fused layers; its training flag is left as it is.
-        memory: what the encoder gave, (N, S, d_model) with batch_first, else (S, N, d_model).
-        embed: (tokens (sequences, 1), position) to their embeddings (sequences, 1, d_model).
-        project: (sequences, d_model) to logits (sequences, vocabulary).
+        memory: output of the encoder, (N, S, d_model) with batch_first, else (S, N, d_model).
+        embed: maps tokens (sequences, 1) and their position to embeddings (sequences, 1, d_model).
+        project: maps (sequences, d_model) to logits (sequences, vocabulary).
         bos, eos: tokens that begin and end a sequence.
-        max_length: tokens at most, <eos> among them.
-        num_beams: hypotheses a sequence; 1 takes the likeliest token each time.
-        length_penalty: hypotheses compare by log-probability / length ** length_penalty.
+        max_length: maximum number of tokens, including <eos>.
+        num_beams: hypotheses per sequence; 1 is greedy search.
+        length_penalty: beam search ranks hypotheses by log-probability / length ** length_penalty.
         memory_key_padding_mask: (N, S), see `MultiheadAttention.forward`.
 
     Returns:
@@ -124,7 +124,7 @@ def _greedy(
 
 
 class _Hypotheses:
-    """The best sequences of one batch row that have ended."""
+    """The best finished sequences of one batch row."""
 
     def __init__(self, size: int, length_penalty: float) -> None:
         self.size, self.length_penalty = size, length_penalty
@@ -136,7 +136,7 @@ class _Hypotheses:
         del self.best[self.size :]
 
     def complete(self, log_probability: float, length: int, max_length: int) -> bool:
-        """True if no continuation of a hypothesis with this log-probability, or less, can join."""
+        """Return True if no live hypothesis with at most this log-probability can still enter."""
         longest = max_length if self.length_penalty > 0 else length
         return (
             len(self.best) == self.size
@@ -155,9 +155,9 @@ def _beams(
 ) -> Generated:
     device, batch = first.device, first.shape[0]
     ended = [_Hypotheses(num_beams, length_penalty) for _ in range(batch)]
-    active = list(range(batch))  # the batch rows that beams are left of
+    active = list(range(batch))  # batch rows with live beams
     beams: list[list[list[int]]] = [[[] for _ in range(num_beams)] for _ in range(batch)]
-    # All beams of a row are the same at first: only one counts.
+    # All beams of a row start out identical, so only the first has a finite score.
     scores = torch.full((batch, num_beams), float("-inf"), device=device)
     scores[:, 0] = 0.0
     last = first.repeat_interleave(num_beams)
@@ -166,7 +166,7 @@ def _beams(
             break
         steps = log_probabilities(last)
         total = (scores.reshape(-1, 1) + steps).reshape(len(active), -1)
-        # Of twice as many as there are beams, at least that many do not end (one <eos> a beam).
+        # Each beam has one <eos> candidate: 2 * num_beams candidates suffice to refill all beams.
         values, at = total.topk(min(2 * num_beams, total.shape[1]))
         survivors, items = [], []
         for item, row in enumerate(active):
@@ -183,7 +183,7 @@ def _beams(
                 elif len(chosen) < num_beams:
                     chosen.append((value, item * num_beams + beam, tokens))
             if chosen and not ended[row].complete(chosen[0][0], t + 1, max_length):
-                while len(chosen) < num_beams:  # fewer tokens than beams: the rest counts nothing
+                while len(chosen) < num_beams:  # too few candidates: pad with -inf
                     chosen.append((float("-inf"), *chosen[0][1:]))
                 survivors.append(chosen)
                 items.append(item)

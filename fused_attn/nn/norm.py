@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on the fused kernels, with the residual addition and dropout in front."""
+"""LayerNorm and RMSNorm with fused dropout and residual addition."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from fused_attn.nn._nested import on_padded
 
 
 class Norm(FromTorch):
-    """Base of the modules that `swap_modules` swaps as norms."""
+    """Base of the modules that `swap_modules` treats as norms."""
 
     def _forward_nested(self, input: Tensor) -> Tensor:
-        """torch's layers hand nested tensors to their norms in inference."""
+        """Normalise a nested tensor, which torch's layers pass to their norms in inference."""
         if input.layout == torch.jagged:
-            # Its ragged dimension has a name, which the residual shares: torch's op keeps it.
+            # torch's op preserves the symbolic ragged size, which must match that of the residual.
             return super().forward(input)
         return on_padded(lambda padded, _: self.forward(padded), input)
 
 
 @replaces(torch.nn.LayerNorm)
 class LayerNorm(Norm, torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm`, optionally of ``residual + dropout(input)``, in one pass.
+    """`torch.nn.LayerNorm`, optionally fused with ``residual + dropout(input)``.
 
     Arguments, parameters and state_dict keys are those of torch.nn.LayerNorm.
 
     Args:
         normalized_shape: the trailing dimensions of the input, an int for the last one alone.
         eps: added to the variance.
-        elementwise_affine: there is a weight of (*normalized_shape).
-        bias: and a bias of the same shape.
-        device, dtype: of the parameters.
+        elementwise_affine: add a weight of shape (*normalized_shape).
+        bias: also add a bias of the same shape.
+        device, dtype: device and dtype of the parameters.
 
     Example:
         >>> norm = fused_attn.nn.LayerNorm(64)
@@ -58,12 +58,12 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         Args:
             input: (*, *normalized_shape); float32, float16, bfloat16, float64.
             residual: like input; added before the norm.
-            dropout_p: probability of dropping an element of input before the sum. It always
-                applies: pass 0.0 in evaluation.
+            dropout_p: probability of dropping an element of input before the addition. Applied in
+                evaluation too: pass 0.0 there.
             return_residual: also return residual + dropout(input).
 
         Returns:
-            out, like input; with return_residual also the sum, like input.
+            out, with shape and dtype of input; with return_residual also the sum.
         """
         if input.is_nested and residual is None and not (dropout_p or return_residual):
             return self._forward_nested(input)
@@ -81,15 +81,16 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
 
 @replaces(torch.nn.RMSNorm)
 class RMSNorm(Norm, torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm`, optionally of ``residual + dropout(x)``, in one pass.
+    """`torch.nn.RMSNorm`, optionally fused with ``residual + dropout(x)``.
 
     Arguments, parameters and state_dict keys are those of torch.nn.RMSNorm.
 
     Args:
         normalized_shape: the trailing dimensions of the input, an int for the last one alone.
-        eps: added to the mean square; None is that of float32 (float64 for float64).
-        elementwise_affine: there is a weight of (*normalized_shape).
-        device, dtype: of the weight.
+        eps: added to the mean square; None is the machine epsilon of float32 (float64 inputs: of
+            float64).
+        elementwise_affine: add a weight of shape (*normalized_shape).
+        device, dtype: device and dtype of the weight.
 
     Example:
         >>> fused_attn.nn.RMSNorm(64)(torch.randn(2, 10, 64)).shape
@@ -113,7 +114,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
             residual, dropout_p, return_residual: as in `LayerNorm.forward`.
 
         Returns:
-            out, like x; with return_residual also the sum, like x.
+            out, with shape and dtype of x; with return_residual also the sum.
         """
         if x.is_nested and residual is None and not (dropout_p or return_residual):
             return self._forward_nested(x)
@@ -129,10 +130,10 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
 
 
 def residual_norm(norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor) -> Tensor:
-    """norm(residual + dropout(sublayer)), in one kernel where that changes nothing.
+    """Compute norm(residual + dropout(sublayer)), in one kernel if the result is the same.
 
-    It would change something if `norm` or `dropout` is a module of the user, has hooks (they see
-    the sum, or the dropped sublayer), or if the sum promotes types (autocast).
+    The operations stay separate if `norm` or `dropout` is user-defined or has hooks, which receive
+    the intermediate tensors, or if the sum promotes types (autocast).
     """
     if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
         return norm(sublayer, residual=residual, dropout_p=_probability(dropout))
@@ -142,7 +143,7 @@ def residual_norm(norm: Module, dropout: Module, sublayer: Tensor, residual: Ten
 def residual_norm_and_sum(
     norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `residual_norm`, and the sum itself: the residual of the next sublayer of a pre-norm."""
+    """Return `residual_norm` and the sum, the residual of the next pre-norm sublayer."""
     if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
         dropout_p = _probability(dropout)
         return norm(sublayer, residual=residual, dropout_p=dropout_p, return_residual=True)
@@ -153,7 +154,7 @@ def residual_norm_and_sum(
 def _fusable(norm: Module, dropout: Module) -> bool:
     if type(norm) not in (LayerNorm, RMSNorm) or type(dropout) is not Dropout:
         return False
-    # compare() wraps the forward of norms by one that takes a residual.
+    # compare() replaces the forward of norms with one that accepts a residual.
     replaced = norm.__dict__.get("forward")
     if replaced is not None and not getattr(replaced, "takes_residual", False):
         return False

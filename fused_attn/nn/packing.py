@@ -1,7 +1,7 @@
-"""Padding removed: a stack of encoder layers on nothing but the real tokens of a padded batch.
+"""Padding removal: run a stack of encoder layers on the real tokens of a padded batch only.
 
-The batch is packed once, as one row of tokens, and unpacked at the end; in between everything but
-attention works on each token by itself, and attention takes packed sequences.
+The batch is packed into one row of tokens before the first layer and unpacked after the last. All
+operations in between are token-wise, except attention, which accepts packed sequences.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
 from fused_attn.nn.norm import LayerNorm, RMSNorm
 
-# Below this there is little to gain. Two layers of d_model 512, 8 x 256 tokens, forward and
-# backward, two threads with AMX: packed took 0.91 to 0.96 of the padded time with 0 to 10 % of
-# padding, in noise of about 0.05, and 0.79 with 20 %; packing itself costs nothing that shows.
+# Minimum fraction of padding; below it packing gains little. Packed over padded time of two layers,
+# d_model 512, 8 x 256 tokens, forward and backward, two threads with AMX: 0.91 to 0.96 with 0 to
+# 10 % of padding (noise about 0.05), 0.79 with 20 %. The cost of packing itself is not measurable.
 MIN_PADDED = 0.05
 
 _POINTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.mish, torch.relu, torch.tanh)
 _NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, LayerNorm, RMSNorm)
-# Exactly these: a subclass may mix tokens.
+# Exact types only: a subclass may mix tokens.
 BY_TOKEN = (
     torch.nn.Linear, NonDynamicallyQuantizableLinear, torch.nn.Dropout, torch.nn.Identity, *_NORMS,
     torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU, torch.nn.LeakyReLU, torch.nn.Mish, torch.nn.Tanh,
@@ -39,14 +39,14 @@ BY_TOKEN = (
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of the tokens in a padded batch.
+    """Positions of the real tokens in a padded batch.
 
     Attributes:
-        index: (total,) int64, for each real token its row in the flattened padded batch; the
-            tokens of a sequence lie one after the other.
-        cu_seqlens: (batch + 1,) int32, where each sequence starts; its end is the next start.
-        max_seqlen: tokens of the longest sequence.
-        mask: what holds in each sequence by itself besides.
+        index: (total,) int64, row of each real token in the flattened padded batch; the tokens of a
+            sequence are contiguous.
+        cu_seqlens: (batch + 1,) int32, start of each sequence, followed by the total.
+        max_seqlen: upper bound of the sequence lengths.
+        mask: additional mask, applied within each sequence.
     """
 
     index: Tensor
@@ -55,11 +55,11 @@ class Packing:
     mask: Mask
 
     def pack(self, padded: Tensor) -> Tensor:
-        """(N, S, width) or (S, N, width) to (1, total, width)."""
+        """Gather the real tokens: (N, S, width) or (S, N, width) to (1, total, width)."""
         return padded.flatten(0, 1).index_select(0, self.index)[None]
 
     def unpack(self, packed: Tensor, padded_shape: torch.Size) -> Tensor:
-        """(1, total, width) to the shape of the padded batch, 0 where there is no token."""
+        """Scatter (1, total, width) to the shape of the padded batch, with 0 for padding."""
         rows = packed.new_zeros(padded_shape[0] * padded_shape[1], packed.shape[2])
         return rows.index_copy(0, self.index, packed[0]).unflatten(0, padded_shape[:2])
 
@@ -67,8 +67,8 @@ class Packing:
 def saves_time(x: Tensor, ignored: Tensor) -> bool:
     """Return True if a batch has enough padding, and not only padding, to be packed.
 
-    The values of `ignored` are read, for which the host waits for a GPU. They are not known in a
-    graph of torch.compile: a batch is packed there whatever its padding.
+    Reading the values of `ignored` synchronises with a GPU. In a torch.compile graph, the values
+    are unknown and the result is always True.
 
     Args:
         x: the padded batch, (*, width).
@@ -89,13 +89,13 @@ def packing_of(
 ) -> Packing | None:
     """Return the packing of a batch, or None if packing would change results.
 
-    In a graph of torch.compile, no batch with a mask of positions is packed.
+    In a torch.compile graph, batches with `mask` are never packed.
 
     Args:
         ignored: (N, S) bool, True for padding.
-        mask: what holds besides; it is of positions, so that padding has to be at the end.
-        is_causal: whether attention is causal besides.
-        batch_first: whether batches are (N, S, width), not (S, N, width).
+        mask: additional mask, indexed by position; it requires all padding to be at the end.
+        is_causal: attention is causal in addition.
+        batch_first: batches are (N, S, width), not (S, N, width).
     """
     compiling = torch.compiler.is_compiling()
     if compiling and mask is not None:
@@ -128,17 +128,17 @@ def can_pack(
 ) -> bool:
     """Return True if a packed batch saves time and gives each token the same result.
 
-    The results are the same if every module but attention works token by token and has no hooks,
-    which would see other shapes; masks must be tensors or depend on relative positions only.
+    This requires all modules except attention to be token-wise and without hooks, which would
+    receive packed shapes. Masks must be tensors or depend on relative positions only.
     """
     if src.dim() != 3 or src.is_nested or ignored.dim() != 2 or ignored.dtype != torch.bool:
         return False
     backend = default_backend(src.device)
-    if backend is not None and backend.wraps_torch:  # which would pad what is packed
+    if backend is not None and backend.wraps_torch:  # it would pad the batch again
         return False
     if must_stay_padded(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
         return False
-    if not saves_time(src, ignored):  # before the modules: that takes 30 us a layer
+    if not saves_time(src, ignored):  # before the check of modules: 30 us per layer
         return False
     if norm is not None and not (type(norm) in _NORMS and alone(norm)):
         return False
@@ -146,7 +146,7 @@ def can_pack(
 
 
 def must_stay_padded(*tensors: Tensor) -> bool:
-    """True if something sees shapes (graphs, modes, global hooks), or values cannot be read."""
+    """Return True if graphs, modes or global hooks observe shapes, or values cannot be read."""
     if torch.compiler.is_compiling():
         return not (_graph_takes_any_size() and PLAIN_TYPES.issuperset(map(type, tensors)))
     return (
@@ -158,18 +158,19 @@ def must_stay_padded(*tensors: Tensor) -> bool:
 
 
 def _graph_takes_any_size() -> bool:
-    """Whether sizes in the graph in the making may depend on values.
+    """Return True if the graph being traced may contain data-dependent sizes.
 
-    That is torch's to say: where it may not be, the graph would break at the packing, which is an
-    error with fullgraph=True, of which nothing tells. An exported graph stays as it is.
+    torch's capture_dynamic_output_shape_ops enables them. Without it, packing would break the
+    graph, an error under fullgraph=True, which cannot be detected here. Exported graphs are never
+    packed.
     """
-    import torch._dynamo.config  # there is one where this is called
+    import torch._dynamo.config  # already imported: only called while dynamo traces
 
     wanted = torch._dynamo.config.capture_dynamic_output_shape_ops
     return wanted and not torch.compiler.is_exporting() and not in_transform()
 
 
-# As torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+# Same as torch.compiler.assume_constant_result, which would import all of torch._dynamo.
 _graph_takes_any_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -191,14 +192,14 @@ def _by_token(layer: Module) -> bool:
 def _is_pointwise(activation: object) -> bool:
     if type(activation) in BY_TOKEN or activation in _POINTWISE_FUNCTIONS:
         return True
-    return getattr(activation, "pointwise", False)  # compare() replaces F.relu by such a function
+    return getattr(activation, "pointwise", False)  # set on the stand-ins of compare() for F.relu
 
 
 _methods: dict[type[Module], frozenset[str]] = {}
 
 
 def _methods_of(kind: type[Module]) -> frozenset[str]:
-    """The names that are callable on a class: an instance that has one too replaces a method."""
+    """Return the callable attributes of a class; an instance with one of them replaces a method."""
     names = _methods.get(kind)
     if names is None:
         names = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
@@ -210,7 +211,7 @@ _methods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def alone(module: Module) -> bool:
-    """True for a module without hooks or methods of its own; a norm must be of one dimension."""
+    """Return True for a module without hooks or replaced methods; a norm needs one dimension."""
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
         not _methods_of(type(module)).isdisjoint(module.__dict__)
         or module._forward_hooks

@@ -10,7 +10,7 @@ from torch.nn import Module, Parameter
 
 
 class _PositionalEmbedding(Module):
-    """Adds row i of a (max_seqlen, embed_dim) table to position i of the input."""
+    """Base class that adds row i of a (max_seqlen, embed_dim) table to position i of the input."""
 
     weight: Tensor
 
@@ -24,15 +24,15 @@ class _PositionalEmbedding(Module):
         self.batch_first = batch_first
 
     def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:
-        """input + embedding of the positions.
+        """Add the embeddings of the positions to input.
 
         Args:
             input: (L, N, embed_dim), (N, L, embed_dim) with batch_first, or (L, embed_dim).
-            positions: integers below max_seqlen, shaped as input without its last dimension, for
-                padding on the left, packed documents or decoding; None is 0, 1, ..., L - 1.
+            positions: integers below max_seqlen, with the shape of input without its last
+                dimension, for left padding, packed documents or decoding; None is 0, 1, ..., L - 1.
 
         Returns:
-            Like input.
+            The sum, with shape and dtype of input.
         """
         if input.dim() not in (2, 3) or input.shape[-1] != self.embed_dim:
             raise ValueError(
@@ -56,21 +56,21 @@ class _PositionalEmbedding(Module):
         return input + (rows[:, None] if batched and not self.batch_first else rows)
 
     def extra_repr(self) -> str:
-        """The constructor's arguments, for print(model)."""
+        """Return the constructor's arguments for the repr of models."""
         return f"{self.embed_dim}, max_seqlen={self.max_seqlen}, batch_first={self.batch_first}"
 
 
 class SinusoidalPositionalEmbedding(_PositionalEmbedding):
-    """Fixed sines and cosines of geometrically spaced wavelengths; no parameters.
+    """Fixed sinusoidal embeddings with geometrically spaced wavelengths; no parameters.
 
     Row i holds sin(i / 10000^(2c / embed_dim)) in column 2c and the cosine in column 2c + 1.
 
     Args:
-        embed_dim: features of the input; even.
-        max_seqlen: positions in the table. It is not part of the state_dict, so it can differ
-            between training and inference.
+        embed_dim: features of the input; must be even.
+        max_seqlen: number of positions in the table. The table is not part of the state_dict, so
+            max_seqlen can differ between training and inference.
         batch_first: the input is (N, L, embed_dim).
-        device, dtype: of the table.
+        device, dtype: device and dtype of the table.
 
     Example:
         >>> embed = fused_attn.nn.SinusoidalPositionalEmbedding(64, batch_first=True)
@@ -96,8 +96,8 @@ class SinusoidalPositionalEmbedding(_PositionalEmbedding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the table, as is needed after `to_empty`."""
-        # In float64: float32 angles are off by 1e-4 a few thousand positions on.
+        """Fill the table; required after `to_empty`."""
+        # In float64: float32 angles have errors of 1e-4 after a few thousand positions.
         columns = torch.arange(0, self.embed_dim, 2, dtype=torch.float64)
         frequencies = torch.exp(columns * (-math.log(10000.0) / self.embed_dim))
         angles = torch.arange(self.max_seqlen, dtype=torch.float64)[:, None] * frequencies
@@ -109,9 +109,9 @@ class LearnedPositionalEmbedding(_PositionalEmbedding):
 
     Args:
         embed_dim: features of the input.
-        max_seqlen: positions in the table.
+        max_seqlen: number of positions in the table.
         batch_first: the input is (N, L, embed_dim).
-        device, dtype: of the table.
+        device, dtype: device and dtype of the table.
 
     Example:
         >>> embed = fused_attn.nn.LearnedPositionalEmbedding(64, max_seqlen=512, batch_first=True)
@@ -135,5 +135,5 @@ class LearnedPositionalEmbedding(_PositionalEmbedding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the table anew, from a normal distribution with standard deviation 0.02."""
+        """Reinitialise the table from a normal distribution with standard deviation 0.02."""
         torch.nn.init.normal_(self.weight, std=0.02)

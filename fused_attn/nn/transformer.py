@@ -1,4 +1,4 @@
-"""The stacks of torch.nn's Transformer: layers that share their masks, packed where that pays."""
+"""Transformer stacks that share masks across layers and pack padded batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fused_attn.nn.transformer_layers import TransformerDecoderLayer, Transforme
 
 
 class _Quiet(FromTorch):
-    """Constructs without torch's warning that it will not use nested tensors: nor do we."""
+    """Base that suppresses torch's warning about unused nested tensors, irrelevant here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -34,17 +34,18 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: a stack of encoder layers that share one mask.
 
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoder. A batch
-    with a bool src_key_padding_mask is packed where enough of it is padding: layers, norms and
-    dropout work on its real tokens only, in training too. That takes layers of this package as they
-    are, without hooks, which would see the shapes, and under torch.compile its leave, see
+    with a bool src_key_padding_mask is packed if it has enough padding: layers, norms and dropout
+    then run on its real tokens only, in training too. Packing requires unmodified layers of this
+    package without hooks, which would receive packed shapes. Under torch.compile it is opt-in, see
     docs/models.md.
 
     Args:
-        encoder_layer: is copied num_layers times; one of torch.nn works too, without packing.
-        num_layers: how many layers.
-        norm: behind the last layer; None leaves it out.
-        enable_nested_tensor: False turns packing off; padded rows are then what torch returns.
-        mask_check: has no effect.
+        encoder_layer: copied num_layers times. A torch.nn.TransformerEncoderLayer is converted;
+            other layers work too, without packing.
+        num_layers: number of layers.
+        norm: applied after the last layer; None omits it.
+        enable_nested_tensor: False disables packing; padded rows then have the values of torch.
+        mask_check: used only where torch's inference path is used or reproduced.
 
     Example:
         >>> layer = fused_attn.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -67,18 +68,18 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         Args:
             src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
             mask, src_key_padding_mask: see `MultiheadAttention.forward`.
-            is_causal: as there; None finds out whether mask is the causal one, where that takes
-                no device synchronisation.
+            is_causal: see `MultiheadAttention.forward`. None detects a causal mask, unless that
+                needs a device synchronisation.
 
         Returns:
-            As src. Rows that a bool src_key_padding_mask ignores are 0, packed or not, unless
-            enable_nested_tensor is False. (torch returns 0 there on its inference path only, other
-            numbers elsewhere: code that reads these rows gets other results.)
+            The output, with the shape of src. Rows that a bool src_key_padding_mask ignores are 0,
+            packed or not, unless enable_nested_tensor is False. (torch returns 0 there on its
+            inference path only, so code that reads these rows may get other values.)
         """
         ignored = src_key_padding_mask
         by_torch = mask is None and not is_causal and torch_infers(self, src)
         if by_torch and ignored is not None and ignored.dtype == torch.bool:
-            # torch leaves out the padding by nested tensors.
+            # torch skips the padding by means of nested tensors.
             return self._without_ignored(super().forward(src, None, ignored), ignored)
         causal = is_causal_mask(mask, is_causal)
         packing = self._packing(src, mask, ignored, causal)
@@ -106,7 +107,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         return self._without_ignored(output, ignored)
 
     def _without_ignored(self, output: Tensor, ignored: Tensor | None) -> Tensor:
-        """The output with 0 in the rows that a bool src_key_padding_mask ignores."""
+        """Return the output with 0 in the rows that a bool src_key_padding_mask ignores."""
         if ignored is None or ignored.dtype != torch.bool or not self.enable_nested_tensor:
             return output
         if output.dim() == 2:
@@ -117,10 +118,10 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         return output.masked_fill(rows[..., None], 0.0)
 
     def _torch_zeroes_padding(self, src: Tensor, mask: object, ignored: Tensor | None) -> bool:
-        """True if torch would run the layers on a nested tensor and fill in zeros before the norm.
+        """Return True if torch would run nested tensors and pad with 0 before the norm.
 
-        With enable_nested_tensor=False, padded rows have to be what torch returns. The conditions
-        are those under which torch.nn.TransformerEncoder.forward makes a nested tensor.
+        With enable_nested_tensor=False, padded rows must have the values of torch. The conditions
+        are those under which torch.nn.TransformerEncoder.forward creates a nested tensor.
         """
         if self.enable_nested_tensor or not getattr(self, "use_nested_tensor", False):
             return False
@@ -148,7 +149,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         ignored: Tensor | None,
         is_causal: bool,
     ) -> Packing | None:
-        """The packing of src for the layers, or None; arguments as forward has them."""
+        """Return the packing of src for the layers, or None; arguments as in `forward`."""
         if not self.enable_nested_tensor or ignored is None:
             return None
         if not all(_takes_masks(layer, "self_attn") for layer in self.layers):
@@ -156,7 +157,7 @@ class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
         if not can_pack(src, ignored, mask, self.layers, self.norm):
             return None
         attention = self.layers[0].self_attn
-        # Not those of `ignored`, which is checked by them: transposed, it would pack other tokens.
+        # Sizes of src, to validate `ignored`: a transposed mask would pack the wrong tokens.
         batch, seqlen = src.shape[:2] if attention.batch_first else src.shape[1::-1]
         terms, is_causal = mask_terms(
             mask, ignored, is_causal, batch, attention.num_heads, seqlen, seqlen
@@ -172,9 +173,10 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerDecoder.
 
     Args:
-        decoder_layer: is copied num_layers times; one of torch.nn works too, but for `step`.
-        num_layers: how many layers.
-        norm: behind the last layer; None leaves it out.
+        decoder_layer: copied num_layers times. A torch.nn.TransformerDecoderLayer is converted;
+            other layers work too, except in `step`.
+        num_layers: number of layers.
+        norm: applied after the last layer; None omits it.
 
     Example:
         >>> layer = fused_attn.nn.TransformerDecoderLayer(64, 4, batch_first=True)
@@ -203,12 +205,12 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
             memory: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: see
                 `TransformerDecoderLayer.forward`.
-            tgt_is_causal: None finds out whether tgt_mask is the causal one, where that takes no
-                device synchronisation.
-            memory_is_causal: memory_mask is the causal one.
+            tgt_is_causal: None detects a causal tgt_mask, unless that needs a device
+                synchronisation.
+            memory_is_causal: memory_mask is the causal mask.
 
         Returns:
-            As tgt.
+            The output, with the shape of tgt.
         """
         tgt_causal = is_causal_mask(tgt_mask, tgt_is_causal)
         tgt_mask, tgt_key_padding_mask, tgt_causal = _share_masks(
@@ -239,21 +241,21 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
 
     @property
     def batch_first(self) -> bool:
-        """True if batches are (N, T, d_model); the layers decide."""
+        """True if batches are (N, T, d_model), as set in the layers."""
         return self.layers[0].self_attn.batch_first
 
     def prepare(
         self, memory: Tensor, memory_key_padding_mask: Tensor | None = None
     ) -> DecoderCache:
-        """A cache with which `step` decodes; the keys and values of the memory are projected here.
+        """Project the keys and values of the memory and return a cache for `step`.
 
         Args:
             memory: (S, N, d_model), or (N, S, d_model) with batch_first.
             memory_key_padding_mask: (N, S), see `MultiheadAttention.forward`.
 
         Raises:
-            TypeError: a layer is not this package's own, which knows caches, or has hooks.
-            ValueError: memory is of another shape, or gradients would have to flow.
+            TypeError: a layer is not of this package and so does not support caches, or has hooks.
+            ValueError: memory has a wrong shape, or gradients would have to flow through the cache.
         """
         for layer in self.layers:
             if not (_takes_masks(layer, "self_attn") and _takes_masks(layer, "multihead_attn")):
@@ -277,16 +279,16 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
     def step(
         self, tgt: Tensor, cache: DecoderCache, tgt_key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Pass new positions through the layers: what `forward` gives for them with a causal mask.
+        """Pass new positions through the layers, with the results of a causal `forward`.
 
         Args:
             tgt: the new positions, (T, N, d_model), or (N, T, d_model) with batch_first; N may be
-                several times that of the memory, see `DecoderCache`.
-            cache: of `prepare`; the positions are appended to it.
-            tgt_key_padding_mask: (N, positions so far and T), see `MultiheadAttention.forward`.
+                a multiple of the memory batch, see `DecoderCache`.
+            cache: from `prepare`; the positions are appended to it.
+            tgt_key_padding_mask: (N, cached positions + T), see `MultiheadAttention.forward`.
 
         Returns:
-            As tgt.
+            The output, with the shape of tgt.
 
         Example:
             >>> layer = fused_attn.nn.TransformerDecoderLayer(64, 4, batch_first=True)
@@ -319,15 +321,16 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
 class Transformer(_Quiet, torch.nn.Transformer):
     """`torch.nn.Transformer` (Vaswani et al. 2017): encoder and decoder on the fused kernels.
 
-    Arguments, parameters, state_dict keys and `forward` are those of torch.nn.Transformer, which
-    does no more than call `encoder` and `decoder`.
+    Arguments, parameters, state_dict keys and `forward` are those of torch.nn.Transformer, whose
+    `forward` only calls `encoder` and `decoder`.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation: as in `TransformerEncoderLayer`, for
-            the layers of both.
-        layer_norm_eps, batch_first, norm_first, bias, device, dtype: as there.
-        num_encoder_layers, num_decoder_layers: how many layers.
-        custom_encoder, custom_decoder: modules to use instead.
+            the layers of encoder and decoder.
+        layer_norm_eps, batch_first, norm_first, bias, device, dtype: as in
+            `TransformerEncoderLayer`.
+        num_encoder_layers, num_decoder_layers: number of layers.
+        custom_encoder, custom_decoder: modules to use in place of encoder and decoder.
 
     Example:
         >>> model = fused_attn.nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
@@ -348,10 +351,10 @@ def _share_masks(
     query: Tensor,
     key: Tensor,
 ) -> tuple[Tensor | Mask | None, Tensor | None, bool]:
-    """One Mask for all layers, which keeps what the kernels derive from it.
+    """Combine the masks into one Mask for all layers, which caches what kernels derive from it.
 
-    The arguments are returned as they are for layers of another kind, which do not know Masks,
-    and under torch.compile, which finds what is common by itself.
+    The arguments are returned unchanged for layers of other classes, which do not support Masks,
+    and under torch.compile, which eliminates common subexpressions on its own.
     """
     if mask is None and key_padding_mask is None:
         return mask, key_padding_mask, is_causal

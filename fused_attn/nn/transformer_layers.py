@@ -1,7 +1,8 @@
-"""The layers of torch.nn's Transformer on the fused kernels.
+"""Transformer encoder and decoder layers on the fused kernels.
 
-Each sublayer is attention or feed-forward, then dropout, the residual addition and a norm; the
-last three are one kernel. torch's own inference path, which would bypass all of it, is not used.
+Each sublayer is attention or feed-forward, followed by dropout, residual addition and norm. One
+kernel computes the last three. torch's inference fast path would bypass these kernels: it is used
+only if the default backend wraps torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fused_attn.nn.packing import Packing
 class _Layer(FromTorch):
     """Base of the encoder layer and the decoder layer."""
 
-    self_attn: Any  # MultiheadAttention, or what the user put in its place
+    self_attn: Any  # MultiheadAttention, or a user's replacement
     linear1: torch.nn.Linear
     linear2: torch.nn.Linear
     dropout: torch.nn.Dropout
@@ -64,21 +65,22 @@ class _Layer(FromTorch):
 
 @replaces(torch.nn.TransformerEncoderLayer)
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer`: self-attention and feed-forward, each with its norm.
+    """`torch.nn.TransformerEncoderLayer` on the fused kernels: self-attention and feed-forward.
 
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoderLayer.
 
     Args:
         d_model: features of the input and the output.
-        nhead: heads of the attention; divides d_model.
+        nhead: number of attention heads; must divide d_model.
         dim_feedforward: features between the two linear layers.
-        dropout: probability in training, of weights, activations and sublayers' outputs.
+        dropout: dropout probability of weights, activations and sublayer outputs, in training.
         activation: "relu", "gelu" or a function of a tensor.
         layer_norm_eps: eps of the norms.
         batch_first: batches are (N, S, d_model) instead of (S, N, d_model).
-        norm_first: norms stand before the sublayers instead of behind the residual additions.
+        norm_first: norms precede the sublayers (pre-norm) instead of following the residual
+            additions (post-norm).
         bias: linear layers and norms have biases.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Example:
         >>> layer = fused_attn.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -103,10 +105,10 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             src_mask, src_key_padding_mask, is_causal: see `MultiheadAttention.forward`.
 
         Returns:
-            As src.
+            The output, with the shape of src.
         """
         unmasked = src_mask is None and src_key_padding_mask is None and not is_causal
-        # Masked, torch has NaN where a row sees nothing.
+        # With masks, torch returns NaN for fully masked rows.
         if unmasked and type(self) is TransformerEncoderLayer and torch_infers(self, src):
             return super().forward(src)
         if src.is_nested:
@@ -115,10 +117,10 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         return self._sublayers(src, lambda x: self._self_attend(x, *masks))
 
     def forward_packed(self, src: Tensor, packing: Packing) -> Tensor:
-        """As forward, on nothing but the tokens of a padded batch.
+        """Run the layer on a packed batch, which has only the real tokens of a padded one.
 
         Args:
-            src: (1, total, d_model), as `Packing.pack` gives it.
+            src: (1, total, d_model), from `Packing.pack`.
         """
         return self._sublayers(src, lambda x: self.self_attn.forward_packed(x, packing))
 
@@ -137,7 +139,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        """torch.nn.TransformerEncoder hands nested tensors to its layers in inference."""
+        """Run the layer on a nested tensor, as torch.nn.TransformerEncoder does in inference."""
         if src_key_padding_mask is not None:
             raise ValueError("src_key_padding_mask must be None where src is a nested tensor")
         return on_padded(lambda x, ignored: self.forward(x, src_mask, ignored, is_causal), src)
@@ -145,14 +147,14 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
 @replaces(torch.nn.TransformerDecoderLayer)
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
-    """`torch.nn.TransformerDecoderLayer`: self-attention, cross-attention and feed-forward.
+    """`torch.nn.TransformerDecoderLayer` on the fused kernels.
 
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerDecoderLayer.
 
     Args:
         d_model: features of the input, the memory and the output.
         nhead, dim_feedforward, dropout, activation: as in `TransformerEncoderLayer`.
-        layer_norm_eps, norm_first, bias, device, dtype: as there.
+        layer_norm_eps, norm_first, bias, device, dtype: as in `TransformerEncoderLayer`.
         batch_first: batches are (N, T, d_model) instead of (T, N, d_model).
 
     Example:
@@ -182,12 +184,12 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         Args:
             tgt: (T, N, d_model), (N, T, d_model) with batch_first, or (T, d_model).
             memory: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
-            tgt_mask, tgt_key_padding_mask, tgt_is_causal: of the self-attention, see
+            tgt_mask, tgt_key_padding_mask, tgt_is_causal: masks of the self-attention, see
                 `MultiheadAttention.forward`.
-            memory_mask, memory_key_padding_mask, memory_is_causal: of the cross-attention.
+            memory_mask, memory_key_padding_mask, memory_is_causal: masks of the cross-attention.
 
         Returns:
-            As tgt.
+            The output, with the shape of tgt.
         """
         self_args = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross_args = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
@@ -221,8 +223,10 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         tgt_key_padding_mask: Tensor | None,
         memory_key_padding_mask: Tensor | None,
     ) -> Tensor:
-        """As forward for new positions, causal, with the keys and values of the others and of the
-        memory as `DecoderCache` has them."""
+        """Run the layer causally on new positions.
+
+        Keys and values of earlier positions and of the memory come from a `DecoderCache`.
+        """
         return self._sublayers(
             tgt,
             lambda x: self.self_attn.forward_cached(x, own, tgt_key_padding_mask),

@@ -1,4 +1,4 @@
-"""Attention together with its weights, for modules whose callers ask for them."""
+"""Attention with its weights, for modules whose callers request them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def attention_with_weights(
     average: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`scaled_dot_product_attention`, and the weights that it multiplied the values with.
+    """Compute `scaled_dot_product_attention` and return its attention weights too.
 
-    out comes from the fused kernel; a second one computes the weights anew from its lse. Where
-    they are averaged, it does so before it writes them, so that no (batch, num_heads, seqlen_q,
-    seqlen_k) tensor is held, in the backward neither. Tiles that the mask hides are not computed.
-    Both are differentiable in query, key and a float mask, to any order.
+    The fused kernel computes out; a second kernel recomputes the weights from its lse. It averages
+    them before the store, so no (batch, num_heads, seqlen_q, seqlen_k) tensor is materialized, in
+    the backward neither. Fully masked tiles are skipped. Both results are differentiable in query,
+    key and a float mask, to any order.
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64.
@@ -41,12 +41,12 @@ def attention_with_weights(
 
     Returns:
         out, (batch, num_heads, seqlen_q, head_dim_v), and the weights after dropout, (batch,
-        num_heads, seqlen_q, seqlen_k), or (batch, seqlen_q, seqlen_k) for the average, in the type
-        of query. What is hidden is 0, and so are rows that see nothing.
+        num_heads, seqlen_q, seqlen_k), or (batch, seqlen_q, seqlen_k) for the average, in the dtype
+        of query. Weights of masked keys are 0, so fully masked rows are all 0.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message has expected and got.
-        NotImplementedError: the backend that was asked for does not take the problem.
+        NotImplementedError: the requested backend does not support the problem.
 
     Example:
         >>> out, weights = attention_with_weights(query, key, value, is_causal=True, average=True)

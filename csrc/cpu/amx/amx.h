@@ -1,7 +1,8 @@
-// The tile registers of AMX: 16 rows of 64 bytes each, and what multiplies them.
+// AMX tile registers (16 rows of 64 bytes each) and the instructions that load, store and multiply
+// them.
 //
-// Of the eight, 0 to 3 are sums (float32), 4 and 5 left operands, 6 and 7 right ones. In memory a
-// tile is 1 KiB, contiguous.
+// Of the eight registers, 0 to 3 hold accumulators (float32), 4 and 5 left operands, 6 and 7 right
+// operands. In memory a tile is 1 KiB, contiguous.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -11,12 +12,12 @@
 namespace fused_attn {
 namespace {
 
-constexpr int64_t kTileRows = 16, kTileSteps = 32;  // steps: 16-bit numbers of a row
+constexpr int64_t kTileRows = 16, kTileSteps = 32;  // steps: 16-bit numbers per row
 constexpr int64_t kTileNumbers = kTileRows * kTileSteps, kTileSums = kTileRows * 16;
-// Left operands and sums have two rows of tiles, which lie side by side: 32 rows in a row.
+// Left operands and sums are pairs of tiles, stored contiguously: 32 consecutive rows.
 constexpr int64_t kPairNumbers = 2 * kTileNumbers, kPairSums = 2 * kTileSums;
 
-// The tile registers of this thread, for as long as it lives.
+// Configures the tile registers of this thread; releases them on destruction.
 class TileRegisters {
  public:
   TileRegisters() {
@@ -25,7 +26,7 @@ class TileRegisters {
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
-    asm volatile("" : : "r"(&config) : "memory");  // or config would not be stored in time
+    asm volatile("" : : "r"(&config) : "memory");  // else config might not be stored yet
     _tile_loadconfig(&config);
   }
   ~TileRegisters() { _tile_release(); }
@@ -33,14 +34,14 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// stride: bytes from row to row.
+// Loads a tile. stride: bytes between rows.
 template <int kTile>
 FUSED_ATTN_INLINE void tile_load(const void* tile, int64_t stride = 64) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(tile), "r"(stride), "i"(kTile) : "memory");
 }
 
-// For what streams through: with the hint, what L1 holds besides no longer matters (19.7 cycles a
-// product instead of up to 26.6).
+// Loads a tile of streamed data. With the t1 hint, the other contents of L1 no longer matter (19.7
+// cycles per product instead of up to 26.6).
 template <int kTile>
 FUSED_ATTN_INLINE void tile_stream(const void* tile) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
@@ -68,7 +69,7 @@ FUSED_ATTN_INLINE void tile_multiply_bfloat16() {
 }
 
 #if defined(FUSED_ATTN_AMX_FP16)
-// GCC has an intrinsic and a flag for it from 13 on only.
+// Inline assembly: GCC has the intrinsic and its flag only from version 13.
 template <int kSum, int kLeft, int kRight>
 FUSED_ATTN_INLINE void tile_multiply_half() {
   asm volatile("tdpfp16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));

@@ -1,10 +1,10 @@
-// Numbers as tile registers multiply them: how a storage type is split and stored.
+// Number formats of tile operands: how a storage type is split into parts and stored.
 //
-//   bfloat16: as it is.
-//   float16: as it is where tiles know it; else two bfloat16 parts.
-//   float32: three bfloat16 parts. Two float16 parts would be 1.5 times as fast, but have 22 bits:
-//   in rows where one key has all the weight, out is that key's value, which then misses a bit.
-// Of the products of parts, those below the type's last bit are left out.
+//   bfloat16: unchanged.
+//   float16: unchanged with AMX-FP16, else two bfloat16 parts.
+//   float32: three bfloat16 parts. Two float16 parts would be 1.5 times as fast but have 22 bits:
+//   where one key has all the weight, out is that key's value, which would then lack a bit.
+// Products of parts below the last bit of the type are omitted.
 #pragma once
 
 #include "cpu/amx/amx.h"
@@ -17,7 +17,7 @@ namespace {
 
 struct BFloat16Tiles {
   static constexpr int kExponentBits = 8;
-  static constexpr uint32_t kBits = 0xFFFF0000u;  // of a float32 that one such number has
+  static constexpr uint32_t kBits = 0xFFFF0000u;  // bits of a float32 that one number holds
 
   template <int kSum, int kLeft, int kRight>
   static FUSED_ATTN_INLINE void multiply() {
@@ -25,7 +25,8 @@ struct BFloat16Tiles {
   }
 
   static float load(const uint16_t* at) { return to_acc(BFloat16{*at}); }
-  // In the upper halves, rounded. By an addition: a conversion takes as long as two products.
+  // Rounds to the upper halves of words. Uses an addition: a conversion takes as long as two
+  // products.
   static FUSED_ATTN_INLINE Vec32 upper(Vec<float> x) { return (Vec32)x + 0x8000u; }
 };
 
@@ -47,7 +48,7 @@ struct HalfTiles {
 };
 #endif
 
-// What a storage type is multiplied as.
+// Tile format of a storage type.
 template <class T>
 struct TileFormatOf {  // float32
   using Number = BFloat16Tiles;
@@ -73,14 +74,14 @@ template <class T>
 struct TileFormat : TileFormatOf<T> {
   using Number = typename TileFormatOf<T>::Number;
   using TileFormatOf<T>::kParts;
-  // A weight of 1 is stored as 2^kWeightExponent, so that small ones keep their bits.
+  // A weight of 1 is stored as 2^kWeightExponent, so that small weights keep their bits.
   using TileFormatOf<T>::kWeightExponent;
-  // Weights are multiplied as other numbers than they are.
+  // Weights are rounded before they are multiplied.
   static constexpr bool kRounds = sizeof(T) == 2;
-  // Numbers have fewer exponents than float32.
+  // The exponent range is smaller than float32's.
   static constexpr bool kShortRange = Number::kExponentBits < 8;
 
-  // 16 numbers as parts, in the upper halves of words.
+  // Splits 16 numbers into parts, in the upper halves of words.
   static FUSED_ATTN_INLINE void split(Vec<float> x, Vec32* parts) {
     for (int part = 0; part < kParts - 1; ++part) {
       parts[part] = (Vec32)x & Number::kBits;
@@ -89,28 +90,29 @@ struct TileFormat : TileFormatOf<T> {
     parts[kParts - 1] = Number::upper(x);
   }
 
-  // Words of a's numbers below and b's above. (A shuffle: shifts are on the port of products.)
+  // Stores words with a's numbers in the lower and b's in the upper halves. Uses a shuffle, as
+  // shifts run on the port of products.
   static FUSED_ATTN_INLINE void store_woven(Vec32 a, Vec32 b, uint16_t* at) {
     const __m512i down = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
     const __m512i low = _mm512_shuffle_epi8((__m512i)a, down);
     _mm512_store_si512(at, _mm512_mask_blend_epi16(0xAAAAAAAAu, low, (__m512i)b));
   }
 
-  // Where number t of 32 stands that store_woven() has put there.
+  // Returns the position of number t of 32 after store_woven().
   static constexpr int woven(int t) { return t < 16 ? 2 * t : 2 * t - 31; }
-  // The number that stands at i of 32.
+  // Returns the number at position i of 32: the inverse of woven().
   static constexpr int unwoven(int i) { return i / 2 + i % 2 * 16; }
 
-  // All bits of the numbers whose bit is set.
+  // Returns a mask over 32 woven numbers: all ones for each number whose bit is set.
   static __m512i woven_mask(uint32_t bits) {
     const __m512i low = _mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), 0xFFFF);
     const __mmask16 upper_bits = static_cast<__mmask16>(bits >> 16);
     return _mm512_or_si512(low, _mm512_maskz_set1_epi32(upper_bits, ~0xFFFF));
   }
 
-  // 32 weights in a row of left tiles, woven; adds to *rounded what they became, and then leaves
-  // out those whose bit is not set. By integer instructions, which have a port of their own beside
-  // products and conversions.
+  // Stores 32 weights in a row of left tiles, woven. Adds the rounded weights to *rounded; with
+  // kDrops then zeroes those whose bit in `keep` is 0. Uses integer instructions, whose port is not
+  // shared with products and conversions.
   template <bool kDrops>
   static FUSED_ATTN_INLINE void store_weights(uint16_t* row, Vec<float> a, Vec<float> b,
                                               uint32_t keep, Vec<float>* rounded) {
@@ -138,15 +140,16 @@ struct TileFormat : TileFormatOf<T> {
   }
 
  private:
-  // To what the parts can say: two bfloat16 parts have 16 bits of the 24, one 8, a float16 11.
+  // Rounds to the precision of the parts: 16 bits for two bfloat16 parts, 8 for one, 11 for
+  // float16.
   static FUSED_ATTN_INLINE Vec<float> round(Vec<float> x) {
     constexpr uint32_t kLast = kParts == 2 ? 1u << 8 : ~Number::kBits + 1;
     return (Vec<float>)(((Vec32)x + kLast / 2) & (0u - kLast));
   }
 };
 
-// The products of parts, the largest last as far as it goes, in an order in which the next one
-// shares an operand with the one before.
+// The products of parts, ordered so that each shares an operand with the previous one, and as far
+// as possible with the largest last.
 template <int kParts>
 struct TileProducts;
 template <>

@@ -1,10 +1,10 @@
-// C = A * B in AMX tile registers: bfloat16 pairs, summed in float32.
+// C = A * B in AMX tile registers: bfloat16 pairs, accumulated in float32.
 //
 // Each number of A and B is a sum of kParts bfloat16 numbers: three hold all 24 bits of a float32,
 // two all 11 of a float16.
 //
-// A tile product takes 16 cycles for 16 x 16 x 32, so float32 by six products is 2.7 times as fast
-// as by vector multiply-add, and float16 by four 4 times.
+// A tile product of 16 x 16 x 32 takes 16 cycles. So float32 (six products) is 2.7 times as fast as
+// with vector multiply-adds, and float16 (four products) 4 times.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -15,11 +15,10 @@
 namespace fused_attn {
 namespace {
 
-// The products of parts that are larger than a float32's last bit, in an order in which the next
-// one shares an operand with the last. Of two parts these are all: without the smallest, the lse of
-// a single score was off by 2^-17, more than that of eager attention where float16 happens to hold
-// the score. The first kSmall of them are summed over all steps before
-// the others, so that C is rounded at its full size only once for 32 steps.
+// The products of parts above a float32's last bit, ordered so that each shares an operand with the
+// previous one. Two parts need all four: without the smallest, the lse of a single score was off by
+// 2^-17, more than eager attention's where float16 holds the score exactly. The first kSmall are
+// accumulated over all steps before the others, so C is rounded at full size once per 32 steps.
 template <int kParts>
 struct PartProducts;
 template <>
@@ -36,7 +35,7 @@ struct PartProducts<3> {
   static constexpr int kOfA[] = {2, 1, 1, 0, 0, 0}, kOfB[] = {0, 0, 1, 1, 2, 0};
 };
 
-// Adds products [kFirst, kLast) of all steps to tile registers 0 to 3.
+// Accumulates products [kFirst, kLast) of all steps in tile registers 0 to 3.
 template <int kParts, bool kTwo, int kFirst, int kLast, class Meanwhile>
 inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part,
                           const uint32_t* b, int64_t ldb, int64_t b_part, Meanwhile& meanwhile) {
@@ -67,15 +66,16 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
   }
 }
 
-// 16 or 32 rows of C, 32 columns. Strides in elements; part: from one part to the next. meanwhile
-// is called twice for each product of parts and step: the tile unit leaves the vector units free.
+// Computes 16 or 32 rows and 32 columns of C. Strides are in elements; *_part is the distance
+// between parts. Calls meanwhile() twice per step and product of parts, for vector work that runs
+// beside the tile unit.
 template <int kParts, bool kTwo, Into kInto, class Meanwhile>
 inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part, const uint32_t* b,
                        int64_t ldb, int64_t b_part, float* c, int64_t ldc, const float* scale,
                        Meanwhile& meanwhile) {
-  // One part: starting from C. More: its rounding would count, see Into.
+  // Accumulate onto C only with one part: with more, each product would round C; see Into.
   constexpr bool kFromC = kInto == Into::kAdd && kParts == 1;
-  asm volatile("" ::: "memory");  // what is stored above is stored before the tiles read it
+  asm volatile("" ::: "memory");  // complete earlier stores before tile loads
   if (kFromC) {
     _tile_loadd(0, c, ldc * 4);
     _tile_loadd(1, c + 16, ldc * 4);

@@ -1,4 +1,4 @@
-// Rows of queries, keys and values as tiles. What is missing of a row is 0.
+// Packs rows of queries, keys and values into tiles, padded with 0.
 #pragma once
 
 #include "cpu/amx/tile_format.h"
@@ -9,32 +9,33 @@
 namespace fused_attn {
 namespace {
 
-constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // of a query tile, and of a block
+constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // queries of a query tile, keys of a block
 
-// A block of packed keys and values.
+// A packed KV block.
 struct KeyBlock {
   uint16_t *key, *value;
   bool packed;
-  // Rows of value that are not finite, and may not be multiplied with weights of 0: they are packed
-  // as 0, and added one by one.
+  // Non-finite rows of value, which must not be multiplied by a weight of 0: they are packed as 0,
+  // and the kernels add them one by one.
   int num_nonfinite;
   uint8_t nonfinite[kTileKeys];
 };
 
-// The lanes of a vector from `d` on that a row of `dim` has.
+// Returns the mask of the vector lanes from `d` on that are within a row of `dim`.
 inline __mmask32 lanes32(int64_t dim, int64_t d) {
   return dim - d >= 32 ? 0xFFFFFFFFu : dim <= d ? 0u : (1u << (dim - d)) - 1;
 }
 inline __mmask16 lanes16(int64_t dim, int64_t d) { return static_cast<__mmask16>(lanes32(dim, d)); }
 
-// Rows [begin, begin + n) of a head as addresses, and null up to `count`.
+// Lists the addresses of rows [begin, begin + n) of a head, then null up to `count`.
 template <class T>
 inline void list_rows(const T* head, int64_t stride, int64_t begin, int64_t n, int64_t count,
                       const T** rows) {
   for (int64_t r = 0; r < count; ++r) rows[r] = r < n ? head + (begin + r) * stride : nullptr;
 }
 
-// By vectors: memset would be a string instruction, which takes a hundred cycles to begin.
+// Zeroes floats with vector stores: memset would become a string instruction, which takes a hundred
+// cycles to start.
 inline void clear(float* at, int64_t count) {
   for (int64_t e = 0; e < count; e += 16) {
     Vec<float> zero{};
@@ -43,9 +44,9 @@ inline void clear(float* at, int64_t count) {
   }
 }
 
-constexpr int kInfinityOrNan = 0x99;  // of vfpclassps
+constexpr int kInfinityOrNan = 0x99;  // classes for vfpclassps
 
-// Whether a row is finite.
+// Returns true if all numbers of a row are finite.
 template <class T>
 inline bool row_finite(const T* row, int64_t dim) {
   if constexpr (sizeof(T) == 4) {
@@ -66,10 +67,10 @@ inline bool row_finite(const T* row, int64_t dim) {
   }
 }
 
-// How numbers are read: whole rows of finite numbers fast, all others with care.
+// Readers: WholeRows is the fast path for complete, finite rows; AnyRows accepts all others.
 
-// Rows that are all there, whose length is whole steps. Whether one was not finite is known in the
-// end; then it has to be done again.
+// Reads complete rows, whose length is a multiple of a step, without masks. finite() tells at the
+// end whether all were finite; if not, packing is repeated with AnyRows.
 template <class T>
 class WholeRows {
   using F = TileFormat<T>;
@@ -77,12 +78,12 @@ class WholeRows {
  public:
   explicit WholeRows(int64_t) {}
 
-  // 32 numbers that are multiplied as they are.
+  // Reads 32 numbers of a type with one part.
   FUSED_ATTN_INLINE __m512i numbers(const T* row, int64_t begin) {
     return seen(_mm512_loadu_si512(row + begin));
   }
 
-  // 16 numbers in float32.
+  // Reads 16 numbers as float32.
   FUSED_ATTN_INLINE __m512 floats(const T* row, int64_t begin) {
     if constexpr (sizeof(T) == 4) {
       return (__m512)seen(_mm512_loadu_si512(row + begin));
@@ -136,7 +137,7 @@ class AnyRows {
     }
   }
 
-  // Infinity and NaN stay what they are: infinity less infinity is no part.
+  // Stores infinity and NaN in the first part only: the remainder inf - inf would be NaN.
   static void split(__m512 x, Vec32* parts) {
     F::split((Vec<float>)x, parts);
     const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);
@@ -155,20 +156,20 @@ class AnyRows {
   const int64_t dim_;
 };
 
-// Rows are given by their addresses; null: a row of 0. What packs a block or a query tile is not
-// inlined: it is called where it is worth a call, from many places.
+// Packing functions. Rows are passed as addresses; null is a row of 0. The functions are not
+// inlined: each call does enough work, and there are many call sites.
 template <class T>
 class TilePack {
   using F = TileFormat<T>;
   static constexpr int kParts = F::kParts;
-  static constexpr int64_t kStep = kParts * kTileNumbers;  // of 16 rows or keys
+  static constexpr int64_t kStep = kParts * kTileNumbers;  // numbers of 16 rows
 
  public:
-  // Of rows of `steps` * 32 features, however they are packed.
+  // Returns the packed size, in numbers, of rows of `steps` * 32 features, for any layout below.
   static int64_t size(int64_t rows, int64_t steps) { return rows / 16 * steps * kStep; }
 
-  // Left tiles (steps, parts, 2) of 16 rows x 32 features. meanwhile() is called for each row and
-  // step.
+  // Packs 32 rows as left tiles (steps, parts, 2) of 16 rows x 32 features. Calls meanwhile() for
+  // each row and step.
   template <class Meanwhile = Nothing>
   static void left(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst,
                    Meanwhile meanwhile = {}) {
@@ -183,7 +184,7 @@ class TilePack {
     });
   }
 
-  // Right tiles (count / 16, steps, parts) of 16 pairs of features x 16 rows.
+  // Packs rows as right tiles (count / 16, steps, parts) of 16 pairs of features x 16 rows.
   static void right(const T* const* rows, int64_t count, int64_t dim, int64_t steps,
                     uint16_t* dst) {
     read(rows, count, dim, steps, [&](auto& reader) {
@@ -196,10 +197,10 @@ class TilePack {
     });
   }
 
-  // Right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features. Of the values that
-  // weights are multiplied with: a row that is not finite may not be multiplied with 0, so it is
-  // left out, and said to be nonfinite. row_at(i): the row of 32 that stands at i. meanwhile() is
-  // called for each pair of rows and step.
+  // Packs rows as right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features, for
+  // products with weights. A non-finite row must not be multiplied by 0, so it is packed as 0 and
+  // listed in block->nonfinite. row_at(i) returns the row of 32 at position i. Calls meanwhile()
+  // for each pair of rows and step.
   template <class RowAt, class Meanwhile = Nothing>
   static void values(const T** rows, int64_t count, int64_t dim, int64_t steps, const RowAt& row_at,
                      KeyBlock* block, Meanwhile meanwhile = {}) {
@@ -219,7 +220,7 @@ class TilePack {
     pack(reader);
   }
 
-  // Left tiles (steps, parts, 2) of 16 features x 32 rows: the transpose.
+  // Packs the transpose of 32 rows as left tiles (steps, parts, 2) of 16 features x 32 rows.
   static void left_columns(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst) {
     read(rows, 32, dim, steps, [&](auto& reader) {
       alignas(64) uint16_t stage[2 * kParts][kTileNumbers];
@@ -235,7 +236,7 @@ class TilePack {
   }
 
  private:
-  // Takes rows that are not finite out, and says which of a block they were.
+  // Replaces non-finite rows by null and lists them in block->nonfinite.
   static void take_nonfinite(const T** rows, int64_t count, int64_t dim, KeyBlock* block) {
     block->num_nonfinite = 0;
     for (int64_t t = 0; t < count; ++t) {
@@ -245,7 +246,7 @@ class TilePack {
     }
   }
 
-  // pack(reader), fast if that can be done.
+  // Calls pack(reader), on the fast path if possible.
   template <class Packing>
   static FUSED_ATTN_INLINE void read(const T* const* rows, int64_t count, int64_t dim,
                                      int64_t steps, const Packing& pack) {
@@ -254,7 +255,7 @@ class TilePack {
     pack(reader);
   }
 
-  // False: not done, as it should be with care.
+  // Calls pack() with WholeRows. Returns false if the rows need AnyRows instead.
   template <class Packing>
   static FUSED_ATTN_INLINE bool read_fast(const T* const* rows, int64_t count, int64_t dim,
                                           int64_t steps, const Packing& pack) {
@@ -269,8 +270,8 @@ class TilePack {
     return pack(reader);
   }
 
-  // A right tile of 16 rows, features [begin, begin + 32). In parts, transposed before they are
-  // split: the parts are more.
+  // Packs a right tile of 16 rows, features [begin, begin + 32). Transposes before splitting, as
+  // the parts are more data.
   template <class Reader>
   static FUSED_ATTN_INLINE void right_tile(Reader& reader, const T* const* rows, int64_t begin,
                                            uint16_t* dst) {
@@ -289,7 +290,7 @@ class TilePack {
     }
   }
 
-  // Right tiles (2, parts) of 16 pairs of rows x 16 features, from feature `begin` on.
+  // Packs right tiles (2, parts) of 16 pairs of rows x 16 features, from feature `begin` on.
   template <class Reader, class RowAt, class Meanwhile>
   static FUSED_ATTN_INLINE void pairs(Reader& reader, const T* const* rows, int64_t begin,
                                       uint16_t* dst, const RowAt& row_at, Meanwhile meanwhile) {
@@ -317,8 +318,8 @@ class TilePack {
     _mm512_store_si512(dst + kStep, _mm512_permutex2var_epi16(x, up, y));
   }
 
-  // 32 numbers of a row of left tiles from `begin` on. In parts, numbers i and 16 + i are
-  // neighbours: queries and keys are packed alike, and products do not mind.
+  // Packs 32 numbers of a row of left tiles, from `begin` on. With several parts, numbers i and
+  // 16 + i become neighbours: queries and keys use the same order, so products are unaffected.
   template <class Reader>
   static FUSED_ATTN_INLINE void numbers(Reader& reader, const T* row, int64_t begin,
                                         uint16_t* dst) {
@@ -329,7 +330,7 @@ class TilePack {
     }
   }
 
-  // The parts of a and b, in turn, in a row of each part's tile; those are `apart`.
+  // Interleaves the parts of a and b, each part in its tile. apart: distance between tiles.
   template <class Reader>
   static FUSED_ATTN_INLINE void weave(const Reader&, __m512 a, __m512 b, int64_t apart,
                                       uint16_t* dst) {
@@ -341,7 +342,7 @@ class TilePack {
     }
   }
 
-  // Numbers 0 to 15 of two vectors, in turn.
+  // Returns the permutation that interleaves numbers 0 to 15 of two vectors.
   static FUSED_ATTN_INLINE __m512i low_halves() {
     alignas(64) static const uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
                                                   37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,

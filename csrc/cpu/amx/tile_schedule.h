@@ -1,8 +1,8 @@
-// The products of a tile in tile registers, with vector work in between.
+// Schedule of tile products with interleaved vector work.
 //
-// A step is four products, 2 x 2 tiles, of 32 numbers each. What a group of steps has summed up is
-// stored only when the next group needs its registers, one tile before each product: stored at
-// once, a product took 22.6 cycles instead of 16.
+// A step is 2 x 2 tile products over 32 numbers each. The accumulators of a quad are stored only
+// when the next quad needs their registers, one tile before each product. Storing all four together
+// raised a product from 16 to 22.6 cycles.
 #pragma once
 
 #include "cpu/amx/tile_format.h"
@@ -12,15 +12,15 @@
 namespace fused_attn {
 namespace {
 
-// 2 x 2 sums of left tiles (steps, parts, 2) times right tiles (2, steps, parts), and how far those
-// of a column and a step lie apart.
+// 2 x 2 accumulators of left tiles (steps, parts, 2) times right tiles (2, steps, parts), with the
+// distances between steps and between columns.
 struct TileQuad {
   const uint16_t *left, *right;
   int64_t steps, left_step, right_column, right_step;
   float* out[4];
 };
 
-// out: tiles (2 columns, 2 rows).
+// Sets the outputs of a quad to tiles (2 columns, 2 rows).
 inline void set_out(float* out, TileQuad* quad) {
   quad->out[0] = out;
   quad->out[1] = out + kPairSums;
@@ -28,8 +28,8 @@ inline void set_out(float* out, TileQuad* quad) {
   quad->out[3] = out + kPairSums + kTileSums;
 }
 
-// Left tiles (steps, 2) times right tiles (columns, steps), both packed without gaps, to tiles
-// (columns, 2): columns / 2 quads, to `quads`.
+// Lists the columns / 2 quads of left tiles (steps, 2) times right tiles (columns, steps), both
+// contiguous, with output tiles (columns, 2).
 template <class F>
 inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t steps,
                           int64_t columns, float* out, TileQuad* quads) {
@@ -46,8 +46,8 @@ inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t s
   }
 }
 
-// Left tiles (steps, 2) of keys times right tiles (steps, columns) of pairs of keys, added to tiles
-// (columns, 2).
+// Lists the columns / 2 quads of left tiles (steps, 2) times right tiles (steps, columns) of pairs
+// of keys, with output tiles (columns, 2).
 template <class F>
 inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps, int64_t columns,
                       float* out, TileQuad* quads) {
@@ -64,7 +64,7 @@ inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps
   }
 }
 
-// Where the sums in registers 0 to 3 belong.
+// Destinations of the accumulators in registers 0 to 3, which are not stored yet.
 struct PendingSums {
   PendingSums() { forget(); }
 
@@ -73,7 +73,7 @@ struct PendingSums {
     adds = false;
   }
 
-  // What is apart, to where it belongs.
+  // Adds the separate partial sums to their destinations.
   void add() {
     for (int i = 0; i < 4; ++i) {
       for (int64_t e = 0; e < kTileSums; e += 16) {
@@ -83,7 +83,7 @@ struct PendingSums {
     adds = false;
   }
 
-  // All of them, from registers.
+  // Stores all four registers and completes a pending addition.
   void flush() {
     tile_store<0>(at[0]);
     tile_store<1>(at[1]);
@@ -94,24 +94,24 @@ struct PendingSums {
   }
 
   float* at[4];
-  // float32 takes six products of parts, each of which rounds the sum it is added to. So sums of a
-  // few steps are made apart, and added to what is there once.
+  // float32 takes six products of parts, each of which rounds its accumulator. So a few steps are
+  // accumulated in `apart` and added to `sums` once.
   bool adds;
   float* sums[4];
   alignas(64) float apart[4][kTileSums];
 };
 
-// Vector work that there is none of.
+// No vector work.
 struct NoWork {
   bool done() const { return true; }
   template <int kQuarter>
   void next() {}
 };
 
-// Products, with some of the vector work after each step. How much is known at compile time, and
-// loops have few branches: one that is predicted wrongly costs as much as a product.
+// Issues products with a share of the vector work after each step. The share is a compile-time
+// constant and loops have few branches, because a mispredict costs as much as a product.
 //
-// Work: done(), and next<0>() to next<3>(), the quarters of a unit.
+// Work has done(), and next<0>() to next<3>() for the quarters of a unit.
 template <class F, class Work>
 class TileSchedule {
   using Products = TileProducts<F::kParts>;
@@ -120,7 +120,8 @@ class TileSchedule {
  public:
   TileSchedule(PendingSums* pending, const Work& work) : work(work), pending_(pending) {}
 
-  // kAdd: to what is there. kUnits: of the work, in a step.
+  // Multiplies a quad. kAdd: add to the output instead of overwriting it. kUnits: units of work per
+  // step.
   template <bool kAdd, int kUnits>
   FUSED_ATTN_INLINE void multiply(const TileQuad& quad) {
     const uint16_t *a = quad.left, *b = quad.right;
@@ -146,8 +147,8 @@ class TileSchedule {
   Work work;
 
  private:
-  // The work that is due, at four places of a step: units of 100 cycles in one piece would keep
-  // the products behind them waiting.
+  // Does the work that is due, at four places of a step: a unit of 100 cycles in one piece would
+  // delay the products behind it.
   template <int kIndex, int kUnits>
   FUSED_ATTN_INLINE void meanwhile() {
     if constexpr (kIndex % Products::kCount == Products::kCount - 1) {
@@ -171,7 +172,7 @@ class TileSchedule {
     work.template next<3>();
   }
 
-  // Sum kTile to where it belongs, to make room for the next one.
+  // Stores accumulator kTile of the previous quad and initializes it for this one.
   template <int kTile, bool kFirst, bool kAdd>
   FUSED_ATTN_INLINE void begin(float* const* out) {
     if (!kFirst) return;
@@ -183,9 +184,9 @@ class TileSchedule {
     }
   }
 
-  // a: left tiles of 16 rows each; b0, b1: right tiles of 16 columns each.
+  // Issues the products of parts from kProduct on, without reloading operands of the previous one.
   //
-  // Products of parts from kProduct on; what the last one has loaded is not loaded again.
+  // a: left tiles of 16 rows each; b0, b1: right tiles of 16 columns each.
   template <bool kFirst, bool kAdd, int kUnits, int kProduct = 0>
   FUSED_ATTN_INLINE void step(const uint16_t* a, const uint16_t* b0, const uint16_t* b1,
                               float* const* out) {

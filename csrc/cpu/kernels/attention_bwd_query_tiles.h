@@ -1,4 +1,4 @@
-// What goes into the tiles of the attention backward, and what comes out of them.
+// Operands and results of the AMX backward: packing of queries, keys and values, storing gradients.
 #pragma once
 
 #include "cpu/amx/tile_schedule.h"
@@ -9,24 +9,23 @@
 namespace fused_attn {
 namespace {
 
-// A query tile of packed queries.
+// A packed query tile.
 struct BwdQueryTile {
   int64_t b, h, first, count;                  // queries [first, first + count) of head (b, h)
-  uint32_t alive;                              // bit r: row r is there, and sees something
+  uint32_t alive;                              // bit r: row r exists and has a visible key
   uint16_t *query, *grad_out;                  // left tiles (steps, parts, 2)
-  uint16_t *query_columns, *grad_out_columns;  // left tiles (steps, parts, 2) of features
-  float* grad_query;                           // tiles (2, 2 steps), without scale
+  uint16_t *query_columns, *grad_out_columns;  // transposed: left tiles (steps, parts, 2)
+  float* grad_query;                           // tiles (2 steps, 2), not yet scaled
   GradientRows rows;
 };
 
-// A block of packed keys and values, and where its gradients are summed up: tiles of features x
-// keys (2 steps, 2).
+// A packed KV block and the accumulators of its gradients: tiles (2 steps, 2) of features x keys.
 struct BwdBlock {
-  KeyBlock keys;       // value: pairs of keys, for dQ
-  uint16_t* features;  // value: pairs of features, for dP
+  KeyBlock keys;       // key: pairs of features, for S; value: K as pairs of keys, for dQ
+  uint16_t* features;  // V as pairs of features, for dP
   float *grad_key, *grad_value;
   int64_t j, n;  // keys [j, j + n)
-  int64_t at;    // of the blocks that are packed together
+  int64_t at;    // index among the blocks of an epoch
 };
 
 template <class T>
@@ -43,7 +42,7 @@ class BwdQueryTiles {
         scores_(p_),
         unit_(scores_.units.natural),
         steps_(div_up(p_.head_dim, kTileSteps)),
-        // The backward of the weights has no values: dP is a product of nothing then, not none.
+        // The backward of the weights has no values: dP is then a product with zeros.
         steps_v_(max64(div_up(p_.head_dim_v, kTileSteps), 1)) {}
 
   static int64_t query_tile_bytes(int64_t steps, int64_t steps_v) {
@@ -63,7 +62,7 @@ class BwdQueryTiles {
     rows_ = arena_.template take<float>(kGradientKeys * max64(steps_, steps_v_) * kTileSteps);
   }
 
-  // Queries from `first` on of head (b, h) into slot `slot`; if they see anything.
+  // Packs the queries from `first` on of head (b, h) into a slot, unless all are fully masked.
   void pack_query_tile(int64_t b, int64_t h, int64_t first, int64_t slot) {
     const SequenceRows queries = query_rows(p_, b);
     BwdQueryTile& query_tile = query_tiles_[slot];
@@ -89,7 +88,7 @@ class BwdQueryTiles {
     load_delta(queries, &query_tile);
   }
 
-  // Keys [j, j + n) of head (b, h_kv).
+  // Packs keys and values [j, j + n) of head (b, h_kv).
   void pack_block(int64_t b, int64_t h_kv, int64_t j, int64_t n, BwdBlock* block) {
     const SequenceRows keys = key_rows(p_, b);
     const T* rows[kGradientKeys];
@@ -106,9 +105,9 @@ class BwdQueryTiles {
         &block->keys);
   }
 
-  // Where numbers have few exponents: a power of 2 that dS is multiplied by, as large as it may be
-  // for the heads of h_kv. |dS| <= c (|dP| + |delta|) + |dlse| <= 2 c max |dO| max |V| + max
-  // |dlse|.
+  // Returns the largest power of 2 by which dS can be scaled without overflow in a format of short
+  // range, for the heads of h_kv; 1 in other formats.
+  // |dS| <= c (|dP| + |delta|) + |dlse| <= 2 c max |dO| max |V| + max |dlse|.
   float grad_factor(int64_t b, int64_t h_kv) {
     if (!F::kShortRange) return 1;
     const SequenceRows queries = query_rows(p_, b), keys = key_rows(p_, b);
@@ -136,7 +135,7 @@ class BwdQueryTiles {
     return __builtin_ldexpf(1.f, static_cast<int>(shift));
   }
 
-  // dQ of a head's query tiles to rows.
+  // Writes dQ of a head, from tiles to rows.
   void write_grad_query(int64_t b, int64_t h, const float* query_tiles) {
     const SequenceRows queries = query_rows(p_, b);
     T* const head =
@@ -154,7 +153,7 @@ class BwdQueryTiles {
     }
   }
 
-  // Gradients of keys [begin, end), of features x keys, times `factor`, to rows of out.
+  // Transposes gradients of keys [begin, end), multiplies by `factor` and writes rows of out.
   void write_key_rows(const float* tiles, int64_t steps, int64_t dim, double factor, int64_t begin,
                       int64_t end, void* out, const int64_t strides[3], int64_t b, int64_t h) {
     T* const head = const_cast<T*>(at_head<T>(out, strides, key_rows(p_, b), h));
@@ -180,7 +179,7 @@ class BwdQueryTiles {
   const AttentionBwdParams& bwd_;
   const AttentionParams& p_;
   TileScores<kGradientKeys> scores_;
-  const ExpUnit<float> unit_;  // of a score
+  const ExpUnit<float> unit_;  // unit of the scores
   const int64_t steps_, steps_v_;
   Arena arena_;
   TileRegisters registers_;
@@ -188,7 +187,7 @@ class BwdQueryTiles {
   float* rows_;                // (32, widest head_dim)
 
  private:
-  // The largest length of the rows that are finite.
+  // Returns the largest norm of the finite rows.
   float longest(const T* rows, int64_t stride, int64_t count) {
     float most = 0;
     for (int64_t r = 0; r < count; ++r) {
@@ -204,7 +203,7 @@ class BwdQueryTiles {
     return __builtin_sqrtf(most);
   }
 
-  // Statistics of rows from `at` of all rows on.
+  // Loads lse, its residual and dlse of the query tile; `at` is the index of its first row.
   void load_rows(int64_t at, BwdQueryTile* query_tile) const {
     query_tile->alive = 0;
     GradientRows& rows = query_tile->rows;
@@ -217,7 +216,7 @@ class BwdQueryTiles {
       if (lse == -infinity) continue;
       query_tile->alive |= uint32_t{1} << r;
       const float low = static_cast<const float*>(p_.lse_residual)[at + r];
-      // A score times unit_.high is its power of 2.
+      // score * unit_.high is the exponent of 2.
       const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
       const double natural = scores_.units.natural * step;
       in_units(lse, low, natural, &rows.lse[r], &rows.lse_lost[r]);
@@ -227,8 +226,8 @@ class BwdQueryTiles {
     }
   }
 
-  // The rows of a query tile, and null for those that see nothing: what stands there must not
-  // matter, NaN included.
+  // Lists the rows of a query tile, null where a row is fully masked: its contents, even NaN, must
+  // have no effect.
   static void list(const void* data, const int64_t strides[3], const SequenceRows& queries,
                    const BwdQueryTile& query_tile, const T** rows) {
     const T* const head = at_head<T>(data, strides, queries, query_tile.h);
@@ -237,8 +236,8 @@ class BwdQueryTiles {
     }
   }
 
-  // delta is the diagonal of dO O^T, multiplied as dP is: where one key has all the weight the two
-  // then cancel, though each is large. So dlse is not folded in.
+  // delta is the diagonal of dO O^T, computed with the same tile products as dP: where one key has
+  // all the weight, the two are large and must cancel. For the same reason dlse is not folded in.
   void load_delta(const SequenceRows& queries, BwdQueryTile* query_tile) {
     TileQuad quad;
     product_quads<F>(query_tile->grad_out, out_, steps_v_, 2, products_, &quad);

@@ -1,5 +1,5 @@
-// The sums of the attention backward in tile registers: dQ of a query tile over some blocks, dK^T
-// and dV^T of a block over some query tiles. They are gathered as quads, and taken a few a step.
+// Queues of the AMX backward's accumulations: dQ of a query tile over KV blocks, and dK^T and dV^T
+// of a block over query tiles. They are queued as quads; each pipeline step multiplies a few.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_query_tiles.h"
@@ -16,31 +16,31 @@ class BwdSums {
 
  public:
   static constexpr int64_t kGroup = 8;                        // query tiles
-  static constexpr int64_t kBlocks = F::kParts == 1 ? 4 : 2;  // of keys, that they meet
+  static constexpr int64_t kBlocks = F::kParts == 1 ? 4 : 2;  // KV blocks per epoch
 
-  // Query tiles that meet the same block one after the other.
+  // Consecutive query tiles of a group to which the same block is visible.
   struct Run {
     const BwdBlock* block;
     const BwdQueryTile* first;
-    int64_t at, count;  // the first one's place in the group
+    int64_t at, count;  // index of `first` in the group; number of query tiles
   };
 
   struct Group {
     int64_t num_runs;
     Run runs[kBlocks * kGroup];
-    Run* last[kBlocks];                   // of each block
+    Run* last[kBlocks];                   // latest run of each block
     uint16_t *weight_pairs, *grad_pairs;  // right tiles (kBlocks, kGroup, 2, parts)
   };
 
-  // A tile on its way.
+  // A tile in the pipeline.
   struct Job {
     BwdQueryTile* query_tile;
     const BwdBlock* block;
     Group* group;
-    uint16_t* grad_rows;  // of the query tile: left tiles (kBlocks, parts, 2)
-    int64_t at;           // of the query tile in the group
-    int64_t run;          // blocks up to this one that the query tile meets one after the other
-    bool partial;         // not all of it is visible
+    uint16_t* grad_rows;  // dS of the query tile: left tiles (kBlocks, parts, 2)
+    int64_t at;           // index of the query tile in the group
+    int64_t run;          // number of adjacent blocks up to and including this one
+    bool partial;         // mask or bias must be applied
     bool ends_run, ends_query_tile, ends_group;
     float *scores, *grads;
   };
@@ -55,7 +55,7 @@ class BwdSums {
       weight_pairs_[i] = arena->template take<uint16_t>(kBlocks * kGroup * kKeyTiles * kStep);
       grad_pairs_[i] = arena->template take<uint16_t>(kBlocks * kGroup * kKeyTiles * kStep);
     }
-    // Runs of a query tile and of a block have gaps between them.
+    // Upper bounds: runs do not touch, so a block has at most kGroup / 2 per group.
     const int64_t of_queries = kBlocks * steps_,
                   of_keys = kBlocks * kGroup / 2 * (steps_ + steps_v_);
     query_sums_ = {arena->template take<TileQuad>(of_queries), 0, 0};
@@ -88,7 +88,7 @@ class BwdSums {
   }
   static uint16_t* rows_of(const Job& job) { return job.grad_rows + job.block->at * 2 * kStep; }
 
-  // dQ of the run of blocks that ends with this one.
+  // Queues dQ of the run of blocks that ends with this job.
   void add_query_sums(const Job& job) {
     const int64_t before = job.run - 1;
     for (int64_t c = 0; c < 2 * steps_; c += 2) {
@@ -103,7 +103,7 @@ class BwdSums {
     }
   }
 
-  // dK^T and dV^T of a group's blocks.
+  // Queues dK^T and dV^T of a group's blocks.
   void add_key_sums(const Group& group) {
     for (int64_t r = 0; r < group.num_runs; ++r) {
       const Run& run = group.runs[r];
@@ -115,10 +115,10 @@ class BwdSums {
     }
   }
 
-  // The sums of this step: an even share, or all that have to be done before vectors write what
-  // they read.
+  // Moves the sums of this step to `due`: an even share, or a full queue whose operands the next
+  // step may overwrite.
   //
-  // current: whose P and dS are made in this step; null: none.
+  // current: the job whose P and dS this step computes; null while draining.
   void take_due(const Job* current) {
     num_due = 0;
     const bool none = current == nullptr;
@@ -128,11 +128,11 @@ class BwdSums {
 
   bool waiting() const { return query_sums_.left() + key_sums_.left() > 0; }
 
-  TileQuad* due;  // of this step
+  TileQuad* due;  // quads to multiply in this step
   int64_t num_due = 0;
 
  private:
-  // Quads that wait for their turn.
+  // Quads that are not yet multiplied.
   struct Queue {
     TileQuad* quads;
     int64_t count, next;
@@ -162,10 +162,10 @@ class BwdSums {
     for (; count > 0 && queue->left() > 0; --count) due[num_due++] = queue->quads[queue->next++];
   }
 
-  const int64_t steps_, steps_v_, size_;  // size: of a block's pairs of keys
+  const int64_t steps_, steps_v_, size_;  // size_: numbers of a block's pairs of keys
   int64_t share_;
   Group groups_[4];
-  int64_t opened_ = 0;  // groups
+  int64_t opened_ = 0;  // groups begun so far
   Queue query_sums_, key_sums_;
   uint16_t *weight_pairs_[2], *grad_pairs_[2];
 };

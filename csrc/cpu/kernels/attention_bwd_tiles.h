@@ -1,11 +1,43 @@
-// Attention backward in tile registers; attention_bwd.h says what the letters mean.
+// Attention backward in AMX tile registers; attention_bwd.h defines the symbols.
 //
-// Queries are rows, as in the forward, whose scores are computed anew bit for bit. A group of
-// query tiles of 32 queries meets a few blocks of 32 keys, query tile after query tile. While
-// vectors make P and dS of one tile, tile registers multiply the next one's scores and dP, and sums
-// of tiles before: dQ of a query tile over those blocks, dK^T and dV^T of a block over those query
-// tiles. So sums stay in registers for some steps: what is stored where L1 has not got it costs 3.7
-// cycles a line, as much as a quarter of a product.
+// A tile is 32 queries (rows) x 32 keys; S is recomputed bit for bit as in the forward. During an
+// epoch, the query tiles of a chunk are multiplied with kBlocks packed KV blocks, query tile by
+// query tile in groups of kGroup. dQ accumulates over adjacent blocks of a query tile, dK^T and
+// dV^T over adjacent query tiles of a group. These sums stay in registers for several steps: a line
+// stored outside L1 costs 3.7 cycles, a quarter of a product.
+//
+// Software pipeline; a step is one call of advance(). Here query tiles A to D have two blocks each;
+// A and B form one group, C and D the next. "Gather" queues the quads of a sum whose operands are
+// complete; each step multiplies a fixed share of the queues. * marks a step that empties a queue.
+//
+//   step                    0    1    2    3    4    5    6    7    8
+//   AMX: S and dP of        A0   A1   B0   B1   C0   C1   D0   D1   ..
+//   vectors: P and dS of    -    A0   A1   B0   B1   C0   C1   D0   D1
+//   gather (first): dQ of   -    -    -    A    -    B    -    C    -
+//   AMX: dQ of              -    -    -    A    A*   B    B*   C    C*
+//   gather (last): dK, dV   -    -    -    -    AB   -    -    -    CD
+//   AMX: dK, dV of          -    -    -    -    -    AB   AB   AB   AB*
+//
+// Invariants:
+// - added_ counts tiles. add_tile() number i runs step i-1: pending_job_ (tile i-1) gets S and dP,
+//   current_ gets P and dS, last_ may end a run of dQ. So four jobs_ are live, and score_tiles_ and
+//   grad_tiles_ are double-buffered by the parity of i.
+// - pending_job_ waits for the next tile or drain(), either of which sets its ends_*.
+// - last_block_: the previous block of the current query tile in this epoch, or -1. A run is a
+//   maximal sequence of adjacent visible blocks; dQ is gathered when its last tile is last_.
+// - group_open_: the current group has a tile. dK and dV are gathered after the step in which
+//   current_ ends the group.
+// - tile_count_ counts (epoch, query tile) pairs; its parity selects grad_rows_. The step in which
+//   current_ ends a query tile empties the dQ queue: the next query tile overwrites what it reads.
+//   Likewise pairs are double-buffered by group, and ends_group empties the queue of dK and dV.
+// - epoch_ counts epochs with a visible tile; its parity selects blocks_. Their last reader is dQ,
+//   up to kBlocks steps after P and dS of the epoch's last tile. So the pipeline drains before an
+//   epoch packs its blocks if the previous one had fewer than kBlocks + 4 tiles. epoch_tiles_ is
+//   added_ at the start of that one.
+// - Registers 0 to 3 hold the sums of a step's last quad. They are flushed if no sum was due (the
+//   quad is dP, which the next step reads), before add_nonfinite() changes dQ, and by drain().
+// - drain() ends each chunk of query tiles, before the next one overwrites the packed queries. dQ
+//   is read after the last chunk of a query head, dK and dV after the last query head.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_sums.h"
@@ -33,19 +65,18 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   using Sums = BwdSums<F>;
   using Job = typename Sums::Job;
 
-  static constexpr int64_t kMinTasks = 8;  // splits stop here: each costs a dQ in float
-  // Queries are packed in chunks of so many bytes, which stay in L2 while all blocks of keys pass
-  // by.
+  static constexpr int64_t kMinTasks = 8;  // no splits beyond: each needs a float dQ
+  // Bytes of packed queries per chunk: they stay in L2 while all KV blocks stream past.
   static constexpr int64_t kChunkBytes = F::kParts * (int64_t{384} << 10);
   static constexpr int64_t kGroup = Sums::kGroup, kBlocks = Sums::kBlocks;
 
  public:
-  // Whether the gradient of the bias comes along. Not where it is summed over queries or keys, and
-  // not where rows have to be whole but keys are split: a pass of its own does those
-  // (attention_bwd_bias.h).
+  // Returns true if run() computes the bias gradient as well. A separate pass
+  // (attention_bwd_bias.h) does if the bias broadcasts over queries or keys, or if full rows are
+  // required but keys would be split.
   static bool takes_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
 
-  // Of gradients of the weights there is no bound.
+  // The gradient of the weights is unbounded, so dS has no safe scale in a short-range format.
   static bool unsupported(const AttentionBwdParams& bwd) {
     return F::kShortRange && bwd.grad_weights != nullptr;
   }
@@ -77,11 +108,12 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   }
 
  private:
-  // How the work is divided, by the shape alone: so results are the same for any number of threads.
+  // Partition of the work. It depends on the shape alone, so results do not depend on the number
+  // of threads.
   //
-  // A unit is what sums up the same dK, dV or gradient of the bias: a key/value head with its
-  // query heads, or all that share a bias. Few units are split over the keys as well, each with a
-  // dQ of its own, which are added up in order.
+  // A unit accumulates one dK, dV or bias gradient: a key/value head with its query heads, or all
+  // heads that share a bias. If there are few units, keys are split too (split-KV): each split has
+  // a separate dQ, and these are added in order.
   struct Work {
     explicit Work(const AttentionBwdParams& bwd) {
       const AttentionParams& p = bwd.fwd;
@@ -102,9 +134,9 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
       part = round_up(p.seqlen_q, kTileQueries) * round_up(p.head_dim, kTileSteps);
     }
     bool bias;
-    int64_t batches, heads;  // of a unit
+    int64_t batches, heads;  // per unit
     int64_t splits = 1, split_keys, tasks;
-    int64_t part;  // size of a dQ
+    int64_t part;  // floats of a dQ
   };
 
   AttentionBwdTiles(const AttentionBwdParams& bwd, const MaskView<float>& mask, const Work& work,
@@ -168,7 +200,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     }
   }
 
-  // A split of a key/value head against all its query heads.
+  // Computes one split of a key/value head against all its query heads.
   void keys(int64_t b, int64_t h_kv, int64_t split) {
     const int64_t group = p_.num_heads / p_.num_heads_kv, num_keys = key_rows(p_, b).count;
     const int64_t begin = min64(split * work_.split_keys, num_keys);
@@ -215,7 +247,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     for (int64_t e = 0; e < count; e += 16) store(at + e, load(at + e) * factor);
   }
 
-  // The blocks of keys from j on against the query tiles of the chunk.
+  // Runs one epoch: kBlocks KV blocks from key j on against all query tiles of the chunk.
   void meet(int64_t b, int64_t h_kv, int64_t begin, int64_t j, int64_t end, int64_t h,
             int64_t query_tiles) {
     BwdBlock* const own = blocks_[epoch_ % 2];
@@ -230,7 +262,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
           const int64_t at = j + m * kGradientKeys, n = min64(kGradientKeys, end - at);
           const Tile kind = mask_.classify(b, h, query_tile.first, at, at + n);
           if (kind == Tile::kSkip) continue;
-          // What was packed two turns ago is still in use, if there were few tiles since.
+          // The buffers were last packed two epochs ago: still in use after a short epoch.
           if (!any && added_ - epoch_tiles_ < kBlocks + 4) drain();
           if (!any) epoch_tiles_ = added_;
           any = true;
@@ -247,8 +279,8 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     if (any) ++epoch_;
   }
 
-  // A tile more: query tile `at` of the group. It is held back until the next one is known, which
-  // says what ends with it.
+  // Adds a tile of query tile `at` of the group. It waits for the next tile, which determines
+  // whether it ends a run, query tile or group.
   void add_tile(BwdQueryTile* query_tile, int64_t at, const BwdBlock* block, bool partial) {
     Job& job = jobs_[added_ % 4];
     job.query_tile = query_tile;
@@ -290,7 +322,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     last_block_ = -1;
   }
 
-  // Not inlined where it is called: the body is large, and a tile is thousands of cycles of work.
+  // Runs one pipeline step. Not inlined: the body is large, a tile takes thousands of cycles.
   __attribute__((noinline)) void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
     if (next != nullptr) add_products(*next);
@@ -323,7 +355,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     if (scores_.wanted(job.partial, at.n)) {
       scores_.finish(at, job.partial, job.query_tile->count, job.scores, cap_slope_);
     }
-    // Their product with a key that is not finite would be no number.
+    // Mask dead rows: the product of their zeros with a non-finite key would be NaN.
     for (uint32_t dead = ~job.query_tile->alive; dead != 0; dead &= dead - 1) {
       scores_.clear_row(static_cast<uint32_t>(__builtin_ctz(dead)), job.scores);
     }
@@ -351,7 +383,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
                      products_ + kKeyTiles / 2);
   }
 
-  // The quads, beside the vector work of tile_, which is spread over their steps.
+  // Multiplies the quads, with the vector work of tile_ interleaved.
   template <bool kPlain>
   void multiply(bool products) {
     const int64_t steps = max64(steps_, steps_v_);
@@ -374,9 +406,9 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     schedule.finish();
   }
 
-  // ---- beside the products
+  // ---- outside the tile products
 
-  // Adds keys that were not multiplied to dQ of those who see them.
+  // Adds the non-finite keys, which are packed as 0, to dQ of the rows that attend to them.
   void add_nonfinite(const Job& job) {
     const int64_t h_kv = job.query_tile->h / (p_.num_heads / p_.num_heads_kv);
     const int64_t stride = p_.key_strides[2];
@@ -410,7 +442,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     }
   }
 
-  // The rows of the chunk have met all keys.
+  // Completes the bias gradient of the chunk's rows, after all keys.
   void end_bias_rows(int64_t query_tiles) const {
     for (int64_t slot = 0; slot < query_tiles; ++slot) {
       const BwdQueryTile& query_tile = this->query_tiles_[slot];
@@ -422,7 +454,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     }
   }
 
-  // dQ of a head from those of the splits.
+  // Adds the splits' dQ of a head and writes the sum.
   void add_parts(int64_t head) {
     float* const first = parts_ + head * work_.splits * work_.part;
     for (int64_t s = 1; s < work_.splits; ++s) {
@@ -433,7 +465,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
 
   const MaskView<float>& mask_;
   const Work work_;
-  float* const parts_;  // (batch, heads, splits, queries x features); null without splits
+  float* const parts_;  // (batch, heads, splits, queries x features); unused without splits
   BiasRows<T> bias_;
   bool plain_;
   int64_t chunk_;
@@ -442,18 +474,18 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   BwdBlock blocks_[2][kBlocks];
   typename Sums::Group* group_ = nullptr;
   Job jobs_[4];
-  int64_t epoch_ = 0, added_ = 0, tile_count_ = 0;  // of blocks, tiles, query tiles
-  int64_t epoch_tiles_ = 0;                         // tiles before this turn
-  int64_t last_block_ = -1;                         // the last block that the query tile meets
+  int64_t epoch_ = 0, added_ = 0, tile_count_ = 0;  // see the invariants above
+  int64_t epoch_tiles_ = 0;                         // added_ when the last epoch began
+  int64_t last_block_ = -1;                         // of the query tile in this epoch
   bool group_open_ = false;                         // the group has a tile
   Job *pending_job_ = nullptr, *current_ = nullptr, *last_ = nullptr;
-  TileQuad products_[kKeyTiles];  // of this step: scores and dP
+  TileQuad products_[kKeyTiles];  // quads of this step: S and dP
   Sums sums_;
   PendingSums pending_sums_;
   float *score_tiles_[2], *grad_tiles_[2], *cap_slope_;
   uint16_t* grad_rows_[2];
   float *grad_key_, *grad_value_;  // (blocks, features x keys)
-  float* grad_query_;              // (queries x features), where there are no splits
+  float* grad_query_;              // (queries x features), without splits
 };
 
 }  // namespace

@@ -1,9 +1,9 @@
 // Attention forward for a few queries against many keys, as in step-by-step decoding.
 //
-// What limits this is memory: 2 * head_dim elements a key. So each key and value is read once, as
-// it is stored, for all queries of all heads that share it, by one of two kernels: decode_tiles.h
-// where there are tile registers and enough queries for them, else decode_rows.h. Few heads are
-// split over the keys, into parts that depend on the shape alone and are merged in order.
+// Memory-bound: 2 * head_dim elements per key. So each key and value is read once, in place, for
+// all queries of all heads that share it. Two kernels do this: decode_tiles.h with AMX and enough
+// queries, else decode_rows.h. If there are few heads, keys are split (split-KV) into parts that
+// depend on the shape alone and are merged in order.
 #pragma once
 
 #include <type_traits>
@@ -18,19 +18,20 @@ template <class T>
 class AttentionDecode {
   using A = Acc<T>;
   static constexpr int64_t kLane = kLanes<A>;
-  static constexpr int64_t kMinTasks = 16;  // parts stop here
-  static constexpr int64_t kPart = 128;     // keys of a part are a multiple of this
+  static constexpr int64_t kMinTasks = 16;  // no splits beyond this number of tasks
+  static constexpr int64_t kPart = 128;     // part sizes are a multiple of this
 
  public:
-  // Queries up to which this is faster than query tiles, which cost the same for one query as for
-  // all. Not where a backward follows: it computes the scores anew, and where one key has all the
-  // weight their rounding only cancels if lse comes from scores that were rounded alike.
+  // Returns true if this is faster than query tiles, which cost the same for one query as for a
+  // full tile. Returns false if a backward follows: it recomputes the scores, and where one key has
+  // all the weight, rounding errors cancel only if lse comes from scores with the same rounding.
   static bool pays_off(const AttentionParams& p) {
     if (p.lse_residual != nullptr) return false;
     const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
     if (few && p.seqlen_k >= 4 * p.seqlen_q) return true;
-    // A query tile waits for long keys, which are read evenly here (48 heads, 2,048 keys of 64 in
-    // float32: 17 queries 12.5 and 6.1 ms); it is faster with short ones, and with more rows.
+    // With many keys, a query tile waits for memory, whereas this kernel reads at an even rate (48
+    // heads, 2,048 keys of 64 in float32, 17 queries: 12.5 ms, here 6.1). Query tiles are faster
+    // with few keys, and with more rows.
     const int64_t rows = DecodeShape<A>(p).rows;
     return kTakesQueryTile && rows > 0 && rows <= kPanel<A> && p.seqlen_k >= kLongKeys;
   }
@@ -98,7 +99,7 @@ class AttentionDecode {
   AttentionDecode(const AttentionParams& p, const DecodeShape<A>& shape)
       : p_(p), shape_(shape), units_(p), unit_(units_.natural) {}
 
-  // Adds a part to another.
+  // Merges a part into another.
   void merge(const DecodePart<A>& from, const DecodePart<A>& to) const {
     for (int64_t r = 0; r < shape_.rows; ++r) {
       if (from.sum[r] == 0) continue;
@@ -121,10 +122,10 @@ class AttentionDecode {
       const int64_t h = h_kv * shape_.group + r / p_.seqlen_q, i = r % p_.seqlen_q;
       if (i >= queries.count) continue;
       A* const row = part.out + r * shape_.wide;
-      const A sum = part.sum[r] == 0 ? A(1) : part.sum[r];  // rows that saw nothing stay 0
+      const A sum = part.sum[r] == 0 ? A(1) : part.sum[r];  // fully masked rows stay 0
       const A factor = kept / sum;
       for (int64_t d = 0; d < shape_.wide; d += kLane) {
-        // A division takes longer, and rounds once less.
+        // A division takes longer but rounds once less.
         store(row + d, sizeof(A) == 8 ? load(row + d) / sum * kept : load(row + d) * factor);
       }
       T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));
@@ -136,7 +137,7 @@ class AttentionDecode {
   const AttentionParams& p_;
   const DecodeShape<A>& shape_;
   const ScoreUnits units_;
-  const ExpUnit<A> unit_;  // of a score
+  const ExpUnit<A> unit_;  // unit of the scores
 };
 
 }  // namespace

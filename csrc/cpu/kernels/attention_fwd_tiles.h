@@ -1,10 +1,37 @@
-// Attention forward in tile registers: queries are rows, and blocks of 64 keys stream past query
-// tiles of 32 queries.
+// Attention forward in AMX tile registers. A tile is 32 queries (rows) x 64 keys.
 //
-// Three tiles are on their way: while vectors make the weights of one tile's scores, tile
-// registers multiply the next one's queries and the last one's weights, across query tiles, so the
-// way is filled and drained once a task. Sources: as attention_fwd.h; the order of loads and stores
-// was found by measuring (docs/kernels-cpu.md).
+// Three-stage software pipeline across query tiles: prologue and epilogue run once per chunk of
+// keys, which is once per task where all packed keys and values fit kPackedBytes. Step s is one
+// call of advance(); the vector work is interleaved with the tile products of the same step.
+//
+//   step                    0     1     2     3    ...   n-1    n    n+1
+//   AMX: Q K^T of tile      0     1     2     3    ...   n-1    -     -
+//   vectors: softmax of     -     0     1     2    ...   n-2   n-1    -
+//   AMX: P V of tile        -     -     0     1    ...   n-3   n-2   n-1
+//                          |prologue |                       | epilogue: drain()
+//
+// Invariants:
+// - add_tile() number i runs step i-1. pending_job_ is tile i-1 until then: its products are not
+//   issued yet, and query_tile_keys() still sets its `last`.
+// - In a step, `next` gets its scores, current_ has scores and gets weights, last_ has weights and
+//   is multiplied by V. Each is null in the prologue or epilogue.
+// - Four jobs are live in add_tile(): the new one, pending_job_, current_ and last_. So jobs_ has
+//   four slots, and scores and weights are double-buffered by the parity of i.
+// - At most three query tiles are in flight when another begins, so kAlive slots suffice for one
+//   chunk. With more chunks each query tile of the task has its slot until the final chunk.
+// - Packed blocks stay valid for one (head, chunk), also across tasks of a thread. Each chunk ends
+//   with drain(), so no job reads a block when begin_chunk() invalidates it.
+// - After a step, registers 0 to 3 hold the sums of its last quad, normally P V of last_. They are
+//   flushed where memory is read or scaled before the next quad stores them: no P V followed Q K^T
+//   (last_ is null), last_ ends its query tile, or a row of current_ is rescaled. Steps with
+//   non-finite values and drain() flush as well.
+// - `out` of a query tile is uninitialized until its first P V, which overwrites it (Job::first).
+// - A rescale covers every earlier tile of the query tile: P V of last_ is issued in the same step,
+//   before the rescale, and P V of current_ uses the new shift.
+// - A query tile ends when its tile with `last` set leaves last_, or, without a visible tile in the
+//   final chunk, in query_tiles(): none of its tiles is in flight then.
+//
+// Sources: as attention_fwd.h; the order of loads and stores was measured (docs/kernels-cpu.md).
 #pragma once
 
 #include "cpu/amx/tile_schedule.h"
@@ -15,17 +42,17 @@
 namespace fused_attn {
 namespace {
 
-// kSum: an lse is wanted. kDrops: with dropout, which wants one too.
+// kSum: accumulate the unrounded weights too, which lse needs. kDrops: dropout; implies kSum.
 template <class T, bool kSum, bool kDrops = false>
 class AttentionFwdTiles {
   using F = TileFormat<T>;
   using Pack = TilePack<T>;
   using Softmax = TileSoftmax<T, kSum>;
-  // Packed keys and values that stay in L2 (2 MiB) beside what query tiles need.
+  // Bytes of packed keys and values per chunk: they stay in L2 (2 MiB) beside the query tiles.
   static constexpr int64_t kPackedBytes = int64_t{1} << 20;
   static constexpr int64_t kScoreTiles = kTileKeys / 16;
-  static constexpr int64_t kMaxQueryTiles = 64;  // of a task, which packs keys and values anew
-  static constexpr int64_t kAlive = 4;  // query tiles that have tiles on their way, and one more
+  static constexpr int64_t kMaxQueryTiles = 64;  // per task; each task may repack K and V
+  static constexpr int64_t kAlive = 4;           // query tiles in flight (3), and the new one
 
  public:
   static bool run(const AttentionParams& p) {
@@ -40,7 +67,7 @@ class AttentionFwdTiles {
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwdTiles self(p, mask, per_task);
       const bool ok = self.allocate();
-      // Last query tiles first: under a causal mask they are the longest.
+      // Last query tiles first: they are the longest under a causal mask.
       share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t first = (per_head - 1 - task % per_head) * per_task;
         if (ok) self.query_tiles(task / per_head, first, min64(first + per_task, query_tiles));
@@ -50,7 +77,7 @@ class AttentionFwdTiles {
   }
 
  private:
-  // Where the weight of key t stands among 32.
+  // The position of the weight of key t in a row of 32.
   FUSED_ATTN_INLINE static int position(int t) {
     return Softmax::kByTable ? TableWeights::position(t) : F::woven(t);
   }
@@ -58,22 +85,22 @@ class AttentionFwdTiles {
   struct QueryTile {
     int64_t b, h, first, count;  // queries [first, first + count) of head (b, h)
     uint16_t* query;             // left tiles (steps, parts, 2)
-    float* out;                  // tiles (2 steps_v, 2), not divided by sums; once begun
-    float* nonfinite;            // (32, wide_v): what nonfinite rows of value add to out
-    bool begun;                  // has a tile
+    float* out;                  // tiles (2 steps_v, 2): sum of P V, unnormalized
+    float* nonfinite;            // (32, wide_v): contributions of non-finite rows of V
+    bool begun;                  // a tile was added
     bool has_nonfinite;
     QueryTileRows rows;
   };
 
-  // A tile on its way.
+  // A tile in the pipeline.
   struct Job {
     QueryTile* query_tile;
     const KeyBlock* block;
     float* scores;
     uint16_t* weights;
     int64_t j, n;      // keys [j, j + n)
-    bool partial;      // not all of it is visible
-    bool first, last;  // of the query tile
+    bool partial;      // mask or bias must be applied
+    bool first, last;  // first or last tile of its query tile
   };
 
   AttentionFwdTiles(const AttentionParams& p, const MaskView<float>& mask, int64_t max_query_tiles)
@@ -123,7 +150,7 @@ class AttentionFwdTiles {
     return true;
   }
 
-  // Query tiles [begin, end) of a key/value head, those of its query heads one after the other.
+  // Computes query tiles [begin, end) of a key/value head, numbered query head by query head.
   void query_tiles(int64_t head, int64_t begin, int64_t end) {
     const int64_t b = head / p_.num_heads_kv, h_kv = head % p_.num_heads_kv;
     const int64_t group = p_.num_heads / p_.num_heads_kv;
@@ -155,7 +182,7 @@ class AttentionFwdTiles {
     packed_chunk_ = chunk;
   }
 
-  // The blocks of a chunk that a query tile sees; false: none.
+  // Adds the tiles of a query tile that are visible in a chunk. Returns false if there are none.
   bool query_tile_keys(QueryTile* query_tile, int64_t h_kv, int64_t chunk, int64_t chunk_end,
                        bool final_chunk) {
     bool any = false;
@@ -187,7 +214,7 @@ class AttentionFwdTiles {
     block->packed = true;
   }
 
-  // Takes the query tile that ended last: it may still be in L1.
+  // Reuses the most recently freed query tile, which may still be in L1.
   QueryTile* begin_query_tile(int64_t b, int64_t h, int64_t first) {
     QueryTile* const query_tile = free_[--num_free_];
     const SequenceRows queries = query_rows(p_, b);
@@ -204,8 +231,8 @@ class AttentionFwdTiles {
     return query_tile;
   }
 
-  // A tile more. It is held back until the next one is packed: tile loads of what was written just
-  // now would wait for it.
+  // Adds a tile to the pipeline. Its products are issued only after the next tile is packed: tile
+  // loads of data that was just written would stall on the stores.
   void add_tile(QueryTile* query_tile, const KeyBlock* block, int64_t j, int64_t n, bool partial) {
     Job& job = jobs_[added_ % 4];
     job.query_tile = query_tile;
@@ -227,10 +254,10 @@ class AttentionFwdTiles {
     if (pending_job_ != nullptr) advance(pending_job_);
     pending_job_ = nullptr;
     while (current_ != nullptr || last_ != nullptr) advance(nullptr);
-    pending_sums_.flush();  // a query tile may end without seeing anything more
+    pending_sums_.flush();  // the final chunk may add no tile to a query tile before its end
   }
 
-  // Not inlined where it is called: the body is large, and a tile is thousands of cycles of work.
+  // Runs one pipeline step. Not inlined: the body is large, a tile takes thousands of cycles.
   __attribute__((noinline)) void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
     softmax_.template finish<kDrops>(tile_, multiply(next));
@@ -259,8 +286,8 @@ class AttentionFwdTiles {
     if (kDrops) dropout_.begin(p_, tile_at(job));
   }
 
-  // The products of `next` and of the last weights, beside the softmax of tile_, whose rows are
-  // spread over the steps; the rows that it leaves.
+  // Multiplies Q K^T of `next` and P V of last_, with the softmax rows of tile_ interleaved.
+  // Returns the rows that the softmax left to finish().
   uint32_t multiply(const Job* next) {
     num_products_ = num_sums_ = 0;
     if (next != nullptr) {
@@ -284,7 +311,7 @@ class AttentionFwdTiles {
   __attribute__((noinline)) uint32_t multiply_beside() {
     using Stream = typename Softmax::template Stream<kDrops>;
     TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, current_ != nullptr));
-    // What a query tile begins with is written over, not cleared and read.
+    // The first P V of a query tile overwrites `out` instead of adding to a zeroed one.
     const bool adds = num_sums_ > 0 && !last_->first;
     const int64_t num_stored = num_products_ + (adds ? 0 : num_sums_);
     for (int64_t q = 0; q < num_stored; ++q) {
@@ -308,7 +335,7 @@ class AttentionFwdTiles {
     }
   }
 
-  // Adds values that were not multiplied, to those who see them.
+  // Adds the non-finite rows of V, which are packed as 0, to the rows that attend to them.
   void add_nonfinite(const Job& job) {
     QueryTile& query_tile = *job.query_tile;
     if (!query_tile.has_nonfinite) clear(query_tile.nonfinite, kTileQueries * wide_v_);
@@ -341,10 +368,10 @@ class AttentionFwdTiles {
     const int64_t at = lse_begin(p_, query_tile.b, query_tile.h) + query_tile.first;
     alignas(64) float factors[kTileQueries], sums[kTileQueries];
     for (int64_t half = 0; half < kTileQueries; half += 16) {
-      // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
-      // row that one key dominates, 1.002 of it would hide all that the other keys have.
+      // Normalize 16-bit types by the sum of the rounded weights. The backward's row sums require
+      // weights that add up to 1: where one key dominates, 1.002 of it would hide all other keys.
       const Vec<float> divisor = row_sums((F::kRounds ? state.rounded : state.sum) + half);
-      // Rows that saw nothing stay 0.
+      // Fully masked rows stay 0.
       store(factors + half, kept / (divisor == 0 ? Vec<float>{} + 1.f : divisor));
       if (kSum) store(sums + half, F::kRounds ? row_sums(state.sum + half) : divisor);
     }
@@ -364,7 +391,7 @@ class AttentionFwdTiles {
     write_out(query_tile);
   }
 
-  // Of 16 rows, each of 16 numbers.
+  // Sums each of 16 rows of 16 floats.
   static Vec<float> row_sums(const float (*rows)[16]) {
     Vec<float> vectors[16];
     for (int r = 0; r < 16; ++r) vectors[r] = load(rows[r]);
@@ -393,7 +420,7 @@ class AttentionFwdTiles {
   const AttentionParams& p_;
   const MaskView<float>& mask_;
   TileScores<kTileKeys> scores_;
-  const ExpUnit<float> unit_;  // of a score
+  const ExpUnit<float> unit_;  // unit of the scores
   const int64_t steps_, steps_v_, wide_v_, max_query_tiles_;
   int64_t blocks_of_chunk_, slots_;
   Arena arena_;
@@ -404,8 +431,8 @@ class AttentionFwdTiles {
   int64_t added_ = 0;
   Job jobs_[4];
   Job* pending_job_ = nullptr;
-  Job *current_ = nullptr, *last_ = nullptr;    // whose scores, and whose weights, are there
-  TileQuad products_[kScoreTiles / 2], *sums_;  // of one step
+  Job *current_ = nullptr, *last_ = nullptr;    // scores computed; weights computed
+  TileQuad products_[kScoreTiles / 2], *sums_;  // quads of one step
   int64_t num_products_ = 0, num_sums_ = 0;
   PendingSums pending_sums_;
   QueryTile* query_tiles_;

@@ -1,5 +1,5 @@
-// What the kernels for a few queries work on: all queries of all heads that share keys and values,
-// against some of the keys.
+// Split-KV parts for the decode kernels: all queries of all heads that share keys and values,
+// against a range of keys.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -8,13 +8,13 @@
 namespace fused_attn {
 namespace {
 
-constexpr int64_t kDecodeKeys = 64;  // of a block
+constexpr int64_t kDecodeKeys = 64;  // keys per block
 
-// The result of some keys; out is not divided by sum.
+// Partial result over a range of keys; out is not divided by sum.
 template <class A>
 struct DecodePart {
   A* out;      // (rows, wide)
-  A* maximum;  // (rows), in the units of scores: what they are lowered by; -inf: nothing was seen
+  A* maximum;  // (rows), in score units: subtracted from the scores; -inf without visible keys
   A* sum;      // (rows)
 };
 
@@ -25,7 +25,7 @@ struct DecodeShape {
         rows(group * p.seqlen_q),
         wide(round_up(p.head_dim_v, 64)) {}
 
-  // Numbers of a DecodePart.
+  // Returns the number of elements of a DecodePart.
   int64_t part() const { return rows * (wide + 2); }
 
   DecodePart<A> at(A* numbers) const {
@@ -33,7 +33,7 @@ struct DecodeShape {
   }
 
   const int64_t group;  // heads that share keys and values
-  const int64_t rows;   // queries of them
+  const int64_t rows;   // queries of these heads
   const int64_t wide;   // head_dim_v, padded
 };
 

@@ -1,7 +1,7 @@
-// A few queries against keys in vectors.
+// Decode kernel with vectors: a few queries against many keys.
 //
-// Lanes are features, so that keys and values are read as they lie; but a score is then a sum over
-// lanes. So the scores of more than a few queries have queries as lanes, and are transposed.
+// Lanes are features, so keys and values are read in place, but a score is then a sum over lanes.
+// With more than a few queries, lanes of the scores are queries, and the scores are transposed.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -13,12 +13,12 @@ template <class T>
 class DecodeRows {
   using A = Acc<T>;
   static constexpr int64_t kLane = kLanes<A>;
-  static constexpr int kShare = 4;  // rows that share what is loaded of keys and values
-  // Vectors of features that share a weight: as many sums as registers can hold.
+  static constexpr int kShare = 4;  // rows that share loads of keys and values
+  // Vectors of features that share a weight: as many accumulators as fit in registers.
   static constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
-  static constexpr bool kTransposes = kLane == 16;  // by AVX2 little is won
-  // Rows from which queries are lanes, however many of them stay empty. (A block of 64 keys in
-  // float32, D 64, by AVX-512, in microseconds: of 8 queries 2.25 either way, of 16 3.0 and 4.5.)
+  static constexpr bool kTransposes = kLane == 16;  // AVX2 gains little
+  // Number of rows from which queries are lanes, even if many lanes stay empty. (A block of 64 keys
+  // in float32, D 64, AVX-512: 8 queries 2.25 us either way, 16 queries 3.0 and 4.5 us.)
   static constexpr int64_t kMinColumns = 9;
 
  public:
@@ -37,7 +37,7 @@ class DecodeRows {
     return arena_.layout([&] { place(); });
   }
 
-  // Keys [begin, end) of a key/value head.
+  // Computes the part of keys [begin, end) of a key/value head.
   void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<A>& part) {
     part_ = part;
     memset(part.out, 0, shape_.rows * shape_.wide * sizeof(A));
@@ -77,7 +77,7 @@ class DecodeRows {
     value_ = arena_.template take<T>(kDecodeKeys * shape_.wide);
   }
 
-  // All rows against one block of keys.
+  // Adds one KV block to all rows.
   void block(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
     const SequenceRows keys = key_rows(p_, b);
     int64_t key_stride = p_.key_strides[2], value_stride = p_.value_strides[2];
@@ -105,7 +105,7 @@ class DecodeRows {
       weigh({b, h_kv * shape_.group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
     }
     ahead_ = {keys_at + kDecodeKeys * key_stride, key_stride, p_.head_dim};
-    // An invisible key may hold NaN, and 0 * NaN is no 0.
+    // A masked key may hold NaN, and 0 * NaN is NaN.
     if (partial && !rows_finite(value, value_stride, n, p_.head_dim_v)) {
       for (int64_t r = 0; r < shape_.rows; ++r) add_seen_values(value, value_stride, n, r);
       return;
@@ -113,7 +113,7 @@ class DecodeRows {
     for_rows([&](auto count, int64_t r) { add_values<count>(value, value_stride, n, r); });
   }
 
-  // f(count, first) for all rows, kShare of them together while there are as many.
+  // Calls f(count, first) for all rows, in groups of kShare, then 2, then 1.
   template <class F>
   void for_rows(const F& f) {
     const int64_t left = shape_.rows % kShare;
@@ -129,7 +129,7 @@ class DecodeRows {
     if (left % 2 == 1) take(std::integral_constant<int, 1>());
   }
 
-  // Rows of which whole vectors can be read: in place, or copied to buffer.
+  // Returns rows padded to full vectors: in place, or copied to buffer.
   static const T* whole_vectors(const T* src, int64_t n, int64_t dim, int64_t wide, T* buffer,
                                 int64_t* stride) {
     if (dim == wide) return src;
@@ -138,7 +138,7 @@ class DecodeRows {
     return buffer;
   }
 
-  // Scores of kCount queries, kLane keys at a time; what is missing of the last ones is 0.
+  // Computes the scores of kCount queries, kLane keys at a time; past the end the last key repeats.
   template <int kCount>
   void score_rows(const T* key, int64_t stride, int64_t n, int64_t first) {
     const A* const query = query_ + first * wide_qk_;
@@ -169,7 +169,7 @@ class DecodeRows {
     }
   }
 
-  // Scores of all queries, kLane of them and kLane keys at a time.
+  // Computes the scores of all queries, kLane queries and kLane keys at a time.
   void score_columns(const T* key, int64_t stride, int64_t n) {
     if constexpr (kTransposes) {
       const A* const numbers = number_rows(key, n, &stride);
@@ -186,11 +186,12 @@ class DecodeRows {
 
   static constexpr int kHalf = 8;
 
-  // Sums of kLane keys, in parts of kSumSteps features.
+  // Computes the scores of kLane keys with partial sums of kSumSteps features.
   __attribute__((noinline)) void multiply_columns(const A* key, int64_t stride, const A* query,
                                                   int64_t t, Vec<A>* sums) const {
     const int64_t parts = div_up(p_.head_dim, kSumSteps);
-    // Of keys 0 to 7 and 8 to 15: in registers, which an address of each key would not fit into.
+    // Two bases, for keys 0 to 7 and 8 to 15, and shared offsets: 16 addresses would not fit in
+    // registers.
     const A *low = key, *high = key + kHalf * stride;
     int64_t apart[kHalf];
     for (int l = 0; l < kHalf; ++l) {
@@ -218,7 +219,7 @@ class DecodeRows {
     }
   }
 
-  // Keys as numbers to calculate with, whole tiles of them.
+  // Returns keys converted to A, padded to a multiple of kLane keys.
   const A* number_rows(const T* key, int64_t n, int64_t* stride) {
     if constexpr (sizeof(T) == sizeof(A)) {
       if (n % kLane == 0) return key;
@@ -231,7 +232,7 @@ class DecodeRows {
     return key_numbers_;
   }
 
-  // Scores of one head's rows, `first` and further, to weights.
+  // Converts the scores of one head's rows, from `first` on, to weights.
   void weigh(const TileAt& at, Tile kind, int64_t first) {
     A* const scores = scores_ + first * kDecodeKeys;
     if (kind == Tile::kSkip) {
@@ -249,7 +250,7 @@ class DecodeRows {
     }
   }
 
-  // Makes the weights of query i 0 that dropout drops.
+  // Zeroes the dropped weights of query i.
   void drop(const TileAt& at, int64_t i, A* row) const {
     const PhiloxKeys keys(p_.seed);
     const DropoutAt first = dropout_at(p_, at);
@@ -263,7 +264,7 @@ class DecodeRows {
     }
   }
 
-  // To natural units.
+  // Converts scores to natural units.
   void scale_row(A* scores) const {
     const bool capped = p_.softcap > 0;
     const A inner = static_cast<A>(capped ? p_.scale / p_.softcap : p_.scale);
@@ -274,7 +275,7 @@ class DecodeRows {
     }
   }
 
-  // Scores to weights; maximum, sum and out are brought up to date.
+  // Converts scores to weights; updates maximum and sum, and rescales out.
   void softmax_row(int64_t n, A* scores, A* out, A* maximum, A* sum) const {
     for (int64_t t = n; t < round_up(n, kLane); ++t) scores[t] = -infinity();
     Vec<A> highest = broadcast<A>(-infinity()), total{};
@@ -291,7 +292,7 @@ class DecodeRows {
     *sum += horizontal_sum<A>(total);
   }
 
-  // Raises the maximum of what is in out so far.
+  // Rescales out and sum to a higher maximum.
   void rescale(A top, A* out, A* maximum, A* sum) const {
     const Vec<A> alpha = exp_nonpositive<A>(broadcast<A>(*maximum - top), unit_);
     for (int64_t d = 0; d < shape_.wide; d += kLane) store(out + d, load(out + d) * alpha);
@@ -299,7 +300,7 @@ class DecodeRows {
     *sum *= alpha[0];
   }
 
-  // out += weights * value for kCount rows, in parts of kSumSteps keys.
+  // out += weights * value for kCount rows, with partial sums of kSumSteps keys.
   template <int kCount>
   void add_values(const T* value, int64_t stride, int64_t n, int64_t first) {
     const A* const weights = scores_ + first * kDecodeKeys;
@@ -317,7 +318,7 @@ class DecodeRows {
     }
   }
 
-  // Vectors of features from vector c on.
+  // Adds kVectors vectors of features, from vector c on.
   template <int kCount, int kVectors>
   void add_features(const T* value, int64_t stride, int64_t begin, int64_t end, const A* weights,
                     int64_t c, A* out) const {
@@ -342,7 +343,7 @@ class DecodeRows {
     }
   }
 
-  // The same for one row, and keys that it gives a weight.
+  // out += weights * value for one row, skipping keys of weight 0.
   void add_seen_values(const T* value, int64_t stride, int64_t n, int64_t row) {
     A* const out = part_.out + row * shape_.wide;
     for (int64_t t = 0; t < n; ++t) {
@@ -354,9 +355,9 @@ class DecodeRows {
     }
   }
 
-  // Rows of keys or values that are wanted after those at hand: memory is to be busy all the time,
-  // but the CPU's own prefetching starts anew with each block and each page. All is passed over in
-  // some turns, in each of which some of the lines of a row are prefetched.
+  // Prefetches the keys or values needed next. This keeps memory busy: the hardware prefetcher
+  // restarts at each block and page. The rows are traversed in several turns, each of which
+  // prefetches some lines of every row.
   class Ahead {
    public:
     Ahead() = default;
@@ -383,10 +384,10 @@ class DecodeRows {
   const MaskView<A>& mask_;
   const DecodeShape<A>& shape_;
   const ScoreUnits units_;
-  const ExpUnit<A> unit_;  // of a score
+  const ExpUnit<A> unit_;  // unit of the scores
   const int64_t wide_qk_;  // head_dim, padded
   BlockMask<A, kDecodeKeys> block_mask_;
-  const bool by_columns_;  // queries are lanes of scores
+  const bool by_columns_;  // lanes of the scores are queries
   Ahead ahead_{};
   DecodePart<A> part_{};
   Arena arena_;

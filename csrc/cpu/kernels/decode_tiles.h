@@ -1,9 +1,9 @@
-// A few queries against keys in tile registers.
+// Decode kernel for AMX: a few queries against many keys.
 //
-// Keys are left tiles, so scores come as (keys, queries) and are transposed: what a softmax row, a
-// mask and a row of weights are is what they are to query tiles (tile_softmax.h, tile_scores.h). Of
-// types that tiles multiply as they are, keys are read where they lie; others are split into parts,
-// a block at a time, which stays in L1. Values are packed in pairs of rows.
+// Keys are left tiles, so scores come out as (keys, queries) and are transposed. Softmax, masks and
+// weights then have the row layout of query tiles (tile_softmax.h, tile_scores.h). Keys of types
+// with one part are read in place; others are split into parts, one block at a time, which stays in
+// L1. Values are packed in pairs of rows.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -23,13 +23,13 @@ class DecodeTiles {
   static_assert(kDecodeKeys == kTileKeys, "one kind of block");
   static_assert(F::kRounds, "float32 takes six products, and longer to be split than vectors take");
   static constexpr int64_t kScoreTiles = kTileKeys / 16;
-  static constexpr int64_t kGathered = 4;  // rows up to which a transpose takes longer
-  // Lines of the next block that are prefetched beside a product.
+  static constexpr int64_t kGathered = 4;  // up to so many rows, gathers beat a transpose
+  // Lines of the next block that are prefetched after each product.
   static constexpr int64_t kAhead = 8;
   static constexpr int32_t kTileIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
  public:
-  // Rows from which this is faster than DecodeRows.
+  // Number of rows from which this is faster than DecodeRows.
   static constexpr int64_t kMinRows = F::kParts == 1 ? 1 : 6;
 
   DecodeTiles(const AttentionParams& p, const MaskView<float>& mask,
@@ -49,7 +49,7 @@ class DecodeTiles {
     return arena_.layout([&] { place(); });
   }
 
-  // Keys [begin, end) of a key/value head.
+  // Computes the part of keys [begin, end) of a key/value head.
   void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<float>& part) {
     b_ = b;
     h_kv_ = h_kv;
@@ -61,18 +61,18 @@ class DecodeTiles {
   }
 
  private:
-  // The queries of some heads, those of a head one after the other.
+  // The queries of some heads, head by head.
   struct QueryTile {
-    int64_t head, heads;  // of the group
-    int64_t rows, tiles;  // of 16 rows
+    int64_t head, heads;  // first head in the group, number of heads
+    int64_t rows, tiles;  // tiles of 16 rows
     uint16_t* query;      // right tiles (tiles, steps)
-    float* out;           // tiles (tiles, 2 steps_v), not divided by sums
-    bool begun;           // has seen a block
+    float* out;           // tiles (2 steps_v, 2), not divided by sums
+    bool begun;           // a block was added
     QueryTileRows state;
   };
 
-  // Left tiles of a block of keys, and how far they lie apart: those of 16 and of 32 keys, of a
-  // step and of a part.
+  // Left tiles of a KV block, with the distances between groups of 32 keys (pair), of 16 keys
+  // (second), and between steps.
   struct KeyTiles {
     const uint16_t* tile(int64_t t, int64_t s, int64_t part) const {
       return at + t / 2 * pair + t % 2 * second + s * step + part * kPairNumbers;
@@ -82,9 +82,9 @@ class DecodeTiles {
     int64_t pair, second, step, row_bytes;
   };
 
-  // The lines of the next block, prefetched a few at a time: a burst of them waits for the few
-  // requests that a core can have under way, and memory rests after it. (10.4 GB/s in a burst of 4
-  // a pair of rows, 11.1 spread; 8.7 if the CPU is left to itself. Sums of the same bytes: 12.8.)
+  // Prefetches the lines of the next block, a few at a time: a burst stalls on the few outstanding
+  // requests of a core, and memory idles after it. (10.4 GB/s in bursts of 4 per pair of rows, 11.1
+  // spread out, 8.7 with the hardware prefetcher alone; a plain sum of the same bytes: 12.8.)
   class Ahead {
    public:
     void begin(const DecodeTiles& self, int64_t j) {
@@ -97,7 +97,7 @@ class DecodeTiles {
     }
 
     FUSED_ATTN_INLINE void prefetch(int64_t count) {
-      if (left_ <= 0) return;  // or a few more: no harm
+      if (left_ <= 0) return;  // may overshoot by a few lines, which is harmless
       left_ -= count;
       for (; count > 0; --count) {
         __builtin_prefetch(key_.row + d_, 0, 2);
@@ -109,7 +109,7 @@ class DecodeTiles {
       }
     }
 
-    int64_t lines = 0;  // of a block
+    int64_t lines = 0;  // per block
 
    private:
     static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
@@ -157,7 +157,7 @@ class DecodeTiles {
     Pack::right(rows, query_tile.tiles * kTileRows, p_.head_dim, steps_, query_tile.query);
   }
 
-  // All query tiles against one block of keys.
+  // Adds one KV block to all query tiles.
   void block(int64_t j, int64_t n) {
     bool any = false;
     for (int64_t g = 0; g < shape_.group; ++g) {
@@ -182,7 +182,7 @@ class DecodeTiles {
     }
   }
 
-  // Keys as they lie, or packed.
+  // Returns the keys in place, or packed.
   KeyTiles key_tiles(int64_t j, int64_t n) {
     int64_t stride = p_.key_strides[2];
     if constexpr (F::kParts == 1) {
@@ -206,7 +206,7 @@ class DecodeTiles {
     return {key_, pair, kTileNumbers, F::kParts * kPairNumbers, 64};
   }
 
-  // Scores of 16 rows, transposed into their place.
+  // Computes the scores of 16 rows and transposes them to (queries, keys).
   void multiply_keys(const QueryTile& query_tile, int64_t tile, const KeyTiles& keys) {
     const uint16_t* query = query_tile.query + tile * steps_ * F::kParts * kTileNumbers;
     tile_zero<0>();
@@ -253,7 +253,7 @@ class DecodeTiles {
     }
   }
 
-  // Scores to weights; what has been summed is brought up to date.
+  // Converts scores to weights, and rescales out where a shift changed.
   void weigh(QueryTile* query_tile, int64_t j, int64_t n) {
     for (int64_t g = 0; g < query_tile->heads; ++g) {
       const Tile kind = kinds_[query_tile->head + g];
@@ -292,7 +292,7 @@ class DecodeTiles {
     return {b_, h_kv_ * shape_.group + query_tile.head + g, 0, j, n};
   }
 
-  // out += weights * values, of 16 rows.
+  // out += weights * values, for 16 rows.
   void add_values(const QueryTile& query_tile, int64_t tile) {
     const uint16_t* const weights = weights_ + tile * kTileNumbers;
     float* const out = query_tile.out + tile * kTileSums;
@@ -333,7 +333,7 @@ class DecodeTiles {
     if (kColumns == 4) tile_store<3>(out + 3 * kPairSums);
   }
 
-  // Adds a value that is not finite to those who see it.
+  // Adds a non-finite value to the rows that attend to it.
   void add_nonfinite(const QueryTile& query_tile, int64_t j, int64_t t) {
     const T* const value = values_ + (j + t) * p_.value_strides[2];
     for (uint32_t r = 0; r < query_tile.rows; ++r) {
@@ -367,16 +367,16 @@ class DecodeTiles {
   const DecodeShape<float>& shape_;
   TileScores<kTileKeys> scores_;
   TileDropout<kTileKeys> dropout_;
-  const ExpUnit<float> unit_;  // of a score
+  const ExpUnit<float> unit_;  // unit of the scores
   const int64_t steps_, steps_v_, heads_of_query_tile_, num_query_tiles_;
   Softmax softmax_;
   TileRegisters registers_;
   Arena arena_;
   int64_t b_ = 0, h_kv_ = 0;
-  const T *keys_, *values_;  // of this head
+  const T *keys_, *values_;  // first row of this head
   Ahead ahead_;
   QueryTile* query_tiles_;
-  Tile* kinds_;  // of the heads
+  Tile* kinds_;  // of the block, per head
   uint16_t* queries_;
   float* outs_;
   uint16_t* key_;   // left tiles (2, steps, parts, 2), or copied rows

@@ -1,5 +1,5 @@
-// Scores of a tile and dP to weights P and dS, beside the products; attention_bwd.h says what the
-// letters mean.
+// P and dS of a tile from its scores and dP, interleaved with tile products; attention_bwd.h
+// defines the symbols.
 #pragma once
 
 #include "cpu/kernels/tile_scores.h"
@@ -9,19 +9,19 @@
 namespace fused_attn {
 namespace {
 
-// What a query tile of queries knows of its rows.
+// Row statistics of a query tile.
 struct GradientRows {
-  // +inf where the row sees nothing. In units of a score where exponents are taken in full
-  // precision, else in powers of 2; and what its rounding lost, in natural units.
+  // lse: in score units if kFull, else in powers of 2; +inf for fully masked rows.
+  // lse_lost: rounding residual of lse, in natural units.
   alignas(64) float lse[kTileQueries], lse_lost[kTileQueries];
   alignas(64) float delta[kTileQueries], grad_lse[kTileQueries];
 };
 
-// Keys of a block. With 64, scores and dP of two tiles are all of L1, and every line that leaves it
+// Keys of a block. With 64, scores and dP of two tiles would fill L1, and each line that is evicted
 // costs about as much as a product of vectors.
 constexpr int64_t kGradientKeys = 32;
 
-// Both P and dS are multiplied as pairs of queries, dS as rows too.
+// Stores P and dS as pairs of queries (for dV and dK), and dS as rows too (for dQ).
 template <class T>
 class TileGradients {
   using F = TileFormat<T>;
@@ -29,23 +29,23 @@ class TileGradients {
  public:
   static constexpr bool kFull = kPrecision<T> == Precision::kFull;
 
-  // A tile of scores, and where its weights and gradients go.
+  // Input and output of a tile.
   struct Tile {
     const GradientRows* rows;
-    // Tiles (2 of keys, 2), and dP. With for_bias dS follows, without the derivative of softcap,
-    // and in 16 bits P.
+    // Tiles (2 of keys, 2): scores and dP. With for_bias they are overwritten: grads by dS without
+    // the derivative of softcap, and scores, for 16-bit types, by P.
     float *scores, *grads;
-    const float* cap_slope;                     // such tiles: the derivative of softcap; null: none
-    const TileDropout<kGradientKeys>* dropout;  // null: none
+    const float* cap_slope;                     // derivative of softcap, in such tiles, or null
+    const TileDropout<kGradientKeys>* dropout;  // null without dropout
     uint16_t *weight_pairs, *grad_pairs;        // right tiles (2, parts)
     uint16_t* grad_rows;                        // left tiles (parts, 2)
-    ExpUnit<float> unit;                        // of a score
+    ExpUnit<float> unit;                        // unit of the scores
     float dropout_scale;
-    float grad_factor;  // of dS as it is multiplied, where numbers have few exponents
+    float grad_factor;  // scale of the stored dS in formats of short range
     bool for_bias;
   };
 
-  // A unit of work is two rows. kPlain: without dropout, dlse, softcap and for_bias.
+  // A unit of work is two rows. kPlain: no dropout, dlse, softcap or for_bias.
   template <bool kPlain>
   class Stream {
    public:
@@ -79,19 +79,19 @@ class TileGradients {
     }
 
    private:
-    // 16 keys of row r, from vector v on.
+    // Computes P and dS of row r for the 16 keys of vector v, split into parts.
     FUSED_ATTN_INLINE void gradient(uint32_t r, uint32_t v, Vec32* kept_parts,
                                     Vec32* grad_parts) const {
       const uint32_t e = r * 16 + v * static_cast<uint32_t>(kPairSums);
       const Vec<float> lse = broadcast(tile_.rows->lse[r]), score = load(tile_.scores + e);
-      // What rounding took from lse, and takes from the difference, is applied as a factor
-      // (exp(-low) is 1 - low): in the exponent it would be lost again.
+      // Rounding residuals of lse and of the difference are applied as a factor, with
+      // exp(-low) = 1 - low: added to the exponent, they would be rounded away again.
       Vec<float> rounded, lost = broadcast(tile_.rows->lse_lost[r]);
       if (kFull) {
         const Vec<float> below = score - lse;
         rounded = exp_nonpositive<float>(below, tile_.unit);
         lost += (score - (below + lse)) * tile_.unit.natural;
-        lost = rounded == 0 ? Vec<float>{} : lost;  // of a masked score it is NaN
+        lost = rounded == 0 ? Vec<float>{} : lost;  // NaN for a masked score
       } else {
         const Vec<float> high = broadcast(tile_.unit.high);
         rounded = exp2_rough<kPrecision<T>>(fused_multiply_add<float>(score, high, -lse));
@@ -109,7 +109,7 @@ class TileGradients {
         }
         g = weight * ((g - tile_.rows->delta[r]) * tile_.dropout_scale + tile_.rows->grad_lse[r]);
       }
-      // An invisible key may hold NaN, and 0 * NaN is no 0.
+      // A masked key may hold NaN, and 0 * NaN is NaN.
       g = weight == 0 ? Vec<float>{} : g;
       if (!kPlain) {
         if (tile_.for_bias) {
@@ -127,9 +127,9 @@ class TileGradients {
     }
 
     const Tile tile_;
-    uint64_t keep_ = 0;  // of both rows of a unit
+    uint64_t keep_ = 0;  // dropout bits of both rows of a unit
     uint32_t at_;
-    Vec32 weights_[2][F::kParts], grads_[2][2][F::kParts];  // of a unit: rows, vectors
+    Vec32 weights_[2][F::kParts], grads_[2][2][F::kParts];  // [row][vector] of a unit
   };
 };
 

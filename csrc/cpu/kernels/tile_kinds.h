@@ -1,4 +1,4 @@
-// For tests and tools only (debug.h): the mask's verdict on each tile, as the kernels ask for it.
+// For tests and tools only (debug.h): the classification of each tile, as the kernels query it.
 #pragma once
 
 #include "cpu/debug.h"

@@ -1,4 +1,4 @@
-// What becomes of a tile of scores between its product and its weights, a row at a time.
+// Masking, scaling and dropout of a tile of scores, one row at a time.
 #pragma once
 
 #include "cpu/amx/tile_pack.h"
@@ -10,7 +10,7 @@
 namespace fused_attn {
 namespace {
 
-// Which weights of a tile dropout keeps, kRows rows at a time.
+// Dropout decisions for a tile, kRows rows at a time.
 template <int64_t kKeys>
 class TileDropout {
  public:
@@ -25,7 +25,7 @@ class TileDropout {
     first_ = first.query;
   }
 
-  // Bit t: key t of query r of the tile; kKeys bits further that of the next query.
+  // Returns the keep bits: bit t for key t of query r, the next query's kKeys bits higher.
   FUSED_ATTN_INLINE uint64_t keep(int64_t r) const {
     return columns_.keep(first_ + static_cast<uint32_t>(r));
   }
@@ -44,14 +44,13 @@ class TileScores {
  public:
   explicit TileScores(const AttentionParams& p) : units(p), p_(p) {}
 
-  // Whether finish() has anything to do.
+  // Returns true if finish() must be called.
   bool wanted(bool partial, int64_t n) const { return partial || n < kKeys || units.scaled; }
 
-  // Masks the scores of `rows` queries, in rows from `first` on, and brings them to natural units
-  // where the softmax wants those.
+  // Masks the scores of `rows` queries, in rows from `first` on, and converts them to natural units
+  // if units.scaled.
   //
-  // cap_slope: with softcap, the derivative of the capped score by the uncapped one; null: not
-  // wanted.
+  // cap_slope: receives the derivative of softcap if there is one; may be null.
   void finish(const TileAt& at, bool partial, int64_t rows, float* scores, float* cap_slope,
               uint32_t first = 0) {
     const bool masked = partial || at.n < kKeys;
@@ -77,7 +76,7 @@ class TileScores {
     }
   }
 
-  // Makes all keys invisible to query r.
+  // Masks all keys for row r.
   static void clear_row(uint32_t r, float* scores) {
     const Vec<float> nothing = broadcast(-__builtin_inff());
     for (int64_t v = 0; v < kVectors; ++v) {

@@ -1,4 +1,4 @@
-// Scores of a tile to weights exp(score - shift), a row at a time, beside the products.
+// Softmax of a tile: weights exp(score - shift), one row at a time, interleaved with tile products.
 #pragma once
 
 #include "cpu/kernels/tile_scores.h"
@@ -8,22 +8,23 @@
 namespace fused_attn {
 namespace {
 
-// What a query tile of queries knows of its rows.
+// Softmax state of the rows of a query tile.
 struct QueryTileRows {
-  // What scores are lowered by, in their own units; NaN: the row has seen nothing yet. The largest
-  // weight is 2^kWeightExponent, or up to 2^kMaximumSlack more: so results are rescaled a few times
-  // a row, not for nearly every block.
+  // Subtracted from the scores, in their units; NaN before the row's first visible key. It may lag
+  // behind the maximum: weights may exceed 2^kWeightExponent by a factor of up to 2^kMaximumSlack,
+  // so results are rescaled a few times per row instead of for nearly every block.
   alignas(64) float shift[kTileQueries];
-  alignas(64) float start[kTileQueries];    // the shift as weights are begun with
-  alignas(64) float sum[kTileQueries][16];  // of the weights, and of what rounding left of them;
-  alignas(64) float rounded[kTileQueries][16];  // each lane for itself
+  alignas(64) float start[kTileQueries];  // the shift, as Weights::begin() takes it
+  // Sums of the weights before and after rounding, per lane.
+  alignas(64) float sum[kTileQueries][16];
+  alignas(64) float rounded[kTileQueries][16];
 };
 
-// How weights are made of the scores of a row: begin(), add() for each half of a row, and end(),
-// which adds them to its sums, unless they overflow. A row starts with a number that is made of its
-// shift.
+// Weights classes compute the weights of a row from its scores: begin(), add() for each half of the
+// row, then end(), which adds them to the row's sums unless overflows(). start() converts a shift
+// to the argument of begin().
 
-// By exponentials.
+// Weights by exponentials.
 template <class T, bool kSum>
 class ExpWeights {
   using F = TileFormat<T>;
@@ -34,7 +35,7 @@ class ExpWeights {
 
   static Vec<float> start(const ExpUnit<float>&, Vec<float>* shift) { return *shift; }
 
-  // What scores start with that were lowered by their shift, and as which add() takes them.
+  // Start value for scores that are already lowered by their shift, and their valid range in add().
   static constexpr float kLowered = 0;
   static Vec<float> within_reach(const ExpUnit<float>&, Vec<float> lowered) { return lowered; }
 
@@ -43,7 +44,7 @@ class ExpWeights {
     rounded_ = sum_ = Vec<float>{};
   }
 
-  // keep: with kDrops, what dropout leaves of the half; sums have all of it.
+  // keep: dropout bits of the half, with kDrops; sums include dropped weights.
   template <int kHalf, bool kDrops>
   FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t keep, uint16_t* to) {
     a = exp_nonpositive<float, kPrecision<T>>(a - shift_, unit_);
@@ -52,7 +53,7 @@ class ExpWeights {
     F::template store_weights<kDrops>(to, a, b, keep, &rounded_);
   }
 
-  // Whether a weight leaves the format, or is NaN.
+  // Returns true if a weight is too large for the format, or NaN.
   FUSED_ATTN_INLINE bool overflows() const {
     constexpr float kMost = 1 << (kMaximumSlack + F::kWeightExponent);
     const Vec<float> checked = F::kRounds ? rounded_ : sum_;
@@ -69,13 +70,13 @@ class ExpWeights {
   Vec<float> shift_{}, rounded_{}, sum_{};
 };
 
-// bfloat16 by integer instructions, half of what a polynomial takes: a score in steps of 1/128 of a
-// power of 2 is a bfloat16 but for its last 7 bits, of which a table of 128 bytes says how far the
-// line 1 + f is above the curve 2^f. Within 2.7e-3, where rounding alone is within 3.9e-3; not for
-// sums that are wanted more exactly.
+// bfloat16 weights by integer instructions, half as many as a polynomial takes. The exponent of 2,
+// in steps of 1/128, has the bit pattern of a bfloat16 whose mantissa is 1 + f instead of 2^f. A
+// table of 128 bytes holds the difference. Error at most 2.7e-3 (rounding alone: 3.9e-3), which is
+// not accurate enough for the sums of an lse.
 //
-// Shifts are whole steps, which the multiply-add that counts a score's steps takes off; a score at
-// its shift has a weight of 2^-7, so that one bit tells weights that are too large.
+// Shifts are whole steps and are subtracted by the multiply-add that computes a score's steps. A
+// score equal to its shift has a weight of 2^-7, so a bit test detects weights that are too large.
 class TableWeights {
  public:
   explicit TableWeights(const ExpUnit<float>& unit)
@@ -86,26 +87,28 @@ class TableWeights {
         low_(in_register(_mm512_loadu_si512(kAbove))),
         high_(in_register(_mm512_loadu_si512(kAbove + 64))) {}
 
-  // Key t of the 32 is number position(t) of the row: packing goes by 128-bit lanes.
+  // Returns the position of key t of 32 in the row: vpackusdw packs within 128-bit lanes.
   static constexpr int position(int t) { return t % 16 / 4 * 8 + t / 16 * 4 + t % 4; }
-  // The key that is number i.
+  // Returns the key at position i.
   static constexpr int key_at(int i) { return i / 8 * 4 + i % 8 / 4 * 16 + i % 4; }
 
-  // The steps of a score of 0; the shift becomes a whole number of them. NaN, which overflows: they
-  // are too many to be exact.
+  // Rounds *shift to whole steps and returns the steps of a score of 0. Returns NaN, for which
+  // overflows() is true, if the steps are too many to be exact.
   static Vec<float> start(const ExpUnit<float>& unit, Vec<float>* shift) {
     const float step = 128 * unit.high;
     const Vec<float> steps = *shift * step + kRound - kRound, nearest = steps / step;
     const auto exact = steps < kMostSteps && steps > -kMostSteps;
-    *shift = exact && nearest - nearest == 0.f ? nearest : *shift;  // not if the unit is next to 0
+    *shift = exact && nearest - nearest == 0.f ? nearest : *shift;  // not if the unit is tiny
     return exact ? kLowered - steps : broadcast(__builtin_nanf(""));
   }
 
-  static constexpr float kRound = 12582912.f;  // 1.5 * 2^23: a float that it is added to has its
-  static constexpr float kLowered = kRound + 120 * 128;  // whole part in its last bits
+  // 1.5 * 2^23: adding it rounds a float to an integer, held in the low bits.
+  static constexpr float kRound = 12582912.f;
+  static constexpr float kLowered = kRound + 120 * 128;  // 120 * 128: a weight of 2^-7
   static constexpr float kMostSteps = kRound / 4;
 
-  // Steps that wrap round are taken for too large ones, and half of all NaN for small ones.
+  // Clamps scores whose steps would wrap around to large ones. Makes NaN +inf: half of all NaN
+  // would look like small scores.
   static Vec<float> within_reach(const ExpUnit<float>& unit, Vec<float> lowered) {
     const Vec<float> reached = max<float>(broadcast(-kMostSteps / (128 * unit.high)), lowered);
     return lowered != lowered ? broadcast(__builtin_inff()) : reached;
@@ -126,14 +129,14 @@ class TableWeights {
     const __m512i weights = _mm512_sub_epi16(steps, over);
     _mm512_store_si512(to, weights);
     rounded_ = _mm512_dpbf16_ps(rounded_, (__m512bh)weights, (__m512bh)ones_);
-    // NaN is not told by its steps, but a sum knows it.
+    // The integer steps do not reveal NaN; the float sum does.
     const __m512 known = _mm512_add_ps(steps_a, steps_b);
     nan_ = _mm512_cmp_ps_mask(kHalf == 0 ? known : known_, known, _CMP_UNORD_Q);
     bits_ = kHalf == 0 ? steps : _mm512_or_si512(bits_, steps);
     known_ = known;
   }
 
-  // Whether a weight is 2 or more, or NaN.
+  // Returns true if a weight is at least 2, or NaN.
   FUSED_ATTN_INLINE bool overflows() const {
     return !_kortestz_mask16_u8(_mm512_test_epi32_mask(bits_, large_), nan_);
   }
@@ -162,12 +165,12 @@ class TableWeights {
 
   const __m512 unit_;
   const __m512i round_, ones_, large_, low_, high_;
-  __m512 start_{}, rounded_{}, known_{};  // known: NaN where a score is
-  __m512i bits_{};                        // of all weights of the row
+  __m512 start_{}, rounded_{}, known_{};  // known_: NaN if a score is NaN
+  __m512i bits_{};                        // OR of the row's steps
   __mmask16 nan_ = 0;
 };
 
-// Multiplies row r of tiles (columns, 2).
+// Multiplies row r of tiles (columns, 2) by a factor.
 inline void scale_tile_row(int64_t r, float factor, int64_t columns, float* tiles) {
   for (int64_t c = 0; c < columns; ++c) {
     float* const at = tiles + c * kPairSums + r * 16;
@@ -175,7 +178,7 @@ inline void scale_tile_row(int64_t r, float factor, int64_t columns, float* tile
   }
 }
 
-// Leaves row r of a tile of woven weights those whose bit is set.
+// Zeroes the weights of row r of a woven tile whose keep bit is 0.
 template <class T>
 inline void drop_weights(uint64_t keep, uint32_t r, uint16_t* weights) {
   using F = TileFormat<T>;
@@ -188,7 +191,7 @@ inline void drop_weights(uint64_t keep, uint32_t r, uint16_t* weights) {
   }
 }
 
-// The softmax of a tile. kSum: the sum of unrounded weights is wanted.
+// The softmax of a tile. kSum: accumulate the unrounded weights too.
 template <class T, bool kSum>
 class TileSoftmax {
   using F = TileFormat<T>;
@@ -198,17 +201,17 @@ class TileSoftmax {
   static constexpr bool kByTable = kIsBFloat16<T> && !kSum;
   using Weights = std::conditional_t<kByTable, TableWeights, ExpWeights<T, kSum>>;
 
-  // A tile of scores, and where its weights go.
+  // Input and output of a tile.
   struct Tile {
     QueryTileRows* rows;
     float* scores;
     uint16_t* weights;
-    ExpUnit<float> unit;  // of a score
+    ExpUnit<float> unit;  // unit of the scores
     const TileDropout<kTileKeys>* dropout;
   };
 
-  // The rows of a tile, in registers: nothing in here is called, and memory that tile instructions
-  // may write would be read anew after each of them.
+  // Iterates over the rows of a tile, with its state in registers. Everything is inlined: after
+  // each tile instruction, which may write memory, the compiler would reload state from memory.
   template <bool kDrops>
   class Stream {
    public:
@@ -224,8 +227,8 @@ class TileSoftmax {
 
     uint32_t left() const { return left_; }
 
-    // One more row: its weights, and its sums unless one of the weights overflows, or the row has
-    // not seen anything yet: then it is left to finish(). A quarter has a vector of scores.
+    // Computes the weights and sums of the next row. The row is left to finish() if a weight
+    // overflows or the row had no visible key before. A quarter is a vector of scores.
     template <int kQuarter>
     FUSED_ATTN_INLINE void next() {
       if (kQuarter % 2 == 1) return;  // two vectors make a row of weights
@@ -239,7 +242,7 @@ class TileSoftmax {
       ++row_;
     }
 
-    // Of scores that are lowered by their shift.
+    // Computes a row's weights and sums from scores that are already lowered by the shift.
     void weigh_lowered(int64_t row) {
       weigh<0>(row, Weights::kLowered);
       weigh<1>(row, Weights::kLowered);
@@ -259,12 +262,12 @@ class TileSoftmax {
 
     Weights made_;
     const TileDropout<kTileKeys>* const dropout_;
-    uint64_t keep_ = 0;  // of the row
+    uint64_t keep_ = 0;  // dropout bits of the row
     QueryTileRows* const rows_;
     const float* const scores_;
     uint16_t* const weights_;
-    int64_t row_;        // the next one
-    uint32_t left_ = 0;  // bit r: row r was left
+    int64_t row_;        // next row
+    uint32_t left_ = 0;  // bit r: row r is left to finish()
   };
 
   static void reset(QueryTileRows* rows) {
@@ -276,8 +279,8 @@ class TileSoftmax {
     }
   }
 
-  // The shifts of a query tile that has seen nothing yet: by the maximum of each row; NaN stays
-  // where nothing is seen.
+  // Sets the shifts for the first tile of a query tile, from each row's maximum; NaN for rows
+  // without a visible key.
   __attribute__((noinline)) static void begin(const Tile& tile, int64_t rows = kTileQueries) {
     for (uint32_t half = 0; half < rows; half += 16) {
       alignas(64) float highest[16][16], turned[16][16];
@@ -293,7 +296,7 @@ class TileSoftmax {
     }
   }
 
-  // Rows that a stream has left.
+  // Computes the rows that a stream has left, with new shifts.
   template <bool kDrops>
   void finish(const Tile& tile, uint32_t left) {
     rescaled = 0;
@@ -302,7 +305,7 @@ class TileSoftmax {
     }
   }
 
-  uint32_t rescaled = 0;  // bit r: what was summed of row r has to be multiplied by rescale[r]
+  uint32_t rescaled = 0;  // bit r: earlier P V of row r must be multiplied by rescale[r]
   float rescale[kTileQueries];
 
  private:
@@ -315,13 +318,14 @@ class TileSoftmax {
     return highest;
   }
 
-  // Of a tiny unit the weights may be smaller: the shift is finite.
+  // Returns the shift for a maximum. With a tiny unit the bias is capped so that the shift stays
+  // finite; weights are then smaller.
   static Vec<float> wanted_shift(Vec<float> top, float unit) {
     const float bias = static_cast<float>(F::kWeightExponent) / unit;
     return top - (bias < 0x1p125f ? bias : 0x1p125f);
   }
 
-  // A new shift, and what next() has left.
+  // Computes a new shift for row r, then its weights.
   template <bool kDrops>
   __attribute__((noinline, cold)) void raise(const Tile& tile, uint32_t r) {
     QueryTileRows& rows = *tile.rows;
@@ -346,7 +350,7 @@ class TileSoftmax {
     }
     float* const row = tile.scores + r * 16;
     for (int v = 0; v < kVectors; ++v) {
-      // Of nothing seen, still 0: -inf less -inf would be NaN.
+      // Without a visible key subtract 0: -inf - -inf would be NaN.
       const Vec<float> lowered = load(row + v * kPairSums) - (any ? rows.shift[r] : 0.f);
       store(row + v * kPairSums, Weights::within_reach(tile.unit, lowered));
     }

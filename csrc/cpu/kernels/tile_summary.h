@@ -1,4 +1,4 @@
-// The pre-pass over a dense mask or bias: what each tile of it makes visible.
+// Pre-pass over a dense mask or bias: summarizes the visibility of each tile.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -6,7 +6,7 @@
 namespace fused_attn {
 namespace {
 
-// masked: nothing to see here; plain: visible, and nothing to add.
+// An element is masked (not visible), plain (visible, nothing to add) or neither.
 struct Flag {
   uint8_t bits;
 };

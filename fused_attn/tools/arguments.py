@@ -1,4 +1,4 @@
-"""The arguments of the command line, and its help."""
+"""Command-line arguments and help of `fused-attn`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _STATUSES = """exit status:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors on one line."""
+    """Argument parser that reports errors on one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """That of all commands; `command` is the name of the one that is asked for."""
+    """Return the parser of all commands; it stores the name of the chosen one in `command`."""
     parser = _Parser(
         prog=TOOL,
         description="Fused masked attention and norms: is it installed right, does it compute the "

@@ -1,7 +1,7 @@
-"""Attention timed against torch's F.scaled_dot_product_attention: `fused-attn bench`.
+"""The command `fused-attn bench`: attention against torch's F.scaled_dot_product_attention.
 
-Both get the same mask and run in turns. Nothing is timed before it is within the numerics
-contract.
+Both receive the same mask, and their calls alternate. fused_attn is timed only if it is within the
+numerics contract, SDPA only if it computes the same problem.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ OURS, PEER = "fused_attn", "sdpa"
 
 @dataclass
 class Result:
-    """One measurement; its attributes are what JSON gets.
+    """One measurement; its attributes are written to JSON.
 
     Attributes:
-        shape, mask: as they were asked for.
+        shape, mask: as requested.
         direction: "forward" or "backward".
-        backend: the one of fused_attn that was measured.
-        visible: the share of pairs of a query and a key that the mask lets through.
+        backend: the backend of fused_attn that was measured.
+        visible: the share of query-key pairs that are visible.
         ok: fused_attn is within the numerics contract.
-        error, limit: of the result that is closest to its limit, `worst`.
-        milliseconds: medians; only of what is right.
-        speedup: how many times as fast as SDPA; None where one of the two is not right.
-        share: the least time that the visible products, or the bytes that have to be read, take by
-            `ceilings`, as a share of fused_attn's; None without ceilings.
-        note: why there is no speedup.
+        worst: name of the result that is closest to its limit.
+        error, limit: error of `worst`, and the error that the contract allows for it.
+        milliseconds: median times of those of the two that are correct.
+        speedup: SDPA's time divided by fused_attn's; None unless both are correct.
+        share: minimum time as a share of fused_attn's time; None without ceilings. The minimum is
+            that of the visible products or of reading key and value, at the rates of `ceilings`.
+        note: the reason if there is no speedup.
     """
 
     shape: str
@@ -79,22 +80,22 @@ def measure(
     limits: dict[str, float] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Result:
-    """Checks fused_attn on one shape and mask, and times it and SDPA in turns.
+    """Check fused_attn on one shape and mask, then time it and SDPA in alternation.
 
     Args:
-        shape: sizes.
-        mask: see `make_mask`. SDPA gets is_causal for "causal", and a tensor for all others.
+        shape: sizes of the call.
+        mask: see `make_mask`. SDPA receives is_causal for "causal", and a tensor for all others.
         dtype: one of `DTYPES`.
-        backward: of the backward pass alone, instead of the forward pass without gradients.
+        backward: time the backward pass alone, instead of the forward pass without gradients.
         device: "cpu" or a GPU.
-        backend: of fused_attn; None is the automatic choice.
-        rounds: how often each is measured.
-        limits: what the CPU reaches (`ceilings.cpu_ceilings`).
-        advance: called after each round, while nothing is measured.
+        backend: backend of fused_attn; None is the automatic choice.
+        rounds: number of measurements of each.
+        limits: rates that the CPU reaches (`ceilings.cpu_ceilings`).
+        advance: called after each round, outside the measurements.
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the backend does not take the problem.
+        NotImplementedError: the backend does not accept the problem.
 
     Example:
         >>> measure(Shape.parse("2,8,512,512,64"), "causal+padding", "float32").speedup
@@ -112,7 +113,7 @@ def measure(
         needs_grad=backward,
     )  # fmt: skip
     chosen = select(problem, backend).name
-    # To ask for what is chosen anyway would keep small calls away from their short cut.
+    # Naming a backend disables the fast path of small calls, so do not name the default choice.
     asks = chosen != select(problem).name
     context = use_backend(chosen) if asks else contextlib.nullcontext()
     visible, bias = tensors_of(own_mask, shape, device)
@@ -145,7 +146,7 @@ def measure(
                 agrees = verdict.agrees(_of_seen_rows(peer(*leaves), visible))
                 ways |= {PEER: _timed(peer, leaves)} if agrees else {}
                 result.note = "" if agrees else "SDPA computes something else"
-            except RuntimeError as error:  # what SDPA has against it
+            except RuntimeError as error:  # SDPA rejects the call
                 result.note = f"SDPA: {error}"
             seconds = timing.medians(ways, device, rounds, advance)
     result.milliseconds = {name: 1e3 * s for name, s in seconds.items()}
@@ -165,7 +166,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Ten
 
 
 def _timed(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
-    """A call of the pass that gradients are enabled for."""
+    """Return a function that runs the backward alone, or the forward if gradients are disabled."""
     if not torch.is_grad_enabled():
         return lambda: way(*leaves)
     out = way(*leaves)
@@ -176,7 +177,7 @@ def _timed(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[],
 def _peer(
     shape: Shape, causal: bool, visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Callable[..., Tensor]:
-    """SDPA with the fewest and smallest arguments that say the same."""
+    """Return SDPA with the fewest and smallest arguments that express the same mask."""
     mask = None if causal else as_one_tensor(visible, bias, dtype)
 
     def peer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def _peer(
 
 
 def _of_seen_rows(out: Tensor, visible: Tensor | None) -> Tensor:
-    """0 in rows that see no key, whatever SDPA makes of them."""
+    """Set fully masked rows to 0, whatever SDPA returns there."""
     return out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Attention calls that can be named in a shell, for `bench`, tests and benchmarks."""
+"""Shapes and masks by their command-line names, for `bench`, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_SCORES = 2**22  # of what is checked: eager attention holds them, in float64 too
+MAX_SCORES = 2**22  # of a checked part: eager attention materializes them, in float64 too
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Shape:
 
     @staticmethod
     def parse(text: str) -> Shape:
-        """batch,heads,seqlen_q,seqlen_k,head_dim; heads may be heads/heads_kv.
+        """Parse batch,heads,seqlen_q,seqlen_k,head_dim; heads may be heads/heads_kv.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: text has another form.
         """
         try:
             batch, heads, *rest = text.split(",")
@@ -65,19 +65,19 @@ class Shape:
         return f"{self.batch},{heads},{self.seqlen_q},{self.seqlen_k},{self.head_dim}"
 
     def score_flops(self) -> int:
-        """Operations of one product of all queries with all keys."""
+        """Return the FLOPs of one product of all queries with all keys."""
         return 2 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * self.head_dim
 
     def key_bytes(self, dtype: torch.dtype) -> int:
-        """Of keys and values."""
+        """Return the size of key and value in bytes."""
         return 2 * self.batch * self.num_heads_kv * self.seqlen_k * self.head_dim * dtype.itemsize
 
     def operands(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> dict[str, Tensor]:
-        """query, key and value, the same every time."""
+        """Return random query, key and value; equal seeds give equal tensors."""
         generator = torch.Generator(device).manual_seed(seed)
-        # On a GPU a float32 copy of a long cache would take as much again, twice.
+        # On a GPU, a float32 copy of a long 16-bit cache would need another two times its memory.
         drawn = dtype if generator.device.type == "cuda" else torch.float32
         sizes = {"query": (self.num_heads, self.seqlen_q)}
         sizes |= dict.fromkeys(("key", "value"), (self.num_heads_kv, self.seqlen_k))
@@ -89,10 +89,10 @@ class Shape:
         }
 
     def reduced(self, batch: int | None = None) -> Shape:
-        """As many of the sequences and heads as eager attention can hold the scores of.
+        """Return the shape with as many sequences and heads as eager attention has memory for.
 
         Args:
-            batch: how many sequences there have to be, whatever fits.
+            batch: the number of sequences, even if their scores do not fit.
         """
         group = self.num_heads // self.num_heads_kv
         fitting = MAX_SCORES // (group * self.seqlen_q * self.seqlen_k)
@@ -102,9 +102,9 @@ class Shape:
         return replace(self, batch=batch, num_heads=heads_kv * group, num_heads_kv=heads_kv)
 
     def part_of(self, whole: Shape) -> Callable[[Tensor], Tensor]:
-        """The first sequences and heads, as many as are here, of tensors of the whole.
+        """Return a function that slices tensors of `whole` to the sequences and heads of self.
 
-        Tensors are ([batch,] heads, rows, columns); those of one head stay.
+        Tensors are ([batch,] heads, rows, columns). A single head stays as it is.
         """
 
         def part(tensor: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Shape:
 
 
 def sequence_lengths(batch: int, longest: int) -> Tensor:
-    """Lengths of a quarter of the longest to that."""
+    """Return lengths from a quarter of `longest` to `longest`, in equal steps."""
     return (longest * torch.linspace(0.25, 1.0, batch)).ceil().long()
 
 
@@ -163,7 +163,7 @@ def _random(shape: Shape, _: int) -> Mask:
 
 @dataclass(frozen=True)
 class MaskKind:
-    """A mask that can be asked for by name: what it is, how to make it, its size if it has one."""
+    """Named kind of mask: description, constructor, and default size (0: it has none)."""
 
     what: str
     make: Callable[[Shape, int], Mask]
@@ -198,10 +198,10 @@ MASKS = {
 
 
 def make_mask(text: str, shape: Shape) -> Mask | None:
-    """The mask that `text` names for a shape: "none", or names of `MASKS` joined by "+".
+    """Return the mask that `text` names for a shape: "none", or names of `MASKS` joined by "+".
 
     Raises:
-        ValueError: it names something else.
+        ValueError: `text` names no mask.
 
     Example:
         >>> make_mask("causal+window:128", shape)
@@ -226,10 +226,10 @@ def make_mask(text: str, shape: Shape) -> Mask | None:
 def tensors_of(
     mask: Mask | None, shape: Shape, device: torch.device | str, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Two tensors: what is visible (None: everything), and what is added to scores (None: nothing).
+    """Return a mask as two tensors: visible keys (None: all), and score bias (None: no bias).
 
     Args:
-        dtype: of what is added.
+        dtype: type of the bias.
 
     Returns:
         Tensors that broadcast to (batch, num_heads, seqlen_q, seqlen_k).
@@ -239,13 +239,13 @@ def tensors_of(
     visible, bias = materialize(spec, *sizes, torch.device(device), dtype)
     if visible is not None:
         first = visible[:, :, :1]
-        if torch.equal(first.expand_as(visible), visible):  # a mask of keys: torch gets no more
+        if torch.equal(first.expand_as(visible), visible):  # the same for all queries
             visible = first
     return visible, bias
 
 
 def as_one_tensor(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as torch takes it: bool, or float with -inf."""
+    """Return a mask as torch accepts it: one tensor, bool or float with -inf."""
     if bias is None:
         return visible
     mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
@@ -253,7 +253,7 @@ def as_one_tensor(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtyp
 
 
 def as_dense_mask(visible: Tensor | None, bias: Tensor | None) -> Mask | None:
-    """A Mask that is made of tensors."""
+    """Return a Mask made of the two tensors."""
     mask = None if visible is None else masks.dense(visible)
     if bias is None:
         return mask

@@ -1,4 +1,4 @@
-"""What a CPU reaches when nothing else is done: `bench` and the benchmarks show shares of it."""
+"""Peak rates of a CPU; `bench` and the benchmarks report shares of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fused_attn.backends.fields import DTYPES
 from fused_attn.tools.timing import cpu_seconds
 
 _ROUNDS = 7
-_ELEMENTS = 16 << 20  # of float32: 64 MiB, more than caches hold
+_ELEMENTS = 16 << 20  # of float32: 64 MiB, larger than the caches
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cpu_ceilings() -> dict[str, float]:
-    """FLOP/s and bytes/s of all of torch's threads together, now.
+    """Measure the current FLOP/s and bytes/s of all of torch's threads together.
 
     Returns:
-        By name of a dtype: the rate of the products that attention in it is made of, in tile
-        registers with a load of an operand for each. (They multiply float32 in 6 products of
-        bfloat16 parts, float16 in 3 where they do not know it; parts load less than that, and could
-        reach a little more.) "multiply_add": of float32 vectors.
+        By name of a dtype: the rate of the matrix products that attention in this type computes.
+        With AMX, these are tile products, each with one operand load. AMX computes float32 as 6
+        products of bfloat16 parts, and float16 as 3 unless it supports that type. Split types load
+        fewer operands and could be slightly faster. "multiply_add": rate of float32 vectors.
         "copy": bytes read and written; "read": bytes read.
     """
     threads = torch.get_num_threads()
@@ -39,12 +39,12 @@ def cpu_ceilings() -> dict[str, float]:
 
 
 def shortest(flops: float, nbytes: float, dtype: str, ceilings: dict[str, float]) -> float:
-    """Seconds that so many operations and bytes take at least."""
+    """Return the minimum seconds for this many operations and bytes."""
     return max(flops / ceilings[dtype], nbytes / ceilings["read"])
 
 
 def said(ceilings: dict[str, float]) -> str:
-    """In a line."""
+    """Format the ceilings on one line."""
     rates = [f"{ceilings[name_of(t)] / 1e9:,.0f} GFLOP/s {name_of(t)}" for t in _TYPES]
     return ", ".join([*rates, f"{ceilings['read'] / 1e9:.0f} GB/s read"])
 

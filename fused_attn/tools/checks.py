@@ -1,4 +1,4 @@
-"""Problems that `fused-attn verify` puts to a backend. Each can be written down and run by itself:
+"""Checks that `fused-attn verify` runs on a backend. The repr of each can be run on its own:
 
 AttentionCheck(shape="2,4/2,75,141,40", mask="causal", dtype="bfloat16").show("triton")
 """
@@ -31,15 +31,15 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Check:
-    """A problem, and what of its results is looked at.
+    """Problem, and the property of its results that is checked.
 
     Attributes:
-        dtype: of the operands, a name of torch's.
-        gradients: look at those too.
-        seed: of the operands.
+        dtype: name of the operands' torch type.
+        gradients: check the gradients too.
+        seed: seed of the operands.
         how: "contract": results and gradients are within the numerics contract. "twice": a second
-            run has the same bits, with torch.use_deterministic_algorithms(True). "graph": so has
-            a CUDA graph that is replayed. "bits": dropout keeps what the reference keeps.
+            run returns the same bits, with torch.use_deterministic_algorithms(True). "graph": so
+            does the replay of a CUDA graph. "bits": dropout keeps what the reference keeps.
     """
 
     dtype: str = "float32"
@@ -47,7 +47,7 @@ class Check:
     seed: int = 0
     how: str = "contract"
 
-    op = ""  # the first word of the classes that the problem is in
+    op = ""  # `ProblemClass.op` of the problem
 
     def __repr__(self) -> str:
         shared = {field.name for field in dataclasses.fields(Check)}
@@ -59,23 +59,23 @@ class Check:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def features(self) -> tuple[str, ...]:
-        """The features, see backends/verdicts.py, of the classes that it is in."""
+        """Return the features of the problem's classes (backends/verdicts.py)."""
         raise NotImplementedError
 
     def operands(self, device: torch.device) -> dict[str, Tensor]:
-        """Float tensors, the same every time."""
+        """Return float tensors, the same in every call."""
         raise NotImplementedError
 
     def call(self, device: torch.device) -> Call:
-        """The function of the operands."""
+        """Return the function of the operands that is checked."""
         raise NotImplementedError
 
     def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What dropout keeps, as the chosen backend and as the reference have it."""
+        """Return masks of what dropout keeps: the selected backend's and the reference's."""
         raise NotImplementedError
 
     def run(self, backend: str, device: torch.device | str = "cuda") -> list[Finding]:
-        """What is found of each result."""
+        """Run the check on a backend and return a finding for each result."""
         device = torch.device(device)
         if self.how == "bits":
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -91,22 +91,22 @@ class Check:
         return [_difference(f"result {i}", got, want) for i, (got, want) in pairs]
 
     def show(self, backend: str, device: torch.device | str = "cuda") -> None:
-        """Prints what is found."""
+        """Run the check and print its findings."""
         for finding in self.run(backend, device):
             print("ok   " if finding.ok else "WRONG", finding)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionCheck(Check):
-    """Attention.
+    """Check of an attention call.
 
     Attributes:
-        shape, mask: as Shape.parse and make_mask take them; mask is of the padded batch.
-        bias: a float mask besides, (num_heads, seqlen_q, seqlen_k): "" (none), "constant" or
+        shape, mask: as in Shape.parse and make_mask; mask is of the padded batch.
+        bias: additional float mask, (num_heads, seqlen_q, seqlen_k): "" (none), "constant" or
             "learned".
-        packed: sequences of other lengths, the longest as `shape` has it, without padding.
-        result: what is wanted besides out: "out" (nothing), "lse" or "weights".
-        poison: key and value are NaN behind the end of each sequence; for masks with "padding".
+        packed: sequences of different lengths, without padding; the longest is as in `shape`.
+        result: result in addition to out: "out" (none), "lse" or "weights".
+        poison: key and value are NaN beyond the end of each sequence; for masks with "padding".
     """
 
     shape: str
@@ -202,7 +202,7 @@ class AttentionCheck(Check):
         sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
         query = torch.zeros(*sizes[:3], 8, device=device, **there)
         key = torch.zeros(*sizes[:2], shape.seqlen_k, 8, device=device, **there)
-        # With these as values out is the weights themselves.
+        # With an identity matrix as value, out equals the weights.
         value = torch.eye(shape.seqlen_k, device=device, **there).expand(*sizes[:2], -1, -1)
         torch.manual_seed(self.seed)
         want = philox.attention_keep(philox.new_seed(device), self.dropout_p, *sizes)
@@ -214,11 +214,11 @@ class AttentionCheck(Check):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecodeCheck(Check):
-    """New tokens, and a cache that takes them in.
+    """Check of a decoding step, which appends new tokens to a cache.
 
     Attributes:
-        shape: seqlen_q are the new tokens, seqlen_k the room of a sequence in the cache.
-        page_size: rows of a page of the cache; 0: it is in one piece.
+        shape: seqlen_q is the number of new tokens, seqlen_k the cache's capacity per sequence.
+        page_size: rows per page of the cache; 0: it is contiguous.
     """
 
     shape: str
@@ -252,7 +252,7 @@ class DecodeCheck(Check):
         def call(
             query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor
         ) -> Any:
-            caches = key_cache.clone(), value_cache.clone()  # which are written to
+            caches = key_cache.clone(), value_cache.clone()  # the call writes to them
             out = decode_attention(
                 query, *caches, cache_lengths=lengths, key=key, value=value, block_table=table
             )
@@ -271,10 +271,10 @@ class DecodeCheck(Check):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NormCheck(Check):
-    """norm(residual + dropout(input)) over rows.
+    """Check of norm(residual + dropout(input)) over rows.
 
     Attributes:
-        affine: with weight, and with bias for a layer norm.
+        affine: pass weight, and bias for a layer norm.
     """
 
     rows: int
@@ -322,7 +322,7 @@ class NormCheck(Check):
         return call(ones)[1] != 0, want
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Of the operands, by name."""
+        """Return the sizes of the operands by name."""
         matrix, row = (self.rows, self.columns), (self.columns,)
         sizes: dict[str, tuple[int, ...]] = {"input": matrix}
         if self.affine:
@@ -337,11 +337,11 @@ class NormCheck(Check):
         return self.residual or self.dropout_p > 0.0
 
 
-# ---- what they share ----------------------------------------------------------------------------
+# ---- helpers ------------------------------------------------------------------------------------
 
 
 def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:
-    """A mask and a float tensor, which is added in the type of the scores."""
+    """Combine a mask with a float bias, which is added in the type of the scores."""
     if bias is None:
         return mask
     own = masks.bias(bias.to(statistics_dtype(bias.dtype)))
@@ -349,14 +349,14 @@ def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(batch, num_heads, seqlen, head_dim) as packed sequences."""
+    """Pack (batch, num_heads, seqlen, head_dim) into sequences without padding."""
     lengths = sequence_lengths(tensor.shape[0], tensor.shape[2]).tolist()
     pairs = zip(tensor, lengths, strict=True)
     return torch.cat([one[:, :length].transpose(0, 1) for one, length in pairs])
 
 
 def _sequences(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Those of `_rows`, as varlen_attention takes them."""
+    """Return cu_seqlens and maximum lengths of `_rows`, for varlen_attention."""
     ends = [
         torch.nn.functional.pad(sequence_lengths(shape.batch, length).cumsum(0), (1, 0)).to(device)
         for length in (shape.seqlen_q, shape.seqlen_k)
@@ -366,8 +366,10 @@ def _sequences(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, int,
 
 @contextlib.contextmanager
 def _repeatable() -> Iterator[None]:
-    """Within the block torch wants the same bits from the same call; what of its own cannot do so
-    says nothing."""
+    """Request deterministic algorithms from torch within the block.
+
+    Operations that have none run without a warning.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -382,7 +384,10 @@ def _repeatable() -> Iterator[None]:
 def _two_runs(
     call: Call, operands: Sequence[Tensor], gradients: bool, graphed: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Results and gradients of the same call, twice; graphed: the first by a CUDA graph."""
+    """Return results and gradients of the same call, twice.
+
+    With `graphed`, the first run is the replay of a CUDA graph.
+    """
     leaves = [t.clone().requires_grad_(gradients) for t in operands]
     weights: list[Tensor] = []  # gradients of the results
 
@@ -406,18 +411,18 @@ def _two_runs(
             return seeded(), seeded()
         captured, graph = _captured(step)
         with torch.no_grad():
-            for leaf in leaves:  # what was captured must read them anew
+            for leaf in leaves:  # the replay must read the new values
                 leaf.mul_(0.5)
         graph.replay()
         return [t.clone() for t in captured], step()
 
 
 def _captured(step: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cuda.CUDAGraph]:
-    """The results of a step that a CUDA graph holds, and the graph."""
+    """Capture a step in a CUDA graph; return its results and the graph."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # what is made once, by a compiler for one, is made here
+        for _ in range(3):  # warm-up: one-time work such as compilation
             step()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
@@ -426,7 +431,7 @@ def _captured(step: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cud
 
 
 def _difference(name: str, got: Tensor, want: Tensor) -> Finding:
-    """The number of elements that are other; none may be."""
+    """Return the number of elements that differ as a finding; the limit is 0."""
     if got.shape != want.shape:
         return Finding(name, float("inf"), 0.0, f": shape {got.shape}, not {want.shape}")
     other = (got != want) & ~(got.isnan() & want.isnan())

@@ -1,4 +1,4 @@
-"""What each kind of call runs on, on each kind of device of this machine, and why."""
+"""Backend that each kind of call runs on, for each device type of this machine, and why."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fused_attn.backends.registry import choose
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a kind of call.
+    """Backend that is selected for a kind of call.
 
     Attributes:
         call: the kind, in words.
-        backend: its name; empty if no backend takes it.
-        reason: why it is not the one before in the order of preference, or "first in order".
+        backend: name of the backend; empty if none accepts the call.
+        reason: why the backend preferred to it was not selected, or "first in order".
     """
 
     device: str
@@ -28,13 +28,13 @@ class Choice:
 
 
 def device_types() -> list[str]:
-    """The CPU, and the accelerator that torch sees, if any."""
+    """Return the CPU and the accelerator that torch finds, if any."""
     accelerator = torch.accelerator.current_accelerator()
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def choices(device_type: str, dtype: torch.dtype = torch.float32) -> list[Choice]:
-    """The choice for each kind of call on a device."""
+    """Return the choice for each kind of call on a device."""
     rows = []
     for name, problem in _kinds(torch.device(device_type), dtype):
         chosen, refusals = choose(problem)

@@ -1,12 +1,12 @@
 """Numerics of a model with the fused kernels against eager attention, layer by layer.
 
 The model runs on the same inputs, forward and backward: in float64 with eager attention (the
-truth), in its own type with eager attention, and in its own type with the fused modules, or under
-`enable()` too. Both of the latter are measured against the first. Eager runs once more, as what
-does not repeat, or is far from its float64, is no measure.
+truth), in the model's type with eager attention, and in the model's type with the fused modules,
+optionally under `enable()`. The errors of the latter two are measured against the truth. Eager
+attention runs once more: outputs that do not repeat, or are far from float64, set no valid limit.
 
-The fused modules run twice where they remove padding: with padding for the rows of layers, whose
-shapes would differ, and as users run them for the outputs and gradients of the model.
+Fused modules that remove padding run twice: with padding for the rows of layers, whose shapes would
+differ otherwise, and without it, as users run them, for the model's outputs and gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fused_attn.tools.recording import Recorder, Tensors, copied, device_of
 from fused_attn.tools.rounding import Expected
 from fused_attn.tools.terminal import progress
 
-RUNS = 16  # for the error that is expected of eager attention: one takes 20 times as long as eager
+RUNS = 16  # for the expected error of eager attention; one takes 20 times as long as eager
 
 _PADDING_NOTE = (
     "above the limit only because padded rows are 0 in the output of {}, and the model reads or "
@@ -56,7 +56,7 @@ def compare(
     enable: bool = False,
     **kwargs: Any,
 ) -> ComparisonReport:
-    """Compare the numerics of the fused modules with eager attention, on the user's own model.
+    """Compare the numerics of fused modules with those of eager attention, on a given model.
 
     The model is copied, never modified, and runs in evaluation mode, without dropout. Outputs and
     gradients are those of the model that `swap_modules` makes. Its stacks return 0 in padded rows:
@@ -65,27 +65,27 @@ def compare(
 
     Args:
         model: a model in float32, float16 or bfloat16, not swapped yet.
-        *args, **kwargs: what the model is called with. Float tensors among them are compared as
-            inputs too if they require grad.
+        *args, **kwargs: arguments of the model. The input gradients of float tensors that require
+            grad are compared too.
         backward: compare gradients as well, those of a fixed random projection of all outputs.
-        remove_padding: as in `swap_modules`; the model does not get it. False compares the model
+        remove_padding: as in `swap_modules`; not passed to the model. False compares the model
             that `swap_modules(model, remove_padding=False)` makes, padded rows included.
-        enable: run the swapped model under `enable()`, so that attention is compared that the model
+        enable: run the swapped model under `enable()`, to compare attention that the model
             computes by torch.nn.functional.scaled_dot_product_attention. The report counts the
-            calls. Nothing has to be swapped then.
+            calls. No module has to be swapped then.
 
     Returns:
-        Errors of outputs, layer outputs and gradients, and whether the contract holds: against
-        float64, outputs are at most 2 times and gradients at most 3 times as far off as eager is,
-        or is expected to be, plus one rounding of the largest value. For a gradient, that is the
-        largest of its module: the gradient of a key bias is 0 up to rounding of the values that
-        cancel in it.
+        Errors of outputs, layer outputs and gradients, and whether the contract holds. Against
+        float64, the error of an output is at most 2 times, of a gradient at most 3 times the
+        measured or expected error of eager attention, plus one rounding of the largest value. For
+        a gradient, that is the largest value of its module: the gradient of a key bias is 0 up to
+        rounding of the values that cancel in it.
 
     Raises:
         ValueError: the model is swapped already, is float64, nothing in it is fused, or its outputs
-            with eager attention are no measure: they do not repeat, or are far from what it
-            computes in float64.
-        TypeError: the model fails, and its arguments came as one tuple.
+            with eager attention set no valid limit: they do not repeat, or are far from those in
+            float64.
+        TypeError: the model fails, and an argument is a tuple, list or mapping.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -137,7 +137,7 @@ def compare(
         recorder.advance = _no_progress
 
         def run_eager(in_dtype: torch.dtype) -> Tensors:
-            other = None if in_dtype == dtype else in_dtype  # models may be of several types
+            other = None if in_dtype == dtype else in_dtype  # None keeps mixed types
             inputs = copied(args, other), copied(kwargs, other)
             with _eager_kernels():
                 return recorder.run(_eager(copy.deepcopy(model).to(other)), *inputs)
@@ -146,7 +146,7 @@ def compare(
         report = _report(truth, eager, judged, expected, swap)
         if stacks and not report.ok:
             padded = _report(truth, eager, fused, expected, swap)
-            # While layers are recorded, stacks return 0 in padded rows but pack nothing.
+            # When layers are recorded, stacks return 0 in padded rows, but do not pack the batch.
             if padded.ok:
                 zeroed = _report(truth, eager, run_swapped(layers=True), expected, swap)
                 if not zeroed.ok:
@@ -157,22 +157,22 @@ def compare(
 
 @contextlib.contextmanager
 def _no_calls() -> Iterator[CallCounts | None]:
-    """The block without `enable()`: nothing is counted."""
+    """Run the block without `enable()`; no calls are counted."""
     yield None
 
 
 def _no_progress() -> None:
-    """Optional runs do not advance the progress bar."""
+    """Do nothing: optional runs do not advance the progress bar."""
 
 
 def _keep_padding(model: Module) -> list[str]:
-    """Turn the removal of padding off, and return the names of the stacks that did it."""
+    """Disable the removal of padding, and return the names of the stacks that had it enabled."""
     stacks = padding_removers(model)
     for _, module, attribute in stacks:
         setattr(module, attribute, False)
     for module in model.modules():
         if isinstance(module, TransformerEncoder):
-            # Eager attention ran without torch's inference path, which returns 0 in padded rows.
+            # Eager attention runs without torch's fast path, which returns 0 in padded rows.
             module.use_nested_tensor = False
     return [name for name, _, _ in stacks]
 
@@ -190,13 +190,13 @@ def _check(model: Module) -> torch.dtype:
         raise ValueError(
             "model must be float32, float16 or bfloat16, got float64, which is the reference"
         )
-    # Of a model in mixed precision, the coarsest type.
+    # For a model in mixed precision, return the coarsest type.
     return max(dtypes, key=lambda d: torch.finfo(d).eps)
 
 
 @contextlib.contextmanager
 def _arguments_named(args: tuple[Any, ...]) -> Iterator[None]:
-    """Says of a call that fails how arguments are given, where one of them looks like several."""
+    """Explain how to pass arguments if the call fails and one of them contains several."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -213,7 +213,7 @@ def _arguments_named(args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _watched(model: Module, swap: SwapReport) -> set[str]:
-    """Names of attention and norm modules, also those that are not swapped, and what is around."""
+    """Return the names of attention and norm modules, swapped or not, and of their ancestors."""
     inner = {entry.name for entry in swap.swapped}
     inner |= {entry.name for entry in (*swap.skipped, *swap.unfused)}
     names = set()
@@ -234,7 +234,7 @@ def _eager(model: Module) -> Module:
 
 @contextlib.contextmanager
 def _eager_kernels() -> Iterator[None]:
-    """Attention of torch.nn in separate operations: no fused kernel, no fused encoder layer."""
+    """Disable torch's fused attention kernels and fused encoder layers within the block."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -244,17 +244,17 @@ def _eager_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-# ---- what eager attention has to be, to be measured by ------------------------------------------
+# ---- requirements on eager attention ------------------------------------------------------------
 
-# What sums may be apart in two runs: on the CPU hardly anything (where a tensor lies may decide how
-# its products are added up), on a GPU, which adds in another order each time, more.
+# Roundings by which two runs may differ. CPU runs hardly differ: the address of a tensor may change
+# the order of summation. On a GPU, the order changes in every run.
 REPEAT_ROUNDINGS = {"cpu": 2, "gpu": 16}
 
 
 def _check_repeats(
     first: Tensors, second: Tensors, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises ValueError where outputs are others in the second run."""
+    """Raise ValueError if outputs differ in the second run."""
     roundings = REPEAT_ROUNDINGS["cpu" if device.type == "cpu" else "gpu"]
     apart = {}
     for (name, kind), reference in first.items():
@@ -275,19 +275,21 @@ def _check_repeats(
     )
 
 
-# Times the root of a rounding, of rms to rms: 0.0014 in float32, 0.35 in bfloat16. Encoders of 24
-# and 48 layers were off by 3e-7 and 0.011; what chooses, as routing does, is off by more.
+# Limit of rms error / rms, in units of sqrt(eps): 0.0014 in float32, 0.35 in bfloat16. Encoders of
+# 24 and 48 layers had 3e-7 and 0.011. Discrete choices, as in routing, cause larger errors.
 IMPLAUSIBLE = 4.0
 
 
 def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None:
-    """Raises ValueError where an output is not what the model computes in float64, but for
-    rounding: twice such an error is no limit."""
+    """Raise ValueError if an output differs from float64 by more than rounding.
+
+    Twice such an error would be no valid limit.
+    """
     most = IMPLAUSIBLE * math.sqrt(torch.finfo(dtype).eps)
     outputs = {key: t for key, t in truth.items() if key[1] == "output" and key in eager}
     if outputs and not any(t.isfinite().any() for t in outputs.values()):
         raise ValueError("model must give something finite, got none with eager attention")
-    # Of the largest output: one that is 0 but for rounding says nothing.
+    # Relative to the largest output: the rms of one that is 0 up to rounding is meaningless.
     sizes = [contract.errors(torch.zeros_like(t), t)[1] for t in outputs.values()]
     size = max(sizes, default=0.0)
     for (name, kind), reference in outputs.items():
@@ -357,5 +359,5 @@ def _largest_by_module(truth: Tensors) -> dict[tuple[str, str], float]:
 
 
 def _scale_key(name: str, kind: str) -> tuple[str, str]:
-    """The key of a largest value: a module's, for all its parameters, or else a tensor's."""
+    """Return the key of a largest value: the module of a parameter, otherwise the tensor."""
     return (name.rpartition(".")[0] if kind == "param grad" else name), kind

@@ -1,4 +1,4 @@
-"""The report of `compare`: errors of each tensor, the verdict, and how they are shown."""
+"""Report of `compare`: errors of each tensor, the verdict, and their formatting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_attn.integrations.attention_in_code import CALLS_SDPA
 from fused_attn.swap import Skipped, SwapReport
 from fused_attn.tools.terminal import aligned
 
-# Of `ComparisonReport.table`; ">" aligns to the right.
+# Header of `ComparisonReport.table`; ">" aligns to the right.
 COLUMNS = ("tensor", "kind", ">eager max", ">fused max", ">limit", ">eager rms", ">fused rms", "")
 
 
@@ -25,12 +25,12 @@ class ComparisonRow:
     Attributes:
         name: module, parameter or model output.
         kind: "output" (of the model), "layer output", "input grad" or "param grad".
-        eager_max, eager_rms: maximal and root mean square error of eager attention, as measured.
-        fused_max, fused_rms: the same of the fused model.
-        limit: what the contract allows for fused_max.
+        eager_max, eager_rms: measured maximum and root mean square error of eager attention.
+        fused_max, fused_rms: the same for the fused model.
+        limit: upper bound on fused_max by the contract.
         ok: fused_max <= limit.
-        binding: the row counts for the verdict. Layer outputs do not: what they are off by has
-            gathered in the layers before. Nor does what is nowhere finite in float64.
+        binding: the row counts for the verdict. Layer outputs do not: their errors accumulate
+            over the layers before. Nor do tensors without a finite value in float64.
     """
 
     name: str
@@ -45,22 +45,22 @@ class ComparisonRow:
 
     @property
     def above(self) -> bool:
-        """The row makes the verdict bad."""
+        """Return True if the row makes the verdict fail."""
         return self.binding and not self.ok
 
     @property
     def module(self) -> str:
-        """The module that the tensor belongs to; an output of the model has its own name."""
+        """Return the module that the tensor belongs to, or the name of a model output."""
         is_parameter = self.kind.startswith("param grad")
         return self.name.rpartition(".")[0] if is_parameter else self.name
 
     @property
     def share(self) -> float:
-        """The error as a share of the limit."""
+        """Return the error as a share of the limit."""
         return self.fused_max / self.limit if self.limit else self.fused_max
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, under `COLUMNS`."""
+        """Return the row as text, a cell for each of `COLUMNS`."""
         numbers = (self.eager_max, self.fused_max, self.limit, self.eager_rms, self.fused_rms)
         verdict = ("ok" if self.ok else "ABOVE LIMIT") if self.binding else ""
         return (self.name, self.kind, *(f"{number:.2e}" for number in numbers), verdict)
@@ -68,13 +68,13 @@ class ComparisonRow:
 
 @dataclass
 class ComparisonReport:
-    """The result of `compare`; printing it shows the verdict and the findings by module.
+    """Result of `compare`; printing it shows the verdict and the findings by module.
 
     Attributes:
         rows: one for each compared tensor, in the order of execution.
         dtype: type of the model's parameters.
-        swap: what was swapped for the fused run, and what was left alone.
-        notes: what the numbers do not show.
+        swap: the modules that were swapped for the fused run, and those that were not.
+        notes: remarks that help to interpret the numbers.
         calls: counts of the calls of torch's scaled_dot_product_attention in the fused run; None
             without `enable`.
     """
@@ -87,16 +87,16 @@ class ComparisonReport:
 
     @property
     def ok(self) -> bool:
-        """The outputs of the model and all gradients (at least one) are within the contract."""
+        """Return True if all rows that count are within the contract, and there is at least one."""
         binding = [row for row in self.rows if row.binding]
         return bool(binding) and all(row.ok for row in binding)
 
     def shown_rows(self, parameters: bool = False) -> list[ComparisonRow]:
-        """The rows in the order of modules, outputs of the model first.
+        """Return the rows in the order of modules, outputs of the model first.
 
         Args:
-            parameters: show the gradient of each parameter. False: of a module, the gradient that
-                is the largest share of its limit.
+            parameters: show the gradient of each parameter. False: show the gradient of each module
+                that is the largest share of its limit.
         """
         modules: dict[str, dict[str, list[ComparisonRow]]] = {}
         for row in sorted(self.rows, key=lambda row: row.kind != "output"):
@@ -107,11 +107,11 @@ class ComparisonReport:
         return [_worst(rows) for rows in groups]
 
     def table(self, parameters: bool = False) -> str:
-        """`shown_rows` as an aligned text table."""
+        """Return `shown_rows` as an aligned text table."""
         return aligned(COLUMNS, [row.cells() for row in self.shown_rows(parameters)])
 
     def left_alone(self) -> list[str]:
-        """A line for each kind of module that runs as it did before, with its names and why."""
+        """Return a line for each kind of module that was not swapped: names and reason."""
         return [
             f"left alone: {len(names)} x {type_name} ({_some(names)}): {reason}"
             for (type_name, reason), names in self._left().items()
@@ -126,11 +126,11 @@ class ComparisonReport:
     def _not_swapped(self) -> Iterator[Skipped]:
         yield from self.swap.skipped
         for entry in self.swap.unfused:
-            if self.calls is None or entry.reason != CALLS_SDPA:  # `calls` tells of those
+            if self.calls is None or entry.reason != CALLS_SDPA:  # `calls` reports those
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in types that JSON knows."""
+        """Return all contents in types that JSON can represent."""
         return {
             "ok": self.ok,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -143,13 +143,13 @@ class ComparisonReport:
         }
 
     def title(self) -> str:
-        """A line that says what the rows are of."""
+        """Return a line that describes the rows."""
         dtype = str(self.dtype).removeprefix("torch.")
         swapped = len(self.swap.swapped)
         return f"errors against float64, {dtype} model, {swapped} modules swapped"
 
     def verdict(self) -> str:
-        """`ok` in words."""
+        """Return `ok` in words, with counts."""
         binding = [row for row in self.rows if row.binding]
         if self.ok:
             return f"within the contract: {len(binding)} outputs and gradients"
@@ -166,7 +166,7 @@ class ComparisonReport:
 
 
 def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
-    """The row of a group that is closest to its limit, or furthest above."""
+    """Return the row of a group that is closest to its limit, or furthest above."""
     worst = max(rows, key=lambda row: (row.above, row.share))
     if len(rows) == 1:
         return worst
@@ -174,5 +174,5 @@ def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names."""
+    """Join the first names; "..." stands for the others."""
     return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])

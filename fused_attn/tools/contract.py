@@ -1,9 +1,9 @@
-"""The numerics contract: how far off a result may be, and checks against it.
+"""The numerics contract: the error that a result may have, and checks against it.
 
-Against a result of higher precision, an output is at most OUTPUT_FACTOR times, a gradient at most
-GRAD_FACTOR times as far off as eager attention in the same type, plus one rounding of the largest
-value. Eager's error is the larger of the one measured here and the one to be expected on that
-problem (rounding.py), so that no verdict depends on the BLAS of one CPU, or on luck. The package's
+Against a result of higher precision, the error of an output is at most OUTPUT_FACTOR times, of a
+gradient at most GRAD_FACTOR times that of eager attention in the same type, plus one rounding of
+the largest value. Eager's error is the larger of the one measured here and the one expected on that
+problem (rounding.py), so no verdict depends on the BLAS of one CPU, or on luck. The package's
 tools, the tests and the benchmarks all use this rule.
 """
 
@@ -23,26 +23,26 @@ from fused_attn.tools.rounding import RUNS, Expected
 
 OUTPUT_FACTOR = 2.0
 GRAD_FACTOR = 3.0
-PEER_FACTOR = 10.0  # what is off by more than this many times eager's error computes something else
+PEER_FACTOR = 10.0  # a peer with a larger multiple of eager's error computes another problem
 
 
 # ---- the rule -----------------------------------------------------------------------------------
 
 
 def factor_of(gradient: bool) -> float:
-    """The factor by which a gradient, or an output, may be further off than eager attention."""
+    """Return the factor by which the error of a gradient or an output may exceed eager's."""
     return GRAD_FACTOR if gradient else OUTPUT_FACTOR
 
 
 def limit(factor: float, eager_error: float, largest_value: float, dtype: torch.dtype) -> float:
-    """The error that the contract allows for a result in `dtype`."""
+    """Return the error that the contract allows for a result in `dtype`."""
     return factor * eager_error + torch.finfo(dtype).eps * largest_value
 
 
 def errors(
     tensor: Tensor | None, reference: Tensor, residual: Tensor | None = None
 ) -> tuple[float, float]:
-    """Maximal and root mean square error where the reference is finite; inf for NaN.
+    """Return maximal and root mean square error where the reference is finite; inf for NaN.
 
     Args:
         residual: higher-precision reference minus `reference`.
@@ -57,13 +57,13 @@ def errors(
 
 
 def largest(reference: Tensor) -> float:
-    """The largest of the finite values."""
+    """Return the largest magnitude of the finite values."""
     finite = reference[reference.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0
 
 
 def _deviation(tensor: Tensor, reference: Tensor, residual: Tensor | None) -> Tensor:
-    """The error of each element: 0 where the reference is not finite, inf for NaN."""
+    """Return the error of each element: 0 where the reference is not finite, inf for NaN."""
     error = tensor.to(reference.dtype) - reference
     if residual is not None:
         error = error - residual
@@ -107,10 +107,10 @@ def allowed(
 
 @dataclass(frozen=True)
 class Finding:
-    """The largest error of an output or a gradient, and what the contract allows for it.
+    """Largest error of an output or a gradient, and the error that the contract allows.
 
     Attributes:
-        where: the place and the numbers behind the two, in words.
+        where: position of the error and the numbers behind the limit, in words.
     """
 
     name: str
@@ -136,12 +136,12 @@ def judge(
     residual: Tensor | None = None,
     expected: ExpectedError = no_error,
 ) -> Finding:
-    """The largest error of `got`, and the limit for it.
+    """Return the largest error of `got`, and its limit.
 
     Args:
-        truth: by eager attention in float64. Where it is not finite, `got` has to be the same.
-        eager: by eager attention, in the type of `got`.
-        residual: higher-precision truth minus the float64 truth; needed where got is float64.
+        truth: result of eager attention in float64. Where it is not finite, `got` must be equal.
+        eager: result of eager attention in the type of `got`.
+        residual: higher-precision truth minus the float64 truth; needed if got is float64.
         expected: returns the expected error of eager attention; called only if the measured one
             does not cover the error of `got`.
     """
@@ -175,11 +175,11 @@ def _size(tensor: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `check`.
+    """Result of `check`.
 
     Attributes:
         findings: outputs first, then the gradients of the operands.
-        agrees: whether the results of a peer are those of the same operands and mask.
+        agrees: returns True if a peer's results are those of the same operands and mask.
     """
 
     findings: list[Finding]
@@ -191,18 +191,18 @@ class Verdict:
 
     @property
     def worst(self) -> Finding:
-        """The finding that is closest to its limit, or furthest beyond."""
+        """Return the finding that is closest to its limit, or furthest beyond."""
         return max(self.findings, key=lambda f: f.error / f.limit if f.limit else f.error)
 
     def require(self, what: str) -> None:
-        """Raises an AssertionError where a result of `what` is wrong."""
+        """Raise AssertionError if a result is wrong; the message names `what`."""
         for finding in self.findings:
             if not finding.ok:
                 raise AssertionError(f"{what} is wrong: {finding}")
 
 
 def by(backend: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call on a backend."""
+    """Return the call on a backend."""
 
     def run(*operands: Any) -> Any:
         with use_backend(backend):
@@ -220,21 +220,21 @@ def check(
     part: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     runs: int = RUNS,
 ) -> Verdict:
-    """own(*operands) against eager(*operands) in float64 and in `dtype`.
+    """Check own(*operands) against eager(*operands) in float64 and in `dtype`.
 
     Args:
-        own, eager: functions of the operands; their results are a tensor or several.
+        own, eager: functions of the operands that return a tensor or several.
         operands: float tensors, by name.
         dtype: the type that own and eager run in.
-        gradients: check the gradients of the operands too, those of a fixed random projection.
-        part: the checked part of an operand, a result or a gradient, for problems whose scores
-            eager attention cannot hold: own gets the whole, eager the part.
-        runs: of eager attention at most, for the error that is expected of it.
+        gradients: check the operands' gradients too, those of a fixed random projection.
+        part: selects the checked part of an operand, a result or a gradient, for problems whose
+            scores eager attention cannot hold: own computes the full problem, eager the part.
+        runs: upper bound on the runs of eager attention for its expected error.
 
     Returns:
-        An error and a limit for each result.
+        A verdict with an error and a limit for each result.
     """
-    weights: list[Tensor] = []  # gradients of the results, whole
+    weights: list[Tensor] = []  # gradients of the full results
 
     def run(call: Callable[..., Any], tensors: Iterable[Tensor], dtype: torch.dtype) -> list:
         leaves = [t.detach().to(dtype).requires_grad_(gradients) for t in tensors]
@@ -285,5 +285,5 @@ def check(
 
 
 def results_of(results: Any) -> list[Tensor]:
-    """The tensors of a call that returns one or several."""
+    """Return a list of the tensors of a call that returns one or several."""
     return [results] if isinstance(results, Tensor) else list(results)

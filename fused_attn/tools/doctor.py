@@ -1,4 +1,4 @@
-"""The command `fused-attn doctor`: what is installed, and whether it computes right."""
+"""The command `fused-attn doctor`: versions, hardware, backends and a self-check."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from fused_attn.tools.cases import Shape, make_mask
 from fused_attn.tools.choices import Choice, choices, device_types
 from fused_attn.version import __version__
 
-# What fused_attn works with, where it is there.
+# fused_attn uses these if they are installed.
 OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")
 
 
 def versions() -> dict[str, str | None]:
-    """Versions by package; None for an optional one that is not installed."""
+    """Return versions by package; None for an optional one that is not installed."""
     return {
         "fused_attn": __version__,
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """The CPU and what is used of it, and the GPUs; nothing that names the machine."""
+    """Describe the CPU, its use by torch and the GPUs; nothing identifies the machine."""
     return {
         "cpu": cpu_model(),
         "isa": _isa(),
@@ -57,8 +57,8 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
-    listing = Path("/proc/cpuinfo")  # of Linux, on x86
+    """Return the processor's name."""
+    listing = Path("/proc/cpuinfo")  # on Linux, x86
     for line in listing.read_text().splitlines() if listing.exists() else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -66,7 +66,7 @@ def cpu_model() -> str:
 
 
 def backends() -> list[dict[str, Any]]:
-    """Each backend, in order of preference, and why it cannot run here."""
+    """Return each backend in order of preference, with the reasons why it cannot run here."""
     return [
         {"name": name, "available": not reasons, "reasons": reasons}
         for name, reasons in ((n, backend.unavailable()) for n, backend in BACKENDS.items())
@@ -74,7 +74,7 @@ def backends() -> list[dict[str, Any]]:
 
 
 def calls() -> list[Choice]:
-    """What each kind of call runs on, on each kind of device."""
+    """Return the backend of each kind of call, on each device type."""
     return [choice for device_type in device_types() for choice in choices(device_type)]
 
 
@@ -83,12 +83,12 @@ def calls() -> list[Choice]:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The result of a small case, forward and backward, on a backend.
+    """Result of a small case, forward and backward, on a backend.
 
     Attributes:
-        worst: the result that is closest to its limit, or furthest beyond.
-        error, limit: how far off it is, and what the contract allows.
-        problem: the reason why the backend did not compute it; empty if it did.
+        worst: name of the result that is closest to its limit, or furthest beyond.
+        error, limit: error of `worst`, and the error that the contract allows.
+        problem: why the backend did not compute the case; empty if it did.
     """
 
     name: str
@@ -103,14 +103,15 @@ class SelfCheck:
 
 
 def self_check(backend: str | None = None) -> list[SelfCheck]:
-    """Masked attention and norms of every type against the reference in float64.
+    """Check masked attention and norms of every type against the reference in float64.
 
     Args:
-        backend: the one that is checked; None is the one that FUSED_ATTN_BACKEND names, or else
-            all that compute some kind of call unasked, by kernels of this package if any does.
+        backend: the backend to check. None: the one that FUSED_ATTN_BACKEND names, or else all that
+            are selected by default for some kind of call. If any of these have kernels of this
+            package, only those are checked.
 
     Raises:
-        ValueError: there is no backend of that name.
+        ValueError: no backend has that name.
     """
     wanted = backend or wanted_backend()
     chosen = {choice.backend for choice in calls()}
@@ -128,7 +129,7 @@ class _Case:
 
 
 def _cases() -> list[_Case]:
-    """Sizes are odd, and of several tiles."""
+    """Return the cases; sizes are not multiples of a tile, and span several tiles."""
     shape = Shape(
         batch=2, num_heads=4, num_heads_kv=2, seqlen_q=75, seqlen_k=141, head_dim=40
     )  # fmt: skip
@@ -139,7 +140,7 @@ def _cases() -> list[_Case]:
 
     qkv = shape.operands(torch.float32)
     tokens = {"input": random(33, 200), "weight": random(200), "residual": random(33, 200)}
-    # The second sequence sees nothing.
+    # The second sequence is fully masked.
     causal = masks.causal() & masks.padding([shape.seqlen_k, 0])
     window = masks.sliding_window(50, align="bottom_right") & _named("alibi", shape)
     documents = _named("documents:40", shape)
@@ -200,14 +201,14 @@ def _checked(case: _Case, backend: str) -> SelfCheck:
             contract.by(backend, case.call), contract.by("eager", case.call), operands,
             case.dtype, True,
         )  # fmt: skip
-    except Exception as error:  # whatever is broken here is what is to be found out
+    except Exception as error:  # the check reports any failure
         return row(False, problem=f"{type(error).__name__}: {error}")
     worst = verdict.worst
     return row(verdict.ok, worst.name, worst.error, worst.limit)
 
 
 def diagnose(backend: str | None = None) -> dict[str, Any]:
-    """Everything, in types that JSON knows.
+    """Return all facts in types that JSON can represent.
 
     Args:
         backend: see `self_check`.
@@ -233,13 +234,13 @@ def _version(package: str) -> str | None:
 
 
 def _isa() -> str:
-    """The instruction set in use, or why there is none."""
+    """Return the instruction set in use, or why there is none."""
     reasons = get_backend("cpp").unavailable()
     if reasons:
         return f"none: {reasons[0]}"
     try:
         return cpp.isa()
-    except ValueError as error:  # FUSED_ATTN_CPU_ISA
+    except ValueError as error:  # from FUSED_ATTN_CPU_ISA
         return f"none: {error}"
 
 

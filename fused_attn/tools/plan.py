@@ -1,4 +1,4 @@
-"""What `fused-attn verify` checks, and what it times for each class of problems."""
+"""Checks of `fused-attn verify`, and the problems that it times for each problem class."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fused_attn.backends.verdicts import ProblemClass
 from fused_attn.tools.cases import DTYPES, MASKS, Shape
 from fused_attn.tools.checks import AttentionCheck, Check, DecodeCheck, NormCheck
 
-# A quick run is of what most models are made of.
+# A quick run covers what most models use.
 QUICK_DTYPES, QUICK_WIDTHS = ("bfloat16",), (64, 128)
 
-TOKENS = 8192  # of the probes that keep a GPU busy
+TOKENS = 8192  # of a probe that keeps a GPU busy
 HIDDEN = 2048  # num_heads * head_dim
-CACHED = 8192  # keys, where there are few queries
-LONGEST = 4096  # seqlen of the class that has no end; eager attention still has room for it
+CACHED = 8192  # keys of probes with few queries
+LONGEST = 4096  # seqlen for the unbounded class; eager attention still fits in memory
 MANY_COLUMNS = 32768
 NORM_ELEMENTS = 1 << 24
 
@@ -28,11 +28,11 @@ Options = dict[str, Any]  # fields of a check
 
 @dataclass(frozen=True)
 class Probe:
-    """A problem that stands for its class, at a size.
+    """Problem that represents its class at one size.
 
     Attributes:
-        timed: what is timed.
-        checked: the same of fewer sequences and heads, which eager attention can hold.
+        timed: the problem that is timed.
+        checked: the same problem, reduced to a size that eager attention can hold.
     """
 
     timed: Check
@@ -41,11 +41,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is checked, and what is timed for each class.
+    """Checks to run, and probes to time for each class.
 
     Attributes:
-        classes: the probes of each class, which is as fast as in the slowest of them.
-        rounds: how often each probe is measured.
+        classes: the probes of each class; the smallest speedup of them counts.
+        rounds: number of measurements of each probe.
     """
 
     checks: Sequence[Check]
@@ -54,15 +54,15 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Checks and classes."""
+        """Return the number of checks and classes."""
         return len(self.checks) + len(self.classes)
 
 
 def plan(quick: bool, graphs: bool) -> Plan:
-    """Everything, or what most models are made of.
+    """Return the full plan, or the quick one for what most models use.
 
     Args:
-        graphs: check CUDA graphs too, for which there has to be a GPU.
+        graphs: check CUDA graphs too; this needs a GPU.
     """
     dtypes = QUICK_DTYPES if quick else DTYPES
     widths = QUICK_WIDTHS if quick else verdicts.WIDTHS
@@ -72,16 +72,16 @@ def plan(quick: bool, graphs: bool) -> Plan:
 
 # ---- checks -------------------------------------------------------------------------------------
 
-# Several tiles, none of them whole; heads of queries share heads of keys. The contract compares
-# with the largest error of eager attention, which is luck where there are few rows.
+# Several tiles in sizes that no tile divides; query heads share KV heads. The contract uses the
+# largest error of eager attention, which is a matter of luck if there are few rows.
 SHAPE = "4,4/2,101,149,40"
-# At these sizes every kind of mask hides whole tiles and cuts others.
+# At these sizes, every kind of mask has skipped and partial tiles.
 _SIZES = {"window": 37, "documents": 40, "ragged_documents": 40, "blocks": 64, "ragged_blocks": 64}
 _COMBINED = (
     "causal+padding", "window:37+alibi", "documents:40+causal_bottom_right", "prefix+padding",
     "random+padding",
 )  # fmt: skip
-# One position; more queries than keys, the first of which see none; one head of keys; 1 column.
+# One position; more queries than keys, the first fully masked; one KV head; head_dim 1.
 _ODD = (
     ("1,1,1,1,8", "none"), ("4,2,129,40,64", "causal_bottom_right"), ("4,6/1,33,300,80", "causal"),
     ("8,2/1,17,257,1", "padding"),
@@ -89,7 +89,7 @@ _ODD = (
 
 
 def checks(dtypes: Sequence[str], widths: Sequence[int], graphs: bool) -> Iterator[Check]:
-    """All checks of the numerics, of dropout, of repeatability and of CUDA graphs."""
+    """Yield all checks of numerics, dropout, repeatability and CUDA graphs."""
     for dtype in dtypes:
         yield from attention_checks(dtype, widths)
         yield from norm_checks(dtype)
@@ -98,7 +98,7 @@ def checks(dtypes: Sequence[str], widths: Sequence[int], graphs: bool) -> Iterat
 
 
 def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
-    """The numerics of attention, and what its dropout keeps."""
+    """Yield checks of the numerics of attention, and of what its dropout keeps."""
     for text in ("none", *(f"{n}:{_SIZES[n]}" if n in _SIZES else n for n in MASKS), *_COMBINED):
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, result="lse")
     for text in ("none", "causal", "padding"):
@@ -120,7 +120,7 @@ def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
         yield AttentionCheck(shape=f"4,2/1,65,130,{width}", mask="causal", dtype=dtype)
         for bias in ("constant", "learned"):
             yield AttentionCheck(shape=f"4,2,130,65,{width - 7}", dtype=dtype, bias=bias)
-        # Kernels of their own, with keys in several parts.
+        # Few queries run on the split-KV kernels.
         few = f"8,8/2,5,700,{width}"
         yield AttentionCheck(shape=few, mask="padding", dtype=dtype, gradients=False)
         yield DecodeCheck(shape=f"16,8/2,1,320,{width}", dtype=dtype)
@@ -130,7 +130,7 @@ def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
 
 
 def norm_checks(dtype: str) -> Iterator[Check]:
-    """The numerics of norms, and what their dropout keeps."""
+    """Yield checks of the numerics of norms, and of what their dropout keeps."""
     sizes = (3, 16), (5, 37), (130, 96), (33, 1000), (3, 8192), (2, 20000)
     for (rows, columns), rms in itertools.product(sizes, (False, True)):
         common: Options = {"rows": rows, "columns": columns, "rms": rms, "dtype": dtype}
@@ -142,7 +142,10 @@ def norm_checks(dtype: str) -> Iterator[Check]:
 
 
 def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
-    """Whether two runs have the same bits. In a CUDA graph dropout draws other numbers."""
+    """Yield checks that two runs return the same bits.
+
+    CUDA graphs are checked without dropout, which draws other numbers in each replay.
+    """
     dropout_p = 0.0 if how == "graph" else 0.3
     common: Options = {"dtype": dtype, "how": how}
     shape = "2,4/2,130,300,64"
@@ -161,8 +164,8 @@ def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
 
 # ---- classes ------------------------------------------------------------------------------------
 
-# What stands for a kind of mask, in the smaller and in the larger probe: masks that leave most to
-# do, as torch computes all tiles whatever a mask hides, and the kernels do not. Then the options.
+# Options of the smaller and the larger probe, for each mask kind and then for each option. These
+# masks skip few tiles: torch computes all tiles regardless of the mask, the kernels do not.
 _FEATURES: dict[str, tuple[Options, Options]] = {
     "none": ({}, {}),
     "causal": ({"mask": "causal"},) * 2,
@@ -192,11 +195,11 @@ def attention_classes(
     hidden: int = HIDDEN,
     cached: int = CACHED,
 ) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """The classes of attention and their probes.
+    """Yield the classes of attention with their probes.
 
-    A class is probed at the end of its widths, where neither side has columns to spare; with two
-    sequences of half its longest length, where the host's time counts, and with many of the
-    longest.
+    Probes use the largest head_dim of a class, at which neither side pads columns. One has two
+    sequences of half the longest length, where the host's time counts; the other has many sequences
+    of the longest length.
     """
     for dtype, width in itertools.product(dtypes, widths):
         heads = max(1, hidden // width)
@@ -232,7 +235,7 @@ def norm_classes(
     ends: Sequence[int] = (*verdicts.COLUMNS, MANY_COLUMNS),
     elements: int = NORM_ELEMENTS,
 ) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """The classes of norms and their probes: few rows, and many of the longest."""
+    """Yield the classes of norms with their probes: few rows, and many of the longest rows."""
     for dtype, end, rms in itertools.product(dtypes, ends, (False, True)):
         for (feature, options), direction in itertools.product(_NORMS.items(), DIRECTIONS):
             common: Options = {"dtype": dtype, "rms": rms, "gradients": direction == "training"}

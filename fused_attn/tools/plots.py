@@ -1,4 +1,4 @@
-"""PNGs of `fused-attn compare` and `fused-attn bench`, by matplotlib."""
+"""PNG plots of `fused-attn compare` and `fused-attn bench`, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fused_attn.tools.bench import OURS, PEER, Result
 from fused_attn.tools.comparison import ComparisonReport
 
 _COLORS = {OURS: "tab:blue", PEER: "tab:orange", "eager": "tab:gray", "limit": "tab:red"}
-_MAX_LABELS = 150  # more make a picture that nobody opens
+_MAX_LABELS = 150  # with more, the image would be too tall
 
 
 def require() -> None:
-    """Raises a ValueError where matplotlib is not installed."""
+    """Raise ValueError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--png needs matplotlib: pip install 'fused-attn[cli]'")
 
 
 def plot_comparison(report: ComparisonReport, path: Path) -> None:
-    """The largest errors of each tensor, of eager and of fused attention, and their limits."""
+    """Plot the largest error of eager and of fused attention for each tensor, and its limit."""
     rows = report.rows
     labelled = len(rows) <= _MAX_LABELS
     figure, axis = _figure(10, 1.5 + 0.14 * min(len(rows), _MAX_LABELS))
@@ -40,7 +40,7 @@ def plot_comparison(report: ComparisonReport, path: Path) -> None:
 
 
 def plot_bench(results: Sequence[Result], path: Path) -> None:
-    """Milliseconds of each measurement, of fused_attn and of SDPA, and their ratio."""
+    """Plot the milliseconds of fused_attn and SDPA for each measurement, and their ratio."""
     figure, axis = _figure(9, 1.5 + 0.4 * len(results))
     for way in (OURS, PEER):
         timed = [i for i, result in enumerate(results) if way in result.milliseconds]
@@ -58,7 +58,7 @@ def plot_bench(results: Sequence[Result], path: Path) -> None:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure of its own: pyplot would choose a backend for the whole process."""
+    """Return a figure made without pyplot, which would choose a backend for the process."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -1,6 +1,6 @@
-"""One recorded run of a model for `compare`: outputs, layer outputs, gradients.
+"""Recorded runs of a model for `compare`: outputs, layer outputs, gradients.
 
-The forwards are wrapped, not hooked: with hooks on its norms, a layer would not use the fused
+Forward methods are wrapped, not hooked: with hooks on its norms, a layer would not use the fused
 residual addition that is to be measured.
 """
 
@@ -19,22 +19,22 @@ from torch.nn import Module
 from fused_attn.nn import TransformerEncoder
 from fused_attn.nn.packing import Packing
 
-# (name, kind) -> tensor, in the order in which they came up.
+# (name, kind) -> tensor, in the order of recording.
 Tensors = dict[tuple[str, str], Tensor]
 
 
 class Recorder:
-    """Runs models on the same inputs and keeps what `compare` compares.
+    """Runs models on the same inputs and records what `compare` compares.
 
-    The first run decides on which side of 0 the input of each ReLU is, in all runs. The derivative
-    jumps there: where a rounding takes a value to the other side, gradients are off by as much as
-    they are large, whatever the attention does.
+    The first run fixes, for all runs, on which side of 0 each ReLU input is. The derivative jumps
+    there: if rounding moves a value to the other side, the error of a gradient is as large as the
+    gradient, whatever the attention computes.
 
     Args:
         watched: names of modules whose outputs and input gradients are recorded; "" is the model.
-        backward: run backward too, from a random projection of all float outputs.
-        dtype: type in which that projection has to be exact.
-        advance: called after each forward and each backward.
+        backward: run the backward too, from a random projection of all float outputs.
+        dtype: type in which that projection must be exact.
+        advance: called after each forward and backward.
     """
 
     def __init__(
@@ -55,16 +55,17 @@ class Recorder:
     def run(
         self, model: Module, args: Any, kwargs: Any, again: bool = False, layers: bool = True
     ) -> Tensors:
-        """Run `model`, which is changed, in evaluation mode.
+        """Run `model` in evaluation mode; this modifies the model.
 
         Args:
-            again: forward only, with other random numbers: what a model draws shows in its outputs.
-            layers: record what the watched modules get and return; a stack of encoder layers packs
-                no batch then.
+            again: forward only, with another seed, which changes the outputs of a model that draws
+                random numbers.
+            layers: record outputs and input gradients of the watched modules; a stack of encoder
+                layers does not pack the batch then.
         """
         found: Tensors = {}
         model.eval()
-        # The output of the model itself is an "output".
+        # The model's result is recorded below as "output".
         for name in self.watched - {""} if layers else ():
             self._watch(model.get_submodule(name), name, found)
         if self.backward:
@@ -90,7 +91,7 @@ class Recorder:
         return found
 
     def _watch(self, module: Module, name: str, found: Tensors) -> None:
-        """Record what `module` returns and the gradient of what it is given."""
+        """Record the output of `module` and the gradient of its input."""
         forward = module.forward
         calls = 0
 
@@ -98,7 +99,7 @@ class Recorder:
             nonlocal calls
             calls += 1
             label = name if calls == 1 else f"{name} (call {calls})"
-            # Only the first float tensor: attention also returns weights, a fused norm the sum.
+            # Only the first float tensor: attention also returns weights, fused norms the sum.
             for _, tensor in itertools.islice(float_tensors((args, kwargs), ""), 1):
                 if self.backward and tensor.requires_grad:
                     tensor.register_hook(
@@ -131,7 +132,7 @@ class Recorder:
             if type(module) is torch.nn.ReLU:
                 module.__dict__["forward"] = self._relu
             elif module.__dict__.get("activation") in (F.relu, torch.relu):
-                module.activation = self._relu  # of torch.nn's Transformer layers
+                module.activation = self._relu  # in torch.nn's Transformer layers
 
     def _relu(self, x: Tensor) -> Tensor:
         if self._relu_calls is None:
@@ -146,7 +147,7 @@ class Recorder:
     _relu.pointwise = True  # type: ignore[attr-defined]
 
     def _note_packing(self, stack: Any) -> None:
-        """Record the packing of a stack, to pack the ReLU signs recorded on the padded batch."""
+        """Record the packing of a stack; it packs ReLU signs recorded on the padded batch."""
         packing_of = stack._packing
 
         def noting(*args: Any) -> Packing | None:
@@ -157,12 +158,12 @@ class Recorder:
 
 
 def device_of(model: Module) -> torch.device:
-    """The device of the first parameter."""
+    """Return the device of the first parameter."""
     return next(model.parameters()).device
 
 
 def float_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The float tensors in `value`, with names."""
+    """Yield the float tensors in `value`, with names."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield name, value
@@ -178,7 +179,7 @@ def float_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(value: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
-    """Inputs for one run: fresh leaves, float tensors in `dtype`; one object stays one object."""
+    """Copy inputs for one run: new leaves, float tensors in `dtype`; shared tensors stay shared."""
     return _copy(value, dtype, device, {})
 
 

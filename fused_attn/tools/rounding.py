@@ -1,22 +1,23 @@
-"""The rounding error that eager attention is expected to make on a problem.
+"""Expected rounding error of eager attention on a problem.
 
-Which error eager attention makes depends on the BLAS, the vector width and the order of sums of one
+The error of eager attention depends on the BLAS, the vector width and the summation order of one
 machine, and on luck: with few elements it may be almost none. `RandomRounding` runs the same code
-as other machines might round it (Monte Carlo arithmetic): every operation is computed in float64,
-gets a random error of the size that rounding in its accumulator may have, and is then rounded to
-its type once. For a result r of n terms, with u the unit roundoff of the accumulator (2^-24 for
-float32, which 16-bit types use too, 2^-53 for float64), that error is normal, of standard deviation
+as other machines might round it (Monte Carlo arithmetic). It computes every operation in float64,
+adds a random error of the size that rounding in the accumulator may have, and rounds the sum once
+to the operation's type. Let u be the unit roundoff of the accumulator: 2^-24 for float32, which
+16-bit types use too, and 2^-53 for float64. For a result r of n terms, the random error is normal,
+with standard deviation
 
     1.25 u (|r| + sqrt(n) / 3 sqrt(r^2 + ||terms||_2^2))    sums and matrix products, n > 1
     1.25 u |r|                                              all other arithmetic
 
-and none where r needs no rounding. This is over twice the error of round-to-nearest summation, a
+and 0 if r needs no rounding. This is over twice the error of round-to-nearest summation, a
 random walk of n steps: 0.4 u sqrt(n / 2) ||terms||_2 for random signs, 0.4 u sqrt(n / 3) |r| for
 terms of one sign.
 
 The expected error of a problem is the largest in RUNS such runs. Discrete decisions (comparisons,
-integers made of floats, the side of 0 of a ReLU) are those of an undisturbed run: a machine that
-decides differently computes something else, which is no measure.
+integers made of floats, the side of 0 of a ReLU) are those of a run without random errors. A
+machine that decides differently computes another function, whose error would set no valid limit.
 
 Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic";
 Higham and Mary 2019, "A new approach to probabilistic rounding error analysis".
@@ -39,20 +40,20 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 # benchmarks/results/calibration-*.json). It exceeded the largest of 64 in 5 (25 with WIDTH 1).
 RUNS = 256
 WIDTH = 1.25
-# Early exit: an error below a third of the needed one after 8 runs, or below a thousandth after 1,
-# rarely reaches it.
+# For early exit: an error below a third of the needed one after 8 runs, or below a thousandth of it
+# after 1, rarely reaches it.
 FIRST_RUNS = 8
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Matrix products: the two arguments whose common dimension is summed over.
+# Matrix products: positions of the two arguments whose common dimension is summed over.
 _PRODUCTS: dict[Any, tuple[int, int]] = {
     aten.mm: (0, 1), aten.bmm: (0, 1), aten.mv: (0, 1), aten.dot: (0, 1), aten.linear: (0, 1),
     aten.addmm: (1, 2), aten.baddbmm: (1, 2), aten.addmv: (1, 2), aten.convolution: (0, 1),
 }  # fmt: skip
 _SUMS = frozenset({aten.sum, aten.mean, aten.cumsum, prims.sum})
-# Results are constants or elements of the arguments. In float64 nothing else tells that they are
-# exact, and constants that are equal have to stay equal.
+# Results are constants or elements of the arguments, hence exact. In float64, only this list shows
+# it, and equal constants must stay equal.
 _MOVES = frozenset({
     aten._to_copy, aten.clone, aten.copy, aten.contiguous, aten.cat, aten.stack, aten.where,
     aten.masked_fill, aten.index, aten.index_select, aten.index_put, aten.gather, aten.embedding,
@@ -64,7 +65,7 @@ _MOVES = frozenset({
     aten.empty, aten.zeros, aten.ones, aten.full, aten.scalar_tensor, aten.arange, aten.linspace,
     aten.new_empty, aten.empty_like, aten.empty_strided, aten.new_empty_strided,
 })  # fmt: skip
-# Computed from smaller operations, each of which is rounded.
+# Decomposed into smaller operations, each of which is rounded.
 _COMPOSED = (
     aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data,
     aten._safe_softmax, aten.logsumexp, aten.native_layer_norm, aten.native_layer_norm_backward,
@@ -81,10 +82,10 @@ def _compositions() -> dict[Any, Callable[..., Any]]:
 
 
 class Decisions:
-    """The discrete results of one run, in order, for others to repeat.
+    """Discrete results of one run, in order, for later runs to repeat.
 
-    The first run records them, until `replay` is called. A run that takes another path goes on
-    with decisions of its own.
+    The first run records them, until `replay` is called. A run that takes another path continues
+    with new decisions.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class Decisions:
         self._next: int | None = None
 
     def replay(self) -> None:
-        """Begin a run that repeats what is recorded."""
+        """Begin a run that repeats the recorded decisions."""
         self._next = 0
 
     def take(self, func: Any, decided: Tensor) -> Tensor:
@@ -110,14 +111,15 @@ class Decisions:
 
 
 class RandomRounding(TorchDispatchMode):
-    """Within the block, torch's operations round at random, as described above.
+    """Dispatch mode in which torch's operations round at random, as described above.
 
-    Left as they are: random numbers, operations without float results, in-place operations and
-    `out=` (whose errors are those of this machine), nested and sparse tensors.
+    Not changed: random numbers, operations without float results, in-place operations and `out=`
+    (with this machine's errors), nested and sparse tensors.
 
     Args:
-        seed: of the errors; each seed is another machine. None: no errors, to record decisions.
-        decisions: those that the run records or repeats.
+        seed: seed of the errors; each simulates another machine. None: no errors, to record
+            decisions.
+        decisions: decisions that the run records or repeats.
     """
 
     def __init__(self, seed: int | None, decisions: Decisions | None = None) -> None:
@@ -166,14 +168,14 @@ class RandomRounding(TorchDispatchMode):
         )
 
     def _on_one_side(self, func: Any, packet: Any, args: tuple[Any, ...]) -> Tensor:
-        """A ReLU, or its derivative, on the recorded sides of 0."""
+        """Return a ReLU, or its derivative, on the recorded sides of 0."""
         assert self._decisions is not None
         value, of = args[0], args[0] if packet is aten.relu else args[1]
         positive = self._decisions.take(func, of > (0 if packet is aten.relu else args[2]))
         return torch.where(positive | value.isnan(), value, 0)
 
     def _round(self, rounded: Tensor, exact: Tensor, size: Tensor) -> Tensor:
-        """`exact` with an error of that size, in the type and layout of `rounded`."""
+        """Return `exact` with an error scaled by `size`, in the type and layout of `rounded`."""
         dtype = rounded.dtype
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         draw = torch.randn(exact.shape, generator=self._generator, dtype=torch.float64)
@@ -186,7 +188,7 @@ class RandomRounding(TorchDispatchMode):
 
 
 def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Any) -> Any:
-    """Return the factor of u in the module's formula, None for several results."""
+    """Return the factor of 1.25 u in the module's formula, None for several results."""
     if not isinstance(exact, Tensor):
         return None
     size = exact.abs()
@@ -203,7 +205,7 @@ def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Any) -> An
         if packet is aten.cumsum:
             terms = args[0].shape[args[1]] if args[0].dim() else 1
         squares = func(args[0].square(), *args[1:], **kwargs)
-        if packet is aten.mean:  # of the terms x / n
+        if packet is aten.mean:  # squares of the terms x / n
             squares = squares / max(terms, 1)
     elif packet is prims.var:  # a sum of squares: terms of one sign
         terms, squares = args[0].numel() // max(exact.numel(), 1), exact.new_zeros(())
@@ -229,14 +231,14 @@ def _is_float(values: Any) -> bool:
 
 
 def _is_plain(values: Any) -> bool:
-    """No tensor is nested or sparse."""
+    """Return True if no tensor is nested or sparse."""
     tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     return not any(t.is_nested or t.layout != torch.strided for t in tensors)
 
 
 @functools.cache
 def _aliases(func: Any) -> bool:
-    """The result shares memory with an argument: a view, or an operation in place."""
+    """Return True if a result shares memory with an argument: a view, or an in-place operation."""
     schema = func._schema
     return schema.is_mutable or any(r.alias_info is not None for r in schema.returns)
 
@@ -245,21 +247,21 @@ def _aliases(func: Any) -> bool:
 
 
 class Expected:
-    """The largest errors that eager attention is expected to make, computed when first needed.
+    """Largest expected errors of eager attention, computed when first needed.
 
-    For 16-bit types they include those of the same problem in float32: a kernel that keeps its
-    intermediates in 32 bits may be as far off as eager attention that does.
+    For 16-bit types they include those of the same problem in float32: a kernel with 32-bit
+    intermediates may have the same error as eager attention in float32.
 
     Args:
-        run: the results of eager attention in a type, by name.
+        run: returns the results of eager attention in a type, by name.
         truth: the results in a higher precision, by name.
-        dtype: the type that is judged.
+        dtype: type of the results that are judged.
         residuals: higher-precision truth minus the float64 truth, by name.
-        most: the number of runs.
+        most: upper bound on the number of runs.
 
     Attributes:
         dtype: as given.
-        runs: how many there have been.
+        runs: number of runs so far.
     """
 
     def __init__(
@@ -305,6 +307,6 @@ class Expected:
     def _error(self, name: Any, result: Tensor) -> float:
         truth = self._truth[name].double()
         error = (result.double() - truth).sub_(self._residuals.get(name, 0.0)).abs()
-        error = error[truth.isfinite()]  # where it is not, results are compared for equality
+        error = error[truth.isfinite()]  # elsewhere, results are compared for equality
         error = error[error.isfinite()]
         return error.max().item() if error.numel() else 0.0

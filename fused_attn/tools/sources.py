@@ -1,4 +1,4 @@
-"""The model and the inputs that `fused-attn compare` is asked to compare."""
+"""Model and inputs of `fused-attn compare`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 @dataclass
 class Source:
-    """A model, what it is called with, and what a reader should know of them."""
+    """Model, its arguments, and notes on both for the reader of the report."""
 
     model: Module
     args: tuple[Any, ...]
@@ -30,25 +30,25 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Source:
-        """On a device, with float parameters and inputs in a type (None: as they are)."""
+        """Move to a device, and convert float parameters and inputs to a type (None: unchanged)."""
         self.model.to(device, dtype)
         args, kwargs = copied((self.args, self.kwargs), dtype, device)
         return Source(self.model, args, kwargs, self.notes)
 
 
 def load(source: str, batch: int | None = None, seqlen: int | None = None, seed: int = 0) -> Source:
-    """The model and inputs that `source` stands for.
+    """Load the model and inputs that `source` names.
 
     Args:
-        source: a folder with a Hugging Face config.json, and weights if they are not to be random;
+        source: a folder with a Hugging Face config.json and, unless they are to be random, weights;
             or "module:function", a function without arguments that returns (model, args) or
             (model, args, kwargs).
-        batch, seqlen: sizes of the inputs of a folder's model; None: `DEFAULT_BATCH`, and
-            `DEFAULT_SEQLEN` or what the model takes.
-        seed: of random inputs, random weights, and whatever the function draws.
+        batch, seqlen: input sizes for a folder's model; None: `DEFAULT_BATCH`, and
+            `DEFAULT_SEQLEN` or the model's maximum if that is smaller.
+        seed: seed of random inputs, random weights, and the function's random numbers.
 
     Raises:
-        ValueError, TypeError: source is something else, or the function returns something else.
+        ValueError, TypeError: source, or the function's return value, has another form.
     """
     torch.manual_seed(seed)
     folder = Path(source)
@@ -104,25 +104,25 @@ def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
         notes.append(f"{folder} has no weights: they are random")
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         model = model_class.from_config(config)
-    model.config.use_cache = False  # it would be one more output
+    model.config.use_cache = False  # the cache would be an additional output
     inputs = copied(hugging_face_inputs(model, batch, seqlen), model.dtype)
     return Source(model, (), inputs, notes)
 
 
 def hugging_face_inputs(model: Any, batch: int, seqlen: int | None) -> dict[str, Tensor]:
-    """Random inputs of a model of transformers, by its config; text is padded.
+    """Return random inputs for a transformers model, according to its config; text is padded.
 
     Args:
-        batch: the first sequence is whole, the last one about half padding.
-        seqlen: tokens; None: `DEFAULT_SEQLEN`, or the most that the model takes.
+        batch: number of sequences; the first has no padding, the last is about half padding.
+        seqlen: tokens; None: `DEFAULT_SEQLEN`, or the model's maximum if that is smaller.
 
     Raises:
-        ValueError: the model takes something else than text, pixels or audio features.
+        ValueError: the model needs inputs other than text, pixels or audio features.
     """
     accepted = inspect.signature(model.forward).parameters
     wanted = {model.main_input_name}
     if hasattr(model, "get_text_features") and hasattr(model, "get_image_features"):
-        wanted |= {"input_ids", "pixel_values"}  # CLIP and its like
+        wanted |= {"input_ids", "pixel_values"}  # CLIP and similar models
     if model.config.is_encoder_decoder:
         wanted.add("decoder_input_ids")
     makers = {
@@ -150,7 +150,7 @@ def _tokens(config: Any, batch: int, seqlen: int | None) -> Tensor:
     if seqlen is None:
         seqlen = min(DEFAULT_SEQLEN, getattr(text, "max_position_embeddings", DEFAULT_SEQLEN))
     tokens = torch.randint(text.vocab_size, (batch, seqlen))
-    # A padding token where none is meant would shift positions (RoBERTa).
+    # An accidental padding token would shift positions (RoBERTa).
     return torch.where(tokens == _pad_token(config), (tokens + 1) % text.vocab_size, tokens)
 
 
@@ -161,7 +161,7 @@ def _pad_token(config: Any) -> int:
 
 
 def _padding_mask(tokens: Tensor) -> Tensor:
-    """1 for real tokens: all of the first sequence, half of the last one."""
+    """Return 1 for real tokens: all of the first sequence, half of the last one."""
     batch, seqlen = tokens.shape
     padded = seqlen // 2 * torch.arange(batch) // max(batch - 1, 1)
     return (torch.arange(seqlen) < (seqlen - padded)[:, None]).long()
@@ -175,5 +175,5 @@ def _pixels(config: Any, batch: int) -> Tensor:
 
 
 def _features(config: Any, batch: int) -> Tensor:
-    """Whisper's: its encoder halves their length."""
+    """Return features for Whisper, whose encoder halves their length."""
     return torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)

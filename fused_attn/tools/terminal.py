@@ -1,4 +1,4 @@
-"""Tables and progress on a terminal by rich, where it is installed; plain text everywhere else."""
+"""Tables and progress bars by rich on a terminal if it is installed; otherwise plain text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain text.
+    """Format a table as plain text.
 
     Args:
         columns: the header; a column whose name begins with ">" is aligned to the right.
@@ -29,11 +29,11 @@ def show_table(
     rows: Sequence[Sequence[str]],
     bad: Collection[int] = (),
 ) -> None:
-    """Prints a table, and an empty line.
+    """Print a table and an empty line.
 
     Args:
         title, columns, rows: see `aligned`.
-        bad: rows that are shown in red where there are colours.
+        bad: indices of rows that are printed in red if the output has colours.
     """
     if not _decorated(sys.stdout):
         print(title, aligned(columns, rows), "", sep="\n")
@@ -53,16 +53,16 @@ def show_table(
         header = Text(name.removeprefix(">"))
         table.add_column(header, justify=justify, no_wrap=number, overflow="fold")
     for i, row in enumerate(rows):
-        # Text, as "input[0]" would be markup.
+        # As Text: rich would parse "input[0]" as markup.
         table.add_row(*map(Text, row), style="bold red" if i in bad else None)
     Console(file=sys.stdout).print(table)
 
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; within the block, each call of what it gives is a step of `total`.
+    """Show a progress bar on stderr; yield a function that advances it by one of `total` steps.
 
-    Nothing is drawn but in these calls: a thread would disturb what is measured between them.
+    The bar is drawn only in these calls: a refresh thread would disturb measurements.
     """
     if not _decorated(sys.stderr):
         yield lambda: None

@@ -1,4 +1,4 @@
-"""Times of calls, on a CPU and on a GPU; for `bench` and the benchmarks of the repository."""
+"""Timing of calls on CPUs and GPUs, for `bench`, `verify` and the repository's benchmarks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Call = Callable[[], Any]
 
 CALLS_A_ROUND = 5  # on a GPU
 CALLS_IN_A_ROW = 20
-# The host queues a round's calls meanwhile: of short kernels it would else be the host's time. A
-# call takes it up to 1 ms (a backward with lists of tiles: ten launches).
+# The GPU sleeps while the host queues the calls of a round. Otherwise the times of short kernels
+# would be the host's. A call takes the host up to 1 ms (a backward with tile lists: ten launches).
 QUEUE_CYCLES = 12_000_000  # 6 ms at 2 GHz
 
 
 def cpu_seconds(call: Call) -> float:
-    """Seconds of a call, after one that is not counted.
+    """Return the seconds of a call, after a warm-up call.
 
-    The single-threaded parts of what ran before may have let a core go to sleep.
+    Cores may have gone to sleep during single-threaded work before it.
     """
     call()
     start = time.perf_counter()
@@ -31,11 +31,11 @@ def cpu_seconds(call: Call) -> float:
 
 
 def gpu_seconds(calls: Sequence[Call], turn: int = 0) -> list[float]:
-    """Seconds that the GPU takes for each call of a round, after one that is not counted.
+    """Return the GPU's seconds for each call of a round, after a warm-up call.
 
     Args:
-        calls: the same on each set of operands; each call of the round takes the next set.
-        turn: of the set that is begun with.
+        calls: the same call on different sets of operands; the round cycles through them.
+        turn: index of the first set.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_ROUND + 1)]
     torch.cuda._sleep(QUEUE_CYCLES)
@@ -49,8 +49,10 @@ def gpu_seconds(calls: Sequence[Call], turn: int = 0) -> list[float]:
 
 
 def row_seconds(call: Call) -> float:
-    """Seconds of a call of a row that the host issues to a GPU without a wait, after one that is
-    not counted: the host's time where kernels are short, the GPU's where they are long."""
+    """Return the mean seconds of calls that the host issues without waiting, after a warm-up call.
+
+    For short kernels this is the host's time, for long kernels the GPU's.
+    """
     call()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -63,13 +65,13 @@ def row_seconds(call: Call) -> float:
 def medians(
     ways: Mapping[str, Call], device: torch.device, rounds: int, advance: Callable[[], None]
 ) -> dict[str, float]:
-    """Median seconds of a call, by way.
+    """Return the median seconds of each way of computing a call.
 
     Args:
-        ways: interleaved, so that what disturbs the machine disturbs all of them.
+        ways: calls by name; they are interleaved, so that disturbances affect all of them.
         device: where the calls run.
-        rounds: how often each way is measured: one call on a CPU, CALLS_A_ROUND on a GPU.
-        advance: called after each round, while nothing is measured.
+        rounds: measurements of each way: one call on a CPU, CALLS_A_ROUND on a GPU.
+        advance: called after each round, outside the measurements.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):

@@ -1,8 +1,8 @@
-"""Measures tile sizes on this machine's GPU, and prints rows for the tables of tuning.py.
+"""Measure tile sizes on this machine's GPU, and print rows for the tables of tuning.py.
 
     python -m fused_attn.tools.tune_triton --pass fwd dq --dtype bf16 --head-dim 64 128
 
-A candidate counts where it compiles, fits, and gives the results of the row that is there.
+A candidate is valid if it compiles, fits, and returns the results of the current row.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ Call = Callable[[], list[Tensor]]
 _SEQLEN, _TOKENS, _HIDDEN = 4096, 16384, 2048
 _CACHE, _DECODE_BATCH, _DECODE_HEADS, _DECODE_HEADS_KV = 8192, 64, 32, 8
 _WARMUP, _SAMPLES = 2, 9
-# Results are rounded after sums in another order. Of 16-bit results the rounding decides.
+# Allowed difference in roundings, by element size. The order of summation differs; for 16-bit
+# results, the final rounding dominates.
 _ROUNDINGS = {2: 4.0, 4: 64.0}
 
 
 class Found(NamedTuple):
-    """The fastest config, and how many times as fast as the default it is."""
+    """The fastest config, the default, and the speed-up over it."""
 
     config: Config
     default: Config
@@ -45,11 +46,14 @@ class Found(NamedTuple):
 
 
 def candidates(kind: str, element_size: int, head_dim: int, shared_memory: int) -> list[Config]:
-    """The candidates worth compiling: they fit, and a thread holds 16 to 64 scores of a tile."""
+    """Return configs that fit in shared memory, with 16 to 64 scores of a tile per thread.
+
+    For decode, the minimum is 2 scores.
+    """
     stages: tuple[int, ...] = (2, 3) if element_size < 4 else (1, 2, 3)
     owned: tuple[int, ...] = (64, 128)
     streamed, warps, fewest = (32, 64, 128), (4, 8), 16
-    if kind == "decode":  # a tile has few rows, and memory decides
+    if kind == "decode":  # few rows per tile, and bound by memory bandwidth
         owned, warps, fewest = (16,), (2, 4), 2
         stages = (*stages, 4)
     configs = []
@@ -65,7 +69,7 @@ def candidates(kind: str, element_size: int, head_dim: int, shared_memory: int) 
 
 
 def shared_bytes(kind: str, config: Config, element_size: int, head_dim: int) -> int:
-    """Of the tiles of a program: its own, and two of the others' for each stage.
+    """Return the shared memory of a program's tiles: the resident ones, and two for each stage.
 
     The compiler's count for sm_90 is up to 2 KB more with 16-bit types, and less with float32.
     """
@@ -81,7 +85,7 @@ def shared_bytes(kind: str, config: Config, element_size: int, head_dim: int) ->
 def override(
     kind: str, arch: str, element_size: int, head_dim: int, config: Config
 ) -> Iterator[None]:
-    """Within the block the table's row is `config`."""
+    """Replace the table's config for `head_dim` by `config` within the block."""
     if arch not in tuning.TABLES:
         raise ValueError(f"tuning.TABLES must have an entry for {arch}, to be tuned")
     table, key = tuning.TABLES[arch], (kind, element_size)
@@ -97,7 +101,7 @@ def override(
 
 
 def calls_of(kind: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> list[Call]:
-    """The calls that a pass is timed in; what else they do is the same for every candidate."""
+    """Return the calls that time a pass; their other work is the same for every candidate."""
     torch.manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -122,7 +126,7 @@ def calls_of(kind: str, dtype: torch.dtype, head_dim: int, device: torch.device)
 def _attend(operands: list[Tensor], mask: masks.Mask | None, dropout_p: float) -> Tensor:
     query, key, value = operands
     if dropout_p > 0.0:
-        torch.manual_seed(0)  # the same for every candidate
+        torch.manual_seed(0)  # the same dropout for every candidate
     out = scaled_dot_product_attention(
         query, key, value, mask, dropout_p, enable_gqa=True, backend="triton"
     )
@@ -143,7 +147,7 @@ def _backward(
 
 
 def seconds_of(call: Call) -> float:
-    """Median seconds on the GPU."""
+    """Return the median seconds of a call on the GPU."""
     for _ in range(_WARMUP):
         call()
     samples = []
@@ -166,7 +170,7 @@ def tune(
     tried: list[Config],
     timer: Callable[[Call], float] = seconds_of,
 ) -> Found:
-    """The fastest of `tried` and the default, by the mean of the ratios to the default's times."""
+    """Return the fastest of `tried` and the default, by the mean ratio to the default's times."""
     default = tuning.config(kind, arch, element_size, head_dim)
     wanted = [call() for call in calls]
     base = [timer(call) for call in calls]
@@ -177,7 +181,7 @@ def tune(
                 for call, results in zip(calls, wanted, strict=True):
                     _check(call(), results, element_size)
                 times = [timer(call) for call in calls]
-            except Exception as error:  # whatever the compiler or the GPU has against it
+            except Exception as error:  # the compiler or the GPU may reject it in any way
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 print(f"{kind} {config}: {reason[:100]}", file=sys.stderr)
                 continue
@@ -198,7 +202,7 @@ def _check(got: list[Tensor], wanted: list[Tensor], element_size: int) -> None:
 
 
 def rows(arch: str, gpu: str, found: dict[tuple[str, int], dict[int, Found]]) -> str:
-    """As tuning.py has them."""
+    """Format the results as rows of the tables in tuning.py."""
     lines = [f'    "{arch}": {{']
     for (kind, element_size), by_head_dim in found.items():
         measured = [f"{width} {f.speedup:.2f}x" for width, f in by_head_dim.items()]

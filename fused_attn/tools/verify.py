@@ -1,8 +1,8 @@
-"""`fused-attn verify`: is a backend right on this machine, and where is it faster than torch?
+"""The command `fused-attn verify`: correctness and speed of a backend on this machine.
 
-It puts problems to a backend (tools/checks.py), then times it, class by class, against what a call
-runs on where nothing was verified. What it found is stored, and from then on decides the choice
-(backends/verdicts.py).
+It runs checks on a backend (tools/checks.py). It then times each class of problems against the
+backend that calls run on without verification. The verdict is stored, and decides from then on
+which classes the backend is selected for (backends/verdicts.py).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
 from fused_attn.tools.plan import Plan, Probe
 
-# Less is not told apart from the noise between two runs.
+# Smaller speed-ups cannot be distinguished from noise between two runs.
 MIN_SPEEDUP = 1.05
-WRONG = "wrong"  # `found` of a class that is not to be trusted
+WRONG = "wrong"  # `found` of a class with a failed check
 
 
 @dataclass
 class Trial:
-    """A check, and what came of it.
+    """A check and its outcome.
 
     Attributes:
-        findings: of each result; empty where there is none.
-        error: the exception that there was instead; the kernel may not have been to blame.
-        refused: the backend's reasons not to take the problem.
+        findings: a finding for each result; empty if the check did not complete.
+        error: the exception raised instead; its cause may be outside the kernel.
+        refused: the backend's reasons to reject the problem, or the out-of-memory message.
     """
 
     check: Check
@@ -47,12 +47,14 @@ class Trial:
 
     @property
     def ok(self) -> bool:
-        """Nothing wrong was seen."""
+        """Return True if no error was detected."""
         return not self.error and all(finding.ok for finding in self.findings)
 
     def rules_out(self, name: ProblemClass) -> bool:
-        """True if this failure rules a class out: one of the same op and type that shares a
-        feature, whatever its sizes. Wrong gradients rule out training only.
+        """Return True if this failure rules a class out.
+
+        It rules out classes of its op and dtype that share one of its features, at all sizes. Wrong
+        gradients rule out training only.
         """
         if (name.op, name.dtype) != (self.check.op, self.check.dtype):
             return False
@@ -63,19 +65,20 @@ class Trial:
         return name.direction == "training" or not gradients_only
 
     def problem(self) -> str:
-        """What is wrong, in a line."""
+        """Return a description of the failure."""
         return self.error or "; ".join(str(f) for f in self.findings if not f.ok)
 
 
 @dataclass
 class Report:
-    """What was found of a backend.
+    """Results of the verification of a backend.
 
     Attributes:
-        identity: of the machine, see `verdicts.identity`.
-        trials: of all checks that were made.
-        classes: the verdict.
-        path: where it is stored; None where it is not.
+        identity: identity of the machine, see `verdicts.identity`.
+        trials: outcomes of all checks that were run.
+        classes: the verdict on each class.
+        path: file that stores the verdict; None if it is not stored.
+        lost: the device no longer computes in this process.
     """
 
     backend: str
@@ -88,16 +91,16 @@ class Report:
 
     @property
     def wrong(self) -> list[Trial]:
-        """The trials that went wrong."""
+        """Return the trials that failed."""
         return [trial for trial in self.trials if not trial.ok]
 
     @property
     def usable(self) -> list[ProblemClass]:
-        """The classes that the backend is chosen for from now on."""
+        """Return the classes that the backend is selected for from now on."""
         return [name for name, verdict in self.classes.items() if verdict.usable]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in types that JSON knows."""
+        """Return the report as types that JSON can represent."""
         return {
             "ok": not self.wrong,
             "identity": self.identity,
@@ -112,7 +115,7 @@ class Report:
         }
 
     def snippet(self, trial: Trial) -> str:
-        """Code that shows again what went wrong, with what was seen here."""
+        """Return code that reproduces a failure, with the findings of this run as comments."""
         about = ", ".join(f"{key} {value}" for key, value in self.identity.items())
         kind = type(trial.check).__name__
         return "\n".join(
@@ -125,7 +128,7 @@ class Report:
         )
 
     def counts(self) -> list[tuple[str, ...]]:
-        """Rows of a table: what was looked at, and how often it was right, wrong, not taken."""
+        """Return table rows: what was checked, and how often it was right, wrong or rejected."""
         counted: dict[tuple[str, str], list[int]] = {}
         for trial in self.trials:
             kind = "norms" if isinstance(trial.check, NormCheck) else "attention"
@@ -138,8 +141,11 @@ class Report:
         return rows
 
     def speedups(self, norms: bool) -> list[tuple[str, ...]]:
-        """Rows of a table: op, type, sizes and direction of classes, and for each feature the
-        speed-up, in brackets where it is not enough, or why there is none."""
+        """Return table rows: op, dtype, sizes and direction of classes, and a cell per feature.
+
+        The cell is the speed-up, in brackets if it is below MIN_SPEEDUP. It is "wrong" or "-" if
+        there is none.
+        """
         features = NORM_FEATURES if norms else (*KINDS, *OPTIONS)
         rows: dict[tuple[str, ...], dict[str, str]] = {}
         for name, verdict in self.classes.items():
@@ -164,12 +170,12 @@ _LOOKS = {
 
 
 def candidates() -> list[str]:
-    """The backends that are chosen only where they were verified, in order of preference."""
+    """Return the backends that are selected only if verified, in order of preference."""
     return [name for name in BACKENDS if name in verdicts.KERNELS]
 
 
 def device_of(backend: str) -> torch.device:
-    """Where a backend runs: on the current GPU, or where its kernels are emulated, on the CPU."""
+    """Return the current GPU, or the CPU for a backend whose kernels are emulated."""
     on_cpu = AttentionProblem(torch.device("cpu"), torch.float32, 8, 8)
     if not get_backend(backend).unsupported(on_cpu):
         return on_cpu.device
@@ -178,17 +184,17 @@ def device_of(backend: str) -> torch.device:
 
 
 def against(backend: str) -> list[str]:
-    """Reasons why a backend cannot be verified here; empty if it can."""
+    """Return the reasons why a backend cannot be verified here; empty if it can."""
     own = get_backend(backend)
     problem = AttentionProblem(device_of(backend), torch.float32, 8, 8)
     return own.unavailable() or own.unsupported(problem)
 
 
 def verify(backend: str, plan: Plan, advance: Callable[[], None] = lambda: None) -> Report:
-    """Checks a backend and times it, and stores the verdict in place of the one that there was.
+    """Check and time a backend, and store the verdict in place of the previous one.
 
     Args:
-        advance: called after each check and each class, while nothing is measured.
+        advance: called after each check and each class, outside the measurements.
 
     Raises:
         ValueError: the backend cannot run on this machine.
@@ -206,7 +212,7 @@ def verify(backend: str, plan: Plan, advance: Callable[[], None] = lambda: None)
         if not _is_wrong(name, report):
             report.classes[name] = _judged(probes, plan.rounds, report)
         advance()
-    for name in plan.classes:  # the last problem may tell of the first class
+    for name in plan.classes:  # a later check may rule out an earlier class
         if _is_wrong(name, report):
             report.classes[name] = ClassVerdict(False, None, WRONG)
     report.path = verdicts.store(report.identity, report.classes)
@@ -218,7 +224,7 @@ def _is_wrong(name: ProblemClass, report: Report) -> bool:
 
 
 def _try(check: Check, report: Report) -> Trial:
-    """Makes a check, unless the GPU has stopped."""
+    """Run a check, unless the device no longer computes."""
     trial = Trial(check)
     if report.lost:
         return trial
@@ -227,15 +233,17 @@ def _try(check: Check, report: Report) -> Trial:
         trial.findings = check.run(report.backend, report.device)
     except (NotImplementedError, torch.OutOfMemoryError) as error:
         trial.refused = str(error)
-    except Exception as error:  # whatever is broken here is what is to be found out
+    except Exception as error:  # report any failure
         trial.error = f"{type(error).__name__}: {error}"
         report.lost = not _alive(report.device)
     return trial
 
 
 def _alive(device: torch.device) -> bool:
-    """Whether a device computes; after an access to memory that is not there, a GPU does not in
-    this process."""
+    """Return True if a device still computes.
+
+    After an illegal memory access, a GPU does not compute again in this process.
+    """
     try:
         return torch.ones(2, device=device).sum().item() == 2.0
     except RuntimeError:
@@ -246,7 +254,7 @@ def _alive(device: torch.device) -> bool:
 
 
 def _judged(probes: Sequence[Probe], rounds: int, report: Report) -> ClassVerdict:
-    """The verdict on a class in which nothing wrong was seen so far."""
+    """Check and time a class without a failure so far, and return its verdict."""
     slowest: tuple[float, str] | None = None
     for probe in probes:
         trial = _try(probe.checked, report)
@@ -276,7 +284,7 @@ def _judged(probes: Sequence[Probe], rounds: int, report: Report) -> ClassVerdic
 
 
 def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
-    """How many times as fast the backend is, and as which one: the first that is torch's own."""
+    """Return the speed-up over the first backend of torch operations, and its name."""
     call, operands = check.call(report.device), check.operands(report.device)
     leaves = [t.requires_grad_(check.gradients) for t in operands.values()]
     own = _timed(contract.by(report.backend, call), leaves, check.gradients)
@@ -284,7 +292,7 @@ def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
     ways = {report.backend: own, peer: others}
     measured = [timing.medians(ways, report.device, rounds, lambda: None)]
     if report.device.type == "cuda":
-        # The GPU's time is not all that a model sees: of short kernels it sees the host's.
+        # For short kernels, the launch overhead of the host limits a model, not the GPU's time.
         rows: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, way in ways.items():
@@ -294,7 +302,7 @@ def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
 
 
 def _timed(call: Callable[..., Any], leaves: Sequence[Tensor], training: bool) -> timing.Call:
-    """A call, and its backward where that is wanted; it has run once."""
+    """Return a function that runs a call, and its backward for training, after a first run."""
     if not training:
 
         def forward() -> Any:
@@ -315,8 +323,10 @@ def _timed(call: Callable[..., Any], leaves: Sequence[Tensor], training: bool) -
 def _first_of_torch(
     call: Callable[..., Any], leaves: Sequence[Tensor], training: bool
 ) -> tuple[str, timing.Call]:
-    """What a call runs on where nothing was verified: the first backend of torch operations that
-    takes it, and the call by it."""
+    """Return the first backend of torch operations that accepts a call, and the call on it.
+
+    Calls run on this backend if nothing was verified.
+    """
     for name, backend in BACKENDS.items():
         if backend.differentiable:
             with contextlib.suppress(NotImplementedError):

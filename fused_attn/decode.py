@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, CacheUpdate, problem_of, select
-from fused_attn.backends.registry import asks_for_a_backend, cached_choice
+from fused_attn.backends.registry import backend_is_set, cached_choice
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import host_readable, plain_eager
 from fused_attn.call.calls import AttentionCall
@@ -25,7 +25,7 @@ from fused_attn.call.validation import (
     check_same,
 )
 from fused_attn.masks import Mask
-from fused_attn.masks.memo import recall, recall_of
+from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize, spec_of_ends, with_summaries
 from fused_attn.ops import autograd
 from fused_attn.ops.sinks import add_sinks, checked_sinks
@@ -165,13 +165,13 @@ def decode_attention(
         if block_table is not None:
             longest = capacity if known is None else known[1] + seqlen_new
             caches = (key_cache, value_cache)
-            keys, values = (_in_one_piece(cache, block_table, longest) for cache in caches)
+            keys, values = (_gather_pages(cache, block_table, longest) for cache in caches)
             call = replace(call, key=keys, value=values)
         if chosen.wraps_torch:
             if known is not None and attn_mask is None:
                 call = _narrowed(call, mask, is_causal, known[0] == known[1], known[1] + seqlen_new)
             if known is None or known[0] + seqlen_new < call.key.shape[2]:
-                call = _without_what_is_behind(call, lengths + seqlen_new)
+                call = _zero_beyond_ends(call, lengths + seqlen_new)
         result = autograd.attention_by(call, chosen, want_lse)
     out, lse = result
     if sinks is not None:
@@ -198,7 +198,7 @@ def _of_cpu(
     """
     if query.device.type != "cpu" or any_autocast():
         return None
-    if not plain_eager(query, *caches, key, value) or asks_for_a_backend():
+    if not plain_eager(query, *caches, key, value) or backend_is_set():
         return None
     options.checked(query.shape[3], query.device)
     if known[0] != known[1]:
@@ -359,7 +359,7 @@ def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_ne
 
     key = ("decode", is_causal, seqlen_new)
     if mask is None:
-        return recall_of(lengths, key, [lengths], make)
+        return recall_on_tensor(lengths, key, [lengths], make)
     return recall(mask.memo, key, [lengths], lengths.device, make)
 
 
@@ -385,7 +385,7 @@ def _narrowed(
     return replace(call, key=keys, value=values, mask=spec)
 
 
-def _without_what_is_behind(call: AttentionCall, ends: Tensor) -> AttentionCall:
+def _zero_beyond_ends(call: AttentionCall, ends: Tensor) -> AttentionCall:
     """Return the call with zeros beyond each sequence's end, which torch's kernels multiply."""
     behind = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
     keys, values = (t.masked_fill(behind[..., None], 0.0) for t in (call.key, call.value))
@@ -410,7 +410,7 @@ def _write(
         cache[holder, :, row] = new.transpose(1, 2)
 
 
-def _in_one_piece(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
+def _gather_pages(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
     """Copy the pages of each sequence up to `longest` into a tensor of the full capacity.
 
     Rows beyond those pages are uninitialised.

@@ -167,13 +167,13 @@ def swap_modules(
         elif entry is not None:
             report.skipped.append(replace(entry, name=shown_name(name)))
     for name, module in model.named_modules():
-        _close_inference_path(module, shown_name(name), report)
+        _disable_inference_path(module, shown_name(name), report)
     if attention:
         for name, hf_model in transformers_models(model):
             _swap_transformers_model(hf_model, shown_name(name), report)
     if attention:
         report.unfused += _unfused(model, report)
-    _settle_padding(model, remove_padding, report)
+    _configure_padding(model, remove_padding, report)
     if report.swapped:
         report.notes += _fallback_warnings(model)
     return report
@@ -252,7 +252,7 @@ def _unknown_norm(module: Module, norm: bool) -> str | None:
     return "a norm of its own: what it computes is not known"
 
 
-def _close_inference_path(module: Module, name: str, report: SwapReport) -> None:
+def _disable_inference_path(module: Module, name: str, report: SwapReport) -> None:
     """Disable the inference fast path of a torch encoder layer that contains fused modules.
 
     The fast path passes their weights to torch._transformer_encoder_layer_fwd without calling them.
@@ -326,7 +326,7 @@ def padding_removers(model: Module) -> list[tuple[str, Module, str]]:
     return found
 
 
-def _settle_padding(model: Module, remove_padding: bool, report: SwapReport) -> None:
+def _configure_padding(model: Module, remove_padding: bool, report: SwapReport) -> None:
     """Disable the removal of padding, or report the stacks that remove it."""
     stacks = padding_removers(model)
     if remove_padding:

@@ -17,7 +17,7 @@ from fused_attn.call.validation import (
     checked_cu_seqlens,
 )
 from fused_attn.masks import Mask
-from fused_attn.masks.memo import recall, recall_of
+from fused_attn.masks.memo import recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.ops import autograd
 
@@ -128,5 +128,5 @@ def _spec(
     what = ("spec", is_causal, max_seqlen_q, max_seqlen_k, num_heads, len(query), len(key))
     ends = cu_seqlens_q, cu_seqlens_k
     if mask is None:
-        return recall_of(cu_seqlens_q, what, ends, make)
+        return recall_on_tensor(cu_seqlens_q, what, ends, make)
     return recall(mask.memo, what, (*ends, *mask.tensors()), query.device, make)

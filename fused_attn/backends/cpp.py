@@ -128,7 +128,7 @@ class CppBackend(Backend):
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
         weights = call.weights(average, _pooled)
-        call, fields = _of_weights(call, lse, lse_residual)
+        call, fields = _weights_fields(call, lse, lse_residual)
         threads = torch.get_num_threads()
         _cpu.attention_weights(
             call, **fields, weights=weights, average=average, num_threads=threads
@@ -148,7 +148,7 @@ class CppBackend(Backend):
         grad_weights, num_heads = kernel_strides(grad_weights), call.query.shape[1]
         if average:
             grad_weights = grad_weights[:, None].expand(-1, num_heads, -1, -1)
-        call, fields = _of_weights(call, lse, lse_residual)
+        call, fields = _weights_fields(call, lse, lse_residual)
         fields |= {
             "grad_query": grads.query,
             "grad_key": grads.key,
@@ -254,7 +254,7 @@ def _zeros(
     return torch.zeros(shape, dtype=dtype)
 
 
-def _of_weights(
+def _weights_fields(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor
 ) -> tuple[AttentionCall, dict[str, Any]]:
     """Return the call with an empty value, and the fields for lse; the weights need no value."""

@@ -80,7 +80,7 @@ def wanted_backend() -> str | None:
     return _override or os.environ.get(_VARIABLE) or None
 
 
-def asks_for_a_backend() -> bool:
+def backend_is_set() -> bool:
     """Return True if `use_backend` or FUSED_ATTN_BACKEND is set; not traceable by Dynamo."""
     return bool(_override or environment(_VARIABLE))
 

@@ -48,7 +48,7 @@ class ProblemClass(NamedTuple):
     Attributes:
         op: "attention", "layer_norm" or "rms_norm".
         dtype: the name of the dtype, or "other".
-        sizes: result of `attention_sizes` or `columns_word`.
+        sizes: result of `attention_sizes` or `columns_class`.
         feature: one of KINDS, OPTIONS or NORM_FEATURES.
         direction: "forward" or "training".
     """
@@ -72,7 +72,7 @@ def classes_of(problem: Problem) -> list[ProblemClass]:
     direction = "training" if problem.needs_grad else "forward"
     if isinstance(problem, NormProblem):
         op = "rms_norm" if problem.rms else "layer_norm"
-        features, sizes = ["plain"], [columns_word(problem.num_columns)]
+        features, sizes = ["plain"], [columns_class(problem.num_columns)]
         if problem.residual:
             features.append("residual")
     else:
@@ -89,7 +89,7 @@ def classes_of(problem: Problem) -> list[ProblemClass]:
         if _exporting():  # reading a dynamic length would specialize it
             lengths = length_words()
         else:
-            lengths = [length_word(problem.seqlen_q, problem.seqlen_k)]
+            lengths = [length_class(problem.seqlen_q, problem.seqlen_k)]
         sizes = [attention_sizes(head_dim, length) for length in lengths]
     if problem.dropout:
         features.append("dropout")
@@ -97,11 +97,11 @@ def classes_of(problem: Problem) -> list[ProblemClass]:
 
 
 def attention_sizes(head_dim: int, length: str) -> str:
-    """Return `ProblemClass.sizes` for a head_dim and a `length_word`."""
+    """Return `ProblemClass.sizes` for a head_dim and a `length_class`."""
     return f"D{_up_to(head_dim, WIDTHS)},{length}"
 
 
-def length_word(seqlen_q: int, seqlen_k: int) -> str:
+def length_class(seqlen_q: int, seqlen_k: int) -> str:
     """Return the class of two lengths, where 0 means unknown."""
     if seqlen_q == 0 or seqlen_k == 0:
         return "L=0"
@@ -113,10 +113,10 @@ def length_word(seqlen_q: int, seqlen_k: int) -> str:
 def length_words() -> list[str]:
     """Return the classes of all known lengths."""
     longer = [*LENGTHS, LENGTHS[-1] + 1]
-    return [length_word(1, 1), *[length_word(length, length) for length in longer]]
+    return [length_class(1, 1), *[length_class(length, length) for length in longer]]
 
 
-def columns_word(num_columns: int) -> str:
+def columns_class(num_columns: int) -> str:
     """Return the class of a norm's number of columns."""
     return f"C{_up_to(num_columns, COLUMNS)}"
 

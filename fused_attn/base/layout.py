@@ -86,13 +86,13 @@ def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
             return shape, (seqlen * num_heads * dim, dim, num_heads * dim, 1)
     order = [0, 1, 2, 3]
     for i in (0, 1, 0):  # three comparisons sort three
-        if _lies_inside(strides[order[i]], strides[order[i + 1]]):
+        if _is_inner(strides[order[i]], strides[order[i + 1]]):
             order[i], order[i + 1] = order[i + 1], order[i]
     _, steps = contiguous([shape[dim] for dim in order])
     return shape, tuple(steps[order.index(dim)] for dim in range(4))
 
 
-def _lies_inside(stride: int | SymInt, other: int | SymInt) -> bool:
+def _is_inner(stride: int | SymInt, other: int | SymInt) -> bool:
     """Return True if a dimension is inner to a later dimension, by its stride.
 
     Expanded dimensions are not reordered. Neither are symbolic strides whose order is not

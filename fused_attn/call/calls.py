@@ -76,9 +76,9 @@ class AttentionOutputs(NamedTuple):
         statistics = statistics_dtype(out.dtype)
         return AttentionOutputs(
             out,
-            _there(lse, out, statistics),
-            _there(lse_residual, out, statistics),
-            _there(out_residual, out, torch.int16),
+            _or_empty(lse, out, statistics),
+            _or_empty(lse_residual, out, statistics),
+            _or_empty(out_residual, out, torch.int16),
         )
 
 
@@ -93,7 +93,7 @@ class AttentionGradients(NamedTuple):
     def without_none(self) -> AttentionGradients:
         """Return these gradients with an empty tensor in place of None."""
         query, key, value, bias = self
-        return AttentionGradients(query, key, value, _there(bias, query, query.dtype))
+        return AttentionGradients(query, key, value, _or_empty(bias, query, query.dtype))
 
 
 @flattens
@@ -209,9 +209,9 @@ class NormOutputs(NamedTuple):
         statistics = statistics_dtype(out.dtype)
         return NormOutputs(
             out,
-            _there(total, out, out.dtype),
-            _there(mean, out, statistics),
-            _there(rstd, out, statistics),
+            _or_empty(total, out, out.dtype),
+            _or_empty(mean, out, statistics),
+            _or_empty(rstd, out, statistics),
         )
 
 
@@ -234,10 +234,10 @@ class NormGradients(NamedTuple):
         input, total, weight, bias = self
         statistics = statistics_dtype(total.dtype)
         return NormGradients(
-            _there(input, total, total.dtype),
+            _or_empty(input, total, total.dtype),
             total,
-            _there(weight, total, statistics),
-            _there(bias, total, statistics),
+            _or_empty(weight, total, statistics),
+            _or_empty(bias, total, statistics),
         )
 
 
@@ -348,7 +348,7 @@ def with_options(call: CallT, **options: Any) -> CallT:
     return replace(call, options=replace(call.options, **options))
 
 
-def _there(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor, or an empty one on the device of `like`."""
     return like.new_empty(0, dtype=dtype) if tensor is None else tensor
 

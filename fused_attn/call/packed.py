@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_attn import masks
 from fused_attn.base.torch_state import host_readable
 from fused_attn.masks import Mask
-from fused_attn.masks.memo import recall, recall_of
+from fused_attn.masks.memo import recall, recall_on_tensor
 
 if TYPE_CHECKING:
     from fused_attn.call.calls import AttentionCall
@@ -53,7 +53,7 @@ def with_lengths(
 
     what, ends = ("packed", is_causal), (cu_seqlens_q, cu_seqlens_k)
     if mask is None:
-        return recall_of(cu_seqlens_q, what, ends, make)
+        return recall_on_tensor(cu_seqlens_q, what, ends, make)
     return recall(mask.memo, what, ends, cu_seqlens_q.device, make)
 
 
@@ -84,7 +84,7 @@ def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         index = cu_seqlens[:-1, None] + torch.arange(max_seqlen, device=packed.device)
         return index.clamp(max=total)
 
-    index = recall_of(cu_seqlens, ("pad", max_seqlen, total), (cu_seqlens,), make)
+    index = recall_on_tensor(cu_seqlens, ("pad", max_seqlen, total), (cu_seqlens,), make)
     rows = torch.cat([packed[0], packed.new_zeros(num_heads, 1, dim)], dim=1)
     return rows[:, index].transpose(0, 1)
 
@@ -98,6 +98,6 @@ def unpad(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
         return sequence * max_seqlen + row - cu_seqlens[sequence]
 
-    index = recall_of(cu_seqlens, ("unpad", max_seqlen, total), (cu_seqlens,), make)
+    index = recall_on_tensor(cu_seqlens, ("unpad", max_seqlen, total), (cu_seqlens,), make)
     rows = padded.transpose(0, 1).reshape(num_heads, batch * max_seqlen, *padded.shape[3:])
     return rows[:, index][None]

@@ -18,7 +18,7 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
-from fused_attn.masks.memo import recall_of
+from fused_attn.masks.memo import recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -82,7 +82,7 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
         return None if starts is cu_seqlens else starts  # the cache must not hold its owner
 
     what = ("cu_seqlens", max_seqlen, rows.shape[0])
-    starts = recall_of(cu_seqlens, what, (cu_seqlens,), converted)
+    starts = recall_on_tensor(cu_seqlens, what, (cu_seqlens,), converted)
     starts = cu_seqlens if starts is None else starts
     return starts if savable(starts) else starts.clone()
 

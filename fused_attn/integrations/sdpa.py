@@ -31,7 +31,7 @@ from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as torchs
 from fused_attn.backends.cpp import masks_like_torch
-from fused_attn.backends.registry import asks_for_a_backend, choose
+from fused_attn.backends.registry import backend_is_set, choose
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import in_transform, needs_grad
 from fused_attn.call.call_counts import CallCounts
@@ -167,7 +167,7 @@ def _registered() -> Library:
         library._destroy()  # the traceback would keep the library and its kernels alive
         raise
     _forget_dispatch()
-    _choice_against.cache_clear()
+    _cached_fallback_reason.cache_clear()
     torchs.attend = _torch_implementation
     return library
 
@@ -200,7 +200,7 @@ def _attention(
     if dropout_p == 0.0 and _is_small(query, key, value, attn_mask, is_causal):
         reason = "small: torch's kernels are faster"
     else:
-        reason = _reason_against(*args)
+        reason = _fallback_reason(*args)
     if not reason:
         try:
             out = functional.scaled_dot_product_attention(*args, scale, enable_gqa)
@@ -238,7 +238,7 @@ def _is_small(
         query, key, value
     ):
         return False
-    if not query.is_cpu or asks_for_a_backend():
+    if not query.is_cpu or backend_is_set():
         return False
     return attn_mask is None or _masks_like_torch(query, key, value, attn_mask)
 
@@ -262,7 +262,7 @@ def _torch_implementation(*args: Any, **options: Any) -> Tensor:
     return _OP._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **options)
 
 
-def _reason_against(
+def _fallback_reason(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -297,14 +297,14 @@ def _reason_against(
         lengths = query.shape[-2], key.shape[-2]
         facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, trains, learned_bias)
     if types <= _PLAIN:
-        return _choice_against(*facts)
+        return _cached_fallback_reason(*facts)
     if types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag:
-        return _choice_against.__wrapped__(*facts)  # sizes may be symbolic and not hashable
+        return _cached_fallback_reason.__wrapped__(*facts)  # sizes may be symbolic and not hashable
     return "a tensor subclass"
 
 
 @functools.lru_cache(maxsize=256)
-def _choice_against(
+def _cached_fallback_reason(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,

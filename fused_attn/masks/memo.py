@@ -56,7 +56,7 @@ def recall(
         make: computes the value.
         limit: maximum number of entries; the oldest are evicted first.
     """
-    if is_intercepted() or not keepable(tensors):
+    if is_intercepted() or not cacheable(tensors):
         return make()
     return recall_eager(memo, key, tensors, device, make, limit)
 
@@ -65,7 +65,7 @@ def recall(
 _of_tensors: dict[int, tuple[weakref.ref[Tensor], Memo]] = {}
 
 
-def recall_of(
+def recall_on_tensor(
     tensor: Tensor,
     key: Hashable,
     tensors: Sequence[Tensor],
@@ -73,7 +73,7 @@ def recall_of(
     limit: int | None = None,
 ) -> T:
     """Call `recall` with the memo of `tensor`; the value must not hold a reference to it."""
-    if is_intercepted() or not keepable(tensors):
+    if is_intercepted() or not cacheable(tensors):
         return make()
     limit = limit or _LIMIT_OF_TENSOR
     return recall_eager(memo_of(tensor), key, tensors, tensor.device, make, limit)
@@ -101,7 +101,7 @@ def recall_eager(
     make: Callable[[], T],
     limit: int = _LIMIT,
 ) -> T:
-    """Implement `recall` for tensors that are `keepable`, in a call that is not intercepted."""
+    """Implement `recall` for tensors that are `cacheable`, in a call that is not intercepted."""
     stream = 0 if device.type == "cpu" else stream_of(device)
     key = (key, stream, torch.is_inference_mode_enabled())
     entry = memo.get(key)
@@ -119,7 +119,7 @@ def recall_eager(
     return value
 
 
-def keepable(tensors: Sequence[Tensor]) -> bool:
+def cacheable(tensors: Sequence[Tensor]) -> bool:
     """Return True if in-place changes of these tensors can be detected."""
     for tensor in tensors:
         if type(tensor) not in PLAIN_TYPES or tensor.requires_grad or tensor.is_inference():

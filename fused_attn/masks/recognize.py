@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable
 from fused_attn.masks.mask import Mask
-from fused_attn.masks.memo import recall_of
+from fused_attn.masks.memo import recall_on_tensor
 
 
 def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
@@ -34,7 +34,7 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
     # A slice is a new object in each call, so its result is cached in the memo of its base.
     owner = mask if mask._base is None else mask._base
     where = ("causal", mask.dtype, mask.data_ptr(), mask.shape, mask.stride())
-    return recall_of(owner, where, [owner], lambda: _compare(mask))
+    return recall_on_tensor(owner, where, [owner], lambda: _compare(mask))
 
 
 def _compare(mask: Tensor) -> bool:

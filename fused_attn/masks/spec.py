@@ -18,7 +18,7 @@ from fused_attn.base.flat import Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
 from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask
-from fused_attn.masks.memo import keepable, recall, recall_eager
+from fused_attn.masks.memo import cacheable, recall, recall_eager
 
 # Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
 BOUNDS = (
@@ -161,7 +161,7 @@ def spec_of(
     shape = (batch, num_heads, seqlen_q, key.shape[2])
     if isinstance(attn_mask, Mask):
         mask, tensors, device = attn_mask, attn_mask.tensors(), query.device
-        if not keepable(tensors):  # requires grad, or a subclass: validation handles it
+        if not cacheable(tensors):  # requires grad, or a subclass: validation handles it
             return None
         try:
             spec = recall_eager(

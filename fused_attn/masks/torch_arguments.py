@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.memo import Memo, recall, recall_of
+from fused_attn.masks.memo import Memo, recall, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 
 Shape = tuple[int, int, int, int]
@@ -87,7 +87,9 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     if whole is not None and len(tensors) == 1:
         return _of_tensor(whole, what, lambda: spec, shape, query)
     # Cached on the first tensor, to be shared by specs of one mask with different packing.
-    return recall_of(tensors[0], what, tensors, lambda: _arguments(spec, shape, query), _KEPT)
+    return recall_on_tensor(
+        tensors[0], what, tensors, lambda: _arguments(spec, shape, query), _KEPT
+    )
 
 
 def _of_tensor(
@@ -109,7 +111,7 @@ def _of_tensor(
     else:
         owner = tensor if tensor._base is None else tensor._base
         place = (what, tensor.shape, tensor.stride(), tensor.data_ptr())
-        kept = recall_of(owner, place, (owner,), made, _KEPT)
+        kept = recall_on_tensor(owner, place, (owner,), made, _KEPT)
     if kept is not None:
         return kept
     # Other ranks would not take torch's fast path.
@@ -148,7 +150,9 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     else:
         visible, bias = materialize(spec, *shape, query.device, statistics_dtype(query.dtype))
         empty = None if visible is None else ~visible.any(-1, keepdim=True)
-    if empty is not None and (_all_see(spec, shape) or (host_readable(empty) and not empty.any())):
+    if empty is not None and (
+        _no_row_fully_masked(spec, shape) or (host_readable(empty) and not empty.any())
+    ):
         empty = None
     if bias is None:
         seen = visible if visible is None or empty is None else visible | empty
@@ -160,7 +164,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     return TorchArguments(bias.to(query.dtype), empty=empty)
 
 
-def _all_see(spec: MaskSpec, shape: Shape) -> bool:
+def _no_row_fully_masked(spec: MaskSpec, shape: Shape) -> bool:
     """Return True if every row is known to have a visible key, without reading values."""
     tables = (spec.bias, spec.dense, spec.key_mask, spec.bounds, spec.query_documents)
     if any(table is not None for table in tables):

@@ -18,7 +18,7 @@ from torch.nn import GELU, Dropout, Linear, Module, ReLU
 from fused_attn.base import small_calls
 from fused_attn.base.torch_state import needs_grad
 from fused_attn.nn._from_torch import is_plain
-from fused_attn.ops.activation import activation_pass, takes_activation
+from fused_attn.ops.activation import activation_pass, supports_activation
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"))
 # Minimum number of elements for a fused pass with dropout. Our and torch's time, forward and
@@ -37,7 +37,7 @@ NAMES_OF_MODULES: dict[type[Module], Callable[[Any], str | None]] = {
 def drop(dropout: Module, input: Tensor) -> Tensor:
     """Return dropout(input), computed by the fused kernel for large inputs."""
     out = None
-    if takes_activation(input) and _drops(dropout) and input.numel() >= MIN_NUMEL:
+    if supports_activation(input) and _drops(dropout) and input.numel() >= MIN_NUMEL:
         out = activation_pass(input, None, "identity", dropout.p)  # type: ignore[arg-type]
     return dropout(input) if out is None else out
 
@@ -48,7 +48,7 @@ def feed_forward_hidden(
     """Compute dropout(activation(linear(input))) as one matrix product and one fused pass."""
     name = activation_name(activation)
     drops = dropout is not None and _drops(dropout)
-    if name is None or not takes_activation(input) or not _is_large(linear, input, drops):
+    if name is None or not supports_activation(input) or not _is_large(linear, input, drops):
         out = activation(linear(input))
         return out if dropout is None else drop(dropout, out)
     bias: Any = linear.bias if type(linear) is Linear and is_plain(linear) else None

@@ -50,12 +50,12 @@ class KeyValueCache:
         Raises:
             ValueError: nothing is allocated yet (`values` and `lengths` raise it too).
         """
-        return _there(self._keys)
+        return _require_allocated(self._keys)
 
     @property
     def values(self) -> Tensor:
         """The value buffer, (batch, num_heads, capacity, head_dim_v); undefined beyond `length`."""
-        return _there(self._values)
+        return _require_allocated(self._values)
 
     @property
     def lengths(self) -> Tensor:
@@ -89,7 +89,7 @@ class KeyValueCache:
         check_no_grad(key, value)
         end = self.length + key.shape[2]
         self._keys, self._values = (
-            _with_room(kept, self.length, end, new)
+            _ensure_capacity(kept, self.length, end, new)
             for kept, new in ((self._keys, key), (self._values, value))
         )
 
@@ -111,13 +111,13 @@ def check_no_grad(*tensors: Tensor) -> None:
         )
 
 
-def _there(kept: Tensor | None) -> Tensor:
+def _require_allocated(kept: Tensor | None) -> Tensor:
     if kept is None:
         raise ValueError("the cache must have positions or room for them, got an empty one")
     return kept
 
 
-def _with_room(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
+def _ensure_capacity(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
     """Return a tensor with the first `length` positions of `kept` and capacity for `end`."""
     frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
     if kept is not None and kept.shape[2] >= end and not frozen:

@@ -31,7 +31,7 @@ MIN_PADDED = 0.05
 _POINTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.mish, torch.relu, torch.tanh)
 _NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, LayerNorm, RMSNorm)
 # Exact types only: a subclass may mix tokens.
-BY_TOKEN = (
+TOKENWISE_MODULES = (
     torch.nn.Linear, NonDynamicallyQuantizableLinear, torch.nn.Dropout, torch.nn.Identity, *_NORMS,
     torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU, torch.nn.LeakyReLU, torch.nn.Mish, torch.nn.Tanh,
 )  # fmt: skip
@@ -142,13 +142,13 @@ def can_pack(
         return False
     if norm is not None and not (type(norm) in _NORMS and alone(norm)):
         return False
-    return all(_by_token(layer) for layer in layers)
+    return all(_is_tokenwise(layer) for layer in layers)
 
 
 def must_stay_padded(*tensors: Tensor) -> bool:
     """Return True if graphs, modes or global hooks observe shapes, or values cannot be read."""
     if torch.compiler.is_compiling():
-        return not (_graph_takes_any_size() and PLAIN_TYPES.issuperset(map(type, tensors)))
+        return not (_allows_dynamic_sizes() and PLAIN_TYPES.issuperset(map(type, tensors)))
     return (
         not plain_eager(*tensors)
         or tensors[0].is_meta
@@ -157,7 +157,7 @@ def must_stay_padded(*tensors: Tensor) -> bool:
     )
 
 
-def _graph_takes_any_size() -> bool:
+def _allows_dynamic_sizes() -> bool:
     """Return True if the graph being traced may contain data-dependent sizes.
 
     torch's capture_dynamic_output_shape_ops enables them. Without it, packing would break the
@@ -171,7 +171,7 @@ def _graph_takes_any_size() -> bool:
 
 
 # Same as torch.compiler.assume_constant_result, which would import all of torch._dynamo.
-_graph_takes_any_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_allows_dynamic_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _as_mask(mask: Tensor, seqlen: int) -> Mask:
@@ -179,18 +179,19 @@ def _as_mask(mask: Tensor, seqlen: int) -> Mask:
     return masks.dense(mask) if mask.dtype == torch.bool else masks.bias(mask)
 
 
-def _by_token(layer: Module) -> bool:
+def _is_tokenwise(layer: Module) -> bool:
     attention = layer.self_attn
     if not (callable(layer.activation) and _is_pointwise(layer.activation)):
         return False
     return all(
-        (type(module) in BY_TOKEN or module is layer or module is attention) and alone(module)
+        (type(module) in TOKENWISE_MODULES or module is layer or module is attention)
+        and alone(module)
         for module in layer.modules()
     )
 
 
 def _is_pointwise(activation: object) -> bool:
-    if type(activation) in BY_TOKEN or activation in _POINTWISE_FUNCTIONS:
+    if type(activation) in TOKENWISE_MODULES or activation in _POINTWISE_FUNCTIONS:
         return True
     return getattr(activation, "pointwise", False)  # set on the stand-ins of compare() for F.relu
 

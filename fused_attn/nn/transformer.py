@@ -20,7 +20,7 @@ from fused_attn.nn.packing import Packing, alone, can_pack, packing_of
 from fused_attn.nn.transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
-class _Quiet(FromTorch):
+class _NoNestedTensorWarning(FromTorch):
     """Base that suppresses torch's warning about unused nested tensors, irrelevant here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ class _Quiet(FromTorch):
 
 
 @replaces(torch.nn.TransformerEncoder)
-class TransformerEncoder(_Quiet, torch.nn.TransformerEncoder):
+class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: a stack of encoder layers that share one mask.
 
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoder. A batch
@@ -318,7 +318,7 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
 
 
 @replaces(torch.nn.Transformer)
-class Transformer(_Quiet, torch.nn.Transformer):
+class Transformer(_NoNestedTensorWarning, torch.nn.Transformer):
     """`torch.nn.Transformer` (Vaswani et al. 2017): encoder and decoder on the fused kernels.
 
     Arguments, parameters, state_dict keys and `forward` are those of torch.nn.Transformer, whose

@@ -27,10 +27,10 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute `scaled_dot_product_attention` and return its attention weights too.
 
-    The fused kernel computes out; a second kernel recomputes the weights from its lse. It averages
-    them before the store, so no (batch, num_heads, seqlen_q, seqlen_k) tensor is materialized, in
-    the backward neither. Fully masked tiles are skipped. Both results are differentiable in query,
-    key and a float mask, to any order.
+    The fused kernel computes out; a second kernel recomputes the weights from its lse. With
+    `average`, it averages them before the store, so no (batch, num_heads, seqlen_q, seqlen_k)
+    tensor is materialized, not even in the backward. Fully masked tiles are skipped. Both results
+    are differentiable in query, key and a float mask, to any order.
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64.

@@ -25,7 +25,7 @@ from fused_attn.base.torch_state import (
 )
 
 
-def takes_activation(input: Tensor) -> bool:
+def supports_activation(input: Tensor) -> bool:
     """Return True if `activation_pass` may accept this tensor, or a matmul of it."""
     return _backend_of(input) is not None
 

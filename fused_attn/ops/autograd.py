@@ -120,7 +120,9 @@ def _try_unchecked(
         return None
     if not needs_grad:
         return outputs.out, outputs.lse
-    results = _Attention.apply(call, backend, outputs, 2 if want_lse else 1, *_present(call))
+    results = _Attention.apply(
+        call, backend, outputs, 2 if want_lse else 1, *_leading_tensors(call)
+    )
     out, lse = results if want_lse else (results, None)
     if not packed:
         return out, lse
@@ -139,8 +141,8 @@ def attention_by(
     call = _kernel_layout(call, backend)
     if not _needs_grad(call):
         return ops.attention_fwd(call, backend, False, want_lse)[:2]
-    call = _apart(call) if torch.compiler.is_compiling() else call
-    results = _Attention.apply(call, backend, None, 2 if want_lse else 1, *_present(call))
+    call = _without_aliases(call) if torch.compiler.is_compiling() else call
+    results = _Attention.apply(call, backend, None, 2 if want_lse else 1, *_leading_tensors(call))
     return results if want_lse else (results, None)
 
 
@@ -156,8 +158,8 @@ def attention_with_weights(
     call = _kernel_layout(call, backend)
     needs_grad = _needs_grad(call)
     if needs_grad:
-        call = _apart(call) if torch.compiler.is_compiling() else call
-        out, lse, lse_residual = _Attention.apply(call, backend, None, 3, *_present(call))
+        call = _without_aliases(call) if torch.compiler.is_compiling() else call
+        out, lse, lse_residual = _Attention.apply(call, backend, None, 3, *_leading_tensors(call))
     else:
         out, lse, lse_residual, _ = ops.attention_fwd(call, backend, True, True)
     # The weights depend on query, key and bias only; lse is a precomputed value.
@@ -212,7 +214,7 @@ def _try_unchecked_norm(
     if outputs is None:
         return None
     if needs_grad:
-        out, total = _Norm.apply(call, backend, outputs, *_present(call))
+        out, total = _Norm.apply(call, backend, outputs, *_leading_tensors(call))
     else:
         out, total = outputs[:2]
     return out, total if call.has_total else call.input
@@ -226,8 +228,8 @@ def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor,
         assert outputs is not None  # validated calls are not refused
         out, total = outputs[:2]
     elif _needs_grad(call):
-        call = _apart(call) if torch.compiler.is_compiling() else call
-        out, total = _Norm.apply(call, backend, None, *_present(call))
+        call = _without_aliases(call) if torch.compiler.is_compiling() else call
+        out, total = _Norm.apply(call, backend, None, *_leading_tensors(call))
     else:
         out, total = ops.norm_fwd(call, backend, False, want_total)[:2]
     return out, total if call.has_total else call.input
@@ -248,7 +250,7 @@ def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:
     return call if mask is call.mask else replace(call, mask=mask)
 
 
-def _apart(call: FlatT) -> FlatT:
+def _without_aliases(call: FlatT) -> FlatT:
     """Return the call without repeated tensors, which torch.compile rejects in a Function."""
     tensors: list[Tensor | None] = []
     for tensor in call.tensors():
@@ -258,7 +260,7 @@ def _apart(call: FlatT) -> FlatT:
     return call.with_tensors(tensors)
 
 
-def _present(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
+def _leading_tensors(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
     """Return the call's tensors without trailing Nones: each argument of apply costs time."""
     tensors = call.tensors()
     count = len(tensors)
@@ -268,7 +270,7 @@ def _present(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | 
 
 
 def _rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
-    """Invert `_present`: return the call with these tensors, and None for the rest."""
+    """Invert `_leading_tensors`: return the call with these tensors, and None for the rest."""
     return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
 
 
@@ -281,7 +283,7 @@ def _needs_grad(call: Flat) -> bool:
     return needs_grad(*call.tensors())
 
 
-def _wanted(ctx: Any, index: int) -> bool:
+def _needs_input_grad(ctx: Any, index: int) -> bool:
     """Return True if autograd needs the gradient of the call's tensor number `index`."""
     index += ctx.first
     return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
@@ -312,7 +314,7 @@ class _Attention(Function):
     Args:
         outputs: outputs of a pass that has run. If None, forward runs the op, as torch.compile
             requires.
-        tensors: see `_present`.
+        tensors: see `_leading_tensors`.
     """
 
     @staticmethod
@@ -342,7 +344,7 @@ class _Attention(Function):
         call, backend = _rebuilt(ctx.call, tensors), ctx.backend
         outputs = AttentionOutputs(out, lse, lse_residual, out_residual)
         given = torch.zeros_like(out) if grad_out is None else grad_out
-        needs_bias = _wanted(ctx, _BIAS)
+        needs_bias = _needs_input_grad(ctx, _BIAS)
         grads: Any = None
         if backend.accepts_unchecked and _plain(given, grad_lse):
             grads = backend.attention_bwd(call, outputs, given, grad_lse, needs_bias)
@@ -391,7 +393,7 @@ class _Weights(Function):
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
         lse, lse_residual, *tensors = _saved(ctx)
         call, average = ctx.call.with_tensors(tensors).kernel_layout(), ctx.average
-        needs_bias = _wanted(ctx, _BIAS)
+        needs_bias = _needs_input_grad(ctx, _BIAS)
 
         def run() -> Any:
             return ops.attention_weights_bwd(
@@ -438,7 +440,7 @@ class _Norm(Function):
             grad_total = None  # total is empty; torch.compile passes zeros
         if grad_out is None and grad_total is None:
             return (None,) * len(ctx.needs_input_grad)
-        needs = _wanted(ctx, _NORM_WEIGHT), _wanted(ctx, _NORM_BIAS)
+        needs = _needs_input_grad(ctx, _NORM_WEIGHT), _needs_input_grad(ctx, _NORM_BIAS)
         given = torch.zeros_like(total) if grad_out is None else grad_out
         saved = call.of_total(total), mean, rstd, given, grad_total
         grads: Any = None

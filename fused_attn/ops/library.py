@@ -356,10 +356,10 @@ def _register(name: str, call: type[Flat], parameters: str, returns: str) -> Non
     _library.impl(name, unflatten(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", unflatten(fake), lib=_library)
     op = getattr(OPS, name)
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", _one_by_one(op), lib=_library)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", _vmap_rule(op), lib=_library)
 
 
-def _one_by_one(op: Any) -> Any:
+def _vmap_rule(op: Any) -> Any:
     """Return a torch.vmap rule that runs an op once per element of the batch.
 
     It serves backwards with batched gradients of unbatched tensors; forwards use the reference.

@@ -23,7 +23,7 @@ from fused_attn.tools.rounding import RUNS, Expected
 
 OUTPUT_FACTOR = 2.0
 GRAD_FACTOR = 3.0
-PEER_FACTOR = 10.0  # a peer with a larger multiple of eager's error computes another problem
+PEER_FACTOR = 10.0  # a peer with over 10 times eager's error computes another problem
 
 
 # ---- the rule -----------------------------------------------------------------------------------

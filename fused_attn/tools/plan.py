@@ -204,10 +204,10 @@ def attention_classes(
     for dtype, width in itertools.product(dtypes, widths):
         heads = max(1, hidden // width)
         few = [Shape(b, heads, heads, 1, n, width) for b, n in ((16, cached // 8), (2, cached))]
-        shapes = {verdicts.length_word(1, 1): few}
+        shapes = {verdicts.length_class(1, 1): few}
         for end in ends:
             batches = (2, end // 2 + 1), (max(2, tokens // end), end)
-            shapes[verdicts.length_word(end, end)] = [
+            shapes[verdicts.length_class(end, end)] = [
                 Shape(batch, heads, heads, length, length, width) for batch, length in batches
             ]
         for direction, length, feature in itertools.product(DIRECTIONS, shapes, _FEATURES):
@@ -246,5 +246,5 @@ def norm_classes(
                     for n in (rows, min(rows, 64))
                 )
                 probes.append(Probe(timed, checked))
-            word = verdicts.columns_word(end)
+            word = verdicts.columns_class(end)
             yield ProblemClass(timed.op, dtype, word, feature, direction), probes

@@ -148,4 +148,4 @@ def test_choice_on_cuda(automatic, name, head_dim, taken):
     ):
         attend(torch.empty(1, 2, 3, head_dim, device="cuda"))
     assert bool(computed) is taken
-    sdpa._choice_against.cache_clear()  # it saw the patched backends
+    sdpa._cached_fallback_reason.cache_clear()  # it saw the patched backends

@@ -255,7 +255,7 @@ def test_model_mask_looks_like_its_tensor_and_has_no_memory(dtype):
     assert mask.to("cpu") is mask
     assert mask.contiguous() is mask
     assert "bands" in repr(mask)
-    assert mask._made is None
+    assert mask._dense is None
     assert torch.equal(mask.dense(), expected)
     assert mask.dense() is mask.dense()  # made once, for all layers
 

@@ -138,7 +138,7 @@ def attention_bwd(
         fields["grad_bias_parts"] = bias_parts
         fields["num_bias_parts"] = bias_parts.shape[0]
         fields["bias_sizes"] = tuple(spec.bias.shape)
-    elif _adds_atomically(query, call.value):
+    elif _accumulates_dq_atomically(query, call.value):
         fields["grad_query_sums"] = lse.new_empty(*lse.shape, -(-query.shape[3] // 8) * 8)
     fields["deterministic"] = "grad_query_sums" not in fields
     run("attention_bwd", query.device, call, fields)
@@ -219,7 +219,7 @@ def in_chunks(tensor: Tensor) -> Tensor:
     return copy.narrow(3, 0, row).copy_(tensor)
 
 
-def _adds_atomically(query: Tensor, value: Tensor) -> bool:
+def _accumulates_dq_atomically(query: Tensor, value: Tensor) -> bool:
     """Return True if the dK/dV kernel also accumulates dQ, with atomics in any order."""
     if torch.are_deterministic_algorithms_enabled() or query.dtype == torch.float32:
         return False

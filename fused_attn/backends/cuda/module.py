@@ -25,13 +25,13 @@ except ImportError as error:
     )
 
 
-def _introduce(module: Any) -> None:
+def _initialize(module: Any) -> None:
     check_fields(module.FIELDS)
     module.set_exchange_api(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 
 if _cuda is not None:
-    _introduce(_cuda)
+    _initialize(_cuda)
 
 BLOCKS_PER_MULTIPROCESSOR = 2
 _emulated = False
@@ -41,7 +41,7 @@ def use_module(module: Any) -> None:
     """Replace the compiled module by an emulation on CPU tensors; for tests, process-wide."""
     global _cuda, _emulated
     _cuda, _emulated = module, True
-    _introduce(module)
+    _initialize(module)
 
 
 def emulated() -> bool:

@@ -6,7 +6,7 @@ Kernels pass these tuples to the functions below:
                 MaskSpec.bounds
     keys        (key_at, value_at, begin, end): addresses of the head's first key and value, and the
                 range of keys that the structural conditions make visible to any query of the tile
-    draws       dropout seed and counter offsets, see `draws_of`; None without dropout
+    draws       dropout seed and counter offsets, see `dropout_counters`; None without dropout
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -196,7 +196,7 @@ def power(difference, cut: tl.constexpr):
 
 
 @triton.jit
-def draws_of(seed, settings, sizes, b):
+def dropout_counters(seed, settings, sizes, b):
     """Return the dropout seed, and where the Philox counters of sequence b start.
 
     The starts are its first octet of keys, first query and first head.
@@ -222,7 +222,7 @@ def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
 
 
 @triton.jit
-def zero_unseen(tile, visible, mask):
+def zero_fully_masked(tile, visible, mask):
     """Zero the keys or values that are masked for all queries of the tile, as 0 * NaN is NaN.
 
     Keys masked by bounds need no zeroing: they are never loaded.

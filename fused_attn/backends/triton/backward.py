@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
-    draws_of,
+    dropout_counters,
     finish_scores,
     head_rows,
     kept,
@@ -30,7 +30,7 @@ from fused_attn.backends.triton.attention_tile import (
     power,
     sequence_rows,
     store_tile,
-    zero_unseen,
+    zero_fully_masked,
 )
 from fused_attn.backends.triton.masks import LOG2E, SIZES, Sequence, Sizes, sequence_bounds
 from fused_attn.backends.triton.tiles import (
@@ -59,7 +59,7 @@ def row_statistics_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     cut: tl.constexpr,
 ):  # fmt: skip
-    """Compute RowStatistics (but grad_lse) of BLOCK_M queries of a head."""
+    """Compute RowStatistics, except grad_lse, of BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def attention_bwd_dq_kernel(
     )
     draws = None
     if seed is not None:
-        draws = draws_of(tl.load(seed), settings, sizes, b)
+        draws = dropout_counters(tl.load(seed), settings, sizes, b)
     dq = tl.zeros((cut.BLOCK_M, cut.BLOCK_D), tl.float32)
     excess = tl.zeros((cut.BLOCK_M,), tl.float32)
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
@@ -210,7 +210,7 @@ def grad_scores(
         products, i, j, sequence, mask, settings, cut, PARTIAL, False
     )
     if PARTIAL:  # v needs no zeroing: its NaN stay in masked columns, which are set to 0 below
-        k = zero_unseen(k, visible, mask)
+        k = zero_fully_masked(k, visible, mask)
     weights = power(scores - lse[:, None], cut)
     if stats.lse_factor is not None:
         weights *= lse_factor[:, None]
@@ -263,7 +263,7 @@ def attention_bwd_dkdv_kernel(
     )  # fmt: skip
     draws = None
     if seed is not None:
-        draws = draws_of(tl.load(seed), settings, sizes, b)
+        draws = dropout_counters(tl.load(seed), settings, sizes, b)
     dk = tl.zeros((cut.BLOCK_N, cut.BLOCK_D), tl.float32)
     dv = tl.zeros((cut.BLOCK_N, cut.BLOCK_DV), tl.float32)
     for g in range(GROUP):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fused_attn.backends.triton.attention_tile import draws_of, keys_of_tile, sequence_rows
+from fused_attn.backends.triton.attention_tile import dropout_counters, keys_of_tile, sequence_rows
 from fused_attn.backends.triton.backward import grad_scores, load_queries, statistics_at
 from fused_attn.backends.triton.masks import SIZES, Sizes
 from fused_attn.backends.triton.tiles import SKIP
@@ -80,7 +80,7 @@ def _tile_of_head(
     """Return dS of one tile of a head, before the derivative of softcap."""
     draws = None
     if seed is not None:
-        draws = draws_of(seed, settings, sizes, b)
+        draws = dropout_counters(seed, settings, sizes, b)
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
     sequence, keys, _ = keys_of_tile(
         key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
     Keys,
-    draws_of,
+    dropout_counters,
     head_rows,
     power,
     sequence_rows,
@@ -88,7 +88,7 @@ def attention_decode_kernel(
     q = tl.load(query_at + row_at[:, None] + column, inside[:, None] & (column < cut.HEAD_DIM), 0.0)
     draws = None
     if seed is not None:
-        draws = draws_of(tl.load(seed), settings, sizes, b)
+        draws = dropout_counters(tl.load(seed), settings, sizes, b)
     maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
     acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
-    draws_of,
+    dropout_counters,
     finish_scores,
     head_rows,
     kept,
@@ -22,7 +22,7 @@ from fused_attn.backends.triton.attention_tile import (
     power,
     sequence_rows,
     store_tile,
-    zero_unseen,
+    zero_fully_masked,
 )
 from fused_attn.backends.triton.masks import LN2, SIZES, Sizes
 from fused_attn.backends.triton.tiles import full_tile, partial_tile, visible_tiles
@@ -60,7 +60,7 @@ def attention_fwd_kernel(
     )  # fmt: skip
     draws = None
     if seed is not None:
-        draws = draws_of(tl.load(seed), settings, sizes, b)
+        draws = dropout_counters(tl.load(seed), settings, sizes, b)
     maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((cut.BLOCK_M,), tl.float32)
     acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
@@ -141,6 +141,6 @@ def fwd_tile(
         keep = kept(draws, i, j_begin, sequence, settings, cut)
         weights = tl.where(keep, weights, 0.0)
     if PARTIAL:
-        v = zero_unseen(v, visible, mask)
+        v = zero_fully_masked(v, visible, mask)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=cut.PRECISION)
     return acc, largest, total, multiplied

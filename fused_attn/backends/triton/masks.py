@@ -93,8 +93,8 @@ class Sequence(NamedTuple):
 def sequence_bounds(mask, sizes, b):
     """Return the Bounds of sequence b.
 
-    A band that leaves rows without keys is expressed as a smaller key_end: csrc/block_ranges.h
-    has the reason.
+    A band that leaves rows without keys is expressed as a smaller key_end; csrc/block_ranges.h
+    explains why.
     """
     at = stored_bounds(mask, sizes, b)
     key_end = tl.where(at.band_lo > at.band_hi, at.key_begin, at.key_end)

@@ -59,8 +59,10 @@ class TileLists(NamedTuple):
 
 @triton.jit
 def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
-    """Return the KV blocks [lo, hi) visible to the rows [i_begin, i_end); [full_lo, full_hi) are
-    full."""
+    """Return the ranges of KV blocks visible to the rows [i_begin, i_end).
+
+    [lo, hi) are the visible blocks, and [full_lo, full_hi) the full ones among them.
+    """
     query_begin, query_end = bounds.query_begin, bounds.query_end
     first, last = tl.maximum(i_begin, query_begin), tl.minimum(i_end, query_end) - 1
     top_lo, top_hi = visible_keys(bounds, first)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
-    draws_of,
+    dropout_counters,
     finish_scores,
     head_rows,
     kept,
@@ -83,7 +83,7 @@ def _tile_of_head(
     """Return the weights of one tile of a head, after dropout."""
     draws = None
     if seed is not None:
-        draws = draws_of(seed, settings, sizes, b)
+        draws = dropout_counters(seed, settings, sizes, b)
     seqlen_q = b * 0 + sizes.seqlen_q
     sequence, keys, _ = keys_of_tile(key, key, None, mask, sizes, b, h, i_begin, seqlen_q, cut)
     i, j = i_begin + tl.arange(0, cut.BLOCK_M), j_begin + tl.arange(0, cut.BLOCK_N)

@@ -25,7 +25,7 @@ from fused_attn.integrations.inductor.scores import Arrangement, Step
 
 # The fused function adds a number to the scores that the model replaces by it. The result is equal
 # to rounding if the number is this low: exp(-1e4 + 9e3) is 0 in float64 too.
-HIDING = -1e4
+MASK_THRESHOLD = -1e4
 # Methods that accept any strides; most models apply one of them to the output first.
 ANY_LAYOUT = ("transpose", "permute", "reshape", "flatten", "contiguous")
 
@@ -76,14 +76,14 @@ class _Search:
     dropout_p: float = 0.0
 
     def result(self) -> Attention:
-        self._go_up(self.softmax.args[0] if self.softmax.args else None, self.softmax)
+        self._trace_scores(self.softmax.args[0] if self.softmax.args else None, self.softmax)
         self.chain.append(self.softmax)
         product, ends = self.product, shape_of(self.softmax)
         assert product is not None
         shape = shape_of(product)
         if shape is None or ends is None or shape[-2:] != ends[-2:]:
             raise NotFusedError("queries and keys are not the last dimensions of the scores")
-        output = self._go_down()
+        output = self._trace_weights()
         self._check(product, output)
         operands = (*operands_of(product)[:2], values_of(output))
         value, order = _values(output)
@@ -97,7 +97,7 @@ class _Search:
 
     # ---- from the softmax to the product of query and key
 
-    def _go_up(self, node: Any, reader: Node) -> None:
+    def _trace_scores(self, node: Any, reader: Node) -> None:
         """Add the steps from the product to the value of `node` that `reader` reads."""
         writers = _writers(node, reader)
         name = op_of(node)
@@ -106,7 +106,7 @@ class _Search:
             if name == "baddbmm":
                 self._add_baddbmm(node)
         else:
-            self._step_up(name, node, self._go_up)
+            self._step_up(name, node, self._trace_scores)
             self.chain.append(node)
         for writer in writers:
             self._step_up(op_of(writer), writer, _nothing)
@@ -161,7 +161,7 @@ class _Search:
             factor = float(other) if name == "mul" else 1.0 / other
             if ("tanh",) in self.steps and factor <= 0.0:
                 raise NotFusedError("tanh of scores by a factor that is not positive")
-            if (factor <= 0.0 and numbers) or any(n * factor > HIDING for n in numbers):
+            if (factor <= 0.0 and numbers) or any(n * factor > MASK_THRESHOLD for n in numbers):
                 raise NotFusedError("hidden scores are multiplied by a number")
             return ("multiply", factor)
         if numbers:
@@ -193,8 +193,10 @@ class _Search:
     def _replace(self, kind: str, mask: Any, value: Any) -> None:
         """Add a step that replaces scores by a number."""
         number = _constant(value)
-        if number is None or number > HIDING:
-            raise NotFusedError(f"scores are replaced by something else than {HIDING:g} or less")
+        if number is None or number > MASK_THRESHOLD:
+            raise NotFusedError(
+                f"scores are replaced by something else than {MASK_THRESHOLD:g} or less"
+            )
         self.steps.append((kind, mask, number))
 
     def _add_baddbmm(self, node: Node) -> None:
@@ -211,14 +213,14 @@ class _Search:
         """Return True if a node is computed from the product of query and key."""
         trial = _Search(self.softmax)
         try:
-            trial._go_up(node, reader)
+            trial._trace_scores(node, reader)
         except NotFusedError:
             return False
         return True
 
     # ---- from the softmax to the product with values
 
-    def _go_down(self) -> Node:
+    def _trace_weights(self) -> Node:
         node = self.softmax
         while True:
             users = _live_users(node)

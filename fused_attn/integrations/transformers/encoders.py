@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from fused_attn.nn.packing import BY_TOKEN, Packing, alone, must_stay_padded, packing_of, saves_time
+from fused_attn.nn.packing import (
+    TOKENWISE_MODULES,
+    Packing,
+    alone,
+    must_stay_padded,
+    packing_of,
+    saves_time,
+)
 
 NAME = "fused_attn"  # of the attention implementation
 
@@ -50,7 +57,7 @@ class PackedStack(Module):
     ) -> Any:
         """Run the stack; padded rows of the result are 0 if `zeroes_padding` is True."""
         run: Callable[..., Any] = super().forward
-        if args or _sees_more(kwargs):
+        if args or _attends_elsewhere(kwargs):
             return run(hidden_states, attention_mask, *args, **kwargs)
         if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
             return run(hidden_states, attention_mask, **kwargs)
@@ -88,7 +95,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _sees_more(arguments: dict[str, Any]) -> bool:
+def _attends_elsewhere(arguments: dict[str, Any]) -> bool:
     """Return True if tokens also attend to those of an encoder or of a KV cache."""
     return any(
         value is not None
@@ -109,12 +116,12 @@ def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing
     ignored = ~mask[:, 0, 0]
     if must_stay_padded(hidden_states, mask) or not saves_time(hidden_states, ignored):
         return None
-    if not all(_works_by_token(module, stack) for module in stack.modules()):
+    if not all(_is_tokenwise(module, stack) for module in stack.modules()):
         return None
     return packing_of(ignored, None, False, batch_first=True)
 
 
-def _works_by_token(module: Module, stack: Any) -> bool:
+def _is_tokenwise(module: Module, stack: Any) -> bool:
     config = getattr(module, "config", None)
     if config is not None and config._attn_implementation != NAME:
         return False  # other attention implementations do not accept a Packing
@@ -123,6 +130,6 @@ def _works_by_token(module: Module, stack: Any) -> bool:
     known = (stack.library, "transformers.activations")
     return alone(module) and (
         module is stack
-        or type(module) in (*BY_TOKEN, ModuleList)
+        or type(module) in (*TOKENWISE_MODULES, ModuleList)
         or getattr(type(module), "source", type(module)).__module__ in known
     )

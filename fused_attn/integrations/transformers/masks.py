@@ -149,7 +149,7 @@ def attention_mask(
         return own()
     keys = _key_mask(attention_mask, kv_length, kv_offset)
     mask: Mask | None = None
-    if _sees_all(structure, shape, q_offset, kv_offset):
+    if _all_visible(structure, shape, q_offset, kv_offset):
         if not adds or (keys is None and allow_is_bidirectional_skip):
             return keys
         mask = Mask()
@@ -277,7 +277,7 @@ def _narrower(a: int, b: int) -> int:
     return max(a, b) if -1 in (a, b) else min(a, b)
 
 
-def _sees_all(
+def _all_visible(
     structure: _Structure, shape: tuple[int, ...], q_offset: int | Tensor, kv_offset: int
 ) -> bool:
     """Return True if every key is known to be visible to every query, as in decoding."""

@@ -35,7 +35,7 @@ class ModelMask(Tensor):
     """
 
     mask: Mask
-    _made: tuple[Tensor, int] | None  # the dense tensor and its initial version
+    _dense: tuple[Tensor, int] | None  # the dense tensor and its initial version
     _written: bool  # by an operation on this object; writes to views bump the version instead
     _escaped: bool  # other code holds the memory and may write to it without a version bump
 
@@ -55,7 +55,7 @@ class ModelMask(Tensor):
         with torch.inference_mode(False):
             where = torch.device(device)
             self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=where)
-        self.mask, self._made, self._written, self._escaped = mask, None, False, False
+        self.mask, self._dense, self._written, self._escaped = mask, None, False, False
         return self
 
     # Operations return plain tensors.
@@ -72,31 +72,31 @@ class ModelMask(Tensor):
                 return moved
         use = ModelMask.dense
         if func is torch.ops.aten.detach.default:
-            use = ModelMask._let_out  # writes to the result do not bump the version
+            use = ModelMask._dense_escaping  # writes to the result do not bump the version
         elif func._schema.is_mutable:
             if torch.Tag.inplace_view in func.tags:
                 raise _other_shape(func)
-            use = ModelMask._to_be_written
+            use = ModelMask._dense_for_write
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ModelMask)]
         args, kwargs = tree_map_only(ModelMask, use, (args, kwargs))
         result = func(*args, **kwargs)
         for mask in given:
             if mask.dense().shape != mask.shape:  # `out=` resizes
-                mask._made = None
+                mask._dense = None
                 raise _other_shape(func)
         return result
 
     def dense(self) -> Tensor:
         """Return the dense tensor, materializing it on first use."""
-        if self._made is None:
+        if self._dense is None:
             with torch.inference_mode(False):
                 tensor = dense_of(self.mask, tuple(self.shape), self.device, self.dtype)
-            self._made = tensor, tensor._version
-        return self._made[0]
+            self._dense = tensor, tensor._version
+        return self._dense[0]
 
     def content(self) -> Tensor | Mask:
         """Return the Mask, or the dense tensor if it or a view of it was written to."""
-        made, version = self._made or (self, 0)
+        made, version = self._dense or (self, 0)
         if self._written or self._escaped or self._version or made._version != version:
             return self.dense()
         return self.mask
@@ -110,11 +110,11 @@ class ModelMask(Tensor):
             return None
         return ModelMask(content.to(device), cast(Shape, tuple(self.shape)), device, self.dtype)
 
-    def _to_be_written(self) -> Tensor:
+    def _dense_for_write(self) -> Tensor:
         self._written = True
         return self.dense()
 
-    def _let_out(self) -> Tensor:
+    def _dense_escaping(self) -> Tensor:
         """Return the dense tensor to code that accesses its memory; from now on it is the mask."""
         self._escaped = True
         return self.dense()
@@ -125,35 +125,35 @@ class ModelMask(Tensor):
         return self.dense().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._let_out().numpy(force=force)
+        return self._dense_escaping().numpy(force=force)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._let_out().numpy().__array__(*args, **kwargs)
+        return self._dense_escaping().numpy().__array__(*args, **kwargs)
 
     def data_ptr(self) -> int:
-        return self._let_out().data_ptr()
+        return self._dense_escaping().data_ptr()
 
     def const_data_ptr(self) -> int:
-        return self._let_out().const_data_ptr()  # type: ignore[attr-defined]
+        return self._dense_escaping().const_data_ptr()  # type: ignore[attr-defined]
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self._let_out().untyped_storage()
+        return self._dense_escaping().untyped_storage()
 
     def storage(self) -> Any:
-        return self._let_out().storage()
+        return self._dense_escaping().storage()
 
     def share_memory_(self) -> Tensor:
-        return self._let_out().share_memory_()
+        return self._dense_escaping().share_memory_()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self._let_out().__dlpack__(**kwargs)
+        return self._dense_escaping().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return self._let_out().__dlpack_device__()
+        return self._dense_escaping().__dlpack_device__()
 
     @property
     def data(self) -> Tensor:
-        return self._let_out().data
+        return self._dense_escaping().data
 
     @data.setter
     def data(self, tensor: Tensor) -> None:
@@ -162,7 +162,7 @@ class ModelMask(Tensor):
                 f"data of a mask must stay {tuple(self.shape)} {self.dtype}, got "
                 f"{tuple(tensor.shape)} {tensor.dtype}"
             )
-        self._made, self._escaped = (tensor.detach(), 0), True
+        self._dense, self._escaped = (tensor.detach(), 0), True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         content = self.content()

@@ -7,7 +7,7 @@
 namespace fused_attn {
 namespace {
 
-// A call, and the fields that a pass adds to it.
+// Reads a call and the fields that a pass adds to it, and runs the pass.
 template <class Params>
 void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
          const py::kwargs& kwargs) {
@@ -69,7 +69,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("norm_bwd", &norm_bwd);
   m.def("set_torch", &set_torch);
   m.def("set_no_mask", &set_no_mask);
-  // os.environ.get, in a fifth of the time.
+  // os.environ.get in a fifth of its time.
   m.def("environment", [](const char* name) { return std::getenv(name); });
   m.def("empty_tensor", &empty_tensor);
   m.def("activation", &activation);

@@ -1,6 +1,6 @@
 // The module fused_attn._cuda: the CUDA kernels.
 //
-// Calls are enqueued on the stream that they name, and return: nothing here waits for a GPU.
+// Calls are enqueued on the stream that they name and return without waiting for the GPU.
 #include <string>
 #include <tuple>
 #include <utility>
@@ -42,7 +42,7 @@ void read(Fields& fields, PartialSums* p) {
   fields.number("num_parts", &p->num_parts);
 }
 
-// A mask that does not depend on the query has a summary on GPUs.
+// On GPUs a mask that does not depend on the query has a summary.
 template <class Params>
 void read_key_mask_summary(const py::handle&, Fields&, Params*) {}
 void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionParams* p) {
@@ -57,7 +57,7 @@ void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionWeig
   read_key_mask_summary(call, fields, &p->fwd);
 }
 
-// ---- what a call was, where it fails ------------------------------------------------------------
+// ---- sizes of a call, for error messages --------------------------------------------------------
 
 std::string name_of(DType dtype) {
   switch (dtype) {
@@ -101,7 +101,7 @@ std::string sizes_of(const SummaryParams& p) {
 
 // ---- calls --------------------------------------------------------------------------------------
 
-// Without the GIL.
+// Runs without the GIL.
 template <class Params, class Run>
 void run_described(const char* name, const Params& params, const Run& run) {
   py::gil_scoped_release release;
@@ -115,7 +115,7 @@ void run_described(const char* name, const Params& params, const Run& run) {
 
 void read_call(const py::handle&, SummaryParams*) {}
 
-// Reads the call and each part of what a pass adds to it, and hands them all to `entry`.
+// Reads the call and each part of the fields that a pass adds, and passes them all to `entry`.
 template <class Params, class... More>
 void run(const char* name, void (*entry)(const Params&, const More&...), const py::handle& call,
          const py::kwargs& kwargs) {
@@ -131,7 +131,7 @@ void run(const char* name, void (*entry)(const Params&, const More&...), const p
                 [&] { std::apply([&](const More&... parts) { entry(params, parts...); }, more); });
 }
 
-// What the calls of a function would start: (kernel, blocks, threads, shared memory) each.
+// Returns the launches that `calls` would make: (kernel, blocks, threads, shared memory) each.
 py::list launches_of(const py::function& calls) {
   std::vector<LaunchRecord> records;
   struct Recording {

@@ -1,6 +1,6 @@
-// Calls of Python (fused_attn/call/calls.py) and fields by name, as the structs of params.h.
+// Reads Python calls (fused_attn/call/calls.py) and named fields into the structs of params.h.
 //
-// Python checks shapes and types; here a missing field or an empty tensor is absent (null, 0), and
+// Python checks shapes and types. Here a missing field or an empty tensor is absent (null, 0), and
 // a field that no struct has is an error that names it.
 #pragma once
 
@@ -24,14 +24,14 @@ bool contiguous_from(const TensorView& view, int first_dim) {
   return true;
 }
 
-// What kernels read as an array, or as rows that are arrays.
+// Throws unless dimensions from first_dim on are contiguous, as kernels read them as arrays.
 void check_dense(const TensorView& view, const char* name, int first_dim) {
   if (contiguous_from(view, first_dim)) return;
   const char* const where = first_dim == 0 ? "" : " in its last dimension";
   throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
 }
 
-// A matrix as rows_in_place of base/layout.py gives it.
+// Reads a matrix laid out as rows_in_place of base/layout.py returns it.
 template <class T>
 void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* rows) {
   if (!view.there || view.numel() == 0) return;
@@ -43,8 +43,9 @@ void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* 
   const int64_t row = length > 1 ? view.strides[last - 1] : 0, run = runs > 1 ? view.strides[0] : 0;
   *rows = length > 1 ? RowLayout{row, 0, 0, 0} : RowLayout{run, 0, 0, 0};
   if (length == 1 || runs == 1 || run == length * row) return;
-  // The quotient of any row below 2^31 and length, which is in (2^(bits - 1), 2^bits]: Granlund and
-  // Montgomery 1994, "Division by invariant integers using multiplication", theorem 4.2.
+  // Row / length is computed by multiplication, for rows below 2^31 and length in
+  // (2^(bits - 1), 2^bits]: Granlund and Montgomery 1994, "Division by invariant integers using
+  // multiplication", theorem 4.2.
   if (runs * length > int64_t{1} << 31) {
     throw std::invalid_argument(std::string(name) + " has too many rows: make it contiguous");
   }
@@ -55,8 +56,8 @@ void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* 
   rows->run_shift = bits - 1;
 }
 
-// Reads fields by name from keyword arguments: tensors, or addresses; finish() throws if one was
-// never asked for.
+// Reads fields by name from keyword arguments, which are tensors or addresses. finish() throws if a
+// keyword was never read.
 class Fields {
  public:
   explicit Fields(const py::kwargs& fields) : fields_(fields) {}
@@ -189,7 +190,8 @@ void read_broadcast(const TensorView& view, DenseTensor* out) {
   for (int i = 0; i < 4; ++i) out->strides[i] = view.broadcast_stride(i);
 }
 
-// Tiles along a broadcast dimension are one; the size of the mask says so, not that of its summary.
+// Tiles along a broadcast dimension are one tile. The size of the mask decides that, not the size
+// of its summary.
 void read_summary(const TensorView& mask, const TensorView& summary, DenseTensor* out) {
   if (!mask.there || !summary.there) return;
   out->summary = static_cast<const uint8_t*>(summary.data);
@@ -203,7 +205,7 @@ T integer(const py::handle& value) {
   return static_cast<T>(py::cast<int64_t>(value));
 }
 
-// A MaskSpec.
+// Reads a MaskSpec.
 void read_mask(const py::handle& spec, MaskParams* p) {
 #define FIELD(type, name) p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name));
 #define POINTER(type, name)                                                             \
@@ -241,7 +243,7 @@ void read_mask(const py::handle& spec, MaskParams* p) {
   }
 }
 
-// Sizes and rows of query, key and value.
+// Reads sizes, addresses and row strides of query, key and value.
 void read_operands(const TensorView& query, const TensorView& key, const TensorView& value,
                    AttentionParams* p) {
   for (const TensorView* view : {&query, &key, &value}) {
@@ -271,7 +273,7 @@ void read_operands(const TensorView& query, const TensorView& key, const TensorV
   }
 }
 
-// Where sequences lie that a MaskSpec packs; true if it packs any.
+// Reads the offsets of the sequences that a MaskSpec packs. Returns true if it packs any.
 bool read_packing(const py::handle& spec, AttentionParams* p) {
   const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
   if (!ends_q.there) return false;
@@ -288,7 +290,7 @@ bool read_packing(const py::handle& spec, AttentionParams* p) {
 
 // ---- options ------------------------------------------------------------------------------------
 
-// An option of an unvalidated call may be None, which leaves it 0.
+// An option of an unvalidated call may be None, which leaves the field at 0.
 template <class T>
 void read_option(const py::object& value, T* out) {
   if (!value.is_none()) *out = py::cast<T>(value);
@@ -306,7 +308,7 @@ void read_options(const py::handle& options, NormParams* p) {
 
 #undef FIELD
 
-// dropout_offsets, `numel` integers.
+// Reads dropout_offsets, `numel` integers.
 template <class Offsets>
 void read_offsets(const TensorView& view, int64_t numel, const Offsets** offsets) {
   check_dense(view, "dropout_offsets", 0);
@@ -316,7 +318,7 @@ void read_offsets(const TensorView& view, int64_t numel, const Offsets** offsets
   *offsets = static_cast<const Offsets*>(view.data);
 }
 
-// dropout_offsets of a call whose sizes are known.
+// Reads dropout_offsets of a call whose sizes are known.
 void read_offsets(const py::handle& options, AttentionParams* p) {
   const TensorView offsets = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_offsets"));
   if (offsets.there) read_offsets(offsets, p->batch * 3, &p->dropout_offsets);
@@ -337,7 +339,7 @@ void read_offsets(const py::handle& options, NormParams* p) {
 // The MaskSpec of unmasked calls, whose attributes need not be read; null until set_no_mask().
 inline PyObject* no_mask = nullptr;
 
-// A call, but for its seed, whose query, key and value have been viewed.
+// Reads a call except for its seed. query, key and value are its tensors.
 void read_call(const py::handle& call, const TensorView& query, const TensorView& key,
                const TensorView& value, AttentionParams* p) {
   read_operands(query, key, value, p);
@@ -361,7 +363,7 @@ void read_call(const py::handle& call, AttentionParams* p) {
 void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
 void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }
 
-// A NormCall, but for its seed.
+// Reads a NormCall except for its seed.
 void read_call(const py::handle& call, NormParams* p) {
   const TensorView input = view_of(FUSED_ATTN_ATTRIBUTE(call, "input"));
   p->dtype = input.dtype();
@@ -381,8 +383,8 @@ void read_call(const py::handle& call, NormParams* p) {
   read_call(call, &p->fwd);
 }
 
-// Names that the fields/*.inc files list, and so what the bindings read of calls: Python compares
-// them with its own.
+// Returns the names that the fields/*.inc files list, which are those that the bindings read of
+// calls. Python compares them with its list.
 py::list field_names() {
   py::list names;
 #define FIELD(type, name) names.append(#name);

@@ -1,8 +1,8 @@
-// Whether torch's attention may compute a masked call in the place of ours.
+// Decides if torch's attention may compute a masked call instead of these kernels.
 //
-// torch adds -inf to hidden scores and multiplies hidden values by 0, so that NaN and infinities
-// behind a mask reach the result, and a row without keys depends on the path. Where neither occurs,
-// the results agree.
+// torch adds -inf to masked scores and multiplies masked values by 0. NaN and infinities behind a
+// mask therefore reach its result, and the result of a fully masked row depends on torch's backend.
+// Where neither occurs, the results agree.
 #pragma once
 
 #include "tensors.h"
@@ -10,7 +10,7 @@
 namespace fused_attn {
 namespace {
 
-// The sum of 2^20 products of two numbers of this magnitude is finite in float32.
+// The sum of 2^20 products of two numbers of at most this magnitude is finite in float32.
 constexpr float kLargestFactor = 1e15f;
 
 // Calls row(pointer) for each row of the last dimension until one returns false; a dimension of
@@ -25,9 +25,9 @@ bool all_rows(const TensorView& t, const T* data, int dim, Row row) {
   return true;
 }
 
-// Numbers are compared as integers, by their bits without the sign, where NaN is larger than all:
-// `limit` minus the bits is negative. In vectors, as a loop of scalars takes 25 us for 2^15 + 2^14
-// numbers, of 70 that attention takes.
+// Compares the bits without the sign as integers, in which NaN is larger than all numbers: `limit`
+// minus the bits is then negative. Vectorized because a scalar loop takes 25 us for 2^15 + 2^14
+// numbers, for which attention takes 70.
 bool magnitudes_are_small(const TensorView& t) {
   typedef uint32_t Vec4 __attribute__((vector_size(16)));
   constexpr uint32_t kMagnitude = 0x7fffffff;
@@ -58,8 +58,9 @@ bool every_row_has_a_key(const TensorView& mask) {
   });
 }
 
-// Returns true if torch's results for these float32 tensors and this bool mask are ours. The
-// gradient of out is not known yet: where it is infinite, those of hidden keys may be NaN.
+// Returns true if torch's results for these float32 tensors and this bool mask equal those of these
+// kernels. The gradient of out is not known yet: where it is infinite, gradients of masked keys may
+// be NaN.
 bool masks_like_torch(const py::handle& query, const py::handle& key, const py::handle& value,
                       const py::handle& mask) {
   const TensorView visible = view_of(mask);

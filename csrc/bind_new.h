@@ -11,14 +11,14 @@
 namespace fused_attn {
 namespace {
 
-// Smaller blocks come from malloc, which reuses them. It may return larger ones to the system at
-// every free: norms of 300 x 768 then took 150 page faults a call, and 1.3 times as long.
+// Smaller blocks come from malloc, which reuses them. malloc may return larger ones to the system
+// at every free: norms of 300 x 768 then took 150 page faults a call, and 1.3 times as long.
 constexpr int64_t kPooledFrom = 1 << 17;
 
 // Python function that allocates a tensor if torch has no C API for it; null until set_torch().
 PyObject* empty_strided = nullptr;
 
-// Tells the module of torch: torch.Tensor.__dlpack_c_exchange_api__ or None, and
+// Registers torch's allocators: torch.Tensor.__dlpack_c_exchange_api__ or None, and
 // empty(shape, strides, dtype), whose dtype is a DType, or -1 for int16.
 void set_torch(const py::object& api, const py::object& empty) {
   set_exchange_api(api);
@@ -39,7 +39,7 @@ NumberType type_of(DType dtype) {
                                      : uint8_t{16}};
 }
 
-// The type of lse, mean, rstd and of the sums of parameters' gradients.
+// The type of lse, mean and rstd, and in which gradients of parameters are accumulated.
 DType statistics_of(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
@@ -58,7 +58,7 @@ py::object new_tensor_of_torch(const int64_t* shape, const int64_t* strides, int
   return py::handle(empty_strided)(sizes, steps, dtype);
 }
 
-// An uninitialised dense tensor. Large ones reuse the memory of freed ones.
+// Allocates an uninitialised dense tensor. Large ones reuse the memory of freed ones.
 py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, NumberType type) {
   if (exchange_api == nullptr) return new_tensor_of_torch(shape, strides, ndim, type);
   struct Managed {
@@ -96,7 +96,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-// new_tensor for a Python shape and strides.
+// Wraps new_tensor for a Python shape and strides.
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());
@@ -108,7 +108,7 @@ py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_
   return new_tensor(sizes, steps, ndim, dtype < 0 ? kInt16 : type_of(static_cast<DType>(dtype)));
 }
 
-// A new contiguous tensor; stores its address in *data.
+// Allocates a contiguous tensor and stores its address in *data.
 template <class T>
 py::object new_dense(const int64_t* shape, int ndim, NumberType type, T** data) {
   int64_t strides[TensorView::kMaxDims], step = 1;
@@ -121,8 +121,8 @@ py::object new_dense(const int64_t* shape, int ndim, NumberType type, T** data) 
   return tensor;
 }
 
-// A tensor on the CPU of one of the float types that is not negated lazily. Python has seen that it
-// is a tensor, and no subclass.
+// Views a CPU tensor of one of the float types. Returns false for other tensors, and for those that
+// are negated lazily. Python has checked that it is a tensor and not of a subclass.
 bool float_view(const py::handle& tensor, TensorView* view) {
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
   const auto negated =

@@ -1,4 +1,4 @@
-// Norms of a call of Python in one function a pass, as bind_attention.h has attention.
+// The norm passes: one function each, as in bind_attention.h.
 #pragma once
 
 #include <algorithm>
@@ -11,16 +11,16 @@
 namespace fused_attn {
 namespace {
 
-// Views a non-empty tensor as a matrix: its last num_dims dimensions are the columns, and the rows
-// lie in at most two strided dimensions (rows_in_place of base/layout.py). Returns false if it
-// would have to be copied.
+// Views a non-empty tensor as a matrix. Its last num_dims dimensions are the columns, and its rows
+// are at most two strided dimensions (rows_in_place of base/layout.py). Returns false if it would
+// have to be copied.
 bool as_matrix(int num_dims, TensorView* view) {
   constexpr int64_t kShortRow = 128, kPage = 4096;  // bytes
   const int first = view->ndim - num_dims;
   if (!contiguous_from(*view, first)) return false;
   int64_t columns = 1, rows = 1;
   for (int i = first; i < view->ndim; ++i) columns *= view->shape[i];
-  int64_t sizes[2], steps[2];  // of dimensions that do not lie as one, the innermost first
+  int64_t sizes[2], steps[2];  // of dimensions that do not merge, innermost first
   int count = 0;
   for (int i = first - 1; i >= 0; --i) {
     const int64_t size = view->shape[i], step = view->strides[i];
@@ -48,7 +48,7 @@ bool as_matrix(int num_dims, TensorView* view) {
   return true;
 }
 
-// A copy of 16-bit numbers in the type of statistics.
+// A copy of 16-bit numbers as float32, the type of statistics.
 class Widened {
  public:
   const float* of(const TensorView& view) {
@@ -68,10 +68,10 @@ class Widened {
   std::unique_ptr<float[]> numbers_;
 };
 
-// A norm's call.
+// Reads the tensors and options of a norm's call.
 class NormReader {
  public:
-  // False: Python has to look at the call.
+  // Returns false to reject the call.
   bool read(const py::handle& call, int64_t num_threads, NormParams* p) {
     if (!float_view(FUSED_ATTN_ATTRIBUTE(call, "input"), &input) || input.numel() == 0 ||
         !ends_in(FUSED_ATTN_ATTRIBUTE(call, "normalized_shape"))) {
@@ -98,7 +98,7 @@ class NormReader {
     return true;
   }
 
-  // A tensor of input's type and shape, or None, by rows; false: Python has to look at it.
+  // Reads a tensor of input's type and shape by rows, or None. Returns false to reject it.
   bool read_rows(const py::handle& tensor, const char* name, const void** data,
                  RowLayout* rows) const {
     if (tensor.is_none()) return true;
@@ -133,7 +133,8 @@ class NormReader {
     return true;
   }
 
-  // weight or bias in the type of statistics, widened if need be; null for None.
+  // Reads weight or bias in the type of statistics, widened if needed; null for None. Returns false
+  // to reject it.
   bool read_parameter(const py::handle& parameter, Widened* widened, const void** data) const {
     if (parameter.is_none()) return true;
     TensorView view;
@@ -152,8 +153,9 @@ class NormReader {
   Widened weight_, bias_;
 };
 
-// A forward: (out, total, mean, rstd). total is None where it is input, or neither wanted nor has a
-// backward to follow; mean and rstd are None where none follows, and mean of RMS norms.
+// Forward. Returns (out, total, mean, rstd). total is None if it equals input, or if it is neither
+// requested nor needed by a backward. mean and rstd are None unless a backward follows; mean is
+// None for RMS norms.
 py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
                     int64_t num_threads) {
   NormReader reader;
@@ -163,7 +165,8 @@ py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
   const NumberType type{x.code, x.bits}, statistics = type_of(statistics_of(p.dtype));
   py::object out = new_dense(x.shape, x.ndim, type, &p.out);
   py::object total = py::none(), mean = py::none(), rstd = py::none();
-  // The norm is that of the sum as it is rounded where it is stored, with a backward or without.
+  // 16-bit sums are stored in every case: the norm is that of the rounded sum, with or without a
+  // backward.
   const bool added = p.residual != nullptr || p.dropout_p > 0;
   if (added && (want_total || for_backward || x.bits == 16)) {
     total = new_dense(x.shape, x.ndim, type, &p.total);
@@ -176,9 +179,9 @@ py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
   return py::make_tuple(out, total, mean, rstd);
 }
 
-// The gradients under grad_out and that of the sum, or None, from mean and rstd; input of the call
-// is the sum that was normalised. (of input, None where it is that of the sum; of the sum; of
-// weight and of bias in the type of statistics, None where they are not needed).
+// Backward, from mean and rstd; grad_total, the gradient of the sum, may be None. `input` of the
+// call is the sum that was normalised. Returns the gradients of input (None where it equals that of
+// the sum), of the sum, of weight and of bias (in the type of statistics; None unless needed).
 py::object norm_bwd(const py::handle& call, const py::handle& mean, const py::handle& rstd,
                     const py::handle& grad_out, const py::handle& grad_total, bool needs_weight,
                     bool needs_bias, int64_t num_threads) {
@@ -190,7 +193,7 @@ py::object norm_bwd(const py::handle& call, const py::handle& mean, const py::ha
     return py::none();
   }
   const TensorView& x = reader.input;
-  // Hooks on saved tensors may give back others than they took.
+  // Saved-tensor hooks may return tensors other than the saved ones.
   for (const auto& [tensor, data] : {std::pair{mean, &p.fwd.mean}, std::pair{rstd, &p.fwd.rstd}}) {
     if (p.fwd.rms && data == &p.fwd.mean) continue;
     TensorView view;

@@ -1,7 +1,7 @@
-// Which tiles a mask makes visible: one definition for CPU and CUDA, forward and backward.
+// Classifies tiles by their mask: one definition for CPU and CUDA, forward and backward.
 //
-// The structural conditions (band, key range, prefix) leave of each row i one interval of keys
-// [lo(i), hi(i)), and both ends never fall as i grows. So a tile is classified by its first and
+// The structural conditions (band, key range, prefix) leave one interval of keys [lo(i), hi(i)) of
+// each row i, and neither end decreases as i grows. A tile is therefore classified by its first and
 // last row alone.
 #pragma once
 
@@ -24,17 +24,17 @@ FUSED_ATTN_HOST_DEVICE SequenceBounds sequence_bounds(const MaskParams& mask, in
                                                       int64_t seqlen_q, int64_t seqlen_k) {
   SequenceBounds s{0, seqlen_k, 0, seqlen_q, mask.band_lo, mask.band_hi, 0, mask.alibi_offset};
   if (mask.bounds != nullptr) s = mask.bounds[b];
-  // Kernels take all keys between the first row's lo and the last row's hi to be seen by some row,
-  // which rows that the band leaves nothing would break; so these become an end of the keys.
+  // Kernels assume that every key between the first row's lo and the last row's hi is visible to
+  // some row. Rows fully masked by the band would break that, so they become an end of the keys.
   if (s.band_lo > s.band_hi) s.key_end = s.key_begin;
-  if (s.band_lo > 0 && s.prefix_end > 0) {  // out of reach of j <= i
+  if (s.band_lo > 0 && s.prefix_end > 0) {  // j <= i never holds within the band
     s.key_end = min64(s.key_end, s.prefix_end);
     s.prefix_end = 0;
   }
   return s;
 }
 
-// Where a sequence lies in a tensor: in a batch of its own, or packed with others.
+// Position of a sequence in a tensor: alone in a batch, or packed with others.
 struct SequenceRows {
   int64_t batch, first, count;
 };
@@ -51,20 +51,22 @@ FUSED_ATTN_HOST_DEVICE SequenceRows key_rows(const AttentionParams& p, int64_t b
   return sequence_rows(p.cu_seqlens_k, b, p.seqlen_k);
 }
 
-// Where lse has the first row of head h of sequence b.
+// Returns the index into lse of the first row of head h of sequence b.
 FUSED_ATTN_HOST_DEVICE int64_t lse_begin(const AttentionParams& p, int64_t b, int64_t h) {
   const SequenceRows rows = query_rows(p, b);
   return (rows.batch * p.num_heads + h) * p.total_q + rows.first;
 }
 
-// Keys that row i may see by structure; empty where lo >= hi. The query range is not looked at.
+// Returns the keys that the structure leaves visible to row i; empty where lo >= hi. Ignores the
+// query range.
 FUSED_ATTN_HOST_DEVICE Interval visible_keys(const SequenceBounds& s, int64_t i) {
   int64_t hi = min64(s.key_end, i + s.band_hi + 1);
   if (s.prefix_end > 0) hi = min64(hi, max64(s.prefix_end, i + 1));
   return {max64(s.key_begin, i + s.band_lo), hi};
 }
 
-// Queries that may see key j by structure, the inverse of visible_keys; empty where lo >= hi.
+// Returns the queries to which the structure leaves key j visible, the inverse of visible_keys;
+// empty where lo >= hi.
 FUSED_ATTN_HOST_DEVICE Interval visible_queries(const SequenceBounds& s, int64_t j) {
   int64_t lo = max64(s.query_begin, j - s.band_hi);
   if (s.prefix_end > 0 && j >= s.prefix_end) lo = max64(lo, j);
@@ -72,7 +74,7 @@ FUSED_ATTN_HOST_DEVICE Interval visible_queries(const SequenceBounds& s, int64_t
   return {lo, inside ? min64(s.query_end, j - s.band_lo + 1) : lo};
 }
 
-// Rows [i_begin, i_end) against keys [j_begin, j_end), none of them empty.
+// Classifies rows [i_begin, i_end) against keys [j_begin, j_end). Neither range may be empty.
 FUSED_ATTN_HOST_DEVICE Tile classify_bounds(const SequenceBounds& s, int64_t i_begin, int64_t i_end,
                                             int64_t j_begin, int64_t j_end) {
   const int64_t first = max64(i_begin, s.query_begin), last = min64(i_end, s.query_end) - 1;
@@ -83,7 +85,7 @@ FUSED_ATTN_HOST_DEVICE Tile classify_bounds(const SequenceBounds& s, int64_t i_b
   return rows_inside && j_begin >= bottom.lo && j_end <= top.hi ? Tile::kFull : Tile::kPartial;
 }
 
-// Smallest and largest document id of a run of positions.
+// Smallest and largest document id in a run of positions.
 struct IdRange {
   int64_t min, max;
 };
@@ -94,7 +96,7 @@ FUSED_ATTN_HOST_DEVICE Tile classify_documents(const IdRange& query, const IdRan
   return one ? Tile::kFull : Tile::kPartial;
 }
 
-// By the summary of a dense tensor; partial where it has none.
+// Classifies by the summary of a dense tensor; partial without a summary.
 FUSED_ATTN_HOST_DEVICE Tile classify_dense(const DenseTensor& t, int64_t b, int64_t h,
                                            int64_t i_begin, int64_t i_end, int64_t j_begin,
                                            int64_t j_end) {

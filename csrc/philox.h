@@ -1,8 +1,8 @@
 // Philox4x32-7, the generator of dropout masks, for host and device.
 //
-// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", who find 7 rounds
-// enough for all of TestU01's BigCrush.
-// fused_attn/base/philox.py is the same in torch operations.
+// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": 7 rounds pass all of
+// TestU01's BigCrush.
+// fused_attn/base/philox.py implements it in torch operations.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "params.h"
 
 namespace fused_attn {
-namespace {  // each instruction set has its own copy (design: no shared inline functions)
+namespace {  // each instruction set has a copy (design: no shared inline functions)
 
 constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
 constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
@@ -37,9 +37,9 @@ FUSED_ATTN_HOST_DEVICE Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2,
   return {{c0, c1, c2, c3}};
 }
 
-// A counter decides about kDecisions neighbours, each by 16 bits: decision e by the lower half of
-// word e / 2 where e is even, by its upper half where e is odd. So dropout_p comes in steps of
-// 1 / kDropoutSteps.
+// One counter decides about kDecisions neighbours with 16 bits each: decision e uses the lower half
+// of word e / 2 if e is even, the upper half if odd. dropout_p is therefore rounded
+// to a multiple of 1 / kDropoutSteps.
 constexpr int kDecisions = 8;
 constexpr uint32_t kDropoutSteps = 1u << 16;
 
@@ -47,7 +47,7 @@ FUSED_ATTN_HOST_DEVICE uint32_t half_word(uint32_t word, int half) {
   return half == 0 ? word & 0xFFFFu : word >> 16;
 }
 
-// dropout_p in steps, a tie to the even one: kept is what is at least this, of 16 bits.
+// Returns dropout_p in steps, ties to even. Elements whose 16 bits are at least this are kept.
 FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
   const double scaled = dropout_p * kDropoutSteps;
   const uint32_t below = static_cast<uint32_t>(scaled);
@@ -55,19 +55,19 @@ FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
   return below + (rest > 0.5 || (rest == 0.5 && below % 2 == 1) ? 1 : 0);
 }
 
-// What is kept is multiplied by this; 0 where nothing is.
+// Returns the factor of kept elements, or 0 if none is kept.
 FUSED_ATTN_HOST_DEVICE double dropout_scale(double dropout_p) {
   const uint32_t kept = kDropoutSteps - dropout_threshold(dropout_p);
   return kept == 0 ? 0.0 : static_cast<double>(kDropoutSteps) / kept;
 }
 
-// Where sequence b lies in the whole that its counters are of. A counter has 32 bits of each.
+// Returns the global offsets of sequence b. A counter has 32 bits for each.
 FUSED_ATTN_HOST_DEVICE DropoutOffsets dropout_offsets(const AttentionParams& p, int64_t b) {
   if (p.dropout_offsets != nullptr) return p.dropout_offsets[b];
   return {0, 0, b * p.num_heads};
 }
 
-// Bit e: whether decision e of a counter keeps its neighbour.
+// Returns a mask whose bit e is set if decision e of a counter keeps its element.
 FUSED_ATTN_HOST_DEVICE uint32_t kept_decisions(const Philox4& random, uint32_t threshold) {
   uint32_t kept = 0;
   FUSED_ATTN_UNROLL

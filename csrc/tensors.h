@@ -1,7 +1,7 @@
-// Tensors of torch, read and made without its headers, for both modules.
+// Reads and creates torch tensors without torch's headers, for both modules.
 //
-// torch.Tensor offers C functions for that from 2.10 on (__dlpack_c_exchange_api__, DLPack 1.2);
-// older versions are asked attribute by attribute. The structs are those of DLPack's dlpack.h.
+// torch.Tensor exports C functions for that since 2.10 (__dlpack_c_exchange_api__, DLPack 1.2). For
+// older versions each attribute is read from Python. The structs are those of DLPack's dlpack.h.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -47,10 +47,10 @@ struct DLPackExchangeAPI {
 
 constexpr int kDLCpu = 1, kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
 
-// Null: torch has none, or it is switched off.
+// Null if torch has none or it is switched off.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
 
-// Takes torch.Tensor.__dlpack_c_exchange_api__, or None.
+// Sets torch.Tensor.__dlpack_c_exchange_api__, or None.
 void set_exchange_api(const py::object& capsule) {
   exchange_api = nullptr;
   if (capsule.is_none()) return;
@@ -60,7 +60,7 @@ void set_exchange_api(const py::object& capsule) {
   if (api->major == 1 && api->dltensor_from_py_object != nullptr) exchange_api = api;
 }
 
-// An attribute, whose name is made a Python string once.
+// Reads an attribute; the Python string of its name is created once.
 #define FUSED_ATTN_ATTRIBUTE(owner, name)                               \
   [&](const py::handle& of) {                                           \
     static PyObject* const interned = PyUnicode_InternFromString(name); \
@@ -69,20 +69,20 @@ void set_exchange_api(const py::object& capsule) {
     return py::reinterpret_steal<py::object>(value);                    \
   }(owner)
 
-// What kernels see of a tensor, for as long as that lives.
+// A view of a tensor's memory, valid while the tensor lives.
 struct TensorView {
   static constexpr int kMaxDims = 8;
   void* data = nullptr;
   int device_type = 0, ndim = 0;
   uint8_t code = 0, bits = 0;
   int64_t shape[kMaxDims], strides[kMaxDims];
-  bool there = false;  // false: None was given
+  bool there = false;  // false for None
 
   DType dtype() const {
     if (code == kDLBfloat) return DType::kBFloat16;
     return bits == 32 ? DType::kFloat32 : bits == 64 ? DType::kFloat64 : DType::kFloat16;
   }
-  // One of DType.
+  // Returns true if the type is one of DType.
   bool is_float() const {
     return code == kDLBfloat ? bits == 16
                              : code == kDLFloat && (bits == 16 || bits == 32 || bits == 64);
@@ -92,7 +92,7 @@ struct TensorView {
     for (int i = 0; i < ndim; ++i) count *= shape[i];
     return count;
   }
-  // Where a dimension has one element, its stride says nothing.
+  // The stride of a dimension of one element is arbitrary, so it counts as broadcast.
   int64_t broadcast_stride(int dim) const { return shape[dim] == 1 ? 0 : strides[dim]; }
 };
 
@@ -103,7 +103,7 @@ void copy_shape(const int64_t* shape, const int64_t* strides, int ndim, TensorVi
   std::memcpy(view->strides, strides, ndim * sizeof(int64_t));
 }
 
-// The same by Python attributes, of torch before 2.10.
+// Views a tensor through Python attributes, for torch before 2.10.
 TensorView view_by_attributes(const py::handle& tensor) {
   TensorView view;
   view.there = true;

@@ -1,15 +1,16 @@
-// For tests and tools only: which tiles the kernels skip, which no result shows. It ships because
-// tests run on the module that users get.
+// For tests and tools only: exposes which tiles the kernels skip, as no result shows it. Ships with
+// the module because tests run on the module that users get.
 #pragma once
 
 #include "params.h"
 
 namespace fused_attn {
 
-// How the kernels of an instruction set classify the tiles of a problem.
+// Classification of a problem's tiles by the kernels of one instruction set.
 struct TileKindsParams {
   AttentionParams problem;  // sizes, dtype and mask
-  uint8_t* kinds;           // (batch, num_heads, query tiles, blocks): 0 skipped, 1 partial, 2 full
+  // (batch, num_heads, query tiles, KV blocks): 0 skipped, 1 partial, 2 full
+  uint8_t* kinds;
 };
 
 }  // namespace fused_attn

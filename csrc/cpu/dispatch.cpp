@@ -35,7 +35,7 @@ namespace {
 
 bool runs_generic(bool = false) { return true; }
 #if defined(__aarch64__)
-bool runs_neon(bool = false) { return true; }  // every one of 64 bits has it
+bool runs_neon(bool = false) { return true; }  // every 64-bit ARM CPU has it
 
 bool runs_neon_bf16(bool = false) {
 #if defined(__linux__)
@@ -52,15 +52,15 @@ bool runs_neon_bf16(bool = false) {
 #endif
 
 #if defined(__x86_64__)
-// A register of cpuid: 0 to 3 are EAX to EDX.
+// Returns a register of cpuid: 0 to 3 are EAX to EDX.
 unsigned cpuid_register(unsigned leaf, unsigned subleaf, int which) {
   unsigned registers[4] = {};
   __get_cpuid_count(leaf, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]);
   return registers[which];
 }
 
-// What CMakeLists.txt lets the compiler use, feature by feature; by cpuid where the built-in does
-// not know a name, as Clang 14 and GCC 10 do not know f16c.
+// Checks each feature that CMakeLists.txt lets the compiler use. cpuid is for names that the
+// built-in lacks: Clang 14 and GCC 10 lack f16c.
 bool runs_avx2(bool = false) {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          (cpuid_register(1, 0, 2) >> 29 & 1) != 0;
@@ -75,8 +75,8 @@ bool runs_avx512_bf16(bool = false) {
   return runs_avx512() && (cpuid_register(7, 1, 0) >> 5 & 1) != 0;
 }
 
-// The tile registers are there for a process that asks for them. Each thread that uses them pays
-// 8 KiB in its signal frames, so Linux refuses where an alternate signal stack is too small.
+// A process must request the tile registers. They add 8 KiB to the signal frames of each thread
+// that uses them, so Linux refuses if an alternate signal stack is too small.
 bool runs_amx(bool = false) {
 #if defined(__linux__)
   const unsigned features = cpuid_register(7, 0, 3);
@@ -94,13 +94,13 @@ sigjmp_buf after_trap;
 
 void on_trap(int) { siglongjmp(after_trap, 1); }
 
-// Whether an instruction that needs nothing else than AMX's registers is there, by running it.
+// Returns true if TDPFP16PS, which needs no state but AMX's registers, executes without SIGILL.
 bool runs_tdpfp16ps() {
   struct sigaction trap = {}, before;
   trap.sa_handler = on_trap;
   sigemptyset(&trap.sa_mask);
   if (sigaction(SIGILL, &trap, &before) != 0) return false;
-  alignas(64) uint8_t config[64] = {1};  // palette 1, three tiles of a row of 4 bytes
+  alignas(64) uint8_t config[64] = {1};  // palette 1, three tiles of one row of 4 bytes
   for (int tile = 0; tile < 3; ++tile) {
     config[16 + 2 * tile] = 4;
     config[48 + tile] = 1;
@@ -118,8 +118,8 @@ bool runs_tdpfp16ps() {
 }
 #endif
 
-// Hypervisors hide bits of what is there: Granite Rapids was seen without this one. Users who know
-// may ask for it by name; then the instruction is tried.
+// Hypervisors hide feature bits: a Granite Rapids lacked this one. If the user selects amx_fp16 by
+// name, the instruction is tried.
 bool runs_amx_fp16(bool by_name) {
   if (!runs_amx()) return false;
   if ((cpuid_register(7, 1, 0) >> 21 & 1) != 0) return true;
@@ -134,7 +134,7 @@ bool runs_amx_fp16(bool by_name) {
 #endif
 
 // Intel's vdpbf16ps takes four times as long as a multiply-add (measured on the AMX generation:
-// 246 against 492 GFLOP/s on two cores), so there it must be asked for by name.
+// 246 against 492 GFLOP/s on two cores), so it is opt-in there.
 bool pays_off(const char* isa) {
 #if defined(__x86_64__)
   if (std::strcmp(isa, "avx512_bf16") == 0) return __builtin_cpu_is("amd") != 0;
@@ -142,8 +142,8 @@ bool pays_off(const char* isa) {
   return *isa != '\0';
 }
 
-// The kernels of an instruction set where they were built and can run. A macro's argument cannot
-// be tested by #if, so the tables that were not built are dropped by the preprocessor's own paste.
+// Returns the kernels of an instruction set if they were built and can run. #if cannot test a
+// macro's argument, so token pasting drops the tables that were not built.
 #define FUSED_ATTN_TABLE_1(name)                                           \
   if ((isa == nullptr ? pays_off(#name) : std::strcmp(isa, #name) == 0) && \
       runs_##name(isa != nullptr))                                         \
@@ -152,7 +152,7 @@ bool pays_off(const char* isa) {
 #define FUSED_ATTN_TABLE(built, name) FUSED_ATTN_TABLE_PASTE(built, name)
 #define FUSED_ATTN_TABLE_PASTE(built, name) FUSED_ATTN_TABLE_##built(name)
 
-// isas.inc goes from the best to the last resort, so the first hit is the best.
+// isas.inc is ordered from the best to the fallback, so the first hit is the best.
 const KernelTable* first_kernels(const char* isa) {
 #define FUSED_ATTN_ISA(name, base) FUSED_ATTN_TABLE(FUSED_ATTN_ISA_BUILT_##name, name)
 #include "cpu/isas.inc"
@@ -173,16 +173,16 @@ const KernelTable& choose_kernels(const char* wanted) {
                               wanted);
 }
 
-// Multiply-adds a key up to which float32 by AMX loses to vectors: a key's three parts cost more to
-// make than is won on so few products. Forward of 384 heads by AMX and by vectors, milliseconds: of
-// 32 queries and keys of 64 1.33 and 1.09; but of 64 3.2 and 3.5, of 128 of 32 4.9 and 5.9.
+// Multiply-adds per key up to which vectors beat AMX in float32: splitting a key into three parts
+// then costs more than AMX gains. Forward of 384 heads by AMX and by vectors, ms: L 32, D 64: 1.33
+// and 1.09; but L 64, D 64: 3.2 and 3.5; L 128, D 32: 4.9 and 5.9.
 constexpr int64_t kFewProducts = 2048;
 
-// Rows of a block of 64, of queries and of keys, up to which a part of one costs AMX more than the
-// rows that vectors compute, and the longest packed sequence whose second block does. Forward and
-// backward of 32 heads by AMX and by vectors, microseconds: 48 x 48 of 64 299 and 865, 226 and 668;
-// 40 x 40 of 128 568 and 1681, 431 and 1179; of 256, or with 1024 keys, AMX wins (2727, 4026).
-// Sequences of 20, 30, 30 and 48: 266 and 125.
+// AMX computes full blocks of 64 queries and 64 keys, vectors only the existing rows. Vectors win
+// up to kPartOfBlock rows and kDimOfParts features, and where a packed sequence has a second block,
+// up to kLongestOfParts. Forward and backward of 32 heads by AMX and by vectors, us: 48 x 48, D 64:
+// 299 and 865, 226 and 668; 40 x 40, D 128: 568 and 1681, 431 and 1179. AMX wins with D 256 or 1024
+// keys (2727, 4026). Sequences of 20, 30, 30 and 48: 266 and 125.
 constexpr int64_t kPartOfBlock = 56, kLongestOfParts = 80, kDimOfParts = 128;
 
 bool wants_vectors(const AttentionParams& p) {
@@ -195,7 +195,7 @@ bool wants_vectors(const AttentionParams& p) {
   return most <= kPartOfBlock * p.batch && max64(p.seqlen_q, p.seqlen_k) <= kLongestOfParts;
 }
 
-// The kernels of an instruction set, and those for float32 and few products a key.
+// The kernels of an instruction set, and those for the float32 problems of wants_vectors().
 struct Choice {
   const KernelTable *table, *few_products;
 };

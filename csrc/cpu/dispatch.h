@@ -1,4 +1,4 @@
-// The kernels of one instruction set, and the choice among them.
+// The kernel table of one instruction set, and the dispatch among them.
 #pragma once
 
 #include "cpu/debug.h"
@@ -6,7 +6,7 @@
 
 namespace fused_attn {
 
-// Every entry runs a whole operation and throws nothing; false: out of memory for workspace.
+// Every entry runs a complete pass and does not throw. It returns false if out of memory.
 struct KernelTable {
   const char* isa;
   bool (*attention_fwd)(const AttentionParams&);
@@ -19,21 +19,22 @@ struct KernelTable {
   void (*tile_summary)(const SummaryParams&);
   int64_t (*query_tile)(DType);  // queries of a tile
   int64_t block;                 // keys of a tile
-  // Operations a second of so many threads: float multiply-add, and bfloat16 pairs (0: has none).
+  // Operations a second of that many threads: float multiply-adds, and the products of attention.
   double (*multiply_add_peak)(int64_t);
   double (*product_peak)(DType, int64_t);
 };
 
-// The best of what was built and this CPU has; FUSED_ATTN_CPU_ISA (an entry of isas.inc) lowers it.
-// Throws std::invalid_argument where the variable names none that can run here.
+// Returns the kernels of the best instruction set that was built and that this CPU supports.
+// FUSED_ATTN_CPU_ISA, an entry of isas.inc, selects another. Throws std::invalid_argument if it
+// names none that can run here.
 const KernelTable& kernels();
 
-// Those for a problem of attention: of another instruction set, unless one was asked for by name,
-// where that one does not pay off. A forward and its backward have the same.
+// Returns the kernels for an attention problem: those of another instruction set where the best
+// does not pay off and the user selected none. A forward and its backward use the same kernels.
 const KernelTable& attention_kernels(const AttentionParams& p);
 
-// Makes kernels() the table of that entry of isas.inc, "" for the automatic choice; for tests, not
-// while kernels run. Throws std::invalid_argument where there is none that can run here.
+// Selects an entry of isas.inc for kernels(), "" for the default. For tests; must not be called
+// while kernels run. Throws std::invalid_argument if the entry cannot run here.
 void set_isa(const char* isa);
 
 }  // namespace fused_attn

@@ -1,8 +1,8 @@
-// What the sources of an instruction set (kernels*.cpp) are compiled as, and which kernels it has.
+// Names for the sources of one instruction set (kernels*.cpp), and which kernels it compiles.
 //
-// They are compiled once for each line of isas.inc. Most instruction sets compute most types just
-// as their base does, the second name of the line: those kernels are not compiled again, but taken
-// from there.
+// The sources are compiled once for each line of isas.inc. For most types, most instruction sets
+// would compile to the code of their base, the second name of the line. They then call the base's
+// kernels.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -14,8 +14,8 @@
 #define FUSED_ATTN_ISA_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_ISA)
 #define FUSED_ATTN_BASE_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_BASE)
 
-// What it computes otherwise than its base: norms and all else that is done row by row; attention
-// in query tiles; attention in tile registers.
+// Passes that this instruction set compiles instead of calling its base: OWN_ROWS are norms and all
+// row-wise passes, OWN_ATTENTION attention in vectors, OWN_TILES attention in tile registers.
 #if defined(FUSED_ATTN_AMX_FP16)
 #define FUSED_ATTN_OWN_TILES 1
 #elif defined(__AMX_BF16__)
@@ -28,18 +28,18 @@
 
 namespace fused_attn {
 
-// Attention in tile registers, for types that they multiply.
+// Attention in tile registers, for the types that they multiply.
 struct TilePasses {
   bool (*forward)(const AttentionParams&);
   bool (*takes_decode)(const AttentionParams&);
   bool (*decode)(const AttentionParams&);
   bool (*takes_backward)(const AttentionBwdParams&);
-  bool (*takes_bias)(const AttentionBwdParams&);  // its gradient comes along
+  bool (*takes_bias)(const AttentionBwdParams&);  // backward computes its gradient too
   bool (*backward)(const AttentionBwdParams&);
 };
 
-// What the sources of an instruction set have for each other, and for those whose base it is. Tile
-// passes are null where there are none.
+// Functions that the sources of an instruction set export to each other and to instruction sets
+// whose base it is. Tile passes are null without tile registers.
 #define FUSED_ATTN_PASSES                                                  \
   bool attention_fwd(const AttentionParams&);                              \
   bool attention_bwd(const AttentionBwdParams&);                           \

@@ -13,7 +13,8 @@ namespace {
 template <class T>
 struct Forward {
   static bool run(const AttentionParams& p) {
-    // Without rounding, the sum of weights is what out is divided by, and wanted anyway.
+    // The unrounded sum of weights is for lse only, unless weights are not rounded: then out is
+    // divided by it.
     if constexpr (TileFormat<T>::kRounds) {
       if (p.lse == nullptr && p.dropout_p == 0) return AttentionFwdTiles<T, false>::run(p);
     }

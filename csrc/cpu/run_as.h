@@ -1,4 +1,4 @@
-// Runs an operation for the type that a tensor is stored in.
+// Dispatches a pass by the storage type of a tensor.
 #pragma once
 
 #include "cpu/isa.h"
@@ -7,7 +7,7 @@
 namespace fused_attn {
 namespace {
 
-// Types that this instruction set computes otherwise than its base.
+// True for types that this instruction set compiles instead of calling its base.
 template <class T>
 constexpr bool kIsOwn =
 #if defined(FUSED_ATTN_AMX_FP16)
@@ -29,7 +29,7 @@ auto run_own(const Base& base, const Args&... args) {
   }
 }
 
-// Op<T>::run(args...), or base(args...) where that is the same.
+// Calls Op<T>::run(args...), or base(args...) for types that this instruction set does not compile.
 template <template <class> class Op, class Base, class... Args>
 auto run_as(DType dtype, const Base& base, const Args&... args) {
   switch (dtype) {

@@ -11,8 +11,8 @@
 namespace fused_attn {
 namespace {
 
-// Some tens of microseconds: threads of a quiet machine are done within that, and waking up takes
-// as long.
+// Tens of microseconds: on an idle machine the threads finish within that, and a wakeup takes as
+// long.
 constexpr int kSpins = 2000;
 
 void pause() {

@@ -1,4 +1,4 @@
-// Parallel regions, and how tasks are shared in them.
+// Parallel regions, and the distribution of tasks to their threads.
 #pragma once
 
 #include <omp.h>
@@ -7,13 +7,13 @@
 
 namespace fused_attn {
 
-// Lets the thread that began a parallel region sleep until the others are done.
+// Lets the thread that started a parallel region sleep until the others are done.
 //
-// OpenMP's barriers spin for milliseconds. Beside other processes a thread that spins keeps a core
-// from the one that it waits for, whose task then lasts a time slice or several.
+// OpenMP's barriers spin for milliseconds. Beside other processes, a spinning thread can occupy the
+// core of the thread that it waits for, whose task then takes one or more time slices.
 class Arrivals {
  public:
-  // To be called by each thread of the region, after its last task.
+  // Must be called by each thread of the region after its last task.
   void arrive(int thread, int num_threads);
 
  private:
@@ -29,8 +29,8 @@ inline int clamp_threads(int64_t num_threads, int64_t tasks) {
   return static_cast<int>(most < 1 ? 1 : most);
 }
 
-// Runs body() on each thread of a parallel region, with at most a thread for each task. False if
-// one of them returned false.
+// Runs body() on each thread of a parallel region of at most one thread per task. Returns false if
+// any call returned false.
 template <class Body>
 inline bool run_team(int64_t num_threads, int64_t tasks, const Body& body) {
   bool ok = true;
@@ -43,12 +43,12 @@ inline bool run_team(int64_t num_threads, int64_t tasks, const Body& body) {
   return ok;
 }
 
-// Runs task(0) to task(count - 1) on the threads of the team. They do not wait for each other at
-// the end. fixed: a task goes to the same thread call after call, instead of to one that is free.
+// Runs task(0) to task(count - 1) on the threads of the team, without a barrier at the end. With
+// `fixed`, a task runs on the same thread in every call; otherwise on the next free thread.
 template <class Task>
 inline void share_tasks(int64_t count, bool fixed, const Task& task) {
   if (fixed) {
-#pragma omp for schedule(static, 1) nowait  // neighbours are alike in length under a mask
+#pragma omp for schedule(static, 1) nowait  // under a mask, neighbours are about equally long
     for (int64_t i = 0; i < count; ++i) task(i);
   } else {
 #pragma omp for schedule(dynamic) nowait

@@ -1,4 +1,4 @@
-// Memory of one thread for one call.
+// Workspace of one thread for one call.
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -7,7 +7,7 @@
 namespace fused_attn {
 namespace {
 
-// Hands out aligned parts of one block, whose layout is written once.
+// Allocator of aligned parts of one block, whose layout is written once.
 class Arena {
  public:
   Arena() = default;
@@ -22,8 +22,8 @@ class Arena {
     return part;
   }
 
-  // Runs place(), which takes parts, twice: it measures them, and has them then. False: out of
-  // memory.
+  // Runs place(), which takes parts, twice: once to measure them, once to assign them. Returns
+  // false if out of memory.
   template <class Place>
   bool layout(const Place& place) {
     place();

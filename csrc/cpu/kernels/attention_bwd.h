@@ -1,11 +1,11 @@
-// Attention backward: scores are computed anew, tile by tile, from query, key and lse.
+// Attention backward: recomputes scores tile by tile from query, key and lse.
 //
-// With P = exp(S - lse), Z what dropout keeps (1 or 0), c = dropout_scale(dropout_p) and
-// delta = rowsum(dO * O) / c:
+// With P = exp(S - lse), Z = 1 where dropout keeps and 0 elsewhere, c = dropout_scale(dropout_p)
+// and delta = rowsum(dO * O) / c:
 //   dV = c (P Z)^T dO,  dP = dO V^T,  dS = P (c (Z dP - delta) + dlse),  dK = scale dS^T Q,
 //   dQ = scale dS K.
-// Where the weights c P Z are differentiated too, their gradient is added to dP, and its part of
-// delta is the row sum of its product with P Z.
+// If the weights c P Z have a gradient too, it is added to dP, and the row sum of its product with
+// P Z to delta.
 // (Dao et al. 2022, FlashAttention, appendix B.4; delta as in FlashAttention-2, section 3.1.)
 #pragma once
 
@@ -16,9 +16,9 @@ namespace {
 
 // Gradients of query, key and value.
 //
-// A task is a key/value head with all its query heads, so dK and dV are summed up by one thread.
-// Few heads are split over the keys as well, into parts that depend on the shape alone, each with a
-// dQ of its own that is added up in order: results are the same for any number of threads.
+// A task is a key/value head with all its query heads, so one thread accumulates dK and dV. Few
+// heads are also split over the keys, into parts that depend on the shape alone. Each part has a
+// dQ, and these are added in order: results are the same for any number of threads.
 template <class T>
 class AttentionBwd : BwdTile<T> {
   using Base = BwdTile<T>;
@@ -35,9 +35,9 @@ class AttentionBwd : BwdTile<T> {
   using typename Base::RightElement;
   using typename Base::Weight;
 
-  static constexpr int64_t kMinTasks = 8;  // splits stop here: each costs a dQ in float
-  // Queries are packed in chunks of so many bytes, which stay in L2 while all blocks of keys pass
-  // by. The four operands of 2048 queries of 64 take 3 MiB in three parts: packed all at once, a
+  static constexpr int64_t kMinTasks = 8;  // limits the splits: each costs a dQ in float
+  // Queries are packed in chunks of this many bytes, which stay in L2 during the loop over all KV
+  // blocks. The four operands of 2048 queries of 64 take 3 MiB in three parts: packed together, a
   // product of tiles took 50 cycles instead of 30, waiting for L3.
   static constexpr int64_t kChunkBytes = int64_t{768} << 10;
   static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
@@ -113,10 +113,10 @@ class AttentionBwd : BwdTile<T> {
     return arena_.layout([&] { place(query_tiles, keys, own_grad_query); });
   }
 
-  // Keys [begin, end) of a key/value head against all its query heads.
+  // Computes keys [begin, end) of a key/value head against all its query heads.
   //
-  // parts: dQ of the first query head, the next ones `parts_stride` further on; null: this task has
-  // all keys, so its dQ is final.
+  // parts: dQ of the first query head, the next ones `parts_stride` further on; null if this task
+  // has all keys, so its dQ is final.
   void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end, A* parts, int64_t parts_stride) {
     const int64_t group = p_.num_heads / p_.num_heads_kv;
     const int64_t query_tiles = div_up(query_rows(p_, b).count, kRows);
@@ -143,7 +143,7 @@ class AttentionBwd : BwdTile<T> {
                bwd_.grad_value_strides, b, h_kv);
   }
 
-  // The block of keys at j against the query tiles of the chunk.
+  // Computes the KV block at j against the query tiles of the chunk.
   void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
              int64_t slots, A* grad_query) {
     const int64_t n = min64(kBlockN, end - j);
@@ -182,7 +182,7 @@ class AttentionBwd : BwdTile<T> {
     key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
   }
 
-  // The weights of one tile, into place `at` of the group, and its part of dQ.
+  // Computes the weights of one tile, as number `at` of the group, and its part of dQ.
   void tile(Tile kind, const TileAt& tile, int64_t offset, int64_t n, int64_t slot, int64_t at,
             A* grad_query) {
     LeftElement* const kept_at = kept_ + at * kRows;
@@ -196,7 +196,7 @@ class AttentionBwd : BwdTile<T> {
       for (int r = 0; r < 2; ++r) {
         for (int v = 0; v < 2; ++v) {
           const int64_t e = (t + r) * kRows + v * kLane;
-          // Not where dS is 0: an invisible key's derivative may be NaN.
+          // A masked key's derivative may be NaN, so it is not applied where dS is 0.
           if (capped) grad[r][v] = grad[r][v] == 0 ? Vec<A>{} : grad[r][v] * load(cap_slope + e);
           if (nonfinite) store(numbers + e, grad[r][v]);
           grads[r][v] = P::weight(grad[r][v]);
@@ -211,7 +211,7 @@ class AttentionBwd : BwdTile<T> {
       }
     };
     this->tile_gradients(kind, tile, slot, k_.from_row(offset), v_.from_row(offset), use);
-    if (kGroup > 1) {  // keys that other query tiles of the group see
+    if (kGroup > 1) {  // keys that are visible only to other query tiles of the group
       clear_rows(kept_at, grads_at, 0, offset);
       clear_rows(kept_at, grads_at, offset + P::pad_steps(tile.n), P::pad_steps(n));
     }
@@ -241,13 +241,13 @@ class AttentionBwd : BwdTile<T> {
     }
   }
 
-  // Query tiles [begin, end) of the group at slot `first`, whose weights of keys [lo, hi) are not
-  // multiplied yet.
+  // Query tiles [begin, end) of the group at slot `first`, whose weights of keys [lo, hi) are still
+  // to be multiplied.
   struct Run {
     int64_t first, begin, end, lo, hi;
   };
 
-  // A run's part of dK and dV.
+  // Adds a run's part of dK and dV.
   void add_run(const Run& run, A* grad_key, A* grad_value) {
     const int64_t steps = (run.end - run.begin) * kRows, m = run.hi - run.lo;
     if (steps == 0) return;
@@ -293,9 +293,9 @@ class AttentionBwd : BwdTile<T> {
   }
 
   static constexpr int64_t kPlane = kBlockN * kGroupStride;
-  static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // of pairs; numbers have none
+  static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // of pairs; unused for numbers
 
-  int64_t chunk_ = 0, chunk_begin_ = 0;  // query tiles of a chunk, and the one in slot 0
+  int64_t chunk_ = 0, chunk_begin_ = 0;  // query tiles of a chunk, and its first one
   typename P::Left k_, v_;
   KeyColumns<T> key_columns_;
   LeftElement* key_columns_buffer_;  // (head_dim, kBlockN)

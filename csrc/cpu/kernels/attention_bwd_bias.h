@@ -1,9 +1,8 @@
 // Gradient of the float mask, summed over the dimensions in which it is broadcast.
 //
-// A pass of its own over the score tiles: a task owns the part of the result that it writes, a
-// query tile of rows of one (batch, head) of the mask, and walks through every head that it is
-// broadcast to. Nothing is added up between threads, and memory stays linear in the sequence
-// length.
+// A separate pass over the score tiles. A task owns the part of the result that it writes, a query
+// tile of rows of one (batch, head) of the mask, and loops over every head that this is broadcast
+// to. Threads share no accumulators, and memory stays linear in the sequence length.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -83,7 +82,7 @@ class AttentionBwdBias : BwdTile<T> {
     if (query_tile * kRows >= query_rows(p_, b).count) return;
     this->pack_query_tile(b, h, query_tile, 0, false);
     if (p_.mask.bias.strides[3] == 0) {
-      // The same bias for all keys of a row is noticed by lse alone: its dS add up to dlse.
+      // A bias that is equal for all keys of a row changes only lse: the row's dS sum to dlse.
       for (int64_t l = 0; l < kRows; ++l) row_sum_[l] += this->grad_lse_[l];
       return;
     }
@@ -111,9 +110,9 @@ class AttentionBwdBias : BwdTile<T> {
     add_consistent();
   }
 
-  // Adds dS of the query tile to the sum. The dS of a row add up to dlse; but delta comes from out,
-  // whose weights were rounded, and leaves P times its error in them. What the row's sum misses
-  // tells it.
+  // Accumulates dS of the query tile. The dS of a row sum to dlse, but delta is computed from out,
+  // whose weights were rounded, so they contain P times the error of delta. The excess of the row's
+  // sum over dlse determines that error, which is subtracted.
   void add_consistent() {
     for (int v = 0; v < 2; ++v) {
       const int64_t first = v * kLanes<A>, end = p_.seqlen_k * kRows;
@@ -129,7 +128,7 @@ class AttentionBwdBias : BwdTile<T> {
     }
   }
 
-  // The sums to rows of grad_bias, reduced where rows or columns are broadcast.
+  // Writes the sums as rows of grad_bias, reduced over broadcast rows or columns.
   void write(int64_t own, int64_t query_tile) {
     const int64_t* const strides = p_.mask.bias.strides;
     const int64_t columns = strides[3] == 0 ? 1 : p_.seqlen_k;
@@ -148,7 +147,7 @@ class AttentionBwdBias : BwdTile<T> {
     }
   }
 
-  Wide<A> row_sum_[kRows];  // of dlse, where the bias is the same for all keys
+  Wide<A> row_sum_[kRows];  // of dlse, if the bias is equal for all keys
   A* sum_;                  // (seqlen_k, kRows), over all query tiles that share the result
   A* grads_;                // (seqlen_k, kRows), dS of the current query tile
   A* weights_;              // (seqlen_k, kRows), its P

@@ -1,6 +1,6 @@
-// One tile of the attention backward: weights from scores computed anew, and their gradients.
+// One tile of the attention backward: weights from recomputed scores, and their gradients.
 //
-// attention_bwd.h says what the letters mean.
+// attention_bwd.h defines the symbols.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -28,7 +28,7 @@ class BwdTile {
         wide_(P::pad_dim(p_.head_dim)),
         wide_v_(P::pad_dim(p_.head_dim_v)) {}
 
-  // rows: the operands of dK and dV are wanted too.
+  // rows: the operands of dK and dV are needed too.
   void place_tile(int64_t query_tiles, bool rows) {
     query_tiles_ = query_tiles;
     query_ = arena_.template take<RightElement>(query_tiles * P::right_size(wide_, kRows));
@@ -55,7 +55,7 @@ class BwdTile {
     value_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_v_));
   }
 
-  // Query tile `query tile` of head (b, h) into slot `slot`.
+  // Packs a query tile of head (b, h) into slot `slot`.
   void pack_query_tile(int64_t b, int64_t h, int64_t query_tile, int64_t slot, bool rows) {
     const SequenceRows queries = query_rows(p_, b);
     const int64_t first = query_tile * kRows, count = min64(kRows, queries.count - first);
@@ -82,8 +82,9 @@ class BwdTile {
     const typename P::Right grad_out =
         P::right_columns(stage_, p_.head_dim_v, scratch_, grad_out_at(slot));
     if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), query_tiles_);
-    // delta is rounded as an element of dO V^T, being the diagonal of such a product: where one key
-    // has all the weight the two then cancel, though each is large. So dlse is not folded in.
+    // delta is the diagonal of a product, so it is rounded like an element of dO V^T. In a row
+    // where one key has all the weight, both are large and then cancel. dlse is therefore not
+    // folded in.
     stage(at_head<T>(p_.out, p_.out_strides, queries, h), p_.out_strides[2], first, p_.head_dim_v);
     const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(kRows, p_.head_dim_v, out,
@@ -113,9 +114,9 @@ class BwdTile {
     return grad_out_rows_ + slot * P::right_size(kRows, wide_v_) / P::kParts;
   }
 
-  // Weights P and gradients of the scores, before the derivative of softcap, of two keys:
-  // use(t, weight, kept, grad) gets [key][vector] each, kept being the weight after dropout.
-  // Afterwards cap_slope_ has that derivative.
+  // Computes weights P and gradients of the scores, before the derivative of softcap, two keys at a
+  // time. use(t, weight, kept, grad) receives [key][vector] of each; kept is the weight after
+  // dropout. Afterwards cap_slope_ holds that derivative.
   template <class Use>
   void tile_gradients(Tile kind, const TileAt& at, int64_t slot, const typename P::Left& key,
                       const typename P::Left& value, const Use& use) {
@@ -147,12 +148,12 @@ class BwdTile {
           const int64_t e = (t + r) * kRows + v * kLane;
           const Vec<A> score = load(scores_ + e), below = score - lse[v];
           const Vec<A> rounded = exp_nonpositive<A, kPrecision<T>>(below, unit_);
-          // What rounding took from lse, and takes from the difference, is applied as a factor: in
-          // the exponent it would be lost again.
+          // The rounding residuals of lse and of the difference are applied as a factor: in the
+          // exponent they would be lost again.
           Vec<A> lost = lse_lost[v];
           if (kPrecision<T> == Precision::kFull) {
             lost += (score - (below + lse[v])) * unit_.natural;
-            lost = rounded == 0 ? Vec<A>{} : lost;  // of a masked score it is NaN
+            lost = rounded == 0 ? Vec<A>{} : lost;  // NaN for masked scores
           }
           weight[r][v] = kept[r][v] = rounded + rounded * lost;
           Vec<A> g = load(grad_scores_ + e);
@@ -166,7 +167,7 @@ class BwdTile {
             }
             g = weight[r][v] * ((g - delta[v]) * scale + grad_lse[v]);
           }
-          // An invisible key may hold NaN, and 0 * NaN is no 0.
+          // A masked key may hold NaN, and 0 * NaN is not 0.
           grad[r][v] = guard ? (weight[r][v] == 0 ? Vec<A>{} : g) : g;
         }
       }
@@ -185,10 +186,10 @@ class BwdTile {
   Arena arena_;
   typename P::Registers registers_;
   int64_t query_tiles_ = 0;  // slots
-  bool alive_[kRows];        // of the query tile that is packed: rows that see something
-  A* lse_;       // (query tiles, kRows), in units of a score; +inf where a row sees nothing
-  A* lse_lost_;  // (query tiles, kRows), see in_units
-  A *delta_, *grad_lse_;                           // (query tiles, kRows)
+  bool alive_[kRows];        // rows of the packed query tile that are not fully masked
+  A* lse_;                   // (query tiles, kRows), in units of a score; +inf if fully masked
+  A* lse_lost_;              // (query tiles, kRows), see in_units
+  A *delta_, *grad_lse_;     // (query tiles, kRows)
   A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, kRows)
   A* grad_weights_;                                // (kRows, kBlockN)
   T* stage_;                                       // (kBlockN, widest head_dim)
@@ -197,7 +198,7 @@ class BwdTile {
   RightElement *query_rows_, *grad_out_rows_;      // (queries, head_dim), (queries, head_dim_v)
 
  private:
-  // The tile of the weights' gradient, which has queries as rows, to grad_scores_.
+  // Adds the tile of the weights' gradient, which has queries as rows, to grad_scores_.
   void add_grad_weights(const TileAt& at) {
     const int64_t* const strides = bwd_.grad_weights_strides;
     const T* const src = static_cast<const T*>(bwd_.grad_weights) + at.b * strides[0] +
@@ -214,8 +215,8 @@ class BwdTile {
     }
   }
 
-  // Rows of a query tile to stage_, and 0 for rows that see nothing: what stands there must not
-  // matter, NaN included.
+  // Copies rows of a query tile to stage_, and 0 for fully masked rows: their values, NaN included,
+  // must not matter.
   void stage(const T* head, int64_t stride, int64_t first, int64_t dim) {
     const int64_t wide = P::pad_dim(dim);
     for (int64_t l = 0; l < kRows; ++l) {

@@ -1,8 +1,8 @@
-// What forward and backward of attention share: operands, packing, one tile of masked scores.
+// Operands, packing and tiles of masked scores, for the forward and the backward of attention.
 //
-// Vector lanes are queries. A query tile is two vectors of queries, a block up to kBlockN keys; a
-// tile of scores is S^T, (keys, kRows). Row maximum, sum and rescaling are then vertical
-// operations, and only queries and outputs are transposed.
+// Vector lanes are queries. A query tile is two vectors of queries, a KV block up to kBlockN keys.
+// A tile of scores is S^T, (keys, kRows): row maximum, sum and rescaling are vertical operations,
+// and only queries and outputs are transposed.
 #pragma once
 
 #include "cpu/kernels/mask.h"
@@ -13,7 +13,7 @@
 namespace fused_attn {
 namespace {
 
-// The first row of head h.
+// Returns the address of the first row of head h.
 template <class T>
 inline const T* at_head(const void* data, const int64_t strides[3], const SequenceRows& rows,
                         int64_t h) {
@@ -21,8 +21,8 @@ inline const T* at_head(const void* data, const int64_t strides[3], const Sequen
          rows.first * strides[2];
 }
 
-// What a score, as finish_scores leaves it, is in natural units. The scale of a
-// plain problem is left to the softmax; where something is added to the scores, they have it.
+// Unit of the scores that finish_scores returns. In a plain problem the softmax applies the scale;
+// if something is added to the scores, finish_scores applies it.
 struct ScoreUnits {
   explicit ScoreUnits(const AttentionParams& p) {
     const bool plain = p.softcap == 0 && p.mask.bias.data == nullptr && p.mask.slopes == nullptr;
@@ -33,8 +33,8 @@ struct ScoreUnits {
   double natural;
 };
 
-// The log-sum-exp of row `at` of all rows where it is wanted; -inf where it saw nothing. unit: of
-// the maximum.
+// Writes the log-sum-exp of row `at` of all rows, if requested; -inf if fully masked. `unit` is
+// that of the maximum.
 template <class A>
 inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maximum, A sum) {
   if (p.lse == nullptr) return;
@@ -44,8 +44,8 @@ inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maxim
   if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = low;
 }
 
-// What delta misses where it is made of an out that is rounded to 16 bits: of a row that sees few
-// keys, or one that has nearly all the weight, more than all of dS.
+// Returns the part of delta that an out rounded to 16 bits loses. In a row with few visible keys,
+// or one with nearly all the weight, it exceeds all of dS.
 template <class T>
 inline float delta_residual(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
                             int64_t i) {
@@ -58,15 +58,15 @@ inline float delta_residual(const AttentionBwdParams& bwd, const SequenceRows& q
       p.head_dim_v);
 }
 
-// Where a tile lies.
+// Position of a tile.
 struct TileAt {
   int64_t b, h, i, j, n;  // batch, head, first query, first key, number of keys
 };
 
-// Products of one tile, (n, kRows), to masked scores; the rows that pad n are -inf.
+// Converts the products of one tile, (n, kRows), to masked scores; rows that pad n are -inf.
 //
 // cap_slope: with softcap, the derivative of the capped score by the uncapped one, (n, kRows);
-// null: not wanted. stage: (kBlockN, kRows).
+// null: not needed. stage: (kBlockN, kRows).
 template <class T>
 inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask,
                           const ScoreUnits& units, Tile kind, const TileAt& at, Acc<T>* scores,
@@ -93,8 +93,7 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
   }
 }
 
-// What the counters of a tile begin with: its first key, a multiple of kDecisions, its first query,
-// and its head.
+// Counters of a tile: its first key, a multiple of kDecisions, its first query, and its head.
 struct DropoutAt {
   int64_t key;
   uint32_t query, head;
@@ -106,8 +105,8 @@ inline DropoutAt dropout_at(const AttentionParams& p, const TileAt& at) {
           static_cast<uint32_t>(offsets.head + at.h)};
 }
 
-// Which weights of a tile dropout keeps, of a query tile of A: bit l of words[r] for query l and
-// key t + r, r < 8. dropout_scale is applied by the caller.
+// Computes which weights of a query tile dropout keeps: bit l of words[r] is for query l and key
+// t + r, r < 8. The caller applies dropout_scale.
 //
 // Eight keys share a counter, so t must be a multiple of 8, as every tile's first key is.
 template <class A>
@@ -117,7 +116,7 @@ inline void dropout_words(const AttentionParams& p, const DropoutAt& at, int64_t
                        at.head, 0, words);
 }
 
-// Whether no number of n rows is infinite or NaN.
+// Returns true if no number of n rows is infinite or NaN.
 template <class T>
 inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
   using A = Acc<T>;
@@ -133,11 +132,11 @@ inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
   return rest + horizontal_sum<A>(zero) == 0;
 }
 
-// A block of keys of one head as operands: rows of key and value, or their transposes.
+// The transpose of a block of keys or values of one head, as a left operand.
 //
-// Only keys that somebody sees may be multiplied with their value, since 0 * NaN is not 0: rows
-// that are not finite are 0 in a transpose, listed in nonfinite, and added by add_nonfinite, in
-// every tile of the block.
+// The product must not multiply weights of masked keys by NaN or infinities, since 0 * NaN is not
+// 0. Non-finite rows are therefore 0 in the transpose and listed in `nonfinite`; add_nonfinite adds
+// them in every tile of the block.
 template <class T>
 struct KeyColumns {
   using A = Acc<T>;
@@ -165,8 +164,8 @@ struct KeyColumns {
     left = Product<T>::columns(src, row_stride, n, dim, stage, buffer);
   }
 
-  // out (dim, kRows) += the nonfinite rows among keys [lo, hi) times their weights (hi - lo, query
-  // tile).
+  // Adds to out (dim, kRows) the non-finite rows among keys [lo, hi), times their weights
+  // (hi - lo, kRows).
   void add_nonfinite(int64_t lo, int64_t hi, int64_t dim, const A* weights, A* out) const {
     for (int64_t s = 0; s < count; ++s) {
       if (nonfinite[s] < lo || nonfinite[s] >= hi) continue;
@@ -185,13 +184,14 @@ struct KeyColumns {
 
 inline int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether bytes of operands stay in the cores' caches if tasks go to the same threads. (8 heads of
-// 32 x 64: 14 microseconds, and 17 with threads that take what comes.)
+// Returns true if operands of this size stay in the cores' caches between calls that run tasks on
+// the same threads. (8 heads of 32 x 64: 14 us, and 17 with dynamic scheduling.)
 inline bool fit_caches(int64_t bytes) { return bytes <= int64_t{1} << 20; }
 
-// Whether each query sees all keys, so that tasks are equally long. Fixed shares are as fast then,
-// and steadier beside one or two busy processes: the 90th percentile is 0.8 to 1.2 times torch's,
-// and 0.5 to 1.6 times with threads that take what comes (8 x 12 x 128 x 32 float32, AMD Zen 3).
+// Returns true if all keys are visible to each query, so that tasks are equally long. Static
+// scheduling is then as fast, and steadier beside one or two busy processes: the 90th percentile is
+// 0.8 to 1.2 times torch's, and 0.5 to 1.6 times with dynamic scheduling (8 x 12 x 128 x 32
+// float32, AMD Zen 3).
 inline bool sees_all(const AttentionParams& p) {
   const MaskParams& mask = p.mask;
   return p.cu_seqlens_q == nullptr && mask.bias.data == nullptr && mask.dense.data == nullptr &&
@@ -200,7 +200,7 @@ inline bool sees_all(const AttentionParams& p) {
          mask.band_hi >= p.seqlen_k;
 }
 
-// Bytes of query, key, value and out.
+// Returns the bytes of query, key, value and out.
 template <class T>
 inline int64_t operand_bytes(const AttentionParams& p) {
   const int64_t dims = p.head_dim + p.head_dim_v, size = static_cast<int64_t>(sizeof(T));
@@ -210,7 +210,7 @@ inline int64_t operand_bytes(const AttentionParams& p) {
   return (p.num_heads * queries + p.num_heads_kv * keys) * dims * size;
 }
 
-// Rows (rows, dim) from (dim, kRows).
+// Writes a query tile (dim, kRows) as rows (rows, dim).
 template <class T>
 inline void write_query_tile(const Acc<T>* query_tile, int64_t dim, int64_t rows, Acc<T>* scratch,
                              T* out, int64_t stride) {

@@ -1,4 +1,4 @@
-// Attention forward: online softmax over blocks of keys, never a matrix of scores.
+// Attention forward: online softmax over KV blocks, without materializing the scores.
 //
 // Sources: Milakov and Gimelshein 2018 (online normalizer), Dao 2023 (FlashAttention-2).
 #pragma once
@@ -8,26 +8,26 @@
 namespace fused_attn {
 namespace {
 
-// Query tiles that share a block of keys, which is then packed once and stays in cache. With 16,
-// the queries and outputs of 512 queries at head_dim 64 in three parts take 320 KiB of L2.
+// Query tiles that share a KV block, which is packed once and stays in cache. With 16, the queries
+// and outputs of 512 queries at head_dim 64 in three parts take 320 KiB of L2.
 constexpr int64_t kMaxQueryTiles = 16;
 
-// A row's weights are relative to a maximum that may be too low by this power of 2: results are
-// then rescaled a few times a row, not for nearly every block.
+// A row's running maximum may be too low by this power of 2, so that results are rescaled a few
+// times a row instead of for nearly every block.
 constexpr int kMaximumSlack = 8;
 
-// Scores of one tile to weights exp(score - maximum), a piece at a time.
+// Computes weights exp(score - maximum) of one tile from its scores, a piece at a time.
 template <class T>
 struct SoftmaxStream {
   using A = Acc<T>;
   using P = Product<T>;
   static constexpr int kLane = kLanes<A>;
-  // Keys, and vectors of queries, of a piece. Three parts are bound by their products: after a
-  // larger piece, the next tile loads would wait for room in the reorder buffer. The others are
-  // bound by this, and larger pieces have less overhead.
+  // Keys, and vectors of queries, of a piece. With three parts, products are the bottleneck: after
+  // a larger piece, the next tile loads would wait for space in the reorder buffer. Otherwise the
+  // softmax is the bottleneck, and larger pieces have less overhead.
   static constexpr int kKeys = 4, kVectors = P::kParts == 3 ? 1 : 2;
 
-  // One call of as many as there are until finish().
+  // Computes the share of one of `calls` calls before finish().
   void operator()() {
     due += pieces();
     while (done < pieces() && done * calls < due) step();
@@ -78,17 +78,17 @@ struct SoftmaxStream {
     ++done;
   }
 
-  int64_t steps, calls;               // keys, and calls to come
+  int64_t steps, calls;               // keys, and expected calls
   A* scores;                          // (steps, kRows)
   typename P::RightElement* weights;  // (steps, kRows)
   const AttentionParams* dropout;     // null: none
   DropoutAt dropped_at;               // of the tile
-  bool in_place;                      // weights are wanted in place of the scores, too
+  bool in_place;                      // also store the weights over the scores
   ExpUnit<A> unit;                    // of a score
   Vec<A> shift[2];
   Vec<A> sum[2] = {};
-  Vec<A> rounded_sum[2] = {};      // of weights as they are multiplied, where that rounds them
-  uint32_t keep[kDecisions] = {};  // what dropout leaves of these keys
+  Vec<A> rounded_sum[2] = {};      // of weights as multiplied, if that rounds them
+  uint32_t keep[kDecisions] = {};  // dropout decisions for these keys
   int64_t done = 0, due = 0;       // pieces, and pieces times calls
 };
 
@@ -104,8 +104,7 @@ class AttentionFwd {
     MaskView<A> mask;
     if (!mask.init(p)) return false;
     const int64_t num_query_tiles = div_up(p.seqlen_q, kRows), heads = p.batch * p.num_heads;
-    // Fewer query tiles a task where there are few tasks; each query tile's result is the same
-    // either way.
+    // Fewer query tiles a task if there are few tasks. Each query tile's result is the same.
     int64_t per_task = kMaxQueryTiles;
     while (per_task > 1 && heads * div_up(num_query_tiles, per_task) < 4 * p.num_threads)
       per_task /= 2;
@@ -132,12 +131,12 @@ class AttentionFwd {
   struct QueryTile {
     RightElement* query;  // (head_dim, kRows)
     A* out;               // (head_dim_v, kRows), not divided by sum
-    A* maximum;           // (query tile), in the units of the scores
+    A* maximum;           // (query tile), in units of the scores
     A* sum;               // (query tile)
-    A* divisor;           // (query tile), the sum of the weights as they were multiplied
+    A* divisor;           // (query tile), the sum of the weights as multiplied
   };
 
-  // Keys `offset` and further of the block against a query tile.
+  // Keys from `offset` on of a KV block, against a query tile.
   struct TileOf {
     Tile kind;
     TileAt at;
@@ -145,13 +144,13 @@ class AttentionFwd {
     const QueryTile* query_tile;
   };
 
-  // A tile on its way.
+  // A tile in the pipeline.
   struct Job {
     TileOf tile;
     A* scores;              // (kBlockN, kRows)
     RightElement* weights;  // (kBlockN, kRows)
     bool rescale;
-    alignas(64) A alpha[kRows];  // with rescale: what earlier results are multiplied by
+    alignas(64) A alpha[kRows];  // with rescale: factor of earlier results
   };
 
   AttentionFwd(const AttentionParams& p, const MaskView<A>& mask)
@@ -214,8 +213,8 @@ class AttentionFwd {
     for (int64_t i = 0; i < count; ++i) end_query_tile(b, h, (first + i) * kRows, query_tiles_[i]);
   }
 
-  // The tiles of a block of keys. While the vector units make weights of one tile's scores, tile
-  // registers multiply the last one's weights and the next one's queries.
+  // Runs the tiles of a KV block in a three-stage software pipeline: the softmax of tile i runs on
+  // the vector units while tile registers compute PV of tile i-1 and QK of tile i+1.
   void run_tiles(int64_t count) {
     const auto job = [&](int64_t i) -> Job& { return jobs_[i % 3]; };
     start(tiles_[0], 0, &job(0));
@@ -261,7 +260,7 @@ class AttentionFwd {
         meanwhile);
   }
 
-  // Masks the scores, and brings the maximum up to date.
+  // Masks the scores and updates the maximum.
   void prepare(Job* job) {
     const TileAt& at = job->tile.at;
     finish_scores<T>(p_, mask_, units_, job->tile.kind, at, job->scores, nullptr, bias_);
@@ -279,7 +278,7 @@ class AttentionFwd {
       const Vec<A> found = max<A>(max<A>(highest[0], highest[1]), max<A>(highest[2], highest[3]));
       const Vec<A> raised = (found - old) * unit_.high > kMaximumSlack ? found : old;
       store(maximum, raised);
-      // Nothing seen yet: 0 and 0 - -inf would be NaN.
+      // While a row is fully masked, both are -inf, and their difference would be NaN.
       store(job->alpha + v * kLane,
             raised == old ? broadcast<A>(1) : exp_nonpositive<A>(old - raised, unit_));
       job->rescale = job->rescale || any(raised != old);
@@ -299,7 +298,7 @@ class AttentionFwd {
                             {}};
     for (int v = 0; v < 2; ++v) {
       const Vec<A> maximum = load(job.tile.query_tile->maximum + v * kLane);
-      // -inf - -inf would be NaN: rows that have seen nothing yet are shifted by 0.
+      // Rows fully masked so far are shifted by 0, since -inf - -inf would be NaN.
       stream.shift[v] = maximum == -static_cast<A>(__builtin_inf()) ? Vec<A>{} : maximum;
     }
     return stream;
@@ -338,14 +337,14 @@ class AttentionFwd {
     const int64_t rows = min64(kRows, queries_.count - i);
     const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int v = 0; v < 2; ++v) {
-      // The backward's row sums of 16-bit types have to be those of weights that add up to 1: in a
-      // row that one key dominates, 1.002 of it would hide all that the other keys have.
+      // In 16-bit types the backward's row sums require multiplied weights that sum to 1: in a row
+      // that one key dominates, a sum of 1.002 would hide the contribution of all other keys.
       const Vec<A> sum = load(query_tile.divisor + v * kLanes<A>);
-      const Vec<A> divisor = sum == 0 ? broadcast<A>(1) : sum;  // rows that saw nothing stay 0
+      const Vec<A> divisor = sum == 0 ? broadcast<A>(1) : sum;  // fully masked rows stay 0
       const Vec<A> factor = kept / divisor;
       for (int64_t d = 0; d < p_.head_dim_v; ++d) {
         A* const at = query_tile.out + d * kRows + v * kLane;
-        // A division takes 16 cycles, and rounds once less.
+        // A division takes 16 cycles but rounds once less.
         store(at, sizeof(A) == 8 ? load(at) / divisor * kept : load(at) * factor);
       }
     }
@@ -361,7 +360,7 @@ class AttentionFwd {
     }
   }
 
-  // What rounding took from rows of out, which write_query_tile has left in rows_.
+  // Writes the rounding residuals of rows of out; write_query_tile left them unrounded in rows_.
   void write_out_residual(int64_t h, int64_t i, int64_t rows, const T* out) {
     int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
                              p_.out_residual, p_.out_residual_strides, queries_, h)) +
@@ -380,7 +379,7 @@ class AttentionFwd {
   const ExpUnit<A> unit_;  // of a score
   Arena arena_;
   typename P::Registers registers_;
-  SequenceRows queries_{};  // of the task at hand
+  SequenceRows queries_{};  // of the current task
   KeyColumns<T> v_;
   typename P::Left k_;
   QueryTile query_tiles_[kMaxQueryTiles];

@@ -1,8 +1,8 @@
-// The weights themselves, for those who ask for them: computed anew from query, key and lse, tile
-// by tile as in the backward, and averaged over the heads before they are written.
+// Attention weights on request: recomputed from query, key and lse, tile by tile as in the
+// backward, and averaged over the heads before they are written.
 //
-// A task is a few query tiles of queries of one head, or of all heads where they are averaged: the
-// average of a tile is summed up in L2, so no head's weights are ever held whole.
+// A task is a few query tiles of one head, or of all heads if they are averaged. A tile's average
+// is accumulated in L2, so no head's weights are ever materialized.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -21,11 +21,11 @@ class WeightTiles : protected BwdTile<T> {
   using typename Base::A;
   using typename Base::P;
 
-  // Query tiles of a task, for which a block of keys is packed once.
+  // Query tiles of a task, for which a KV block is packed once.
   static constexpr int64_t kQueryTiles = 4;
 
-  // Runs self.task(b, h, first kRows, query tiles) for each task, with `heads` heads from h on
-  // packed: query tile x of head h + g in slot g * kQueryTiles + x.
+  // Runs self.task(b, h, first query tile, query tiles) for each task. `heads` heads from h on are
+  // packed before: query tile x of head h + g in slot g * kQueryTiles + x.
   template <class Self, class... Args>
   static bool run_tasks(const AttentionBwdParams& bwd, int64_t heads, const Args&... args) {
     const AttentionParams& p = bwd.fwd;
@@ -59,8 +59,8 @@ class WeightTiles : protected BwdTile<T> {
     return arena_.layout([&] { place(heads); });
   }
 
-  // The visible ones of a block of keys' tiles with the query tiles of a head: tile_gradients of
-  // each to use(query tile, ...).
+  // Computes the visible tiles of a KV block and the query tiles of a head: calls tile_gradients
+  // for each with use(query tile, ...).
   template <class Use>
   void head_tiles(int64_t b, int64_t h, int64_t first, int64_t count, int64_t j, int64_t n,
                   int64_t slot, const Use& use) {
@@ -142,7 +142,7 @@ class AttentionWeights : WeightTiles<T> {
     }
   }
 
-  // The average of a tile, or 0 where no head sees any of it.
+  // Writes the average of a tile, or 0 if it is fully masked in all heads.
   void write(int64_t x, bool seen, int64_t n, int64_t i, T* out) {
     const int64_t rows = min64(kRows, p_.seqlen_q - i);
     if (!seen) {
@@ -162,8 +162,8 @@ class AttentionWeights : WeightTiles<T> {
 
 // Row sums of the weights times their gradient, which the backward subtracts from that gradient.
 //
-// Divided by the sum of the weights, which is 1 but for their rounding: where one key has all the
-// weight, its gradient and this cancel.
+// They are divided by the sum of the weights, which differs from 1 by rounding only. Where one key
+// has all the weight, its gradient and the row sum then cancel.
 template <class T>
 class WeightRowSums : WeightTiles<T> {
   using Base = WeightTiles<T>;
@@ -176,7 +176,7 @@ class WeightRowSums : WeightTiles<T> {
 
  public:
   static bool run(const AttentionBwdParams& params) {
-    // Without these dS is c P Z times the gradient, whose sum is wanted.
+    // Without these fields, dS is c P Z times the gradient, which is what is summed.
     AttentionBwdParams bwd = params;
     bwd.grad_lse = nullptr;
     bwd.row_sums = nullptr;

@@ -1,9 +1,10 @@
-// The gradient of a bias while a backward goes on that makes dS by rows: columns of a bias' head
-// belong to one task, so nothing is added up between threads.
+// Gradient of a bias, computed within a backward whose dS has queries as rows. Columns of a bias
+// head belong to one task, so threads share no accumulators.
 //
-// The dS of a row add up to dlse. In 16 bits delta comes from an out whose weights were rounded,
-// and leaves P times its error in them, which is more than dS where a few keys have nearly all the
-// weight. What the row's sum misses tells the error, and keys with much weight are put right.
+// The dS of a row sum to dlse. In 16 bits, delta is computed from an out whose weights were
+// rounded, so dS contains P times its error, which exceeds dS where a few keys have nearly all the
+// weight. The excess of the row's sum over dlse determines the error; keys with much weight are
+// corrected.
 #pragma once
 
 #include "cpu/kernels/tile_gradients.h"
@@ -16,18 +17,18 @@ namespace {
 template <class T>
 class BiasRows {
  public:
-  // Whether a task has to have all keys of a row.
+  // True if a task must process all keys of a row.
   static constexpr bool kWholeRows = TileFormat<T>::kRounds;
 
   explicit BiasRows(const AttentionBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd) {}
 
-  // Memory for so many rows at once.
+  // Takes workspace for this many rows.
   void place(Arena* arena, int64_t rows) {
     sums_ = arena->take<float>(kWholeRows ? rows * 16 : 0);
     heavy_ = arena->take<Heavy>(kWholeRows ? rows : 0);
   }
 
-  // Clears keys [j, j + n) of the bias' heads that query heads [h, h + heads) of batch b have.
+  // Clears keys [j, j + n) of the bias heads that query heads [h, h + heads) of batch b use.
   void begin(int64_t b, int64_t h, int64_t heads, int64_t j, int64_t n) const {
     const int64_t own = p_.mask.bias.strides[1] == 0 ? 1 : heads;
     for (int64_t e = 0; n > 0 && e < own * p_.seqlen_q; ++e) {
@@ -42,7 +43,7 @@ class BiasRows {
     }
   }
 
-  // Adds a tile of dS with so many queries, which are rows from `first` on; weights: its P.
+  // Adds a tile of dS with this many queries, which are rows from `first` on; weights: its P.
   void add(const TileAt& at, int64_t first, int64_t rows, const float* grads,
            const float* weights) {
     for (uint32_t r = 0; r < rows; ++r) {
@@ -58,7 +59,7 @@ class BiasRows {
     }
   }
 
-  // Row `at` has met all keys: it is query i of head (b, h).
+  // Corrects row `at`, query i of head (b, h), after all keys were added.
   void end_row(int64_t at, int64_t b, int64_t h, int64_t i, float grad_lse) const {
     const Heavy& heavy = heavy_[at];
     if (heavy.count == 0) return;
@@ -85,7 +86,7 @@ class BiasRows {
                         _mm512_cmp_ps_mask((__m512)load(weights), least, _CMP_GT_OQ));
     for (; heavy != 0; heavy &= heavy - 1) {
       Heavy& found = heavy_[at];
-      if (found.count == Heavy::kMost) return;  // rounding
+      if (found.count == Heavy::kMost) return;  // possible only by rounding
       const int t = __builtin_ctz(heavy);
       found.weight[found.count] = weights[t % 16 + t / 16 * kPairSums];
       found.key[found.count++] = j + t;
@@ -101,7 +102,7 @@ class BiasRows {
 
   const AttentionBwdParams& bwd_;
   const AttentionParams& p_;
-  float* sums_;   // (rows, 16): of dS, by lanes
+  float* sums_;   // (rows, 16): of dS, per lane
   Heavy* heavy_;  // (rows)
 };
 

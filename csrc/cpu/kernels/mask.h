@@ -1,4 +1,4 @@
-// A mask as the CPU kernels see it: classifies tiles, and applies itself to a tile of scores.
+// A mask for the CPU kernels: classifies tiles, and applies the mask to a tile of scores.
 #pragma once
 
 #include "block_ranges.h"
@@ -16,12 +16,12 @@ class MaskView {
   static constexpr int kLane = kLanes<A>;
   static constexpr int64_t kRows = kPanel<A>;
   static constexpr int64_t kSpan = 32;      // a step of tile registers
-  static constexpr int64_t kBiasKeys = 16;  // a vector's worth, transposed at a time
+  static constexpr int64_t kBiasKeys = 16;  // keys transposed together
   using VecI = Vec<Int<A>>;
 
  public:
-  // Reads the documents once, to know the ids in each query tile and each block of so many keys.
-  // False: out of memory.
+  // Scans the documents once for the ids in each query tile and each KV block of `block` keys.
+  // Returns false if out of memory.
   bool init(const AttentionParams& p, int64_t block = kBlockN) {
     p_ = &p;
     block_ = block;
@@ -39,7 +39,7 @@ class MaskView {
     return true;
   }
 
-  // The query tile of queries from i_begin against the block of keys [j_begin, j_end).
+  // Classifies the query tile from i_begin on against the KV block [j_begin, j_end).
   Tile classify(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t j_end) const {
     const int64_t i_end = min64(i_begin + kRows, num_queries(b));
     Tile tile = classify_bounds(bounds(b), i_begin, i_end, j_begin, j_end);
@@ -59,8 +59,8 @@ class MaskView {
     return tile == Tile::kFull && mask_->slopes != nullptr ? Tile::kPartial : tile;
   }
 
-  // The keys of block [j_begin, j_end) outside [*lo, *hi) are invisible to all of the query tile,
-  // by structure alone; both are whole steps of kSpan from j_begin on, or j_end.
+  // Finds [*lo, *hi), outside which the structure masks all keys of block [j_begin, j_end) for the
+  // entire query tile. Both are multiples of kSpan from j_begin on, or j_end.
   void visible_span(int64_t b, int64_t i_begin, int64_t j_begin, int64_t j_end, int64_t* lo,
                     int64_t* hi) const {
     const SequenceBounds s = bounds(b);
@@ -72,8 +72,7 @@ class MaskView {
     *hi = min64(j_begin + round_up(end, kSpan), j_end);
   }
 
-  // Adds biases to the scores (n keys, kRows), in natural units, and sets the invisible ones to
-  // -inf.
+  // Adds biases to the scores (n keys, kRows), in natural units, and sets masked ones to -inf.
   //
   // stage: (kBlockN, kRows) of A.
   void apply(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
@@ -116,7 +115,7 @@ class MaskView {
     const DenseTensor& t = mask_->key_mask;
     const uint8_t* row = static_cast<const uint8_t*>(t.data) + b * t.strides[0] + h * t.strides[1];
     int64_t seen = 0;
-    if (t.strides[3] == 1) {  // a loop of vectors
+    if (t.strides[3] == 1) {  // vectorizes
       for (int64_t j = j_begin; j < j_end; ++j) seen += row[j] != 0;
     } else {
       for (int64_t j = j_begin; j < j_end; ++j) seen += row[j * t.strides[3]] != 0;
@@ -168,7 +167,7 @@ class MaskView {
   }
 
   static void add_to(Vec<A> bias, A* scores) {
-    // Not the sum alone: NaN + -inf would not mask.
+    // The sum alone would not mask NaN: NaN + -inf is NaN.
     store(scores, bias == minus_infinity() ? bias : load(scores) + bias);
   }
 
@@ -190,7 +189,7 @@ class MaskView {
     }
   }
 
-  // Bit l of words[t]: query i_begin + l sees key j_begin + t. Biases are not looked at.
+  // Sets bit l of words[t] if key j_begin + t is visible to query i_begin + l. Ignores biases.
   void visible_words(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                      uint32_t* words) const {
     bound_words(bounds(b), i_begin, j_begin, n, words);
@@ -204,7 +203,7 @@ class MaskView {
     if (mask_->dense.data != nullptr) and_dense(b, h, i_begin, j_begin, n, words);
   }
 
-  // Each row sees one interval of keys: its bit changes at both ends, and nowhere else.
+  // The visible keys of a row are one interval, so its bit changes only at both ends.
   static void bound_words(const SequenceBounds& s, int64_t i_begin, int64_t j_begin, int64_t n,
                           uint32_t* words) {
     uint32_t changes[kBlockN + 1] = {};
@@ -237,7 +236,7 @@ class MaskView {
     }
   }
 
-  // Four keys of a row are a word, so that a transposed vector has four keys of kLanes queries.
+  // Packs four keys of a row into a word, so a transposed vector has four keys of kLanes queries.
   void and_dense(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                  uint32_t* words) const {
     const DenseTensor& t = mask_->dense;

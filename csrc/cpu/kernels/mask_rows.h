@@ -1,4 +1,4 @@
-// A mask against a block of keys, a query at a time: for kernels that have queries as rows.
+// A mask against a KV block, one query at a time, for kernels whose rows are queries.
 #pragma once
 
 #include "cpu/kernels/mask.h"
@@ -6,12 +6,12 @@
 namespace fused_attn {
 namespace {
 
-// Bits [0, n).
+// Returns bits [0, n).
 inline uint64_t first_bits(int64_t n) {
   return n >= 64 ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1;
 }
 
-// Keys [j_begin, j_begin + n), n <= kKeys, of head (b, h).
+// The mask of keys [j_begin, j_begin + n), n <= kKeys, of head (b, h).
 template <class A, int64_t kKeys>
 class BlockMask {
   static constexpr int kLane = kLanes<A>;
@@ -31,9 +31,9 @@ class BlockMask {
                           keys.strides[3]);
   }
 
-  // Adds biases to the scores of query i, in natural units, and sets the invisible ones to -inf.
+  // Adds biases to the scores of query i, in natural units, and sets masked ones to -inf.
   //
-  // scores: kKeys of them, a vector every `stride`.
+  // scores: kKeys of them, one vector every `stride` elements.
   void apply(int64_t i, A* scores, int64_t stride) const {
     if (mask_->bias.data != nullptr) add_bias(i, scores, stride);
     if (mask_->slopes != nullptr) add_alibi(i, scores, stride);
@@ -70,7 +70,7 @@ class BlockMask {
            i * t.strides[2] + j_begin_ * t.strides[3];
   }
 
-  // Bit t: byte t is not 0.
+  // Sets bit t if byte t is not 0.
   uint64_t byte_bits(const uint8_t* bytes, int64_t stride) const {
 #if defined(__AVX512BW__)
     if (stride == 1) {
@@ -111,7 +111,7 @@ class BlockMask {
     for (int64_t t = 0; t < kKeys; t += kLane) {
       A* const at = scores + t / kLane * stride;
       const Vec<A> bias = fused_attn::load(row + t);
-      // Not the sum alone: NaN + -inf would not mask.
+      // The sum alone would not mask NaN: NaN + -inf is NaN.
       store(at, bias == nothing ? bias : fused_attn::load(at) + bias);
     }
   }
@@ -134,7 +134,7 @@ class BlockMask {
   void add_alibi(int64_t i, A* scores, int64_t stride) const {
     const A slope = static_cast<A>(
         mask_->slopes[b_ * mask_->slopes_strides[0] + h_ * mask_->slopes_strides[1]]);
-    // Lane by lane it would be put together anew for each row.
+    // Loaded from a table: built lane by lane, it would be rebuilt for each row.
     Vec<Int<A>> ahead =
         static_cast<Int<A>>(i + bounds_.alibi_offset - j_begin_) - fused_attn::load(kLaneIndex);
     for (int64_t t = 0; t < kKeys; t += kLane) {

@@ -1,8 +1,8 @@
 // layer_norm and rms_norm of residual + dropout(input), forward and backward, by blocks of rows.
 //
 // Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4. A row is read once and
-// stays in L1 or L2 while mean and variance are taken in two passes, which does not cancel as the
-// difference of two large sums would.
+// stays in L1 or L2 during two passes for mean and variance, which avoids the cancellation of a
+// difference of two large sums.
 #pragma once
 
 #include <type_traits>
@@ -12,12 +12,12 @@
 namespace fused_attn {
 namespace {
 
-// In the backward, rows shorter than this are not streamed: 65536 rows of 64 take 7.6 ms streamed
-// and 2.0 not, of 256 2.4 and 1.5, of 512 1.8 and 1.4 to 2.0. (The forward gains at every length.)
+// The backward does not stream rows shorter than this: 65536 rows of 64 take 7.6 ms streamed and
+// 2.0 not, of 256 2.4 and 1.5, of 512 1.8 and 1.4 to 2.0. (The forward gains at every length.)
 constexpr int64_t kStreamGradFrom = 512;  // columns
 
-// Elements that are summed up at a stretch; the sums of stretches are added in pairs, so that the
-// error grows with the logarithm of the row, not with the row.
+// Elements accumulated in one stretch. The sums of stretches are added in pairs, so the error grows
+// with the logarithm of the row length.
 constexpr int64_t kSumLength = 1024;
 
 template <class A, int kSums>
@@ -25,7 +25,7 @@ struct Terms {
   Vec<A> of[kSums];
 };
 
-// kSums sums over columns [begin, end) of what term(c, count) gives for each vector.
+// Accumulates kSums sums over columns [begin, end) of the vectors that term(c, count) returns.
 template <class A, int kSums, class Term>
 __attribute__((always_inline)) inline Terms<A, kSums> sum_stretch(int64_t begin, int64_t end,
                                                                   const Term& term) {
@@ -44,7 +44,7 @@ __attribute__((always_inline)) inline Terms<A, kSums> sum_stretch(int64_t begin,
   return part[0];
 }
 
-// kSums sums over a row.
+// Accumulates kSums sums over a row.
 template <class A, int kSums, class Term>
 __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, A* sums) {
   Terms<A, kSums> total{};
@@ -54,7 +54,7 @@ __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, 
   Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, if bit i of stretches is set
   int64_t stretches = 0;
   for (int64_t begin = 0; begin < n; begin += kSumLength, ++stretches) {
-    // In one place, for all lengths: what sums up is inlined, some times each.
+    // A single call site for all lengths, because `term` is inlined several times at each.
     Terms<A, kSums> own = sum_stretch<A, kSums>(begin, min64(begin + kSumLength, n), term);
     if (n <= kSumLength) {
       total = own;
@@ -73,11 +73,11 @@ __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, 
 inline float square_root(float x) { return __builtin_sqrtf(x); }
 inline double square_root(double x) { return __builtin_sqrt(x); }
 
-// Rows take their passes in turns, a block of rows each, so that one's chain from its sum to its
-// variance to the root of that is hidden behind the others. What becomes of a row does not depend
-// on which others these are.
+// Each pass runs over a block of rows before the next pass, which hides a row's dependency chain
+// from sum to variance to square root behind other rows. A row's result does not depend on the
+// other rows of its block.
 constexpr int64_t kMaxBlockRows = 8;
-constexpr int64_t kBlockBytes = int64_t{16} << 10;  // what is kept of a block stays in L1
+constexpr int64_t kBlockBytes = int64_t{16} << 10;  // the block's cached rows stay in L1
 
 template <class T>
 class NormFwd {
@@ -122,12 +122,12 @@ class NormFwd {
     return true;
   }
 
-  // kPlain: rows are the input's alone, and weight and bias are there.
+  // kPlain: rows are the input alone, with weight and bias.
   template <bool kPlain>
   void rows(int64_t first, int64_t count) {
     const int64_t n = p_.columns;
     const bool in_place = sizeof(T) == sizeof(A) && (kPlain || !added_);
-    // A list of the rows' addresses made 65,536 rows of 64 take 1.2 times as long.
+    // A list of row addresses made 65,536 rows of 64 take 1.2 times as long.
     const bool one_run = p_.input_rows.run_step == 0;
     const T* const begin = row_of<T>(p_.input, p_.input_rows, first);
     const auto input = [&](int64_t k) {
@@ -155,7 +155,7 @@ class NormFwd {
     }
   }
 
-  // A row's sum; x: where it goes in the type of sums, null: nowhere.
+  // Returns a row's sum, and stores the row in the accumulator type to x unless it is null.
   A load_sum(const T* input, A* x) const {
     A sum;
     const auto load = [&](int64_t c, int64_t count) __attribute__((always_inline)) -> Terms<A, 1> {
@@ -167,8 +167,8 @@ class NormFwd {
     return sum;
   }
 
-  // residual + dropout(input) into x, and into total as it is stored: the norm is that of what the
-  // backward starts from. And its sum.
+  // Stores residual + dropout(input) to x and, rounded, to total. x holds the rounded values, since
+  // the backward starts from them. Returns their sum.
   A add_up(int64_t r, const T* input, A* x) const {
     const int64_t n = p_.columns;
     const bool drops = p_.dropout_p > 0;
@@ -197,7 +197,7 @@ class NormFwd {
     return sum;
   }
 
-  // The sum of (x - mean)^2.
+  // Returns the sum of (x - mean)^2.
   A square_sum(const A* x, A mean) const {
     A sum;
     const auto square = [&](int64_t c, int64_t count)
@@ -225,19 +225,20 @@ class NormFwd {
   }
 
   const NormParams& p_;
-  const bool added_;      // rows are not the input's alone
+  const bool added_;      // rows are not the input alone
   const int64_t stride_;  // of a row of x_
   Arena arena_;
   A* x_;  // (block, columns)
   RowDropout<A> dropout_;
 };
 
-// Rows whose gradients are on their way together: they share loads of the weight, and of the sums
-// of its gradient. Compilers contract other products of four rows than of one, so a gradient's last
-// bit may tell which of them it was; threads do not show in it.
+// Rows whose gradients are computed together: they share loads of the weight and of the
+// accumulators of its gradient. Compilers fuse different multiply-adds for four rows than for one,
+// so a gradient's last bit may depend on its row's group. It does not depend on the number of
+// threads.
 constexpr int kGradRows = 4;
 
-// Calls use of kGradRows rows at once, and of single ones in the end: use(r, constant).
+// Calls use(r, constant) for groups of kGradRows rows, then for single rows.
 template <class Use>
 inline void for_rows(int64_t begin, int64_t end, const Use& use) {
   int64_t r = begin;
@@ -251,8 +252,8 @@ template <class T>
 class NormBwd {
   using A = Acc<T>;
 
-  // Rows whose parts of the weight gradient are added up in order. The parts depend on the shape
-  // alone, so the result is the same for any number of threads.
+  // Rows are divided into parts, whose weight gradients are added in order. The parts depend on the
+  // shape alone, so the result is the same for any number of threads.
   static constexpr int64_t kMaxParts = 64, kMinRows = 16;
 
  public:
@@ -303,7 +304,7 @@ class NormBwd {
     return true;
   }
 
-  // kAffine: weight is there, and its gradient and that of bias are wanted.
+  // kAffine: there is a weight, and gradients of weight and bias are needed.
   template <bool kAffine, int kRows>
   void differentiate(int64_t first, A* weight_sum, A* bias_sum) {
     const int64_t n = p_.columns;
@@ -328,7 +329,7 @@ class NormBwd {
     const auto add = [](Vec<A> x, int64_t count, A* sum) {
       store_part<A>(load_part(sum, count) + x, count, sum);
     };
-    // Along the rows, and then across.
+    // Returns g x of each row, then g of each row. Accumulates gradients of weight and bias.
     const auto terms = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       Terms<A, 2 * kRows> terms;
       const Vec<A> factor = weight_at(c, count);
@@ -352,8 +353,8 @@ class NormBwd {
       along[k] = sums[k] / static_cast<A>(n);
       across[k] = p_.rms ? A(0) : sums[kRows + k] / static_cast<A>(n);
     }
-    // A row after the other: where several are written past the caches in turns, each line takes
-    // longer.
+    // One row after another: streaming stores that alternate between rows take longer per cache
+    // line.
 #pragma GCC unroll 1
     for (int k = 0; k < kRows; ++k) {
       const int64_t row = (first + k) * n;

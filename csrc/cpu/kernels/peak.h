@@ -1,5 +1,5 @@
-// What the multiplying instructions of this instruction set reach when nothing else is done: the
-// ceiling that benchmarks compare kernels with.
+// Peak rates of this instruction set's multiply instructions without other work: the ceiling that
+// benchmarks compare kernels with.
 #pragma once
 
 #include <time.h>
@@ -16,7 +16,7 @@ inline double seconds_now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Vector multiply-adds of a thread; the operations that were done.
+// Runs vector multiply-adds on one thread. Returns the number of operations.
 inline double spin_multiply_add(int64_t rounds) {
   constexpr int kChains = 2 * kMicroRows < 12 ? 2 * kMicroRows : 12;
   Vec<float> sum[kChains], x = broadcast<float>(0.999f), y = broadcast<float>(1e-3f);
@@ -26,18 +26,18 @@ inline double spin_multiply_add(int64_t rounds) {
     for (int i = 0; i < kChains; ++i) sum[i] = sum[i] * x + y;
   }
   for (int i = 1; i < kChains; ++i) sum[0] += sum[i];
-  volatile float result = sum[0][0];  // or nothing of this would be done
+  volatile float result = sum[0][0];  // keeps the compiler from removing the loop
   (void)result;
   return 2.0 * kChains * kLanes<float> * static_cast<double>(rounds);
 }
 
 #if defined(__AMX_BF16__)
-// Products of tiles in the parts of a type, with a load of an operand for each. Types of several
-// parts load less, 14 operands for 24 products of float32: what they could reach is a little more.
+// Runs products of tiles in the parts of a type, with one operand load each. Types of several parts
+// need fewer loads, 14 operands for 24 products of float32, so their real ceiling is a bit higher.
 template <class F>
 inline double spin_tiles(int64_t rounds) {
   TileRegisters registers;
-  // Numbers as they come: on zeros the unit takes less power, and runs faster.
+  // Arbitrary numbers: on zeros the unit draws less power and runs faster.
   alignas(64) uint16_t data[4][kTileNumbers];
   for (int i = 0; i < 4 * kTileNumbers; ++i) {
     (&data[0][0])[i] = static_cast<uint16_t>(0x3C00 + i * 37 % 128 - (i % 3 == 0 ? 0x8000 : 0));
@@ -83,13 +83,13 @@ inline double spin_pairs(int64_t rounds) {
     for (int i = 0; i < kPairChains; ++i) sum[i] = multiply_add(x, sum[i]);
   }
   for (int i = 1; i < kPairChains; ++i) sum[0] += sum[i];
-  volatile float result = sum[0][0];  // or nothing of this would be done
+  volatile float result = sum[0][0];  // keeps the compiler from removing the loop
   (void)result;
   return kOperations * kPairChains * static_cast<double>(rounds);
 }
 #endif
 
-// Operations a second of all threads together, the best of some tries.
+// Returns the operations a second of all threads together, the best of five trials.
 template <class Spin>
 inline double peak_of(int64_t threads, const Spin& spin) {
   double best = 0;
@@ -106,7 +106,7 @@ inline double peak_of(int64_t threads, const Spin& spin) {
 
 inline double multiply_add_peak(int64_t threads) { return peak_of(threads, spin_multiply_add); }
 
-// Of what attention in a type is multiplied with here.
+// Returns the peak of the instructions that attention multiplies this type with.
 template <class T>
 inline double product_peak(int64_t threads) {
 #if defined(__AMX_BF16__)

@@ -1,9 +1,9 @@
 // The products of attention in the format that this instruction set multiplies.
 //
-// Left operands (rows, steps) are broadcast or read in tiles of rows; right operands (steps, lanes)
-// have a panel of queries, or features, in their lanes. Product<T> packs both, and multiplies.
-//   NumberProduct: numbers, by vector multiply-add; operands stay where they are if they can.
-//   PairProduct: bfloat16 pairs, by vdpbf16ps, by BFMMLA or by AMX tiles.
+// Left operands (rows, steps) are broadcast or read in tiles of rows. Right operands (steps, lanes)
+// have a panel of queries or features in their lanes. Product<T> packs both and multiplies them.
+//   NumberProduct: numbers, by vector multiply-add; operands are used in place if possible.
+//   PairProduct: bfloat16 pairs, by vdpbf16ps, BFMMLA or AMX tiles.
 #pragma once
 
 #include "cpu/amx/tile_gemm.h"
@@ -19,7 +19,7 @@ constexpr Nothing kNothing;
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Rows from src, `stride` apart, to dst (rows_to, dim_to), what is missing as 0.
+// Copies rows from src, `stride` apart, to dst (rows_to, dim_to), and fills the rest with 0.
 template <class T>
 inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T* dst,
                       int64_t rows_to, int64_t dim_to) {
@@ -31,14 +31,15 @@ inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T
   }
 }
 
-// Steps that one sum takes before it is added to C: the error of a sum grows with its length. Sums
-// over keys round at the size of the weights that are in them each time. 32 halves the error of out
-// against 128 steps where one key dominates, and costs 5 % of a product over 64; with 32, a row of
-// 40 keys, two of them large, was still 1.15 times its limit off. 16 adds 2 % to a forward.
+// Steps that are accumulated before the sum is added to C: its error grows with its length. Sums
+// over keys round each time at the magnitude of the weights that they contain. Where one key
+// dominates, 32 halves the error of out against 128 steps, and costs 5 % of a product over 64. With
+// 32, a row of 40 keys, two of them large, still had 1.15 times the error limit. 16 adds 2 % to a
+// forward.
 constexpr int64_t kSumSteps = 16;
-// For dO V^T, whose elements are large, and are left with their rounding where dS is a small
-// difference: 8 halves the error of dQ in rows that one key dominates, and costs a third of this
-// one of five products.
+// For dO V^T: its elements are large, and their rounding remains where dS is a small difference. 8
+// halves the error of dQ in rows that one key dominates, and costs a third of this one of five
+// products.
 constexpr int64_t kShortSumSteps = 8;
 
 template <class T>
@@ -50,15 +51,15 @@ class NumberProduct {
   static constexpr int64_t kRows = kPanel<A>;
   static constexpr bool kPairs = false;
   static constexpr int kParts = 1;
-  // Panels whose weights are multiplied at once in the backward; these are numbers, and a panel of
-  // them fills half of L1.
+  // Query tiles whose weights the backward multiplies together: one, as a tile of numbers fills
+  // half of L1.
   static constexpr int64_t kGroup = 1, kRowGap = 0;
 
   struct Left {
     const A* data;
     int64_t stride;
     Left from_row(int64_t r) const { return {data + r * stride, stride}; }
-    Left from_key(int64_t t) const { return from_row(t); }  // of columns(), which are rows here
+    Left from_key(int64_t t) const { return from_row(t); }  // columns() returns rows here
   };
   struct Right {
     const A* data;
@@ -66,7 +67,7 @@ class NumberProduct {
     Right from_lane(int64_t l) const { return {data + l, stride}; }
     Right from_step(int64_t t) const { return {data + t * stride, stride}; }
   };
-  struct Registers {};  // nothing to set up for a thread
+  struct Registers {};  // no setup per thread
 
   static int64_t pad_rows(int64_t rows) { return rows; }
   static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 4); }
@@ -75,7 +76,7 @@ class NumberProduct {
   static int64_t columns_size(int64_t keys, int64_t dim) { return left_size(keys, dim); }
   static constexpr int64_t right_size(int64_t steps, int64_t lanes) { return steps * lanes; }
 
-  // Rows of key or value: in place where nothing has to be converted.
+  // Returns rows of key or value, in place if no conversion is needed.
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T*, A* buffer) {
     if constexpr (sizeof(T) == sizeof(A)) {
       (void)n, (void)dim, (void)buffer;
@@ -86,12 +87,12 @@ class NumberProduct {
     }
   }
 
-  // The transpose of such rows, which is multiplied as Layout::kColumnMajor.
+  // Returns the transpose of such rows; here the rows, multiplied as Layout::kColumnMajor.
   static Left columns(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage, A* buffer) {
     return rows(src, stride, n, dim, stage, buffer);
   }
 
-  // A panel of rows (kRows, pad_dim(dim)) with the features as steps and the rows as lanes.
+  // Packs a panel of rows (kRows, pad_dim(dim)) with features as steps and rows as lanes.
   static Right right_columns(const T* panel, int64_t dim, A* scratch, A* buffer) {
     const A* rows = number_rows(panel, dim, scratch);
     transpose(rows, pad_dim(dim), kRows, dim, buffer, kRows);
@@ -99,7 +100,7 @@ class NumberProduct {
   }
   static Right columns_view(const A* buffer, int64_t) { return {buffer, kRows}; }
 
-  // The same with the rows as steps and the features as lanes.
+  // Packs a panel with rows as steps and features as lanes.
   static Right right_rows(const T* panel, int64_t dim, A* buffer, int64_t) {
     for (int64_t r = 0; r < kRows; ++r) {
       load_row(panel + r * pad_dim(dim), pad_dim(dim), buffer + r * pad_dim(dim));
@@ -109,18 +110,18 @@ class NumberProduct {
   static Right rows_view(const A* buffer, int64_t dim, int64_t) { return {buffer, pad_dim(dim)}; }
   static int64_t scratch_size(int64_t dim) { return kRows * pad_dim(dim); }
 
-  // A vector of weights, ready to be stored in either operand's format.
+  // A vector of weights that can be stored in either operand's format.
   struct Weight {
     Vec<A> value;
   };
   static Weight weight(Vec<A> value) { return {value}; }
   static constexpr bool kRoundsWeights = false;
-  // Row t of a left operand (keys, queries): the panel's two vectors.
+  // Stores row t of a left operand (keys, queries): the panel's two vectors.
   static void store_left(A* row, int64_t, const Weight& v0, const Weight& v1) {
     store(row, v0.value);
     store(row + kLanes<A>, v1.value);
   }
-  // Steps t and t + 1 of a right operand (keys, queries), one vector of each; t is even.
+  // Stores steps t and t + 1 of a right operand (keys, queries), one vector of each; t is even.
   static void store_right(A* operand, int64_t, int64_t t, int v, const Weight& a, const Weight& b) {
     store(operand + t * kRows + v * kLanes<A>, a.value);
     store(operand + (t + 1) * kRows + v * kLanes<A>, b.value);
@@ -128,7 +129,7 @@ class NumberProduct {
   static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
   static Right right_view(const A* data, int64_t) { return {data, kRows}; }
 
-  // meanwhile is called calls(m, k) times while the product is computed: never here, where the
+  // A product calls `meanwhile` calls(m, k) times during its computation: never here, where the
   // vector units are busy.
   static int64_t calls(int64_t, int64_t) { return 0; }
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
@@ -151,9 +152,8 @@ class NumberProduct {
 };
 
 #if defined(FUSED_ATTN_BF16_PAIRS)
-// Each number as kParts bfloat16 numbers, in planes that lie `part` elements apart. Within a step
-// of 2 * kLane, a word holds two neighbours of a feature or key dimension, or the queries l and
-// l + kLane.
+// Splits each number into kParts bfloat16 numbers, in planes `part` elements apart. In each step of
+// 2 * kLane, a word holds two neighbouring features or keys, or the queries l and l + kLane.
 template <class T>
 class PairProduct {
  public:
@@ -164,8 +164,8 @@ class PairProduct {
   static constexpr int64_t kLane = kLanes<float>;
   static constexpr bool kPairs = true;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : kIsHalf<T> ? 2 : 1;
-  // Panels whose weights are multiplied at once in the backward, so that the sums over queries
-  // stay in registers; 128 queries by 128 keys in three parts take 96 KiB of L2. 8: 3 % slower.
+  // Query tiles whose weights the backward multiplies together, so that sums over queries stay in
+  // registers. 128 queries by 128 keys in three parts take 96 KiB of L2. 8: 3 % slower.
   static constexpr int64_t kGroup = 4;
 
   struct Left {
@@ -189,8 +189,8 @@ class PairProduct {
   static int64_t pad_rows(int64_t rows) { return round_up(rows, kLane); }
   static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 2 * kLane); }
   static int64_t pad_dim(int64_t dim) { return round_up(dim, 2 * kLane); }
-  // Rows of left operands lie this much further apart than they are long: the 16 of a tile then
-  // fall into different sets of L1. Measured on the product alone: 10 % for three parts.
+  // Gap between rows of left operands: the 16 rows of a tile then map to different sets of L1. The
+  // product alone gains 10 % for three parts.
   static constexpr int64_t kRowGap = 32;
   static int64_t left_size(int64_t rows, int64_t dim) {
     return kParts * pad_rows(rows) * (pad_dim(dim) + kRowGap);
@@ -202,8 +202,8 @@ class PairProduct {
     return kParts * pad_steps(steps) / 2 * lanes;
   }
 
-  // stage: (pad_steps(n), pad_dim(dim)) of T. One part that needs no padding stays in place, if its
-  // rows are whole words apart.
+  // stage: (pad_steps(n), pad_dim(dim)) of T. A single part that needs no padding stays in place,
+  // if its rows are whole words apart.
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
                    uint16_t* buffer) {
     const int64_t wide = pad_dim(dim), high = pad_rows(n);
@@ -266,7 +266,7 @@ class PairProduct {
   }
   static int64_t scratch_size(int64_t dim) { return kParts * kRows * pad_dim(dim) / 2; }
 
-  // The planes of `panels` panels lie together.
+  // Each plane holds `panels` panels.
   static Right right_rows(const T* panel, int64_t dim, uint32_t* buffer, int64_t panels) {
     const int64_t wide = pad_dim(dim);
     for (int64_t l = 0; l < kLane; ++l) {
@@ -285,10 +285,11 @@ class PairProduct {
   }
 
   struct Weight {
-    Vec32 part[kParts];  // in the upper halves
+    Vec32 part[kParts];  // in the upper halves of words
   };
 
-  // All parts but the last are cut off, so that what is left is exact; the last is rounded.
+  // Truncates all parts but the last, so that the remainder is exact. The last is rounded, unless
+  // it is the third, which is exact.
   static Weight weight(Vec<float> x) {
     Weight w;
     for (int p = 0; p < kParts - 1; ++p) {
@@ -299,9 +300,9 @@ class PairProduct {
     return w;
   }
 
-  // Whether a weight is multiplied as another number than it is.
+  // True if weights are rounded before they are multiplied.
   static constexpr bool kRoundsWeights = kParts < 3;
-  // sum + a + b, as they are multiplied: an instruction, where adding what they were takes two.
+  // Returns sum + a + b, as multiplied: one instruction, where adding unrounded weights takes two.
   static Vec<float> add_rounded(Vec<float> sum, const Weight& a, const Weight& b) {
     constexpr uint32_t kOnes = 0x3F803F80u;
     for (int p = 0; p < kParts; ++p) {
@@ -365,7 +366,7 @@ class PairProduct {
 
   static Vec32 pair(Vec32 low, Vec32 high) { return low >> 16 | (high & 0xFFFF0000u); }
 
-  // As weight(), for numbers that may be anything: infinity and NaN stay what they are.
+  // Splits arbitrary numbers as weight() does, but preserves infinity and NaN.
   static Weight number(Vec<float> x) {
     Weight w = weight(x);
     const Vec<int32_t> nonfinite = ((Vec32)x & 0x7F800000u) == 0x7F800000u;
@@ -390,7 +391,7 @@ class PairProduct {
 };
 #endif
 
-// AMX takes every type but float64; vdpbf16ps and BFMMLA only bfloat16.
+// AMX multiplies every type but float64; vdpbf16ps and BFMMLA only bfloat16.
 template <class T>
 struct ProductOf {
   using type = NumberProduct<T>;
@@ -414,7 +415,7 @@ struct ProductOf<float> {
 template <class T>
 using Product = typename ProductOf<T>::type;
 
-// The precision of a weight that is multiplied.
+// Precision of exp that multiplied weights of a type need.
 template <class T>
 constexpr Precision kPrecision = Precision::kFull;
 template <>

@@ -1,4 +1,4 @@
-// Rows of a matrix, vector by vector: parts of vectors, stores past the caches, dropout.
+// Rows of a matrix, vector by vector: partial vectors, streaming stores, dropout.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -6,7 +6,7 @@
 namespace fused_attn {
 namespace {
 
-// The first `count` of a vector's elements, the others 0.
+// Loads the first `count` elements of a vector; the others are 0.
 template <class T>
 inline Vec<Acc<T>> load_part(const T* src, int64_t count) {
   if (count == kLanes<Acc<T>>) return load_as<T>(src);
@@ -23,15 +23,15 @@ inline void store_part(Vec<Acc<T>> v, int64_t count, T* dst) {
   memcpy(dst, part, count * sizeof(T));
 }
 
-// Null where there is no matrix.
+// Returns the address of a row, or null if there is no matrix.
 template <class T>
 inline const T* row_of(const void* matrix, const RowLayout& rows, int64_t row) {
   return matrix == nullptr ? nullptr : static_cast<const T*>(matrix) + row_offset(rows, row);
 }
 
-// Where the rows that are written do not fit into L2, writing them past the caches saves reading
-// them first. It helps the backward and the forward with dropout and residual (1.86 -> 1.70 ms at
-// 4096 x 768 floats), and slows the plain forward down (0.58 -> 0.72 ms).
+// If the written rows do not fit into L2, stores past the caches save reading them first. That
+// helps the backward and the forward with dropout and residual (1.86 -> 1.70 ms at 4096 x 768
+// floats), and slows down the plain forward (0.58 -> 0.72 ms).
 constexpr int64_t kStreamFrom = int64_t{4} << 20;  // bytes
 
 template <class T>
@@ -40,7 +40,7 @@ inline bool streams(int64_t numel, const void* row) {
          numel * static_cast<int64_t>(sizeof(T)) >= kStreamFrom;
 }
 
-// store_part, past the caches where that is wanted.
+// Stores part of a vector, past the caches if `streaming`.
 template <class T>
 inline void write_part(Vec<Acc<T>> v, int64_t count, bool streaming, T* dst) {
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
@@ -49,7 +49,7 @@ inline void write_part(Vec<Acc<T>> v, int64_t count, bool streaming, T* dst) {
   store_part<T>(v, count, dst);
 }
 
-// Calls use(c, count) for each vector of a row, of which the last may be a part.
+// Calls use(c, count) for each vector of a row, the last of which may be partial.
 template <class A, class Use>
 __attribute__((always_inline)) inline void for_each_vector(int64_t begin, int64_t end,
                                                            const Use& use) {
@@ -58,15 +58,15 @@ __attribute__((always_inline)) inline void for_each_vector(int64_t begin, int64_
   if (c < end) use(c, end - c);
 }
 
-// What dropout leaves of a row.
+// Dropout of rows.
 template <class A>
 class RowDropout {
   using Columns = DropoutColumns<>;
 
  public:
-  static constexpr int kColumns = Columns::kColumns;  // that are drawn at once
+  static constexpr int kColumns = Columns::kColumns;  // drawn together
 
-  // offsets: of runs of `run` rows each; null: none.
+  // offsets: dropout_offsets of runs of `run` rows each, or null.
   RowDropout(int64_t columns, double dropout_p, uint64_t seed, const int64_t* offsets, int64_t run)
       : columns_(dropout_p > 0 ? columns : 0),
         keys_(seed),
@@ -85,22 +85,22 @@ class RowDropout {
     }
   }
 
-  // The row of the counters of row r.
+  // Returns the counters' row for row r.
   FUSED_ATTN_INLINE uint32_t counter_row(int64_t r) const {
     return static_cast<uint32_t>(offsets_ == nullptr ? r : offsets_[r / run_] + r % run_);
   }
 
-  // Bit e: column c + e of the row with such counters; c is a multiple of kColumns.
+  // Returns a mask whose bit e is set if column c + e is kept; c is a multiple of kColumns.
   FUSED_ATTN_INLINE uint64_t keep(uint32_t row, int64_t c) const {
     return groups_[c / kColumns].keep(row);
   }
 
-  // Of a vector of columns from c on.
+  // Returns the factors of a vector of columns from c on.
   FUSED_ATTN_INLINE Vec<A> factor(uint64_t kept, int64_t c) const {
     return where<A>(static_cast<uint32_t>(kept >> (c % kColumns)), broadcast<A>(scale_), Vec<A>{});
   }
 
-  // What is left of such a vector: 0 where it is dropped, whatever it was.
+  // Returns a vector of columns after dropout: 0 where dropped, even for NaN.
   FUSED_ATTN_INLINE Vec<A> left(uint64_t kept, int64_t c, Vec<A> x) const {
     return where<A>(static_cast<uint32_t>(kept >> (c % kColumns)), x * scale_, Vec<A>{});
   }

@@ -1,4 +1,4 @@
-// Activations and their slopes on vectors. GELU: Hendrycks and Gimpel 2016.
+// Vectorized activations and their derivatives. GELU: Hendrycks and Gimpel 2016.
 #pragma once
 
 #include "cpu/simd/vec_math.h"
@@ -6,7 +6,7 @@
 namespace fused_attn {
 namespace {
 
-// x * Phi(x), Phi(x) being the chance that a normal number is less than x.
+// x * Phi(x), where Phi is the normal distribution function.
 template <class A>
 class Gelu {
  public:
@@ -15,7 +15,7 @@ class Gelu {
     return x * chance_of_less(x, a, power(a));
   }
 
-  // Infinities have slopes too.
+  // Finite at infinities too.
   FUSED_ATTN_INLINE Vec<A> slope(Vec<A> x) const {
     const Vec<A> a = x < 0 ? -x : x, of_a = power(a);
     const Vec<A> x_density = x * (of_a * A(0.39894228040143267794));
@@ -23,31 +23,31 @@ class Gelu {
   }
 
  private:
-  // From there on Phi(-a) would be subnormal, or nearly so; it is 0.
+  // From here on Phi(-a), subnormal or nearly so, is set to 0.
   static constexpr A kCap = sizeof(A) == 4 ? A(12.9) : A(37);
 
-  // Phi(-a) is exp(-a^2 / 2) times Mills' ratio, which is smooth: as exact, relative to itself, as
-  // a^2 is in this precision.
+  // Computes Phi(-a) as exp(-a^2 / 2) times Mills' ratio, which is smooth. The relative error is
+  // that of a^2 in this precision.
   FUSED_ATTN_INLINE Vec<A> chance_of_less(Vec<A> x, Vec<A> a, Vec<A> power) const {
     const Vec<A> product = mills_ratio(a) * power;
     const Vec<A> tail = a >= kCap ? Vec<A>{} : product;
     return x < 0 ? tail : A(1) - tail;
   }
 
-  // exp(-a^2 / 2).
+  // Computes exp(-a^2 / 2).
   FUSED_ATTN_INLINE Vec<A> power(Vec<A> a) const {
     const Vec<A> square = a * a;
 #if defined(__AVX512DQ__)
     if constexpr (sizeof(A) == 4) {
-      const Vec<A> y = square * A(-0.72134752044448170368);  // numbers below normal ones are slow
+      const Vec<A> y = square * A(-0.72134752044448170368);  // max(): subnormals are slow
       return exp2_rough<Precision::kFull>(max<A>(broadcast<A>(-126), y));
     }
 #endif
     return exp_nonpositive<A>(square * A(-0.5), unit_);
   }
 
-  // Phi(-a) exp(a^2 / 2) of 0 <= a < kCap. Coefficients of least relative error, 3.7e-8, in
-  // (a - 3) / (a + 3), times 1 / (a + 3).
+  // Computes Phi(-a) exp(a^2 / 2) for 0 <= a < kCap: a polynomial of least relative error, 3.7e-8,
+  // in (a - 3) / (a + 3), times 1 / (a + 3).
   static FUSED_ATTN_INLINE Vec<float> mills_ratio(Vec<float> a) {
     constexpr float kPoly[] = {
         0.7290836572647095f,    -0.5093321800231934f,    0.230019211769104f,
@@ -60,7 +60,7 @@ class Gelu {
     return p * inverse;
   }
 
-  // Nobody waits for doubles.
+  // Scalar: the speed of float64 does not matter.
   static inline Vec<double> mills_ratio(Vec<double> a) {
     for (int l = 0; l < kLanes<double>; ++l) {
       a[l] = 0.5 * __builtin_erfc(a[l] * 0.70710678118654752440) * __builtin_exp(0.5 * a[l] * a[l]);
@@ -71,7 +71,7 @@ class Gelu {
   const ExpUnit<A> unit_{1.0};
 };
 
-// x * sigmoid(2 u(x)) with u(x) = sqrt(2 / pi) (x + 0.044715 x^3): GELU by tanh.
+// GELU by tanh: x * sigmoid(2 u(x)) with u(x) = sqrt(2 / pi) (x + 0.044715 x^3).
 template <class A>
 class GeluTanh {
  public:
@@ -92,13 +92,13 @@ class GeluTanh {
   static constexpr A kLinear = A(1.59576912160573071176);  // 2 sqrt(2 / pi)
   static constexpr A kCubic = kLinear * A(0.044715);
 
-  // Sigmoids of 2 u(22) and more are 0 or 1, in doubles too.
+  // The sigmoid is 0 or 1 from 2 u(22) on, in double too.
   static FUSED_ATTN_INLINE Vec<A> within(Vec<A> x) {
     const Vec<A> capped = x > A(22) ? broadcast<A>(22) : x;
     return capped < A(-22) ? broadcast<A>(-22) : capped;  // NaN stays
   }
 
-  // other: 1 less the result, exact relative to itself.
+  // Stores 1 minus the result in *other, without cancellation.
   FUSED_ATTN_INLINE Vec<A> sigmoid(Vec<A> x, Vec<A>* other) const {
     const Vec<A> u = ((x * x) * kCubic + kLinear) * x;
     const Vec<A> power = exp_nonpositive<A>(u < 0 ? u : -u, unit_);

@@ -1,4 +1,4 @@
-// Storage types and their conversion, a row at a time, to the type that is computed in.
+// Storage types and their conversion, row by row, to the accumulator type.
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -13,7 +13,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// What a storage type is computed in.
+// Accumulator type of a storage type.
 template <class T>
 struct AccOf {
   using type = float;
@@ -52,8 +52,8 @@ inline float to_acc(Half x) {
 #elif defined(FUSED_ATTN_NEON)
   return static_cast<float>(bit_cast<__fp16>(x.bits));
 #else
-  // Exponent and mantissa moved into place and the bias corrected by a product, which handles
-  // subnormals too; infinity and NaN get the largest exponent back.
+  // Moves exponent and mantissa into place and corrects the bias by a product, which handles
+  // subnormals too. Infinity and NaN get the largest exponent afterwards.
   const uint32_t magnitude = uint32_t{x.bits & 0x7FFFu} << 13;
   float value = bit_cast<float>(magnitude) * 0x1p112f;
   if ((x.bits & 0x7C00u) == 0x7C00u) value = bit_cast<float>(magnitude | 0x7F800000u);
@@ -64,7 +64,7 @@ inline float to_acc(Half x) {
 inline void from_acc(float x, float* out) { *out = x; }
 inline void from_acc(double x, double* out) { *out = x; }
 
-// Round to nearest even; a NaN stays one.
+// Rounds to nearest even; NaN stays NaN.
 inline void from_acc(float x, BFloat16* out) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
@@ -93,7 +93,7 @@ inline void from_acc(float x, Half* out) {
 #endif
 }
 
-// kLanes<Acc<T>> elements to the type that is computed in.
+// Loads kLanes<Acc<T>> elements as the accumulator type.
 template <class T>
 inline Vec<Acc<T>> load_as(const T* src) {
   Vec<Acc<T>> v;
@@ -124,14 +124,14 @@ inline void store_as<double>(Vec<double> v, double* dst) {
 
 typedef uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
 
-// The upper half of each is what it rounds to; NaN stay NaN.
+// Returns bits whose upper half is the rounded number; NaN stays NaN.
 inline Vec32 rounded_to_bfloat16(Vec<float> v) {
   const Vec32 bits = (Vec32)v;
   return v != v ? Vec32{} + 0x7FC00000u : bits + 0x7FFFu + (bits >> 16 & 1u);
 }
 
 #if defined(__AVX512F__)
-// By name: the compiler's own conversions take twice as many instructions.
+// Intrinsics, because the compiler's conversions take twice as many instructions.
 template <>
 inline Vec<float> load_as<BFloat16>(const BFloat16* src) {
   const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)src));
@@ -202,7 +202,7 @@ inline void store_row(const Acc<T>* src, int64_t n, T* dst) {
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
-// In a fifth of the instructions; but they take subnormal numbers for 0.
+// Takes a fifth of the instructions, but they flush subnormal numbers to 0.
 template <>
 inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
   int64_t i = 0;
@@ -223,12 +223,12 @@ inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
 }
 #endif
 
-// ---- what rounding to 16 bits takes, as a difference of float32's bits
+// ---- residuals of rounding to 16 bits, as differences of float32 bits
 // (AttentionParams::out_residual)
 
 typedef int16_t Lows __attribute__((vector_size(kVectorBytes / 2)));
 
-// Of a row whose rounded numbers are stored already.
+// Stores the rounding residuals of a row whose rounded numbers are already stored.
 template <class T>
 inline void store_residual_row(const float* src, const T* rounded, int64_t n, int16_t* dst) {
   constexpr int32_t kMost = 0x7FFF;
@@ -246,7 +246,7 @@ inline void store_residual_row(const float* src, const T* rounded, int64_t n, in
   }
 }
 
-// The sum of what rounding took from a row, times another row.
+// Returns the dot product of a row's rounding residuals and another row.
 template <class T>
 inline float dot_residual_row(const T* rounded, const int16_t* low, const T* other, int64_t n) {
   Vec<float> sum{};

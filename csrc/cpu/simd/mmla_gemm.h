@@ -2,11 +2,11 @@
 // four steps, in one instruction.
 //
 // Operands are words of two neighbouring steps, as for dot products of pairs: A (m, words) by rows,
-// B (words, 8 lanes). BFMMLA wants two words of a row, or of a lane, side by side in half a vector,
-// so rows are zipped in pairs, and words of lanes too: 16 permutations for 32 products of 8 x 8 x
-// 8, which leaves two thirds of what the instruction can do, 2.7 times what FMLA can. Packing
-// operands as they are multiplied would save them, but weights come as vectors of lanes, and keys
-// are multiplied where they lie.
+// B (words, 8 lanes). BFMMLA needs two words of a row, or of a lane, in one half of a vector, so
+// rows are zipped in pairs, and so are words of lanes. 32 products of 8 x 8 x 8 then take 16
+// permutations, which leaves two thirds of BFMMLA's peak, 2.7 times that of FMLA. Packing operands
+// in that format would save them, but weights are computed as vectors of lanes, and keys are
+// multiplied in place.
 #pragma once
 
 #include "cpu/simd/micro_gemm.h"
@@ -15,10 +15,10 @@ namespace fused_attn {
 namespace {
 
 #if defined(FUSED_ATTN_NEON_BF16)
-// Rows 2 r and 2 r + 1 of a panel, in blocks of two by two.
+// Rows 2 r and 2 r + 1 of C, in blocks of two by two.
 struct RowPair {
   float32x4_t block[4];
-  // Row 2 r + odd of C, lanes 4 v to 4 v + 3.
+  // Returns row 2 r + odd of C, lanes 4 v to 4 v + 3.
   Vec<float> lanes(int odd, int v) const {
     const float64x2_t low = vreinterpretq_f64_f32(block[2 * v]);
     const float64x2_t high = vreinterpretq_f64_f32(block[2 * v + 1]);
@@ -31,8 +31,8 @@ inline bfloat16x8_t zip_words(Vec32 a, Vec32 b, bool upper) {
                                       : vzip1q_u32((uint32x4_t)a, (uint32x4_t)b));
 }
 
-// kPairs pairs of rows of C; the last has one row where `last_is_one`, whose other one is read from
-// A, but not written. `words` is a multiple of 4.
+// Computes kPairs pairs of rows of C. If `last_is_one`, the second row of the last pair is read
+// from A but not written. `words` is a multiple of 4.
 template <int kPairs, Into kInto>
 inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
                       float* c, int64_t ldc, const float* scale, bool last_is_one) {
@@ -69,7 +69,7 @@ inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint3
   }
 }
 
-// C (m, 8); A has an even number of rows.
+// Computes C (m, 8); A has an even number of rows.
 template <Into kInto>
 inline void mmla_gemm(int64_t m, int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b,
                       int64_t ldb, float* c, int64_t ldc, const float* scale) {

@@ -1,9 +1,8 @@
-// Vectors of one instruction set, in GCC's vector extensions: arithmetic, comparisons and selects
+// Vectors of one instruction set, in GCC's vector extensions. Arithmetic, comparisons and selects
 // are operators, so a kernel is written once for float and double and every width.
 //
-// kernels.cpp is compiled once an instruction set. All is in an unnamed namespace: an inline
-// function with external linkage, compiled here for AVX-512, could be the copy that the linker
-// keeps for an older CPU.
+// kernels.cpp is compiled once per instruction set. Everything is in an unnamed namespace: if an
+// inline function had external linkage, the linker could keep its AVX-512 copy for older CPUs.
 #pragma once
 
 #include <stdint.h>
@@ -14,28 +13,28 @@
 #include <arm_neon.h>
 #endif
 
-// Dot products of pairs of bfloat16 numbers, summed up in float32.
+// Dot products of pairs of bfloat16 numbers, accumulated in float32.
 #if defined(__AVX512BF16__) || defined(FUSED_ATTN_NEON_BF16)
 #define FUSED_ATTN_BF16_PAIRS
 #endif
 
-// For what is beside products or in an inner loop: called, it would cost all vector registers.
+// For code next to products or in inner loops: a call would spill all vector registers.
 #define FUSED_ATTN_INLINE inline __attribute__((always_inline))
 
 namespace fused_attn {
 namespace {
 
-// What a product, or packing, is given to do meanwhile: nothing.
+// Default callback of products and packing: does nothing.
 struct Nothing {
   void operator()() const {}
 };
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kMicroRows = 12;  // x 2 vectors = 24 accumulators of 32 registers; 8: 4 % slower
+constexpr int kMicroRows = 12;  // x 2 vectors = 24 accumulators in 32 registers; 8: 4 % slower
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kMicroRows = 6;  // x 2 vectors = 12 accumulators of 16 registers
+constexpr int kMicroRows = 6;  // x 2 vectors = 12 accumulators in 16 registers
 #elif defined(FUSED_ATTN_NEON)
 constexpr int kVectorBytes = 16;
 constexpr int kMicroRows = 8;  // x 2 vectors = 16 accumulators; with 12 rows GCC spills four
@@ -54,7 +53,7 @@ using Vec = typename VectorOf<T>::type;
 template <class T>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
-// The integer as wide as T: the type of comparison results and of positions.
+// The integer as wide as T, for comparison results and positions.
 template <class T>
 struct IntOf;
 template <>
@@ -82,8 +81,8 @@ inline void store(T* p, Vec<T> v) {
   memcpy(p, &v, sizeof(v));
 }
 
-// Past the caches, where kLanes * sizeof(T) bytes from p on are aligned: what is written is not
-// read into the cache first. A fence is needed before another thread reads it.
+// Stores past the caches, so that the cache line is not read first. p must be aligned to a vector.
+// Another thread may read the data only after a fence.
 template <class T>
 inline void stream(T* p, Vec<T> v) {
 #if defined(__AVX512F__)
@@ -106,7 +105,7 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};  // x - 0 is x, also for -0 and NaN, and needs no instruction
 }
 
-// The larger, and b where one of them is NaN.
+// Returns the larger, or b if either is NaN.
 template <class T>
 inline Vec<T> max(Vec<T> a, Vec<T> b) {
 #if defined(__AVX512F__)
@@ -117,12 +116,12 @@ inline Vec<T> max(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
-// 1 / x of what is far from 0 and from infinity, to an ulp. A division takes 16 cycles.
+// Returns 1 / x to an ulp, for x far from 0 and infinity. A division takes 16 cycles.
 template <class T>
 FUSED_ATTN_INLINE Vec<T> reciprocal(Vec<T> x) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) {
-    const Vec<T> rough = (Vec<T>)_mm512_rcp14_ps((__m512)x);  // 2^-14; a step of Newton squares it
+    const Vec<T> rough = (Vec<T>)_mm512_rcp14_ps((__m512)x);  // 2^-14; a Newton step squares it
     return rough + rough * (T(1) - x * rough);
   }
 #endif
@@ -131,7 +130,7 @@ FUSED_ATTN_INLINE Vec<T> reciprocal(Vec<T> x) {
 
 #if defined(__FMA__) || defined(FUSED_ATTN_NEON)
 #define FUSED_ATTN_FMA
-// a * b + c rounded once. (Left to itself, the compiler fuses no product that it needs elsewhere.)
+// a * b + c rounded once. (The compiler does not fuse a product that has another use.)
 template <class T>
 inline Vec<T> fused_multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
 #if defined(__AVX512F__)
@@ -156,7 +155,7 @@ inline Vec<T> fused_multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
 }
 #endif
 
-// Any lane of a comparison is true.
+// Returns true if any lane of a comparison is true.
 template <class V>
 inline bool any(V mask) {
 #if defined(__AVX512F__)
@@ -172,7 +171,7 @@ inline bool any(V mask) {
 #endif
 }
 
-// Bit l: lane l of a comparison is true.
+// Returns a mask whose bit l is set if lane l of a comparison is true.
 template <class V>
 inline uint32_t to_bits(V mask) {
   constexpr int kCount = kVectorBytes / static_cast<int>(sizeof(mask[0]));
@@ -193,7 +192,7 @@ inline uint32_t to_bits(V mask) {
   return bits;
 }
 
-// Lane l of a where bit l is set, else of b.
+// Selects lane l of a where bit l is set, else of b.
 template <class T>
 inline Vec<T> where(uint32_t bits, Vec<T> a, Vec<T> b) {
 #if defined(__AVX512F__)
@@ -209,7 +208,7 @@ inline Vec<T> where(uint32_t bits, Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// The low halves of 64-bit lanes multiplied to 64 bits.
+// Multiplies the low halves of 64-bit lanes to 64 bits.
 inline Vec<uint64_t> multiply_wide(Vec<uint64_t> a, Vec<uint64_t> b) {
 #if defined(__AVX512F__)
   return (Vec<uint64_t>)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -222,7 +221,7 @@ inline Vec<uint64_t> multiply_wide(Vec<uint64_t> a, Vec<uint64_t> b) {
 #endif
 }
 
-// In one instruction with AVX-512, which the compiler does not find: Philox takes 177 cycles for
+// One instruction with AVX-512, which the compiler does not generate: Philox takes 177 cycles for
 // 128 numbers instead of 198.
 inline Vec<uint64_t> exclusive_or(Vec<uint64_t> a, Vec<uint64_t> b, Vec<uint64_t> c) {
 #if defined(__AVX512F__)
@@ -232,7 +231,7 @@ inline Vec<uint64_t> exclusive_or(Vec<uint64_t> a, Vec<uint64_t> b, Vec<uint64_t
 #endif
 }
 
-// Lanes are added in halves.
+// Adds the lanes pairwise in halves.
 template <class T>
 inline T horizontal_sum(Vec<T> v) {
 #if defined(__AVX512F__)

@@ -1,4 +1,4 @@
-// Transposing: queries become vector lanes on the way in, rows again on the way out.
+// Transposes: from rows to queries as vector lanes, and back.
 #pragma once
 
 #include <utility>
@@ -12,13 +12,13 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int64_t kTransposeTile = 16;
 
-// row(r): a vector.
+// Transposes the 16 vectors row(r) into target.
 template <class Row>
 inline void transpose_rows(const Row& row, void* target, int64_t target_stride) {
   float* const dst = static_cast<float*>(target);
   __m512 a[16], b[16];
   for (int r = 0; r < 16; ++r) a[r] = row(r);
-  // Pairs of rows, pairs of pairs, then 128-bit lanes by fours.
+  // Pairs of rows, pairs of pairs, then groups of four 128-bit lanes.
   for (int r = 0; r < 16; r += 2) {
     b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
     b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
@@ -101,7 +101,7 @@ inline void transpose_tile(const void* source, int64_t, void* target, int64_t) {
 }
 #endif
 
-// dst (cols, rows) = the transpose of src (rows, cols).
+// Computes dst (cols, rows), the transpose of src (rows, cols).
 template <class E>
 __attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64_t rows,
                                          int64_t cols, E* dst, int64_t dst_stride) {
@@ -121,8 +121,8 @@ __attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64
   }
 }
 
-// Lane l of the shuffle that lane_sums() adds at one level: where bit kStep of l is set, a lane of
-// the second vector (numbered from kLane on), else of the first.
+// Shuffle indices of one level of lane_sums(): lane l takes the lane at distance kStep if paired(),
+// itself if own(); from the second vector (numbered from kLane on) where bit kStep of l is set.
 template <int kLane, int kStep>
 constexpr int paired(int l) {
   return (l & kStep) != 0 ? kLane + (l ^ kStep) : l ^ kStep;
@@ -132,12 +132,12 @@ constexpr int own(int l) {
   return (l & kStep) != 0 ? kLane + l : l;
 }
 
-// Lane l is the sum of lanes l and l ^ kStep, of b where bit kStep of l is set, else of a: a blend,
-// which runs beside products, and one shuffle.
+// Lane l is the sum of lanes l and l ^ kStep, of b where bit kStep of l is set, else of a. Takes a
+// blend, which runs in parallel with products, and one shuffle.
 template <int kStep, class T, int... kLane>
 inline Vec<T> pair_sums(Vec<T> a, Vec<T> b, std::integer_sequence<int, kLane...>) {
   constexpr int kCount = sizeof...(kLane);
-// Clang has no __builtin_shuffle, and GCC before 12 nothing else.
+// Clang has no __builtin_shuffle, and GCC before 12 no __builtin_shufflevector.
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, own<kCount, kStep>(kLane)...) +
          __builtin_shufflevector(a, b, paired<kCount, kStep>(kLane)...);
@@ -148,7 +148,7 @@ inline Vec<T> pair_sums(Vec<T> a, Vec<T> b, std::integer_sequence<int, kLane...>
 #endif
 }
 
-// Lane i is the sum of the lanes of rows[i], level by level.
+// Returns in lane i the sum of the lanes of rows[i].
 template <class T, int kStep = 1>
 inline Vec<T> lane_sums(const Vec<T>* rows) {
   using Lanes = std::make_integer_sequence<int, kLanes<T>>;

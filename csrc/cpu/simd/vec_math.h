@@ -1,4 +1,4 @@
-// exp2, expm1-based tanh on vectors.
+// Vectorized exp2 and exp, tanh by expm1, and log-sum-exp.
 #pragma once
 
 #include "cpu/simd/convert.h"
@@ -74,7 +74,7 @@ inline ReducedExp<T> reduced_exp(Vec<T> x) {
                          ((VecU)shifted << C::kMantissaBits) + C::kOne);
 }
 
-// The type that a few long sums are taken in.
+// Type in which a few long sums are accumulated.
 template <class T>
 struct WideOf {
   using type = double;
@@ -86,13 +86,13 @@ struct WideOf<double> {
 template <class T>
 using Wide = typename WideOf<T>::type;
 
-// How exactly exp is wanted: the type that a weight is multiplied in.
+// Precision of exp, by the type in which weights are multiplied.
 enum class Precision { kBFloat16, kHalf, kFull };
 
 #if defined(__AVX512DQ__)
-// 2^r on [0, 1], 1 at 0; least relative error. Coefficients of r, r^2, ... Those of 16 bits add up
-// to 1 in this arithmetic: scores that are nearly the same, whose powers are of r next to 0 or to
-// 1, have an lse as exact as eager's, for a fifth more of the error elsewhere.
+// Polynomials of least relative error for 2^r on [0, 1], 1 at 0: coefficients of r, r^2, ... In the
+// 16-bit ones they sum to 1 in this arithmetic. Nearly equal scores, whose r is near 0 or 1, then
+// have an lse as exact as eager's. The error elsewhere is a fifth larger.
 template <Precision kPrecision>
 struct Exp2Poly;
 template <>
@@ -105,14 +105,15 @@ struct Exp2Poly<Precision::kHalf> {  // 3.4e-6
                                     0.013555747456848621f};
 };
 template <>
-struct Exp2Poly<Precision::kFull> {  // 2.0e-9, so that only rounding is left: 6.4e-8
+struct Exp2Poly<Precision::kFull> {  // 2.0e-9; with rounding 6.4e-8
   static constexpr float kPoly[] = {0.6931470632553101f,    0.2402293086051941f,
                                     0.055485282093286514f,  0.009675451554358006f,
                                     0.0012467845808714628f, 0.0002161291631637141f};
 };
 #endif
 
-// What a number is in natural units, and log2(e) times that, with what rounding takes from it.
+// Unit of exponents: in natural units, and log2(e) times that as `high` plus the rounding residual
+// `low`.
 template <class A>
 struct ExpUnit {
   explicit ExpUnit(double unit) : natural(static_cast<A>(unit)) {
@@ -126,13 +127,13 @@ struct ExpUnit {
 };
 
 #if defined(__AVX512DQ__)
-// 2^y for y <= 0 (a little more does no harm) or NaN. What would be subnormal may be anything
-// below, for products that do not know such numbers.
+// Computes 2^y for y <= 0 (slightly above is harmless) or NaN. A result that would be subnormal may
+// be any smaller number: products flush subnormals.
 template <Precision kPrecision>
 FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
   constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
   constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
-  // y less its floor, and 2^floor(y) in one instruction each, which know infinities.
+  // y minus its floor, and 2^floor(y): one instruction each; both handle infinities.
   const Vec<float> r = (Vec<float>)_mm512_reduce_ps((__m512)y, 0x09);
   Vec<float> p = broadcast<float>(kPoly[kDegree - 1]);
   for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
@@ -140,10 +141,11 @@ FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
 }
 #endif
 
-// exp(x unit) for x <= 0 (a little more does no harm) or NaN. What would be subnormal is 0.
+// Computes exp(x unit) for x <= 0 (slightly above is harmless) or NaN. Results that would be
+// subnormal are 0.
 //
-// kFull: as exact as x, whatever its size; the product with the unit is not rounded. Less: what
-// would be subnormal may be anything below, for products that do not know such numbers.
+// kFull: as exact as x at any magnitude, because the product with the unit is not rounded. With
+// less precision, a result that would be subnormal may be any smaller number: products flush those.
 template <class A, Precision kPrecision = Precision::kFull>
 FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
 #if defined(__AVX512DQ__)
@@ -175,7 +177,7 @@ FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
   return x * unit.high < ExpConstants<A>::kUnderflow ? Vec<A>{} : e.power * e.expm1 + e.power;
 }
 
-// tanh(x) = t / (t + 2) with t = expm1(2x), which keeps the relative precision near 0.
+// Computes tanh(x) = t / (t + 2) with t = expm1(2x), which is relatively precise near 0.
 template <class T>
 inline Vec<T> tanh(Vec<T> x) {
   constexpr T kOneFrom = sizeof(T) == 4 ? T(10) : T(20);  // tanh is 1 there in this precision
@@ -187,7 +189,7 @@ inline Vec<T> tanh(Vec<T> x) {
   return x < 0 ? -value : value;
 }
 
-// maximum * unit + log(sum), and what its rounding loses.
+// Computes maximum * unit + log(sum) as *high, and its rounding residual as *low.
 inline void log_sum_exp(float maximum, double unit, float sum, float* high, float* low) {
   const double scaled = maximum * unit, log = __builtin_log(static_cast<double>(sum));
   *high = static_cast<float>(scaled + log);
@@ -201,14 +203,14 @@ inline void log_sum_exp(double maximum, double unit, double sum, double* high, d
   *low = static_cast<double>((scaled - static_cast<long double>(*high)) + log);
 }
 
-// lse = high + low in units of a score, rounded, and the factor less 1 that makes up for the
-// rounding in exp(score - lse). Under a bias of -1e8 lse is a multiple of 8: low is not small, and
-// would be lost in a sum with high.
+// Converts lse = high + low to *high_unit, rounded, in units of a score. *lost is the factor minus
+// 1 that corrects exp(score - lse) for the rounding. Under a bias of -1e8, lse is a multiple of 8:
+// low is not small, and would be lost if added to high.
 template <class A>
 inline void in_units(A high, A low, double unit, A* high_unit, A* lost) {
   *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + low) / unit);
   const Wide<A> rest = (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + low;
-  // exp(-rest) - 1: a call of the library is a tenth of the backward of 128 keys of 32.
+  // exp(-rest) - 1. A library call would take a tenth of the backward of 128 keys of 32.
   const double r = static_cast<double>(rest);
   *lost = static_cast<A>(__builtin_fabs(r) < 0x1p-18 ? r * (r / 2 - 1) : __builtin_expm1(-r));
 }

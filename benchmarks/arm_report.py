@@ -1,10 +1,10 @@
-"""The main loops of the ARM kernels against a Neoverse V2's floor: `make arm-report`.
+"""Cycles of the ARM kernels' main loops against a Neoverse V2's minimum: `make arm-report`.
 
-kernels.cpp is compiled to assembly for each ARM instruction set. Of the innermost loops, those of
-products are taken: the one with the largest share of multiply instructions of each kind that also
-loads what it multiplies. llvm-mca says how many cycles one turn takes on a Neoverse V2, whose
-floor is four multiply instructions a cycle (Arm, "Neoverse V2 Software Optimization Guide", tables
-of ASIMD floating-point and BFloat16 instructions). Nothing of this has run on such a core.
+kernels.cpp is compiled to assembly for each ARM instruction set. For each kind of multiply
+instruction, the main loop is the innermost loop with the largest share of them that also loads its
+operands. llvm-mca estimates the cycles of one iteration on a Neoverse V2. The minimum ("floor")
+follows from four multiply instructions per cycle (Arm, "Neoverse V2 Software Optimization Guide",
+tables of ASIMD floating-point and BFloat16 instructions). None of this has run on such a core.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/arm-loops.json"
-# Those of CMakeLists.txt.
+# The flags of CMakeLists.txt.
 FLAGS = ["-std=c++17", "-O2", "-fpeel-loops", "-fvect-cost-model=dynamic"]
 FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fno-exceptions", "-fopenmp", "-fPIC", "-w", "-DFUSED_ATTN_NEON"]
@@ -30,7 +30,7 @@ ISAS = {
 PER_CYCLE = 4  # multiply instructions of any kind below
 TURNS = 200
 
-# Instruction, lanes -> multiply-adds of one.
+# (instruction, lanes) -> multiply-adds per instruction.
 PRODUCTS = {
     "neon": {("fmla", "4s"): 4, ("fmla", "2d"): 2},
     "neon_bf16": {("bfmmla", "4s"): 16},
@@ -39,13 +39,13 @@ PRODUCTS = {
 
 @dataclass
 class Loop:
-    """A turn of a main loop.
+    """One iteration of a main loop.
 
     Attributes:
-        products: multiply instructions.
-        cycles: by llvm-mca, on a Neoverse V2.
-        floor: cycles that the products alone take.
-        multiply_adds: of a cycle.
+        products: number of multiply instructions.
+        cycles: estimate of llvm-mca for a Neoverse V2.
+        floor: minimum cycles of the products alone.
+        multiply_adds: multiply-adds per cycle.
     """
 
     isa: str
@@ -58,7 +58,7 @@ class Loop:
 
 
 def assembly(compiler: str, isa: str) -> list[str]:
-    """What the compiler makes of the kernels."""
+    """Compile the kernels and return the lines of assembly."""
     command = [compiler, *FLAGS, *ISAS[isa], f"-DFUSED_ATTN_ISA={isa}"]
     command += [f"-DFUSED_ATTN_BASE={isa}", f"-I{ROOT / 'csrc'}"]
     command += ["-S", "-o", "-", str(ROOT / "csrc/cpu/kernels.cpp")]
@@ -66,7 +66,7 @@ def assembly(compiler: str, isa: str) -> list[str]:
 
 
 def innermost_loops(lines: list[str]) -> Iterator[list[str]]:
-    """Instructions from a label to the branch back to it, where nothing else is between."""
+    """Yield the instructions from a label to the branch back to it, without a label in between."""
     start, label = 0, ""
     for at, line in enumerate(lines):
         if found := re.match(r"(\.L\d+):", line):
@@ -77,7 +77,7 @@ def innermost_loops(lines: list[str]) -> Iterator[list[str]]:
 
 
 def main_loop(loops: list[list[str]], mnemonic: str, lanes: str) -> list[str] | None:
-    """The one that comes next to nothing but products, of operands that it loads."""
+    """Return the loop with the largest share of products that also loads operands, or None."""
 
     def products(body: list[str]) -> int:
         return sum(part.split()[0] == mnemonic and f".{lanes}" in part.split()[1] for part in body)
@@ -91,7 +91,7 @@ def main_loop(loops: list[list[str]], mnemonic: str, lanes: str) -> list[str] | 
 
 
 def cycles_of(mca: str, body: list[str]) -> float:
-    """A turn's, where turns follow each other."""
+    """Return the average cycles of one of many consecutive iterations."""
     command = [mca, "-mtriple=aarch64", "-mcpu=neoverse-v2", f"-iterations={TURNS}"]
     shown = subprocess.run(
         command, input="\n".join(body), check=True, capture_output=True, text=True

@@ -1,7 +1,7 @@
 """Attention and norms beside busy processes: `python benchmarks/busy.py --output busy.json`.
 
-Each of the torch threads then shares its core, and what a call waits for shows in the 90th
-percentile. Ours and torch's calls alternate.
+Each torch thread then shares its core, and the time that a call waits for it shows in the 90th
+percentile. Calls of fused_attn and of torch alternate.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from measure import CpuMeter
 import fused_attn as fa
 
 CALLS, WARM_UP = 1600, 20
-BUSY = (0, 1, 2)  # processes
+BUSY = (0, 1, 2)  # numbers of busy processes
 
 
 def cases() -> dict[str, dict[str, Callable[[], Any]]]:
-    """Calls of fused_attn and of torch, by name."""
+    """Return calls of fused_attn and of torch, by name."""
     qkv = torch.randn(3, 8, 12, 128, 32).unbind()
     leaves = [t.clone().requires_grad_() for t in qkv]
     grad = torch.randn_like(qkv[0])
@@ -52,7 +52,7 @@ def cases() -> dict[str, dict[str, Callable[[], Any]]]:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Runs so many processes that never wait."""
+    """Run this many processes that never wait, within the block."""
     command = [sys.executable, "-c", "while True: pass"]
     running = [subprocess.Popen(command) for _ in range(processes)]
     try:
@@ -65,7 +65,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def milliseconds(ways: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
-    """Median and 90th percentile of each way; each is first in every other turn."""
+    """Return median and 90th percentile of each way; the order of ways alternates."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM_UP + CALLS):
         in_turn = list(ways.items())

@@ -1,9 +1,9 @@
-"""Small calls, which take their time on the way to the kernel: `python benchmarks/calls.py`.
+"""Small calls, most of whose time is host overhead: `python benchmarks/calls.py`.
 
-Each is timed in turns with torch's own, and a small encoder with itself before the swap. With
-`--backend sdpa` it shows what our way costs where torch computes, as on a GPU without verified
-kernels. `--trees A B` times the packages of two source trees, each with its module built, in turns
-of whole processes, and gives the ratio of their medians.
+Each call alternates with torch's, and a small encoder with the same encoder before the swap. With
+`--backend sdpa`, the difference is the overhead of fused_attn when torch computes, as on a GPU
+without verified kernels. `--trees A B` times the packages of two source trees, each with its built
+module, in alternating processes, and reports the ratio of their medians.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# A round of one way is shorter than what a scheduler gives to others in between.
+# A round of one way is shorter than a time slice of the scheduler.
 ROUNDS, SECONDS_OF_A_ROUND, TURNS = 75, 0.002, 5
 
 Ways = dict[str, Callable[[], Any]]
 
 
 def cases() -> dict[str, Ways]:
-    """Calls of fused_attn and of torch, by name."""
+    """Return calls of fused_attn and of torch, by name."""
     import torch
     import torch.nn.functional as F
 
@@ -125,7 +125,7 @@ def cases() -> dict[str, Ways]:
 
 
 class UnderEnable:
-    """A way that is timed while `fused_attn.enable()` is on."""
+    """Call that is timed under `fused_attn.enable()`."""
 
     def __init__(self, way: Callable[[], Any]) -> None:
         self.way = way
@@ -135,7 +135,7 @@ class UnderEnable:
 
 
 def small_cases() -> dict[str, Ways]:
-    """Calls of small models: norms, also of views, small encoders, and masks under `enable()`."""
+    """Return calls of small models: norms, also of views, encoders, and masks under `enable()`."""
     import torch
     import torch.nn.functional as F
 
@@ -194,7 +194,7 @@ def small_cases() -> dict[str, Ways]:
 
 
 def microseconds() -> dict[str, dict[str, float]]:
-    """Median microseconds of a call, by case and way."""
+    """Return the median microseconds of a call, by case and way."""
     import fused_attn
 
     def switch(call: Callable[[], Any]) -> None:
@@ -223,7 +223,7 @@ def microseconds() -> dict[str, dict[str, float]]:
 
 
 def of_trees(trees: list[Path]) -> dict[str, dict[str, float]]:
-    """The same of the packages of several trees: before, after."""
+    """Return medians and ratios of the packages of two source trees, before and after."""
     runs: dict[str, list[Any]] = {name: [] for name in ("before", "after")}
     for _ in range(TURNS):
         for name, tree in zip(runs, trees, strict=True):
@@ -250,7 +250,7 @@ def _cpu_model() -> str:
 
 
 def main() -> None:
-    """Prints a line a case, or writes JSON with the machine."""
+    """Print a line per case, or write JSON with the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--threads", type=int, default=0)

@@ -24,8 +24,9 @@ def title(group: str, name: str) -> str:
     """Return the title of a CPU case, such as "forward, B2 H8 L2048 D64, causal".
 
     Args:
-        group: of its record: forward, backward, training, packed, norm forward, norm backward.
-        name: of its problem in shapes.py.
+        group: group of the record: forward, backward, training, packed, norm forward or norm
+            backward.
+        name: name of the problem in shapes.py.
     """
     if group.startswith("norm"):
         norm = _NORMS[name]

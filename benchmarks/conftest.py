@@ -1,4 +1,4 @@
-"""The fixture `runner`: checks, measures and records, on a CPU or on the first GPU."""
+"""Fixture `runner`, which checks, measures and records on a CPU or on the first GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from measure import CpuMeter, GpuMeter
 from runner import Runner, slug
 
 RESULTS = Path(__file__).parent / "results"
-_RUNNERS = pytest.StashKey[dict[str, Runner]]()  # "cpu" and "gpu", once they are used
+_RUNNERS = pytest.StashKey[dict[str, Runner]]()  # by "cpu" and "gpu", created on first use
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU benchmarks: skipped without one; those behind the aims come first."""
+    """Skip GPU benchmarks without a GPU; run the quick ones first, which the aims refer to."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     not_quick = pytest.mark.skip(reason="not among the quick cases")
     for item in items:
@@ -53,7 +53,7 @@ def _is_quick(item: Any) -> bool:
 
 @pytest.fixture
 def runner(request: pytest.FixtureRequest) -> Runner:
-    """The session's of the test's device; on a GPU while there is time."""
+    """Return the session's runner for the test's device; skip the test if no time is left."""
     on = "gpu" if request.node.get_closest_marker("gpu") else "cpu"
     runners = request.config.stash[_RUNNERS]
     if on not in runners:
@@ -66,7 +66,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 
 def _in_the_table(benchmark: Any) -> Callable[[dict[str, Any], Callable[[], Any]], None]:
-    """Shows a record among pytest-benchmark's."""
+    """Return a function that adds a record to pytest-benchmark's table."""
 
     def show(record: dict[str, Any], call: Callable[[], Any]) -> None:
         benchmark.extra_info.update(record)
@@ -80,7 +80,7 @@ def _cpu_runner(config: pytest.Config) -> Runner:
     meter = CpuMeter(quick)
     machine = meter.machine()
     path = None if target is None else RESULTS / target
-    if target == "cpu.json":  # one for each model
+    if target == "cpu.json":  # one file for each CPU model
         path = RESULTS / f"cpu-{slug(machine['cpu'])}.json"
     return Runner(
         meter, torch.device("cpu"), None, meter.ceilings(), machine, quick=quick, path=path

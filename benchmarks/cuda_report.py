@@ -1,8 +1,8 @@
-"""What nvcc made of each CUDA kernel, for each GPU: `make cuda-report`.
+"""Resources of each compiled CUDA kernel, for each GPU: `make cuda-report`.
 
-Registers and spilled bytes come from the compiled code; threads and shared memory from the launches
-of small problems, which are written down instead of done, so no GPU is needed. Blocks of a
-multiprocessor follow from these.
+Registers and spilled bytes come from the compiled code, threads and shared memory from the launches
+of small problems. These are recorded instead of executed, so no GPU is needed. The number of thread
+blocks per multiprocessor follows from both.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ COLUMNS = (64, 768, 4096, 65536)
 
 
 class Multiprocessor(NamedTuple):
-    """Threads and bytes of shared memory that the blocks of a multiprocessor share, by the CUDA C
-    programming guide, table of compute capabilities; registers are 65536 on each."""
+    """Threads and bytes of shared memory that the thread blocks of a multiprocessor share.
+
+    They are from the table of compute capabilities in the CUDA C programming guide. All have 65536
+    registers.
+    """
 
     threads: int
     shared: int
@@ -52,18 +55,18 @@ MULTIPROCESSORS = {
     "sm_100": Multiprocessor(2048, 228 << 10),
 }
 REGISTERS = 65536
-RESERVED_SHARED = 1 << 10  # of each block, by the system
+RESERVED_SHARED = 1 << 10  # per thread block, by the system
 
 
 @dataclass
 class Kernel:
-    """A compiled kernel.
+    """Compiled kernel.
 
     Attributes:
-        arguments: of its template, after the type.
-        spilled: bytes of a thread in local memory.
-        threads, shared: of a block; 0 where no recorded launch is its own.
-        blocks: of a multiprocessor; 0 where threads is.
+        arguments: template arguments after the type.
+        spilled: bytes of local memory per thread.
+        threads, shared: per thread block; 0 if no launch of the kernel was recorded.
+        blocks: thread blocks per multiprocessor; 0 if threads is 0.
     """
 
     name: str
@@ -78,15 +81,15 @@ class Kernel:
 
     @property
     def head_dim(self) -> int:
-        """The first number of the arguments; norms have the width of an access there."""
+        """Return the first number of the arguments; for norms, it is the width of an access."""
         found = re.match(r"\d+", self.arguments)
         return int(found[0]) if found else 0
 
 
 def compiled_kernels(path: Path) -> list[Kernel]:
-    """The kernels in an object file or a module, once for each GPU."""
+    """Return the kernels in an object file or a module, once for each GPU."""
     listing = _output([_cuobjdump(), "--dump-resource-usage", str(path)])
-    # A name ends in a colon, with which it would not be demangled.
+    # c++filt would not demangle names with the colon at their end.
     listing = _output(["c++filt"], re.sub(r"(?m)^( Function \S+):$", r"\1", listing))
     arch, name, kernels = "", ("", "", ""), []
     for line in listing.splitlines():
@@ -101,7 +104,7 @@ def compiled_kernels(path: Path) -> list[Kernel]:
 
 
 def _parts(function: str) -> tuple[str, str, str]:
-    """The name of a kernel, its type, and the rest of the arguments of its template."""
+    """Return the name of a kernel, its type, and its other template arguments."""
     found = re.search(r"(\w+)(?:<(.*)>)?\(", function)
     if found is None:
         raise ValueError(f"what is {function!r}?")
@@ -115,7 +118,7 @@ def _output(command: list[str], text: str | None = None) -> str:
 
 
 def _cuobjdump() -> str:
-    """NVIDIA's, or the one that Triton brings along."""
+    """Return the path of cuobjdump: NVIDIA's, or the one in Triton."""
     found = shutil.which("cuobjdump")
     if found is None:
         import triton
@@ -130,8 +133,10 @@ Launches = dict[tuple[str, str, int], tuple[int, int]]
 
 
 def launches() -> Launches:
-    """Threads and shared memory of a block, the most that any of small calls asks for, by kernel,
-    type and head dimension (0 for norms)."""
+    """Return threads and shared memory of a thread block by kernel, type and head_dim (norms: 0).
+
+    Both are the maximum over all recorded launches.
+    """
     most: Launches = {}
     for dtype, head_dim, call in _calls():
         for name, _, threads, shared in compiled().launches_of(call):
@@ -142,7 +147,7 @@ def launches() -> Launches:
 
 
 def _calls() -> Iterator[tuple[torch.dtype, int, Callable[[], object]]]:
-    cuda.use_module(compiled())  # on CPU tensors, which nothing reads
+    cuda.use_module(compiled())  # on CPU tensors, which no kernel reads
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for head_dim in HEAD_DIMS:
             for softcap in (0.0, 1.0):
@@ -174,7 +179,7 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
 
 def _norm(dtype: torch.dtype, columns: int) -> None:
     backend = get_backend("cuda")
-    for width in (columns, columns + 1):  # in chunks, and element by element
+    for width in (columns, columns + 1):  # accessed in chunks, and by element
         x = torch.empty(64, width, dtype=dtype)
         call = NormCall(x, None, None, None, NormOptions(1e-5, False))
         _, _, mean, rstd = backend.norm_fwd(call, True, True)
@@ -182,10 +187,10 @@ def _norm(dtype: torch.dtype, columns: int) -> None:
 
 
 def with_launches(kernels: list[Kernel], launched: Launches) -> None:
-    """Fills in threads, shared memory and blocks."""
+    """Fill in threads, shared memory and blocks."""
     for kernel in kernels:
         head_dim = kernel.head_dim if kernel.name.startswith("attention") else 0
-        # Some have no type, or no head dimension, of their own.
+        # Some kernels have no type or no head_dim among their arguments.
         whole = {
             (dtype, dim): most
             for (name, dtype, dim), most in launched.items()
@@ -196,7 +201,7 @@ def with_launches(kernels: list[Kernel], launched: Launches) -> None:
             continue
         kernel.threads, kernel.shared = found
         multiprocessor = MULTIPROCESSORS[kernel.arch]
-        # Registers are given to warps, 256 at a time.
+        # Registers are allocated per warp, 256 at a time.
         of_warp = -(-kernel.registers * 32 // 256) * 256
         kernel.blocks = min(
             REGISTERS // (of_warp * (kernel.threads // 32)),
@@ -209,7 +214,7 @@ def with_launches(kernels: list[Kernel], launched: Launches) -> None:
 
 
 def show(kernels: list[Kernel]) -> None:
-    """A table for each GPU."""
+    """Print a table for each GPU."""
     columns = ["kernel", "type", "for", ">registers", ">spilled", ">threads", ">shared", ">blocks"]
     for arch in dict.fromkeys(k.arch for k in kernels):
         own = sorted((k for k in kernels if k.arch == arch), key=_order)

@@ -1,4 +1,4 @@
-"""How a CPU and a GPU are measured: several ways to compute the same thing, in turns."""
+"""Meters for a CPU and a GPU, which time several ways to compute the same in alternation."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from fused_attn.tools.ceilings import cpu_ceilings
 from fused_attn.tools.doctor import cpu_model
 from fused_attn.tools.timing import CALLS_A_ROUND, cpu_seconds, gpu_seconds
 
-Calls = Sequence[Callable[[], Any]]  # the same on each set of operands
+Calls = Sequence[Callable[[], Any]]  # the same call on each set of operands
 
-# A machine whose peak moves by more than this between start and end of a case was throttled, or
-# shared: the case is measured again, and fails if that does not help.
+# If the peak changes by more than this during a case, the machine was throttled or shared. The case
+# is then measured again, and fails if that does not help.
 THROTTLE_LIMIT = 0.15
 MAX_ROUNDS = 60
 WAY_SECONDS, MIN_SAMPLES, MAX_SAMPLES = 0.1, 10, 50  # on a GPU
-MATMUL_SIZE, COPY_BYTES = 8192, 1 << 30  # of a GPU's ceilings
+MATMUL_SIZE, COPY_BYTES = 8192, 1 << 30  # for a GPU's ceilings
 
 
 class Meter(Protocol):
-    """What a device's figures are taken by."""
+    """Interface that measures times, memory and ceilings of a device."""
 
     def peak(self, dtype: str) -> str:
-        """The name of the ceiling of arithmetic."""
+        """Return the name of the arithmetic ceiling for a type."""
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Median seconds of a call, by way; they are interleaved, and each takes all sets.
+        """Return the median seconds of a call of each way, over all sets of operands.
 
-        What disturbs the machine, or changes its clock, does so for all.
+        Ways are interleaved: disturbances and clock changes affect all of them.
         """
 
     def host_seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """The same from call to call, as Python sees it."""
+        """Return the median seconds from call to call, measured on the host."""
 
     def memory(self, call: Callable[[], Any]) -> int | None:
-        """Bytes that a call takes at its highest; None where that is not told."""
+        """Return the peak memory of a call in bytes; None if the system does not report it."""
 
     def ceilings(self) -> dict[str, float]:
-        """What the machine reaches now: FLOP/s and bytes/s (read and written)."""
+        """Measure what the machine reaches now: FLOP/s and bytes/s (read and written)."""
 
     def machine(self) -> dict[str, Any]:
-        """What the figures depend on; nothing that names the machine."""
+        """Return what the figures depend on; nothing that identifies the machine."""
 
 
 class CpuMeter:
-    """Measures on the CPU.
+    """Meter of the CPU.
 
     Args:
-        quick: fewer rounds.
+        quick: measure fewer rounds.
     """
 
     def __init__(self, quick: bool = False) -> None:
         self.round_seconds, self.min_rounds = (0.25, 3) if quick else (0.5, 5)
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Taken again where the machine was slower after than before."""
+        """Return median seconds; measure again if the machine's peak changed meanwhile."""
         threads = torch.get_num_threads()
         for _ in range(3):
             before = _cpu.multiply_add_peak(threads)
@@ -90,13 +90,13 @@ class CpuMeter:
         return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
     def memory(self, call: Callable[[], Any]) -> int | None:
-        """Resident memory."""
+        """Return the peak growth of resident memory in bytes."""
         call()
         _cpu.release_workspace()
-        ctypes.CDLL(None).malloc_trim(0)  # or what earlier calls have left would be used
+        ctypes.CDLL(None).malloc_trim(0)  # the call must not reuse freed memory
         try:
             with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # forget the highest so far
+                file.write("5")  # reset the peak, VmHWM
         except OSError:
             return None
         before = _status("VmRSS")
@@ -104,7 +104,7 @@ class CpuMeter:
         return max(0, _status("VmHWM") - before)
 
     def ceilings(self) -> dict[str, float]:
-        """Products by type, multiply-add of float32, copying and reading."""
+        """Measure products by type, multiply-add of float32, copying and reading."""
         return cpu_ceilings()
 
     def peak(self, dtype: str) -> str:
@@ -120,7 +120,7 @@ class CpuMeter:
 
 
 class GpuMeter:
-    """Measures on a GPU: CUDA events around calls that the host has queued ahead."""
+    """Meter of a GPU: CUDA events around calls that the host has queued ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -129,7 +129,7 @@ class GpuMeter:
         return "matmul"
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """The first call of a round is not counted."""
+        """Return median seconds; the first call of a round is not counted."""
         taken: dict[str, list[float]] = {name: [] for name in ways}
         turn = 0
         while unfinished := [name for name in ways if not _enough(taken[name])]:
@@ -139,7 +139,7 @@ class GpuMeter:
         return {name: statistics.median(samples) for name, samples in taken.items()}
 
     def host_seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Of kernels that are shorter than what a call takes of the host."""
+        """Return median seconds of calls whose kernels are shorter than the host's time."""
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(20):
             for name, calls in ways.items():
@@ -160,7 +160,7 @@ class GpuMeter:
         return torch.cuda.max_memory_allocated() - before
 
     def ceilings(self) -> dict[str, float]:
-        """Copying, and a product of bfloat16 matrices."""
+        """Measure copying, and a product of bfloat16 matrices."""
         source = torch.randn(COPY_BYTES // 4, device=self.device)
         target = torch.empty_like(source)
         size = (MATMUL_SIZE, MATMUL_SIZE)
@@ -188,7 +188,7 @@ class GpuMeter:
 
 
 def _enough(samples: list[float]) -> bool:
-    """Whether a way was measured for long enough on a GPU."""
+    """Return True if a way was measured for long enough on a GPU."""
     for_long = sum(samples) >= WAY_SECONDS and len(samples) >= MIN_SAMPLES
     return for_long or len(samples) >= MAX_SAMPLES
 
@@ -203,7 +203,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The short hash of what is measured; empty outside of a clone."""
+    """Return the short hash of the measured commit; empty outside of a clone."""
     try:
         told = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

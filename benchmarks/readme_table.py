@@ -1,4 +1,4 @@
-"""The table of speedups in README.md: six kinds of attention call on each CPU that was measured."""
+"""Table of speedups in README.md: six kinds of attention call on each measured CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import tables
 
 DTYPES = ("float32", "bfloat16")
-# Title, and the group and name of its record in the results of `make bench`.
+# Title, then group and name of the record in the results of `make bench`.
 ROWS = (
     ("forward, B2 H8 L2048 D64", "forward", "long"),
     ("backward, the same", "backward", "long"),

@@ -1,4 +1,4 @@
-"""Checks, measures and records one problem at a time."""
+"""Runner that checks, measures and records one problem at a time."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ways import COMPILING, OURS, Apart, Peers, Way, attention
 from fused_attn.tools import contract
 from fused_attn.tools.contract import results_of
 
-FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # five matrix products instead of two
-_ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # operands of this size leave nothing in a cache of 50 MB
-Check = Callable[[], Callable[[Any], bool] | None]  # raises, or returns what peers are held to
+FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # backward: five products, not two
+_ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # this evicts a cache of 50 MB
+Check = Callable[[], Callable[[Any], bool] | None]  # raises, or returns a check of peers
 
 
 @dataclass
 class Runner:
-    """The session's records.
+    """Measurements of a session, and their records.
 
     Attributes:
-        backend: of ours; None is the automatic choice.
-        gpu: with what is compared on a GPU, and rotated sets of operands.
-        seconds: of the session; after half of it no peer is compiled.
-        path: where the records go after each case; None: nowhere.
-        quick: without the peers that take long.
-        show: called with each record, and with the call of ours.
+        backend: backend of fused_attn; None is the automatic choice.
+        gpu: compare with the GPU peers, and rotate sets of operands.
+        seconds: time limit of the session; after half of it, no peer is compiled.
+        path: file that the records are written to after each case; None: no file.
+        quick: leave out the peers that take long.
+        show: called with each record and the call of fused_attn.
     """
 
     meter: Meter
@@ -56,7 +56,7 @@ class Runner:
     _unmasked: dict[Any, float] = field(default_factory=dict)
 
     def spent(self) -> float:
-        """The share of the session's time that is gone."""
+        """Return the share of the session's time that has passed."""
         return (time.monotonic() - self.begin) / self.seconds
 
     def run(
@@ -73,19 +73,19 @@ class Runner:
         passes: str = "forward",
         of_host: bool = False,
     ) -> None:
-        """Measures ours and the peers, once ours is right.
+        """Check fused_attn, then measure it and the peers.
 
         Args:
-            sets: operands; with gradients where these are wanted.
+            sets: sets of operands, which require grad unless passes is "forward".
             work: "flops" or "bytes" of a call, and "tile_flops" of its visible tiles.
             passes: "forward", "backward" or "both".
-            of_host: what a call takes of the host is measured, not of the device.
+            of_host: measure the host's time of a call, not the device's.
         """
         record = self._begun(group, shape, dtype)
         if not self.quick and peers.keys() & set(COMPILING):
-            torch.compiler.reset()  # or torch gives up compiling after a few problems
+            torch.compiler.reset()  # otherwise torch stops compiling after a few
         calls: dict[str, Calls] = {}
-        with torch.set_grad_enabled(passes != "forward"):  # which peers are compiled for
+        with torch.set_grad_enabled(passes != "forward"):  # peers are compiled for it
             try:
                 agrees = check()
                 record["check"] = "passed"
@@ -101,7 +101,7 @@ class Runner:
     def time(
         self, group: str, shape: Any, dtype: torch.dtype, ways: dict[str, Callable[[], Any]]
     ) -> None:
-        """Measures calls that have no operands, and were checked before."""
+        """Measure calls without operands that were checked before."""
         record = self._begun(group, shape, dtype)
         record["check"] = "passed"
         calls = {name: [way] for name, way in ways.items() if not (self.quick and name == "eager")}
@@ -138,7 +138,7 @@ class Runner:
         record: dict[str, Any],
         agrees: Callable[[Any], bool] | None,
     ) -> dict[str, str]:
-        """Why each peer that is not among the calls now is not."""
+        """Add the peers' calls; return why each of the other peers is missing."""
         reasons = {}
         for name, make in peers.items():
             compiles = name in COMPILING
@@ -147,7 +147,7 @@ class Runner:
                 continue
             try:
                 calls[name] = self._prepared(name, make(), sets, passes, record, agrees)
-            except Exception as error:  # whatever a peer has against it
+            except Exception as error:  # the peer rejects the problem
                 reasons[name] = _reason(error)
         return reasons
 
@@ -160,13 +160,13 @@ class Runner:
         record: dict[str, Any],
         agrees: Callable[[Any], bool] | None = None,
     ) -> Calls:
-        """The call on each set, made once."""
+        """Return the call on each set, after running it once."""
         if isinstance(way, Apart):
             way, sets, agrees = way.way, [way.operands], None
         start = time.perf_counter()
         calls: list[Callable[[], Any]] = []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why torch does not take a kernel
+            warnings.simplefilter("ignore")  # torch's reasons to reject a kernel
             for i, operands in enumerate(sets):
                 outs = way(*operands)
                 if i == 0 and agrees is not None and not agrees(outs):
@@ -181,7 +181,7 @@ class Runner:
     def _note(
         self, record: dict[str, Any], shape: Any, seconds: dict[str, float], work: dict[str, float]
     ) -> None:
-        """What the times mean."""
+        """Add times, speedups, rates and shares of ceilings to a record."""
         ours = seconds[OURS]
         others = {name: s for name, s in seconds.items() if not name.startswith(OURS)}
         record["milliseconds"] = {name: round(1e3 * s, 5) for name, s in seconds.items()}
@@ -208,7 +208,7 @@ class Runner:
             }
 
     def _unmasked_rate(self, record: dict[str, Any], shape: Attention) -> float:
-        """FLOP/s of ours where the same operands see everything."""
+        """Return the FLOP/s of fused_attn on the same operands without a mask."""
         dtype, passes = getattr(torch, record["dtype"]), record["group"]
         shape = replace(shape, mask="none", bias=False, name="", quick=False)
         key = (shape, dtype, passes)
@@ -222,7 +222,7 @@ class Runner:
         return self._unmasked[key]
 
     def work(self, shape: Attention, passes: str) -> dict[str, float]:
-        """FLOPs of what is visible, by pairs and on a GPU by tiles."""
+        """Return the FLOPs of visible pairs and, on a GPU, of visible tiles."""
         whole = FLOPS[passes] * shape.flops()
         work = {"flops": whole * shape.visible_pairs(self.device)}
         if self.gpu and shape.masked:
@@ -230,14 +230,14 @@ class Runner:
         return work
 
     def sets(self, make: Callable[[int], Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-        """make(seed); on a GPU as often as it takes for operands to leave its cache."""
+        """Return make(0); on a GPU, as many sets of operands as it takes to evict its cache."""
         sets = [make(0)]
         size = sum(t.nbytes for t in sets[0])
         wanted = min(_MAX_SETS, -(-_ROTATED_BYTES // size)) if self.gpu else 1
         return sets + [make(seed) for seed in range(1, wanted)]
 
     def results(self) -> dict[str, Any]:
-        """Everything, as it is written."""
+        """Return all results as they are written."""
         return {
             **({} if self.backend is None else {"backend": self.backend}),
             "machine": self.machine,
@@ -259,17 +259,20 @@ class Runner:
 
 
 def slug(name: str) -> str:
-    """A GPU's name as part of a file name."""
+    """Return the name of a CPU or GPU as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def checked(
     name: str, own: Way, eager: Way, operands: Sequence[Tensor], *args: Any
 ) -> Callable[[Any], bool]:
-    """Whether a peer's results are those of the same problem; raises if ours is wrong.
+    """Check fused_attn; return a function that tells if a peer computes the same problem.
 
     Args:
-        args: of `contract.check`, from the type on.
+        args: arguments of `contract.check`, from dtype on.
+
+    Raises:
+        AssertionError: a result of fused_attn is wrong.
     """
     named = {str(i): tensor for i, tensor in enumerate(operands)}
     verdict = contract.check(own, eager, named, *args)
@@ -280,13 +283,13 @@ def checked(
 def check_model(
     ours: Callable[[], Tensor], theirs: Callable[[Module], Tensor], model: Module, real: Tensor
 ) -> None:
-    """The contract on a model's output for its real tokens, in float32.
+    """Check a model's output for its real tokens, in float32, against the contract.
 
     Args:
-        ours: the output that is timed.
-        theirs: the output of the model that it is given, which is also called with one in float64.
-        model: with torch's attention.
-        real: (batch, seqlen) bool.
+        ours: returns the output of the timed model.
+        theirs: returns the output of its argument, which is `model` or a copy in float64.
+        model: the model with torch's attention.
+        real: (batch, seqlen) bool, True for real tokens.
     """
     with torch.no_grad():
         truth = theirs(copy.deepcopy(model).double().eval())[real]

@@ -1,4 +1,4 @@
-"""The problems that are measured, each with where it comes from, and what is aimed at."""
+"""Problems of the benchmarks, with their sources, and performance targets (aims)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fused_attn.tools.cases import Shape, make_mask, tensors_of
 Device = str | torch.device
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
-# A part of the scores counts as visible, for "share of unmasked", in tiles of this many queries
-# and keys: what kernels of head_dim 128 compute at once.
+# For "share of unmasked", visible scores are counted in tiles of this many queries and keys, the
+# tile of the kernels for head_dim 128.
 TILE_M, TILE_N = 128, 64
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention problem.
+    """Attention problem.
 
     Attributes:
-        mask: its name, as `fused-attn bench` has it (fused_attn/tools/cases.py).
-        bias: a learnt one is added to the scores, and differentiated.
-        quick: it is among those of `make bench-quick`.
+        mask: name of the mask in `fused-attn bench` (fused_attn/tools/cases.py).
+        bias: add a learnt bias to the scores, and differentiate it.
+        quick: include the problem in `make bench-quick`.
     """
 
     name: str
@@ -43,22 +43,22 @@ class Attention:
 
     @property
     def masked(self) -> bool:
-        """Scores are more than a product."""
+        """Return True if there is a mask or a bias."""
         return self.mask != "none" or self.bias
 
     def own_mask(self, device: Device = "cpu") -> Mask | None:
-        """As a user of this package says it."""
+        """Return the mask as a Mask of this package; None without one."""
         mask = make_mask(self.mask, self.size)
         return None if mask is None else mask.to(device)
 
     def tensors(
         self, device: Device = "cpu", dtype: torch.dtype = torch.float64
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The mask as others get it: what is visible, and what is added to the scores."""
+        """Return the mask as tensors for the peers: visible keys, and bias of the scores."""
         return tensors_of(self.own_mask(device), self.size, device, dtype)
 
     def operands(self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0) -> list[Tensor]:
-        """query, key, value and, where it is learnt, the bias; the same every time."""
+        """Return query, key, value and, if learnt, the bias; equal seeds give equal tensors."""
         operands = [*self.size.operands(dtype, device, seed).values()]
         if self.bias:
             generator = torch.Generator(device).manual_seed(seed)
@@ -67,14 +67,14 @@ class Attention:
         return operands
 
     def checked(self) -> Shape:
-        """The part that eager attention checks."""
-        if self.bias:  # its gradient is that of the whole batch
+        """Return the shape of the part that eager attention checks."""
+        if self.bias:  # its gradient sums over the full batch
             return self.size.reduced(batch=self.size.batch)
-        # Of which heads something is dropped depends on how many there are, but in the first batch.
+        # Dropout uses batch_index * num_heads + head: only sequence 0 is independent of num_heads.
         return self.size.reduced(batch=1 if self.dropout_p else None)
 
     def lengths(self) -> Tensor:
-        """Key lengths of a padded batch: from a quarter to all, 62 % on average."""
+        """Return the key lengths of a padded batch: from a quarter to all, 62 % on average."""
         mask = self.own_mask()
         assert mask is not None
         return mask.paddings[0].key_lengths
@@ -82,7 +82,7 @@ class Attention:
     def packed(
         self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0
     ) -> tuple[list[Tensor], Tensor]:
-        """The real rows of operands, (rows, heads, head_dim), and cu_seqlens; self-attention."""
+        """Return real rows of operands, (rows, heads, head_dim), and cu_seqlens; self-attention."""
         lengths = self.lengths().tolist()
         rows = [
             torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(t, lengths, strict=True)])
@@ -91,23 +91,23 @@ class Attention:
         return rows, torch.tensor([0, *lengths]).cumsum(0).to(device)
 
     def flops(self) -> float:
-        """Of a forward in which everything is visible."""
+        """Return the FLOPs of a forward without a mask."""
         size = self.size
         return 4.0 * size.batch * size.num_heads * size.seqlen_q * size.seqlen_k * size.head_dim
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
-        """Of key and value."""
+        """Return the size of key and value in bytes."""
         size = self.size
         cached = size.batch * size.num_heads_kv * size.seqlen_k * size.head_dim
         return 2 * cached * dtype.itemsize
 
     def visible_pairs(self, device: Device = "cpu") -> float:
-        """The share of pairs of a query and a key that see each other."""
+        """Return the share of query-key pairs that are visible."""
         visible, _ = self.tensors(device, F32)
         return 1.0 if visible is None else visible.float().mean().item()
 
     def visible_tiles(self, device: Device = "cpu") -> float:
-        """The share of tiles of TILE_M queries and TILE_N keys that a query sees some key of."""
+        """Return the share of TILE_M x TILE_N tiles with at least one visible key."""
         visible, _ = self.tensors(device, F32)
         if visible is None:
             return 1.0
@@ -120,10 +120,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm problem: rows x columns.
+    """Norm problem of rows x columns.
 
     Attributes:
-        returns_sum: the sum with the residual is a result too, as a pre-norm block needs it.
+        returns_sum: return the sum with the residual too, as a pre-norm block needs it.
     """
 
     name: str
@@ -137,16 +137,16 @@ class Norm:
     kind: str = "layer_norm"
 
     def streams(self, backward: bool) -> int:
-        """How many tensors of this size a call reads or writes at least."""
+        """Return the minimum number of tensors of this size that a call reads or writes."""
         if not backward:
             return 2 + self.residual + self.returns_sum
-        # The gradients of input and out, and what was normalised. With dropout, input and residual
-        # have a gradient each.
+        # The gradients of input and out, and the normalised tensor. With dropout, input and
+        # residual have separate gradients.
         return 3 + self.returns_sum + (self.residual and self.dropout_p > 0.0)
 
 
 def _attention(name: str, size: str, source: str, **options: Any) -> Attention:
-    """The size as in `fused-attn bench --shape`."""
+    """Return a problem with the size in the form of `fused-attn bench --shape`."""
     return Attention(name, Shape.parse(size), source, **options)
 
 
@@ -187,7 +187,7 @@ _TRAINING = [
     _attention("dropout", "4,8,512,512,64", _BERT, dropout_p=0.1, quick=True),
     _attention("bias", "4,8,512,512,64", "T5's relative position bias, learnt", bias=True),
 ]
-# Tokens of a padded batch with the padding removed; torch gets the padded batch and its mask.
+# Tokens of a padded batch with the padding removed; torch receives the padded batch and its mask.
 _PACKED = [
     _attention("packed", "8,8,1024,1024,64", _MASKS, mask="padding", quick=True),
     _attention("packed_bert", "32,12,256,256,64", _BERT, mask="padding"),
@@ -216,7 +216,7 @@ _WIDTH = "hidden sizes of current models"
 
 
 def _sweep(head_dim: int, seqlen: int, name: str = "full", **options: Any) -> Attention:
-    """A batch of 32768 tokens; the name says head_dim, length and mask."""
+    """Return a problem of 32768 tokens; its name contains mask, head_dim and length."""
     heads = 2048 // head_dim
     size = Shape(32768 // seqlen, heads, heads, seqlen, seqlen, head_dim)
     source = _GPU_MASKS if options.keys() & {"mask", "bias"} else _SWEEP
@@ -261,7 +261,7 @@ _GPU_NORMS = [
 
 # ---- by test ------------------------------------------------------------------------------------
 
-Problems = dict[str, list[tuple[Any, ...]]]  # "cpu" and "gpu": a shape, its type and what else
+Problems = dict[str, list[tuple[Any, ...]]]  # for "cpu" and "gpu": (shape, dtype[, group])
 
 FORWARD: Problems = {
     "cpu": [*product([*_ATTENTION, *DECODE_STEPS], (F32, BF16, F16))],
@@ -295,7 +295,7 @@ NORMS: Problems = {
 
 
 def cases(problems: Problems) -> list[Any]:
-    """Parameters of a test; those for a GPU have its marker."""
+    """Return parameters of a test; those for a GPU have the gpu marker."""
     return [
         pytest.param(*problem, id=_id(problem), marks=[pytest.mark.gpu] if on == "gpu" else [])
         for on, listed in problems.items()
@@ -309,7 +309,7 @@ def _id(problem: tuple[Any, ...]) -> str:
 
 
 def aims(group: str, shape: Any) -> dict[str, float]:
-    """What figures of a record are to reach on an H200 (a share: anywhere)."""
+    """Return targets for figures of a record: rates on an H200, shares on any GPU."""
     if isinstance(shape, Norm) or group == "decode":
         return {"share_of_copy": 0.85}
     if group not in ("forward", "backward"):

@@ -24,7 +24,7 @@ _AIMS = {
 
 
 def cpu(results: dict[str, Any]) -> str:
-    """Speedups over torch, a row for each case."""
+    """Return a table of speedups over torch, with a row for each case."""
     ceilings = results["ceilings"]
     by_case: dict[tuple[str, str], dict[str, Any]] = {}
     for record in results["records"]:
@@ -63,7 +63,7 @@ def _cpu_cell(record: dict[str, Any] | None, ceilings: dict[str, float]) -> str:
 
 
 def _share(record: dict[str, Any], ceilings: dict[str, float]) -> float | None:
-    """Of the ceiling that binds: of products, of reading a cache, of copying."""
+    """Return the share of the limiting ceiling: products, reading a cache, or copying."""
     if record["name"] in _CACHES:
         read = _CACHES[record["name"]].cache_bytes(getattr(torch, record["dtype"]))
         return read / (record["milliseconds"]["fused_attn"] * 1e6) / ceilings["read"]
@@ -71,12 +71,12 @@ def _share(record: dict[str, Any], ceilings: dict[str, float]) -> float | None:
 
 
 def over_torch(record: dict[str, Any]) -> float:
-    """The speedup over torch's own kernels, which come before eager attention."""
+    """Return the speedup over torch's kernels, which precede eager attention in a record."""
     return next(iter(record["speedup"].values()))
 
 
 def models(results: dict[str, Any]) -> str:
-    """Whole models: times of ours and of what it is compared with."""
+    """Return a table of whole models: times of fused_attn and of its peer."""
     rows = []
     for record in results["records"]:
         ours, theirs = record["milliseconds"].values()
@@ -88,7 +88,7 @@ def models(results: dict[str, Any]) -> str:
 
 
 def busy(results: dict[str, Any]) -> str:
-    """Calls beside busy processes: medians and 90th percentiles."""
+    """Return a table of calls beside busy processes: medians and 90th percentiles."""
     rows = []
     for record in results["records"]:
         ours, theirs = record["ms"]["fused_attn"], record["ms"]["torch"]
@@ -103,7 +103,7 @@ def busy(results: dict[str, Any]) -> str:
 
 
 def lengths(results: dict[str, Any]) -> str:
-    """Times and memory of a layer, a row for each mask and length."""
+    """Return a table of times and memory of a layer, with a row for each mask and length."""
     rows = []
     for record in results["records"]:
         times, memory, faster = record["milliseconds"], record["memory"], record["speedup"]
@@ -118,7 +118,7 @@ def lengths(results: dict[str, Any]) -> str:
 
 
 def length_of(record: dict[str, Any]) -> int:
-    """Tokens of a record of `lengths`."""
+    """Return the number of tokens of a record of `lengths`."""
     return int(record["group"].removeprefix("length "))
 
 
@@ -133,10 +133,10 @@ def _page(
     below: str = "",
     numbers: bool = False,
 ) -> str:
-    """A table in markdown, and what is said about it.
+    """Return a table in markdown between two texts.
 
     Args:
-        numbers: all columns but the first are aligned to the right.
+        numbers: align all columns but the first to the right.
     """
     rule = ["---", *(["---:" if numbers else "---"] * (len(header) - 1))]
     lines = [about, "", "| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
@@ -144,11 +144,11 @@ def _page(
     return "\n".join([*lines, "", below] if below else lines)
 
 
-# ---- of a GPU -----------------------------------------------------------------------------------
+# ---- GPU ----------------------------------------------------------------------------------------
 
 
 def gpu_text(results: dict[str, Any]) -> str:
-    """Aligned for a terminal; then what could not be measured, and why."""
+    """Return a table for a terminal, then the peers that could not be measured, and why."""
     table = [GPU_HEADER, *map(_gpu_row, results["records"])]
     lines = [_gpu_machine(results), "", aligned(table[0], table[1:])]
     lines += [
@@ -160,7 +160,7 @@ def gpu_text(results: dict[str, Any]) -> str:
 
 
 def gpu(results: dict[str, Any]) -> str:
-    """For a page."""
+    """Return a markdown table for a page."""
     rows = [_gpu_row(record) for record in results["records"]]
     below = "The ratio is to the fastest peer. Sizes: benchmarks/shapes.py."
     return _page(_gpu_machine(results), GPU_HEADER, rows, below)
@@ -190,7 +190,7 @@ def _gpu_row(record: dict[str, Any]) -> list[str]:
 
 
 def _gpu_machine(results: dict[str, Any]) -> str:
-    """One line on the machine and what it reaches."""
+    """Return a line on the machine and its ceilings."""
     machine, limits = results["machine"], results["ceilings"]
     return (
         f"{machine['gpu']}, `{results['backend']}` kernels, torch {machine['torch']}, Triton "

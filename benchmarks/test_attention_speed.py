@@ -37,7 +37,7 @@ def attention(
 def attention_check(
     shape: Attention, dtype: torch.dtype, own: ways.Way, operands: Any, device: ways.Device
 ) -> Check:
-    """The contract on what is measured, of a part that eager attention can hold."""
+    """Return a check of the measured problem, on a part that eager attention can hold."""
     gradients = operands[0].requires_grad
 
     def check() -> Callable[[Any], bool] | None:
@@ -60,13 +60,13 @@ def test_decode(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), cases(CALL))
 def test_call(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
-    """What a call takes of the host, which is longer than its kernel."""
+    """Measure the host's time of a call, which is longer than its kernel."""
     attention(runner, "call", shape, dtype, work={}, of_host=True)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "group"), cases(PACKED))
 def test_packed(shape: Attention, dtype: torch.dtype, group: str, runner: Runner) -> None:
-    """A packed batch; on a CPU forward and backward, against the padded one."""
+    """Measure a packed batch; on a CPU forward and backward, against the padded one."""
     passes = group.removeprefix("packed").strip() or "both"
     cu_seqlens = shape.packed(dtype, runner.device)[1]
 
@@ -97,5 +97,5 @@ def test_backward(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), cases(TRAINING))
 def test_training(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
-    """Forward and backward, with dropout or the gradient of a bias."""
+    """Measure forward and backward, with dropout or the gradient of a bias."""
     attention(runner, "training", shape, dtype, "both", work=runner.work(shape, "both"))

@@ -1,4 +1,4 @@
-"""Time and memory against sequence length: an encoder layer with one set of weights."""
+"""Time and memory against sequence length, for encoder layers with the same weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MASKS = {  # as in fused_attn/tools/cases.py
     "documents": "causal+documents:512",
     "window": "window:256",
 }
-MAX_CHECKED = 2048  # longer ones take the same kernels, and float64 scores of gigabytes
+MAX_CHECKED = 2048  # longer ones run the same kernels; float64 scores would take gigabytes
 
 
 @dataclass(frozen=True)
 class Length:
-    """A batch of one sequence."""
+    """Batch of one sequence."""
 
     name: str  # the mask
     seqlen: int
@@ -46,7 +46,7 @@ class Length:
         return make_mask(MASKS[self.name], self.size)
 
     def torch_mask(self) -> Tensor | None:
-        """(seqlen, seqlen) bool, True = ignored, as torch.nn has it."""
+        """Return (seqlen, seqlen) bool, True = ignored, as torch.nn expects it."""
         visible, _ = tensors_of(self.own_mask(), self.size, "cpu")
         return None if visible is None else ~visible[0, 0]
 
@@ -67,7 +67,7 @@ def test_layer(shape, runner):
     x = torch.randn(1, shape.seqlen, D_MODEL)
     own_mask, torch_mask = shape.own_mask(), shape.torch_mask()
 
-    # torch has a faster way for causal masks, if it is told that this is one.
+    # torch has a fast path for causal masks, which is_causal selects.
     causal = shape.name == "causal"
 
     def step(model: Module, mask: Any, context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whole models with padded batches: a training step of torch.nn's encoder, sentences by MiniLM."""
+"""Whole models on padded batches: a training step of torch.nn's encoder, MiniLM inference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fused_attn.integrations import transformers as integration
 
 @dataclass(frozen=True)
 class Batch:
-    """A padded batch; lengths go from the shortest to the longest in equal steps."""
+    """Padded batch; lengths go from the shortest to the longest in equal steps."""
 
     name: str
     model: str
@@ -31,11 +31,11 @@ class Batch:
 
     @property
     def source(self) -> str:
-        """The model and the sizes of the batch, in words."""
+        """Return the model and the sizes of the batch, in words."""
         return f"{self.model}; {self.size} sequences of {self.shortest} to {self.longest} tokens"
 
     def ignored(self) -> Tensor:
-        """(size, longest) bool, True for padding."""
+        """Return (size, longest) bool, True for padding."""
         lengths = torch.linspace(self.shortest, self.longest, self.size).round()
         return torch.arange(self.longest) >= lengths[:, None]
 
@@ -104,6 +104,6 @@ def test_sentences(batch, runner):
 
 
 def test_share_of_padding():
-    """What packing can save at most is said with the figures."""
+    """Check the share of padding, an upper bound on what packing saves, that tables.py states."""
     for batch in (TRAINING, *SENTENCES):
         assert math.isclose(batch.ignored().float().mean(), 0.44, abs_tol=0.04), batch

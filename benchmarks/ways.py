@@ -1,7 +1,6 @@
-"""Ours and the peers: functions of the operands of a problem, by name.
+"""fused_attn and its peers: functions of the operands of a problem, by name.
 
-A peer that this torch or this GPU lacks raises, when it is made or when it is called; the runner
-notes why.
+A peer that this torch or this GPU lacks raises when it is made or called; the runner records why.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from fused_attn.tools.cases import as_dense_mask, as_one_tensor
 
 OURS = "fused_attn"
 COMPILING = ("flex", "compiled")  # peers whose first call takes seconds
-EAGER_SCORES = 2**26  # more do not fit
-Way = Callable[..., Any]  # of the operands; its results are a tensor or a tuple of them
-MaskMod = Callable[..., Tensor]  # of batch, head, query and key: FlexAttention's
-Peers = dict[str, Callable[[], "Way | Apart"]]  # what makes each of them
+EAGER_SCORES = 2**26  # upper bound: more do not fit in memory
+Way = Callable[..., Any]  # operands -> a tensor or a tuple of tensors
+MaskMod = Callable[..., Tensor]  # of FlexAttention: (batch, head, query, key) -> bool
+Peers = dict[str, Callable[[], "Way | Apart"]]  # functions that make each
 
 
 def compiled(function: Way) -> Way:
-    """For one problem only: nothing of it is dynamic."""
+    """Compile a function for one problem only, without dynamic shapes."""
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # the graph is kept for the next backward
+    torch._functorch.config.donated_buffer = False  # the backward runs more than once
     return torch.compile(function, dynamic=False)
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A peer on operands of its own, so that its results have another layout."""
+    """Peer with other operands, whose results have another layout."""
 
     way: Way
     operands: Sequence[Tensor]
@@ -50,12 +49,12 @@ class Apart:
 
 
 def attention(shape: Attention, backend: str | None, device: Device) -> Way:
-    """Ours; a fourth operand is a mask as a tensor, a learnt bias that is."""
+    """Return fused_attn; a fourth operand, a learnt bias or a mask tensor, replaces the mask."""
     return _on(shape, shape.own_mask(device), backend)
 
 
 def eager_part(shape: Attention, device: Device) -> tuple[Way, Callable[[Tensor], Tensor]]:
-    """Eager attention for a part of the problem that it can hold, and what takes that part."""
+    """Return eager attention on a part that it can hold, and the function that selects it."""
     part = shape.checked().part_of(shape.size)
     visible, bias = (None if t is None else part(t).clone() for t in shape.tensors(device))
 
@@ -79,10 +78,10 @@ def _on(shape: Attention, mask: Mask | None, backend: str | None) -> Way:
 def attention_peers(
     shape: Attention, dtype: torch.dtype, backend: str | None, device: Device, *, gpu: bool
 ) -> Peers:
-    """torch, and on a CPU eager attention, on a GPU what else there is for one.
+    """Return the peers: torch, and eager attention on a CPU or other GPU kernels on a GPU.
 
     Args:
-        backend: ours, for what is told apart of it.
+        backend: backend of fused_attn, for the variant with the mask as a tensor.
     """
     peers: Peers = {"sdpa": lambda: sdpa(shape, dtype, device)}
     if not gpu:
@@ -90,7 +89,7 @@ def attention_peers(
         if size.batch * size.num_heads * size.seqlen_q * size.seqlen_k <= EAGER_SCORES:
             peers["eager"] = lambda: attention(shape, "eager", device)
         return peers
-    if shape.mask in ("none", "causal") and not shape.bias:  # else one kernel takes the mask
+    if shape.mask in ("none", "causal") and not shape.bias:  # else one kernel accepts it
         backends = {
             "flash": SDPBackend.FLASH_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -105,7 +104,7 @@ def attention_peers(
     mask = shape.own_mask(device)
     if mask is not None and mask.dense_masks:
         own, (dense,) = attention(shape, backend, device), mask.dense_masks
-        # Summed up in each call, where a Mask keeps its summary.
+        # Each call computes the summary of the tensor; a Mask caches it.
         peers[f"{OURS}, mask as tensor"] = lambda: lambda *operands: own(*operands, dense)
     return peers
 
@@ -113,7 +112,7 @@ def attention_peers(
 def sdpa(
     shape: Attention, dtype: torch.dtype, device: Device, backend: SDPBackend | None = None
 ) -> Way:
-    """torch's own choice of kernel, or one kernel. It knows no softcap, and goes without."""
+    """Return torch's SDPA with its choice of kernel or one kernel, and without softcap."""
     causal = shape.mask == "causal"
     mask = None if causal else as_one_tensor(*shape.tensors(device, torch.float32), dtype)
 
@@ -129,7 +128,7 @@ def sdpa(
 
 
 def flex(shape: Attention, device: Device) -> Way:
-    """FlexAttention, compiled, with its block mask made beforehand."""
+    """Return FlexAttention, compiled, with its block mask made beforehand."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     run, size = compiled(flex_attention), shape.size
@@ -161,7 +160,7 @@ def flex(shape: Attention, device: Device) -> Way:
 
 
 def _flex_mask(mask: Mask | None) -> MaskMod | None:
-    """mask_mod, by formulas where there are some; of what the shapes have."""
+    """Return the mask_mod for the mask kinds of the shapes, by formulas except for dense masks."""
     from torch.nn.attention.flex_attention import and_masks
 
     if mask is None:
@@ -198,7 +197,7 @@ def _flex_dense(dense: Tensor) -> MaskMod:
 
 
 def packed(shape: Attention, backend: str | None, cu_seqlens: Tensor) -> Way:
-    """Ours, of sequences without padding."""
+    """Return fused_attn on sequences without padding."""
     where = (cu_seqlens, cu_seqlens, shape.size.seqlen_q, shape.size.seqlen_k)
     return lambda *rows: fused_attn.varlen_attention(*rows, *where, backend=backend)
 
@@ -206,7 +205,7 @@ def packed(shape: Attention, backend: str | None, cu_seqlens: Tensor) -> Way:
 def packed_peers(
     shape: Attention, dtype: torch.dtype, cu_seqlens: Tensor, device: Device, *, gpu: bool
 ) -> Peers:
-    """On a CPU the padded batch; on a GPU torch's function for it, and jagged nested tensors."""
+    """Return the padded batch on a CPU; torch's varlen_attn and jagged tensors on a GPU."""
     longest = shape.size.seqlen_q
 
     def padded() -> Apart:
@@ -241,7 +240,7 @@ def packed_peers(
 
 
 def norm_operands(shape: Norm, dtype: torch.dtype, device: Device, seed: int) -> list[Tensor]:
-    """input, weight, for layer_norm bias, where there is one residual."""
+    """Return input, weight, bias for layer_norm, and the residual if there is one."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*size: int) -> Tensor:
@@ -256,13 +255,13 @@ def norm_operands(shape: Norm, dtype: torch.dtype, device: Device, seed: int) ->
 
 
 def _named(shape: Norm, rest: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The operands after weight."""
+    """Return the operands after weight, by name."""
     names = ["bias"] * (shape.kind == "layer_norm") + ["residual"] * shape.residual
     return dict(zip(names, rest, strict=True))
 
 
 def norm(shape: Norm, backend: str | None) -> Way:
-    """Ours."""
+    """Return the norm of fused_attn."""
     function = getattr(fused_attn, shape.kind)
 
     def call(input: Tensor, weight: Tensor, *rest: Tensor) -> Any:
@@ -275,7 +274,7 @@ def norm(shape: Norm, backend: str | None) -> Way:
 
 
 def norm_peers(shape: Norm, *, gpu: bool) -> Peers:
-    """torch's composition; on a GPU the same compiled, and Liger's kernels if they are there."""
+    """Return torch's composition; on a GPU also compiled, and Liger's kernels if installed."""
     function = getattr(F, shape.kind)
 
     def eager(input: Tensor, weight: Tensor, *rest: Tensor) -> Any:

@@ -225,14 +225,14 @@ def tile_kinds(
         uint8 (batch, num_heads, query tiles, KV blocks): 0 for skipped tiles, 1 for partial and 2
         for full ones; and the tile size in queries and keys.
     """
-    panel, block = _cpu.tile_size(DTYPES[dtype])
-    shape = (batch, num_heads, -(-seqlen_q // panel), -(-seqlen_k // block))
+    query_tile, kv_block = _cpu.tile_size(DTYPES[dtype])
+    shape = (batch, num_heads, -(-seqlen_q // query_tile), -(-seqlen_k // kv_block))
     kinds = torch.empty(shape, dtype=torch.uint8)
     empty = torch.empty(batch, num_heads, seqlen_q, 0, dtype=dtype)
     keys = torch.empty(batch, num_heads, seqlen_k, 0, dtype=dtype)
     call = AttentionCall(empty, keys, keys, spec, AttentionOptions(1.0))
     _cpu.tile_kinds(call, kinds=kinds, num_threads=torch.get_num_threads())
-    return kinds, (panel, block)
+    return kinds, (query_tile, kv_block)
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:

@@ -110,7 +110,7 @@ def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
 def table() -> str:
     """The table in Markdown."""
     rows = [
-        "| call | backend on CUDA, MPS and XPU | calls into torch | of torch's own way |",
+        "| call | backend on CUDA, MPS and XPU | calls into torch | of the same call in torch |",
         "|---|---|---|---|",
     ]
     for kind in calls():

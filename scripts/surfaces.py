@@ -62,7 +62,7 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "`fused_attn.enable()`",
-        "F.scaled_dot_product_attention under any name; what no kernel takes stays torch's",
+        "F.scaled_dot_product_attention under any name; unsupported calls stay torch's",
         {"test_enable": (), "test_enable_switch": (), "test_enable_compile": ()},
     ),
     (
@@ -77,7 +77,7 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         },
     ),
     (
-        "transformers, models with an attention of their own",
+        "transformers, models with custom attention",
         "warn and keep it",
         {"test_transformers_families": ("test_models_with_their_own_attention_decline",)},
     ),

@@ -1,0 +1,118 @@
+"""Check that names, docstrings and pages use plain technical English: `python scripts/words.py`.
+
+Three rules: a docstring's first sentence stands alone, retired words stay retired, and sentences of
+the pages are short. EXCEPTIONS lists what may break a rule, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_WORDS = 35
+CODE = ("fused_attn", "csrc", "tests/support", "benchmarks", "examples", "scripts")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples/README.md")
+
+# A first sentence that begins so needs the sentence, the name or the signature before it.
+OPENINGS = re.compile(
+    r"(The same|What|Whether|Of|How|As|That|Those|Where|True if|False if|Who|Which)\b"
+)
+# Retired words, each with its replacement. Whole words, in code and in prose.
+RETIRED = {
+    r"panels?_?": "query tile",
+    r"short way|long way|whole way": "fast path, full path",
+    r"unwatched": "not intercepted",
+    r"asked_first|chosen_for_some|first_backend": "is_default, default_backend",
+    r"torchs_own": "wraps_torch",
+    r"not_automatic": "opt_in_reasons",
+    r"out_low|lse_low": "out_residual, lse_residual",
+    r"dropout_origin": "dropout_offsets",
+    r"chosen by itself": "default",
+    r"takes? over": "patches",
+    r"nobody sees": "fully masked",
+}
+# Rule, file and text: why it may stay.
+EXCEPTIONS = {
+    ("retired", "csrc/cpu/kernels/product.h", "panel"): "the BLAS term for a packed operand",
+    ("retired", "csrc/cpu/kernels/product.h", "panels"): "the BLAS term for packed operands",
+    ("retired", "examples/rnn.py", "panels"): "panels of a plot",
+    ("retired", "scripts/words.py", "*"): "the list itself",
+    ("retired", "tests/repo/test_words.py", "*"): "planted words",
+}
+
+
+def main() -> None:
+    """Print every breach and exit with status 1 if there is one."""
+    found = [*openings(), *retired(), *long_sentences()]
+    print("\n".join(found))
+    sys.exit(1 if found else 0)
+
+
+def openings() -> Iterator[str]:
+    """Yield docstrings whose first sentence does not stand alone."""
+    for path in tracked(*CODE, suffixes=(".py",)):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                continue
+            if "property" in map(ast.unparse, getattr(node, "decorator_list", ())):
+                continue  # a value, not an action
+            text = ast.get_docstring(node) or ""
+            if OPENINGS.match(text):
+                line = node.body[0].lineno
+                yield f"{shown(path)}:{line}: docstring begins {text[:40]!r}"
+
+
+def retired() -> Iterator[str]:
+    """Yield lines with a retired word."""
+    words = {re.compile(rf"(?<![\w`]){word}(?![\w`])"): new for word, new in RETIRED.items()}
+    suffixes = (".py", ".h", ".cuh", ".cpp", ".cu", ".inc", ".md")
+    for path in tracked(*CODE, *PAGES, suffixes=suffixes):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            for word, new in words.items():
+                match = word.search(line)
+                if match and not excepted("retired", path, match[0]):
+                    yield f"{shown(path)}:{number}: {match[0]!r}: say {new!r}"
+
+
+def long_sentences() -> Iterator[str]:
+    """Yield sentences of more than MAX_WORDS words in the pages, outside tables and code."""
+    for path in tracked(*PAGES, suffixes=(".md",)):
+        text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(r"<!--.*?-->", "\n\n", text, flags=re.DOTALL)
+        for block in re.split(r"\n\s*\n|\n(?=\s*[-|#>]|\d+\. |    )", text):
+            if block.lstrip().startswith(("|", "#", ">")) or block.startswith("    "):
+                continue
+            prose = re.sub(r"\]\([^)]*\)", "]", " ".join(block.split()))
+            for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\[])|(?<=[;:])\s", prose):
+                count = len(re.findall(r"[A-Za-z][\w'-]*", sentence))
+                if count > MAX_WORDS and not excepted("long", path, sentence[:40]):
+                    yield f"{shown(path)}: {count} words: {sentence[:90]}..."
+
+
+def excepted(rule: str, path: Path, text: str) -> bool:
+    """Return True if EXCEPTIONS lists the text, or all of the file."""
+    name = shown(path)
+    return (rule, name, text) in EXCEPTIONS or (rule, name, "*") in EXCEPTIONS
+
+
+def tracked(*places: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files of the repository in these folders with one of the suffixes."""
+    listed = subprocess.run(
+        ["git", "ls-files", *places], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    paths = [ROOT / name for name in listed.stdout.splitlines() if name.endswith(suffixes)]
+    return [path for path in paths if path.exists()]
+
+
+def shown(path: Path) -> str:
+    """Return a path as messages show it."""
+    return path.relative_to(ROOT).as_posix()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""scripts/words.py finds the breaches that it is for."""
+
+from __future__ import annotations
+
+import pytest
+import words
+
+
+@pytest.fixture
+def found(monkeypatch, tmp_path):
+    """Return a function that checks one file with the given text."""
+
+    def check(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        monkeypatch.setattr(words, "ROOT", tmp_path)
+        monkeypatch.setattr(
+            words, "tracked", lambda *places, suffixes: [path] if name.endswith(suffixes) else []
+        )
+        return [*words.openings(), *words.retired(), *words.long_sentences()]
+
+    return check
+
+
+def test_a_docstring_whose_first_sentence_needs_another(found):
+    assert found("a.py", 'def f():\n    """What f computes."""\n')
+    assert found("a.py", '"""The same for packed sequences."""\n')
+    assert not found("a.py", 'def f():\n    """Return the mask."""\n')
+    assert not found("a.py", 'class C:\n    @property\n    def p(self):\n        """True if."""\n')
+
+
+@pytest.mark.parametrize("word", ["panel", "out_low", "chosen by itself", "dropout_origin"])
+def test_a_retired_word(found, word):
+    assert found("a.h", f"// the {word} of a call\n")
+    assert found("a.md", f"The {word} of a call.\n")
+    assert not found("a.h", f"// x{word}elled\n")
+
+
+def test_a_long_sentence(found):
+    assert found("a.md", "A " + "word " * words.MAX_WORDS + ".\n")
+    assert not found("a.md", "A " + "word " * 20 + ". A " + "word " * 20 + ".\n")
+    assert not found("a.md", "| " + "word " * 100 + "|\n")
+    assert not found("a.md", "    " + "word " * 100 + "\n")
+
+
+def test_exceptions_still_apply():
+    """Each names a file of the repository that has the text."""
+    for _, name, text in words.EXCEPTIONS:
+        content = (words.ROOT / name).read_text("utf-8")
+        assert text == "*" or text in content

@@ -182,7 +182,7 @@ class AttentionBwd : BwdTile<T> {
     key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
   }
 
-  // Computes the weights of one tile, as number `at` of the group, and its part of dQ.
+  // Computes and stores the weights and dS of tile `at` of the group, and adds its part of dQ.
   void tile(Tile kind, const TileAt& tile, int64_t offset, int64_t n, int64_t slot, int64_t at,
             A* grad_query) {
     LeftElement* const kept_at = kept_ + at * kRows;

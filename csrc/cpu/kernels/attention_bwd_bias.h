@@ -1,8 +1,8 @@
 // Gradient of the float mask, summed over the dimensions in which it is broadcast.
 //
-// A separate pass over the score tiles. A task owns the part of the result that it writes, a query
-// tile of rows of one (batch, head) of the mask, and loops over every head that this is broadcast
-// to. Threads share no accumulators, and memory stays linear in the sequence length.
+// A separate pass over the score tiles. A task owns the part of the result that it writes: a query
+// tile of rows of one (batch, head) of the mask. It loops over every head that this part is
+// broadcast to. Threads share no accumulators, and memory stays linear in the sequence length.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -150,7 +150,7 @@ class AttentionBwdBias : BwdTile<T> {
   Wide<A> row_sum_[kRows];  // of dlse, if the bias is equal for all keys
   A* sum_;                  // (seqlen_k, kRows), over all query tiles that share the result
   A* grads_;                // (seqlen_k, kRows), dS of the current query tile
-  A* weights_;              // (seqlen_k, kRows), its P
+  A* weights_;              // (seqlen_k, kRows), P of the current query tile
 };
 
 }  // namespace

@@ -115,8 +115,8 @@ class BwdSums {
     }
   }
 
-  // Moves the sums of this step to `due`: an even share, or a full queue whose operands the next
-  // step may overwrite.
+  // Moves the sums of this step to `due`: an even share, or the entire queue if the next step
+  // may overwrite its operands.
   //
   // current: the job whose P and dS this step computes; null while draining.
   void take_due(const Job* current) {

@@ -215,8 +215,8 @@ class BwdTile {
     }
   }
 
-  // Copies rows of a query tile to stage_, and 0 for fully masked rows: their values, NaN included,
-  // must not matter.
+  // Copies rows of a query tile to stage_, and 0 for fully masked rows: their values, even NaN,
+  // must not affect the result.
   void stage(const T* head, int64_t stride, int64_t first, int64_t dim) {
     const int64_t wide = P::pad_dim(dim);
     for (int64_t l = 0; l < kRows; ++l) {

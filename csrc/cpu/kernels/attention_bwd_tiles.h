@@ -3,8 +3,8 @@
 // A tile is 32 queries (rows) x 32 keys; S is recomputed bit for bit as in the forward. During an
 // epoch, the query tiles of a chunk are multiplied with kBlocks packed KV blocks, query tile by
 // query tile in groups of kGroup. dQ accumulates over adjacent blocks of a query tile, dK^T and
-// dV^T over adjacent query tiles of a group. These sums stay in registers for several steps: a line
-// stored outside L1 costs 3.7 cycles, a quarter of a product.
+// dV^T over adjacent query tiles of a group. Each sum stays in registers for several products: a
+// line stored outside L1 costs 3.7 cycles, a quarter of a product.
 //
 // Software pipeline; a step is one call of advance(). Here query tiles A to D have two blocks each;
 // A and B form one group, C and D the next. "Gather" queues the quads of a sum whose operands are
@@ -29,11 +29,11 @@
 //   current_ ends the group.
 // - tile_count_ counts (epoch, query tile) pairs; its parity selects grad_rows_. The step in which
 //   current_ ends a query tile empties the dQ queue: the next query tile overwrites what it reads.
-//   Likewise pairs are double-buffered by group, and ends_group empties the queue of dK and dV.
+//   Pairs are double-buffered by group; a step with ends_group empties the queue of dK and dV.
 // - epoch_ counts epochs with a visible tile; its parity selects blocks_. Their last reader is dQ,
 //   up to kBlocks steps after P and dS of the epoch's last tile. So the pipeline drains before an
 //   epoch packs its blocks if the previous one had fewer than kBlocks + 4 tiles. epoch_tiles_ is
-//   added_ at the start of that one.
+//   added_ at the start of the latest epoch.
 // - Registers 0 to 3 hold the sums of a step's last quad. They are flushed if no sum was due (the
 //   quad is dP, which the next step reads), before add_nonfinite() changes dQ, and by drain().
 // - drain() ends each chunk of query tiles, before the next one overwrites the packed queries. dQ
@@ -475,7 +475,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   typename Sums::Group* group_ = nullptr;
   Job jobs_[4];
   int64_t epoch_ = 0, added_ = 0, tile_count_ = 0;  // see the invariants above
-  int64_t epoch_tiles_ = 0;                         // added_ when the last epoch began
+  int64_t epoch_tiles_ = 0;                         // added_ when the latest epoch began
   int64_t last_block_ = -1;                         // of the query tile in this epoch
   bool group_open_ = false;                         // the group has a tile
   Job *pending_job_ = nullptr, *current_ = nullptr, *last_ = nullptr;

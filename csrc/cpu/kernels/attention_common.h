@@ -34,7 +34,7 @@ struct ScoreUnits {
 };
 
 // Writes the log-sum-exp of row `at` of all rows, if requested; -inf if fully masked. `unit` is
-// that of the maximum.
+// the unit of the maximum.
 template <class A>
 inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maximum, A sum) {
   if (p.lse == nullptr) return;
@@ -44,8 +44,8 @@ inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maxim
   if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = low;
 }
 
-// Returns the part of delta that an out rounded to 16 bits loses. In a row with few visible keys,
-// or one with nearly all the weight, it exceeds all of dS.
+// Returns the part of delta that is lost by rounding out to 16 bits. In a row with few visible
+// keys, or one with nearly all the weight, it exceeds all of dS.
 template <class T>
 inline float delta_residual(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
                             int64_t i) {
@@ -65,8 +65,8 @@ struct TileAt {
 
 // Converts the products of one tile, (n, kRows), to masked scores; rows that pad n are -inf.
 //
-// cap_slope: with softcap, the derivative of the capped score by the uncapped one, (n, kRows);
-// null: not needed. stage: (kBlockN, kRows).
+// cap_slope: with softcap, the derivative of the capped score with respect to the uncapped one,
+// (n, kRows); null: not needed. stage: (kBlockN, kRows).
 template <class T>
 inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask,
                           const ScoreUnits& units, Tile kind, const TileAt& at, Acc<T>* scores,
@@ -93,7 +93,7 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
   }
 }
 
-// Counters of a tile: its first key, a multiple of kDecisions, its first query, and its head.
+// Dropout counters of a tile: first key (a multiple of kDecisions), first query, and head.
 struct DropoutAt {
   int64_t key;
   uint32_t query, head;
@@ -116,7 +116,7 @@ inline void dropout_words(const AttentionParams& p, const DropoutAt& at, int64_t
                        at.head, 0, words);
 }
 
-// Returns true if no number of n rows is infinite or NaN.
+// Returns true if all elements of n rows are finite.
 template <class T>
 inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
   using A = Acc<T>;
@@ -185,7 +185,7 @@ struct KeyColumns {
 inline int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Returns true if operands of this size stay in the cores' caches between calls that run tasks on
-// the same threads. (8 heads of 32 x 64: 14 us, and 17 with dynamic scheduling.)
+// the same threads. (8 heads of 32 x 64: 14 us, but 17 us with dynamic scheduling.)
 inline bool fit_caches(int64_t bytes) { return bytes <= int64_t{1} << 20; }
 
 // Returns true if all keys are visible to each query, so that tasks are equally long. Static

@@ -12,22 +12,22 @@ namespace {
 // and outputs of 512 queries at head_dim 64 in three parts take 320 KiB of L2.
 constexpr int64_t kMaxQueryTiles = 16;
 
-// A row's running maximum may be too low by this power of 2, so that results are rescaled a few
-// times a row instead of for nearly every block.
+// A row's running maximum may be too low by this power of 2. Results are then rescaled a few times
+// per row instead of for nearly every block.
 constexpr int kMaximumSlack = 8;
 
-// Computes weights exp(score - maximum) of one tile from its scores, a piece at a time.
+// Softmax of one tile, computed a piece at a time: weights exp(score - maximum).
 template <class T>
 struct SoftmaxStream {
   using A = Acc<T>;
   using P = Product<T>;
   static constexpr int kLane = kLanes<A>;
-  // Keys, and vectors of queries, of a piece. With three parts, products are the bottleneck: after
-  // a larger piece, the next tile loads would wait for space in the reorder buffer. Otherwise the
+  // Keys and query vectors of a piece. With three parts, products are the bottleneck: after a
+  // larger piece, the next tile loads would wait for space in the reorder buffer. Otherwise the
   // softmax is the bottleneck, and larger pieces have less overhead.
   static constexpr int kKeys = 4, kVectors = P::kParts == 3 ? 1 : 2;
 
-  // Computes the share of one of `calls` calls before finish().
+  // Computes one call's share of the pieces, expecting `calls` calls before finish().
   void operator()() {
     due += pieces();
     while (done < pieces() && done * calls < due) step();
@@ -104,7 +104,7 @@ class AttentionFwd {
     MaskView<A> mask;
     if (!mask.init(p)) return false;
     const int64_t num_query_tiles = div_up(p.seqlen_q, kRows), heads = p.batch * p.num_heads;
-    // Fewer query tiles a task if there are few tasks. Each query tile's result is the same.
+    // With few tasks, use fewer query tiles per task. A query tile's result does not change.
     int64_t per_task = kMaxQueryTiles;
     while (per_task > 1 && heads * div_up(num_query_tiles, per_task) < 4 * p.num_threads)
       per_task /= 2;
@@ -136,7 +136,7 @@ class AttentionFwd {
     A* divisor;           // (query tile), the sum of the weights as multiplied
   };
 
-  // Keys from `offset` on of a KV block, against a query tile.
+  // The keys of a KV block from `offset` on, against a query tile.
   struct TileOf {
     Tile kind;
     TileAt at;
@@ -360,7 +360,8 @@ class AttentionFwd {
     }
   }
 
-  // Writes the rounding residuals of rows of out; write_query_tile left them unrounded in rows_.
+  // Writes the rounding residuals of rows of out; rows_ holds them unrounded, from
+  // write_query_tile.
   void write_out_residual(int64_t h, int64_t i, int64_t rows, const T* out) {
     int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
                              p_.out_residual, p_.out_residual_strides, queries_, h)) +

@@ -8,7 +8,7 @@
 //   AMX: Q K^T of tile      0     1     2     3    ...   n-1    -     -
 //   vectors: softmax of     -     0     1     2    ...   n-2   n-1    -
 //   AMX: P V of tile        -     -     0     1    ...   n-3   n-2   n-1
-//                          |prologue |                       | epilogue: drain()
+//                          |prologue |                       | epilogue; drain() runs n-1 to n+1
 //
 // Invariants:
 // - add_tile() number i runs step i-1. pending_job_ is tile i-1 until then: its products are not

@@ -24,8 +24,8 @@ class WeightTiles : protected BwdTile<T> {
   // Query tiles of a task, for which a KV block is packed once.
   static constexpr int64_t kQueryTiles = 4;
 
-  // Runs self.task(b, h, first query tile, query tiles) for each task. `heads` heads from h on are
-  // packed before: query tile x of head h + g in slot g * kQueryTiles + x.
+  // Calls self.task(b, h, first query tile, query tiles) for each task, after packing `heads` heads
+  // from h on. Query tile x of head h + g is in slot g * kQueryTiles + x.
   template <class Self, class... Args>
   static bool run_tasks(const AttentionBwdParams& bwd, int64_t heads, const Args&... args) {
     const AttentionParams& p = bwd.fwd;
@@ -59,8 +59,8 @@ class WeightTiles : protected BwdTile<T> {
     return arena_.layout([&] { place(heads); });
   }
 
-  // Computes the visible tiles of a KV block and the query tiles of a head: calls tile_gradients
-  // for each with use(query tile, ...).
+  // Calls tile_gradients for a KV block and each of a head's query tiles, except fully masked
+  // ones. `use` receives the query tile as an additional first argument.
   template <class Use>
   void head_tiles(int64_t b, int64_t h, int64_t first, int64_t count, int64_t j, int64_t n,
                   int64_t slot, const Use& use) {
@@ -176,7 +176,7 @@ class WeightRowSums : WeightTiles<T> {
 
  public:
   static bool run(const AttentionBwdParams& params) {
-    // Without these fields, dS is c P Z times the gradient, which is what is summed.
+    // Without these fields, dS is c P Z times the gradient of the weights: the term to sum.
     AttentionBwdParams bwd = params;
     bwd.grad_lse = nullptr;
     bwd.row_sums = nullptr;

@@ -2,9 +2,9 @@
 // head belong to one task, so threads share no accumulators.
 //
 // The dS of a row sum to dlse. In 16 bits, delta is computed from an out whose weights were
-// rounded, so dS contains P times its error, which exceeds dS where a few keys have nearly all the
-// weight. The excess of the row's sum over dlse determines the error; keys with much weight are
-// corrected.
+// rounded, so dS contains P times the error of delta. This exceeds dS where a few keys have nearly
+// all the weight. The excess of the row's sum over dlse determines the error; keys with much weight
+// are corrected.
 #pragma once
 
 #include "cpu/kernels/tile_gradients.h"
@@ -17,12 +17,12 @@ namespace {
 template <class T>
 class BiasRows {
  public:
-  // True if a task must process all keys of a row.
+  // A task must process all keys of a row.
   static constexpr bool kWholeRows = TileFormat<T>::kRounds;
 
   explicit BiasRows(const AttentionBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd) {}
 
-  // Takes workspace for this many rows.
+  // Reserves workspace for `rows` rows.
   void place(Arena* arena, int64_t rows) {
     sums_ = arena->take<float>(kWholeRows ? rows * 16 : 0);
     heavy_ = arena->take<Heavy>(kWholeRows ? rows : 0);
@@ -43,7 +43,7 @@ class BiasRows {
     }
   }
 
-  // Adds a tile of dS with this many queries, which are rows from `first` on; weights: its P.
+  // Adds a tile of dS, whose `rows` queries are rows from `first` on. weights: its P.
   void add(const TileAt& at, int64_t first, int64_t rows, const float* grads,
            const float* weights) {
     for (uint32_t r = 0; r < rows; ++r) {
@@ -102,7 +102,7 @@ class BiasRows {
 
   const AttentionBwdParams& bwd_;
   const AttentionParams& p_;
-  float* sums_;   // (rows, 16): of dS, per lane
+  float* sums_;   // (rows, 16): sums of dS, per lane
   Heavy* heavy_;  // (rows)
 };
 

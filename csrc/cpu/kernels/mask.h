@@ -236,7 +236,7 @@ class MaskView {
     }
   }
 
-  // Packs four keys of a row into a word, so a transposed vector has four keys of kLanes queries.
+  // Packs four keys of a row into a word, so a transposed vector holds four keys of kLanes queries.
   void and_dense(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                  uint32_t* words) const {
     const DenseTensor& t = mask_->dense;

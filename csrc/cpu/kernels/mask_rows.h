@@ -1,4 +1,4 @@
-// A mask against a KV block, one query at a time, for kernels whose rows are queries.
+// Masks the scores of a KV block one query at a time, for kernels whose rows are queries.
 #pragma once
 
 #include "cpu/kernels/mask.h"
@@ -33,7 +33,7 @@ class BlockMask {
 
   // Adds biases to the scores of query i, in natural units, and sets masked ones to -inf.
   //
-  // scores: kKeys of them, one vector every `stride` elements.
+  // scores: kKeys scores, with a vector every `stride` elements.
   void apply(int64_t i, A* scores, int64_t stride) const {
     if (mask_->bias.data != nullptr) add_bias(i, scores, stride);
     if (mask_->slopes != nullptr) add_alibi(i, scores, stride);
@@ -134,7 +134,7 @@ class BlockMask {
   void add_alibi(int64_t i, A* scores, int64_t stride) const {
     const A slope = static_cast<A>(
         mask_->slopes[b_ * mask_->slopes_strides[0] + h_ * mask_->slopes_strides[1]]);
-    // Loaded from a table: built lane by lane, it would be rebuilt for each row.
+    // Loaded from a table, since a vector built lane by lane would be rebuilt for each row.
     Vec<Int<A>> ahead =
         static_cast<Int<A>>(i + bounds_.alibi_offset - j_begin_) - fused_attn::load(kLaneIndex);
     for (int64_t t = 0; t < kKeys; t += kLane) {

@@ -32,8 +32,8 @@ inline double spin_multiply_add(int64_t rounds) {
 }
 
 #if defined(__AMX_BF16__)
-// Runs products of tiles in the parts of a type, with one operand load each. Types of several parts
-// need fewer loads, 14 operands for 24 products of float32, so their real ceiling is a bit higher.
+// Runs tile products of a type's parts, with one operand load per product. Types of several parts
+// need fewer loads (float32: 14 operands for 24 products), so their real ceiling is a bit higher.
 template <class F>
 inline double spin_tiles(int64_t rounds) {
   TileRegisters registers;
@@ -89,7 +89,7 @@ inline double spin_pairs(int64_t rounds) {
 }
 #endif
 
-// Returns the operations a second of all threads together, the best of five trials.
+// Returns the operations per second of all threads combined, the best of five trials.
 template <class Spin>
 inline double peak_of(int64_t threads, const Spin& spin) {
   double best = 0;
@@ -106,7 +106,7 @@ inline double peak_of(int64_t threads, const Spin& spin) {
 
 inline double multiply_add_peak(int64_t threads) { return peak_of(threads, spin_multiply_add); }
 
-// Returns the peak of the instructions that attention multiplies this type with.
+// Returns the peak rate of the instructions that attention uses for products of this type.
 template <class T>
 inline double product_peak(int64_t threads) {
 #if defined(__AMX_BF16__)

@@ -1,8 +1,8 @@
 // The products of attention in the format that this instruction set multiplies.
 //
 // Left operands (rows, steps) are broadcast or read in tiles of rows. Right operands (steps, lanes)
-// have a panel of queries or features in their lanes. Product<T> packs both and multiplies them.
-//   NumberProduct: numbers, by vector multiply-add; operands are used in place if possible.
+// hold a panel of queries or features in their lanes. Product<T> packs both and multiplies them.
+//   NumberProduct: accumulator-type elements, by vector multiply-add; in place if possible.
 //   PairProduct: bfloat16 pairs, by vdpbf16ps, BFMMLA or AMX tiles.
 #pragma once
 
@@ -31,15 +31,15 @@ inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T
   }
 }
 
-// Steps that are accumulated before the sum is added to C: its error grows with its length. Sums
-// over keys round each time at the magnitude of the weights that they contain. Where one key
+// Steps accumulated before the partial sum is added to C, since its error grows with its length.
+// Sums over keys round each time at the magnitude of the weights that they contain. Where one key
 // dominates, 32 halves the error of out against 128 steps, and costs 5 % of a product over 64. With
 // 32, a row of 40 keys, two of them large, still had 1.15 times the error limit. 16 adds 2 % to a
 // forward.
 constexpr int64_t kSumSteps = 16;
-// For dO V^T: its elements are large, and their rounding remains where dS is a small difference. 8
-// halves the error of dQ in rows that one key dominates, and costs a third of this one of five
-// products.
+// For dO V^T: its elements are large, and their rounding error remains where dS is a small
+// difference. 8 halves the error of dQ in rows that one key dominates. It adds a third to the time
+// of this product, one of five.
 constexpr int64_t kShortSumSteps = 8;
 
 template <class T>
@@ -87,7 +87,7 @@ class NumberProduct {
     }
   }
 
-  // Returns the transpose of such rows; here the rows, multiplied as Layout::kColumnMajor.
+  // Returns the rows for use as their transpose: multiply() reads them as Layout::kColumnMajor.
   static Left columns(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage, A* buffer) {
     return rows(src, stride, n, dim, stage, buffer);
   }
@@ -129,8 +129,7 @@ class NumberProduct {
   static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
   static Right right_view(const A* data, int64_t) { return {data, kRows}; }
 
-  // A product calls `meanwhile` calls(m, k) times during its computation: never here, where the
-  // vector units are busy.
+  // multiply() calls `meanwhile` calls(m, k) times. Never here, since the vector units are busy.
   static int64_t calls(int64_t, int64_t) { return 0; }
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
@@ -165,7 +164,7 @@ class PairProduct {
   static constexpr bool kPairs = true;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : kIsHalf<T> ? 2 : 1;
   // Query tiles whose weights the backward multiplies together, so that sums over queries stay in
-  // registers. 128 queries by 128 keys in three parts take 96 KiB of L2. 8: 3 % slower.
+  // registers. 128 queries by 128 keys in three parts take 96 KiB of L2. 8 are 3 % slower.
   static constexpr int64_t kGroup = 4;
 
   struct Left {
@@ -202,8 +201,8 @@ class PairProduct {
     return kParts * pad_steps(steps) / 2 * lanes;
   }
 
-  // stage: (pad_steps(n), pad_dim(dim)) of T. A single part that needs no padding stays in place,
-  // if its rows are whole words apart.
+  // stage: (pad_steps(n), pad_dim(dim)) of T. A single part that needs no padding is used in
+  // place if its stride is even, so rows are whole words apart.
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
                    uint16_t* buffer) {
     const int64_t wide = pad_dim(dim), high = pad_rows(n);
@@ -300,9 +299,9 @@ class PairProduct {
     return w;
   }
 
-  // True if weights are rounded before they are multiplied.
+  // Weights are rounded before they are multiplied.
   static constexpr bool kRoundsWeights = kParts < 3;
-  // Returns sum + a + b, as multiplied: one instruction, where adding unrounded weights takes two.
+  // Returns sum + a + b of the rounded weights in one instruction; unrounded weights take two.
   static Vec<float> add_rounded(Vec<float> sum, const Weight& a, const Weight& b) {
     constexpr uint32_t kOnes = 0x3F803F80u;
     for (int p = 0; p < kParts; ++p) {
@@ -391,7 +390,7 @@ class PairProduct {
 };
 #endif
 
-// AMX multiplies every type but float64; vdpbf16ps and BFMMLA only bfloat16.
+// AMX is used for every type but float64, vdpbf16ps and BFMMLA for bfloat16 only.
 template <class T>
 struct ProductOf {
   using type = NumberProduct<T>;
@@ -415,7 +414,7 @@ struct ProductOf<float> {
 template <class T>
 using Product = typename ProductOf<T>::type;
 
-// Precision of exp that multiplied weights of a type need.
+// Precision of exp that the weights of a type need as operands of a product.
 template <class T>
 constexpr Precision kPrecision = Precision::kFull;
 template <>

@@ -107,8 +107,8 @@ class TableWeights {
   static constexpr float kLowered = kRound + 120 * 128;  // 120 * 128: a weight of 2^-7
   static constexpr float kMostSteps = kRound / 4;
 
-  // Clamps scores whose steps would wrap around to large ones. Makes NaN +inf: half of all NaN
-  // would look like small scores.
+  // Clamps very low scores: their steps would wrap around and look large. Turns NaN into +inf: half
+  // of all NaN would look like small scores.
   static Vec<float> within_reach(const ExpUnit<float>& unit, Vec<float> lowered) {
     const Vec<float> reached = max<float>(broadcast(-kMostSteps / (128 * unit.high)), lowered);
     return lowered != lowered ? broadcast(__builtin_inff()) : reached;

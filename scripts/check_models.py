@@ -41,10 +41,10 @@ MEANINGS = {
     "agrees with sdpa": "as the library's own sdpa attention, where that and eager differ",
     "declined": "keeps its own attention, and the report says why",
     "no attention": "none that goes through the library's interface",
-    "eager NaN": "not finite, on eager attention either",
-    "no model": "nothing: the type is a part of others, without a model to call",
-    "not run": "unknown: eager runs no small config that could be made, or no inputs",
-    "FAILS": "crashes, differs, or is called fused and is not",
+    "eager NaN": "NaN or infinity, as with eager attention",
+    "no model": "not applicable: the type is only a component of other models",
+    "not run": "unknown: no small config or inputs could be built that run with eager",
+    "FAILS": "crashes, differs, or is reported as fused but is not",
 }
 
 
@@ -171,7 +171,7 @@ def with_summary(page: str, verdicts: dict[str, Any]) -> str:
         "|---|---|---|",
         *rows,
         "",
-        f"Of those that agree, {left} ran with padding on the left too, and {cached} for one",
+        f"Of those that agree, {left} were also run with left padding, and {cached} for one",
         "token behind a cache.",
         END,
     ]

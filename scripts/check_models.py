@@ -116,7 +116,7 @@ def _send(model_type: str, sender: Connection) -> None:
 
 
 def regressions(before: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What agreed before and does not now, of the types that were judged."""
+    """Return the types that agreed before and do not now, with the new verdict."""
     good = {"agrees": ["agrees"], "agrees with sdpa": ["agrees", "agrees with sdpa"]}
     return [
         f"{name} agreed before, now: {entry['verdict']}: {entry['detail']}"
@@ -127,7 +127,7 @@ def regressions(before: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def counts(types: dict[str, Any]) -> str:
-    """How many types have each verdict, in words."""
+    """Return the number of types per verdict, as text."""
     counted = collections.Counter(entry["verdict"] for entry in types.values())
     return ", ".join(f"{counted[verdict]} {verdict}" for verdict in MEANINGS if counted[verdict])
 

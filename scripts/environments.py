@@ -52,7 +52,7 @@ def wheel_of(python: str, folder: Path) -> Path:
 
 
 def use(python: str, wheel: Path, torch: str, options: list[str], folder: Path) -> dict[str, str]:
-    """What doctor, the demo and tests say in an environment of its own."""
+    """Install the wheel in a new environment; return results of doctor, the demo and the tests."""
     run(python, "-m", "venv", folder / "venv")
     inside = folder / "venv/bin/python"
     run(inside, "-m", "pip", "install", "-q", f"{wheel}[demo]", torch, *options)

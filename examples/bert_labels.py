@@ -1,4 +1,4 @@
-"""Labelled text for `python examples/bert.py`: speeches, their form, and marks behind words."""
+"""Labelled text for `python examples/bert.py`: verse or prose, and punctuation after words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKS = ["none", ",", ".", ";:", "?!"]  # what follows a word
 
 
 def speeches(texts: Iterable[str]) -> list[list[str]]:
-    """Speeches of plays, three and more printed lines each, without speaker and directions."""
+    """Return speeches of three or more printed lines, without speaker and stage directions."""
     found = []
     for text in texts:
         spoken = re.sub(r"\[[^]]*\]", "", text)
@@ -31,10 +31,10 @@ def speeches(texts: Iterable[str]) -> list[list[str]]:
 
 
 def form_of(lines: list[str]) -> int | None:
-    """Verse (0) or prose (1), as the print has it: each line of verse begins with a capital, and
-    prose goes on in small letters. None if it is not clear.
+    """Return 0 for verse, 1 for prose, or None if it is not clear.
 
-    A model that reads the lower-cased words in one row sees nothing of that.
+    In print, each line of verse begins with a capital letter, and lines of prose continue in lower
+    case. The model's input, lower-cased and without line breaks, does not show this.
     """
     small = [line.lstrip("'\"(-")[:1].islower() for line in lines[1:]]
     if not any(small):
@@ -43,7 +43,7 @@ def form_of(lines: list[str]) -> int | None:
 
 
 def marks_of(lines: list[str]) -> tuple[list[str], list[int]]:
-    """The words of a speech in small letters, and for each the mark that follows it."""
+    """Return the words of a speech in lower case, and the mark that follows each."""
     pairs = re.findall(r"([a-z']*[a-z][a-z']*)([^a-z']*)", " ".join(lines).lower())
     marks = [
         next((i for i, m in enumerate(MARKS[1:], 1) if behind.strip()[:1] in list(m)), 0)
@@ -53,13 +53,13 @@ def marks_of(lines: list[str]) -> tuple[list[str], list[int]]:
 
 
 class Labelled(NamedTuple):
-    """Texts for fine-tuning."""
+    """Labelled texts for fine-tuning."""
 
-    rows: list[list[int]]  # tokens, without special ones
-    labels: list[list[int]]  # of each text [label], or one for [CLS], each token and [SEP]
+    rows: list[list[int]]  # tokens, without special tokens
+    labels: list[list[int]]  # for each text: [label], or labels of [CLS], each token, [SEP]
 
     def batches(self, order: Tensor, size: int) -> list[tuple[Batch, Tensor]]:
-        """Texts in this order, with their labels, (batch, 1) or (batch, seqlen)."""
+        """Return batches of texts in this order, with labels (batch, 1) or (batch, seqlen)."""
         result = []
         for part in order.split(size):
             labels = [torch.tensor(self.labels[i]) for i in part]
@@ -69,7 +69,7 @@ class Labelled(NamedTuple):
 
 
 def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Passages of speeches with their form, as many of verse as of prose."""
+    """Return passages of speeches with their form, equally many of verse and prose."""
     length = max_seqlen - 2
     by_form: list[list[list[int]]] = [[], []]
     for lines in found:
@@ -83,13 +83,13 @@ def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int)
 
 
 def mark_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Speeches without punctuation; the last token of each word has the mark that followed."""
+    """Return speeches without punctuation; each word's last token is labelled with its mark."""
     rows, labels = [], []
     for lines in found:
         words, marks = marks_of(lines)
         encoded = tokenizer.encode(words, is_pretokenized=True)
         of_token = encoded.word_ids[: max_seqlen - 2]
-        # Behind the last token nothing is known: the text may be cut there.
+        # The text may be cut after the last token, so its mark is unknown.
         last = [a != b for a, b in itertools.pairwise(of_token)] + [False]
         own = [marks[word] if end else IGNORED for word, end in zip(of_token, last, strict=True)]
         rows.append(encoded.ids[: max_seqlen - 2])

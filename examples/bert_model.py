@@ -1,4 +1,4 @@
-"""BERT from fused_attn.nn, with its four heads and weights from a checkpoint of Hugging Face.
+"""BERT built from fused_attn.nn, with its heads, and a loader for Hugging Face checkpoints.
 
 Used by `python examples/bert.py` and `python examples/transfer.py`.
 
@@ -26,7 +26,7 @@ EPS = 1e-12  # of every LayerNorm of BERT
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes of a BERT; `dropout` is that of embeddings, attention weights, sublayers and heads."""
+    """Sizes of a BERT; `dropout` applies to embeddings, attention weights, sublayers and heads."""
 
     vocab_size: int
     d_model: int
@@ -41,9 +41,9 @@ class BertConfig:
 class Bert(nn.Module):
     """The encoder, and the pooler on [CLS].
 
-    Three embeddings are added up: of the token, of its segment and of its position. What follows
-    is the encoder of Vaswani et al. 2017 with GELU; nothing is causal, so each token sees its
-    context on both sides. Section 3 and appendix A.2 of Devlin et al.
+    The input is the sum of three embeddings: token, segment and position. The encoder is that of
+    Vaswani et al. 2017 with GELU. Attention is bidirectional, not causal. Section 3 and appendix
+    A.2 of Devlin et al.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -66,13 +66,13 @@ class Bert(nn.Module):
         self.apply(_initialise)
 
     def forward(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
-        """The hidden states of the last layer.
+        """Return the hidden states of the last layer.
 
         Args:
             ids: (batch, seqlen) int64.
             segments: (batch, seqlen) int64, 0 in the first text, 1 in the second.
             padding: (batch, seqlen) bool, True where there is no token. The encoder packs the
-                batch: its layers work on the real tokens only.
+                batch: its layers compute real tokens only.
 
         Returns:
             (batch, seqlen, d_model), 0 at padding.
@@ -82,12 +82,12 @@ class Bert(nn.Module):
         return self.encoder(x, src_key_padding_mask=padding)
 
     def pool_first(self, hidden: Tensor) -> Tensor:
-        """[CLS], through a layer with tanh: (batch, seqlen, d_model) to (batch, d_model)."""
+        """Apply a tanh layer to [CLS]: (batch, seqlen, d_model) to (batch, d_model)."""
         return torch.tanh(self.pooler(hidden[:, 0]))
 
 
 def pool_mean(hidden: Tensor, padding: Tensor) -> Tensor:
-    """The mean over the real tokens: (batch, seqlen, d_model) to (batch, d_model)."""
+    """Return the mean over real tokens: (batch, seqlen, d_model) to (batch, d_model)."""
     real = (~padding).unsqueeze(2).to(hidden.dtype)
     return (hidden * real).sum(1) / real.sum(1)
 
@@ -95,7 +95,7 @@ def pool_mean(hidden: Tensor, padding: Tensor) -> Tensor:
 class PretrainingHeads(nn.Module):
     """Masked language model and next-sentence prediction: section 3.1.
 
-    The decoder's matrix is the embedding of tokens itself; only its bias is new.
+    The decoder shares the token embedding's matrix; only its bias is a new parameter.
     """
 
     def __init__(self, bert: Bert) -> None:
@@ -112,12 +112,12 @@ class PretrainingHeads(nn.Module):
     def forward(
         self, ids: Tensor, segments: Tensor, padding: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Scores of the tokens at chosen positions, and of the two answers on the pair.
+        """Return logits of the tokens at chosen positions, and of next-sentence prediction.
 
         Args:
             ids, segments, padding: see `Bert.forward`.
-            chosen: (batch, seqlen) bool. The vocabulary is large: only these positions, that are
-                trained on, meet it.
+            chosen: (batch, seqlen) bool. Only these positions have a loss; others skip the
+                product with the large vocabulary.
 
         Returns:
             (number of chosen positions, vocab_size), and (batch, 2): column 1 is "is next".
@@ -129,7 +129,7 @@ class PretrainingHeads(nn.Module):
 
 
 class SentenceClassifier(nn.Module):
-    """A class for the whole text, from [CLS] or from the mean of its tokens: section 4.1."""
+    """Classifier of texts, from [CLS] or from the mean over the tokens: section 4.1."""
 
     def __init__(self, bert: Bert, num_classes: int, pooling: str) -> None:
         super().__init__()
@@ -142,17 +142,17 @@ class SentenceClassifier(nn.Module):
         _initialise(self.head)
 
     def pooled(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
-        """The text as one vector, (batch, d_model)."""
+        """Return each text as one vector, (batch, d_model)."""
         hidden = self.bert(ids, segments, padding)
         return self.bert.pool_first(hidden) if self.pooling == "cls" else pool_mean(hidden, padding)
 
     def forward(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
-        """Scores of the classes, (batch, num_classes)."""
+        """Return the logits of the classes, (batch, num_classes)."""
         return self.head(self.dropout(self.pooled(ids, segments, padding)))
 
 
 class TokenClassifier(nn.Module):
-    """A class for each token: section 5.3."""
+    """Classifier of tokens: section 5.3."""
 
     def __init__(self, bert: Bert, num_classes: int) -> None:
         super().__init__()
@@ -162,16 +162,16 @@ class TokenClassifier(nn.Module):
         _initialise(self.head)
 
     def forward(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
-        """Scores of the classes, (batch, seqlen, num_classes)."""
+        """Return the logits of the classes, (batch, seqlen, num_classes)."""
         return self.head(self.dropout(self.bert(ids, segments, padding)))
 
 
 def from_checkpoint(folder: Path, dropout: float | None = None) -> Bert:
-    """A Bert with the weights of a transformers.BertModel.
+    """Return a Bert with the weights of a transformers.BertModel.
 
     Args:
-        folder: with config.json and model.safetensors.
-        dropout: None takes that of the checkpoint.
+        folder: contains config.json and model.safetensors.
+        dropout: None is the dropout of the checkpoint.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -184,9 +184,9 @@ def from_checkpoint(folder: Path, dropout: float | None = None) -> Bert:
 
 
 def convert_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of a transformers.BertModel under the names that they have in `Bert`.
+    """Rename the parameters of a transformers.BertModel to those of `Bert`.
 
-    Projections to query, key and value are three matrices there and one, in this order, here.
+    The three matrices of query, key and value are concatenated to one, in this order.
     """
     renamed = {
         "embeddings.word_embeddings": "tokens",
@@ -210,14 +210,14 @@ def convert_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     for name in [name for name in converted if ".query." in name]:
         parts = [converted.pop(name.replace("query", part)) for part in ("query", "key", "value")]
         converted[name.replace("query.", "in_proj_")] = torch.cat(parts)
-    converted.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: no weight
+    converted.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: not a weight
     return converted
 
 
 def load_minilm(dropout: float | None = None) -> tuple[Bert, Tokenizer]:
-    """all-MiniLM-L6-v2 (6 layers, d_model 384), which embeds English sentences, and its tokenizer.
+    """Load all-MiniLM-L6-v2 (6 layers, d_model 384) and its tokenizer; it embeds sentences.
 
-    Source: Wang et al. 2020, "MiniLM"; trained further on pairs of sentences by its publishers.
+    Source: Wang et al. 2020, "MiniLM"; trained further on English sentence pairs by its publishers.
     """
     folder = data.minilm()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -226,15 +226,15 @@ def load_minilm(dropout: float | None = None) -> tuple[Bert, Tokenizer]:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Normal distributions, and biases of 0. Called for each module of a tree.
+    """Initialise a module's weights from normal distributions and its biases with 0; for `apply`.
 
-    BERT's standard deviation is 0.02, for 768 inputs. Matrices have that of 0.55 / sqrt(inputs),
-    which is the same there and gives outputs of the same size in smaller models.
+    BERT's standard deviation is 0.02, for 768 inputs. Matrices here have 0.55 / sqrt(inputs): the
+    same for 768 inputs, and outputs of the same size in smaller models.
     """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.55 * module.in_features**-0.5)
         nn.init.zeros_(module.bias)
-    if isinstance(module, nn.MultiheadAttention):  # its first projection is no Linear
+    if isinstance(module, nn.MultiheadAttention):  # its input projection is not a Linear
         nn.init.normal_(module.in_proj_weight, std=0.55 * module.embed_dim**-0.5)

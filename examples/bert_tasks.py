@@ -1,7 +1,7 @@
 """Fine-tuning for `python examples/bert.py`: three heads, each also from random weights.
 
-Few labels are what pretraining is for: three hundred texts, where it saw all words of 38 works.
-Each fine-tuning is repeated with several seeds; a seed draws the same texts in the same order for
+Pretraining pays off when labels are few: fine-tuning has three hundred texts, pretraining 38 works.
+Each fine-tuning is repeated with several seeds. A seed draws the same texts in the same order for
 pretrained and for random weights.
 """
 
@@ -31,23 +31,23 @@ from terminal import table
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-PEAK = 1e-3  # learning rate, of both; random weights too learn more with it than with 3e-4
+PEAK = 1e-3  # learning rate of both; random weights learn more with it than with 3e-4, too
 BATCH = 32
-FORM_SEQLEN = 32  # of passages that are verse or prose: short, so that there are many
+FORM_SEQLEN = 32  # of verse and prose passages: short ones are more numerous
 
 HEADS: dict[str, Callable[[Bert], nn.Module]] = {
     "form_cls": lambda bert: SentenceClassifier(bert, len(FORMS), "cls"),
     "form_mean": lambda bert: SentenceClassifier(bert, len(FORMS), "mean"),
     "marks": lambda bert: TokenClassifier(bert, len(MARKS)),
 }
-# The heads that must gain by pretraining. The mean over a sentence needs it less: random embeddings
-# tell verse from prose by the words alone, and its gain is one to three standard errors.
+# Heads that must gain from pretraining. The mean over tokens needs it less: random embeddings tell
+# verse from prose by the words alone, and its gain is one to three standard errors.
 REQUIRED = ("form_cls", "marks")
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is fine-tuned: labelled texts, how often each is seen, and repetitions."""
+    """Amount of fine-tuning: labelled texts, epochs, and seeds that repeat it."""
 
     texts: int
     epochs: int
@@ -55,7 +55,7 @@ class Amount:
 
 
 class Score(NamedTuple):
-    """What was right in each text, of how many labels, and the macro F1 of all."""
+    """Number of correct labels and of labels in each text, and the macro F1 of all labels."""
 
     right: Tensor  # (texts,) float32
     labels: Tensor  # (texts,) float32
@@ -63,7 +63,7 @@ class Score(NamedTuple):
 
 
 def fine_tune(model: nn.Module, examples: Labelled, amount: Amount, title: str) -> None:
-    """Trains all weights, on the labels of texts or of tokens."""
+    """Train all weights on the labels of texts or tokens."""
     texts = torch.randperm(len(examples.rows))[: amount.texts]
     orders = [texts[torch.randperm(len(texts))] for _ in range(amount.epochs)]
     batches = [batch for order in orders for batch in examples.batches(order, BATCH)]
@@ -80,7 +80,7 @@ def fine_tune(model: nn.Module, examples: Labelled, amount: Amount, title: str) 
 
 @torch.no_grad()
 def score(model: nn.Module, examples: Labelled) -> Score:
-    """Of labelled texts that were not trained on."""
+    """Score a model on labelled texts that it was not trained on."""
     model.eval()
     right, labels, true, given = [], [], [], []
     for inputs, wanted in examples.batches(torch.arange(len(examples.rows)), BATCH):
@@ -96,10 +96,10 @@ def score(model: nn.Module, examples: Labelled) -> Score:
 
 
 def gain(ours: list[Score], others: list[Score]) -> tuple[float, float]:
-    """How much more is right, of all labels, and its standard error.
+    """Return the mean gain in accuracy, and its standard error.
 
-    The error is that of the seeds, whose pairs of scores differ by themselves, and that of the
-    texts, which are drawn whole.
+    The error combines the variance over seeds (paired scores) and over texts, which are sampled as
+    units: labels of one text are not independent.
     """
     labels = ours[0].labels
     more = torch.stack([a.right - b.right for a, b in zip(ours, others, strict=True)])
@@ -111,7 +111,7 @@ def gain(ours: list[Score], others: list[Score]) -> tuple[float, float]:
 
 
 def summary(scores: list[Score]) -> dict[str, float | list[float]]:
-    """Accuracy and macro F1, averaged over seeds, and the accuracy of each."""
+    """Return accuracy and macro F1, averaged over seeds, and the accuracy of each seed."""
     accuracies = [(s.right.sum() / s.labels.sum()).item() for s in scores]
     return {
         "accuracy": round(sum(accuracies) / len(scores), 4),
@@ -121,7 +121,7 @@ def summary(scores: list[Score]) -> dict[str, float | list[float]]:
 
 
 def majority(examples: Labelled) -> float:
-    """The part of labels that is the most frequent one."""
+    """Return the share of the most frequent label."""
     labels = torch.tensor([label for row in examples.labels for label in row])
     return labels[labels != IGNORED].bincount().max().item() / (labels != IGNORED).sum().item()
 
@@ -135,7 +135,7 @@ def compare_heads(
     tokenizer: Tokenizer,
     amount: Amount,
 ) -> None:
-    """Fine-tunes each head, and the same models from random weights, and compares the two.
+    """Fine-tune each head from pretrained and from random weights, and compare the two.
 
     Args:
         new_bert: makes a model of the same size with random weights.

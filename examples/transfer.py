@@ -2,11 +2,11 @@
 
     python examples/transfer.py
 
-The pretrained model is all-MiniLM-L6-v2, which embeds English sentences. First all of it is frozen
-and a linear head is trained on its embeddings of passages of Shakespeare: comedy, history or
-tragedy. Then everything is trained, at a lower learning rate. The same architecture from random
-weights, with the same passages and as many steps, shows what pretraining is worth. The plays of
-the test are others than those of the training.
+The pretrained model is all-MiniLM-L6-v2, which embeds English sentences. First all its weights are
+frozen, and a linear head learns to classify its embeddings of passages of Shakespeare as comedy,
+history or tragedy. Then all weights are trained, at a lower learning rate. Training the same
+architecture from random weights, with the same passages and number of steps, measures the gain from
+pretraining. Training and test use different plays.
 
 Source: Devlin et al. 2019, "BERT", section 5.3 (features and fine-tuning); Howard and Ruder 2018,
 "Universal Language Model Fine-tuning for Text Classification", section 3.3 (unfreezing).
@@ -58,7 +58,7 @@ SCRATCH_PEAK = 3e-4
 
 @dataclass(frozen=True)
 class Size:
-    """What differs between a full run and a smoke test."""
+    """Sizes of a run: full or smoke test."""
 
     training: int  # passages of each genre
     test: int
@@ -73,13 +73,13 @@ SMOKE = Size(4, 4, 8, 2, 1, 2)
 
 
 class Passages(NamedTuple):
-    """Labelled texts."""
+    """Labelled passages."""
 
     ids: list[list[int]]  # tokens, with [CLS] and [SEP]
     labels: Tensor  # (passages,) int64
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of a model for these passages: ids, segments, padding."""
+        """Return the arguments of a model for these passages: ids, segments, padding."""
         ids, padding = pad_batch([self.ids[i] for i in index])
         return ids, torch.zeros_like(ids), padding
 
@@ -87,11 +87,11 @@ class Passages(NamedTuple):
 def read_passages(
     plays: dict[str, list[str]], count: int, words: int, tokenizer: Tokenizer
 ) -> Passages:
-    """Random passages of consecutive speeches, without the names of the speakers.
+    """Return random passages of consecutive speeches, without the names of the speakers.
 
     Args:
-        plays: the names of plays by genre.
-        count: passages of each genre.
+        plays: names of plays by genre.
+        count: number of passages of each genre.
     """
     texts = data.shakespeare()
     chosen = []
@@ -109,7 +109,7 @@ def read_passages(
 
 @torch.no_grad()
 def embed(model: SentenceClassifier, passages: Passages) -> Tensor:
-    """Each passage as one vector, without dropout: (passages, d_model)."""
+    """Return each passage as one vector, without dropout: (passages, d_model)."""
     model.eval()
     order = torch.arange(len(passages.ids))
     return torch.cat([model.pooled(*passages.batch(part)) for part in order.split(BATCH)])
@@ -117,20 +117,20 @@ def embed(model: SentenceClassifier, passages: Passages) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: SentenceClassifier, passages: Passages) -> float:
-    """Of the whole model."""
+    """Return the accuracy of the model on these passages."""
     predicted = model.head(embed(model, passages)).argmax(1)
     return (predicted == passages.labels).float().mean().item()
 
 
 def epochs_of(count: int, epochs: int) -> list[Tensor]:
-    """Batches of indices, each epoch in an order of its own."""
+    """Return batches of indices, shuffled in each epoch."""
     return [part for _ in range(epochs) for part in torch.randperm(count).split(BATCH)]
 
 
 def train(
     model: SentenceClassifier, passages: Passages, batches: list[Tensor], peak: float, title: str
 ) -> list[float]:
-    """Trains all weights that are not frozen."""
+    """Train all weights that are not frozen."""
 
     def loss(index: Tensor) -> Tensor:
         return F.cross_entropy(model(*passages.batch(index)), passages.labels[index])
@@ -141,7 +141,7 @@ def train(
 
 
 def check_frozen(run: common.Example, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Frozen weights must have the same bits as before, and the head others."""
+    """Check that frozen weights have the same bits as before, and that the head changed."""
     same = {name: torch.equal(before[name], after[name]) for name in before}
     frozen = all(equal for name, equal in same.items() if not name.startswith("head."))
     head = not any(equal for name, equal in same.items() if name.startswith("head."))
@@ -156,7 +156,7 @@ def check_frozen(run: common.Example, before: dict[str, Tensor], after: dict[str
 
 
 def report(run: common.Example, results: dict[str, float], tested: int) -> None:
-    """Accuracies, and whether pretraining shows in them."""
+    """Report accuracies, and require that pretraining improves them."""
     error = math.sqrt(2 * 0.25 / tested)  # of a difference
     run.figures |= {name: round(value, 4) for name, value in results.items()}
     run.figures["standard_error_of_differences"] = round(error, 4)
@@ -172,7 +172,7 @@ def report(run: common.Example, results: dict[str, float], tested: int) -> None:
 
 
 def curve(training: Passages, steps: int, prepare: curves.Prepare) -> list[float]:
-    """The losses of a short training of all weights."""
+    """Return the losses of a short training of all weights."""
     model = prepare(SentenceClassifier(load_minilm(dropout=0.0)[0], len(GENRES), "mean"))
     batches = [torch.randint(len(training.ids), (8,)) for _ in range(steps)]
     return train(model, training, batches, PEAK, "Comparing")
@@ -202,7 +202,7 @@ def main() -> None:
         losses = {"unfrozen": train(model, training, batches, PEAK, "All layers")}
         results["unfrozen"] = accuracy(model, test)
 
-        # As many steps as both phases have; weights that know nothing need a higher learning rate.
+        # As many steps as both phases together. Random weights need a higher learning rate.
         scratch = SentenceClassifier(Bert(bert.config), len(GENRES), "mean")
         losses["from scratch"] = train(
             scratch, training, head_batches + batches, SCRATCH_PEAK, "From random weights"

@@ -3,8 +3,8 @@
     python examples/translate.py
 
 Vaswani et al. 2017, in small: an encoder, a decoder with cross-attention, sinusoidal positions,
-label smoothing, warm-up, greedy and beam search with a key/value cache. It learns 1,996 messages of
-JupyterLab by heart and is then asked for 217 that it has not seen.
+label smoothing, warm-up, greedy and beam search with a key/value cache. It memorizes 1,996 messages
+of JupyterLab and is then tested on 217 held-out ones.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from translation import BOS, EOS, LONGER_BY, PAD, Corpus
 from fused_attn import nn
 
 EPOCHS = 40
-# Half of all steps are warm-up: at 1e-3 within the first 200 steps, a relative change of 1e-7 in
-# one weight matrix grows to 1e-2 of the loss, on the reference too.
+# Half of all steps are warm-up. With 1e-3 reached in the first 200 steps, a relative change of 1e-7
+# in one weight matrix grows to 1e-2 of the loss, also on the reference.
 SCHEDULE = fitting.inverse_sqrt(1.5e-3, 2000)
-# Section 6.1 has 4 beams, too, but a weaker penalty, ((5 + length) / 6) ** 0.6 of Wu et al. 2016.
+# Section 6.1 also has 4 beams, but a weaker penalty: ((5 + length) / 6) ** 0.6 of Wu et al. 2016.
 BEAMS, LENGTH_PENALTY = 4, 0.6
 
 
 class Translator(torch.nn.Module):
-    """The model of section 3: norms behind the residual additions, none behind the stacks.
+    """Model of section 3: norms after the residual additions, none after the stacks.
 
     Args:
-        vocabulary: tokens of both languages.
-        shared: one matrix is source embedding, target embedding and output projection
-            (section 3.4).
+        vocabulary: number of tokens, of both languages.
+        shared: share one matrix between source embedding, target embedding and output
+            projection (section 3.4).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Translator(torch.nn.Module):
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(*sizes, **options), num_layers
         )
-        # A stack copies its layer: draw the weights anew, or all its layers start as one.
+        # A stack copies one layer: redraw the weights, or all its layers start equal.
         for weight in self.parameters():
             if weight.dim() > 1:
                 torch.nn.init.xavier_uniform_(weight)
@@ -70,7 +70,7 @@ class Translator(torch.nn.Module):
         self.project = torch.nn.Linear(d_model, vocabulary, bias=False)
         if shared:
             self.project.weight = self.source.weight
-        # Such that embeddings have the size of the positions once they are scaled (section 3.4).
+        # Scaled embeddings then have the size of the positional encodings (section 3.4).
         for matrix in (self.source.weight, self.target.weight, self.project.weight):
             torch.nn.init.normal_(matrix, std=d_model**-0.5)
         self.scale = math.sqrt(d_model)
@@ -78,23 +78,23 @@ class Translator(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Source (N, S) to memory (N, S, d_model) and its padding mask (N, S), True = ignore."""
+        """Encode source (N, S) to memory (N, S, d_model) and padding mask (N, S), True = ignore."""
         padding = source == PAD
         x = self.dropout(self.positions(self.source(source) * self.scale))
         return self.encoder(x, src_key_padding_mask=padding), padding
 
     def embed(self, target: Tensor, position: int | None = None) -> Tensor:
-        """Target (N, T) to (N, T, d_model); with a position, which all its tokens are at."""
+        """Embed target (N, T) to (N, T, d_model); `position` is that of all tokens if given."""
         positions = None if position is None else torch.full_like(target, position)
         return self.dropout(self.positions(self.target(target) * self.scale, positions))
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits (N, T, vocabulary) of what follows each position of the target (N, T)."""
+        """Return logits (N, T, vocabulary) of the token after each position of target (N, T)."""
         memory, padding = self.encode(source)
         hidden = self.decoder(
             self.embed(target),
             memory,
-            tgt_is_causal=True,  # the look-ahead mask and the padding mask apply together
+            tgt_is_causal=True,  # applies together with the padding mask
             tgt_key_padding_mask=target == PAD,
             memory_key_padding_mask=padding,
         )
@@ -102,7 +102,7 @@ class Translator(torch.nn.Module):
 
     @torch.no_grad()
     def search(self, source: Tensor, num_beams: int = 1) -> Tensor:
-        """Translations (N, T) of the source (N, S), a token a step; cached keys and values."""
+        """Return translations (N, T) of the source (N, S), with a key/value cache."""
         memory, padding = self.encode(source)
         return nn.generate(
             self.decoder,
@@ -119,7 +119,7 @@ class Translator(torch.nn.Module):
 
     @torch.no_grad()
     def search_uncached(self, source: Tensor) -> Tensor:
-        """Greedy search as it reads: each step computes all positions anew."""
+        """Return greedy translations without a cache: each step recomputes all positions."""
         target = torch.full((source.shape[0], 1), BOS)
         ended = torch.zeros(source.shape[0], dtype=torch.bool)
         while not ended.all() and target.shape[1] <= source.shape[1] + LONGER_BY:
@@ -130,7 +130,7 @@ class Translator(torch.nn.Module):
 
     @torch.no_grad()
     def cross_attention(self, source: Tensor, target: Tensor) -> Tensor:
-        """Where each target position looks in the source, (T, S): mean of all heads and layers."""
+        """Return cross-attention weights (T, S), averaged over heads and layers."""
         weights = []
 
         def look(attention: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -145,7 +145,7 @@ class Translator(torch.nn.Module):
 
 
 def show_translations(corpus: Corpus, ours: list[str]) -> None:
-    """Ten held-out pairs that are evenly spaced by length, and what the model says."""
+    """Print ten held-out pairs, evenly spaced by length, with the model's translations."""
     order = sorted(range(len(ours)), key=lambda i: len(corpus.held_out[i][0]))
     chosen = [order[(2 * i + 1) * len(order) // 20] for i in range(10)]
     rows = [(*corpus.held_out[i], ours[i]) for i in chosen]
@@ -153,14 +153,14 @@ def show_translations(corpus: Corpus, ours: list[str]) -> None:
 
 
 def romanized(token: str) -> str:
-    """A token in letters that every font has: Hangul by the sounds that Unicode names it by."""
+    """Romanize a token for fonts without Hangul, by the Unicode names of its syllables."""
     names = [unicodedata.name(c, "") for c in token]
     sounds = [n.partition("SYLLABLE ")[2].lower() or c for n, c in zip(names, token, strict=True)]
     return "".join(sounds).replace("▁", "_")
 
 
 def plot_attention(run: common.Example, model: Translator, corpus: Corpus) -> None:
-    """Cross-attention of a training pair of seven words, where the decoder reads the reference."""
+    """Plot cross-attention of a seven-word training pair; the decoder reads the reference."""
     pair = next(p for p in corpus.train if len(p[0].split()) == 7)
     (batch,) = corpus.batches([pair])
     read, said = batch.shifted()
@@ -206,7 +206,7 @@ def main() -> None:
         run.report(f"chrF on {len(korean)} held-out pairs: {told}")
         plot_attention(run, model, corpus)
 
-        # The cache saves time and changes nothing.
+        # The cache must not change the results.
         source = corpus.batches(corpus.held_out)[0].source
         same = torch.equal(model.search(source), model.search_uncached(source))
         exact = run.figures["train"]["all"]["exact"]

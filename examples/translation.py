@@ -1,4 +1,4 @@
-"""What translate.py and rnn.py share: pairs of sentences, batches, training, scores; no model."""
+"""Code shared by translate.py and rnn.py: pairs, batches, training and scores, but no model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
 Pair = tuple[str, str]  # English, Korean
-Search = Callable[[Tensor], Tensor]  # source (N, S) to tokens (N, T), with <eos> where one ends
+Search = Callable[[Tensor], Tensor]  # source (N, S) to tokens (N, T), with <eos> at each end
 SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]
 PAD, UNK, BOS, EOS = range(4)
 VOCABULARY = 2000
-MAX_TOKENS = 250  # of a batch, with its padding, in one language
+MAX_TOKENS = 250  # of a batch with its padding, in one language
 LABEL_SMOOTHING = 0.1  # Vaswani et al. 2017, section 5.4
-LONGER_BY = 50  # tokens of the longest translation more than of its source: section 6.1
+LONGER_BY = 50  # tokens by which a translation may exceed its source: section 6.1
 Schedule = Callable[[int], float]  # the learning rate of a step, counted from 1
 # After 200, the maxima of correct trainings range from 3.7e-4 to 2.4e-3, see curves.FACTOR.
 COMPARED_STEPS = 100
-BINS = {"1-4": 4, "5-8": 8, "9-16": 16, "17-32": 32, "33+": 999}  # most tokens of a source
+BINS = {"1-4": 4, "5-8": 8, "9-16": 16, "17-32": 32, "33+": 999}  # maximum source tokens
 
 
 class Batch(NamedTuple):
@@ -47,27 +47,27 @@ class Batch(NamedTuple):
     target: Tensor
 
     def shifted(self) -> tuple[Tensor, Tensor]:
-        """What a decoder reads and what it must say there, (N, T - 1) each.
+        """Return the decoder's inputs and its targets, (N, T - 1) each.
 
-        It reads at each position what it had to say at the one before: teacher forcing.
+        The input at each position is the target of the one before: teacher forcing.
         """
         return self.target[:, :-1], self.target[:, 1:]
 
 
 @dataclass
 class Corpus:
-    """Pairs that a model learns from, pairs that it never sees, and their tokens."""
+    """Training pairs, held-out pairs, and their tokenizer."""
 
     train: list[Pair]
     held_out: list[Pair]
     tokenizer: Tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[Tensor]:
-        """Tokens of each text, with <eos>."""
+        """Return the tokens of each text, with <eos>."""
         return [torch.tensor([*e.ids, EOS]) for e in self.tokenizer.encode_batch(texts)]
 
     def batches(self, pairs: Sequence[Pair], epochs: int = 1) -> list[Batch]:
-        """All pairs `epochs` times, in random order (torch's default generator), see `group`."""
+        """Return batches of all pairs, `epochs` times, shuffled by torch's default generator."""
         source, target = (self.encode(texts) for texts in zip(*pairs, strict=True))
         target = [torch.cat([torch.tensor([BOS]), t]) for t in target]
         result = []
@@ -82,7 +82,7 @@ class Corpus:
         return result
 
     def translate(self, texts: Sequence[str], search: Search) -> list[str]:
-        """The translation of each text, in their order."""
+        """Return the translation of each text, in the order of the texts."""
         tokens = self.encode(texts)
         result = [""] * len(texts)
         for rows in group([len(t) for t in tokens], 8 * MAX_TOKENS):
@@ -93,16 +93,16 @@ class Corpus:
 
 
 def load(smoke: bool) -> Corpus:
-    """English messages of JupyterLab with their Korean translations; few in smoke mode."""
+    """Load English messages of JupyterLab with Korean translations; few in smoke mode."""
     train, held_out = data.split_pairs(data.korean_pairs()[: 60 if smoke else None])
     return Corpus(train, held_out, train_tokenizer([text for pair in train for text in pair]))
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """A byte pair encoding (Sennrich, Haddow and Birch 2016) of both languages.
+    """Train a byte pair encoding (Sennrich, Haddow and Birch 2016) of both languages.
 
-    It merges characters, not bytes, so that each token is readable; a character that the texts do
-    not have becomes <unk>.
+    It merges characters, not bytes, so tokens are readable. Characters that the texts lack become
+    <unk>.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -115,9 +115,9 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 
 def group(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices by rising length, in groups that have at most max_tokens once they are padded.
+    """Group indices by ascending length; a padded group has at most max_tokens.
 
-    A longer sequence is a group of its own. The lengths alone decide how many groups there are.
+    A longer sequence forms a group alone. The number of groups depends only on the lengths.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -128,18 +128,18 @@ def group(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def padded(sequences: Sequence[Tensor]) -> Tensor:
-    """(N, longest) tokens."""
+    """Pad sequences to (N, longest) tokens."""
     return pad_sequence(list(sequences), batch_first=True, padding_value=PAD)
 
 
 def batch_loss(model: Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the next token, a mean over those that are not padding.
+    """Return the mean cross-entropy of the next tokens, without padding.
 
-    The label says 1 - LABEL_SMOOTHING for the next token and spreads the rest over all tokens:
-    Szegedy et al. 2016, section 7.
+    The target distribution has 1 - LABEL_SMOOTHING at the next token and spreads the rest over all
+    tokens: Szegedy et al. 2016, section 7.
 
     Args:
-        model: (source (N, S), target (N, T)) to logits (N, T, VOCABULARY).
+        model: maps source (N, S) and target (N, T) to logits (N, T, VOCABULARY).
     """
     read, said = batch.shifted()
     logits = model(batch.source, read).flatten(0, 1)
@@ -149,7 +149,7 @@ def batch_loss(model: Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: Module, batches: Sequence[Batch]) -> float:
-    """The loss over all tokens of the batches, without dropout."""
+    """Return the mean loss over all tokens of the batches, without dropout."""
     model.eval()
     tokens = [int((batch.shifted()[1] != PAD).sum()) for batch in batches]
     losses = [batch_loss(model, batch).item() for batch in batches]
@@ -160,7 +160,7 @@ def mean_loss(model: Module, batches: Sequence[Batch]) -> float:
 def compare(
     run: common.Example, corpus: Corpus, build: Callable[[], Module], schedule: Schedule
 ) -> None:
-    """Compares the loss curves of two backends over the first steps of `fit`.
+    """Compare the loss curves of two backends over the first steps of `fit`.
 
     Args:
         build: makes a model without dropout.
@@ -169,7 +169,7 @@ def compare(
 
     def train(prepare: curves.Prepare) -> list[float]:
         model = prepare(build())
-        batches = corpus.batches(corpus.train, epochs=2)[:steps]  # one has 100
+        batches = corpus.batches(corpus.train, epochs=2)[:steps]  # one epoch has 100
         loss = partial(batch_loss, model)
         return fitting.train(model.parameters(), loss, batches, schedule, "No dropout")
 
@@ -181,7 +181,7 @@ def compare(
 def fit(
     run: common.Example, model: Module, corpus: Corpus, epochs: int, schedule: Schedule
 ) -> None:
-    """Trains a model, and plots its loss, that of held-out pairs after each epoch."""
+    """Train a model; plot its training loss, and the loss of held-out pairs after each epoch."""
     batches = corpus.batches(corpus.train, epochs)
     held_out = corpus.batches(corpus.held_out)
     per_epoch = len(batches) // epochs
@@ -212,7 +212,7 @@ def fit(
 
 
 def evaluate(run: common.Example, corpus: Corpus, search: Search) -> list[str]:
-    """Translates all pairs; records what was learnt by heart, and chrF (Popović 2015) of the rest.
+    """Translate all pairs; record exact matches and chrF (Popović 2015).
 
     Returns:
         The translations of the held-out pairs.
@@ -231,7 +231,7 @@ def evaluate(run: common.Example, corpus: Corpus, search: Search) -> list[str]:
 
 
 def scores(translations: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-    """The share of translations that are right to the letter, and chrF from 0 to 100."""
+    """Return the share of exact translations, and chrF from 0 to 100."""
     pairs = zip(translations, references, strict=True)
     return {
         "exact": round(sum(ours == theirs for ours, theirs in pairs) / len(references), 4),

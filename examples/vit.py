@@ -1,9 +1,9 @@
-"""A Vision Transformer that learns real handwritten digits, and shows where it looks.
+"""A Vision Transformer learns handwritten digits, with attention rollout.
 
     python examples/vit.py
 
-It learns 4,000 digits of MNIST and is tested on 1,000 others. Pictures show where it looks
-(attention rollout), and which digits it gets wrong.
+It is trained on 4,000 digits of MNIST and tested on 1,000 others. Pictures show the attention of
+the class token (attention rollout) and the misclassified digits.
 
 Source: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", for the model; Abnar and Zuidema
 2020, "Quantifying Attention Flow in Transformers", for the rollout.
@@ -34,18 +34,18 @@ MAX_DIFFERENCE = 1e-4  # of logits, in float32
 
 
 class VisionTransformer(nn.Module):
-    """A pre-norm encoder over patches, whose first token, the class token, gives the class.
+    """Pre-norm encoder over patches; the class is read from the first token, the class token.
 
     Args:
         size: height and width of the images, a multiple of PATCH.
-        num_classes: what is told apart.
+        num_classes: number of classes.
 
     Source: Dosovitskiy et al. 2021, section 3.1.
     """
 
     def __init__(self, size: int, num_classes: int) -> None:
         super().__init__()
-        # A convolution that steps by its own width is one linear layer, applied to each patch.
+        # A convolution whose stride is its kernel size is a linear layer applied to each patch.
         self.patches = nn.Conv2d(1, D_MODEL, kernel_size=PATCH, stride=PATCH)
         self.class_token = nn.Parameter(torch.zeros(D_MODEL))
         num_tokens = 1 + (size // PATCH) ** 2
@@ -56,42 +56,41 @@ class VisionTransformer(nn.Module):
             D_MODEL, NUM_HEADS, FEED_FORWARD, dropout=0.0, activation="gelu", batch_first=True,
             norm_first=True,
         )  # fmt: skip
-        # No layer of a pre-norm model normalises the last sum: this norm does.
+        # In a pre-norm model no layer normalises the last sum; this norm does.
         self.encoder = fused_attn.nn.TransformerEncoder(
             layer, NUM_LAYERS, norm=fused_attn.nn.LayerNorm(D_MODEL)
         )
         self.head = nn.Linear(D_MODEL, num_classes)
-        nn.init.normal_(self.positions.weight, std=0.2)  # as large as patches are, to learn sooner
-        for parameter in self.encoder.parameters():  # the layers are copies of one: draw each anew
+        nn.init.normal_(self.positions.weight, std=0.2)  # as large as patches, to learn faster
+        for parameter in self.encoder.parameters():  # the layers are copies of one: redraw
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
 
     def embed(self, images: Tensor) -> Tensor:
-        """(batch, size, size) to tokens with their positions, (batch, num_tokens, D_MODEL)."""
+        """Embed (batch, size, size) to tokens with positions, (batch, num_tokens, D_MODEL)."""
         patches = self.patches(images[:, None]).flatten(2).transpose(1, 2)
         class_token = self.class_token.expand(len(images), 1, D_MODEL)
         return self.positions(torch.cat([class_token, patches], dim=1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, size, size) to logits (batch, num_classes)."""
+        """Return logits (batch, num_classes) of images (batch, size, size)."""
         return self.head(self.encoder(self.embed(images))[:, 0])
 
 
 @torch.no_grad()
 def attention_rollout(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor]:
-    """How much of each input token reaches each output token, if attention were all that mixes.
+    """Compute the share of each input token in each output token, if only attention mixes tokens.
 
-    The layers are gone through one by one, as the encoder does, but with need_weights=True: a
-    second kernel then gives the weights, averaged over the heads. The residual connection passes
-    on each token itself, so that half of a layer is the identity; layers multiply.
+    The function runs the layers like the encoder, but with need_weights=True: a second kernel then
+    returns the weights, averaged over the heads. The residual connection adds the identity, with
+    the same weight as attention. The matrices of the layers are multiplied.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         images: (batch, size, size).
 
     Returns:
-        Logits, which are those of the model, and the rollout (batch, num_tokens, num_tokens), of
-        which each row sums to 1.
+        The model's logits, and the rollout (batch, num_tokens, num_tokens), whose rows sum to 1.
 
     Source: Abnar and Zuidema 2020, section 3, "Attention rollout".
     """
@@ -108,7 +107,7 @@ def attention_rollout(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
 
 
 def augment(images: Tensor) -> Tensor:
-    """Each image turned by up to 15 degrees, scaled by up to 10 % and shifted by up to 2 pixels."""
+    """Rotate each image by up to 15 degrees, scale by up to 10 %, shift by up to 2 pixels."""
     turn, scale, right, down = torch.rand(4, len(images)) * 2 - 1
     angle, scale = turn * math.radians(15), 1 + 0.1 * scale
     cos, sin = scale * angle.cos(), scale * angle.sin()
@@ -120,7 +119,7 @@ def augment(images: Tensor) -> Tensor:
 
 
 def split(labels: Tensor, held_out: int) -> tuple[Tensor, Tensor]:
-    """Indices for training and for the test, which has `held_out` of each label."""
+    """Return indices for training and for the test, which has `held_out` of each label."""
     train, test = [], []
     for label in labels.unique():
         mixed = (labels == label).nonzero()[:, 0]
@@ -132,14 +131,14 @@ def split(labels: Tensor, held_out: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def predict(model: VisionTransformer, images: Tensor) -> Tensor:
-    """The likeliest class of each image, (batch,)."""
+    """Return the likeliest class of each image, (batch,)."""
     return torch.cat([model(part).argmax(-1) for part in images.split(500)])
 
 
 def fit(
     images: Tensor, labels: Tensor, steps: int, title: str, prepare: curves.Prepare = curves.as_is
 ) -> tuple[VisionTransformer, list[float]]:
-    """A model that was trained for so many batches, and the loss of each."""
+    """Train a model for `steps` batches; return it and the loss of each."""
     model = prepare(VisionTransformer(images.shape[-1], len(labels.unique())))
     dtype = model.class_token.dtype
     epochs = math.ceil(steps * BATCH / len(labels))
@@ -191,9 +190,9 @@ def main() -> None:
 
 
 def report_test(run: common.Example, images: Tensor, labels: Tensor, predicted: Tensor) -> None:
-    """The accuracy, which digits are taken for which, and pictures of the wrong ones."""
+    """Report the accuracy and the confusion matrix; plot misclassified digits."""
     count = int(labels.max()) + 1
-    # Row: what the digit is, column: what it was taken for.
+    # Row: label, column: prediction.
     confusion = torch.bincount(labels * count + predicted, minlength=count**2).view(count, count)
     wrong = (predicted != labels).nonzero()[:, 0]
     accuracy = 1 - len(wrong) / len(labels)
@@ -213,12 +212,12 @@ def report_test(run: common.Example, images: Tensor, labels: Tensor, predicted: 
 def show_rollout(
     run: common.Example, model: VisionTransformer, images: Tensor, labels: Tensor, predicted: Tensor
 ) -> None:
-    """Pictures of what the class token attends to, and how much of that is ink."""
+    """Plot the attention of the class token, and report the share of it on ink."""
     logits, rollout = attention_rollout(model, images)
     with torch.no_grad():
         difference = (logits - model(images)).abs().max().item()
     side = images.shape[-1] // PATCH
-    seen = rollout[:, 0, 1:]  # by the class token, of each patch
+    seen = rollout[:, 0, 1:]  # attention of the class token to each patch
     seen = (seen / seen.sum(-1, keepdim=True)).view(-1, side, side)
     ink = F.max_pool2d(images, PATCH) > 0.1
     share, area = (seen * ink).sum((1, 2)).mean().item(), ink.float().mean().item()

@@ -1,11 +1,10 @@
-"""Counts the problems on which eager attention is further off than the numerics contract expects.
+"""Count problems where eager attention's error exceeds what the numerics contract expects.
 
     ATEN_CPU_CAPABILITY=avx2 python scripts/calibrate_contract.py --problems 1000000 --dtype float32
 
-Half of the problems are hard: few keys, queries of 4 to 20 times normal size. They are drawn in
-batches. Each batch element is a separate problem, judged separately. It is beyond what is expected
-if eager's error, less one rounding of the largest value, is larger than that of each of the RUNS
-runs of fused_attn/tools/rounding.py.
+Half of the problems are hard: few keys, and queries 4 to 20 times as large as normal. Each element
+of a batch is a separate problem. Its error is unexpected if eager's error, less one rounding of the
+largest value, is larger than the error of each of the RUNS runs of fused_attn/tools/rounding.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 
 
 class Batch:
-    """Problems of one shape and mask, from a number."""
+    """Batch of random problems of one shape and mask, seeded by its number."""
 
     def __init__(self, number: int, dtype: torch.dtype) -> None:
         draw = random.Random(number)
@@ -49,7 +48,7 @@ class Batch:
         self.dtype = dtype
 
     def run(self, dtype: torch.dtype, rows: Tensor) -> list[Tensor]:
-        """out, lse and gradients of eager attention on some of the problems, in a type."""
+        """Return out, lse and gradients of eager attention in a type, for some of the problems."""
         leaves = [t[rows].to(dtype).requires_grad_() for t in self.qkv]
         results = F.scaled_dot_product_attention(
             *leaves, self.mask, return_lse=True, backend="eager"
@@ -60,10 +59,10 @@ class Batch:
         return [t.detach() for t in (*finite, *grads)]
 
     def unexpected(self, runs: Counter[int]) -> Tensor:
-        """(results,) counts of the problems beyond what is expected.
+        """Return the number of problems with an unexpected error, (results,).
 
         Args:
-            runs: counts the problems by the number of runs that showed such an error.
+            runs: counter of problems, by the number of runs after which no error was unexpected.
         """
         every = torch.arange(BATCH)
         truth = self.run(torch.float64, every)
@@ -88,7 +87,7 @@ def _errors(results: list[Tensor], truth: list[Tensor]) -> list[Tensor]:
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:
-    """(results, problems) largest values."""
+    """Return the largest absolute values, (results, problems)."""
     return torch.stack([t.abs().flatten(1).amax(1) for t in tensors])
 
 

@@ -1,8 +1,8 @@
-"""Every model type of transformers, before and after the swap: `make models-check`.
+"""Compare every model type of transformers before and after the swap: `make models-check`.
 
-Each type is judged in a process of its own, with a limit of time. The exit status is 1 if one
-FAILS (it crashes, differs from eager where that is finite, or is reported as fused and is not), or
-does not agree any more though it does in the committed verdicts.
+Each type runs in a separate process with a time limit. The exit status is 1 if a type FAILS, or no
+longer agrees although it does in the committed verdicts. A type FAILS if it crashes, differs from
+eager where eager is finite, or is reported as fused and is not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fused_attn.tools import doctor
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "benchmarks/results/models-check.json"
-PARTIAL = ROOT / "build/models-check.json"  # of a run that was interrupted
+PARTIAL = ROOT / "build/models-check.json"  # verdicts of an interrupted run
 PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- models-check: begin -->", "<!-- models-check: end -->"
 SECONDS = 180
 
-# Verdicts in the order of the page, with what they mean.
+# Verdicts in the order of the page, with their meanings.
 MEANINGS = {
     "agrees": "as eager, forward and backward",
     "agrees with sdpa": "as the library's own sdpa attention, where that and eager differ",
@@ -61,7 +61,7 @@ def main() -> int:
     before = json.loads(COMMITTED.read_text())
     found = json.loads(PARTIAL.read_text()) if arguments.resume and PARTIAL.exists() else {}
     PARTIAL.parent.mkdir(exist_ok=True)
-    hf_zoo.judge("llama")  # whatever the library imports late is imported for all
+    hf_zoo.judge("llama")  # trigger lazy imports once, before forks
     for number, model_type in enumerate(types, 1):
         if model_type not in found:
             verdict = _judged(model_type)
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def _judged(model_type: str) -> hf_zoo.Verdict:
-    """The verdict of a process that was forked off: imports are done, and a crash is its own."""
+    """Return the verdict of a forked process, which inherits imports and isolates crashes."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(model_type, sender))
@@ -133,7 +133,7 @@ def counts(types: dict[str, Any]) -> str:
 
 
 def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """The committed verdicts with those found; of other versions or machines are marked so."""
+    """Merge new verdicts into the committed ones; mark those of other versions or machines."""
     names = ("fused-attn", "transformers", "torch")
     versions = {name: metadata.version(name) for name in names}
     run: dict[str, Any] = {"machine": doctor.machine(), "versions": versions}
@@ -149,7 +149,7 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(verdicts: dict[str, Any]) -> str:
-    """JSON with a line for each type."""
+    """Return the verdicts as JSON with a line for each type."""
     head = {key: value for key, value in verdicts.items() if key != "types"}
     lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in verdicts["types"].items()]
     start = json.dumps(head, indent=1).removesuffix("\n}")
@@ -157,7 +157,7 @@ def as_text(verdicts: dict[str, Any]) -> str:
 
 
 def with_summary(page: str, verdicts: dict[str, Any]) -> str:
-    """The page with the table of the verdicts between its marks."""
+    """Return the page with the table of verdicts inserted between its markers."""
     counted = collections.Counter(entry["verdict"] for entry in verdicts["types"].values())
     versions = ", ".join(f"{name} {version}" for name, version in verdicts["versions"].items())
     cached = sum("cached" in entry["ways"] for entry in verdicts["types"].values())

@@ -1,7 +1,7 @@
-"""The table of docs/support.md: what calls on a device without verified kernels run on.
+"""Table of docs/support.md: backends of calls on devices without verified kernels.
 
-The devices are pretended: the choice sees them, the tensors are on the CPU, and torch's CPU kernels
-stand for its own of that device. `python scripts/device_table.py` brings it into the page.
+The devices are simulated: dispatch sees the device, but tensors are on the CPU, and torch's CPU
+kernels replace those of the device. `python scripts/device_table.py` writes the table to the page.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ DEVICES = ("cuda", "mps", "xpu")
 
 @contextlib.contextmanager
 def pretended(device_type: str) -> Iterator[list[str]]:
-    """Within the block the choice of a backend sees all tensors on such a device, without kernels
-    of this package. Gives the names of the backends that checked calls chose."""
+    """Make dispatch treat all tensors as on this device, without kernels of this package.
+
+    Yields a list, to which each checked call appends the name of its backend.
+    """
     chosen: list[str] = []
     device = torch.device(device_type)
 
@@ -58,7 +60,7 @@ def pretended(device_type: str) -> Iterator[list[str]]:
 
 
 def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """By kind of call: ours, and what a user of torch would call."""
+    """Return, by kind of call, this package's function and the equivalent in torch."""
     q, k, v = torch.randn(3, 2, 4, 32, 64).unbind()
     x, w = torch.randn(8, 64), torch.randn(64)
     lengths = torch.tensor([32, 20])
@@ -86,7 +88,7 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
 
 
 def operations(call: Callable[[], Any]) -> int:
-    """Calls into torch that a call makes, once what it keeps is kept; those within are not."""
+    """Return the number of top-level torch operations of a call, with caches filled."""
     call()
     with torch.no_grad(), torch.profiler.profile(activities=[_CPU]) as profile:
         call()
@@ -97,7 +99,7 @@ _CPU = torch.profiler.ProfilerActivity.CPU
 
 
 def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
-    """Backend, operations, those of torch's own call, and the warning, of a call on a device."""
+    """Return a call's backend, operations, operations in torch, and warning on a device."""
     own, torchs = calls()[kind]
     with pretended(device_type) as chosen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -108,7 +110,7 @@ def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     rows = [
         "| call | backend on CUDA, MPS and XPU | calls into torch | of the same call in torch |",
         "|---|---|---|---|",
@@ -122,7 +124,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it should be."""
+    """Return the page with the table updated."""
     return surfaces.between(page, BEGIN, END, table())
 
 

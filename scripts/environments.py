@@ -1,12 +1,12 @@
-"""Installs wheels into new environments of several Pythons and torches, and uses them there.
+"""Install and test wheels in new environments with several versions of Python and torch.
 
-`make environments` builds a wheel for each Python, audits it, and for each torch makes an
-environment of that wheel and its extra `demo`, in which `fused-attn doctor`, the demo and a part
-of the tests run, outside of this tree. What came out is kept in
-benchmarks/results/environments.json, failures too.
+`make environments` builds and audits a wheel for each Python. For each torch it installs that wheel
+with its extra `demo` in a new environment, and runs `fused-attn doctor`, the demo and a part of the
+tests there, outside of this tree. benchmarks/results/environments.json records the results,
+including failures.
 
-Of PyPI's torches for Linux, each brings some gigabytes of GPU libraries along; `--torch-options`
-may name an index with others.
+Each torch for Linux on PyPI installs some gigabytes of GPU libraries; `--torch-options` can name an
+index of other builds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks/results/environments.json"
 AUDIT = ["repair", "--exclude", "libgomp.so.1"]
 TESTS = ["tests/ops/test_functional.py", "tests/ops/test_masks.py", "tests/ops/test_norm.py"]
 TESTS += ["tests/nn/test_nn_attention.py", "tests/integrations/test_swap.py"]
-# Neither pins of the development environment nor its paths.
+# Without the development environment's pins and paths.
 ENVIRON = {k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PYTHONPATH")}
 ENVIRON |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
@@ -43,7 +43,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def wheel_of(python: str, folder: Path) -> Path:
-    """A wheel for this Python, audited."""
+    """Build a wheel for this Python and audit it."""
     run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "plain", ".")
     (plain,) = (folder / "plain").glob("*.whl")
     run(sys.executable, "-m", "auditwheel", *AUDIT, "-w", folder, plain)
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--torch-options", nargs="*", default=[], help="more of pip's options")
     args = parser.parse_args()
     for python in args.pythons:
-        run(python, "--version")  # one that is missing ends this before results are written over
+        run(python, "--version")  # fail on a missing Python before results are overwritten
     rows = []
     for python in args.pythons:
         with tempfile.TemporaryDirectory() as name:

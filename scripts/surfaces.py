@@ -1,7 +1,7 @@
-"""The table of surfaces: where the package can be used, what of it, which test shows it.
+"""Table of surfaces: where the package can be used, what is supported, and which tests prove it.
 
-`python scripts/surfaces.py` writes it to docs/support.md; tests/repo/test_readme.py
-holds it to the code.
+`python scripts/surfaces.py` writes it to docs/support.md; tests/repo/test_readme.py checks that it
+is up to date.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def _names(*names: str) -> str:
     return ", ".join(names)
 
 
-# Others are added where models are met that have norms of their own.
+# Entries of other libraries are added at run time, for models with custom norm classes.
 _REPLACED = [name for name in map(qualified_name, REPLACEMENTS) if name.startswith("torch.nn.")]
 
-# What is used, what of it is supported, and the tests: a file, and functions of it.
+# Surface, what is supported, and the tests: a file and functions in it.
 SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     (
         "`fused_attn.nn`, `swap_modules` on torch.nn",
@@ -162,10 +162,10 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
 
 
 def table() -> str:
-    """The table in Markdown.
+    """Return the table in Markdown.
 
     Raises:
-        ValueError: a test that it names is not there.
+        ValueError: a test that it names does not exist.
     """
     rows = ["| surface | what is supported | tests |", "|---|---|---|"]
     for surface, supported, tests in SURFACES:
@@ -191,14 +191,14 @@ def _check(file: str, functions: tuple[str, ...]) -> None:
 
 
 def between(page: str, begin: str, end: str, text: str) -> str:
-    """The page with this text between two marks."""
+    """Return the page with the text between two markers replaced."""
     before, rest = page.split(begin)
     _, after = rest.split(end)
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it should be."""
+    """Return the page with the table updated."""
     return between(page, BEGIN, END, table())
 
 

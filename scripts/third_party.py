@@ -1,7 +1,7 @@
-"""Models of libraries on PyPI before and after: `make third-party`.
+"""Compare models of PyPI libraries with and without fused_attn: `make third-party`.
 
-Each model runs in a process of its own: numerics, calls that reached the kernels, times. The exit
-status is 1 if a model is beyond the numerics contract, or none of its calls reached a kernel.
+Each model runs in a separate process, which records numerics, kernel calls and times. The exit
+status is 1 if a model violates the numerics contract, or none of its calls reached a kernel.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fused_attn.tools.contract import Verdict
 from fused_attn.tools.recording import copied, float_tensors
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ROOT / "build/third-party"  # `make third-party` installs them there
+PACKAGES = ROOT / "build/third-party"  # where `make third-party` installs them
 RESULTS = ROOT / "benchmarks/results/third-party.json"
 PAGE = ROOT / "docs/third-party.md"
 BEGIN, END = "<!-- third-party: begin -->", "<!-- third-party: end -->"
-SECONDS = 600  # for a model
+SECONDS = 600  # time limit for a model
 ROUNDS = 9
 WAYS = {
     "compile": "`compile_pass()`",
@@ -49,9 +49,9 @@ WAYS = {
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for torchvision, of which PyPI has no build for a torch of the CPU.
+    """Stub of torchvision, which PyPI does not have for CPU-only torch.
 
-    What the models here import of it is transforms and data sets, which they do not call.
+    The models here import its transforms and data sets, but do not call them.
     """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -63,11 +63,11 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Anything(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing: the stub has no code."""
 
 
 class _AnyAttribute(type):
-    """Classes that have any attribute."""
+    """Metaclass of classes with any attribute."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -76,7 +76,7 @@ class _AnyAttribute(type):
 
 
 class _Anything(ModuleType):
-    """A module that has any class."""
+    """Module with any class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -88,7 +88,7 @@ class _Anything(ModuleType):
 
 
 def measure(library: Library, rounds: int) -> dict[str, Any]:
-    """Run a model before and after; return its numerics, calls, report and milliseconds."""
+    """Run a model with and without fused_attn; return numerics, calls, report, milliseconds."""
     if library.torchvision and importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Absent())
     torch.manual_seed(0)
@@ -168,8 +168,11 @@ def _compiled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
 
 
 def _judged(fused: Verdict, plain: Verdict) -> tuple[bool, str]:
-    """The verdict on a model with the pass. What torch.compile itself takes beyond the contract may
-    be as far beyond it with the pass, by the contract's factor."""
+    """Return the verdict on a model with the pass.
+
+    Results where torch.compile alone violates the contract may exceed its error by the contract's
+    factor.
+    """
     beyond = [(f, p) for f, p in zip(fused.findings, plain.findings, strict=True) if not f.ok]
     ok = all(f.error <= contract.factor_of(f.name.startswith("grad")) * p.error for f, p in beyond)
     said = f"within the contract: {len(fused.findings) - len(beyond)} outputs and gradients"
@@ -181,7 +184,7 @@ def _judged(fused: Verdict, plain: Verdict) -> tuple[bool, str]:
 
 
 def _kernel_calls(forward: Callable[[], Any]) -> int:
-    """Passes of the attention kernels in one forward."""
+    """Return the number of forward attention kernel calls in one forward of a model."""
     with fused_attn.enabled():
         forward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -196,7 +199,7 @@ def _forward(model: Callable[..., Any], args: Any) -> Any:
 
 
 def _times(ways: dict[str, tuple[Any, bool]], args: Any, rounds: int) -> dict[str, Any]:
-    """Median milliseconds, one thread: of a forward, and of one with its backward."""
+    """Return median milliseconds on one thread: forward, and forward with backward."""
 
     def step(model: Any) -> None:
         outs = [t for _, t in float_tensors(model(*args), "out") if t.requires_grad]
@@ -207,10 +210,10 @@ def _times(ways: dict[str, tuple[Any, bool]], args: Any, rounds: int) -> dict[st
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(rounds + 1):
             for way, (model, enable) in ways.items():
-                # The switch takes a millisecond, which is not the model's.
+                # Switching takes a millisecond, which must not count as the model's time.
                 with fused_attn.enabled() if enable else contextlib.nullcontext():
                     taken = timing.cpu_seconds(functools.partial(run, model))
-                if turn:  # the first compiles
+                if turn:  # skip the first round, which compiles
                     seconds[way].append(taken)
         found[name] = {way: round(1e3 * statistics.median(s), 3) for way, s in seconds.items()}
     return found
@@ -237,7 +240,7 @@ def _records(libraries: list[Library], rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as a table of Markdown."""
+    """Return the results as a Markdown table."""
     machine = results["machine"]
     rows = [
         f"{machine['cpu']}, one thread, `{machine['isa']}` kernels, torch "
@@ -257,7 +260,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def write(records: list[dict[str, Any]]) -> None:
-    """Brings records into the results, and the results into the page."""
+    """Merge records into the results, and write the results to the page."""
     known = json.loads(RESULTS.read_text())["records"] if RESULTS.exists() else []
     merged = {(r["package"], r["model"]): r for r in [*known, *records]}
     order = {(library.package, library.model): i for i, library in enumerate(LIBRARIES)}
@@ -271,7 +274,7 @@ def write(records: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measures all models, or those of some packages, and writes down what was found."""
+    """Measure all models, or those of some packages, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "packages", nargs="*", help="of which the models are run, or models; default: all"

@@ -1,4 +1,4 @@
-"""Models of libraries on PyPI, with random weights, small enough for seconds of a CPU."""
+"""Models of PyPI libraries with random weights, small enough for seconds on a CPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Library:
     """A model of a library.
 
     Attributes:
-        package: its name on PyPI.
-        model: in words.
+        package: name on PyPI.
+        model: description of the model.
         way: "enable" (and swapped), "compile" (with the pass of `compile_pass()`), or "compile
             swapped" (swapped and under `enable()`, then compiled).
-        make: makes the model and what it is called with.
-        torchvision: it imports that, of which PyPI has no build for a torch of the CPU; a stand-in
-            takes its place.
+        make: returns the model and its arguments.
+        torchvision: the library imports torchvision. PyPI has no build of it for CPU-only torch,
+            so a stub replaces it.
     """
 
     package: str
@@ -34,12 +34,12 @@ class Library:
 
     @property
     def key(self) -> str:
-        """The name of this model on the command line."""
+        """Return the name of this model on the command line."""
         return f"{self.package}: {self.model}"
 
 
 class _CausalAttention(Module):
-    """Causal attention from torch's operations, as small GPTs for teaching have it."""
+    """Causal attention composed of torch operations, as in small GPTs for teaching."""
 
     def __init__(self, width: int, num_heads: int, seqlen: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def _diffusers() -> Made:
 
 
 def _dit_arguments(model: Module, args: Any, kwargs: Any) -> Any:
-    """Steps and classes, which a DiT wants by name."""
+    """Add the time steps and classes, which a DiT accepts only by keyword."""
     step, label = torch.tensor([10, 500]), torch.tensor([1, 2])
     return args, {"timestep": step, "class_labels": label, "return_dict": False}
 

@@ -210,6 +210,7 @@ lint: $(VENV)/installed ## check style, spelling and types
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	$(BIN)/codespell
+	$(BIN)/python scripts/words.py
 	$(BIN)/mypy
 
 format: $(VENV)/installed ## rewrite the sources in the common style

@@ -1,7 +1,7 @@
-"""Attention and norms beside busy processes: `python benchmarks/busy.py --output busy.json`.
+"""Attention and norms on oversubscribed cores: `python benchmarks/busy.py --output busy.json`.
 
-Each torch thread then shares its core, and the time that a call waits for it shows in the 90th
-percentile. Calls of fused_attn and of torch alternate.
+Busy processes compete with torch's threads for the cores. The 90th percentile shows how long calls
+wait. Calls of fused_attn and of torch alternate.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cases() -> dict[str, dict[str, Callable[[], Any]]]:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Run this many processes that never wait, within the block."""
+    """Run this many busy-looping processes during the block."""
     command = [sys.executable, "-c", "while True: pass"]
     running = [subprocess.Popen(command) for _ in range(processes)]
     try:

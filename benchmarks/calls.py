@@ -1,9 +1,9 @@
-"""Small calls, most of whose time is host overhead: `python benchmarks/calls.py`.
+"""Small calls, dominated by host overhead: `python benchmarks/calls.py`.
 
 Each call alternates with torch's, and a small encoder with the same encoder before the swap. With
-`--backend sdpa`, the difference is the overhead of fused_attn when torch computes, as on a GPU
-without verified kernels. `--trees A B` times the packages of two source trees, each with its built
-module, in alternating processes, and reports the ratio of their medians.
+`--backend sdpa`, the difference is the overhead of fused_attn when it falls back to torch, as on a
+GPU without verified kernels. `--trees A B` times the packages of two source trees, each with its
+built module, in alternating processes, and reports the ratio of their medians.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU benchmarks without a GPU; run the quick ones first, which the aims refer to."""
+    """Skip GPU benchmarks without a GPU; run quick ones, which have targets, first."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     not_quick = pytest.mark.skip(reason="not among the quick cases")
     for item in items:

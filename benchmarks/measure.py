@@ -1,4 +1,4 @@
-"""Meters for a CPU and a GPU, which time several ways to compute the same in alternation."""
+"""Meters for a CPU and a GPU, which time alternative implementations in alternation."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Meter(Protocol):
         """Return the peak memory of a call in bytes; None if the system does not report it."""
 
     def ceilings(self) -> dict[str, float]:
-        """Measure what the machine reaches now: FLOP/s and bytes/s (read and written)."""
+        """Measure the machine's current ceilings: FLOP/s and bytes/s (read and written)."""
 
     def machine(self) -> dict[str, Any]:
-        """Return what the figures depend on; nothing that identifies the machine."""
+        """Return hardware and versions that affect results; nothing that identifies the machine."""
 
 
 class CpuMeter:

@@ -20,7 +20,7 @@ ROWS = (
 
 
 def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
-    """Return the table of attention calls, with whole models below it.
+    """Return the table of attention calls, with full models below it.
 
     Args:
         cpus: results of `make bench`, one for each CPU.

@@ -160,7 +160,7 @@ class Runner:
         record: dict[str, Any],
         agrees: Callable[[Any], bool] | None = None,
     ) -> Calls:
-        """Return the call on each set, after running it once."""
+        """Return one callable per operand set; each has been run once as warm-up."""
         if isinstance(way, Apart):
             way, sets, agrees = way.way, [way.operands], None
         start = time.perf_counter()
@@ -230,7 +230,10 @@ class Runner:
         return work
 
     def sets(self, make: Callable[[int], Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-        """Return make(0); on a GPU, as many sets of operands as it takes to evict its cache."""
+        """Return a list of operand sets.
+
+        Only make(0) on a CPU; on a GPU, enough sets that cycling through them evicts the cache.
+        """
         sets = [make(0)]
         size = sum(t.nbytes for t in sets[0])
         wanted = min(_MAX_SETS, -(-_ROTATED_BYTES // size)) if self.gpu else 1

@@ -76,7 +76,7 @@ def over_torch(record: dict[str, Any]) -> float:
 
 
 def models(results: dict[str, Any]) -> str:
-    """Return a table of whole models: times of fused_attn and of its peer."""
+    """Return a table of full models: times of fused_attn and of its peer."""
     rows = []
     for record in results["records"]:
         ours, theirs = record["milliseconds"].values()
@@ -88,7 +88,7 @@ def models(results: dict[str, Any]) -> str:
 
 
 def busy(results: dict[str, Any]) -> str:
-    """Return a table of calls beside busy processes: medians and 90th percentiles."""
+    """Return a table of calls on oversubscribed cores: medians and 90th percentiles."""
     rows = []
     for record in results["records"]:
         ours, theirs = record["ms"]["fused_attn"], record["ms"]["torch"]

@@ -37,7 +37,7 @@ def attention(
 def attention_check(
     shape: Attention, dtype: torch.dtype, own: ways.Way, operands: Any, device: ways.Device
 ) -> Check:
-    """Return a check of the measured problem, on a part that eager attention can hold."""
+    """Return a check of the measured problem, on a part small enough for eager attention."""
     gradients = operands[0].requires_grad
 
     def check() -> Callable[[Any], bool] | None:

@@ -1,4 +1,4 @@
-"""Whole models on padded batches: a training step of torch.nn's encoder, MiniLM inference."""
+"""Full models on padded batches: a training step of torch.nn's encoder, MiniLM inference."""
 
 from __future__ import annotations
 

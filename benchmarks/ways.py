@@ -39,7 +39,7 @@ def compiled(function: Way) -> Way:
 
 @dataclass(frozen=True)
 class Apart:
-    """Peer with other operands, whose results have another layout."""
+    """Peer that takes its own operands and returns results in a different layout."""
 
     way: Way
     operands: Sequence[Tensor]
@@ -54,7 +54,7 @@ def attention(shape: Attention, backend: str | None, device: Device) -> Way:
 
 
 def eager_part(shape: Attention, device: Device) -> tuple[Way, Callable[[Tensor], Tensor]]:
-    """Return eager attention on a part that it can hold, and the function that selects it."""
+    """Return eager attention on a part that fits in memory, and the selector of that part."""
     part = shape.checked().part_of(shape.size)
     visible, bias = (None if t is None else part(t).clone() for t in shape.tensors(device))
 
@@ -89,7 +89,7 @@ def attention_peers(
         if size.batch * size.num_heads * size.seqlen_q * size.seqlen_k <= EAGER_SCORES:
             peers["eager"] = lambda: attention(shape, "eager", device)
         return peers
-    if shape.mask in ("none", "causal") and not shape.bias:  # else one kernel accepts it
+    if shape.mask in ("none", "causal") and not shape.bias:  # other problems have one kernel only
         backends = {
             "flash": SDPBackend.FLASH_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -104,7 +104,7 @@ def attention_peers(
     mask = shape.own_mask(device)
     if mask is not None and mask.dense_masks:
         own, (dense,) = attention(shape, backend, device), mask.dense_masks
-        # Each call computes the summary of the tensor; a Mask caches it.
+        # A tensor's summary is recomputed in each call; a Mask caches it.
         peers[f"{OURS}, mask as tensor"] = lambda: lambda *operands: own(*operands, dense)
     return peers
 

@@ -98,7 +98,8 @@ class NormReader {
     return true;
   }
 
-  // Reads a tensor of input's type and shape by rows, or None. Returns false to reject it.
+  // Reads an optional tensor with input's dtype and shape as a matrix of rows. None is accepted and
+  // leaves the outputs unset. Returns false if the tensor is unsupported.
   bool read_rows(const py::handle& tensor, const char* name, const void** data,
                  RowLayout* rows) const {
     if (tensor.is_none()) return true;

@@ -31,7 +31,7 @@ ROUNDING = 2.0**-23  # relative, of a loss in float32
 
 
 class Deviation(NamedTuple):
-    """Mean and maximum over the steps of a training of |loss - reference| / |reference|."""
+    """Relative loss deviation, |loss - reference| / |reference|, over the steps of a training."""
 
     mean: float
     max: float

@@ -43,7 +43,7 @@ def held_out_loss(model: GPT, windows: Tensor) -> float:
 
 
 def read_works() -> tuple[Tensor, Tensor, list[str]]:
-    """Return training tokens, held-out tokens, and the character of each token."""
+    """Return the training and held-out tokens, and the vocabulary: the character of each token."""
     works = data.shakespeare()
     text = "\n\n".join(works[name] for name in works if name not in HELD_OUT)
     characters = sorted(set(text))

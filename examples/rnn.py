@@ -90,7 +90,10 @@ class Recurrent(torch.nn.Module):
 
     @torch.no_grad()
     def search(self, source: Tensor) -> Tensor:
-        """Return greedy translations (N, T) of the source (N, S); steps pass on only the state."""
+        """Translate source (N, S) greedily; return tokens (N, T).
+
+        Only the RNN state carries over between steps.
+        """
         memory, state, mask = self.encode(source)
         last = torch.full((source.shape[0], 1), BOS)
         ended = torch.zeros_like(last, dtype=torch.bool)

@@ -35,8 +35,9 @@ struct Dropout {
   // thread's two rows.
   template <int kCount>
   FUSED_ATTN_DEVICE uint32_t kept_by_query(Both<int> i, Both<int> head, int j) const {
-    // The four lanes of a row hold two keys each of the octet in each fragment. Even lanes compute
-    // row g, odd lanes row g + 8; lanes 2 and 3 compute the second fragment.
+    // In each fragment, the four lanes of a quad hold two of the octet's eight keys each. To draw
+    // each mask only once, even lanes compute row g and odd lanes row g + 8: lanes 0 and 1 for the
+    // first fragment, lanes 2 and 3 for the second.
     const int t = lane_id() % 4, odd = t % 2, fragment = t / 2 % kCount;
     const uint32_t own =
         kept_keys(j / 8 + fragment, odd ? i.lower : i.upper, odd ? head.lower : head.upper);

@@ -241,8 +241,8 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
   const T* const residual = row_of<T>(p.residual, p.residual_rows, s);
   T* const total = static_cast<T*>(p.total) + unhoisted(s.offset);
   const bool has_residual = p.residual != nullptr, drops = args.dropout.seed != nullptr;
-  // Before the loads, since the division takes registers; again for each stretch, since holding the
-  // result would too.
+  // Compute the row before the loads, because the division needs registers. Recompute it for each
+  // stretch, because keeping it live would cost registers too.
   const uint32_t row = drops ? counted_row(args.dropout, s) : 0;
   Raw<T, kWidth> raw[kAccesses], added[kAccesses];
   FUSED_ATTN_UNROLL

@@ -137,8 +137,9 @@ struct DecodeTileSizes {
   static constexpr int kSlice = kSlice_, kBlock = kWarps * kSlice, kStages = kStages_;
 };
 
-// The comments give the bytes of a tile. For wide heads, 64 keys would leave no room for another
-// stage. Two warps share a tile then, since a slice has at least 16 keys, the depth of a product.
+// Trailing comments give the tile size in bytes. With wide heads, a tile of 64 keys leaves no room
+// for another stage, so tiles have 32 keys and blocks two warps: the slice of a warp is at least 16
+// keys, the K of one 16-bit MMA.
 template <int kElementSize, int kHeadDim>
 struct DecodeSizes;
 template <>

@@ -87,7 +87,7 @@ class AttentionOptions(Flat):
         )
 
     def for_backward(self) -> AttentionOptions:
-        """Return the validated options of an accepted unchecked call, without its seed."""
+        """Return validated options from those of an accepted unchecked call, without the seed."""
         return AttentionOptions(float(self.scale), self.softcap or 0.0, float(self.dropout_p))
 
 
@@ -136,7 +136,7 @@ class NormOptions(Flat):
         )
 
     def for_backward(self) -> NormOptions:
-        """Return the validated options of an accepted unchecked call, without its seed."""
+        """Return validated options from those of an accepted unchecked call, without the seed."""
         return NormOptions(self.eps, self.rms, float(self.dropout_p))
 
 
@@ -148,7 +148,7 @@ def with_dense_offsets(options: OptionsT) -> OptionsT:
 
 
 def checked_number(name: str, value: object) -> float:
-    """Convert a number of Python or numpy, or a scalar tensor, to a float."""
+    """Convert a Python or NumPy number, or a scalar tensor, to a float."""
     if type(value) is float:
         return value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):

@@ -411,7 +411,7 @@ def _check_align(align: str) -> None:
 
 
 def _as_bool(mask: object) -> str:
-    """Return the hint for an integer mask; empty for all other types."""
+    """Return an error-message suffix that suggests .bool() for an integer tensor, else ""."""
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         return ""
     return ": where 1 is to attend and 0 is not, pass its .bool()"

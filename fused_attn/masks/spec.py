@@ -366,7 +366,10 @@ def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Ten
 
 
 def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return a 4-D view in which every broadcast dimension, also an expanded one, has size 1."""
+    """Return a 4-D view in which all broadcast dimensions have size 1.
+
+    This includes expanded (stride-0) dimensions, unless the tensor requires grad.
+    """
     if tensor.dim() > 4:
         raise ValueError(f"{name} must have at most 4 dimensions, got {tuple(tensor.shape)}")
     view = tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]

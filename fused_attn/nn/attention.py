@@ -368,7 +368,10 @@ def as_mask(term: Tensor | Mask) -> Mask:
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Invert bool masks, which are True = ignore in torch.nn; float masks are added as they are."""
+    """Convert a mask of torch.nn.
+
+    bool masks are inverted, because True means ignore there; float masks are returned unchanged.
+    """
     return ~mask if mask.dtype == torch.bool else mask
 
 

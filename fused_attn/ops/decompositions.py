@@ -17,7 +17,7 @@ from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, Nor
 
 
 def attention_fwd(call: AttentionCall) -> AttentionOutputs:
-    """Compute the outputs of a forward without a backward."""
+    """Compute the outputs of an inference forward, which saves nothing for a backward."""
     out, lse = reference.attention(call)
     return call.outputs(False)._replace(out=out, lse=lse)
 

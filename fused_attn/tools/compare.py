@@ -246,8 +246,8 @@ def _eager_kernels() -> Iterator[None]:
 
 # ---- requirements on eager attention ------------------------------------------------------------
 
-# Roundings by which two runs may differ. CPU runs hardly differ: the address of a tensor may change
-# the order of summation. On a GPU, the order changes in every run.
+# Allowed difference between two runs, in units of eps times the largest element. On a CPU only the
+# alignment of tensors can change the summation order; on a GPU it changes from run to run.
 REPEAT_ROUNDINGS = {"cpu": 2, "gpu": 16}
 
 

@@ -65,10 +65,10 @@ def row_seconds(call: Call) -> float:
 def medians(
     ways: Mapping[str, Call], device: torch.device, rounds: int, advance: Callable[[], None]
 ) -> dict[str, float]:
-    """Return the median seconds of each way of computing a call.
+    """Return the median time in seconds of each way of computing a call.
 
     Args:
-        ways: calls by name; they are interleaved, so that disturbances affect all of them.
+        ways: calls by name. Each round measures all of them, so that noise affects them alike.
         device: where the calls run.
         rounds: measurements of each way: one call on a CPU, CALLS_A_ROUND on a GPU.
         advance: called after each round, outside the measurements.

@@ -71,7 +71,8 @@ def candidates(kind: str, element_size: int, head_dim: int, shared_memory: int) 
 def shared_bytes(kind: str, config: Config, element_size: int, head_dim: int) -> int:
     """Return the shared memory of a program's tiles: the resident ones, and two for each stage.
 
-    The compiler's count for sm_90 is up to 2 KB more with 16-bit types, and less with float32.
+    On sm_90 the compiler allocates up to 2 KB more than this for 16-bit types, and less than this
+    for float32.
     """
     own, other = config.block_m, config.block_n
     if kind.startswith("dkdv"):

@@ -94,7 +94,9 @@ def assert_contract(
     eager: Tensor,
     expected: contract.ExpectedError = contract.no_error,
 ) -> None:
-    """Assert that got is within the contract, that of gradients if its name begins with "grad".
+    """Assert that got is within the numerics contract.
+
+    The limits of gradients apply if name begins with "grad".
 
     Args:
         truth, eager, expected: as in `contract.judge`.
@@ -308,8 +310,9 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
     """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`.
 
     Args:
-        mask: a Mask. Pass a float mask as the tensor `bias` instead, which is differentiated.
-        options: of scaled_dot_product_attention.
+        mask: a Mask. Pass a float mask as `bias` to the returned function instead, so that its
+            gradient is checked.
+        options: keyword arguments of scaled_dot_product_attention.
     """
 
     def of(backend: str) -> Callable[..., tuple[Tensor, ...]]:

@@ -2,9 +2,10 @@
 //
 //   bfloat16: unchanged.
 //   float16: unchanged with AMX-FP16, else two bfloat16 parts.
-//   float32: three bfloat16 parts. Two float16 parts would be 1.5 times as fast but have 22 bits:
-//   where one key has all the weight, out is that key's value, which would then lack a bit.
-// Products of parts below the last bit of the type are omitted.
+//   float32: three bfloat16 parts. Two float16 parts would be 1.5 times as fast, but hold only 22
+//   of float32's 24 significand bits. If one key has all the weight, out equals its value, and the
+//   loss would show.
+// Products of parts too small to affect the last bit of the type are skipped.
 #pragma once
 
 #include "cpu/amx/amx.h"

@@ -66,9 +66,9 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
   }
 }
 
-// Computes 16 or 32 rows and 32 columns of C. Strides are in elements; *_part is the distance
-// between parts. Calls meanwhile() twice per step and product of parts, for vector work that runs
-// beside the tile unit.
+// Computes 16 or 32 rows and 32 columns of C. Strides are in elements; *_part is the stride between
+// bfloat16 parts. Calls meanwhile() twice per product of parts in every K step, so that vector work
+// overlaps the tile unit.
 template <int kParts, bool kTwo, Into kInto, class Meanwhile>
 inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part, const uint32_t* b,
                        int64_t ldb, int64_t b_part, float* c, int64_t ldc, const float* scale,

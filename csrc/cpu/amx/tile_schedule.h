@@ -28,8 +28,8 @@ inline void set_out(float* out, TileQuad* quad) {
   quad->out[3] = out + kPairSums + kTileSums;
 }
 
-// Lists the columns / 2 quads of left tiles (steps, 2) times right tiles (columns, steps), both
-// contiguous, with output tiles (columns, 2).
+// Fills `quads` with the columns / 2 quads that multiply left tiles (steps, 2) by right tiles
+// (columns, steps) into output tiles (columns, 2). Left and right are contiguous.
 template <class F>
 inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t steps,
                           int64_t columns, float* out, TileQuad* quads) {
@@ -46,8 +46,8 @@ inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t s
   }
 }
 
-// Lists the columns / 2 quads of left tiles (steps, 2) times right tiles (steps, columns) of pairs
-// of keys, with output tiles (columns, 2).
+// Fills `quads` with the columns / 2 quads that multiply left tiles (steps, 2) by right tiles
+// (steps, columns) of pairs of keys into output tiles (columns, 2). Left and right are contiguous.
 template <class F>
 inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps, int64_t columns,
                       float* out, TileQuad* quads) {

@@ -116,7 +116,7 @@ class NumberProduct {
   };
   static Weight weight(Vec<A> value) { return {value}; }
   static constexpr bool kRoundsWeights = false;
-  // Stores row t of a left operand (keys, queries): the panel's two vectors.
+  // Stores one row of a left operand (keys, queries), two vectors wide, at `row`.
   static void store_left(A* row, int64_t, const Weight& v0, const Weight& v1) {
     store(row, v0.value);
     store(row + kLanes<A>, v1.value);
@@ -129,7 +129,8 @@ class NumberProduct {
   static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
   static Right right_view(const A* data, int64_t) { return {data, kRows}; }
 
-  // multiply() calls `meanwhile` calls(m, k) times. Never here, since the vector units are busy.
+  // Number of times that multiply() invokes `meanwhile`. 0 here, because the product itself
+  // occupies the vector units.
   static int64_t calls(int64_t, int64_t) { return 0; }
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
@@ -188,8 +189,8 @@ class PairProduct {
   static int64_t pad_rows(int64_t rows) { return round_up(rows, kLane); }
   static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 2 * kLane); }
   static int64_t pad_dim(int64_t dim) { return round_up(dim, 2 * kLane); }
-  // Gap between rows of left operands: the 16 rows of a tile then map to different sets of L1. The
-  // product alone gains 10 % for three parts.
+  // Padding between rows of the left operand, so that the 16 rows of a tile map to different L1
+  // sets. The product is 10 % faster with three parts.
   static constexpr int64_t kRowGap = 32;
   static int64_t left_size(int64_t rows, int64_t dim) {
     return kParts * pad_rows(rows) * (pad_dim(dim) + kRowGap);
@@ -414,7 +415,8 @@ struct ProductOf<float> {
 template <class T>
 using Product = typename ProductOf<T>::type;
 
-// Precision of exp that the weights of a type need as operands of a product.
+// The precision that exp needs: less than full if Product<T> rounds its results, the softmax
+// weights, before it multiplies them.
 template <class T>
 constexpr Precision kPrecision = Precision::kFull;
 template <>

@@ -66,7 +66,7 @@ class RowDropout {
  public:
   static constexpr int kColumns = Columns::kColumns;  // drawn together
 
-  // offsets: dropout_offsets of runs of `run` rows each, or null.
+  // offsets: one entry of dropout_offsets per run of `run` consecutive rows; null for none.
   RowDropout(int64_t columns, double dropout_p, uint64_t seed, const int64_t* offsets, int64_t run)
       : columns_(dropout_p > 0 ? columns : 0),
         keys_(seed),

@@ -279,8 +279,8 @@ class TileSoftmax {
     }
   }
 
-  // Sets the shifts for the first tile of a query tile, from each row's maximum; NaN for rows
-  // without a visible key.
+  // Sets the initial shifts of a query tile from the row maxima of its first KV block. Rows without
+  // a visible key there get NaN.
   __attribute__((noinline)) static void begin(const Tile& tile, int64_t rows = kTileQueries) {
     for (uint32_t half = 0; half < rows; half += 16) {
       alignas(64) float highest[16][16], turned[16][16];

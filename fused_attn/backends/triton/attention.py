@@ -66,7 +66,7 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
 
 
 def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
-    """Compute out and lse of a few queries by split-KV, if no backward follows."""
+    """Compute out and lse for a few queries with split-KV. For calls without a backward only."""
     sizes = args.sizes
     rows = sizes.num_heads // sizes.num_heads_kv * sizes.seqlen_q
     cut = args.config("decode")
@@ -266,7 +266,8 @@ class LaunchArguments:
         """Return the tile sizes, warps and stages for the kernel of a pass."""
         head_dim = max(self.head_dim, self.head_dim_v)
         heavy = self.has_lists or self.common[0] is not None
-        # One more sum per row, for which the largest tiles of wide heads lack registers.
+        # The forward then also sums the rounded weights of each row. With the largest tiles, this
+        # sum does not fit in registers when head_dim > 128.
         heavy |= with_out_residual and head_dim > 128
         # The loop over the heads of a group takes registers too.
         heavy |= kind == "dkdv" and self.sizes.num_heads > self.sizes.num_heads_kv

@@ -139,9 +139,9 @@ def stored_bounds(mask, sizes, b):
 
 @triton.jit
 def visible_keys(bounds, i):
-    """Return the keys [lo, hi) that row i may attend to by the structural conditions.
+    """Return the range [lo, hi) of keys that the structural conditions let query i attend to.
 
-    The query range is not checked.
+    It does not check that i is within the query range.
     """
     hi = tl.minimum(bounds.key_end, i + bounds.band_hi + 1)
     prefix_end = bounds.prefix_end

@@ -33,7 +33,8 @@ DECODE_KEYS_PER_PART, DECODE_MAX_PARTS = 256, 128
 # Target if work can be split: one program computes while the other waits for memory.
 PROGRAMS_PER_CORE = 2
 WIDTHS = (64, 128, 256)  # head_dim, rounded up to the next of these
-# Rows per program; it reads two tiles once, which keeps 8 to 32 KB in flight.
+# Rows per program of the statistics kernel. Each program loads one tile of out and one of grad_out,
+# so 8 to 32 KB are in flight.
 _STATISTICS_ROWS = {64: 32, 128: 32, 256: 16}
 
 

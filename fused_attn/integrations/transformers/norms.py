@@ -61,7 +61,10 @@ class TransformersNorm(Norm):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise hidden_states, (*, hidden_size); the output has the type of the original's."""
+        """Normalise hidden_states, (*, hidden_size).
+
+        The output has the dtype that the original module would return.
+        """
         weight, style = self.weight, self.style
         out_dtype = style.out_dtype(hidden_states.dtype, weight.dtype)
         rows = hidden_states.to(torch.promote_types(hidden_states.dtype, out_dtype))

@@ -31,7 +31,9 @@ def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
     for results in cpus:
         machine = results["machine"]
         for dtype in DTYPES:
-            header.append(f"{machine['cpu']}, `{machine['isa']}`, {dtype}")
+            header.append(
+                f"{machine['cpu']}, `{machine['isa']}`, {machine['threads']} threads, {dtype}"
+            )
             columns.append(
                 {
                     (record["group"], record["name"]): tables.over_torch(record)
@@ -43,18 +45,20 @@ def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
     for title, *case in ROWS:
         cells = [f"{column[tuple(case)]:.1f}" for column in columns]
         lines.append("| " + " | ".join([title, *cells]) + " |")
-    return "\n".join([*lines, "", _models(models, cpus[0]["machine"]["threads"])])
+    return "\n".join([*lines, "", _models(models)])
 
 
-def _models(results: dict[str, Any], threads: int) -> str:
+def _models(results: dict[str, Any]) -> str:
     """Return the speedups of a training step and of inference, in words."""
     best: dict[str, dict[str, Any]] = {}
     for record in sorted(results["records"], key=tables.over_torch):
         best[record["group"]] = record
     training, inference = best["model training"], best["model inference"]
+    machine = results["machine"]
     sentences = (
-        f"Threads: {threads}; torch {results['machine']['torch']}. Whole models on padded batches, "
-        "float32: a training step of `nn.TransformerEncoder` is "
+        f"Whole models on padded batches, float32, {machine['threads']} threads of "
+        f"{machine['cpu']} (`{machine['isa']}`), torch {machine['torch']}: "
+        "a training step of `nn.TransformerEncoder` is "
         f"{tables.over_torch(training):.1f} times as fast after the swap ({training['source']}), "
         f"inference {tables.over_torch(inference):.1f} times ({inference['source']})."
     )

@@ -10,7 +10,8 @@
 namespace fused_attn {
 namespace {
 
-// The sum of 2^20 products of two numbers of at most this magnitude is finite in float32.
+// The sum of 2^20 products of two numbers of at most this magnitude is finite in float32, and so is
+// its product with a scale of at most 1, which the caller guarantees.
 constexpr float kLargestFactor = 1e15f;
 
 // Calls row(pointer) for each row of the last dimension until one returns false; a dimension of

@@ -197,7 +197,7 @@ def _attention(
 ) -> Tensor:
     """Compute torch's op with our kernels, or with torch's if ours do not support the call."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    if dropout_p == 0.0 and _is_small(query, key, value, attn_mask, is_causal):
+    if dropout_p == 0.0 and _is_small(query, key, value, attn_mask, is_causal, scale):
         reason = "small: torch's kernels are faster"
     else:
         reason = _fallback_reason(*args)
@@ -220,7 +220,12 @@ def _count(reason: str, query: Tensor, key: Tensor) -> None:
 
 
 def _is_small(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
 ) -> bool:
     """Return True if torch's kernels are faster for a call without dropout, with the same result.
 
@@ -240,20 +245,24 @@ def _is_small(
         return False
     if not query.is_cpu or backend_is_set():
         return False
-    return attn_mask is None or _masks_like_torch(query, key, value, attn_mask)
+    return attn_mask is None or _masks_like_torch(query, key, value, attn_mask, scale)
 
 
-def _masks_like_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+def _masks_like_torch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+) -> bool:
     """Return True if torch's kernels give the same result as ours for this masked call.
 
-    Every row must have a visible key, and masked values must be finite. This reads the values of
-    small CPU tensors.
+    Every row must have a visible key, and neither values nor scores behind the mask may be NaN or
+    infinite. This reads the values of small CPU tensors.
     """
     if mask.dtype != torch.bool or masks_like_torch is None or in_transform():
         return False
     if not all(type(t) in _PLAIN and t.is_cpu for t in (key, value, mask)):
         return False
-    if not (key.dtype == value.dtype == torch.float32):
+    if key.dtype != torch.float32 or value.dtype != torch.float32:
+        return False
+    if scale is not None and not abs(scale) <= 1.0:  # the scores may overflow
         return False
     return masks_like_torch(query, key, value, mask)
 

@@ -94,6 +94,16 @@ def test_values_behind_a_mask_that_torch_lets_through(lengths, hidden, which):
     assert lengths == [32] and out[:, :, :20].isfinite().all()
 
 
+def test_a_scale_that_lets_masked_scores_overflow(lengths):
+    query, key, value = qkv(2, 4, 32, 16)
+    visible = (torch.arange(32) < 20).expand(2, 1, 32, 32)
+    with torch.no_grad():
+        query.fill_(1e4)
+        key[:, :, :20], key[:, :, 20:] = 0.0, 1e4
+    out = F.scaled_dot_product_attention(query, key, value, visible, scale=1e35)
+    assert lengths == [32] and out.isfinite().all()
+
+
 def test_rows_without_keys_are_ours(lengths):
     visible = torch.ones(2, 1, 32, 32, dtype=torch.bool)
     visible[1, 0, 7] = False

@@ -1,0 +1,147 @@
+"""Masks as intervals of keys and lists of blocks, against dense masks and FlexAttention's."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem, visible_of
+from torch.nn.attention.flex_attention import create_block_mask
+
+from fused_attn import masks
+from fused_attn.masks.intervals import block_lists, intervals_of, unmasked_keys
+from fused_attn.masks.spec import normalize
+
+CPU, INF = torch.device("cpu"), float("inf")
+
+
+def blocks_of(counts, indices, columns):
+    """Return the listed blocks as a bool matrix, and check the form of the lists."""
+    assert counts.dtype == indices.dtype == torch.int32
+    assert counts.is_contiguous() and indices.is_contiguous() and indices.shape[-1] == columns
+    listed = torch.arange(columns) < counts[..., None]
+    steps = indices.diff(dim=-1).masked_fill(~listed[..., 1:], 1)
+    assert bool((steps > 0).all()), "indices must ascend"
+    return torch.zeros_like(listed).scatter(-1, indices.long(), listed)
+
+
+def check_blocks(intervals, visible, block_size, *, exact):
+    """Compare the block lists with create_block_mask of the dense mask."""
+    batch, heads, seqlen_q, seqlen_k = visible.shape
+    blocks = [-(-n // b) for n, b in zip((seqlen_q, seqlen_k), block_size, strict=True)]
+    lists = block_lists(intervals, block_size)
+    partial, full = (blocks_of(*lists[i : i + 2], blocks[1]) for i in (0, 2))
+    for got, i in ((partial, 4), (full, 6)):
+        assert torch.equal(blocks_of(*lists[i : i + 2], blocks[0]), got.mT)
+    want = create_block_mask(
+        lambda b, h, q, k: visible[b, h, q, k], batch, heads, seqlen_q, seqlen_k, "cpu", block_size
+    )
+    pairs = (
+        (want.kv_num_blocks, want.kv_indices),
+        (want.full_kv_num_blocks, want.full_kv_indices),
+    )
+    some, every = (blocks_of(n.contiguous(), i.contiguous(), blocks[1]) for n, i in pairs)
+    assert not (partial & full).any()
+    assert not ((some | every) & ~(partial | full)).any(), "a visible block is missing"
+    if intervals.rest.bias is None:  # the bias masks in full blocks too
+        assert not (full & ~every).any(), "a full block has a masked position"
+    if exact:
+        assert torch.equal(partial.expand(some.shape), some)
+        assert torch.equal(full.expand(every.shape), every)
+
+
+def elements_of(intervals, shape):
+    """Evaluate the intervals and the rest, position by position."""
+    key, rest, rows = torch.arange(intervals.seqlen_k), intervals.rest, intervals.rows
+    inside = (key >= intervals.begin[..., None]) & (key < intervals.end[..., None])
+    visible = inside[:, None]
+    if rows is None:
+        return visible & visible_of(rest, shape)
+    bias = None if rest.bias is None else rest.bias != -INF
+    of_sequences = [t for t in (rest.dense, bias) if t is not None]
+    for tensor in of_sequences:
+        sizes = tensor.shape
+        index = [rows.sequence[:, None], rows.position[:, None], key - rows.first_key[:, None]]
+        b, i, j = (t.clamp(0, n - 1) for t, n in zip(index, (sizes[0], *sizes[2:]), strict=True))
+        visible = visible & tensor[b, :, i, j].permute(2, 0, 1)[None]
+    rest = replace(rest, dense=None, bias=None)
+    return visible & visible_of(rest, shape)
+
+
+@pytest.mark.parametrize("start", range(0, 600, 100))
+def test_structured_masks(start):
+    """600 masks and combinations: the same positions, and the same blocks as FlexAttention."""
+    for number in range(start, start + 100):
+        draw = random.Random(-number)
+        shape = (draw.choice([1, 2, 3]), 2, draw.randint(1, 150), draw.randint(1, 150))
+        spec = normalize(drawn_mask(number, STRUCTURED, shape), *shape, torch.empty(0))
+        intervals, visible = intervals_of(spec, shape, CPU), visible_of(spec, shape)
+        assert intervals.exact
+        assert torch.equal(elements_of(intervals, shape), visible), number
+        block_size = draw.choice([(16, 16), (32, 16), (16, 32), (64, 64)])
+        check_blocks(intervals, visible, block_size, exact=True)
+        unmasked = unmasked_keys(intervals, 2).expand(shape[0], 2, -1)
+        assert torch.equal(unmasked, visible.any(2)), number
+
+
+@pytest.mark.parametrize("start", range(0, 300, 100))
+def test_other_masks(start):
+    """300 combinations with dense tensors and shuffled documents: no visible block is missing."""
+    for number in range(start, start + 100):
+        draw = random.Random(-number)
+        shape = (draw.choice([1, 2]), 2, draw.randint(1, 100), draw.randint(1, 100))
+        kinds = (*OTHERS, *draw.sample(STRUCTURED, 2))
+        spec = normalize(drawn_mask(number, kinds, shape), *shape, torch.empty(0))
+        intervals, visible = intervals_of(spec, shape, CPU), visible_of(spec, shape)
+        assert torch.equal(elements_of(intervals, shape), visible), number
+        check_blocks(intervals, visible, draw.choice([(16, 16), (32, 16)]), exact=intervals.exact)
+        unmasked = unmasked_keys(intervals, 2).expand(shape[0], 2, -1)
+        assert not (visible.any(2) & ~unmasked).any()
+
+
+@pytest.mark.parametrize("start", range(0, 200, 100))
+def test_packed_sequences(start):
+    """200 sets of packed sequences, as one batch of global rows."""
+    for number in range(start, start + 100):
+        spec, shape, visible = packed_problem(number)
+        intervals = intervals_of(spec, shape, CPU)
+        assert torch.equal(elements_of(intervals, shape), visible), number
+        check_blocks(intervals, visible, (16, 16), exact=intervals.exact)
+        unmasked = unmasked_keys(intervals, 2).expand(1, 2, -1)
+        assert not (visible.any(2) & ~unmasked).any()
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+def test_long_sequences(kind):
+    """32,768 tokens without a tensor of 32,768 x 32,768, which would take 1 GiB."""
+    length = 32768
+    mask = masks.causal()
+    if kind == "documents":
+        mask = mask & masks.documents(torch.arange(length)[None] // 700)
+    shape = (1, 1, length, length)
+    spec = normalize(mask, *shape, torch.empty(0))
+    seconds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        lists = block_lists(intervals_of(spec, shape, CPU), (128, 128))
+        seconds.append(time.perf_counter() - begin)
+    full = int(lists.full_kv_num_blocks.sum())
+    assert full == 256 * 255 // 2 if kind == "causal" else full < 256 * 4
+    # It takes 20 ms; the limit excludes work that is quadratic in the length, on any machine.
+    assert min(seconds) < 1.0
+
+
+def test_no_values_are_read():
+    """On a device whose values cannot be read, documents are compared, not assumed contiguous."""
+    device = torch.device("meta")
+    ids = torch.zeros(1, 64, dtype=torch.long, device=device)
+    lengths = torch.empty(1, dtype=torch.long, device=device)
+    mask = masks.causal() & masks.documents(ids) & masks.padding(lengths)
+    shape = (1, 2, 64, 64)
+    intervals = intervals_of(normalize(mask, *shape, torch.empty(0, device=device)), shape, device)
+    assert not intervals.exact
+    assert block_lists(intervals, (16, 16)).kv_indices.shape == (1, 1, 4, 4)
+    assert unmasked_keys(intervals, 1).device.type == "meta"

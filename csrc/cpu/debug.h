@@ -1,15 +1,15 @@
-// For tests and tools only: exposes which tiles the kernels skip, as no result shows it. Ships with
-// the module because tests run on the module that users get.
+// For tests and tools only: exposes which tiles the kernels skip, because no result shows it. It is
+// part of the released module, because the tests run on that module.
 #pragma once
 
 #include "params.h"
 
 namespace fused_attn {
 
-// Classification of a problem's tiles by the kernels of one instruction set.
+// Parameters of the pass that returns how the kernels classify each tile.
 struct TileKindsParams {
   AttentionParams problem;  // sizes, dtype and mask
-  // (batch, num_heads, query tiles, KV blocks): 0 skipped, 1 partial, 2 full
+  // (batch, num_heads, query tiles, KV blocks): 0 skipped, 1 partial, 2 full.
   uint8_t* kinds;
 };
 

@@ -35,7 +35,7 @@ namespace {
 
 bool runs_generic(bool = false) { return true; }
 #if defined(__aarch64__)
-bool runs_neon(bool = false) { return true; }  // every 64-bit ARM CPU has it
+bool runs_neon(bool = false) { return true; }  // all 64-bit ARM CPUs support NEON
 
 bool runs_neon_bf16(bool = false) {
 #if defined(__linux__)
@@ -52,15 +52,15 @@ bool runs_neon_bf16(bool = false) {
 #endif
 
 #if defined(__x86_64__)
-// Returns a register of cpuid: 0 to 3 are EAX to EDX.
+// Returns one result register of cpuid; `which` is 0 to 3 for EAX to EDX.
 unsigned cpuid_register(unsigned leaf, unsigned subleaf, int which) {
   unsigned registers[4] = {};
   __get_cpuid_count(leaf, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]);
   return registers[which];
 }
 
-// Checks each feature that CMakeLists.txt lets the compiler use. cpuid is for names that the
-// built-in lacks: Clang 14 and GCC 10 lack f16c.
+// Checks all features that CMakeLists.txt enables for the compiler. Uses cpuid where compilers lack
+// the name in __builtin_cpu_supports: Clang 14 and GCC 10 lack f16c.
 bool runs_avx2(bool = false) {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          (cpuid_register(1, 0, 2) >> 29 & 1) != 0;
@@ -75,8 +75,8 @@ bool runs_avx512_bf16(bool = false) {
   return runs_avx512() && (cpuid_register(7, 1, 0) >> 5 & 1) != 0;
 }
 
-// A process must request the tile registers. They add 8 KiB to the signal frames of each thread
-// that uses them, so Linux refuses if an alternate signal stack is too small.
+// A process must request permission to use the tile registers. They add 8 KiB to the signal frames
+// of each thread that uses them, so Linux refuses if an alternate signal stack is too small.
 bool runs_amx(bool = false) {
 #if defined(__linux__)
   const unsigned features = cpuid_register(7, 0, 3);
@@ -94,7 +94,8 @@ sigjmp_buf after_trap;
 
 void on_trap(int) { siglongjmp(after_trap, 1); }
 
-// Returns true if TDPFP16PS, which needs no state but AMX's registers, executes without SIGILL.
+// Returns true if TDPFP16PS executes without SIGILL. The instruction needs no processor state
+// beyond the AMX registers.
 bool runs_tdpfp16ps() {
   struct sigaction trap = {}, before;
   trap.sa_handler = on_trap;
@@ -105,7 +106,7 @@ bool runs_tdpfp16ps() {
     config[16 + 2 * tile] = 4;
     config[48 + tile] = 1;
   }
-  // volatile: it is read after the jump.
+  // volatile, because it is read after siglongjmp.
   volatile bool there = false;
   if (sigsetjmp(after_trap, 1) == 0) {
     asm volatile("ldtilecfg (%0)" : : "r"(config) : "memory");
@@ -118,8 +119,8 @@ bool runs_tdpfp16ps() {
 }
 #endif
 
-// Hypervisors hide feature bits: a Granite Rapids lacked this one. If the user selects amx_fp16 by
-// name, the instruction is tried.
+// Some hypervisors hide feature bits; one Granite Rapids machine did not report this one. If the
+// user selects amx_fp16 by name, the instruction itself is tried.
 bool runs_amx_fp16(bool by_name) {
   if (!runs_amx()) return false;
   if ((cpuid_register(7, 1, 0) >> 21 & 1) != 0) return true;
@@ -133,8 +134,8 @@ bool runs_amx_fp16(bool by_name) {
 }
 #endif
 
-// Intel's vdpbf16ps takes four times as long as a multiply-add (measured on the AMX generation:
-// 246 against 492 GFLOP/s on two cores), so it is opt-in there.
+// On Intel CPUs, vdpbf16ps takes four times as long as a multiply-add (246 compared with 492
+// GFLOP/s on two cores of the AMX generation), so avx512_bf16 is opt-in there.
 bool pays_off(const char* isa) {
 #if defined(__x86_64__)
   if (std::strcmp(isa, "avx512_bf16") == 0) return __builtin_cpu_is("amd") != 0;
@@ -142,8 +143,8 @@ bool pays_off(const char* isa) {
   return *isa != '\0';
 }
 
-// Returns the kernels of an instruction set if they were built and can run. #if cannot test a
-// macro's argument, so token pasting drops the tables that were not built.
+// Returns the kernels of an instruction set if they were built and can run. #if cannot test a macro
+// argument, so token pasting drops the tables that were not built.
 #define FUSED_ATTN_TABLE_1(name)                                           \
   if ((isa == nullptr ? pays_off(#name) : std::strcmp(isa, #name) == 0) && \
       runs_##name(isa != nullptr))                                         \
@@ -152,7 +153,8 @@ bool pays_off(const char* isa) {
 #define FUSED_ATTN_TABLE(built, name) FUSED_ATTN_TABLE_PASTE(built, name)
 #define FUSED_ATTN_TABLE_PASTE(built, name) FUSED_ATTN_TABLE_##built(name)
 
-// isas.inc is ordered from the best to the fallback, so the first hit is the best.
+// isas.inc is ordered from the best instruction set to the fallback, so the first match is the
+// best.
 const KernelTable* first_kernels(const char* isa) {
 #define FUSED_ATTN_ISA(name, base) FUSED_ATTN_TABLE(FUSED_ATTN_ISA_BUILT_##name, name)
 #include "cpu/isas.inc"
@@ -173,16 +175,21 @@ const KernelTable& choose_kernels(const char* wanted) {
                               wanted);
 }
 
-// Multiply-adds per key up to which vectors beat AMX in float32: splitting a key into three parts
-// then costs more than AMX gains. Forward of 384 heads by AMX and by vectors, ms: L 32, D 64: 1.33
-// and 1.09; but L 64, D 64: 3.2 and 3.5; L 128, D 32: 4.9 and 5.9.
+// Multiply-adds per key up to which float32 is faster with vectors than with AMX. Below it,
+// splitting a key into three parts costs more than AMX gains.
+//
+// Forward of 384 heads, AMX and vectors, ms: L 32, D 64: 1.33 and 1.09. L 64, D 64: 3.2 and 3.5. L
+// 128, D 32: 4.9 and 5.9.
 constexpr int64_t kFewProducts = 2048;
 
-// AMX computes full blocks of 64 queries and 64 keys, vectors only the existing rows. Vectors win
-// up to kPartOfBlock rows and kDimOfParts features, and where a packed sequence has a second block,
-// up to kLongestOfParts. Forward and backward of 32 heads by AMX and by vectors, us: 48 x 48, D 64:
-// 299 and 865, 226 and 668; 40 x 40, D 128: 568 and 1681, 431 and 1179. AMX wins with D 256 or 1024
-// keys (2727, 4026). Sequences of 20, 30, 30 and 48: 266 and 125.
+// Limits up to which float32 is faster with vectors. AMX computes full blocks of 64 queries and 64
+// keys, vectors only the existing rows. Vectors win up to kPartOfBlock rows and kDimOfParts
+// features. Packed sequences may have up to kLongestOfParts rows if their average is at most
+// kPartOfBlock.
+//
+// Forward and backward of 32 heads, us: AMX 299 and 865, vectors 226 and 668 for 48 x 48, D 64. AMX
+// 568 and 1681, vectors 431 and 1179 for 40 x 40, D 128. AMX 266, vectors 125 for sequences of 20,
+// 30, 30 and 48. AMX is faster with D 256 and with 1024 keys (2727 compared with 4026).
 constexpr int64_t kPartOfBlock = 56, kLongestOfParts = 80, kDimOfParts = 128;
 
 bool wants_vectors(const AttentionParams& p) {
@@ -195,7 +202,7 @@ bool wants_vectors(const AttentionParams& p) {
   return most <= kPartOfBlock * p.batch && max64(p.seqlen_q, p.seqlen_k) <= kLongestOfParts;
 }
 
-// The kernels of an instruction set, and those for the float32 problems of wants_vectors().
+// The selected kernel table, and the table for the float32 problems of wants_vectors().
 struct Choice {
   const KernelTable *table, *few_products;
 };

@@ -1,4 +1,4 @@
-// The kernel table of one instruction set, and the dispatch among them.
+// Kernel tables, one per instruction set, and the dispatch among them.
 #pragma once
 
 #include "cpu/debug.h"
@@ -6,7 +6,8 @@
 
 namespace fused_attn {
 
-// Every entry runs a complete pass and does not throw. It returns false if out of memory.
+// Every pass entry runs a complete pass and does not throw. Entries that return bool return false
+// if out of memory.
 struct KernelTable {
   const char* isa;
   bool (*attention_fwd)(const AttentionParams&);
@@ -17,24 +18,27 @@ struct KernelTable {
   bool (*activation)(const ActivationParams&);
   bool (*tile_kinds)(const TileKindsParams&);
   void (*tile_summary)(const SummaryParams&);
-  int64_t (*query_tile)(DType);  // queries of a tile
-  int64_t block;                 // keys of a tile
-  // Operations a second of that many threads: float multiply-adds, and the products of attention.
+  int64_t (*query_tile)(DType);  // rows of a query tile
+  int64_t block;                 // keys of a KV block
+  // Peak rates of the given number of threads, in operations per second: of float multiply-adds,
+  // and of the instructions that attention uses for matmuls of a dtype.
   double (*multiply_add_peak)(int64_t);
   double (*product_peak)(DType, int64_t);
 };
 
-// Returns the kernels of the best instruction set that was built and that this CPU supports.
-// FUSED_ATTN_CPU_ISA, an entry of isas.inc, selects another. Throws std::invalid_argument if it
-// names none that can run here.
+// Returns the kernels of the best instruction set that was built and that this CPU supports. The
+// environment variable FUSED_ATTN_CPU_ISA selects another entry of isas.inc. Throws
+// std::invalid_argument if that entry does not exist or cannot run on this CPU.
 const KernelTable& kernels();
 
-// Returns the kernels for an attention problem: those of another instruction set where the best
-// does not pay off and the user selected none. A forward and its backward use the same kernels.
+// Returns the kernels for an attention problem. They are those of kernels(), unless another
+// instruction set is faster for the problem and the user selected none. A forward and its backward
+// use the same kernels.
 const KernelTable& attention_kernels(const AttentionParams& p);
 
-// Selects an entry of isas.inc for kernels(), "" for the default. For tests; must not be called
-// while kernels run. Throws std::invalid_argument if the entry cannot run here.
+// Selects the entry of isas.inc that kernels() returns; "" restores the default. For tests. Must
+// not be called while kernels run. Throws std::invalid_argument if the entry cannot run on this
+// CPU.
 void set_isa(const char* isa);
 
 }  // namespace fused_attn

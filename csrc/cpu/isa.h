@@ -1,8 +1,9 @@
-// Names for the sources of one instruction set (kernels*.cpp), and which kernels it compiles.
+// Namespaces for the sources of one instruction set (kernels*.cpp), and the choice of passes that
+// it compiles.
 //
-// The sources are compiled once for each line of isas.inc. For most types, most instruction sets
-// would compile to the code of their base, the second name of the line. They then call the base's
-// kernels.
+// The sources are compiled once for each line of isas.inc. For most dtypes, most instruction sets
+// would compile to the same code as their base, the second name of the line. They call the base's
+// kernels instead.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -14,8 +15,9 @@
 #define FUSED_ATTN_ISA_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_ISA)
 #define FUSED_ATTN_BASE_NAMESPACE FUSED_ATTN_PASTE(isa_, FUSED_ATTN_BASE)
 
-// Passes that this instruction set compiles instead of calling its base: OWN_ROWS are norms and all
-// row-wise passes, OWN_ATTENTION attention in vectors, OWN_TILES attention in tile registers.
+// Passes that this instruction set compiles instead of calling its base. OWN_ROWS: norms and all
+// other row-wise passes. OWN_ATTENTION: attention in vector registers. OWN_TILES: attention in tile
+// registers.
 #if defined(FUSED_ATTN_AMX_FP16)
 #define FUSED_ATTN_OWN_TILES 1
 #elif defined(__AMX_BF16__)
@@ -28,18 +30,19 @@
 
 namespace fused_attn {
 
-// Attention in tile registers, for the types that they multiply.
+// Attention passes in tile registers, for the dtypes that AMX multiplies. The takes_ functions
+// return true if the corresponding pass supports the problem.
 struct TilePasses {
   bool (*forward)(const AttentionParams&);
   bool (*takes_decode)(const AttentionParams&);
   bool (*decode)(const AttentionParams&);
   bool (*takes_backward)(const AttentionBwdParams&);
-  bool (*takes_bias)(const AttentionBwdParams&);  // backward computes its gradient too
+  bool (*takes_bias)(const AttentionBwdParams&);  // the backward also computes the bias gradient
   bool (*backward)(const AttentionBwdParams&);
 };
 
-// Functions that the sources of an instruction set export to each other and to instruction sets
-// whose base it is. Tile passes are null without tile registers.
+// Functions that the sources of an instruction set export to each other and to the instruction sets
+// that have it as their base. The TilePasses pointer is null without tile registers.
 #define FUSED_ATTN_PASSES                                                  \
   bool attention_fwd(const AttentionParams&);                              \
   bool attention_bwd(const AttentionBwdParams&);                           \

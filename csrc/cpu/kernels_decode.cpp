@@ -1,4 +1,4 @@
-// Attention forward of a few queries, in vectors.
+// Attention forward for few queries (decoding), in vector registers.
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_ATTENTION)

@@ -1,4 +1,4 @@
-// Norms, activations and the passes over masks.
+// Norms, activations and the passes that read only masks.
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_ROWS)

@@ -1,4 +1,4 @@
-// Attention forward in tile registers.
+// Attention forward and decoding in AMX tile registers.
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_TILES)
@@ -13,8 +13,8 @@ namespace {
 template <class T>
 struct Forward {
   static bool run(const AttentionParams& p) {
-    // The unrounded sum of weights is for lse only, unless weights are not rounded: then out is
-    // divided by it.
+    // kSum, the first bool argument, accumulates the unrounded weights. Types that round weights
+    // need this sum for lse only. The other types also divide out by it.
     if constexpr (TileFormat<T>::kRounds) {
       if (p.lse == nullptr && p.dropout_p == 0) return AttentionFwdTiles<T, false>::run(p);
     }

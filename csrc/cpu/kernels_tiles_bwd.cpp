@@ -1,4 +1,4 @@
-// Attention backward in tile registers.
+// Attention backward in AMX tile registers.
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_TILES)

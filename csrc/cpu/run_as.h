@@ -1,4 +1,4 @@
-// Dispatches a pass by the storage type of a tensor.
+// Dispatches a pass on the storage dtype of a tensor.
 #pragma once
 
 #include "cpu/isa.h"
@@ -7,7 +7,7 @@
 namespace fused_attn {
 namespace {
 
-// True for types that this instruction set compiles instead of calling its base.
+// True if this instruction set compiles kernels for T instead of calling its base.
 template <class T>
 constexpr bool kIsOwn =
 #if defined(FUSED_ATTN_AMX_FP16)
@@ -29,7 +29,8 @@ auto run_own(const Base& base, const Args&... args) {
   }
 }
 
-// Calls Op<T>::run(args...), or base(args...) for types that this instruction set does not compile.
+// Returns Op<T>::run(args...) for the type T of `dtype`, or base(args...) if this instruction set
+// does not compile kernels for T.
 template <template <class> class Op, class Base, class... Args>
 auto run_as(DType dtype, const Base& base, const Args&... args) {
   switch (dtype) {

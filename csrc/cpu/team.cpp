@@ -11,8 +11,8 @@
 namespace fused_attn {
 namespace {
 
-// Tens of microseconds: on an idle machine the threads finish within that, and a wakeup takes as
-// long.
+// Number of polls before the starting thread sleeps: tens of microseconds. On an idle machine the
+// other threads finish within that time, and a wakeup takes as long.
 constexpr int kSpins = 2000;
 
 void pause() {

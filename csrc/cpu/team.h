@@ -1,4 +1,4 @@
-// Parallel regions, and the distribution of tasks to their threads.
+// Parallel regions, and the distribution of tasks among their threads.
 #pragma once
 
 #include <omp.h>
@@ -7,13 +7,15 @@
 
 namespace fused_attn {
 
-// Lets the thread that started a parallel region sleep until the others are done.
+// Lets the thread that started a parallel region sleep until the other threads have finished.
 //
-// OpenMP's barriers spin for milliseconds. Beside other processes, a spinning thread can occupy the
-// core of the thread that it waits for, whose task then takes one or more time slices.
+// OpenMP barriers spin for milliseconds. On a busy machine, the spinning thread can occupy the core
+// of the thread that it waits for. That thread's task then takes one or more additional time
+// slices.
 class Arrivals {
  public:
-  // Must be called by each thread of the region after its last task.
+  // Every thread of the region must call this after its last task. Thread 0 then waits for all
+  // threads; the others return immediately.
   void arrive(int thread, int num_threads);
 
  private:
@@ -29,8 +31,8 @@ inline int clamp_threads(int64_t num_threads, int64_t tasks) {
   return static_cast<int>(most < 1 ? 1 : most);
 }
 
-// Runs body() on each thread of a parallel region of at most one thread per task. Returns false if
-// any call returned false.
+// Calls body() on each thread of a parallel region that has at most one thread per task. Returns
+// false if any call returned false.
 template <class Body>
 inline bool run_team(int64_t num_threads, int64_t tasks, const Body& body) {
   bool ok = true;
@@ -43,12 +45,13 @@ inline bool run_team(int64_t num_threads, int64_t tasks, const Body& body) {
   return ok;
 }
 
-// Runs task(0) to task(count - 1) on the threads of the team, without a barrier at the end. With
-// `fixed`, a task runs on the same thread in every call; otherwise on the next free thread.
+// Runs task(0) to task(count - 1) on the threads of the enclosing parallel region, without a
+// barrier at the end. With `fixed`, thread i runs the same tasks in every call; otherwise free
+// threads take the next task.
 template <class Task>
 inline void share_tasks(int64_t count, bool fixed, const Task& task) {
   if (fixed) {
-#pragma omp for schedule(static, 1) nowait  // under a mask, neighbours are about equally long
+#pragma omp for schedule(static, 1) nowait  // under a mask, neighbouring tasks take similar time
     for (int64_t i = 0; i < count; ++i) task(i);
   } else {
 #pragma omp for schedule(dynamic) nowait

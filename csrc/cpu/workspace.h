@@ -1,4 +1,4 @@
-// Workspace of one thread for one call.
+// Workspace of one thread during one call.
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -7,7 +7,8 @@
 namespace fused_attn {
 namespace {
 
-// Allocator of aligned parts of one block, whose layout is written once.
+// Allocator that divides one pooled block into 64-byte aligned parts. Returns the block to the pool
+// on destruction. Not thread-safe.
 class Arena {
  public:
   Arena() = default;
@@ -22,8 +23,8 @@ class Arena {
     return part;
   }
 
-  // Runs place(), which takes parts, twice: once to measure them, once to assign them. Returns
-  // false if out of memory.
+  // Calls place() twice: first to measure the parts that it takes, then, after allocation, to
+  // assign their addresses. Returns false if out of memory.
   template <class Place>
   bool layout(const Place& place) {
     place();

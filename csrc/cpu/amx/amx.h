@@ -1,8 +1,7 @@
-// AMX tile registers (16 rows of 64 bytes each) and the instructions that load, store and multiply
-// them.
+// AMX tile registers (16 rows of 64 bytes) and the instructions that load, store and multiply them.
 //
-// Of the eight registers, 0 to 3 hold accumulators (float32), 4 and 5 left operands, 6 and 7 right
-// operands. In memory a tile is 1 KiB, contiguous.
+// Registers 0 to 3 hold float32 accumulators, 4 and 5 left operands, 6 and 7 right operands. In
+// memory, a tile is 1 KiB and contiguous.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -12,12 +11,12 @@
 namespace fused_attn {
 namespace {
 
-constexpr int64_t kTileRows = 16, kTileSteps = 32;  // steps: 16-bit numbers per row
+constexpr int64_t kTileRows = 16, kTileSteps = 32;  // kTileSteps: 16-bit elements per row
 constexpr int64_t kTileNumbers = kTileRows * kTileSteps, kTileSums = kTileRows * 16;
-// Left operands and sums are pairs of tiles, stored contiguously: 32 consecutive rows.
+// Left operands and accumulators are stored as two adjacent tiles, which hold 32 consecutive rows.
 constexpr int64_t kPairNumbers = 2 * kTileNumbers, kPairSums = 2 * kTileSums;
 
-// Configures the tile registers of this thread; releases them on destruction.
+// Configures the tile registers of the calling thread. The destructor releases them.
 class TileRegisters {
  public:
   TileRegisters() {
@@ -26,7 +25,7 @@ class TileRegisters {
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
-    asm volatile("" : : "r"(&config) : "memory");  // else config might not be stored yet
+    asm volatile("" : : "r"(&config) : "memory");  // forces the stores to config
     _tile_loadconfig(&config);
   }
   ~TileRegisters() { _tile_release(); }
@@ -34,14 +33,14 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// Loads a tile. stride: bytes between rows.
+// Loads a tile whose rows are `stride` bytes apart.
 template <int kTile>
 FUSED_ATTN_INLINE void tile_load(const void* tile, int64_t stride = 64) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(tile), "r"(stride), "i"(kTile) : "memory");
 }
 
-// Loads a tile of streamed data. With the t1 hint, the other contents of L1 no longer matter (19.7
-// cycles per product instead of up to 26.6).
+// Loads a tile of streamed data with the t1 hint. The time of a tile MMA then does not depend on
+// the other contents of L1: 19.7 cycles instead of up to 26.6.
 template <int kTile>
 FUSED_ATTN_INLINE void tile_stream(const void* tile) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
@@ -69,7 +68,7 @@ FUSED_ATTN_INLINE void tile_multiply_bfloat16() {
 }
 
 #if defined(FUSED_ATTN_AMX_FP16)
-// Inline assembly: GCC has the intrinsic and its flag only from version 13.
+// Uses inline assembly, because GCC before 13 lacks the intrinsic and its compiler flag.
 template <int kSum, int kLeft, int kRight>
 FUSED_ATTN_INLINE void tile_multiply_half() {
   asm volatile("tdpfp16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));

@@ -1,11 +1,12 @@
-// Number formats of tile operands: how a storage type is split into parts and stored.
+// Formats of tile operands: how each storage type is split into parts that AMX multiplies.
 //
-//   bfloat16: unchanged.
-//   float16: unchanged with AMX-FP16, else two bfloat16 parts.
+//   bfloat16: one part, unchanged.
+//   float16: one part, unchanged, with AMX-FP16; otherwise two bfloat16 parts.
 //   float32: three bfloat16 parts. Two float16 parts would be 1.5 times as fast, but hold only 22
 //   of float32's 24 significand bits. If one key has all the weight, out equals its value, and the
-//   loss would show.
-// Products of parts too small to affect the last bit of the type are skipped.
+//   lost bits would be visible.
+//
+// MMAs of parts too small to affect the last bit of the type are skipped.
 #pragma once
 
 #include "cpu/amx/amx.h"
@@ -18,7 +19,7 @@ namespace {
 
 struct BFloat16Tiles {
   static constexpr int kExponentBits = 8;
-  static constexpr uint32_t kBits = 0xFFFF0000u;  // bits of a float32 that one number holds
+  static constexpr uint32_t kBits = 0xFFFF0000u;  // bits of a float32 that one part holds
 
   template <int kSum, int kLeft, int kRight>
   static FUSED_ATTN_INLINE void multiply() {
@@ -26,8 +27,8 @@ struct BFloat16Tiles {
   }
 
   static float load(const uint16_t* at) { return to_acc(BFloat16{*at}); }
-  // Rounds to the upper halves of words. Uses an addition: a conversion takes as long as two
-  // products.
+  // Rounds to bfloat16 in the upper half of each word. Uses an integer addition, because a
+  // conversion takes as long as two tile MMAs.
   static FUSED_ATTN_INLINE Vec32 upper(Vec<float> x) { return (Vec32)x + 0x8000u; }
 };
 
@@ -49,7 +50,7 @@ struct HalfTiles {
 };
 #endif
 
-// Tile format of a storage type.
+// Selects the part format, the number of parts and the weight scale of a storage type.
 template <class T>
 struct TileFormatOf {  // float32
   using Number = BFloat16Tiles;
@@ -75,14 +76,15 @@ template <class T>
 struct TileFormat : TileFormatOf<T> {
   using Number = typename TileFormatOf<T>::Number;
   using TileFormatOf<T>::kParts;
-  // A weight of 1 is stored as 2^kWeightExponent, so that small weights keep their bits.
+  // Softmax weights are stored scaled by 2^kWeightExponent, so that small weights stay
+  // representable.
   using TileFormatOf<T>::kWeightExponent;
-  // Weights are rounded before they are multiplied.
+  // True if the weights are rounded for the PV matmul.
   static constexpr bool kRounds = sizeof(T) == 2;
-  // The exponent range is smaller than float32's.
+  // True if the exponent range is smaller than float32's.
   static constexpr bool kShortRange = Number::kExponentBits < 8;
 
-  // Splits 16 numbers into parts, in the upper halves of words.
+  // Splits 16 float32 values into parts, each in the upper half of its word.
   static FUSED_ATTN_INLINE void split(Vec<float> x, Vec32* parts) {
     for (int part = 0; part < kParts - 1; ++part) {
       parts[part] = (Vec32)x & Number::kBits;
@@ -91,29 +93,29 @@ struct TileFormat : TileFormatOf<T> {
     parts[kParts - 1] = Number::upper(x);
   }
 
-  // Stores words with a's numbers in the lower and b's in the upper halves. Uses a shuffle, as
-  // shifts run on the port of products.
+  // Stores words whose lower halves come from a and whose upper halves come from b. Uses a byte
+  // shuffle, because shifts would compete with the MMAs for a port.
   static FUSED_ATTN_INLINE void store_woven(Vec32 a, Vec32 b, uint16_t* at) {
     const __m512i down = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
     const __m512i low = _mm512_shuffle_epi8((__m512i)a, down);
     _mm512_store_si512(at, _mm512_mask_blend_epi16(0xAAAAAAAAu, low, (__m512i)b));
   }
 
-  // Returns the position of number t of 32 after store_woven().
+  // Returns the position of element t of 32 after store_woven().
   static constexpr int woven(int t) { return t < 16 ? 2 * t : 2 * t - 31; }
-  // Returns the number at position i of 32: the inverse of woven().
+  // Returns the element at position i of 32, the inverse of woven().
   static constexpr int unwoven(int i) { return i / 2 + i % 2 * 16; }
 
-  // Returns a mask over 32 woven numbers: all ones for each number whose bit is set.
+  // Returns a vector mask over 32 woven elements: all ones for each element whose bit is set.
   static __m512i woven_mask(uint32_t bits) {
     const __m512i low = _mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), 0xFFFF);
     const __mmask16 upper_bits = static_cast<__mmask16>(bits >> 16);
     return _mm512_or_si512(low, _mm512_maskz_set1_epi32(upper_bits, ~0xFFFF));
   }
 
-  // Stores 32 weights in a row of left tiles, woven. Adds the rounded weights to *rounded; with
-  // kDrops then zeroes those whose bit in `keep` is 0. Uses integer instructions, whose port is not
-  // shared with products and conversions.
+  // Stores 32 weights in one row of left tiles, in woven order. Adds the rounded weights to
+  // *rounded. With kDrops, then zeroes the weights whose bit in `keep` is 0. Uses integer
+  // instructions, which do not compete with MMAs and conversions for a port.
   template <bool kDrops>
   static FUSED_ATTN_INLINE void store_weights(uint16_t* row, Vec<float> a, Vec<float> b,
                                               uint32_t keep, Vec<float>* rounded) {
@@ -141,16 +143,16 @@ struct TileFormat : TileFormatOf<T> {
   }
 
  private:
-  // Rounds to the precision of the parts: 16 bits for two bfloat16 parts, 8 for one, 11 for
-  // float16.
+  // Rounds to the significand bits that all parts hold together: 16 for two bfloat16 parts, 8 for
+  // one, and 11 for float16.
   static FUSED_ATTN_INLINE Vec<float> round(Vec<float> x) {
     constexpr uint32_t kLast = kParts == 2 ? 1u << 8 : ~Number::kBits + 1;
     return (Vec<float>)(((Vec32)x + kLast / 2) & (0u - kLast));
   }
 };
 
-// The products of parts, ordered so that each shares an operand with the previous one, and as far
-// as possible with the largest last.
+// Order of the MMAs of parts. Each MMA shares an operand with the previous one, and the largest
+// come last as far as possible.
 template <int kParts>
 struct TileProducts;
 template <>

@@ -1,10 +1,10 @@
-// C = A * B in AMX tile registers: bfloat16 pairs, accumulated in float32.
+// C = A * B in AMX tile registers, with bfloat16 operands and float32 accumulation.
 //
-// Each number of A and B is a sum of kParts bfloat16 numbers: three hold all 24 bits of a float32,
-// two all 11 of a float16.
+// Each element of A and B is a sum of kParts bfloat16 parts. Three parts hold all 24 bits of a
+// float32, two hold all 11 bits of a float16.
 //
-// A tile product of 16 x 16 x 32 takes 16 cycles. So float32 (six products) is 2.7 times as fast as
-// with vector multiply-adds, and float16 (four products) 4 times.
+// A tile MMA of 16 x 16 x 32 takes 16 cycles. Float32 (six MMAs) is therefore 2.7 times as fast as
+// with vector multiply-adds, and float16 (four MMAs) 4 times.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -15,10 +15,13 @@
 namespace fused_attn {
 namespace {
 
-// The products of parts above a float32's last bit, ordered so that each shares an operand with the
-// previous one. Two parts need all four: without the smallest, the lse of a single score was off by
-// 2^-17, more than eager attention's where float16 holds the score exactly. The first kSmall are
-// accumulated over all steps before the others, so C is rounded at full size once per 32 steps.
+// The MMAs of parts that reach a float32's last bit. Each shares an operand with the previous one.
+//
+// Two parts need all four MMAs. Without the smallest, the lse of a single score was off by 2^-17,
+// more than in eager attention if float16 holds the score exactly.
+//
+// The first kSmall MMAs are accumulated over all steps before the others, so that C is rounded at
+// its full magnitude only once per 32 steps.
 template <int kParts>
 struct PartProducts;
 template <>
@@ -35,7 +38,7 @@ struct PartProducts<3> {
   static constexpr int kOfA[] = {2, 1, 1, 0, 0, 0}, kOfB[] = {0, 0, 1, 1, 2, 0};
 };
 
-// Accumulates products [kFirst, kLast) of all steps in tile registers 0 to 3.
+// Accumulates MMAs [kFirst, kLast) of all K steps in tile registers 0 to 3.
 template <int kParts, bool kTwo, int kFirst, int kLast, class Meanwhile>
 inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part,
                           const uint32_t* b, int64_t ldb, int64_t b_part, Meanwhile& meanwhile) {
@@ -66,16 +69,16 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
   }
 }
 
-// Computes 16 or 32 rows and 32 columns of C. Strides are in elements; *_part is the stride between
-// bfloat16 parts. Calls meanwhile() twice per product of parts in every K step, so that vector work
-// overlaps the tile unit.
+// Computes 32 columns of C, in 16 rows or, with kTwo, 32. Strides are in elements; *_part is the
+// stride between bfloat16 parts. Calls meanwhile() twice per MMA of parts in every K step, so that
+// vector work overlaps the tile unit.
 template <int kParts, bool kTwo, Into kInto, class Meanwhile>
 inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part, const uint32_t* b,
                        int64_t ldb, int64_t b_part, float* c, int64_t ldc, const float* scale,
                        Meanwhile& meanwhile) {
-  // Accumulate onto C only with one part: with more, each product would round C; see Into.
+  // Start from C only with a single part. With more parts, each MMA would round C (see Into).
   constexpr bool kFromC = kInto == Into::kAdd && kParts == 1;
-  asm volatile("" ::: "memory");  // complete earlier stores before tile loads
+  asm volatile("" ::: "memory");  // keeps earlier stores before the tile loads
   if (kFromC) {
     _tile_loadd(0, c, ldc * 4);
     _tile_loadd(1, c + 16, ldc * 4);

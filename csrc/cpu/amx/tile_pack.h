@@ -1,4 +1,4 @@
-// Packs rows of queries, keys and values into tiles, padded with 0.
+// Packs rows of query, key and value into AMX tiles, padded with 0.
 #pragma once
 
 #include "cpu/amx/tile_format.h"
@@ -9,33 +9,35 @@
 namespace fused_attn {
 namespace {
 
-constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // queries of a query tile, keys of a block
+constexpr int64_t kTileQueries = 32, kTileKeys = 64;  // rows of a query tile, keys of a KV block
 
-// A packed KV block.
+// A packed KV block. Does not own its memory.
 struct KeyBlock {
   uint16_t *key, *value;
   bool packed;
-  // Non-finite rows of value, which must not be multiplied by a weight of 0: they are packed as 0,
-  // and the kernels add them one by one.
+  // Rows of value with non-finite elements. A weight of 0 must not multiply them, so they are
+  // packed as 0, and the kernels add their contributions separately.
   int num_nonfinite;
   uint8_t nonfinite[kTileKeys];
 };
 
-// Returns the mask of the vector lanes from `d` on that are within a row of `dim`.
+// Returns a mask of the vector lanes, starting at element d, that are within a row of `dim`
+// elements.
 inline __mmask32 lanes32(int64_t dim, int64_t d) {
   return dim - d >= 32 ? 0xFFFFFFFFu : dim <= d ? 0u : (1u << (dim - d)) - 1;
 }
 inline __mmask16 lanes16(int64_t dim, int64_t d) { return static_cast<__mmask16>(lanes32(dim, d)); }
 
-// Lists the addresses of rows [begin, begin + n) of a head, then null up to `count`.
+// Writes the addresses of rows [begin, begin + n) of a head to `rows`, followed by null up to
+// `count`.
 template <class T>
 inline void list_rows(const T* head, int64_t stride, int64_t begin, int64_t n, int64_t count,
                       const T** rows) {
   for (int64_t r = 0; r < count; ++r) rows[r] = r < n ? head + (begin + r) * stride : nullptr;
 }
 
-// Zeroes floats with vector stores: memset would become a string instruction, which takes a hundred
-// cycles to start.
+// Zeroes `count` floats with vector stores. The compiler would turn memset into a string
+// instruction, which takes about a hundred cycles to start.
 inline void clear(float* at, int64_t count) {
   for (int64_t e = 0; e < count; e += 16) {
     Vec<float> zero{};
@@ -44,9 +46,9 @@ inline void clear(float* at, int64_t count) {
   }
 }
 
-constexpr int kInfinityOrNan = 0x99;  // classes for vfpclassps
+constexpr int kInfinityOrNan = 0x99;  // operand of vfpclassps
 
-// Returns true if all numbers of a row are finite.
+// Returns true if all elements of a row are finite.
 template <class T>
 inline bool row_finite(const T* row, int64_t dim) {
   if constexpr (sizeof(T) == 4) {
@@ -67,10 +69,11 @@ inline bool row_finite(const T* row, int64_t dim) {
   }
 }
 
-// Readers: WholeRows is the fast path for complete, finite rows; AnyRows accepts all others.
+// Row readers. WholeRows is the fast path for complete, finite rows. AnyRows handles all other
+// rows.
 
-// Reads complete rows, whose length is a multiple of a step, without masks. finite() tells at the
-// end whether all were finite; if not, packing is repeated with AnyRows.
+// Reads complete rows without lane masks. The row length must be a multiple of kTileSteps. finite()
+// returns false if an element was not finite; packing is then repeated with AnyRows.
 template <class T>
 class WholeRows {
   using F = TileFormat<T>;
@@ -78,12 +81,12 @@ class WholeRows {
  public:
   explicit WholeRows(int64_t) {}
 
-  // Reads 32 numbers of a type with one part.
+  // Reads 32 elements of a type with one part.
   FUSED_ATTN_INLINE __m512i numbers(const T* row, int64_t begin) {
     return seen(_mm512_loadu_si512(row + begin));
   }
 
-  // Reads 16 numbers as float32.
+  // Reads 16 elements as float32.
   FUSED_ATTN_INLINE __m512 floats(const T* row, int64_t begin) {
     if constexpr (sizeof(T) == 4) {
       return (__m512)seen(_mm512_loadu_si512(row + begin));
@@ -137,7 +140,8 @@ class AnyRows {
     }
   }
 
-  // Stores infinity and NaN in the first part only: the remainder inf - inf would be NaN.
+  // Splits like TileFormat::split(), but stores infinity and NaN in the first part only, because
+  // the remainder inf - inf would be NaN.
   static void split(__m512 x, Vec32* parts) {
     F::split((Vec<float>)x, parts);
     const __mmask16 odd = _mm512_fpclass_ps_mask(x, kInfinityOrNan);
@@ -156,20 +160,21 @@ class AnyRows {
   const int64_t dim_;
 };
 
-// Packing functions. Rows are passed as addresses; null is a row of 0. The functions are not
-// inlined: each call does enough work, and there are many call sites.
+// Packing functions. Rows are passed as an array of addresses, where null stands for a row of 0.
+// The functions are not inlined: each call does enough work, and there are many call sites.
 template <class T>
 class TilePack {
   using F = TileFormat<T>;
   static constexpr int kParts = F::kParts;
-  static constexpr int64_t kStep = kParts * kTileNumbers;  // numbers of 16 rows
+  static constexpr int64_t kStep = kParts * kTileNumbers;  // elements per 16 rows and K step
 
  public:
-  // Returns the packed size, in numbers, of rows of `steps` * 32 features, for any layout below.
+  // Returns the packed size, in elements, of rows with `steps` * 32 features. It is the same for
+  // all layouts below.
   static int64_t size(int64_t rows, int64_t steps) { return rows / 16 * steps * kStep; }
 
-  // Packs 32 rows as left tiles (steps, parts, 2) of 16 rows x 32 features. Calls meanwhile() for
-  // each row and step.
+  // Packs 32 rows as left tiles (steps, parts, 2) of 16 rows x 32 features. Calls meanwhile() once
+  // per row and step.
   template <class Meanwhile = Nothing>
   static void left(const T* const* rows, int64_t dim, int64_t steps, uint16_t* dst,
                    Meanwhile meanwhile = {}) {
@@ -198,9 +203,9 @@ class TilePack {
   }
 
   // Packs rows as right tiles (count / 32, 2 steps, parts) of 16 pairs of rows x 16 features, for
-  // products with weights. A non-finite row must not be multiplied by 0, so it is packed as 0 and
-  // listed in block->nonfinite. row_at(i) returns the row of 32 at position i. Calls meanwhile()
-  // for each pair of rows and step.
+  // the PV matmul. A weight of 0 must not multiply a non-finite row, so such a row is packed as 0
+  // and listed in block->nonfinite. row_at(i) returns the index, within a group of 32 rows, of the
+  // row at position i. Calls meanwhile() once per pair of rows and step.
   template <class RowAt, class Meanwhile = Nothing>
   static void values(const T** rows, int64_t count, int64_t dim, int64_t steps, const RowAt& row_at,
                      KeyBlock* block, Meanwhile meanwhile = {}) {
@@ -236,7 +241,7 @@ class TilePack {
   }
 
  private:
-  // Replaces non-finite rows by null and lists them in block->nonfinite.
+  // Replaces the addresses of non-finite rows with null and lists these rows in block->nonfinite.
   static void take_nonfinite(const T** rows, int64_t count, int64_t dim, KeyBlock* block) {
     block->num_nonfinite = 0;
     for (int64_t t = 0; t < count; ++t) {
@@ -246,7 +251,7 @@ class TilePack {
     }
   }
 
-  // Calls pack(reader), on the fast path if possible.
+  // Calls pack() with WholeRows if possible, otherwise with AnyRows.
   template <class Packing>
   static FUSED_ATTN_INLINE void read(const T* const* rows, int64_t count, int64_t dim,
                                      int64_t steps, const Packing& pack) {
@@ -255,7 +260,7 @@ class TilePack {
     pack(reader);
   }
 
-  // Calls pack() with WholeRows. Returns false if the rows need AnyRows instead.
+  // Calls pack() with WholeRows. Returns false if the rows require AnyRows.
   template <class Packing>
   static FUSED_ATTN_INLINE bool read_fast(const T* const* rows, int64_t count, int64_t dim,
                                           int64_t steps, const Packing& pack) {
@@ -270,8 +275,8 @@ class TilePack {
     return pack(reader);
   }
 
-  // Packs a right tile of 16 rows, features [begin, begin + 32). Transposes before splitting, as
-  // the parts are more data.
+  // Packs features [begin, begin + 32) of 16 rows as a right tile. Transposes before splitting,
+  // because the parts are more data.
   template <class Reader>
   static FUSED_ATTN_INLINE void right_tile(Reader& reader, const T* const* rows, int64_t begin,
                                            uint16_t* dst) {
@@ -290,7 +295,8 @@ class TilePack {
     }
   }
 
-  // Packs right tiles (2, parts) of 16 pairs of rows x 16 features, from feature `begin` on.
+  // Packs features [begin, begin + 32) of 32 rows as right tiles (2, parts) of 16 pairs of rows x
+  // 16 features.
   template <class Reader, class RowAt, class Meanwhile>
   static FUSED_ATTN_INLINE void pairs(Reader& reader, const T* const* rows, int64_t begin,
                                       uint16_t* dst, const RowAt& row_at, Meanwhile meanwhile) {
@@ -318,8 +324,9 @@ class TilePack {
     _mm512_store_si512(dst + kStep, _mm512_permutex2var_epi16(x, up, y));
   }
 
-  // Packs 32 numbers of a row of left tiles, from `begin` on. With several parts, numbers i and
-  // 16 + i become neighbours: queries and keys use the same order, so products are unaffected.
+  // Packs 32 elements of a row, starting at `begin`, into a row of left tiles. With several parts,
+  // elements i and 16 + i become neighbours. Queries and keys use the same order, so QK^T is
+  // unaffected.
   template <class Reader>
   static FUSED_ATTN_INLINE void numbers(Reader& reader, const T* row, int64_t begin,
                                         uint16_t* dst) {
@@ -330,7 +337,8 @@ class TilePack {
     }
   }
 
-  // Interleaves the parts of a and b, each part in its tile. apart: distance between tiles.
+  // Interleaves the parts of a and b and stores each part in its tile. `apart` is the stride
+  // between these tiles, in elements.
   template <class Reader>
   static FUSED_ATTN_INLINE void weave(const Reader&, __m512 a, __m512 b, int64_t apart,
                                       uint16_t* dst) {
@@ -342,7 +350,7 @@ class TilePack {
     }
   }
 
-  // Returns the permutation that interleaves numbers 0 to 15 of two vectors.
+  // Returns the permutation that interleaves elements 0 to 15 of two vectors.
   static FUSED_ATTN_INLINE __m512i low_halves() {
     alignas(64) static const uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
                                                   37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,

@@ -1,8 +1,8 @@
-// Schedule of tile products with interleaved vector work.
+// Schedule that interleaves tile MMAs with vector work.
 //
-// A step is 2 x 2 tile products over 32 numbers each. The accumulators of a quad are stored only
-// when the next quad needs their registers, one tile before each product. Storing all four together
-// raised a product from 16 to 22.6 cycles.
+// A step is 2 x 2 tile MMAs with K = 32. The accumulators of a quad are stored only when the next
+// quad needs their registers, one tile before each MMA. Storing all four together increased the
+// time of an MMA from 16 to 22.6 cycles.
 #pragma once
 
 #include "cpu/amx/tile_format.h"
@@ -12,15 +12,16 @@
 namespace fused_attn {
 namespace {
 
-// 2 x 2 accumulators of left tiles (steps, parts, 2) times right tiles (2, steps, parts), with the
-// distances between steps and between columns.
+// One matmul of left tiles (steps, parts, 2) and right tiles (2, steps, parts), with 2 x 2
+// accumulators. The strides between steps and between columns are in elements. `out` holds the four
+// output tiles.
 struct TileQuad {
   const uint16_t *left, *right;
   int64_t steps, left_step, right_column, right_step;
   float* out[4];
 };
 
-// Sets the outputs of a quad to tiles (2 columns, 2 rows).
+// Sets the output tiles of a quad, which are stored as (2 columns, 2 rows).
 inline void set_out(float* out, TileQuad* quad) {
   quad->out[0] = out;
   quad->out[1] = out + kPairSums;
@@ -47,7 +48,8 @@ inline void product_quads(const uint16_t* left, const uint16_t* right, int64_t s
 }
 
 // Fills `quads` with the columns / 2 quads that multiply left tiles (steps, 2) by right tiles
-// (steps, columns) of pairs of keys into output tiles (columns, 2). Left and right are contiguous.
+// (steps, columns), which hold pairs of keys, into output tiles (columns, 2). Left and right are
+// contiguous.
 template <class F>
 inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps, int64_t columns,
                       float* out, TileQuad* quads) {
@@ -64,7 +66,7 @@ inline void sum_quads(const uint16_t* left, const uint16_t* right, int64_t steps
   }
 }
 
-// Destinations of the accumulators in registers 0 to 3, which are not stored yet.
+// The accumulators in registers 0 to 3 that are not stored yet, with their destinations.
 struct PendingSums {
   PendingSums() { forget(); }
 
@@ -73,7 +75,7 @@ struct PendingSums {
     adds = false;
   }
 
-  // Adds the separate partial sums to their destinations.
+  // Adds the partial sums in `apart` to their destinations `sums`.
   void add() {
     for (int i = 0; i < 4; ++i) {
       for (int64_t e = 0; e < kTileSums; e += 16) {
@@ -83,7 +85,7 @@ struct PendingSums {
     adds = false;
   }
 
-  // Stores all four registers and completes a pending addition.
+  // Stores all four accumulators and completes a pending addition.
   void flush() {
     tile_store<0>(at[0]);
     tile_store<1>(at[1]);
@@ -94,24 +96,24 @@ struct PendingSums {
   }
 
   float* at[4];
-  // float32 takes six products of parts, each of which rounds its accumulator. So a few steps are
-  // accumulated in `apart` and added to `sums` once.
+  // float32 takes six MMAs of parts per step, and each rounds its accumulator. To round less, a few
+  // steps are accumulated in `apart` and then added to `sums` once.
   bool adds;
   float* sums[4];
   alignas(64) float apart[4][kTileSums];
 };
 
-// No vector work.
+// Vector work that is empty.
 struct NoWork {
   bool done() const { return true; }
   template <int kQuarter>
   void next() {}
 };
 
-// Issues products with a share of the vector work after each step. The share is a compile-time
-// constant and loops have few branches, because a mispredict costs as much as a product.
+// Issues MMAs and does a share of the vector work after each step. The share is a compile-time
+// constant and the loops have few branches, because a branch mispredict costs as much as an MMA.
 //
-// Work has done(), and next<0>() to next<3>() for the quarters of a unit.
+// Work must have done(), and next<0>() to next<3>(), which do the four quarters of a unit of work.
 template <class F, class Work>
 class TileSchedule {
   using Products = TileProducts<F::kParts>;
@@ -120,8 +122,8 @@ class TileSchedule {
  public:
   TileSchedule(PendingSums* pending, const Work& work) : work(work), pending_(pending) {}
 
-  // Multiplies a quad. kAdd: add to the output instead of overwriting it. kUnits: units of work per
-  // step.
+  // Multiplies a quad. With kAdd, adds to the output instead of overwriting it. kUnits is the
+  // number of units of work per step.
   template <bool kAdd, int kUnits>
   FUSED_ATTN_INLINE void multiply(const TileQuad& quad) {
     const uint16_t *a = quad.left, *b = quad.right;
@@ -147,8 +149,8 @@ class TileSchedule {
   Work work;
 
  private:
-  // Does the work that is due, at four places of a step: a unit of 100 cycles in one piece would
-  // delay the products behind it.
+  // Does the share of work that is due, at four places of a step. A unit of 100 cycles in one piece
+  // would delay the MMAs behind it.
   template <int kIndex, int kUnits>
   FUSED_ATTN_INLINE void meanwhile() {
     if constexpr (kIndex % Products::kCount == Products::kCount - 1) {
@@ -184,9 +186,10 @@ class TileSchedule {
     }
   }
 
-  // Issues the products of parts from kProduct on, without reloading operands of the previous one.
+  // Issues the MMAs of parts from kProduct on. Does not reload an operand that the previous MMA
+  // used.
   //
-  // a: left tiles of 16 rows each; b0, b1: right tiles of 16 columns each.
+  // a: left tiles of 16 rows. b0, b1: right tiles of 16 columns.
   template <bool kFirst, bool kAdd, int kUnits, int kProduct = 0>
   FUSED_ATTN_INLINE void step(const uint16_t* a, const uint16_t* b0, const uint16_t* b1,
                               float* const* out) {

@@ -1,12 +1,13 @@
-// Attention backward: recomputes scores tile by tile from query, key and lse.
+// Attention backward: recomputes the weights tile by tile from query, key and lse.
 //
-// With P = exp(S - lse), Z = 1 where dropout keeps and 0 elsewhere, c = dropout_scale(dropout_p)
-// and delta = rowsum(dO * O) / c:
+// Let P = exp(S - lse), Z the keep mask of dropout (0 or 1), c = dropout_scale(dropout_p) and
+// delta = rowsum(dO * O) / c. Then:
 //   dV = c (P Z)^T dO,  dP = dO V^T,  dS = P (c (Z dP - delta) + dlse),  dK = scale dS^T Q,
 //   dQ = scale dS K.
-// If the weights c P Z have a gradient too, it is added to dP, and the row sum of its product with
-// P Z to delta.
-// (Dao et al. 2022, FlashAttention, appendix B.4; delta as in FlashAttention-2, section 3.1.)
+// If the weights c P Z have a gradient dW, it is added to dP, and rowsum(dW * P Z) is added to
+// delta.
+//
+// Sources: Dao et al. 2022 (FlashAttention), appendix B.4; FlashAttention-2, section 3.1 (delta).
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -14,11 +15,11 @@
 namespace fused_attn {
 namespace {
 
-// Gradients of query, key and value.
+// Computes the gradients of query, key and value.
 //
-// A task is a key/value head with all its query heads, so one thread accumulates dK and dV. Few
-// heads are also split over the keys, into parts that depend on the shape alone. Each part has a
-// dQ, and these are added in order: results are the same for any number of threads.
+// A task is one key/value head with all its query heads, so a single thread accumulates dK and dV.
+// With few heads, the keys are split as well (split-KV). The splits depend only on the shape, and
+// their dQ are added in a fixed order. Results therefore do not depend on the number of threads.
 template <class T>
 class AttentionBwd : BwdTile<T> {
   using Base = BwdTile<T>;
@@ -35,10 +36,10 @@ class AttentionBwd : BwdTile<T> {
   using typename Base::RightElement;
   using typename Base::Weight;
 
-  static constexpr int64_t kMinTasks = 8;  // limits the splits: each costs a dQ in float
-  // Queries are packed in chunks of this many bytes, which stay in L2 during the loop over all KV
-  // blocks. The four operands of 2048 queries of 64 take 3 MiB in three parts: packed together, a
-  // product of tiles took 50 cycles instead of 30, waiting for L3.
+  static constexpr int64_t kMinTasks = 8;  // aim of split-KV; each split needs a dQ buffer
+  // Bytes of packed queries per chunk. A chunk stays in L2 during the loop over all KV blocks.
+  // Without chunks, the four packed operands of 2048 queries at head_dim 64 (three bfloat16 parts)
+  // take 3 MiB, and L3 latency increases the time of an MMA from 30 to 50 cycles.
   static constexpr int64_t kChunkBytes = int64_t{768} << 10;
   static constexpr int64_t kGroup = P::kGroup, kGroupStride = kGroup * kRows + P::kRowGap;
 
@@ -54,7 +55,7 @@ class AttentionBwd : BwdTile<T> {
     int64_t splits = 1;
     if (heads > 0 && heads < kMinTasks) splits = max64(1, min64(blocks, kMinTasks / heads));
     const int64_t per_split = div_up(blocks, splits), tasks = heads * splits;
-    Arena parts;  // (heads, group, splits, part)
+    Arena parts;  // dQ of each split: (heads, group, splits, part)
     A* grad_query;
     if (!parts.layout(
             [&] { grad_query = parts.template take<A>(splits > 1 ? tasks * group * part : 0); }))
@@ -113,10 +114,11 @@ class AttentionBwd : BwdTile<T> {
     return arena_.layout([&] { place(query_tiles, keys, own_grad_query); });
   }
 
-  // Computes keys [begin, end) of a key/value head against all its query heads.
+  // Computes dK and dV of keys [begin, end) of a key/value head, and the contribution of these keys
+  // to dQ of all its query heads.
   //
-  // parts: dQ of the first query head, the next ones `parts_stride` further on; null if this task
-  // has all keys, so its dQ is final.
+  // parts: dQ buffers of this split, one per query head, `parts_stride` elements apart. Null if the
+  // keys are not split: dQ is then complete and is written to grad_query.
   void keys(int64_t b, int64_t h_kv, int64_t begin, int64_t end, A* parts, int64_t parts_stride) {
     const int64_t group = p_.num_heads / p_.num_heads_kv;
     const int64_t query_tiles = div_up(query_rows(p_, b).count, kRows);
@@ -143,7 +145,7 @@ class AttentionBwd : BwdTile<T> {
                bwd_.grad_value_strides, b, h_kv);
   }
 
-  // Computes the KV block at j against the query tiles of the chunk.
+  // Accumulates the gradients of the KV block at key j over the query tiles of the chunk.
   void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
              int64_t slots, A* grad_query) {
     const int64_t n = min64(kBlockN, end - j);
@@ -182,7 +184,8 @@ class AttentionBwd : BwdTile<T> {
     key_columns_.load(key, stride, n, p_.head_dim, true, this->stage_, key_columns_buffer_);
   }
 
-  // Computes and stores the weights and dS of tile `at` of the group, and adds its part of dQ.
+  // Computes the weights and dS of query tile `at` of the group, stores them for add_run(), and
+  // accumulates their contribution to dQ.
   void tile(Tile kind, const TileAt& tile, int64_t offset, int64_t n, int64_t slot, int64_t at,
             A* grad_query) {
     LeftElement* const kept_at = kept_ + at * kRows;
@@ -196,7 +199,7 @@ class AttentionBwd : BwdTile<T> {
       for (int r = 0; r < 2; ++r) {
         for (int v = 0; v < 2; ++v) {
           const int64_t e = (t + r) * kRows + v * kLane;
-          // A masked key's derivative may be NaN, so it is not applied where dS is 0.
+          // The softcap derivative of a masked key may be NaN, so it is not applied where dS is 0.
           if (capped) grad[r][v] = grad[r][v] == 0 ? Vec<A>{} : grad[r][v] * load(cap_slope + e);
           if (nonfinite) store(numbers + e, grad[r][v]);
           grads[r][v] = P::weight(grad[r][v]);
@@ -211,7 +214,7 @@ class AttentionBwd : BwdTile<T> {
       }
     };
     this->tile_gradients(kind, tile, slot, k_.from_row(offset), v_.from_row(offset), use);
-    if (kGroup > 1) {  // keys that are visible only to other query tiles of the group
+    if (kGroup > 1) {  // zero the keys that only other query tiles attend to
       clear_rows(kept_at, grads_at, 0, offset);
       clear_rows(kept_at, grads_at, offset + P::pad_steps(tile.n), P::pad_steps(n));
     }
@@ -241,13 +244,13 @@ class AttentionBwd : BwdTile<T> {
     }
   }
 
-  // Query tiles [begin, end) of the group at slot `first`, whose weights of keys [lo, hi) are still
-  // to be multiplied.
+  // Query tiles [begin, end) of the group that starts at slot `first`. Their weights and dS for
+  // keys [lo, hi) are stored, but not yet accumulated into dK and dV.
   struct Run {
     int64_t first, begin, end, lo, hi;
   };
 
-  // Adds a run's part of dK and dV.
+  // Accumulates the contribution of a run into dK and dV.
   void add_run(const Run& run, A* grad_key, A* grad_value) {
     const int64_t steps = (run.end - run.begin) * kRows, m = run.hi - run.lo;
     if (steps == 0) return;
@@ -293,16 +296,16 @@ class AttentionBwd : BwdTile<T> {
   }
 
   static constexpr int64_t kPlane = kBlockN * kGroupStride;
-  static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // of pairs; unused for numbers
+  static constexpr int64_t kRightPlane = kBlockN * kRows / 2;  // in pairs; only if P::kPairs
 
-  int64_t chunk_ = 0, chunk_begin_ = 0;  // query tiles of a chunk, and its first one
+  int64_t chunk_ = 0, chunk_begin_ = 0;  // query tiles per chunk; first of this chunk
   typename P::Left k_, v_;
   KeyColumns<T> key_columns_;
   LeftElement* key_columns_buffer_;  // (head_dim, kBlockN)
-  LeftElement *kept_, *grads_;       // (kBlockN, kGroup query tiles): weights after dropout, and dS
+  LeftElement *kept_, *grads_;       // (kBlockN, kGroup * kRows): weights after dropout; dS
   RightElement* grads_right_;        // (kBlockN, kRows): dS of one query tile
-  A *grad_key_, *grad_value_;        // (keys of a split, head_dim), (keys, head_dim_v)
-  A* grad_query_;                    // (query tiles, head_dim, kRows), without scale
+  A *grad_key_, *grad_value_;        // (keys of a split, head_dim or head_dim_v)
+  A* grad_query_;                    // (query tiles, head_dim, kRows), before scaling
   A* rows_;                          // (kRows, head_dim)
 };
 

@@ -1,8 +1,8 @@
-// Gradient of the float mask, summed over the dimensions in which it is broadcast.
+// Gradient of the additive bias (float mask), reduced over its broadcast dimensions.
 //
-// A separate pass over the score tiles. A task owns the part of the result that it writes: a query
-// tile of rows of one (batch, head) of the mask. It loops over every head that this part is
-// broadcast to. Threads share no accumulators, and memory stays linear in the sequence length.
+// This is a separate pass over the score tiles. A task computes one query tile of one (batch, head)
+// of the bias, and loops over all batches, heads and query tiles that share it by broadcasting.
+// Threads therefore share no accumulators, and memory is linear in the sequence length.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -73,7 +73,7 @@ class AttentionBwdBias : BwdTile<T> {
     for (Wide<A>& sum : row_sum_) sum = 0;
   }
 
-  // Adds one query tile's dS to the sum.
+  // Accumulates dS of one query tile.
   void query_tile(int64_t b, int64_t h, int64_t query_tile) {
     const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
     const SequenceRows keys = key_rows(p_, b);
@@ -82,7 +82,7 @@ class AttentionBwdBias : BwdTile<T> {
     if (query_tile * kRows >= query_rows(p_, b).count) return;
     this->pack_query_tile(b, h, query_tile, 0, false);
     if (p_.mask.bias.strides[3] == 0) {
-      // A bias that is equal for all keys of a row changes only lse: the row's dS sum to dlse.
+      // A bias that is broadcast over keys only shifts lse. Its gradient is rowsum(dS) = dlse.
       for (int64_t l = 0; l < kRows; ++l) row_sum_[l] += this->grad_lse_[l];
       return;
     }
@@ -110,9 +110,9 @@ class AttentionBwdBias : BwdTile<T> {
     add_consistent();
   }
 
-  // Accumulates dS of the query tile. The dS of a row sum to dlse, but delta is computed from out,
-  // whose weights were rounded, so they contain P times the error of delta. The excess of the row's
-  // sum over dlse determines that error, which is subtracted.
+  // Accumulates dS of the query tile, corrected for the rounding error of delta. delta is computed
+  // from out, whose weights were rounded, so dS contains P times the error of delta. Since
+  // rowsum(dS) is dlse in exact arithmetic, the error is (rowsum(dS) - dlse) / rowsum(P).
   void add_consistent() {
     for (int v = 0; v < 2; ++v) {
       const int64_t first = v * kLanes<A>, end = p_.seqlen_k * kRows;
@@ -128,7 +128,7 @@ class AttentionBwdBias : BwdTile<T> {
     }
   }
 
-  // Writes the sums as rows of grad_bias, reduced over broadcast rows or columns.
+  // Writes an accumulated query tile to grad_bias, reduced over broadcast rows or columns.
   void write(int64_t own, int64_t query_tile) {
     const int64_t* const strides = p_.mask.bias.strides;
     const int64_t columns = strides[3] == 0 ? 1 : p_.seqlen_k;
@@ -147,8 +147,8 @@ class AttentionBwdBias : BwdTile<T> {
     }
   }
 
-  Wide<A> row_sum_[kRows];  // of dlse, if the bias is equal for all keys
-  A* sum_;                  // (seqlen_k, kRows), over all query tiles that share the result
+  Wide<A> row_sum_[kRows];  // sums of dlse, for a bias that is broadcast over keys
+  A* sum_;                  // (seqlen_k, kRows), dS summed over all query tiles of the task
   A* grads_;                // (seqlen_k, kRows), dS of the current query tile
   A* weights_;              // (seqlen_k, kRows), P of the current query tile
 };

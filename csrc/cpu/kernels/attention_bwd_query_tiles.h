@@ -1,4 +1,4 @@
-// Operands and results of the AMX backward: packing of queries, keys and values, storing gradients.
+// Base class of the AMX backward: packs queries, keys and values, and writes the gradients.
 #pragma once
 
 #include "cpu/amx/tile_schedule.h"
@@ -19,9 +19,10 @@ struct BwdQueryTile {
   GradientRows rows;
 };
 
-// A packed KV block and the accumulators of its gradients: tiles (2 steps, 2) of features x keys.
+// A packed KV block and the accumulators of its gradients. The accumulators are tiles (2 steps, 2)
+// of features x keys.
 struct BwdBlock {
-  KeyBlock keys;       // key: pairs of features, for S; value: K as pairs of keys, for dQ
+  KeyBlock keys;       // key: K as pairs of features, for S; value: K as pairs of keys, for dQ
   uint16_t* features;  // V as pairs of features, for dP
   float *grad_key, *grad_value;
   int64_t j, n;  // keys [j, j + n)
@@ -42,7 +43,7 @@ class BwdQueryTiles {
         scores_(p_),
         unit_(scores_.units.natural),
         steps_(div_up(p_.head_dim, kTileSteps)),
-        // The backward of the weights has no values: dP is then a product with zeros.
+        // head_dim_v is 0 in the backward of the weights alone. dP is then computed from zeros.
         steps_v_(max64(div_up(p_.head_dim_v, kTileSteps), 1)) {}
 
   static int64_t query_tile_bytes(int64_t steps, int64_t steps_v) {
@@ -62,7 +63,8 @@ class BwdQueryTiles {
     rows_ = arena_.template take<float>(kGradientKeys * max64(steps_, steps_v_) * kTileSteps);
   }
 
-  // Packs the queries from `first` on of head (b, h) into a slot, unless all are fully masked.
+  // Packs the query tile that starts at query `first` of head (b, h) into `slot`, and loads its lse
+  // and delta. Skips the packing if all rows are fully masked.
   void pack_query_tile(int64_t b, int64_t h, int64_t first, int64_t slot) {
     const SequenceRows queries = query_rows(p_, b);
     BwdQueryTile& query_tile = query_tiles_[slot];
@@ -105,9 +107,10 @@ class BwdQueryTiles {
         &block->keys);
   }
 
-  // Returns the largest power of 2 by which dS can be scaled without overflow in a format of short
-  // range, for the heads of h_kv; 1 in other formats.
-  // |dS| <= c (|dP| + |delta|) + |dlse| <= 2 c max |dO| max |V| + max |dlse|.
+  // Returns the power of 2 by which dS of the query heads of h_kv is scaled in formats with a short
+  // exponent range. It is the largest without overflow according to this bound:
+  //   |dS| <= c (|dP| + |delta|) + |dlse| <= 2 c max |dO| max |V| + max |dlse|.
+  // Returns 1 for other formats.
   float grad_factor(int64_t b, int64_t h_kv) {
     if (!F::kShortRange) return 1;
     const SequenceRows queries = query_rows(p_, b), keys = key_rows(p_, b);
@@ -120,14 +123,14 @@ class BwdQueryTiles {
       for (int64_t i = 0; bwd_.grad_lse != nullptr && i < queries.count; ++i) {
         const float x = static_cast<const float*>(bwd_.grad_lse)[lse_begin(p_, b, h) + i];
         const float size = __builtin_fabsf(x);
-        grad_lse = size > grad_lse ? size : grad_lse;  // not NaN
+        grad_lse = size > grad_lse ? size : grad_lse;  // false for NaN
       }
     }
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
     const float length = longest(value, p_.value_strides[2], keys.count);
     const double kept = dropout_scale(p_.dropout_p);
     const double bound = 2 * kept * static_cast<double>(grad_out) * length + grad_lse;
-    constexpr int kLargest = 15;  // 2^15 is a float16
+    constexpr int kLargest = 15;  // 2^15 is finite in float16
     int exponent = 0;
     (void)__builtin_frexp(bound, &exponent);  // bound <= 2^exponent
     if (!(bound > 0) || exponent > 1000) return 1;
@@ -135,7 +138,7 @@ class BwdQueryTiles {
     return __builtin_ldexpf(1.f, static_cast<int>(shift));
   }
 
-  // Writes dQ of a head, from tiles to rows.
+  // Scales dQ of a head and writes it from tiles to the rows of grad_query.
   void write_grad_query(int64_t b, int64_t h, const float* query_tiles) {
     const SequenceRows queries = query_rows(p_, b);
     T* const head =
@@ -153,7 +156,8 @@ class BwdQueryTiles {
     }
   }
 
-  // Transposes gradients of keys [begin, end), multiplies by `factor` and writes rows of out.
+  // Transposes the gradients of keys [begin, end), multiplies them by `factor`, and writes them to
+  // the rows of out.
   void write_key_rows(const float* tiles, int64_t steps, int64_t dim, double factor, int64_t begin,
                       int64_t end, void* out, const int64_t strides[3], int64_t b, int64_t h) {
     T* const head = const_cast<T*>(at_head<T>(out, strides, key_rows(p_, b), h));
@@ -184,10 +188,10 @@ class BwdQueryTiles {
   Arena arena_;
   TileRegisters registers_;
   BwdQueryTile* query_tiles_;  // (slots)
-  float* rows_;                // (32, widest head_dim)
+  float* rows_;                // (32, max(head_dim, head_dim_v)), padded
 
  private:
-  // Returns the largest norm of the finite rows.
+  // Returns the largest Euclidean norm of a row, excluding rows whose norm is not finite.
   float longest(const T* rows, int64_t stride, int64_t count) {
     float most = 0;
     for (int64_t r = 0; r < count; ++r) {
@@ -203,7 +207,9 @@ class BwdQueryTiles {
     return __builtin_sqrtf(most);
   }
 
-  // Loads lse, its residual and dlse of the query tile; `at` is the index of its first row.
+  // Loads lse, its rounding residual and dlse of the query tile, and sets `alive`.
+  //
+  // at: index of the first row in lse.
   void load_rows(int64_t at, BwdQueryTile* query_tile) const {
     query_tile->alive = 0;
     GradientRows& rows = query_tile->rows;
@@ -211,12 +217,12 @@ class BwdQueryTiles {
     for (int64_t r = 0; r < kTileQueries; ++r) {
       const float lse =
           r < query_tile->count ? static_cast<const float*>(p_.lse)[at + r] : -infinity;
-      rows.lse[r] = infinity;  // P is 0
+      rows.lse[r] = infinity;  // so that P is 0
       rows.lse_lost[r] = rows.grad_lse[r] = 0;
       if (lse == -infinity) continue;
       query_tile->alive |= uint32_t{1} << r;
       const float low = static_cast<const float*>(p_.lse_residual)[at + r];
-      // score * unit_.high is the exponent of 2.
+      // Unless kFull, exponents have base 2: lse is stored in units of score * unit_.high.
       const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
       const double natural = scores_.units.natural * step;
       in_units(lse, low, natural, &rows.lse[r], &rows.lse_lost[r]);
@@ -226,8 +232,8 @@ class BwdQueryTiles {
     }
   }
 
-  // Lists the rows of a query tile, null where a row is fully masked: its contents, even NaN, must
-  // have no effect.
+  // Fills `rows` with the addresses of the rows of a query tile. Fully masked rows are null,
+  // because their contents, even NaN, must have no effect.
   static void list(const void* data, const int64_t strides[3], const SequenceRows& queries,
                    const BwdQueryTile& query_tile, const T** rows) {
     const T* const head = at_head<T>(data, strides, queries, query_tile.h);
@@ -236,8 +242,9 @@ class BwdQueryTiles {
     }
   }
 
-  // delta is the diagonal of dO O^T, computed with the same tile products as dP: where one key has
-  // all the weight, the two are large and must cancel. For the same reason dlse is not folded in.
+  // Computes delta as the diagonal of dO O^T, with the same MMAs as dP. Where one key has all the
+  // weight, delta and dP are large and must cancel. For the same reason, dlse is not folded into
+  // delta.
   void load_delta(const SequenceRows& queries, BwdQueryTile* query_tile) {
     TileQuad quad;
     product_quads<F>(query_tile->grad_out, out_, steps_v_, 2, products_, &quad);
@@ -261,7 +268,7 @@ class BwdQueryTiles {
 
   uint16_t *query_, *query_columns_, *grad_out_, *grad_out_columns_;
   uint16_t* out_;    // right tiles (2, steps_v, parts)
-  float* products_;  // (4): dO O^T
+  float* products_;  // (4 tiles): dO O^T
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Queues of the AMX backward's accumulations: dQ of a query tile over KV blocks, and dK^T and dV^T
-// of a block over query tiles. They are queued as quads; each pipeline step multiplies a few.
+// Work queues of the AMX backward: pending matmuls for dQ of a query tile, accumulated over KV
+// blocks, and for dK^T and dV^T of a KV block, accumulated over query tiles. An entry is a quad
+// (TileQuad). Each pipeline step computes a few entries.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_query_tiles.h"
@@ -9,38 +10,40 @@
 namespace fused_attn {
 namespace {
 
+// Work queues of one thread, and the packed P and dS that the queued matmuls read.
 template <class F>
 class BwdSums {
   static constexpr int64_t kStep = F::kParts * kTileNumbers;
   static constexpr int64_t kKeyTiles = kGradientKeys / 16;
 
  public:
-  static constexpr int64_t kGroup = 8;                        // query tiles
+  static constexpr int64_t kGroup = 8;                        // query tiles per group
   static constexpr int64_t kBlocks = F::kParts == 1 ? 4 : 2;  // KV blocks per epoch
 
-  // Consecutive query tiles of a group to which the same block is visible.
+  // Consecutive query tiles of a group to which the same KV block is visible.
   struct Run {
     const BwdBlock* block;
     const BwdQueryTile* first;
     int64_t at, count;  // index of `first` in the group; number of query tiles
   };
 
+  // Query tiles whose P and dS are stored until their dK^T and dV^T are computed.
   struct Group {
     int64_t num_runs;
     Run runs[kBlocks * kGroup];
     Run* last[kBlocks];                   // latest run of each block
-    uint16_t *weight_pairs, *grad_pairs;  // right tiles (kBlocks, kGroup, 2, parts)
+    uint16_t *weight_pairs, *grad_pairs;  // P, dS: right tiles (kBlocks, kGroup, 2, parts)
   };
 
-  // A tile in the pipeline.
+  // State of a score tile in the software pipeline.
   struct Job {
     BwdQueryTile* query_tile;
     const BwdBlock* block;
     Group* group;
     uint16_t* grad_rows;  // dS of the query tile: left tiles (kBlocks, parts, 2)
     int64_t at;           // index of the query tile in the group
-    int64_t run;          // number of adjacent blocks up to and including this one
-    bool partial;         // mask or bias must be applied
+    int64_t run;          // length of the run of adjacent blocks that ends here
+    bool partial;         // a mask or bias must be applied
     bool ends_run, ends_query_tile, ends_group;
     float *scores, *grads;
   };
@@ -55,7 +58,8 @@ class BwdSums {
       weight_pairs_[i] = arena->template take<uint16_t>(kBlocks * kGroup * kKeyTiles * kStep);
       grad_pairs_[i] = arena->template take<uint16_t>(kBlocks * kGroup * kKeyTiles * kStep);
     }
-    // Upper bounds: runs do not touch, so a block has at most kGroup / 2 per group.
+    // Upper bounds. Runs of a block are separated by at least one query tile, so a block has at
+    // most kGroup / 2 runs per group.
     const int64_t of_queries = kBlocks * steps_,
                   of_keys = kBlocks * kGroup / 2 * (steps_ + steps_v_);
     query_sums_ = {arena->template take<TileQuad>(of_queries), 0, 0};
@@ -88,7 +92,7 @@ class BwdSums {
   }
   static uint16_t* rows_of(const Job& job) { return job.grad_rows + job.block->at * 2 * kStep; }
 
-  // Queues dQ of the run of blocks that ends with this job.
+  // Queues the dQ matmuls of the run of blocks that ends with this job.
   void add_query_sums(const Job& job) {
     const int64_t before = job.run - 1;
     for (int64_t c = 0; c < 2 * steps_; c += 2) {
@@ -103,7 +107,7 @@ class BwdSums {
     }
   }
 
-  // Queues dK^T and dV^T of a group's blocks.
+  // Queues the dK^T and dV^T matmuls of all runs of a group.
   void add_key_sums(const Group& group) {
     for (int64_t r = 0; r < group.num_runs; ++r) {
       const Run& run = group.runs[r];
@@ -115,8 +119,8 @@ class BwdSums {
     }
   }
 
-  // Moves the sums of this step to `due`: an even share, or the entire queue if the next step
-  // may overwrite its operands.
+  // Moves the quads of this step from the queues to `due`: an even share of the work of a group, or
+  // an entire queue if the next step may overwrite its operands.
   //
   // current: the job whose P and dS this step computes; null while draining.
   void take_due(const Job* current) {
@@ -128,11 +132,11 @@ class BwdSums {
 
   bool waiting() const { return query_sums_.left() + key_sums_.left() > 0; }
 
-  TileQuad* due;  // quads to multiply in this step
+  TileQuad* due;  // quads to compute in this step
   int64_t num_due = 0;
 
  private:
-  // Quads that are not yet multiplied.
+  // A queue of quads. Those in [next, count) are pending.
   struct Queue {
     TileQuad* quads;
     int64_t count, next;
@@ -162,10 +166,10 @@ class BwdSums {
     for (; count > 0 && queue->left() > 0; --count) due[num_due++] = queue->quads[queue->next++];
   }
 
-  const int64_t steps_, steps_v_, size_;  // size_: numbers of a block's pairs of keys
+  const int64_t steps_, steps_v_, size_;  // size_: elements of the packed K of a block
   int64_t share_;
   Group groups_[4];
-  int64_t opened_ = 0;  // groups begun so far
+  int64_t opened_ = 0;  // number of groups begun
   Queue query_sums_, key_sums_;
   uint16_t *weight_pairs_[2], *grad_pairs_[2];
 };

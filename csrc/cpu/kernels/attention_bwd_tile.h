@@ -1,6 +1,5 @@
-// One tile of the attention backward: weights from recomputed scores, and their gradients.
-//
-// attention_bwd.h defines the symbols.
+// Base class of the attention backward kernels: recomputes the weights of one tile and computes the
+// gradients of its scores.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -28,7 +27,9 @@ class BwdTile {
         wide_(P::pad_dim(p_.head_dim)),
         wide_v_(P::pad_dim(p_.head_dim_v)) {}
 
-  // rows: the operands of dK and dV are needed too.
+  // Reserves workspace for `query_tiles` packed query tiles.
+  //
+  // rows: also reserve the operands of dK and dV.
   void place_tile(int64_t query_tiles, bool rows) {
     query_tiles_ = query_tiles;
     query_ = arena_.template take<RightElement>(query_tiles * P::right_size(wide_, kRows));
@@ -55,7 +56,9 @@ class BwdTile {
     value_ = arena_.template take<LeftElement>(P::left_size(kBlockN, wide_v_));
   }
 
-  // Packs a query tile of head (b, h) into slot `slot`.
+  // Packs a query tile of head (b, h) into `slot`, and loads its lse, dlse and delta.
+  //
+  // rows: also pack the operands of dK and dV.
   void pack_query_tile(int64_t b, int64_t h, int64_t query_tile, int64_t slot, bool rows) {
     const SequenceRows queries = query_rows(p_, b);
     const int64_t first = query_tile * kRows, count = min64(kRows, queries.count - first);
@@ -64,7 +67,7 @@ class BwdTile {
       const A infinity = static_cast<A>(__builtin_inf());
       const A lse = l < count ? static_cast<const A*>(p_.lse)[head + l] : -infinity;
       alive_[l] = lse != -infinity;
-      lse_[at + l] = infinity;  // P is 0
+      lse_[at + l] = infinity;  // so that P is 0
       lse_lost_[at + l] = grad_lse_[at + l] = 0;
       if (!alive_[l]) continue;
       in_units(lse, static_cast<const A*>(p_.lse_residual)[head + l], units_.natural, &lse_[at + l],
@@ -82,9 +85,9 @@ class BwdTile {
     const typename P::Right grad_out =
         P::right_columns(stage_, p_.head_dim_v, scratch_, grad_out_at(slot));
     if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), query_tiles_);
-    // delta is the diagonal of a product, so it is rounded like an element of dO V^T. In a row
-    // where one key has all the weight, both are large and then cancel. dlse is therefore not
-    // folded in.
+    // Compute delta as the diagonal of a matmul, so that it is rounded like an element of dO V^T.
+    // Where one key has all the weight, both are large and must cancel. For the same reason, dlse
+    // is not folded into delta.
     stage(at_head<T>(p_.out, p_.out_strides, queries, h), p_.out_strides[2], first, p_.head_dim_v);
     const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(kRows, p_.head_dim_v, out,
@@ -114,9 +117,11 @@ class BwdTile {
     return grad_out_rows_ + slot * P::right_size(kRows, wide_v_) / P::kParts;
   }
 
-  // Computes weights P and gradients of the scores, before the derivative of softcap, two keys at a
-  // time. use(t, weight, kept, grad) receives [key][vector] of each; kept is the weight after
-  // dropout. Afterwards cap_slope_ holds that derivative.
+  // Computes the weights P of a tile and the gradients of its scores, two keys at a time. The
+  // gradients exclude the derivative of softcap, which is stored in cap_slope_.
+  //
+  // use(t, weight, kept, grad): called for keys t and t + 1. The arrays are indexed [key][vector];
+  // kept is the weight after dropout.
   template <class Use>
   void tile_gradients(Tile kind, const TileAt& at, int64_t slot, const typename P::Left& key,
                       const typename P::Left& value, const Use& use) {
@@ -148,12 +153,12 @@ class BwdTile {
           const int64_t e = (t + r) * kRows + v * kLane;
           const Vec<A> score = load(scores_ + e), below = score - lse[v];
           const Vec<A> rounded = exp_nonpositive<A, kPrecision<T>>(below, unit_);
-          // The rounding residuals of lse and of the difference are applied as a factor: in the
-          // exponent they would be lost again.
+          // Apply the rounding residuals of lse and of the difference as a factor. Added to the
+          // exponent, they would be rounded away.
           Vec<A> lost = lse_lost[v];
           if (kPrecision<T> == Precision::kFull) {
             lost += (score - (below + lse[v])) * unit_.natural;
-            lost = rounded == 0 ? Vec<A>{} : lost;  // NaN for masked scores
+            lost = rounded == 0 ? Vec<A>{} : lost;  // it is NaN for masked scores
           }
           weight[r][v] = kept[r][v] = rounded + rounded * lost;
           Vec<A> g = load(grad_scores_ + e);
@@ -167,7 +172,7 @@ class BwdTile {
             }
             g = weight[r][v] * ((g - delta[v]) * scale + grad_lse[v]);
           }
-          // A masked key may hold NaN, and 0 * NaN is not 0.
+          // A masked key may contain NaN, and 0 * NaN is NaN.
           grad[r][v] = guard ? (weight[r][v] == 0 ? Vec<A>{} : g) : g;
         }
       }
@@ -181,24 +186,24 @@ class BwdTile {
   const AttentionParams& p_;
   const MaskView<A>& mask_;
   const ScoreUnits units_;
-  const ExpUnit<A> unit_;        // of a score
+  const ExpUnit<A> unit_;        // unit of the scores
   const int64_t wide_, wide_v_;  // padded head_dim and head_dim_v
   Arena arena_;
   typename P::Registers registers_;
-  int64_t query_tiles_ = 0;  // slots
-  bool alive_[kRows];        // rows of the packed query tile that are not fully masked
-  A* lse_;                   // (query tiles, kRows), in units of a score; +inf if fully masked
-  A* lse_lost_;              // (query tiles, kRows), see in_units
+  int64_t query_tiles_ = 0;  // number of slots
+  bool alive_[kRows];        // true for rows with a visible key
+  A* lse_;                   // (query tiles, kRows), in score units; +inf if fully masked
+  A* lse_lost_;              // (query tiles, kRows), correction factor of P minus 1 (in_units)
   A *delta_, *grad_lse_;     // (query tiles, kRows)
   A *scores_, *grad_scores_, *bias_, *cap_slope_;  // (kBlockN, kRows)
   A* grad_weights_;                                // (kRows, kBlockN)
-  T* stage_;                                       // (kBlockN, widest head_dim)
+  T* stage_;                                       // (kBlockN, max(head_dim, head_dim_v)), padded
   LeftElement* key_;                               // (kBlockN, head_dim)
   LeftElement* value_;                             // (kBlockN, head_dim_v)
   RightElement *query_rows_, *grad_out_rows_;      // (queries, head_dim), (queries, head_dim_v)
 
  private:
-  // Adds the tile of the weights' gradient, which has queries as rows, to grad_scores_.
+  // Transposes the tile of grad_weights, whose rows are queries, and adds it to grad_scores_.
   void add_grad_weights(const TileAt& at) {
     const int64_t* const strides = bwd_.grad_weights_strides;
     const T* const src = static_cast<const T*>(bwd_.grad_weights) + at.b * strides[0] +
@@ -215,8 +220,8 @@ class BwdTile {
     }
   }
 
-  // Copies rows of a query tile to stage_, and 0 for fully masked rows: their values, even NaN,
-  // must not affect the result.
+  // Copies the rows of a query tile to stage_. Fully masked rows become 0, because their contents,
+  // even NaN, must not affect the result.
   void stage(const T* head, int64_t stride, int64_t first, int64_t dim) {
     const int64_t wide = P::pad_dim(dim);
     for (int64_t l = 0; l < kRows; ++l) {

@@ -1,42 +1,44 @@
-// Attention backward in AMX tile registers; attention_bwd.h defines the symbols.
+// Attention backward with AMX; attention_bwd.h defines the symbols.
 //
-// A tile is 32 queries (rows) x 32 keys; S is recomputed bit for bit as in the forward. During an
-// epoch, the query tiles of a chunk are multiplied with kBlocks packed KV blocks, query tile by
-// query tile in groups of kGroup. dQ accumulates over adjacent blocks of a query tile, dK^T and
-// dV^T over adjacent query tiles of a group. Each sum stays in registers for several products: a
-// line stored outside L1 costs 3.7 cycles, a quarter of a product.
+// A tile is 32 queries (rows) x 32 keys. S is recomputed bit for bit as in the forward. An epoch
+// processes the query tiles of a chunk, in groups of kGroup, against kBlocks packed KV blocks. dQ
+// accumulates over adjacent blocks of a query tile; dK^T and dV^T accumulate over adjacent query
+// tiles of a group. Accumulators stay in registers for several MMAs, because a cache line stored
+// outside L1 costs 3.7 cycles, a quarter of an MMA.
 //
-// Software pipeline; a step is one call of advance(). Here query tiles A to D have two blocks each;
-// A and B form one group, C and D the next. "Gather" queues the quads of a sum whose operands are
-// complete; each step multiplies a fixed share of the queues. * marks a step that empties a queue.
+// Software pipeline: a step is one call of advance(). In this example, query tiles A to D have two
+// blocks each; A and B form one group, C and D the next. "queue" shows when the quads of a gradient
+// are queued. Each step computes a fixed share of the queues. * marks a step that empties a queue.
 //
 //   step                    0    1    2    3    4    5    6    7    8
 //   AMX: S and dP of        A0   A1   B0   B1   C0   C1   D0   D1   ..
-//   vectors: P and dS of    -    A0   A1   B0   B1   C0   C1   D0   D1
-//   gather (first): dQ of   -    -    -    A    -    B    -    C    -
+//   vector: P and dS of     -    A0   A1   B0   B1   C0   C1   D0   D1
+//   queue (start): dQ of    -    -    -    A    -    B    -    C    -
 //   AMX: dQ of              -    -    -    A    A*   B    B*   C    C*
-//   gather (last): dK, dV   -    -    -    -    AB   -    -    -    CD
+//   queue (end): dK, dV     -    -    -    -    AB   -    -    -    CD
 //   AMX: dK, dV of          -    -    -    -    -    AB   AB   AB   AB*
 //
 // Invariants:
-// - added_ counts tiles. add_tile() number i runs step i-1: pending_job_ (tile i-1) gets S and dP,
-//   current_ gets P and dS, last_ may end a run of dQ. So four jobs_ are live, and score_tiles_ and
-//   grad_tiles_ are double-buffered by the parity of i.
-// - pending_job_ waits for the next tile or drain(), either of which sets its ends_*.
-// - last_block_: the previous block of the current query tile in this epoch, or -1. A run is a
-//   maximal sequence of adjacent visible blocks; dQ is gathered when its last tile is last_.
-// - group_open_: the current group has a tile. dK and dV are gathered after the step in which
-//   current_ ends the group.
+// - added_ counts tiles. Adding tile i runs step i-1: it computes S and dP of pending_job_ (tile
+//   i-1) and P and dS of current_, and queues dQ if last_ ends a run. So four jobs are live, and
+//   score_tiles_ and grad_tiles_ are double-buffered by the parity of i.
+// - pending_job_ is issued by the next add_tile() or drain(), which first sets its ends_* flags.
+// - last_block_ is the previous block of the current query tile in this epoch, or -1. A run is a
+//   maximal sequence of adjacent visible blocks. Its dQ is queued when its final tile is last_.
+// - group_open_ is true if the current group has a tile. dK and dV are queued at the end of the
+//   step in which current_ ends the group.
 // - tile_count_ counts (epoch, query tile) pairs; its parity selects grad_rows_. The step in which
-//   current_ ends a query tile empties the dQ queue: the next query tile overwrites what it reads.
-//   Pairs are double-buffered by group; a step with ends_group empties the queue of dK and dV.
-// - epoch_ counts epochs with a visible tile; its parity selects blocks_. Their last reader is dQ,
-//   up to kBlocks steps after P and dS of the epoch's last tile. So the pipeline drains before an
-//   epoch packs its blocks if the previous one had fewer than kBlocks + 4 tiles. epoch_tiles_ is
-//   added_ at the start of the latest epoch.
-// - Registers 0 to 3 hold the sums of a step's last quad. They are flushed if no sum was due (the
-//   quad is dP, which the next step reads), before add_nonfinite() changes dQ, and by drain().
-// - drain() ends each chunk of query tiles, before the next one overwrites the packed queries. dQ
+//   current_ ends a query tile empties the dQ queue, because the next query tile overwrites its
+//   operands. weight_pairs and grad_pairs are double-buffered by group. The step in which current_
+//   ends a group therefore empties the queue of dK and dV.
+// - epoch_ counts epochs with a visible tile; its parity selects blocks_. dQ reads the blocks last,
+//   up to kBlocks steps after P and dS of the last tile of the epoch. After an epoch with fewer
+//   than kBlocks + 4 tiles, the pipeline drains before the next epoch packs its blocks.
+//   epoch_tiles_ is the value of added_ at the start of the latest epoch.
+// - Tile registers 0 to 3 hold the accumulators of the last quad of a step. They are flushed before
+//   add_nonfinite() modifies dQ, by drain(), and if no gradient was due: the quad is then dP, which
+//   the next step reads.
+// - drain() runs at the end of each chunk, before the next chunk overwrites the packed queries. dQ
 //   is read after the last chunk of a query head, dK and dV after the last query head.
 #pragma once
 
@@ -65,18 +67,19 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   using Sums = BwdSums<F>;
   using Job = typename Sums::Job;
 
-  static constexpr int64_t kMinTasks = 8;  // no splits beyond: each needs a float dQ
-  // Bytes of packed queries per chunk: they stay in L2 while all KV blocks stream past.
+  static constexpr int64_t kMinTasks = 8;  // aim of split-KV; each split needs a float dQ
+  // Bytes of packed queries per chunk. A chunk stays in L2 during the loop over all KV blocks.
   static constexpr int64_t kChunkBytes = F::kParts * (int64_t{384} << 10);
   static constexpr int64_t kGroup = Sums::kGroup, kBlocks = Sums::kBlocks;
 
  public:
-  // Returns true if run() computes the bias gradient as well. A separate pass
-  // (attention_bwd_bias.h) does if the bias broadcasts over queries or keys, or if full rows are
-  // required but keys would be split.
+  // Returns true if run() also computes the bias gradient. The separate pass of
+  // attention_bwd_bias.h computes it if the bias is broadcast over queries or keys, or if BiasRows
+  // requires all keys of a row but the keys would be split.
   static bool takes_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
 
-  // The gradient of the weights is unbounded, so dS has no safe scale in a short-range format.
+  // Returns true if run() does not support the call: weight gradients are unbounded, so in formats
+  // with a short exponent range no scale excludes overflow of dS.
   static bool unsupported(const AttentionBwdParams& bwd) {
     return F::kShortRange && bwd.grad_weights != nullptr;
   }
@@ -86,7 +89,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     MaskView<float> mask;
     if (!mask.init(p, kGradientKeys)) return false;
     const Work work(bwd);
-    Arena parts;  // (batch, heads, splits, queries)
+    Arena parts;  // (batch, num_heads, splits, part): dQ of each split
     const int64_t count = work.splits > 1 ? p.batch * p.num_heads * work.splits * work.part : 0;
     float* grad_query;
     if (!parts.layout([&] { grad_query = parts.template take<float>(count); })) return false;
@@ -108,12 +111,12 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   }
 
  private:
-  // Partition of the work. It depends on the shape alone, so results do not depend on the number
-  // of threads.
+  // Partition of the work into tasks. It depends only on the shape, so results do not depend on the
+  // number of threads.
   //
-  // A unit accumulates one dK, dV or bias gradient: a key/value head with its query heads, or all
-  // heads that share a bias. If there are few units, keys are split too (split-KV): each split has
-  // a separate dQ, and these are added in order.
+  // A unit is the set of heads that accumulate into the same dK, dV or bias gradient: one key/value
+  // head with its query heads, or all heads that share a bias. With few units, the keys are split
+  // as well (split-KV). Each split has a separate dQ, and these are added in a fixed order.
   struct Work {
     explicit Work(const AttentionBwdParams& bwd) {
       const AttentionParams& p = bwd.fwd;
@@ -136,7 +139,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     bool bias;
     int64_t batches, heads;  // per unit
     int64_t splits = 1, split_keys, tasks;
-    int64_t part;  // floats of a dQ
+    int64_t part;  // elements of one dQ buffer
   };
 
   AttentionBwdTiles(const AttentionBwdParams& bwd, const MaskView<float>& mask, const Work& work,
@@ -200,7 +203,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     }
   }
 
-  // Computes one split of a key/value head against all its query heads.
+  // Computes dK and dV of one split of a key/value head, and its share of dQ.
   void keys(int64_t b, int64_t h_kv, int64_t split) {
     const int64_t group = p_.num_heads / p_.num_heads_kv, num_keys = key_rows(p_, b).count;
     const int64_t begin = min64(split * work_.split_keys, num_keys);
@@ -247,7 +250,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     for (int64_t e = 0; e < count; e += 16) store(at + e, load(at + e) * factor);
   }
 
-  // Runs one epoch: kBlocks KV blocks from key j on against all query tiles of the chunk.
+  // Runs one epoch: kBlocks KV blocks, from key j on, against all query tiles of the chunk.
   void meet(int64_t b, int64_t h_kv, int64_t begin, int64_t j, int64_t end, int64_t h,
             int64_t query_tiles) {
     BwdBlock* const own = blocks_[epoch_ % 2];
@@ -262,7 +265,8 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
           const int64_t at = j + m * kGradientKeys, n = min64(kGradientKeys, end - at);
           const Tile kind = mask_.classify(b, h, query_tile.first, at, at + n);
           if (kind == Tile::kSkip) continue;
-          // The buffers were last packed two epochs ago: still in use after a short epoch.
+          // These buffers were last packed two epochs ago. After a short epoch, dQ still reads
+          // them.
           if (!any && added_ - epoch_tiles_ < kBlocks + 4) drain();
           if (!any) epoch_tiles_ = added_;
           any = true;
@@ -279,8 +283,8 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     if (any) ++epoch_;
   }
 
-  // Adds a tile of query tile `at` of the group. It waits for the next tile, which determines
-  // whether it ends a run, query tile or group.
+  // Adds the tile of `block` and query tile `at` of the group. The tile stays pending until the
+  // next one determines whether it ends a run, query tile or group.
   void add_tile(BwdQueryTile* query_tile, int64_t at, const BwdBlock* block, bool partial) {
     Job& job = jobs_[added_ % 4];
     job.query_tile = query_tile;
@@ -322,7 +326,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     last_block_ = -1;
   }
 
-  // Runs one pipeline step. Not inlined: the body is large, a tile takes thousands of cycles.
+  // Runs one pipeline step. Not inlined: the body is large, and a tile takes thousands of cycles.
   __attribute__((noinline)) void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
     if (next != nullptr) add_products(*next);
@@ -355,7 +359,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     if (scores_.wanted(job.partial, at.n)) {
       scores_.finish(at, job.partial, job.query_tile->count, job.scores, cap_slope_);
     }
-    // Mask dead rows: the product of their zeros with a non-finite key would be NaN.
+    // Mask absent and fully masked rows, because 0 times a non-finite key would be NaN.
     for (uint32_t dead = ~job.query_tile->alive; dead != 0; dead &= dead - 1) {
       scores_.clear_row(static_cast<uint32_t>(__builtin_ctz(dead)), job.scores);
     }
@@ -374,7 +378,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     tile_.for_bias = work_.bias;
   }
 
-  // ---- products
+  // ---- Matmuls
 
   void add_products(const Job& job) {
     product_quads<F>(job.query_tile->query, job.block->keys.key, steps_, kKeyTiles, job.scores,
@@ -383,7 +387,8 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
                      products_ + kKeyTiles / 2);
   }
 
-  // Multiplies the quads, with the vector work of tile_ interleaved.
+  // Computes the quads of this step, interleaved with the vector work of tile_. With `products`,
+  // these include S and dP of the next tile.
   template <bool kPlain>
   void multiply(bool products) {
     const int64_t steps = max64(steps_, steps_v_);
@@ -406,9 +411,10 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     schedule.finish();
   }
 
-  // ---- outside the tile products
+  // ---- Work outside the pipeline
 
-  // Adds the non-finite keys, which are packed as 0, to dQ of the rows that attend to them.
+  // Accumulates the non-finite keys, which are packed as 0, into dQ of the rows that attend to
+  // them.
   void add_nonfinite(const Job& job) {
     const int64_t h_kv = job.query_tile->h / (p_.num_heads / p_.num_heads_kv);
     const int64_t stride = p_.key_strides[2];
@@ -442,7 +448,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     }
   }
 
-  // Completes the bias gradient of the chunk's rows, after all keys.
+  // Completes the bias gradient of the query rows of a chunk, after all keys are processed.
   void end_bias_rows(int64_t query_tiles) const {
     for (int64_t slot = 0; slot < query_tiles; ++slot) {
       const BwdQueryTile& query_tile = this->query_tiles_[slot];
@@ -454,7 +460,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
     }
   }
 
-  // Adds the splits' dQ of a head and writes the sum.
+  // Sums dQ of a head over the splits and writes it to grad_query.
   void add_parts(int64_t head) {
     float* const first = parts_ + head * work_.splits * work_.part;
     for (int64_t s = 1; s < work_.splits; ++s) {
@@ -465,7 +471,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
 
   const MaskView<float>& mask_;
   const Work work_;
-  float* const parts_;  // (batch, heads, splits, queries x features); unused without splits
+  float* const parts_;  // (batch, num_heads, splits, part); unused without splits
   BiasRows<T> bias_;
   bool plain_;
   int64_t chunk_;
@@ -476,8 +482,8 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   Job jobs_[4];
   int64_t epoch_ = 0, added_ = 0, tile_count_ = 0;  // see the invariants above
   int64_t epoch_tiles_ = 0;                         // added_ when the latest epoch began
-  int64_t last_block_ = -1;                         // of the query tile in this epoch
-  bool group_open_ = false;                         // the group has a tile
+  int64_t last_block_ = -1;                         // previous block of the query tile, or -1
+  bool group_open_ = false;                         // the current group has a tile
   Job *pending_job_ = nullptr, *current_ = nullptr, *last_ = nullptr;
   TileQuad products_[kKeyTiles];  // quads of this step: S and dP
   Sums sums_;
@@ -485,7 +491,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   float *score_tiles_[2], *grad_tiles_[2], *cap_slope_;
   uint16_t* grad_rows_[2];
   float *grad_key_, *grad_value_;  // (blocks, features x keys)
-  float* grad_query_;              // (queries x features), without splits
+  float* grad_query_;              // (queries x features); unused with splits
 };
 
 }  // namespace

@@ -1,8 +1,9 @@
-// Operands, packing and tiles of masked scores, for the forward and the backward of attention.
+// Helpers shared by the attention forward and backward: operand addressing, packing of K and V, and
+// masked score tiles.
 //
-// Vector lanes are queries. A query tile is two vectors of queries, a KV block up to kBlockN keys.
-// A tile of scores is S^T, (keys, kRows): row maximum, sum and rescaling are vertical operations,
-// and only queries and outputs are transposed.
+// Vector lanes hold queries. A query tile has kRows queries (two vectors), and a KV block has at
+// most kBlockN keys. Score tiles are stored transposed, as S^T (keys, kRows). Row maxima, row sums
+// and rescaling are then vertical vector operations, and only queries and outputs need a transpose.
 #pragma once
 
 #include "cpu/kernels/mask.h"
@@ -13,7 +14,9 @@
 namespace fused_attn {
 namespace {
 
-// Returns the address of the first row of head h.
+// Returns a pointer to the first row of head h of a sequence.
+//
+// strides: of batch, head and row, in elements.
 template <class T>
 inline const T* at_head(const void* data, const int64_t strides[3], const SequenceRows& rows,
                         int64_t h) {
@@ -21,20 +24,23 @@ inline const T* at_head(const void* data, const int64_t strides[3], const Sequen
          rows.first * strides[2];
 }
 
-// Unit of the scores that finish_scores returns. In a plain problem the softmax applies the scale;
-// if something is added to the scores, finish_scores applies it.
+// Unit of the scores that finish_scores() computes. Without softcap, bias and ALiBi slopes, the
+// scores remain QK^T, and the softmax applies the scale within its exponential. Otherwise
+// finish_scores() applies the scale.
 struct ScoreUnits {
   explicit ScoreUnits(const AttentionParams& p) {
     const bool plain = p.softcap == 0 && p.mask.bias.data == nullptr && p.mask.slopes == nullptr;
-    scaled = !plain || !(p.scale >= 0x1p-126);  // smaller ones may be 0 in float32
+    scaled = !plain || !(p.scale >= 0x1p-126);  // a smaller scale may be 0 in float32
     natural = scaled ? 1 : p.scale;
   }
-  bool scaled;
-  double natural;
+  bool scaled;     // finish_scores() applies the scale
+  double natural;  // factor from a score to the exponent of e
 };
 
-// Writes the log-sum-exp of row `at` of all rows, if requested; -inf if fully masked. `unit` is
-// the unit of the maximum.
+// Writes the log-sum-exp (natural log) of a row to index `at` of lse, and its rounding residual if
+// requested. Fully masked rows get -inf. Does nothing if lse is null.
+//
+// unit: factor from `maximum` to the exponent of e.
 template <class A>
 inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maximum, A sum) {
   if (p.lse == nullptr) return;
@@ -44,8 +50,9 @@ inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maxim
   if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = low;
 }
 
-// Returns the part of delta that is lost by rounding out to 16 bits. In a row with few visible
-// keys, or one with nearly all the weight, it exceeds all of dS.
+// Returns the correction of delta = rowsum(dO * O) for the rounding of out to 16 bits. Without it,
+// the error of delta exceeds dS in rows with few visible keys or with nearly all the weight on one
+// key.
 template <class T>
 inline float delta_residual(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
                             int64_t i) {
@@ -58,15 +65,17 @@ inline float delta_residual(const AttentionBwdParams& bwd, const SequenceRows& q
       p.head_dim_v);
 }
 
-// Position of a tile.
+// Position of a score tile.
 struct TileAt {
   int64_t b, h, i, j, n;  // batch, head, first query, first key, number of keys
 };
 
-// Converts the products of one tile, (n, kRows), to masked scores; rows that pad n are -inf.
+// Converts QK^T of one tile, (n, kRows), to masked scores in place: applies the scale or softcap,
+// then bias and mask. Sets the rows that pad n to -inf.
 //
-// cap_slope: with softcap, the derivative of the capped score with respect to the uncapped one,
-// (n, kRows); null: not needed. stage: (kBlockN, kRows).
+// cap_slope: with softcap, receives the derivative of the capped score with respect to the uncapped
+// score, (n, kRows). May be null.
+// stage: scratch for the bias, (kBlockN, kRows).
 template <class T>
 inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask,
                           const ScoreUnits& units, Tile kind, const TileAt& at, Acc<T>* scores,
@@ -93,7 +102,7 @@ inline void finish_scores(const AttentionParams& p, const MaskView<Acc<T>>& mask
   }
 }
 
-// Dropout counters of a tile: first key (a multiple of kDecisions), first query, and head.
+// Philox counters of a tile: first key (a multiple of kDecisions), first query, and head.
 struct DropoutAt {
   int64_t key;
   uint32_t query, head;
@@ -105,10 +114,11 @@ inline DropoutAt dropout_at(const AttentionParams& p, const TileAt& at) {
           static_cast<uint32_t>(offsets.head + at.h)};
 }
 
-// Computes which weights of a query tile dropout keeps: bit l of words[r] is for query l and key
-// t + r, r < 8. The caller applies dropout_scale.
+// Computes the dropout keep masks of eight keys of a query tile. Bit l of words[r] is set if the
+// weight of query l and key t + r is kept. The caller applies dropout_scale.
 //
-// Eight keys share a counter, so t must be a multiple of 8, as every tile's first key is.
+// t is relative to the tile. It must be a multiple of 8, because eight consecutive keys share a
+// Philox counter.
 template <class A>
 inline void dropout_words(const AttentionParams& p, const DropoutAt& at, int64_t t,
                           uint32_t words[kDecisions]) {
@@ -132,20 +142,23 @@ inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
   return rest + horizontal_sum<A>(zero) == 0;
 }
 
-// The transpose of a block of keys or values of one head, as a left operand.
+// A block of K or V of one head, packed as its transpose for use as the left operand of a matmul.
 //
-// The product must not multiply weights of masked keys by NaN or infinities, since 0 * NaN is not
-// 0. Non-finite rows are therefore 0 in the transpose and listed in `nonfinite`; add_nonfinite adds
-// them in every tile of the block.
+// Masked keys have weight 0, but 0 * NaN is NaN. Non-finite rows are therefore packed as 0 and
+// listed in `nonfinite`. After each matmul with the block, the kernels call add_nonfinite().
 template <class T>
 struct KeyColumns {
   using A = Acc<T>;
   typename Product<T>::Left left{};
-  const T* rows = nullptr;
+  const T* rows = nullptr;  // the source rows, not owned
   int64_t stride = 0, count = 0;
-  int64_t nonfinite[kBlockN];
+  int64_t nonfinite[kBlockN];  // indices of the `count` non-finite rows
 
-  // stage: (kBlockN, pad_dim(dim)) of T.
+  // Packs n rows of src. With `guard`, non-finite rows are packed as 0 and listed. `src` must
+  // remain valid for add_nonfinite().
+  //
+  // stage: scratch, (kBlockN, pad_dim(dim)).
+  // buffer: receives the packed rows, unless they are used in place.
   void load(const T* src, int64_t row_stride, int64_t n, int64_t dim, bool guard, T* stage,
             typename Product<T>::LeftElement* buffer) {
     rows = src;
@@ -164,8 +177,11 @@ struct KeyColumns {
     left = Product<T>::columns(src, row_stride, n, dim, stage, buffer);
   }
 
-  // Adds to out (dim, kRows) the non-finite rows among keys [lo, hi), times their weights
-  // (hi - lo, kRows).
+  // Accumulates weights * rows into out for the non-finite rows among keys [lo, hi). Skips zero
+  // weights.
+  //
+  // weights: (hi - lo, kRows).
+  // out: (dim, kRows).
   void add_nonfinite(int64_t lo, int64_t hi, int64_t dim, const A* weights, A* out) const {
     for (int64_t s = 0; s < count; ++s) {
       if (nonfinite[s] < lo || nonfinite[s] >= hi) continue;
@@ -184,14 +200,15 @@ struct KeyColumns {
 
 inline int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Returns true if operands of this size stay in the cores' caches between calls that run tasks on
-// the same threads. (8 heads of 32 x 64: 14 us, but 17 us with dynamic scheduling.)
+// Returns true if operands of this size stay in the cores' caches between calls, provided that each
+// thread runs the same tasks in every call (static scheduling). For 8 heads with 32 queries and
+// head_dim 64, static scheduling reduces the time from 17 us to 14 us.
 inline bool fit_caches(int64_t bytes) { return bytes <= int64_t{1} << 20; }
 
-// Returns true if all keys are visible to each query, so that tasks are equally long. Static
-// scheduling is then as fast, and steadier beside one or two busy processes: the 90th percentile is
-// 0.8 to 1.2 times torch's, and 0.5 to 1.6 times with dynamic scheduling (8 x 12 x 128 x 32
-// float32, AMD Zen 3).
+// Returns true if every query attends to every key, so all tasks take equally long. Static
+// scheduling is then as fast as dynamic scheduling, and less sensitive to one or two other busy
+// processes. Its 90th-percentile time is 0.8 to 1.2 times torch's, against 0.5 to 1.6 times with
+// dynamic scheduling (8 x 12 x 128 x 32 in float32, AMD Zen 3).
 inline bool sees_all(const AttentionParams& p) {
   const MaskParams& mask = p.mask;
   return p.cu_seqlens_q == nullptr && mask.bias.data == nullptr && mask.dense.data == nullptr &&
@@ -200,7 +217,7 @@ inline bool sees_all(const AttentionParams& p) {
          mask.band_hi >= p.seqlen_k;
 }
 
-// Returns the bytes of query, key, value and out.
+// Returns the total size of query, key, value and out in bytes.
 template <class T>
 inline int64_t operand_bytes(const AttentionParams& p) {
   const int64_t dims = p.head_dim + p.head_dim_v, size = static_cast<int64_t>(sizeof(T));
@@ -210,7 +227,10 @@ inline int64_t operand_bytes(const AttentionParams& p) {
   return (p.num_heads * queries + p.num_heads_kv * keys) * dims * size;
 }
 
-// Writes a query tile (dim, kRows) as rows (rows, dim).
+// Transposes a query tile (dim, kRows) and writes its first `rows` queries to out, converted to T.
+//
+// scratch: (kRows, dim). For 16-bit T, it receives the unrounded rows.
+// stride: distance between rows of out, in elements.
 template <class T>
 inline void write_query_tile(const Acc<T>* query_tile, int64_t dim, int64_t rows, Acc<T>* scratch,
                              T* out, int64_t stride) {

@@ -1,9 +1,9 @@
-// Attention forward for a few queries against many keys, as in step-by-step decoding.
+// Attention forward for few queries and many keys, as in autoregressive decoding.
 //
-// Memory-bound: 2 * head_dim elements per key. So each key and value is read once, in place, for
-// all queries of all heads that share it. Two kernels do this: decode_tiles.h with AMX and enough
-// queries, else decode_rows.h. If there are few heads, keys are split (split-KV) into parts that
-// depend on the shape alone and are merged in order.
+// Decoding is memory-bound: it reads 2 * head_dim elements per key. Each key and value is therefore
+// read once, in place, for all queries of all heads that share it. decode_tiles.h does this with
+// AMX if there are enough query rows, and decode_rows.h in all other cases. With few heads, the
+// keys are split (split-KV). The splits depend only on the shape and are merged in a fixed order.
 #pragma once
 
 #include <type_traits>
@@ -14,24 +14,26 @@
 namespace fused_attn {
 namespace {
 
+// Runs a decode kernel on every split and merges the partial results.
 template <class T>
 class AttentionDecode {
   using A = Acc<T>;
   static constexpr int64_t kLane = kLanes<A>;
-  static constexpr int64_t kMinTasks = 16;  // no splits beyond this number of tasks
-  static constexpr int64_t kPart = 128;     // part sizes are a multiple of this
+  static constexpr int64_t kMinTasks = 16;  // number of tasks that split-KV aims for
+  static constexpr int64_t kPart = 128;     // split sizes are a multiple of this number of keys
 
  public:
-  // Returns true if this is faster than query tiles, which cost the same for one query as for a
-  // full tile. Returns false if a backward follows: it recomputes the scores, and where one key has
-  // all the weight, rounding errors cancel only if lse comes from scores with the same rounding.
+  // Returns true if this kernel is faster than the query-tile kernels, which take as long for one
+  // query as for a full tile. Returns false if a backward follows. The backward recomputes the
+  // scores, and where one key has all the weight, its rounding errors cancel only if lse was
+  // computed from scores with the same rounding.
   static bool pays_off(const AttentionParams& p) {
     if (p.lse_residual != nullptr) return false;
     const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
     if (few && p.seqlen_k >= 4 * p.seqlen_q) return true;
-    // With many keys, a query tile waits for memory, whereas this kernel reads at an even rate (48
-    // heads, 2,048 keys of 64 in float32, 17 queries: 12.5 ms, here 6.1). Query tiles are faster
-    // with few keys, and with more rows.
+    // With many keys, query tiles stall on memory, whereas this kernel reads at an even rate. For
+    // 17 queries, 48 heads and 2,048 keys at head_dim 64 in float32, it takes 6.1 ms instead of
+    // 12.5 ms. Query tiles are faster with fewer keys or more query rows.
     const int64_t rows = DecodeShape<A>(p).rows;
     return kTakesQueryTile && rows > 0 && rows <= kPanel<A> && p.seqlen_k >= kLongKeys;
   }
@@ -67,7 +69,7 @@ class AttentionDecode {
     const int64_t heads = p.batch * p.num_heads_kv, units = div_up(p.seqlen_k, kPart);
     const int64_t splits = max64(1, min64(units, div_up(kMinTasks, max64(heads, 1))));
     const int64_t per_split = div_up(units, splits) * kPart;
-    Arena parts;  // (heads, splits, part)
+    Arena parts;  // partial results: (heads, splits, part)
     A* results;
     if (!parts.layout([&] { results = parts.template take<A>(heads * splits * shape.part()); }))
       return false;
@@ -99,7 +101,7 @@ class AttentionDecode {
   AttentionDecode(const AttentionParams& p, const DecodeShape<A>& shape)
       : p_(p), shape_(shape), units_(p), unit_(units_.natural) {}
 
-  // Merges a part into another.
+  // Merges the partial result `from` into `to`, after rescaling both to the larger maximum.
   void merge(const DecodePart<A>& from, const DecodePart<A>& to) const {
     for (int64_t r = 0; r < shape_.rows; ++r) {
       if (from.sum[r] == 0) continue;
@@ -125,7 +127,7 @@ class AttentionDecode {
       const A sum = part.sum[r] == 0 ? A(1) : part.sum[r];  // fully masked rows stay 0
       const A factor = kept / sum;
       for (int64_t d = 0; d < shape_.wide; d += kLane) {
-        // A division takes longer but rounds once less.
+        // float64 uses a division, which is slower but saves one rounding.
         store(row + d, sizeof(A) == 8 ? load(row + d) / sum * kept : load(row + d) * factor);
       }
       T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));

@@ -8,26 +8,29 @@
 namespace fused_attn {
 namespace {
 
-// Query tiles that share a KV block, which is packed once and stays in cache. With 16, the queries
-// and outputs of 512 queries at head_dim 64 in three parts take 320 KiB of L2.
+// Maximum number of query tiles per task. They share each packed KV block while it is cached. 16
+// tiles hold 512 queries in float32. At head_dim 64, their queries (three bfloat16 parts) and
+// outputs occupy 320 KiB of L2.
 constexpr int64_t kMaxQueryTiles = 16;
 
-// A row's running maximum may be too low by this power of 2. Results are then rescaled a few times
-// per row instead of for nearly every block.
+// The running maximum of a row is raised only if the new maximum exceeds it by more than this power
+// of 2. Outputs are then rescaled a few times per row instead of at nearly every block.
 constexpr int kMaximumSlack = 8;
 
-// Softmax of one tile, computed a piece at a time: weights exp(score - maximum).
+// Computes the softmax weights exp(score - maximum) of one tile in small pieces, which are
+// interleaved with the matmuls of other tiles.
 template <class T>
 struct SoftmaxStream {
   using A = Acc<T>;
   using P = Product<T>;
   static constexpr int kLane = kLanes<A>;
-  // Keys and query vectors of a piece. With three parts, products are the bottleneck: after a
-  // larger piece, the next tile loads would wait for space in the reorder buffer. Otherwise the
-  // softmax is the bottleneck, and larger pieces have less overhead.
+  // Keys and query vectors per piece. With three parts per operand, the matmuls are the bottleneck.
+  // A larger piece would fill the reorder buffer and delay the next tile loads. Otherwise the
+  // softmax is the bottleneck, and larger pieces reduce the overhead.
   static constexpr int kKeys = 4, kVectors = P::kParts == 3 ? 1 : 2;
 
-  // Computes one call's share of the pieces, expecting `calls` calls before finish().
+  // Computes one share of the pieces. The matmuls invoke this operator `calls` times before
+  // finish().
   void operator()() {
     due += pieces();
     while (done < pieces() && done * calls < due) step();
@@ -54,7 +57,7 @@ struct SoftmaxStream {
     for (int v = first; v < first + kVectors; ++v) {
       const Vec<A> below = shift[v];
       Vec<A> x[kKeys];
-      typename P::Weight weight[kKeys], whole[kKeys];  // after dropout, and before
+      typename P::Weight weight[kKeys], whole[kKeys];  // weights after and before dropout
       for (int r = 0; r < kKeys; ++r) {
         A* const score = from + r * kPanel<A> + v * kLane;
         x[r] = exp_nonpositive<A, kPrecision<T>>(load(score) - below, exp_unit);
@@ -78,18 +81,18 @@ struct SoftmaxStream {
     ++done;
   }
 
-  int64_t steps, calls;               // keys, and expected calls
+  int64_t steps, calls;               // padded number of keys; expected calls
   A* scores;                          // (steps, kRows)
   typename P::RightElement* weights;  // (steps, kRows)
-  const AttentionParams* dropout;     // null: none
-  DropoutAt dropped_at;               // of the tile
-  bool in_place;                      // also store the weights over the scores
-  ExpUnit<A> unit;                    // of a score
-  Vec<A> shift[2];
-  Vec<A> sum[2] = {};
-  Vec<A> rounded_sum[2] = {};      // of weights as multiplied, if that rounds them
-  uint32_t keep[kDecisions] = {};  // dropout decisions for these keys
-  int64_t done = 0, due = 0;       // pieces, and pieces times calls
+  const AttentionParams* dropout;     // null without dropout
+  DropoutAt dropped_at;               // dropout counters of the tile
+  bool in_place;                      // also overwrite the scores with the weights
+  ExpUnit<A> unit;                    // unit of the scores
+  Vec<A> shift[2];                    // subtracted from the scores
+  Vec<A> sum[2] = {};                 // row sums of the unrounded weights
+  Vec<A> rounded_sum[2] = {};         // row sums of the rounded weights, if P::kRoundsWeights
+  uint32_t keep[kDecisions] = {};     // dropout keep masks of the current keys
+  int64_t done = 0, due = 0;          // pieces done; pieces due, multiplied by `calls`
 };
 
 template <class T>
@@ -104,7 +107,7 @@ class AttentionFwd {
     MaskView<A> mask;
     if (!mask.init(p)) return false;
     const int64_t num_query_tiles = div_up(p.seqlen_q, kRows), heads = p.batch * p.num_heads;
-    // With few tasks, use fewer query tiles per task. A query tile's result does not change.
+    // Use fewer query tiles per task if there are few tasks. This does not change the results.
     int64_t per_task = kMaxQueryTiles;
     while (per_task > 1 && heads * div_up(num_query_tiles, per_task) < 4 * p.num_threads)
       per_task /= 2;
@@ -112,7 +115,7 @@ class AttentionFwd {
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwd self(p, mask);
       const bool ok = self.allocate(min64(per_task, num_query_tiles));
-      // Last query tiles first: under a causal mask they are the longest.
+      // Start with the last query tiles: under a causal mask they take longest.
       share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
         const int64_t b = head / p.num_heads, first = group * per_task;
@@ -130,13 +133,13 @@ class AttentionFwd {
 
   struct QueryTile {
     RightElement* query;  // (head_dim, kRows)
-    A* out;               // (head_dim_v, kRows), not divided by sum
-    A* maximum;           // (query tile), in units of the scores
-    A* sum;               // (query tile)
-    A* divisor;           // (query tile), the sum of the weights as multiplied
+    A* out;               // (head_dim_v, kRows), unnormalized
+    A* maximum;           // (kRows), in score units
+    A* sum;               // (kRows), of the unrounded weights
+    A* divisor;           // (kRows), sum of the weights as rounded for PV; may alias `sum`
   };
 
-  // The keys of a KV block from `offset` on, against a query tile.
+  // A score tile: one query tile against the keys of a KV block from `offset` on.
   struct TileOf {
     Tile kind;
     TileAt at;
@@ -144,13 +147,13 @@ class AttentionFwd {
     const QueryTile* query_tile;
   };
 
-  // A tile in the pipeline.
+  // State of a score tile in the software pipeline.
   struct Job {
     TileOf tile;
     A* scores;              // (kBlockN, kRows)
     RightElement* weights;  // (kBlockN, kRows)
     bool rescale;
-    alignas(64) A alpha[kRows];  // with rescale: factor of earlier results
+    alignas(64) A alpha[kRows];  // factor of the accumulators, if `rescale`
   };
 
   AttentionFwd(const AttentionParams& p, const MaskView<A>& mask)
@@ -213,8 +216,9 @@ class AttentionFwd {
     for (int64_t i = 0; i < count; ++i) end_query_tile(b, h, (first + i) * kRows, query_tiles_[i]);
   }
 
-  // Runs the tiles of a KV block in a three-stage software pipeline: the softmax of tile i runs on
-  // the vector units while tile registers compute PV of tile i-1 and QK of tile i+1.
+  // Processes the tiles of a KV block in a three-stage software pipeline. The softmax of tile i is
+  // interleaved with PV of tile i-1 and QK^T of tile i+1. On AMX, the vector and tile units then
+  // work concurrently.
   void run_tiles(int64_t count) {
     const auto job = [&](int64_t i) -> Job& { return jobs_[i % 3]; };
     start(tiles_[0], 0, &job(0));
@@ -260,7 +264,7 @@ class AttentionFwd {
         meanwhile);
   }
 
-  // Masks the scores and updates the maximum.
+  // Masks the scores, raises the running maxima and computes the rescale factors.
   void prepare(Job* job) {
     const TileAt& at = job->tile.at;
     finish_scores<T>(p_, mask_, units_, job->tile.kind, at, job->scores, nullptr, bias_);
@@ -278,7 +282,8 @@ class AttentionFwd {
       const Vec<A> found = max<A>(max<A>(highest[0], highest[1]), max<A>(highest[2], highest[3]));
       const Vec<A> raised = (found - old) * unit_.high > kMaximumSlack ? found : old;
       store(maximum, raised);
-      // While a row is fully masked, both are -inf, and their difference would be NaN.
+      // Before the first visible key of a row, both maxima are -inf, and their difference would be
+      // NaN.
       store(job->alpha + v * kLane,
             raised == old ? broadcast<A>(1) : exp_nonpositive<A>(old - raised, unit_));
       job->rescale = job->rescale || any(raised != old);
@@ -298,7 +303,7 @@ class AttentionFwd {
                             {}};
     for (int v = 0; v < 2; ++v) {
       const Vec<A> maximum = load(job.tile.query_tile->maximum + v * kLane);
-      // Rows fully masked so far are shifted by 0, since -inf - -inf would be NaN.
+      // Rows without a visible key so far use a shift of 0, because -inf - -inf would be NaN.
       stream.shift[v] = maximum == -static_cast<A>(__builtin_inf()) ? Vec<A>{} : maximum;
     }
     return stream;
@@ -337,14 +342,15 @@ class AttentionFwd {
     const int64_t rows = min64(kRows, queries_.count - i);
     const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int v = 0; v < 2; ++v) {
-      // In 16-bit types the backward's row sums require multiplied weights that sum to 1: in a row
-      // that one key dominates, a sum of 1.002 would hide the contribution of all other keys.
+      // Normalize by the sum of the rounded weights in 16-bit types. The backward computes delta
+      // from out, and delta is accurate only if the weights of PV sum to 1. If one key dominates a
+      // row, a sum of 1.002 would hide the contributions of all other keys.
       const Vec<A> sum = load(query_tile.divisor + v * kLanes<A>);
       const Vec<A> divisor = sum == 0 ? broadcast<A>(1) : sum;  // fully masked rows stay 0
       const Vec<A> factor = kept / divisor;
       for (int64_t d = 0; d < p_.head_dim_v; ++d) {
         A* const at = query_tile.out + d * kRows + v * kLane;
-        // A division takes 16 cycles but rounds once less.
+        // float64 uses a division, which takes 16 cycles but saves one rounding.
         store(at, sizeof(A) == 8 ? load(at) / divisor * kept : load(at) * factor);
       }
     }
@@ -360,8 +366,8 @@ class AttentionFwd {
     }
   }
 
-  // Writes the rounding residuals of rows of out; rows_ holds them unrounded, from
-  // write_query_tile.
+  // Writes the rounding residuals of `rows` rows of out. Requires the unrounded rows in rows_,
+  // where write_query_tile() stores them.
   void write_out_residual(int64_t h, int64_t i, int64_t rows, const T* out) {
     int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
                              p_.out_residual, p_.out_residual_strides, queries_, h)) +
@@ -377,10 +383,10 @@ class AttentionFwd {
   const AttentionParams& p_;
   const MaskView<A>& mask_;
   const ScoreUnits units_;
-  const ExpUnit<A> unit_;  // of a score
+  const ExpUnit<A> unit_;  // unit of the scores
   Arena arena_;
   typename P::Registers registers_;
-  SequenceRows queries_{};  // of the current task
+  SequenceRows queries_{};  // query rows of the current sequence
   KeyColumns<T> v_;
   typename P::Left k_;
   QueryTile query_tiles_[kMaxQueryTiles];
@@ -389,7 +395,7 @@ class AttentionFwd {
   A* scores_[2];              // (kBlockN, kRows)
   RightElement* weights_[2];  // (kBlockN, kRows)
   A* bias_;                   // (kBlockN, kRows)
-  T* stage_;                  // (kBlockN, widest head_dim)
+  T* stage_;                  // (kBlockN, max(head_dim, head_dim_v)), padded
   RightElement* scratch_;
   A* rows_;             // (kRows, head_dim_v)
   LeftElement* key_;    // (kBlockN, head_dim)

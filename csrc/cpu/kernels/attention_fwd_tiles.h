@@ -1,37 +1,39 @@
-// Attention forward in AMX tile registers. A tile is 32 queries (rows) x 64 keys.
+// Attention forward with AMX. A tile is 32 queries (rows) x 64 keys.
 //
-// Three-stage software pipeline across query tiles: prologue and epilogue run once per chunk of
-// keys, which is once per task where all packed keys and values fit kPackedBytes. Step s is one
-// call of advance(); the vector work is interleaved with the tile products of the same step.
+// A three-stage software pipeline runs across query tiles. Prologue and epilogue run once per chunk
+// of keys, or once per task if all packed keys and values fit in kPackedBytes. A step is one call
+// of advance(), which interleaves the vector work with the tile MMAs.
 //
 //   step                    0     1     2     3    ...   n-1    n    n+1
-//   AMX: Q K^T of tile      0     1     2     3    ...   n-1    -     -
-//   vectors: softmax of     -     0     1     2    ...   n-2   n-1    -
-//   AMX: P V of tile        -     -     0     1    ...   n-3   n-2   n-1
+//   AMX: QK^T of tile       0     1     2     3    ...   n-1    -     -
+//   vector: softmax of      -     0     1     2    ...   n-2   n-1    -
+//   AMX: PV of tile         -     -     0     1    ...   n-3   n-2   n-1
 //                          |prologue |                       | epilogue; drain() runs n-1 to n+1
 //
 // Invariants:
-// - add_tile() number i runs step i-1. pending_job_ is tile i-1 until then: its products are not
-//   issued yet, and query_tile_keys() still sets its `last`.
-// - In a step, `next` gets its scores, current_ has scores and gets weights, last_ has weights and
-//   is multiplied by V. Each is null in the prologue or epilogue.
-// - Four jobs are live in add_tile(): the new one, pending_job_, current_ and last_. So jobs_ has
-//   four slots, and scores and weights are double-buffered by the parity of i.
-// - At most three query tiles are in flight when another begins, so kAlive slots suffice for one
-//   chunk. With more chunks each query tile of the task has its slot until the final chunk.
-// - Packed blocks stay valid for one (head, chunk), also across tasks of a thread. Each chunk ends
-//   with drain(), so no job reads a block when begin_chunk() invalidates it.
-// - After a step, registers 0 to 3 hold the sums of its last quad, normally P V of last_. They are
-//   flushed where memory is read or scaled before the next quad stores them: no P V followed Q K^T
-//   (last_ is null), last_ ends its query tile, or a row of current_ is rescaled. Steps with
-//   non-finite values and drain() flush as well.
-// - `out` of a query tile is uninitialized until its first P V, which overwrites it (Job::first).
-// - A rescale covers every earlier tile of the query tile: P V of last_ is issued in the same step,
-//   before the rescale, and P V of current_ uses the new shift.
-// - A query tile ends when its tile with `last` set leaves last_, or, without a visible tile in the
-//   final chunk, in query_tiles(): none of its tiles is in flight then.
+// - The call of add_tile() for tile i runs step i-1. Until then, tile i-1 is pending_job_: its
+//   QK^T is not yet issued, and query_tile_keys() may still set its `last`.
+// - A step computes the scores of `next`, the weights of current_ and PV of last_. Each of them may
+//   be null in the prologue or epilogue.
+// - Four jobs are live in add_tile(): the new job, pending_job_, current_ and last_. So jobs_ has
+//   four slots. Scores and weights are double-buffered by the parity of the tile index.
+// - At most three query tiles are in flight when another begins, so kAlive slots suffice for a
+//   single chunk. With more chunks, each query tile of the task occupies a slot until the final
+//   chunk.
+// - Packed blocks stay valid for one (head, chunk), even across tasks of the same thread. Each
+//   chunk ends with drain(), so no job still reads a block when begin_chunk() invalidates it.
+// - After a step, tile registers 0 to 3 hold the accumulators of its last quad, normally of PV of
+//   last_. The next quad stores them. They are flushed earlier if their memory is read or scaled
+//   before: the step had no PV (last_ is null), last_ ends its query tile, or a row of current_ is
+//   rescaled. Steps with non-finite values and drain() also flush.
+// - `out` of a query tile is uninitialized until its first PV, which overwrites it (Job::first).
+// - A rescale covers all earlier tiles of the query tile. PV of last_ is issued in the same step,
+//   before the rescale, and the weights of current_ already use the new shift.
+// - A query tile ends in the step that issues PV of its job with `last` set. If it has no visible
+//   tile in the final chunk, query_tiles() ends it, because none of its jobs is in flight.
 //
-// Sources: as attention_fwd.h; the order of loads and stores was measured (docs/kernels-cpu.md).
+// Sources: see attention_fwd.h. The order of loads and stores was tuned by measurement
+// (docs/kernels-cpu.md).
 #pragma once
 
 #include "cpu/amx/tile_schedule.h"
@@ -42,17 +44,21 @@
 namespace fused_attn {
 namespace {
 
-// kSum: accumulate the unrounded weights too, which lse needs. kDrops: dropout; implies kSum.
+// AMX forward kernel.
+//
+// kSum: also sum the unrounded weights, which lse requires.
+// kDrops: apply dropout; implies kSum.
 template <class T, bool kSum, bool kDrops = false>
 class AttentionFwdTiles {
   using F = TileFormat<T>;
   using Pack = TilePack<T>;
   using Softmax = TileSoftmax<T, kSum>;
-  // Bytes of packed keys and values per chunk: they stay in L2 (2 MiB) beside the query tiles.
+  // Bytes of packed keys and values per chunk. They stay in L2 (2 MiB) together with the query
+  // tiles.
   static constexpr int64_t kPackedBytes = int64_t{1} << 20;
   static constexpr int64_t kScoreTiles = kTileKeys / 16;
-  static constexpr int64_t kMaxQueryTiles = 64;  // per task; each task may repack K and V
-  static constexpr int64_t kAlive = 4;           // query tiles in flight (3), and the new one
+  static constexpr int64_t kMaxQueryTiles = 64;  // per task; each task may have to repack K, V
+  static constexpr int64_t kAlive = 4;           // three query tiles in flight and the new one
 
  public:
   static bool run(const AttentionParams& p) {
@@ -67,7 +73,7 @@ class AttentionFwdTiles {
     return run_team(p.num_threads, tasks, [&] {
       AttentionFwdTiles self(p, mask, per_task);
       const bool ok = self.allocate();
-      // Last query tiles first: they are the longest under a causal mask.
+      // Start with the last query tiles: under a causal mask they take longest.
       share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t first = (per_head - 1 - task % per_head) * per_task;
         if (ok) self.query_tiles(task / per_head, first, min64(first + per_task, query_tiles));
@@ -77,29 +83,30 @@ class AttentionFwdTiles {
   }
 
  private:
-  // The position of the weight of key t in a row of 32.
+  // Returns the position of the weight of key t within a packed row of 32 weights.
   FUSED_ATTN_INLINE static int position(int t) {
     return Softmax::kByTable ? TableWeights::position(t) : F::woven(t);
   }
 
+  // A packed query tile and its accumulators.
   struct QueryTile {
     int64_t b, h, first, count;  // queries [first, first + count) of head (b, h)
     uint16_t* query;             // left tiles (steps, parts, 2)
-    float* out;                  // tiles (2 steps_v, 2): sum of P V, unnormalized
+    float* out;                  // tiles (2 steps_v, 2): PV, unnormalized
     float* nonfinite;            // (32, wide_v): contributions of non-finite rows of V
-    bool begun;                  // a tile was added
+    bool begun;                  // at least one tile was added
     bool has_nonfinite;
     QueryTileRows rows;
   };
 
-  // A tile in the pipeline.
+  // State of a score tile in the software pipeline.
   struct Job {
     QueryTile* query_tile;
     const KeyBlock* block;
     float* scores;
     uint16_t* weights;
     int64_t j, n;      // keys [j, j + n)
-    bool partial;      // mask or bias must be applied
+    bool partial;      // a mask or bias must be applied
     bool first, last;  // first or last tile of its query tile
   };
 
@@ -150,7 +157,8 @@ class AttentionFwdTiles {
     return true;
   }
 
-  // Computes query tiles [begin, end) of a key/value head, numbered query head by query head.
+  // Computes query tiles [begin, end) of a key/value head. They are numbered consecutively across
+  // the query heads that share it.
   void query_tiles(int64_t head, int64_t begin, int64_t end) {
     const int64_t b = head / p_.num_heads_kv, h_kv = head % p_.num_heads_kv;
     const int64_t group = p_.num_heads / p_.num_heads_kv;
@@ -182,7 +190,8 @@ class AttentionFwdTiles {
     packed_chunk_ = chunk;
   }
 
-  // Adds the tiles of a query tile that are visible in a chunk. Returns false if there are none.
+  // Adds the visible tiles of keys [chunk, chunk_end) to the pipeline for one query tile. Returns
+  // false if there are none.
   bool query_tile_keys(QueryTile* query_tile, int64_t h_kv, int64_t chunk, int64_t chunk_end,
                        bool final_chunk) {
     bool any = false;
@@ -214,7 +223,8 @@ class AttentionFwdTiles {
     block->packed = true;
   }
 
-  // Reuses the most recently freed query tile, which may still be in L1.
+  // Takes a free slot for a query tile and packs its queries. The most recently freed slot is
+  // reused first, because it may still be in L1.
   QueryTile* begin_query_tile(int64_t b, int64_t h, int64_t first) {
     QueryTile* const query_tile = free_[--num_free_];
     const SequenceRows queries = query_rows(p_, b);
@@ -231,8 +241,8 @@ class AttentionFwdTiles {
     return query_tile;
   }
 
-  // Adds a tile to the pipeline. Its products are issued only after the next tile is packed: tile
-  // loads of data that was just written would stall on the stores.
+  // Adds a tile to the pipeline. Its MMAs are issued only after the next tile is packed, because
+  // tile loads of recently written data would stall on the stores.
   void add_tile(QueryTile* query_tile, const KeyBlock* block, int64_t j, int64_t n, bool partial) {
     Job& job = jobs_[added_ % 4];
     job.query_tile = query_tile;
@@ -254,10 +264,10 @@ class AttentionFwdTiles {
     if (pending_job_ != nullptr) advance(pending_job_);
     pending_job_ = nullptr;
     while (current_ != nullptr || last_ != nullptr) advance(nullptr);
-    pending_sums_.flush();  // the final chunk may add no tile to a query tile before its end
+    pending_sums_.flush();  // query_tiles() may read `out` without issuing another quad
   }
 
-  // Runs one pipeline step. Not inlined: the body is large, a tile takes thousands of cycles.
+  // Runs one pipeline step. Not inlined: the body is large, and a tile takes thousands of cycles.
   __attribute__((noinline)) void advance(Job* next) {
     if (current_ != nullptr) open(*current_);
     softmax_.template finish<kDrops>(tile_, multiply(next));
@@ -286,8 +296,8 @@ class AttentionFwdTiles {
     if (kDrops) dropout_.begin(p_, tile_at(job));
   }
 
-  // Multiplies Q K^T of `next` and P V of last_, with the softmax rows of tile_ interleaved.
-  // Returns the rows that the softmax left to finish().
+  // Computes QK^T of `next` and PV of last_, interleaved with the softmax of tile_. Returns a bit
+  // mask of the rows that the interleaved softmax left to finish().
   uint32_t multiply(const Job* next) {
     num_products_ = num_sums_ = 0;
     if (next != nullptr) {
@@ -311,7 +321,7 @@ class AttentionFwdTiles {
   __attribute__((noinline)) uint32_t multiply_beside() {
     using Stream = typename Softmax::template Stream<kDrops>;
     TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, current_ != nullptr));
-    // The first P V of a query tile overwrites `out` instead of adding to a zeroed one.
+    // The first PV of a query tile overwrites `out` instead of accumulating into a zeroed buffer.
     const bool adds = num_sums_ > 0 && !last_->first;
     const int64_t num_stored = num_products_ + (adds ? 0 : num_sums_);
     for (int64_t q = 0; q < num_stored; ++q) {
@@ -335,7 +345,8 @@ class AttentionFwdTiles {
     }
   }
 
-  // Adds the non-finite rows of V, which are packed as 0, to the rows that attend to them.
+  // Accumulates the non-finite rows of V, which are packed as 0, for the query rows that attend to
+  // them.
   void add_nonfinite(const Job& job) {
     QueryTile& query_tile = *job.query_tile;
     if (!query_tile.has_nonfinite) clear(query_tile.nonfinite, kTileQueries * wide_v_);
@@ -368,8 +379,9 @@ class AttentionFwdTiles {
     const int64_t at = lse_begin(p_, query_tile.b, query_tile.h) + query_tile.first;
     alignas(64) float factors[kTileQueries], sums[kTileQueries];
     for (int64_t half = 0; half < kTileQueries; half += 16) {
-      // Normalize 16-bit types by the sum of the rounded weights. The backward's row sums require
-      // weights that add up to 1: where one key dominates, 1.002 of it would hide all other keys.
+      // Normalize by the sum of the rounded weights in 16-bit types. The backward computes delta
+      // from out, and delta is accurate only if the weights of PV sum to 1. If one key dominates a
+      // row, a sum of 1.002 would hide the contributions of all other keys.
       const Vec<float> divisor = row_sums((F::kRounds ? state.rounded : state.sum) + half);
       // Fully masked rows stay 0.
       store(factors + half, kept / (divisor == 0 ? Vec<float>{} + 1.f : divisor));
@@ -391,7 +403,7 @@ class AttentionFwdTiles {
     write_out(query_tile);
   }
 
-  // Sums each of 16 rows of 16 floats.
+  // Returns the sums of 16 rows of 16 floats, one per lane.
   static Vec<float> row_sums(const float (*rows)[16]) {
     Vec<float> vectors[16];
     for (int r = 0; r < 16; ++r) vectors[r] = load(rows[r]);
@@ -431,8 +443,8 @@ class AttentionFwdTiles {
   int64_t added_ = 0;
   Job jobs_[4];
   Job* pending_job_ = nullptr;
-  Job *current_ = nullptr, *last_ = nullptr;    // scores computed; weights computed
-  TileQuad products_[kScoreTiles / 2], *sums_;  // quads of one step
+  Job *current_ = nullptr, *last_ = nullptr;    // scores are computed; weights are computed
+  TileQuad products_[kScoreTiles / 2], *sums_;  // quads of the step: QK^T, PV
   int64_t num_products_ = 0, num_sums_ = 0;
   PendingSums pending_sums_;
   QueryTile* query_tiles_;

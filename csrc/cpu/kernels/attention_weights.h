@@ -1,8 +1,8 @@
-// Attention weights on request: recomputed from query, key and lse, tile by tile as in the
-// backward, and averaged over the heads before they are written.
+// Attention weights output: recomputes the weights from query, key and lse, tile by tile as in the
+// backward, and optionally averages them over the heads.
 //
-// A task is a few query tiles of one head, or of all heads if they are averaged. A tile's average
-// is accumulated in L2, so no head's weights are ever materialized.
+// A task covers a few query tiles of one head, or of all heads when averaging. The average of a
+// tile is accumulated in L2, so the weights of individual heads are never materialized.
 #pragma once
 
 #include "cpu/kernels/attention_bwd_tile.h"
@@ -10,6 +10,7 @@
 namespace fused_attn {
 namespace {
 
+// Base class of the kernels that recompute attention weights.
 template <class T>
 class WeightTiles : protected BwdTile<T> {
  protected:
@@ -21,11 +22,12 @@ class WeightTiles : protected BwdTile<T> {
   using typename Base::A;
   using typename Base::P;
 
-  // Query tiles of a task, for which a KV block is packed once.
+  // Query tiles per task. They share each packed KV block.
   static constexpr int64_t kQueryTiles = 4;
 
-  // Calls self.task(b, h, first query tile, query tiles) for each task, after packing `heads` heads
-  // from h on. Query tile x of head h + g is in slot g * kQueryTiles + x.
+  // Runs self.task(b, h, first query tile, number of query tiles) for every task on a team of
+  // threads. Before each call, packs these query tiles of heads [h, h + heads). The x-th query tile
+  // of head h + g is packed into slot g * kQueryTiles + x. Returns false if out of memory.
   template <class Self, class... Args>
   static bool run_tasks(const AttentionBwdParams& bwd, int64_t heads, const Args&... args) {
     const AttentionParams& p = bwd.fwd;
@@ -59,8 +61,12 @@ class WeightTiles : protected BwdTile<T> {
     return arena_.layout([&] { place(heads); });
   }
 
-  // Calls tile_gradients for a KV block and each of a head's query tiles, except fully masked
-  // ones. `use` receives the query tile as an additional first argument.
+  // Calls tile_gradients() for KV block [j, j + n) and query tiles [first, first + count) of a
+  // head, which are packed from `slot` on. Skips fully masked tiles, and packs the block only if a
+  // tile is visible.
+  //
+  // use: receives the index of the query tile, relative to `first`, as an additional first
+  // argument.
   template <class Use>
   void head_tiles(int64_t b, int64_t h, int64_t first, int64_t count, int64_t j, int64_t n,
                   int64_t slot, const Use& use) {
@@ -92,6 +98,7 @@ class WeightTiles : protected BwdTile<T> {
   }
 };
 
+// Writes the attention weights after dropout, per head or averaged over the heads.
 template <class T>
 class AttentionWeights : WeightTiles<T> {
   using Base = WeightTiles<T>;
@@ -142,7 +149,8 @@ class AttentionWeights : WeightTiles<T> {
     }
   }
 
-  // Writes the average of a tile, or 0 if it is fully masked in all heads.
+  // Divides an accumulated tile by the number of heads and writes it. Writes 0 if the tile is fully
+  // masked in all heads.
   void write(int64_t x, bool seen, int64_t n, int64_t i, T* out) {
     const int64_t rows = min64(kRows, p_.seqlen_q - i);
     if (!seen) {
@@ -160,10 +168,11 @@ class AttentionWeights : WeightTiles<T> {
   T* const weights_;
 };
 
-// Row sums of the weights times their gradient, which the backward subtracts from that gradient.
+// Computes the row sums of the weights times their gradient, which the backward adds to delta.
 //
-// They are divided by the sum of the weights, which differs from 1 by rounding only. Where one key
-// has all the weight, its gradient and the row sum then cancel.
+// The row sums are divided by the sum of the recomputed weights, which differs from 1 only by
+// rounding. The weight gradient and the row sum then cancel in rows where one key has all the
+// weight.
 template <class T>
 class WeightRowSums : WeightTiles<T> {
   using Base = WeightTiles<T>;
@@ -176,7 +185,8 @@ class WeightRowSums : WeightTiles<T> {
 
  public:
   static bool run(const AttentionBwdParams& params) {
-    // Without these fields, dS is c P Z times the gradient of the weights: the term to sum.
+    // With dlse, row_sums and values removed, dS is c P Z times the gradient of the weights, which
+    // is the term to sum.
     AttentionBwdParams bwd = params;
     bwd.grad_lse = nullptr;
     bwd.row_sums = nullptr;

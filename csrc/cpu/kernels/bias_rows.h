@@ -1,10 +1,10 @@
-// Gradient of a bias, computed within a backward whose dS has queries as rows. Columns of a bias
-// head belong to one task, so threads share no accumulators.
+// Gradient of a bias, computed inside a backward whose dS has queries as rows. One task owns the
+// keys of a bias head that it processes, so threads share no accumulators.
 //
-// The dS of a row sum to dlse. In 16 bits, delta is computed from an out whose weights were
-// rounded, so dS contains P times the error of delta. This exceeds dS where a few keys have nearly
-// all the weight. The excess of the row's sum over dlse determines the error; keys with much weight
-// are corrected.
+// The elements of dS in a row add up to dlse. For 16-bit types, delta is computed from an out whose
+// weights were rounded, so dS contains P times the error of delta. This term exceeds dS if a few
+// keys have nearly all the weight. The difference between the row sum and dlse determines the
+// error. Keys with much weight are corrected by it.
 #pragma once
 
 #include "cpu/kernels/tile_gradients.h"
@@ -17,18 +17,19 @@ namespace {
 template <class T>
 class BiasRows {
  public:
-  // A task must process all keys of a row.
+  // True if a task must process all keys of a row.
   static constexpr bool kWholeRows = TileFormat<T>::kRounds;
 
   explicit BiasRows(const AttentionBwdParams& bwd) : bwd_(bwd), p_(bwd.fwd) {}
 
-  // Reserves workspace for `rows` rows.
+  // Reserves workspace for `rows` query rows.
   void place(Arena* arena, int64_t rows) {
     sums_ = arena->take<float>(kWholeRows ? rows * 16 : 0);
     heavy_ = arena->take<Heavy>(kWholeRows ? rows : 0);
   }
 
-  // Clears keys [j, j + n) of the bias heads that query heads [h, h + heads) of batch b use.
+  // Zeroes the gradient of keys [j, j + n) in the bias heads that query heads [h, h + heads) of
+  // batch b use.
   void begin(int64_t b, int64_t h, int64_t heads, int64_t j, int64_t n) const {
     const int64_t own = p_.mask.bias.strides[1] == 0 ? 1 : heads;
     for (int64_t e = 0; n > 0 && e < own * p_.seqlen_q; ++e) {
@@ -43,7 +44,8 @@ class BiasRows {
     }
   }
 
-  // Adds a tile of dS, whose `rows` queries are rows from `first` on. weights: its P.
+  // Adds a tile of dS with `rows` queries to the gradient. `first` is the index of its first query
+  // in the workspace. weights: the tile of P.
   void add(const TileAt& at, int64_t first, int64_t rows, const float* grads,
            const float* weights) {
     for (uint32_t r = 0; r < rows; ++r) {
@@ -59,7 +61,8 @@ class BiasRows {
     }
   }
 
-  // Corrects row `at`, query i of head (b, h), after all keys were added.
+  // Corrects the gradient of query i of head (b, h), whose index in the workspace is `at`. Called
+  // after all keys were added.
   void end_row(int64_t at, int64_t b, int64_t h, int64_t i, float grad_lse) const {
     const Heavy& heavy = heavy_[at];
     if (heavy.count == 0) return;
@@ -69,7 +72,7 @@ class BiasRows {
   }
 
  private:
-  // The keys of a row that have more than 1 / 16 of its weight.
+  // The keys of a row with more than 1/16 of its weight.
   struct Heavy {
     static constexpr int kMost = 15;
     int count;
@@ -86,7 +89,7 @@ class BiasRows {
                         _mm512_cmp_ps_mask((__m512)load(weights), least, _CMP_GT_OQ));
     for (; heavy != 0; heavy &= heavy - 1) {
       Heavy& found = heavy_[at];
-      if (found.count == Heavy::kMost) return;  // possible only by rounding
+      if (found.count == Heavy::kMost) return;  // only possible because of rounding
       const int t = __builtin_ctz(heavy);
       found.weight[found.count] = weights[t % 16 + t / 16 * kPairSums];
       found.key[found.count++] = j + t;
@@ -102,8 +105,8 @@ class BiasRows {
 
   const AttentionBwdParams& bwd_;
   const AttentionParams& p_;
-  float* sums_;   // (rows, 16): sums of dS, per lane
-  Heavy* heavy_;  // (rows)
+  float* sums_;   // (rows, 16); row sums of dS, one partial sum per lane
+  Heavy* heavy_;  // (rows); the keys of each row to correct
 };
 
 }  // namespace

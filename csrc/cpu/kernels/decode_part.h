@@ -1,5 +1,5 @@
-// Split-KV parts for the decode kernels: all queries of all heads that share keys and values,
-// against a range of keys.
+// Partial results of the decode kernels for split-KV. Each covers a range of keys and all queries
+// of all heads that share them.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -10,14 +10,15 @@ namespace {
 
 constexpr int64_t kDecodeKeys = 64;  // keys per block
 
-// Partial result over a range of keys; out is not divided by sum.
+// Partial result over a range of keys. Does not own its memory.
 template <class A>
 struct DecodePart {
-  A* out;      // (rows, wide)
-  A* maximum;  // (rows), in score units: subtracted from the scores; -inf without visible keys
-  A* sum;      // (rows)
+  A* out;      // (rows, wide), not divided by sum
+  A* maximum;  // (rows), shift of the scores, in score units; -inf without visible keys
+  A* sum;      // (rows), of exp(score - maximum)
 };
 
+// Dimensions of a DecodePart.
 template <class A>
 struct DecodeShape {
   explicit DecodeShape(const AttentionParams& p)
@@ -28,13 +29,14 @@ struct DecodeShape {
   // Returns the number of elements of a DecodePart.
   int64_t part() const { return rows * (wide + 2); }
 
+  // Returns the DecodePart stored at `numbers`, an array of part() elements.
   DecodePart<A> at(A* numbers) const {
     return {numbers, numbers + rows * wide, numbers + rows * (wide + 1)};
   }
 
-  const int64_t group;  // heads that share keys and values
-  const int64_t rows;   // queries of these heads
-  const int64_t wide;   // head_dim_v, padded
+  const int64_t group;  // query heads per key/value head
+  const int64_t rows;   // query rows of these heads
+  const int64_t wide;   // head_dim_v, padded to a multiple of 64
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
-// Decode kernel with vectors: a few queries against many keys.
+// Decode kernel for vector units: few queries, many keys.
 //
-// Lanes are features, so keys and values are read in place, but a score is then a sum over lanes.
-// With more than a few queries, lanes of the scores are queries, and the scores are transposed.
+// Vector lanes hold features, so keys and values are read in place, and each score is a horizontal
+// sum. From kMinColumns query rows on, QK^T is computed with queries in lanes instead, and the
+// scores are then transposed.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -13,12 +14,15 @@ template <class T>
 class DecodeRows {
   using A = Acc<T>;
   static constexpr int64_t kLane = kLanes<A>;
-  static constexpr int kShare = 4;  // rows that share loads of keys and values
-  // Vectors of features that share a weight: as many accumulators as fit in registers.
+  static constexpr int kShare = 4;  // query rows that share each load of K or V
+  // Vectors of features per broadcast weight. The kShare * kWide accumulators must fit in
+  // registers.
   static constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
-  static constexpr bool kTransposes = kLane == 16;  // AVX2 gains little
-  // Number of rows from which queries are lanes, even if many lanes stay empty. (A block of 64 keys
-  // in float32, D 64, AVX-512: 8 queries 2.25 us either way, 16 queries 3.0 and 4.5 us.)
+  static constexpr bool kTransposes = kLane == 16;  // little gain with AVX2
+  // Minimum number of query rows for QK^T with queries in lanes, even if many lanes are unused. On
+  // AVX-512, a block of 64 keys at head_dim 64 in float32 takes 2.25 us with either layout for 8
+  // queries. For 16 queries, it takes 3.0 us with queries in lanes and 4.5 us with features in
+  // lanes.
   static constexpr int64_t kMinColumns = 9;
 
  public:
@@ -37,7 +41,7 @@ class DecodeRows {
     return arena_.layout([&] { place(); });
   }
 
-  // Computes the part of keys [begin, end) of a key/value head.
+  // Computes the partial result of keys [begin, end) of a key/value head.
   void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<A>& part) {
     part_ = part;
     memset(part.out, 0, shape_.rows * shape_.wide * sizeof(A));
@@ -50,7 +54,7 @@ class DecodeRows {
       const int64_t h = h_kv * shape_.group + r / p_.seqlen_q, i = r % p_.seqlen_q;
       const T* const head = at_head<T>(p_.query, p_.query_strides, queries, h);
       A* const row = query_ + r * wide_qk_;
-      memset(row, 0, wide_qk_ * sizeof(A));  // also rows that a shorter sequence lacks
+      memset(row, 0, wide_qk_ * sizeof(A));  // includes rows past the end of a sequence
       if (i < queries.count) load_row(head + i * p_.query_strides[2], p_.head_dim, row);
     }
     for (int64_t r = 0; by_columns_ && r < shape_.rows; r += kLane) {
@@ -77,7 +81,7 @@ class DecodeRows {
     value_ = arena_.template take<T>(kDecodeKeys * shape_.wide);
   }
 
-  // Adds one KV block to all rows.
+  // Processes one KV block for all query rows.
   void block(int64_t b, int64_t h_kv, int64_t j, int64_t n) {
     const SequenceRows keys = key_rows(p_, b);
     int64_t key_stride = p_.key_strides[2], value_stride = p_.value_strides[2];
@@ -105,7 +109,7 @@ class DecodeRows {
       weigh({b, h_kv * shape_.group + g, 0, j, n}, kinds_[g], g * p_.seqlen_q);
     }
     ahead_ = {keys_at + kDecodeKeys * key_stride, key_stride, p_.head_dim};
-    // A masked key may hold NaN, and 0 * NaN is NaN.
+    // A masked value may be NaN, and 0 * NaN is NaN.
     if (partial && !rows_finite(value, value_stride, n, p_.head_dim_v)) {
       for (int64_t r = 0; r < shape_.rows; ++r) add_seen_values(value, value_stride, n, r);
       return;
@@ -113,7 +117,8 @@ class DecodeRows {
     for_rows([&](auto count, int64_t r) { add_values<count>(value, value_stride, n, r); });
   }
 
-  // Calls f(count, first) for all rows, in groups of kShare, then 2, then 1.
+  // Calls f(count, first) for all query rows, in groups of kShare, then 2, then 1. `count` is a
+  // std::integral_constant.
   template <class F>
   void for_rows(const F& f) {
     const int64_t left = shape_.rows % kShare;
@@ -129,7 +134,8 @@ class DecodeRows {
     if (left % 2 == 1) take(std::integral_constant<int, 1>());
   }
 
-  // Returns rows padded to full vectors: in place, or copied to buffer.
+  // Returns rows of `wide` elements: src itself, or a zero-padded copy in `buffer`. Updates *stride
+  // for a copy.
   static const T* whole_vectors(const T* src, int64_t n, int64_t dim, int64_t wide, T* buffer,
                                 int64_t* stride) {
     if (dim == wide) return src;
@@ -138,7 +144,8 @@ class DecodeRows {
     return buffer;
   }
 
-  // Computes the scores of kCount queries, kLane keys at a time; past the end the last key repeats.
+  // Computes QK^T of kCount query rows, kLane keys at a time. The last key is repeated past the
+  // end.
   template <int kCount>
   void score_rows(const T* key, int64_t stride, int64_t n, int64_t first) {
     const A* const query = query_ + first * wide_qk_;
@@ -169,7 +176,7 @@ class DecodeRows {
     }
   }
 
-  // Computes the scores of all queries, kLane queries and kLane keys at a time.
+  // Computes QK^T of all query rows in tiles of kLane queries x kLane keys, with queries in lanes.
   void score_columns(const T* key, int64_t stride, int64_t n) {
     if constexpr (kTransposes) {
       const A* const numbers = number_rows(key, n, &stride);
@@ -186,12 +193,13 @@ class DecodeRows {
 
   static constexpr int kHalf = 8;
 
-  // Computes the scores of kLane keys with partial sums of kSumSteps features.
+  // Computes QK^T of one tile. Accumulates partial sums of kSumSteps features, which limits the
+  // rounding error.
   __attribute__((noinline)) void multiply_columns(const A* key, int64_t stride, const A* query,
                                                   int64_t t, Vec<A>* sums) const {
     const int64_t parts = div_up(p_.head_dim, kSumSteps);
-    // Two bases, for keys 0 to 7 and 8 to 15, and shared offsets: 16 addresses would not fit in
-    // registers.
+    // Keys 0 to 7 and keys 8 to 15 have separate base pointers and share eight offsets, because 16
+    // pointers would not fit in registers.
     const A *low = key, *high = key + kHalf * stride;
     int64_t apart[kHalf];
     for (int l = 0; l < kHalf; ++l) {
@@ -219,7 +227,8 @@ class DecodeRows {
     }
   }
 
-  // Returns keys converted to A, padded to a multiple of kLane keys.
+  // Returns the keys as A, zero-padded to a multiple of kLane keys: in place if possible, else in
+  // key_numbers_. Updates *stride for a copy.
   const A* number_rows(const T* key, int64_t n, int64_t* stride) {
     if constexpr (sizeof(T) == sizeof(A)) {
       if (n % kLane == 0) return key;
@@ -232,7 +241,9 @@ class DecodeRows {
     return key_numbers_;
   }
 
-  // Converts the scores of one head's rows, from `first` on, to weights.
+  // Converts the scores of one head to weights: applies scale, mask, softmax and dropout.
+  //
+  // first: index of the first query row of the head.
   void weigh(const TileAt& at, Tile kind, int64_t first) {
     A* const scores = scores_ + first * kDecodeKeys;
     if (kind == Tile::kSkip) {
@@ -264,7 +275,7 @@ class DecodeRows {
     }
   }
 
-  // Converts scores to natural units.
+  // Applies the scale and softcap to a row of scores in place.
   void scale_row(A* scores) const {
     const bool capped = p_.softcap > 0;
     const A inner = static_cast<A>(capped ? p_.scale / p_.softcap : p_.scale);
@@ -275,7 +286,8 @@ class DecodeRows {
     }
   }
 
-  // Converts scores to weights; updates maximum and sum, and rescales out.
+  // Replaces a row of scores by exp(score - maximum). Updates the running maximum and sum, and
+  // rescales out if the maximum increased.
   void softmax_row(int64_t n, A* scores, A* out, A* maximum, A* sum) const {
     for (int64_t t = n; t < round_up(n, kLane); ++t) scores[t] = -infinity();
     Vec<A> highest = broadcast<A>(-infinity()), total{};
@@ -292,7 +304,7 @@ class DecodeRows {
     *sum += horizontal_sum<A>(total);
   }
 
-  // Rescales out and sum to a higher maximum.
+  // Rescales out and sum to the new maximum `top`.
   void rescale(A top, A* out, A* maximum, A* sum) const {
     const Vec<A> alpha = exp_nonpositive<A>(broadcast<A>(*maximum - top), unit_);
     for (int64_t d = 0; d < shape_.wide; d += kLane) store(out + d, load(out + d) * alpha);
@@ -300,7 +312,8 @@ class DecodeRows {
     *sum *= alpha[0];
   }
 
-  // out += weights * value for kCount rows, with partial sums of kSumSteps keys.
+  // Accumulates PV of kCount query rows into out, with partial sums of kSumSteps keys, which limit
+  // the rounding error.
   template <int kCount>
   void add_values(const T* value, int64_t stride, int64_t n, int64_t first) {
     const A* const weights = scores_ + first * kDecodeKeys;
@@ -318,7 +331,7 @@ class DecodeRows {
     }
   }
 
-  // Adds kVectors vectors of features, from vector c on.
+  // Accumulates kVectors vectors of features of PV, from vector c on, over keys [begin, end).
   template <int kCount, int kVectors>
   void add_features(const T* value, int64_t stride, int64_t begin, int64_t end, const A* weights,
                     int64_t c, A* out) const {
@@ -343,7 +356,7 @@ class DecodeRows {
     }
   }
 
-  // out += weights * value for one row, skipping keys of weight 0.
+  // Accumulates PV of one query row into out, skipping keys with weight 0.
   void add_seen_values(const T* value, int64_t stride, int64_t n, int64_t row) {
     A* const out = part_.out + row * shape_.wide;
     for (int64_t t = 0; t < n; ++t) {
@@ -355,9 +368,9 @@ class DecodeRows {
     }
   }
 
-  // Prefetches the keys or values needed next. This keeps memory busy: the hardware prefetcher
-  // restarts at each block and page. The rows are traversed in several turns, each of which
-  // prefetches some lines of every row.
+  // Prefetches the keys or values of the next phase. The hardware prefetcher alone leaves memory
+  // idle, because it restarts at each block and page. The rows are traversed in several passes, and
+  // each pass prefetches some cache lines of every row.
   class Ahead {
    public:
     Ahead() = default;
@@ -385,16 +398,16 @@ class DecodeRows {
   const DecodeShape<A>& shape_;
   const ScoreUnits units_;
   const ExpUnit<A> unit_;  // unit of the scores
-  const int64_t wide_qk_;  // head_dim, padded
+  const int64_t wide_qk_;  // head_dim, padded to full vectors
   BlockMask<A, kDecodeKeys> block_mask_;
-  const bool by_columns_;  // lanes of the scores are queries
+  const bool by_columns_;  // compute QK^T with queries in lanes
   Ahead ahead_{};
   DecodePart<A> part_{};
   Arena arena_;
   A* query_;         // (rows, wide_qk)
   A* columns_;       // (rows / kLane, head_dim, kLane): query_, transposed
   A* scores_;        // (rows, kDecodeKeys)
-  Tile* kinds_;      // (heads that share the keys)
+  Tile* kinds_;      // (group), of the current block
   T *key_, *value_;  // (kDecodeKeys, wide_qk), (kDecodeKeys, wide)
   A* key_numbers_;   // (kDecodeKeys, head_dim)
 };

@@ -1,9 +1,9 @@
-// Decode kernel for AMX: a few queries against many keys.
+// Decode kernel for AMX: few queries, many keys.
 //
-// Keys are left tiles, so scores come out as (keys, queries) and are transposed. Softmax, masks and
-// weights then have the row layout of query tiles (tile_softmax.h, tile_scores.h). Keys of types
-// with one part are read in place; others are split into parts, one block at a time, which stays in
-// L1. Values are packed in pairs of rows.
+// Keys are the left operand of QK^T, so the score tiles are (keys, queries) and must be transposed.
+// Softmax, masks and weights then use the row layout of query tiles (tile_softmax.h,
+// tile_scores.h). Keys of types with one part are read in place. Keys of other types are split into
+// parts one block at a time, so the block stays in L1. Values are packed in pairs of rows.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
@@ -23,13 +23,13 @@ class DecodeTiles {
   static_assert(kDecodeKeys == kTileKeys, "one kind of block");
   static_assert(F::kRounds, "float32 takes six products, and longer to be split than vectors take");
   static constexpr int64_t kScoreTiles = kTileKeys / 16;
-  static constexpr int64_t kGathered = 4;  // up to so many rows, gathers beat a transpose
-  // Lines of the next block that are prefetched after each product.
+  static constexpr int64_t kGathered = 4;  // maximum rows for which gathers beat a transpose
+  // Cache lines of the next block to prefetch after each MMA.
   static constexpr int64_t kAhead = 8;
   static constexpr int32_t kTileIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
  public:
-  // Number of rows from which this is faster than DecodeRows.
+  // Minimum number of query rows for which this kernel is faster than DecodeRows.
   static constexpr int64_t kMinRows = F::kParts == 1 ? 1 : 6;
 
   DecodeTiles(const AttentionParams& p, const MaskView<float>& mask,
@@ -49,7 +49,7 @@ class DecodeTiles {
     return arena_.layout([&] { place(); });
   }
 
-  // Computes the part of keys [begin, end) of a key/value head.
+  // Computes the partial result of keys [begin, end) of a key/value head.
   void run(int64_t b, int64_t h_kv, int64_t begin, int64_t end, const DecodePart<float>& part) {
     b_ = b;
     h_kv_ = h_kv;
@@ -61,18 +61,19 @@ class DecodeTiles {
   }
 
  private:
-  // The queries of some heads, head by head.
+  // A query tile: all queries of one or more heads, one head after another.
   struct QueryTile {
-    int64_t head, heads;  // first head in the group, number of heads
-    int64_t rows, tiles;  // tiles of 16 rows
+    int64_t head, heads;  // first head in the group; number of heads
+    int64_t rows, tiles;  // query rows; tiles of 16 rows
     uint16_t* query;      // right tiles (tiles, steps)
-    float* out;           // tiles (2 steps_v, 2), not divided by sums
-    bool begun;           // a block was added
+    float* out;           // accumulator tiles (2 steps_v, 2), unnormalized
+    bool begun;           // at least one block was processed
     QueryTileRows state;
   };
 
-  // Left tiles of a KV block, with the distances between groups of 32 keys (pair), of 16 keys
-  // (second), and between steps.
+  // The keys of a block as left tiles, in place or packed. `pair`, `second` and `step` are the
+  // distances, in elements, between groups of 32 keys, between the halves of a group, and between
+  // steps. `row_bytes` is the distance between rows of a tile.
   struct KeyTiles {
     const uint16_t* tile(int64_t t, int64_t s, int64_t part) const {
       return at + t / 2 * pair + t % 2 * second + s * step + part * kPairNumbers;
@@ -82,9 +83,11 @@ class DecodeTiles {
     int64_t pair, second, step, row_bytes;
   };
 
-  // Prefetches the lines of the next block, a few at a time: a burst stalls on the few outstanding
-  // requests of a core, and memory idles after it. (10.4 GB/s in bursts of 4 per pair of rows, 11.1
-  // spread out, 8.7 with the hardware prefetcher alone; a plain sum of the same bytes: 12.8.)
+  // Prefetches the next block a few cache lines at a time. A burst would stall on the limited
+  // number of outstanding requests of a core, and memory would be idle after it.
+  //
+  // Measured bandwidth: 8.7 GB/s with the hardware prefetcher alone, 10.4 GB/s in bursts of 4 lines
+  // per pair of rows, 11.1 GB/s spread out. Summing the same bytes reaches 12.8 GB/s.
   class Ahead {
    public:
     void begin(const DecodeTiles& self, int64_t j) {
@@ -97,7 +100,7 @@ class DecodeTiles {
     }
 
     FUSED_ATTN_INLINE void prefetch(int64_t count) {
-      if (left_ <= 0) return;  // may overshoot by a few lines, which is harmless
+      if (left_ <= 0) return;  // count may exceed left_, which is harmless
       left_ -= count;
       for (; count > 0; --count) {
         __builtin_prefetch(key_.row + d_, 0, 2);
@@ -109,7 +112,7 @@ class DecodeTiles {
       }
     }
 
-    int64_t lines = 0;  // per block
+    int64_t lines = 0;  // cache lines per block
 
    private:
     static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
@@ -157,7 +160,7 @@ class DecodeTiles {
     Pack::right(rows, query_tile.tiles * kTileRows, p_.head_dim, steps_, query_tile.query);
   }
 
-  // Adds one KV block to all query tiles.
+  // Processes one KV block for all query tiles.
   void block(int64_t j, int64_t n) {
     bool any = false;
     for (int64_t g = 0; g < shape_.group; ++g) {
@@ -182,7 +185,7 @@ class DecodeTiles {
     }
   }
 
-  // Returns the keys in place, or packed.
+  // Returns the keys of a block: in place if possible, otherwise copied or packed into key_.
   KeyTiles key_tiles(int64_t j, int64_t n) {
     int64_t stride = p_.key_strides[2];
     if constexpr (F::kParts == 1) {
@@ -206,7 +209,8 @@ class DecodeTiles {
     return {key_, pair, kTileNumbers, F::kParts * kPairNumbers, 64};
   }
 
-  // Computes the scores of 16 rows and transposes them to (queries, keys).
+  // Computes QK^T of 16 query rows and transposes the score tiles from (keys, queries) to (queries,
+  // keys).
   void multiply_keys(const QueryTile& query_tile, int64_t tile, const KeyTiles& keys) {
     const uint16_t* query = query_tile.query + tile * steps_ * F::kParts * kTileNumbers;
     tile_zero<0>();
@@ -253,7 +257,8 @@ class DecodeTiles {
     }
   }
 
-  // Converts scores to weights, and rescales out where a shift changed.
+  // Converts the scores of a query tile to weights: applies mask, softmax and dropout. Rescales out
+  // in rows whose shift changed.
   void weigh(QueryTile* query_tile, int64_t j, int64_t n) {
     for (int64_t g = 0; g < query_tile->heads; ++g) {
       const Tile kind = kinds_[query_tile->head + g];
@@ -292,7 +297,7 @@ class DecodeTiles {
     return {b_, h_kv_ * shape_.group + query_tile.head + g, 0, j, n};
   }
 
-  // out += weights * values, for 16 rows.
+  // Accumulates PV of 16 query rows into out.
   void add_values(const QueryTile& query_tile, int64_t tile) {
     const uint16_t* const weights = weights_ + tile * kTileNumbers;
     float* const out = query_tile.out + tile * kTileSums;
@@ -333,7 +338,7 @@ class DecodeTiles {
     if (kColumns == 4) tile_store<3>(out + 3 * kPairSums);
   }
 
-  // Adds a non-finite value to the rows that attend to it.
+  // Accumulates a non-finite value, which is packed as 0, for the query rows that attend to it.
   void add_nonfinite(const QueryTile& query_tile, int64_t j, int64_t t) {
     const T* const value = values_ + (j + t) * p_.value_strides[2];
     for (uint32_t r = 0; r < query_tile.rows; ++r) {
@@ -347,6 +352,7 @@ class DecodeTiles {
     }
   }
 
+  // Writes a query tile to `part`, corrected for the rounding of the weights.
   void end_query_tile(const QueryTile& query_tile, const DecodePart<float>& part) const {
     for (int64_t r = 0; r < query_tile.rows; ++r) {
       const int64_t at = query_tile.head * p_.seqlen_q + r;
@@ -373,15 +379,15 @@ class DecodeTiles {
   TileRegisters registers_;
   Arena arena_;
   int64_t b_ = 0, h_kv_ = 0;
-  const T *keys_, *values_;  // first row of this head
+  const T *keys_, *values_;  // first rows of the current key/value head
   Ahead ahead_;
   QueryTile* query_tiles_;
-  Tile* kinds_;  // of the block, per head
+  Tile* kinds_;  // (group), of the current block
   uint16_t* queries_;
   float* outs_;
   uint16_t* key_;   // left tiles (2, steps, parts, 2), or copied rows
-  KeyBlock block_;  // its values: right tiles (2, 2 steps_v, parts) of pairs of keys
-  float* turned_;   // tiles of (keys, queries)
+  KeyBlock block_;  // value: right tiles (2, 2 steps_v, parts) of pairs of keys
+  float* turned_;   // score tiles (keys, queries)
   float* scores_at_;
   uint16_t* weights_;
 };

@@ -1,4 +1,4 @@
-// A mask for the CPU kernels: classifies tiles, and applies the mask to a tile of scores.
+// Mask support for the CPU kernels: classifies tiles, and applies the mask to tiles of scores.
 #pragma once
 
 #include "block_ranges.h"
@@ -9,19 +9,20 @@
 namespace fused_attn {
 namespace {
 
-constexpr int64_t kBlockN = 128;  // keys of a tile: scores of 32 queries fill 16 KiB, half of L1
+// Keys of a KV block. Its scores for 32 queries take 16 KiB, half of L1.
+constexpr int64_t kBlockN = 128;
 
 template <class A>
 class MaskView {
   static constexpr int kLane = kLanes<A>;
   static constexpr int64_t kRows = kPanel<A>;
-  static constexpr int64_t kSpan = 32;      // a step of tile registers
-  static constexpr int64_t kBiasKeys = 16;  // keys transposed together
+  static constexpr int64_t kSpan = 32;      // K of one tile MMA
+  static constexpr int64_t kBiasKeys = 16;  // keys that are transposed together
   using VecI = Vec<Int<A>>;
 
  public:
-  // Scans the documents once for the ids in each query tile and each KV block of `block` keys.
-  // Returns false if out of memory.
+  // Initializes the view. Scans the document ids once for the range of ids in each query tile and
+  // in each KV block of `block` keys. `p` must outlive the view. Returns false if out of memory.
   bool init(const AttentionParams& p, int64_t block = kBlockN) {
     p_ = &p;
     block_ = block;
@@ -39,7 +40,7 @@ class MaskView {
     return true;
   }
 
-  // Classifies the query tile from i_begin on against the KV block [j_begin, j_end).
+  // Classifies the query tile that begins at row i_begin against the KV block [j_begin, j_end).
   Tile classify(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t j_end) const {
     const int64_t i_end = min64(i_begin + kRows, num_queries(b));
     Tile tile = classify_bounds(bounds(b), i_begin, i_end, j_begin, j_end);
@@ -59,8 +60,9 @@ class MaskView {
     return tile == Tile::kFull && mask_->slopes != nullptr ? Tile::kPartial : tile;
   }
 
-  // Finds [*lo, *hi), outside which the structure masks all keys of block [j_begin, j_end) for the
-  // entire query tile. Both are multiples of kSpan from j_begin on, or j_end.
+  // Computes the key range [*lo, *hi) of block [j_begin, j_end) outside which the structural mask
+  // masks all keys for the entire query tile. *lo - j_begin is a multiple of kSpan. *hi - j_begin
+  // is too, unless *hi is j_end.
   void visible_span(int64_t b, int64_t i_begin, int64_t j_begin, int64_t j_end, int64_t* lo,
                     int64_t* hi) const {
     const SequenceBounds s = bounds(b);
@@ -72,9 +74,9 @@ class MaskView {
     *hi = min64(j_begin + round_up(end, kSpan), j_end);
   }
 
-  // Adds biases to the scores (n keys, kRows), in natural units, and sets masked ones to -inf.
+  // Adds biases to the scores (n keys, kRows), in natural units, and sets masked scores to -inf.
   //
-  // stage: (kBlockN, kRows) of A.
+  // stage: workspace (kBlockN, kRows).
   void apply(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
              A* stage) const {
     add_bias(b, h, i_begin, j_begin, n, scores, stage);
@@ -115,7 +117,7 @@ class MaskView {
     const DenseTensor& t = mask_->key_mask;
     const uint8_t* row = static_cast<const uint8_t*>(t.data) + b * t.strides[0] + h * t.strides[1];
     int64_t seen = 0;
-    if (t.strides[3] == 1) {  // vectorizes
+    if (t.strides[3] == 1) {  // this loop vectorizes
       for (int64_t j = j_begin; j < j_end; ++j) seen += row[j] != 0;
     } else {
       for (int64_t j = j_begin; j < j_end; ++j) seen += row[j * t.strides[3]] != 0;
@@ -144,7 +146,7 @@ class MaskView {
     const DenseTensor& t = mask_->bias;
     const B* base = static_cast<const B*>(t.data) + b * t.strides[0] + h * t.strides[1] +
                     i_begin * t.strides[2] + j_begin * t.strides[3];
-    if (t.strides[2] == 0) {  // the same for every query
+    if (t.strides[2] == 0) {  // the bias is the same for every query
       for (int64_t j = 0; j < n; ++j) {
         const Vec<A> bias = broadcast<A>(static_cast<A>(to_acc(base[j * t.strides[3]])));
         for (int v = 0; v < 2; ++v) add_to(bias, scores + j * kRows + v * kLane);
@@ -189,7 +191,8 @@ class MaskView {
     }
   }
 
-  // Sets bit l of words[t] if key j_begin + t is visible to query i_begin + l. Ignores biases.
+  // Sets bit l of words[t] if key j_begin + t is visible to query i_begin + l. Does not apply
+  // biases.
   void visible_words(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                      uint32_t* words) const {
     bound_words(bounds(b), i_begin, j_begin, n, words);
@@ -203,7 +206,8 @@ class MaskView {
     if (mask_->dense.data != nullptr) and_dense(b, h, i_begin, j_begin, n, words);
   }
 
-  // The visible keys of a row are one interval, so its bit changes only at both ends.
+  // Computes visible_words() for the structural mask. The visible keys of a row form one interval,
+  // so its bit changes only at both ends.
   static void bound_words(const SequenceBounds& s, int64_t i_begin, int64_t j_begin, int64_t n,
                           uint32_t* words) {
     uint32_t changes[kBlockN + 1] = {};
@@ -236,7 +240,8 @@ class MaskView {
     }
   }
 
-  // Packs four keys of a row into a word, so a transposed vector holds four keys of kLanes queries.
+  // Clears the bits that the dense mask masks. Four keys of a row form one word, so a transposed
+  // vector holds four keys of kLanes queries.
   void and_dense(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                  uint32_t* words) const {
     const DenseTensor& t = mask_->dense;
@@ -268,8 +273,8 @@ class MaskView {
   const AttentionParams* p_ = nullptr;
   const MaskParams* mask_ = nullptr;
   int64_t block_ = kBlockN, num_query_tiles_ = 0, num_blocks_ = 0;
-  IdRange* query_ids_ = nullptr;  // (batch, query tiles)
-  IdRange* key_ids_ = nullptr;    // (batch, blocks)
+  IdRange* query_ids_ = nullptr;  // (batch, query tiles); id range of each query tile
+  IdRange* key_ids_ = nullptr;    // (batch, KV blocks); id range of each KV block
   Arena arena_;
 };
 

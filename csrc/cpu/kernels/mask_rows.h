@@ -1,4 +1,5 @@
-// Masks the scores of a KV block one query at a time, for kernels whose rows are queries.
+// Applies a mask to the scores of a KV block, one query at a time, for kernels whose score rows are
+// queries.
 #pragma once
 
 #include "cpu/kernels/mask.h"
@@ -6,12 +7,12 @@
 namespace fused_attn {
 namespace {
 
-// Returns bits [0, n).
+// Returns a word in which bits [0, n) are set.
 inline uint64_t first_bits(int64_t n) {
   return n >= 64 ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1;
 }
 
-// The mask of keys [j_begin, j_begin + n), n <= kKeys, of head (b, h).
+// The mask of one head (b, h) for keys [j_begin, j_begin + n), where n <= kKeys.
 template <class A, int64_t kKeys>
 class BlockMask {
   static constexpr int kLane = kLanes<A>;
@@ -31,9 +32,9 @@ class BlockMask {
                           keys.strides[3]);
   }
 
-  // Adds biases to the scores of query i, in natural units, and sets masked ones to -inf.
+  // Adds biases to the scores of query i, in natural units, and sets masked scores to -inf.
   //
-  // scores: kKeys scores, with a vector every `stride` elements.
+  // scores: kKeys elements; consecutive vectors are `stride` elements apart.
   void apply(int64_t i, A* scores, int64_t stride) const {
     if (mask_->bias.data != nullptr) add_bias(i, scores, stride);
     if (mask_->slopes != nullptr) add_alibi(i, scores, stride);
@@ -70,7 +71,7 @@ class BlockMask {
            i * t.strides[2] + j_begin_ * t.strides[3];
   }
 
-  // Sets bit t if byte t is not 0.
+  // Returns a word in which bit t is set if byte t is nonzero.
   uint64_t byte_bits(const uint8_t* bytes, int64_t stride) const {
 #if defined(__AVX512BW__)
     if (stride == 1) {
@@ -134,7 +135,7 @@ class BlockMask {
   void add_alibi(int64_t i, A* scores, int64_t stride) const {
     const A slope = static_cast<A>(
         mask_->slopes[b_ * mask_->slopes_strides[0] + h_ * mask_->slopes_strides[1]]);
-    // Loaded from a table, since a vector built lane by lane would be rebuilt for each row.
+    // Uses a table, because a vector built lane by lane would be rebuilt for each row.
     Vec<Int<A>> ahead =
         static_cast<Int<A>>(i + bounds_.alibi_offset - j_begin_) - fused_attn::load(kLaneIndex);
     for (int64_t t = 0; t < kKeys; t += kLane) {

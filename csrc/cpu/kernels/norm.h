@@ -1,8 +1,8 @@
-// layer_norm and rms_norm of residual + dropout(input), forward and backward, by blocks of rows.
+// layer_norm and rms_norm of residual + dropout(input), forward and backward.
 //
-// Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4. A row is read once and
-// stays in L1 or L2 during two passes for mean and variance, which avoids the cancellation of a
-// difference of two large sums.
+// Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4. A row is read from
+// memory once and stays in L1 or L2 for the two passes that compute mean and variance. Two passes
+// avoid the cancellation in a difference of two large sums.
 #pragma once
 
 #include <type_traits>
@@ -12,13 +12,13 @@
 namespace fused_attn {
 namespace {
 
-// The backward does not stream rows shorter than this. In ms, 65536 rows take 7.6 streamed and 2.0
-// otherwise with 64 columns, 2.4 and 1.5 with 256, 1.8 and 1.4 to 2.0 with 512. (The forward gains
-// at every length.)
+// The backward uses streaming stores only for rows of at least this length. With and without them,
+// 65536 rows take 7.6 and 2.0 ms for 64 columns, 2.4 and 1.5 ms for 256, 1.8 and 1.4 to 2.0 ms for
+// 512. The forward is faster with them at every length.
 constexpr int64_t kStreamGradFrom = 512;  // columns
 
-// Elements accumulated in one stretch. The sums of stretches are added in pairs, so the error grows
-// with the logarithm of the row length.
+// Elements accumulated in one stretch. The sums of stretches are added pairwise, so the rounding
+// error grows with the logarithm of the row length.
 constexpr int64_t kSumLength = 1024;
 
 template <class A, int kSums>
@@ -26,7 +26,8 @@ struct Terms {
   Vec<A> of[kSums];
 };
 
-// Accumulates kSums sums over columns [begin, end) of the vectors that term(c, count) returns.
+// Sums term(c, count) over the vectors of columns [begin, end). A term has kSums vectors, which are
+// summed separately.
 template <class A, int kSums, class Term>
 __attribute__((always_inline)) inline Terms<A, kSums> sum_stretch(int64_t begin, int64_t end,
                                                                   const Term& term) {
@@ -45,17 +46,18 @@ __attribute__((always_inline)) inline Terms<A, kSums> sum_stretch(int64_t begin,
   return part[0];
 }
 
-// Accumulates kSums sums over a row.
+// Sums term(c, count) over a row of n columns into kSums scalars.
 template <class A, int kSums, class Term>
 __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, A* sums) {
   Terms<A, kSums> total{};
   const auto add = [](const Terms<A, kSums>& from, Terms<A, kSums>* to) {
     for (int s = 0; s < kSums; ++s) to->of[s] += from.of[s];
   };
-  Terms<A, kSums> level[48];  // level[i]: the sum of 2^i stretches, if bit i of stretches is set
+  // level[i] is the sum of 2^i stretches if bit i of stretches is set.
+  Terms<A, kSums> level[48];
   int64_t stretches = 0;
   for (int64_t begin = 0; begin < n; begin += kSumLength, ++stretches) {
-    // A single call site for all lengths, because `term` is inlined several times at each.
+    // A single call site for all lengths, because `term` is inlined several times per call site.
     Terms<A, kSums> own = sum_stretch<A, kSums>(begin, min64(begin + kSumLength, n), term);
     if (n <= kSumLength) {
       total = own;
@@ -74,11 +76,11 @@ __attribute__((always_inline)) inline void sum_row(int64_t n, const Term& term, 
 inline float square_root(float x) { return __builtin_sqrtf(x); }
 inline double square_root(double x) { return __builtin_sqrt(x); }
 
-// Each pass runs over a block of rows before the next pass, which hides a row's dependency chain
-// from sum to variance to square root behind other rows. A row's result does not depend on the
-// other rows of its block.
+// Rows per block. Each of the passes (sum, variance, output) runs over all rows of a block before
+// the next pass begins. The dependency chain of one row, from sum to variance to square root, then
+// overlaps with other rows. The result of a row does not depend on the other rows of its block.
 constexpr int64_t kMaxBlockRows = 8;
-constexpr int64_t kBlockBytes = int64_t{16} << 10;  // the block's cached rows stay in L1
+constexpr int64_t kBlockBytes = int64_t{16} << 10;  // so that a block stays in L1
 
 template <class T>
 class NormFwd {
@@ -123,12 +125,14 @@ class NormFwd {
     return true;
   }
 
-  // kPlain: rows are the input alone, with weight and bias.
+  // Normalizes rows [first, first + count). kPlain: there is no residual or dropout, and there are
+  // weight and bias.
   template <bool kPlain>
   void rows(int64_t first, int64_t count) {
     const int64_t n = p_.columns;
     const bool in_place = sizeof(T) == sizeof(A) && (kPlain || !added_);
-    // A list of row addresses made 65,536 rows of 64 take 1.2 times as long.
+    // Addresses are computed. A list of row addresses made 65,536 rows of 64 columns take 1.2 times
+    // as long.
     const bool one_run = p_.input_rows.run_step == 0;
     const T* const begin = row_of<T>(p_.input, p_.input_rows, first);
     const auto input = [&](int64_t k) {
@@ -156,7 +160,7 @@ class NormFwd {
     }
   }
 
-  // Returns a row's sum, and stores the row in the accumulator type to x unless it is null.
+  // Returns the sum of a row. Stores the row to x in the accumulator type, unless x is null.
   A load_sum(const T* input, A* x) const {
     A sum;
     const auto load = [&](int64_t c, int64_t count) __attribute__((always_inline)) -> Terms<A, 1> {
@@ -168,8 +172,8 @@ class NormFwd {
     return sum;
   }
 
-  // Stores residual + dropout(input) to x and, rounded, to total. x holds the rounded values, since
-  // the backward starts from them. Returns their sum.
+  // Stores residual + dropout(input) to x and, rounded to T, to total. If total is stored, x holds
+  // the rounded values, because the backward starts from them. Returns the sum of the row.
   A add_up(int64_t r, const T* input, A* x) const {
     const int64_t n = p_.columns;
     const bool drops = p_.dropout_p > 0;
@@ -226,20 +230,21 @@ class NormFwd {
   }
 
   const NormParams& p_;
-  const bool added_;      // rows are not the input alone
-  const int64_t stride_;  // of a row of x_
+  const bool added_;      // there is a residual or dropout, or total is stored
+  const int64_t stride_;  // row stride of x_, in elements
   Arena arena_;
   A* x_;  // (block, columns)
   RowDropout<A> dropout_;
 };
 
-// Rows whose gradients are computed together: they share loads of the weight and of the
-// accumulators of its gradient. Compilers fuse different multiply-adds for four rows than for one,
-// so a gradient's last bit may depend on its row's group. It does not depend on the number of
-// threads.
+// Number of rows whose gradients are computed together. They share the loads of the weight and of
+// the accumulators of its gradient. Compilers fuse different multiply-adds for four rows than for
+// one, so the last bit of a gradient may depend on the group of its row. It does not depend on the
+// number of threads.
 constexpr int kGradRows = 4;
 
-// Calls use(r, constant) for groups of kGradRows rows, then for single rows.
+// Calls use(r, constant) for groups of kGradRows rows, then for single rows. `constant` is the
+// number of rows, as a std::integral_constant.
 template <class Use>
 inline void for_rows(int64_t begin, int64_t end, const Use& use) {
   int64_t r = begin;
@@ -247,14 +252,14 @@ inline void for_rows(int64_t begin, int64_t end, const Use& use) {
   for (; r < end; ++r) use(r, std::integral_constant<int, 1>());
 }
 
-// With x the normalised row and g = weight * grad_out:
+// Backward of the norm. With x the normalised row and g = weight * grad_out:
 //   d(sum) = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms.
 template <class T>
 class NormBwd {
   using A = Acc<T>;
 
-  // Rows are divided into parts, whose weight gradients are added in order. The parts depend on the
-  // shape alone, so the result is the same for any number of threads.
+  // Rows are divided into parts, and the weight gradients of the parts are added in order. The
+  // division depends on the shape alone, so the result is the same for any number of threads.
   static constexpr int64_t kMaxParts = 64, kMinRows = 16;
 
  public:
@@ -262,7 +267,7 @@ class NormBwd {
     const NormParams& p = bwd.fwd;
     const int64_t per_part = max64(kMinRows, div_up(p.rows, kMaxParts));
     const int64_t parts = div_up(p.rows, per_part), n = p.columns;
-    Arena arena;  // (parts, 2, columns): weight, bias
+    Arena arena;  // holds sums (parts, 2, columns): gradients of weight and bias
     A* sums;
     if (!arena.layout([&] { sums = arena.template take<A>(parts * 2 * n); })) return false;
     const bool done = run_team(p.num_threads, parts, [&] {
@@ -305,7 +310,8 @@ class NormBwd {
     return true;
   }
 
-  // kAffine: weight is not null, and gradients of weight and bias are needed.
+  // Computes the gradients of kRows rows. kAffine: weight is not null, and the gradients of weight
+  // and bias are needed.
   template <bool kAffine, int kRows>
   void differentiate(int64_t first, A* weight_sum, A* bias_sum) {
     const int64_t n = p_.columns;
@@ -330,7 +336,8 @@ class NormBwd {
     const auto add = [](Vec<A> x, int64_t count, A* sum) {
       store_part<A>(load_part(sum, count) + x, count, sum);
     };
-    // Returns g x of each row, then g of each row. Accumulates gradients of weight and bias.
+    // Returns g * x of each row, followed by g of each row. Accumulates the gradients of weight and
+    // bias.
     const auto terms = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       Terms<A, 2 * kRows> terms;
       const Vec<A> factor = weight_at(c, count);
@@ -354,8 +361,8 @@ class NormBwd {
       along[k] = sums[k] / static_cast<A>(n);
       across[k] = p_.rms ? A(0) : sums[kRows + k] / static_cast<A>(n);
     }
-    // One row after another: streaming stores that alternate between rows take longer per cache
-    // line.
+    // Writes one row after another, because streaming stores that alternate between rows take
+    // longer per cache line.
 #pragma GCC unroll 1
     for (int k = 0; k < kRows; ++k) {
       const int64_t row = (first + k) * n;

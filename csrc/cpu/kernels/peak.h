@@ -1,5 +1,5 @@
-// Peak rates of this instruction set's multiply instructions without other work: the ceiling that
-// benchmarks compare kernels with.
+// Measures the peak rates of this instruction set's multiply instructions without other work.
+// Benchmarks compare kernels with these rates.
 #pragma once
 
 #include <time.h>
@@ -16,7 +16,7 @@ inline double seconds_now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Runs vector multiply-adds on one thread. Returns the number of operations.
+// Runs vector multiply-adds on the calling thread. Returns the number of operations.
 inline double spin_multiply_add(int64_t rounds) {
   constexpr int kChains = 2 * kMicroRows < 12 ? 2 * kMicroRows : 12;
   Vec<float> sum[kChains], x = broadcast<float>(0.999f), y = broadcast<float>(1e-3f);
@@ -32,12 +32,13 @@ inline double spin_multiply_add(int64_t rounds) {
 }
 
 #if defined(__AMX_BF16__)
-// Runs tile products of a type's parts, with one operand load per product. Types of several parts
-// need fewer loads (float32: 14 operands for 24 products), so their real ceiling is a bit higher.
+// Runs tile MMAs with one operand load per MMA. Returns the number of operations, where the MMAs of
+// all parts count once. Types of several parts need fewer loads (float32: 14 operands for 24 MMAs),
+// so their actual peak is slightly higher.
 template <class F>
 inline double spin_tiles(int64_t rounds) {
   TileRegisters registers;
-  // Arbitrary numbers: on zeros the unit draws less power and runs faster.
+  // Arbitrary nonzero values. With zeros, the tile unit draws less power and runs faster.
   alignas(64) uint16_t data[4][kTileNumbers];
   for (int i = 0; i < 4 * kTileNumbers; ++i) {
     (&data[0][0])[i] = static_cast<uint16_t>(0x3C00 + i * 37 % 128 - (i % 3 == 0 ? 0x8000 : 0));
@@ -89,7 +90,7 @@ inline double spin_pairs(int64_t rounds) {
 }
 #endif
 
-// Returns the operations per second of all threads combined, the best of five trials.
+// Returns the operations per second of `threads` threads combined, the best of five trials.
 template <class Spin>
 inline double peak_of(int64_t threads, const Spin& spin) {
   double best = 0;
@@ -106,7 +107,7 @@ inline double peak_of(int64_t threads, const Spin& spin) {
 
 inline double multiply_add_peak(int64_t threads) { return peak_of(threads, spin_multiply_add); }
 
-// Returns the peak rate of the instructions that attention uses for products of this type.
+// Returns the peak rate of the instructions that attention uses for matmuls of type T.
 template <class T>
 inline double product_peak(int64_t threads) {
 #if defined(__AMX_BF16__)

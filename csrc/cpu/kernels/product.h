@@ -1,9 +1,7 @@
-// The products of attention in the format that this instruction set multiplies.
+// The matmuls of attention, in the operand format that this instruction set multiplies.
 //
 // Left operands (rows, steps) are broadcast or read in tiles of rows. Right operands (steps, lanes)
-// hold a panel of queries or features in their lanes. Product<T> packs both and multiplies them.
-//   NumberProduct: accumulator-type elements, by vector multiply-add; in place if possible.
-//   PairProduct: bfloat16 pairs, by vdpbf16ps, BFMMLA or AMX tiles.
+// hold a panel of queries or features in their lanes. Product<T> packs and multiplies both.
 #pragma once
 
 #include "cpu/amx/tile_gemm.h"
@@ -19,7 +17,8 @@ constexpr Nothing kNothing;
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Copies rows from src, `stride` apart, to dst (rows_to, dim_to), and fills the rest with 0.
+// Copies a matrix (rows, dim) from src, whose rows are `stride` elements apart, to dst (rows_to,
+// dim_to). Fills the padding with 0.
 template <class T>
 inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T* dst,
                       int64_t rows_to, int64_t dim_to) {
@@ -31,15 +30,16 @@ inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T
   }
 }
 
-// Steps accumulated before the partial sum is added to C, since its error grows with its length.
-// Sums over keys round each time at the magnitude of the weights that they contain. Where one key
-// dominates, 32 halves the error of out against 128 steps, and costs 5 % of a product over 64. With
-// 32, a row of 40 keys, two of them large, still had 1.15 times the error limit. 16 adds 2 % to a
-// forward.
+// Steps accumulated before the partial sum is added to C, because the error of a sum grows with its
+// length. Sums over keys round at the magnitude of the weights accumulated so far.
+//
+// If one key dominates, 32 steps instead of 128 halve the error of out, and a matmul with 64 steps
+// takes 5 % longer. With 32, a row of 40 keys, two of them large, still had 1.15 times the error
+// limit. 16 makes a forward 2 % slower.
 constexpr int64_t kSumSteps = 16;
-// For dO V^T: its elements are large, and their rounding error remains where dS is a small
-// difference. 8 halves the error of dQ in rows that one key dominates. It adds a third to the time
-// of this product, one of five.
+// Steps for dO V^T, whose elements are large. Their rounding error remains if dS is a small
+// difference. With 8, the error of dQ halves in rows that one key dominates. This matmul, one of
+// five, then takes a third longer.
 constexpr int64_t kShortSumSteps = 8;
 
 template <class T>
@@ -51,15 +51,15 @@ class NumberProduct {
   static constexpr int64_t kRows = kPanel<A>;
   static constexpr bool kPairs = false;
   static constexpr int kParts = 1;
-  // Query tiles whose weights the backward multiplies together: one, as a tile of numbers fills
-  // half of L1.
+  // Query tiles whose weights the backward multiplies together. The weights of one tile fill half
+  // of L1.
   static constexpr int64_t kGroup = 1, kRowGap = 0;
 
   struct Left {
     const A* data;
     int64_t stride;
     Left from_row(int64_t r) const { return {data + r * stride, stride}; }
-    Left from_key(int64_t t) const { return from_row(t); }  // columns() returns rows here
+    Left from_key(int64_t t) const { return from_row(t); }  // here, columns() returns rows
   };
   struct Right {
     const A* data;
@@ -67,7 +67,7 @@ class NumberProduct {
     Right from_lane(int64_t l) const { return {data + l, stride}; }
     Right from_step(int64_t t) const { return {data + t * stride, stride}; }
   };
-  struct Registers {};  // no setup per thread
+  struct Registers {};  // vector registers need no setup
 
   static int64_t pad_rows(int64_t rows) { return rows; }
   static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 4); }
@@ -76,7 +76,7 @@ class NumberProduct {
   static int64_t columns_size(int64_t keys, int64_t dim) { return left_size(keys, dim); }
   static constexpr int64_t right_size(int64_t steps, int64_t lanes) { return steps * lanes; }
 
-  // Returns rows of key or value, in place if no conversion is needed.
+  // Returns rows of key or value as a left operand, in place if no conversion is needed.
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T*, A* buffer) {
     if constexpr (sizeof(T) == sizeof(A)) {
       (void)n, (void)dim, (void)buffer;
@@ -87,12 +87,14 @@ class NumberProduct {
     }
   }
 
-  // Returns the rows for use as their transpose: multiply() reads them as Layout::kColumnMajor.
+  // Returns rows as a left operand that is used transposed. multiply() reads it as
+  // Layout::kColumnMajor.
   static Left columns(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage, A* buffer) {
     return rows(src, stride, n, dim, stage, buffer);
   }
 
-  // Packs a panel of rows (kRows, pad_dim(dim)) with features as steps and rows as lanes.
+  // Packs a panel (kRows, pad_dim(dim)) as a right operand with features as steps and rows as
+  // lanes.
   static Right right_columns(const T* panel, int64_t dim, A* scratch, A* buffer) {
     const A* rows = number_rows(panel, dim, scratch);
     transpose(rows, pad_dim(dim), kRows, dim, buffer, kRows);
@@ -100,7 +102,7 @@ class NumberProduct {
   }
   static Right columns_view(const A* buffer, int64_t) { return {buffer, kRows}; }
 
-  // Packs a panel with rows as steps and features as lanes.
+  // Packs a panel as a right operand with rows as steps and features as lanes.
   static Right right_rows(const T* panel, int64_t dim, A* buffer, int64_t) {
     for (int64_t r = 0; r < kRows; ++r) {
       load_row(panel + r * pad_dim(dim), pad_dim(dim), buffer + r * pad_dim(dim));
@@ -110,18 +112,18 @@ class NumberProduct {
   static Right rows_view(const A* buffer, int64_t dim, int64_t) { return {buffer, pad_dim(dim)}; }
   static int64_t scratch_size(int64_t dim) { return kRows * pad_dim(dim); }
 
-  // A vector of weights that can be stored in either operand's format.
+  // A vector of weights, convertible to the format of either operand.
   struct Weight {
     Vec<A> value;
   };
   static Weight weight(Vec<A> value) { return {value}; }
   static constexpr bool kRoundsWeights = false;
-  // Stores one row of a left operand (keys, queries), two vectors wide, at `row`.
+  // Stores one row of a left operand (keys, queries), which is two vectors wide, at `row`.
   static void store_left(A* row, int64_t, const Weight& v0, const Weight& v1) {
     store(row, v0.value);
     store(row + kLanes<A>, v1.value);
   }
-  // Stores steps t and t + 1 of a right operand (keys, queries), one vector of each; t is even.
+  // Stores vector v of steps t and t + 1 in a right operand (keys, queries). t must be even.
   static void store_right(A* operand, int64_t, int64_t t, int v, const Weight& a, const Weight& b) {
     store(operand + t * kRows + v * kLanes<A>, a.value);
     store(operand + (t + 1) * kRows + v * kLanes<A>, b.value);
@@ -129,8 +131,8 @@ class NumberProduct {
   static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
   static Right right_view(const A* data, int64_t) { return {data, kRows}; }
 
-  // Number of times that multiply() invokes `meanwhile`. 0 here, because the product itself
-  // occupies the vector units.
+  // Returns how often multiply() calls `meanwhile`. 0 here, because the matmul itself occupies the
+  // vector units.
   static int64_t calls(int64_t, int64_t) { return 0; }
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
@@ -152,8 +154,9 @@ class NumberProduct {
 };
 
 #if defined(FUSED_ATTN_BF16_PAIRS)
-// Splits each number into kParts bfloat16 numbers, in planes `part` elements apart. In each step of
-// 2 * kLane, a word holds two neighbouring features or keys, or the queries l and l + kLane.
+// Multiplies pairs of bfloat16 parts. Each element is split into kParts bfloat16 parts, stored in
+// planes that are `part` elements apart. A 32-bit word holds two neighbouring features or keys, or
+// queries l and l + kLane of a group of 2 * kLane queries.
 template <class T>
 class PairProduct {
  public:
@@ -164,8 +167,9 @@ class PairProduct {
   static constexpr int64_t kLane = kLanes<float>;
   static constexpr bool kPairs = true;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : kIsHalf<T> ? 2 : 1;
-  // Query tiles whose weights the backward multiplies together, so that sums over queries stay in
-  // registers. 128 queries by 128 keys in three parts take 96 KiB of L2. 8 are 3 % slower.
+  // Query tiles whose weights the backward multiplies together, so that accumulators over queries
+  // stay in registers. The weights of 128 queries by 128 keys in three parts take 96 KiB of L2. 8
+  // tiles are 3 % slower than 4.
   static constexpr int64_t kGroup = 4;
 
   struct Left {
@@ -190,7 +194,7 @@ class PairProduct {
   static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 2 * kLane); }
   static int64_t pad_dim(int64_t dim) { return round_up(dim, 2 * kLane); }
   // Padding between rows of the left operand, so that the 16 rows of a tile map to different L1
-  // sets. The product is 10 % faster with three parts.
+  // sets. It makes the matmul with three parts 10 % faster.
   static constexpr int64_t kRowGap = 32;
   static int64_t left_size(int64_t rows, int64_t dim) {
     return kParts * pad_rows(rows) * (pad_dim(dim) + kRowGap);
@@ -202,8 +206,8 @@ class PairProduct {
     return kParts * pad_steps(steps) / 2 * lanes;
   }
 
-  // stage: (pad_steps(n), pad_dim(dim)) of T. A single part that needs no padding is used in
-  // place if its stride is even, so rows are whole words apart.
+  // stage: workspace (pad_steps(n), pad_dim(dim)) of T. Rows of a type with one part are used in
+  // place if they need no padding and their stride is even, so that rows begin at whole words.
   static Left rows(const T* src, int64_t stride, int64_t n, int64_t dim, T* stage,
                    uint16_t* buffer) {
     const int64_t wide = pad_dim(dim), high = pad_rows(n);
@@ -266,7 +270,7 @@ class PairProduct {
   }
   static int64_t scratch_size(int64_t dim) { return kParts * kRows * pad_dim(dim) / 2; }
 
-  // Each plane holds `panels` panels.
+  // Each part plane of the buffer holds `panels` panels.
   static Right right_rows(const T* panel, int64_t dim, uint32_t* buffer, int64_t panels) {
     const int64_t wide = pad_dim(dim);
     for (int64_t l = 0; l < kLane; ++l) {
@@ -285,11 +289,11 @@ class PairProduct {
   }
 
   struct Weight {
-    Vec32 part[kParts];  // in the upper halves of words
+    Vec32 part[kParts];  // each in the upper halves of its words
   };
 
-  // Truncates all parts but the last, so that the remainder is exact. The last is rounded, unless
-  // it is the third, which is exact.
+  // Splits weights into parts. Truncates all parts but the last, so that the remainder is exact.
+  // Rounds the last part, except that a third part is exact.
   static Weight weight(Vec<float> x) {
     Weight w;
     for (int p = 0; p < kParts - 1; ++p) {
@@ -300,9 +304,10 @@ class PairProduct {
     return w;
   }
 
-  // Weights are rounded before they are multiplied.
+  // True if the weights are rounded for the matmul.
   static constexpr bool kRoundsWeights = kParts < 3;
-  // Returns sum + a + b of the rounded weights in one instruction; unrounded weights take two.
+  // Returns sum + a + b for rounded weights. Takes one instruction per part; adding unrounded
+  // weights takes two.
   static Vec<float> add_rounded(Vec<float> sum, const Weight& a, const Weight& b) {
     constexpr uint32_t kOnes = 0x3F803F80u;
     for (int p = 0; p < kParts; ++p) {
@@ -366,7 +371,7 @@ class PairProduct {
 
   static Vec32 pair(Vec32 low, Vec32 high) { return low >> 16 | (high & 0xFFFF0000u); }
 
-  // Splits arbitrary numbers as weight() does, but preserves infinity and NaN.
+  // Splits values like weight(), but preserves infinity and NaN.
   static Weight number(Vec<float> x) {
     Weight w = weight(x);
     const Vec<int32_t> nonfinite = ((Vec32)x & 0x7F800000u) == 0x7F800000u;
@@ -391,7 +396,7 @@ class PairProduct {
 };
 #endif
 
-// AMX is used for every type but float64, vdpbf16ps and BFMMLA for bfloat16 only.
+// AMX is used for every type except float64, vdpbf16ps and BFMMLA for bfloat16 only.
 template <class T>
 struct ProductOf {
   using type = NumberProduct<T>;
@@ -415,8 +420,8 @@ struct ProductOf<float> {
 template <class T>
 using Product = typename ProductOf<T>::type;
 
-// The precision that exp needs: less than full if Product<T> rounds its results, the softmax
-// weights, before it multiplies them.
+// The precision that exp needs. It is lower if Product<T> rounds the results, the softmax weights,
+// for the matmul.
 template <class T>
 constexpr Precision kPrecision = Precision::kFull;
 template <>

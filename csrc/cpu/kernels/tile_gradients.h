@@ -1,4 +1,4 @@
-// P and dS of a tile from its scores and dP, interleaved with tile products; attention_bwd.h
+// Computes P and dS of a tile from its scores and dP, interleaved with tile MMAs. attention_bwd.h
 // defines the symbols.
 #pragma once
 
@@ -9,19 +9,19 @@
 namespace fused_attn {
 namespace {
 
-// Row statistics of a query tile.
+// Row statistics of a query tile, by row.
 struct GradientRows {
-  // lse: in score units if kFull, else in powers of 2; +inf for fully masked rows.
-  // lse_lost: rounding residual of lse, in natural units.
+  // lse: in score units if kFull, otherwise in powers of 2; +inf for fully masked rows. lse_lost:
+  // rounding residual of lse, in natural units.
   alignas(64) float lse[kTileQueries], lse_lost[kTileQueries];
   alignas(64) float delta[kTileQueries], grad_lse[kTileQueries];
 };
 
-// Keys of a block. With 64, scores and dP of two tiles would fill L1, and each line that is evicted
-// costs about as much as a product of vectors.
+// Keys of a block. With 64, the scores and dP of two tiles would fill L1. Each evicted cache line
+// costs about as much as a vector multiply-add.
 constexpr int64_t kGradientKeys = 32;
 
-// Stores P and dS as pairs of queries (for dV and dK), and dS as rows too (for dQ).
+// Stores P and dS as pairs of queries (for dV and dK), and dS also in rows (for dQ).
 template <class T>
 class TileGradients {
   using F = TileFormat<T>;
@@ -29,23 +29,24 @@ class TileGradients {
  public:
   static constexpr bool kFull = kPrecision<T> == Precision::kFull;
 
-  // Input and output of a tile.
+  // Inputs and outputs of one tile.
   struct Tile {
     const GradientRows* rows;
-    // Tiles (2 of keys, 2): scores and dP. With for_bias they are overwritten: grads by dS without
-    // the derivative of softcap, and scores, for 16-bit types, by P.
+    // Scores and dP, as tiles (2 of keys, 2 of queries). With for_bias, both are overwritten: grads
+    // with dS without the derivative of softcap, and scores, for 16-bit types, with P.
     float *scores, *grads;
-    const float* cap_slope;                     // derivative of softcap, in such tiles, or null
+    const float* cap_slope;                     // derivative of softcap, tiled like scores; or null
     const TileDropout<kGradientKeys>* dropout;  // null without dropout
     uint16_t *weight_pairs, *grad_pairs;        // right tiles (2, parts)
     uint16_t* grad_rows;                        // left tiles (parts, 2)
     ExpUnit<float> unit;                        // unit of the scores
     float dropout_scale;
-    float grad_factor;  // scale of the stored dS in formats of short range
+    float grad_factor;  // scale of the stored dS if F::kShortRange
     bool for_bias;
   };
 
-  // A unit of work is two rows. kPlain: no dropout, dlse, softcap or for_bias.
+  // Vector work of one tile, for TileSchedule. A unit of work is two rows. kPlain: no dropout,
+  // dlse, softcap or for_bias.
   template <bool kPlain>
   class Stream {
    public:
@@ -55,7 +56,7 @@ class TileGradients {
 
     FUSED_ATTN_INLINE bool done() const { return at_ >= kUnits; }
 
-    // A quarter is 16 keys of a row.
+    // Computes a quarter of a unit, 16 keys of one row.
     template <int kQuarter>
     FUSED_ATTN_INLINE void next() {
       constexpr int kRow = kQuarter % 2, kVector = kQuarter / 2;
@@ -84,14 +85,14 @@ class TileGradients {
                                     Vec32* grad_parts) const {
       const uint32_t e = r * 16 + v * static_cast<uint32_t>(kPairSums);
       const Vec<float> lse = broadcast(tile_.rows->lse[r]), score = load(tile_.scores + e);
-      // Rounding residuals of lse and of the difference are applied as a factor, with
-      // exp(-low) = 1 - low: added to the exponent, they would be rounded away again.
+      // Applies the rounding residuals of lse and of score - lse as a factor, exp(-low) = 1 - low.
+      // If added to the exponent, they would be lost in rounding.
       Vec<float> rounded, lost = broadcast(tile_.rows->lse_lost[r]);
       if (kFull) {
         const Vec<float> below = score - lse;
         rounded = exp_nonpositive<float>(below, tile_.unit);
         lost += (score - (below + lse)) * tile_.unit.natural;
-        lost = rounded == 0 ? Vec<float>{} : lost;  // NaN for a masked score
+        lost = rounded == 0 ? Vec<float>{} : lost;  // it is NaN for a masked score
       } else {
         const Vec<float> high = broadcast(tile_.unit.high);
         rounded = exp2_rough<kPrecision<T>>(fused_multiply_add<float>(score, high, -lse));
@@ -109,7 +110,7 @@ class TileGradients {
         }
         g = weight * ((g - tile_.rows->delta[r]) * tile_.dropout_scale + tile_.rows->grad_lse[r]);
       }
-      // A masked key may hold NaN, and 0 * NaN is NaN.
+      // A masked key may contain NaN, and 0 * NaN is NaN.
       g = weight == 0 ? Vec<float>{} : g;
       if (!kPlain) {
         if (tile_.for_bias) {
@@ -127,9 +128,9 @@ class TileGradients {
     }
 
     const Tile tile_;
-    uint64_t keep_ = 0;  // dropout bits of both rows of a unit
+    uint64_t keep_ = 0;  // dropout bits of the two rows of a unit
     uint32_t at_;
-    Vec32 weights_[2][F::kParts], grads_[2][2][F::kParts];  // [row][vector] of a unit
+    Vec32 weights_[2][F::kParts], grads_[2][2][F::kParts];  // [row][vector] of the current unit
   };
 };
 

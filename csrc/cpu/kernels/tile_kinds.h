@@ -1,4 +1,5 @@
-// For tests and tools only (debug.h): the classification of each tile, as the kernels query it.
+// For tests and tools only (debug.h): returns the class of each tile, from the function that the
+// kernels call.
 #pragma once
 
 #include "cpu/debug.h"

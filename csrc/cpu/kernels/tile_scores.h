@@ -1,4 +1,4 @@
-// Masking, scaling and dropout of a tile of scores, one row at a time.
+// Scales and masks a tile of scores one row at a time, and draws its dropout decisions.
 #pragma once
 
 #include "cpu/amx/tile_pack.h"
@@ -10,7 +10,7 @@
 namespace fused_attn {
 namespace {
 
-// Dropout decisions for a tile, kRows rows at a time.
+// Dropout decisions of a tile, computed for kRows query rows at a time.
 template <int64_t kKeys>
 class TileDropout {
  public:
@@ -25,7 +25,8 @@ class TileDropout {
     first_ = first.query;
   }
 
-  // Returns the keep bits: bit t for key t of query r, the next query's kKeys bits higher.
+  // Returns keep bits for kRows query rows, beginning at row r of the tile. Bit t is for key t of
+  // row r, and the bits of each following row are kKeys positions higher.
   FUSED_ATTN_INLINE uint64_t keep(int64_t r) const {
     return columns_.keep(first_ + static_cast<uint32_t>(r));
   }
@@ -44,13 +45,13 @@ class TileScores {
  public:
   explicit TileScores(const AttentionParams& p) : units(p), p_(p) {}
 
-  // Returns true if finish() must be called.
+  // Returns true if finish() must be called for a tile of n keys.
   bool wanted(bool partial, int64_t n) const { return partial || n < kKeys || units.scaled; }
 
-  // Masks the scores of `rows` queries, in rows from `first` on, and converts them to natural units
-  // if units.scaled.
+  // Applies the mask to `rows` rows of scores, beginning at row `first`. Converts the scores to
+  // natural units if units.scaled.
   //
-  // cap_slope: receives the derivative of softcap if there is one; may be null.
+  // cap_slope: output for the derivative of softcap, if there is one; may be null.
   void finish(const TileAt& at, bool partial, int64_t rows, float* scores, float* cap_slope,
               uint32_t first = 0) {
     const bool masked = partial || at.n < kKeys;
@@ -76,7 +77,7 @@ class TileScores {
     }
   }
 
-  // Masks all keys for row r.
+  // Sets all scores of row r to -inf.
   static void clear_row(uint32_t r, float* scores) {
     const Vec<float> nothing = broadcast(-__builtin_inff());
     for (int64_t v = 0; v < kVectors; ++v) {

@@ -1,4 +1,5 @@
-// Softmax of a tile: weights exp(score - shift), one row at a time, interleaved with tile products.
+// Softmax of a tile: computes the weights exp(score - shift) one row at a time, interleaved with
+// tile MMAs.
 #pragma once
 
 #include "cpu/kernels/tile_scores.h"
@@ -8,23 +9,24 @@
 namespace fused_attn {
 namespace {
 
-// Softmax state of the rows of a query tile.
+// Softmax state of a query tile, by row.
 struct QueryTileRows {
-  // Subtracted from the scores, in their units; NaN before the row's first visible key. It may lag
-  // behind the maximum: weights may exceed 2^kWeightExponent by a factor of up to 2^kMaximumSlack,
-  // so results are rescaled a few times per row instead of for nearly every block.
+  // The value that is subtracted from the scores, in their units; NaN before the row's first
+  // visible key. It may be lower than the row maximum: weights may exceed 2^kWeightExponent by a
+  // factor of up to 2^kMaximumSlack. Results are then rescaled a few times per row instead of for
+  // nearly every block.
   alignas(64) float shift[kTileQueries];
-  alignas(64) float start[kTileQueries];  // the shift, as Weights::begin() takes it
-  // Sums of the weights before and after rounding, per lane.
+  alignas(64) float start[kTileQueries];  // the shift in the form that Weights::begin() expects
+  // Row sums of the weights before and after rounding, one partial sum per lane.
   alignas(64) float sum[kTileQueries][16];
   alignas(64) float rounded[kTileQueries][16];
 };
 
-// Weights classes compute the weights of a row from its scores: begin(), add() for each half of the
-// row, then end(), which adds them to the row's sums unless overflows(). start() converts a shift
-// to the argument of begin().
+// The Weights classes compute the weights of a row from its scores. A caller calls begin(), then
+// add() for each half of the row, then end(), which adds the weights to the row sums, unless
+// overflows() is true. start() converts a shift to the argument of begin().
 
-// Weights by exponentials.
+// Computes weights with a polynomial approximation of exp.
 template <class T, bool kSum>
 class ExpWeights {
   using F = TileFormat<T>;
@@ -35,7 +37,8 @@ class ExpWeights {
 
   static Vec<float> start(const ExpUnit<float>&, Vec<float>* shift) { return *shift; }
 
-  // Start value for scores that are already lowered by their shift, and their valid range in add().
+  // kLowered is the start value for scores from which the shift was already subtracted.
+  // within_reach() clamps such scores to the valid range of add().
   static constexpr float kLowered = 0;
   static Vec<float> within_reach(const ExpUnit<float>&, Vec<float> lowered) { return lowered; }
 
@@ -44,7 +47,7 @@ class ExpWeights {
     rounded_ = sum_ = Vec<float>{};
   }
 
-  // keep: dropout bits of the half, with kDrops; sums include dropped weights.
+  // keep: dropout bits of this half, used with kDrops. The row sums include dropped weights.
   template <int kHalf, bool kDrops>
   FUSED_ATTN_INLINE void add(Vec<float> a, Vec<float> b, uint32_t keep, uint16_t* to) {
     a = exp_nonpositive<float, kPrecision<T>>(a - shift_, unit_);
@@ -53,7 +56,7 @@ class ExpWeights {
     F::template store_weights<kDrops>(to, a, b, keep, &rounded_);
   }
 
-  // Returns true if a weight is too large for the format, or NaN.
+  // Returns true if a weight is NaN or too large for the storage format.
   FUSED_ATTN_INLINE bool overflows() const {
     constexpr float kMost = 1 << (kMaximumSlack + F::kWeightExponent);
     const Vec<float> checked = F::kRounds ? rounded_ : sum_;
@@ -70,13 +73,14 @@ class ExpWeights {
   Vec<float> shift_{}, rounded_{}, sum_{};
 };
 
-// bfloat16 weights by integer instructions, half as many as a polynomial takes. The exponent of 2,
-// in steps of 1/128, has the bit pattern of a bfloat16 whose mantissa is 1 + f instead of 2^f. A
-// table of 128 bytes holds the difference. Error at most 2.7e-3 (rounding alone: 3.9e-3), which is
-// not accurate enough for the sums of an lse.
+// Computes bfloat16 weights with integer instructions, half as many as a polynomial needs. The
+// exponent of 2, in steps of 1/128, is also the bit pattern of a bfloat16 whose mantissa is 1 + f
+// instead of 2^f, where f is the fraction. A table of 128 bytes holds the difference. The error is
+// at most 2.7e-3 (rounding alone: 3.9e-3), which is not accurate enough for the sums of an lse.
 //
-// Shifts are whole steps and are subtracted by the multiply-add that computes a score's steps. A
-// score equal to its shift has a weight of 2^-7, so a bit test detects weights that are too large.
+// Shifts are integer numbers of steps. The multiply-add that converts a score to steps also
+// subtracts the shift. A score equal to its shift has a weight of 2^-7, so a bit test detects
+// weights that are too large.
 class TableWeights {
  public:
   explicit TableWeights(const ExpUnit<float>& unit)
@@ -87,28 +91,30 @@ class TableWeights {
         low_(in_register(_mm512_loadu_si512(kAbove))),
         high_(in_register(_mm512_loadu_si512(kAbove + 64))) {}
 
-  // Returns the position of key t of 32 in the row: vpackusdw packs within 128-bit lanes.
+  // Returns the position of key t of 32 in the row. vpackusdw packs within 128-bit lanes, which
+  // permutes the keys.
   static constexpr int position(int t) { return t % 16 / 4 * 8 + t / 16 * 4 + t % 4; }
-  // Returns the key at position i.
+  // Returns the key at position i, the inverse of position().
   static constexpr int key_at(int i) { return i / 8 * 4 + i % 8 / 4 * 16 + i % 4; }
 
-  // Rounds *shift to whole steps and returns the steps of a score of 0. Returns NaN, for which
-  // overflows() is true, if the steps are too many to be exact.
+  // Rounds *shift to an integer number of steps and returns the steps of a score of 0. Returns NaN,
+  // for which overflows() is true, if there are too many steps for a float to represent them
+  // exactly.
   static Vec<float> start(const ExpUnit<float>& unit, Vec<float>* shift) {
     const float step = 128 * unit.high;
     const Vec<float> steps = *shift * step + kRound - kRound, nearest = steps / step;
     const auto exact = steps < kMostSteps && steps > -kMostSteps;
-    *shift = exact && nearest - nearest == 0.f ? nearest : *shift;  // not if the unit is tiny
+    *shift = exact && nearest - nearest == 0.f ? nearest : *shift;  // infinite if unit is tiny
     return exact ? kLowered - steps : broadcast(__builtin_nanf(""));
   }
 
-  // 1.5 * 2^23: adding it rounds a float to an integer, held in the low bits.
+  // 1.5 * 2^23. Adding it rounds a float to an integer, which the low bits then hold.
   static constexpr float kRound = 12582912.f;
-  static constexpr float kLowered = kRound + 120 * 128;  // 120 * 128: a weight of 2^-7
+  static constexpr float kLowered = kRound + 120 * 128;  // 120 * 128 gives a weight of 2^-7
   static constexpr float kMostSteps = kRound / 4;
 
-  // Clamps very low scores: their steps would wrap around and look large. Turns NaN into +inf: half
-  // of all NaN would look like small scores.
+  // Clamps very low scores, because their steps would wrap around and appear large. Replaces NaN
+  // with +inf, because half of all NaN patterns would appear as small scores.
   static Vec<float> within_reach(const ExpUnit<float>& unit, Vec<float> lowered) {
     const Vec<float> reached = max<float>(broadcast(-kMostSteps / (128 * unit.high)), lowered);
     return lowered != lowered ? broadcast(__builtin_inff()) : reached;
@@ -129,14 +135,14 @@ class TableWeights {
     const __m512i weights = _mm512_sub_epi16(steps, over);
     _mm512_store_si512(to, weights);
     rounded_ = _mm512_dpbf16_ps(rounded_, (__m512bh)weights, (__m512bh)ones_);
-    // The integer steps do not reveal NaN; the float sum does.
+    // NaN is not detectable in the integer steps, so it is detected in their float sum.
     const __m512 known = _mm512_add_ps(steps_a, steps_b);
     nan_ = _mm512_cmp_ps_mask(kHalf == 0 ? known : known_, known, _CMP_UNORD_Q);
     bits_ = kHalf == 0 ? steps : _mm512_or_si512(bits_, steps);
     known_ = known;
   }
 
-  // Returns true if a weight is at least 2, or NaN.
+  // Returns true if a weight is NaN or at least 2.
   FUSED_ATTN_INLINE bool overflows() const {
     return !_kortestz_mask16_u8(_mm512_test_epi32_mask(bits_, large_), nan_);
   }
@@ -154,7 +160,7 @@ class TableWeights {
     return _mm512_sub_epi32(_mm512_castps_si512(steps), round_);
   }
 
-  // round(128 (1 + f / 128 - 2^(f / 128)))
+  // Entry f is round(128 (1 + f / 128 - 2^(f / 128))).
   static constexpr uint8_t kAbove[128] = {
       0,  0,  1,  1,  1,  1,  2,  2,  2,  3,  3,  3,  3,  4,  4,  4,  4,  5,  5,  5,  5,  6,
       6,  6,  6,  6,  7,  7,  7,  7,  7,  8,  8,  8,  8,  8,  8,  9,  9,  9,  9,  9,  9,  9,
@@ -165,12 +171,12 @@ class TableWeights {
 
   const __m512 unit_;
   const __m512i round_, ones_, large_, low_, high_;
-  __m512 start_{}, rounded_{}, known_{};  // known_: NaN if a score is NaN
-  __m512i bits_{};                        // OR of the row's steps
+  __m512 start_{}, rounded_{}, known_{};  // known_ is NaN if a score is NaN
+  __m512i bits_{};                        // bitwise OR of the row's steps
   __mmask16 nan_ = 0;
 };
 
-// Multiplies row r of tiles (columns, 2) by a factor.
+// Multiplies row r of output tiles (columns, 2) by a factor.
 inline void scale_tile_row(int64_t r, float factor, int64_t columns, float* tiles) {
   for (int64_t c = 0; c < columns; ++c) {
     float* const at = tiles + c * kPairSums + r * 16;
@@ -178,7 +184,7 @@ inline void scale_tile_row(int64_t r, float factor, int64_t columns, float* tile
   }
 }
 
-// Zeroes the weights of row r of a woven tile whose keep bit is 0.
+// Zeroes the weights in row r of a woven tile whose keep bit is 0.
 template <class T>
 inline void drop_weights(uint64_t keep, uint32_t r, uint16_t* weights) {
   using F = TileFormat<T>;
@@ -191,7 +197,7 @@ inline void drop_weights(uint64_t keep, uint32_t r, uint16_t* weights) {
   }
 }
 
-// The softmax of a tile. kSum: accumulate the unrounded weights too.
+// Softmax of a tile. kSum: also accumulate the row sums of the unrounded weights.
 template <class T, bool kSum>
 class TileSoftmax {
   using F = TileFormat<T>;
@@ -201,7 +207,7 @@ class TileSoftmax {
   static constexpr bool kByTable = kIsBFloat16<T> && !kSum;
   using Weights = std::conditional_t<kByTable, TableWeights, ExpWeights<T, kSum>>;
 
-  // Input and output of a tile.
+  // Inputs and outputs of one tile.
   struct Tile {
     QueryTileRows* rows;
     float* scores;
@@ -210,8 +216,9 @@ class TileSoftmax {
     const TileDropout<kTileKeys>* dropout;
   };
 
-  // Iterates over the rows of a tile, with its state in registers. Everything is inlined: after
-  // each tile instruction, which may write memory, the compiler would reload state from memory.
+  // Vector work of one tile, for TileSchedule: computes the rows one by one, with the state in
+  // registers. Every method is inlined. Tile instructions may write memory, so the compiler would
+  // otherwise reload the state after each of them.
   template <bool kDrops>
   class Stream {
    public:
@@ -227,11 +234,12 @@ class TileSoftmax {
 
     uint32_t left() const { return left_; }
 
-    // Computes the weights and sums of the next row. The row is left to finish() if a weight
-    // overflows or the row had no visible key before. A quarter is a vector of scores.
+    // Computes a quarter of the work of the next row; a quarter is one vector of scores. After the
+    // last quarter, adds the weights to the row sums. Leaves the row to finish() if a weight
+    // overflows or if the row had no visible key before.
     template <int kQuarter>
     FUSED_ATTN_INLINE void next() {
-      if (kQuarter % 2 == 1) return;  // two vectors make a row of weights
+      if (kQuarter % 2 == 1) return;  // two vectors of scores make one vector of weights
       weigh<kQuarter / 2>(row_, rows_->start[row_]);
       if (kQuarter == 0) return;
       if (__builtin_expect(made_.overflows(), 0)) {
@@ -242,7 +250,7 @@ class TileSoftmax {
       ++row_;
     }
 
-    // Computes a row's weights and sums from scores that are already lowered by the shift.
+    // Computes the weights and row sums of a row from which the shift was already subtracted.
     void weigh_lowered(int64_t row) {
       weigh<0>(row, Weights::kLowered);
       weigh<1>(row, Weights::kLowered);
@@ -266,8 +274,8 @@ class TileSoftmax {
     QueryTileRows* const rows_;
     const float* const scores_;
     uint16_t* const weights_;
-    int64_t row_;        // next row
-    uint32_t left_ = 0;  // bit r: row r is left to finish()
+    int64_t row_;        // the next row
+    uint32_t left_ = 0;  // bit r is set if row r is left to finish()
   };
 
   static void reset(QueryTileRows* rows) {
@@ -279,8 +287,8 @@ class TileSoftmax {
     }
   }
 
-  // Sets the initial shifts of a query tile from the row maxima of its first KV block. Rows without
-  // a visible key there get NaN.
+  // Initializes the shifts of a query tile from the row maxima of its first KV block. Rows without
+  // a visible key in this block get NaN.
   __attribute__((noinline)) static void begin(const Tile& tile, int64_t rows = kTileQueries) {
     for (uint32_t half = 0; half < rows; half += 16) {
       alignas(64) float highest[16][16], turned[16][16];
@@ -296,7 +304,7 @@ class TileSoftmax {
     }
   }
 
-  // Computes the rows that a stream has left, with new shifts.
+  // Computes the rows of bit mask `left`, which a Stream did not complete, with new shifts.
   template <bool kDrops>
   void finish(const Tile& tile, uint32_t left) {
     rescaled = 0;
@@ -305,7 +313,7 @@ class TileSoftmax {
     }
   }
 
-  uint32_t rescaled = 0;  // bit r: earlier P V of row r must be multiplied by rescale[r]
+  uint32_t rescaled = 0;  // bit r: the accumulated PV of row r must be multiplied by rescale[r]
   float rescale[kTileQueries];
 
  private:
@@ -318,14 +326,14 @@ class TileSoftmax {
     return highest;
   }
 
-  // Returns the shift for a maximum. With a tiny unit the bias is capped so that the shift stays
-  // finite; weights are then smaller.
+  // Returns the shift for the row maximum `top`. If the unit is tiny, the exponent bias is capped
+  // so that the shift stays finite. The weights are then smaller.
   static Vec<float> wanted_shift(Vec<float> top, float unit) {
     const float bias = static_cast<float>(F::kWeightExponent) / unit;
     return top - (bias < 0x1p125f ? bias : 0x1p125f);
   }
 
-  // Computes a new shift for row r, then its weights.
+  // Computes a new shift for row r, rescales the row sums, and computes the weights.
   template <bool kDrops>
   __attribute__((noinline, cold)) void raise(const Tile& tile, uint32_t r) {
     QueryTileRows& rows = *tile.rows;
@@ -350,7 +358,7 @@ class TileSoftmax {
     }
     float* const row = tile.scores + r * 16;
     for (int v = 0; v < kVectors; ++v) {
-      // Without a visible key subtract 0: -inf - -inf would be NaN.
+      // If no key is visible, subtract 0, because -inf - -inf would be NaN.
       const Vec<float> lowered = load(row + v * kPairSums) - (any ? rows.shift[r] : 0.f);
       store(row + v * kPairSums, Weights::within_reach(tile.unit, lowered));
     }

@@ -1,4 +1,4 @@
-// Pre-pass over a dense mask or bias: summarizes the visibility of each tile.
+// Summarizes the visibility of each tile of a dense mask or bias, before the attention pass.
 #pragma once
 
 #include "cpu/kernels/attention_common.h"
@@ -6,7 +6,8 @@
 namespace fused_attn {
 namespace {
 
-// An element is masked (not visible), plain (visible, nothing to add) or neither.
+// An element of a bool mask. is_masked(): the position is not visible. is_plain(): the position is
+// visible and nothing is added to its score. A bias element may be neither.
 struct Flag {
   uint8_t bits;
 };

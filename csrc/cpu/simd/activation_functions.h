@@ -1,4 +1,4 @@
-// Vectorized activations and their derivatives. GELU: Hendrycks and Gimpel 2016.
+// Vectorized activation functions and their derivatives. Source of GELU: Hendrycks and Gimpel 2016.
 #pragma once
 
 #include "cpu/simd/vec_math.h"
@@ -6,7 +6,8 @@
 namespace fused_attn {
 namespace {
 
-// x * Phi(x), where Phi is the normal distribution function.
+// GELU: x * Phi(x), where Phi is the cumulative distribution function of the standard normal
+// distribution.
 template <class A>
 class Gelu {
  public:
@@ -15,7 +16,7 @@ class Gelu {
     return x * chance_of_less(x, a, power(a));
   }
 
-  // Finite at infinities too.
+  // The result is finite for infinite x.
   FUSED_ATTN_INLINE Vec<A> slope(Vec<A> x) const {
     const Vec<A> a = x < 0 ? -x : x, of_a = power(a);
     const Vec<A> x_density = x * (of_a * A(0.39894228040143267794));
@@ -23,18 +24,18 @@ class Gelu {
   }
 
  private:
-  // From here on Phi(-a), subnormal or nearly so, is set to 0.
+  // Phi(-a) is set to 0 for a >= kCap, where it is subnormal or nearly so.
   static constexpr A kCap = sizeof(A) == 4 ? A(12.9) : A(37);
 
-  // Computes Phi(-a) as exp(-a^2 / 2) times Mills' ratio, which is smooth. The relative error is
-  // that of a^2 in this precision.
+  // Returns Phi(x). Computes Phi(-a) as exp(-a^2 / 2) times Mills' ratio, which is smooth. The
+  // relative error is that of a^2 in this precision.
   FUSED_ATTN_INLINE Vec<A> chance_of_less(Vec<A> x, Vec<A> a, Vec<A> power) const {
     const Vec<A> product = mills_ratio(a) * power;
     const Vec<A> tail = a >= kCap ? Vec<A>{} : product;
     return x < 0 ? tail : A(1) - tail;
   }
 
-  // Computes exp(-a^2 / 2).
+  // Returns exp(-a^2 / 2).
   FUSED_ATTN_INLINE Vec<A> power(Vec<A> a) const {
     const Vec<A> square = a * a;
 #if defined(__AVX512DQ__)
@@ -46,8 +47,8 @@ class Gelu {
     return exp_nonpositive<A>(square * A(-0.5), unit_);
   }
 
-  // Computes Phi(-a) exp(a^2 / 2) for 0 <= a < kCap: a polynomial of least relative error, 3.7e-8,
-  // in (a - 3) / (a + 3), times 1 / (a + 3).
+  // Returns Phi(-a) exp(a^2 / 2) for 0 <= a < kCap. Evaluates a minimax polynomial in (a - 3) / (a
+  // + 3), with relative error 3.7e-8, and multiplies it by 1 / (a + 3).
   static FUSED_ATTN_INLINE Vec<float> mills_ratio(Vec<float> a) {
     constexpr float kPoly[] = {
         0.7290836572647095f,    -0.5093321800231934f,    0.230019211769104f,
@@ -60,7 +61,7 @@ class Gelu {
     return p * inverse;
   }
 
-  // Scalar: the speed of float64 does not matter.
+  // Scalar code, because the speed of float64 does not matter.
   static inline Vec<double> mills_ratio(Vec<double> a) {
     for (int l = 0; l < kLanes<double>; ++l) {
       a[l] = 0.5 * __builtin_erfc(a[l] * 0.70710678118654752440) * __builtin_exp(0.5 * a[l] * a[l]);
@@ -71,7 +72,7 @@ class Gelu {
   const ExpUnit<A> unit_{1.0};
 };
 
-// GELU by tanh: x * sigmoid(2 u(x)) with u(x) = sqrt(2 / pi) (x + 0.044715 x^3).
+// tanh approximation of GELU: x * sigmoid(2 u(x)) with u(x) = sqrt(2 / pi) (x + 0.044715 x^3).
 template <class A>
 class GeluTanh {
  public:
@@ -92,13 +93,13 @@ class GeluTanh {
   static constexpr A kLinear = A(1.59576912160573071176);  // 2 sqrt(2 / pi)
   static constexpr A kCubic = kLinear * A(0.044715);
 
-  // The sigmoid is 0 or 1 from 2 u(22) on, in double too.
+  // Clamps x to [-22, 22]. Beyond, the sigmoid is exactly 0 or 1, also in double.
   static FUSED_ATTN_INLINE Vec<A> within(Vec<A> x) {
     const Vec<A> capped = x > A(22) ? broadcast<A>(22) : x;
-    return capped < A(-22) ? broadcast<A>(-22) : capped;  // NaN stays
+    return capped < A(-22) ? broadcast<A>(-22) : capped;  // keeps NaN
   }
 
-  // Stores 1 minus the result in *other, without cancellation.
+  // Returns the sigmoid of 2 u(x), and stores 1 minus it in *other without cancellation.
   FUSED_ATTN_INLINE Vec<A> sigmoid(Vec<A> x, Vec<A>* other) const {
     const Vec<A> u = ((x * x) * kCubic + kLinear) * x;
     const Vec<A> power = exp_nonpositive<A>(u < 0 ? u : -u, unit_);
@@ -112,7 +113,7 @@ class GeluTanh {
 
 template <class A>
 struct Relu {
-  FUSED_ATTN_INLINE Vec<A> value(Vec<A> x) const { return x <= A(0) ? Vec<A>{} : x; }  // NaN stays
+  FUSED_ATTN_INLINE Vec<A> value(Vec<A> x) const { return x <= A(0) ? Vec<A>{} : x; }  // keeps NaN
 };
 
 template <class A>

@@ -1,4 +1,4 @@
-// Storage types and their conversion, row by row, to the accumulator type.
+// Storage types and their conversion to and from the accumulator type.
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -13,7 +13,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Accumulator type of a storage type.
+// Accumulator type of a storage type: double for double, float for all others.
 template <class T>
 struct AccOf {
   using type = float;
@@ -52,8 +52,8 @@ inline float to_acc(Half x) {
 #elif defined(FUSED_ATTN_NEON)
   return static_cast<float>(bit_cast<__fp16>(x.bits));
 #else
-  // Moves exponent and mantissa into place and corrects the bias by a product, which handles
-  // subnormals too. Infinity and NaN get the largest exponent afterwards.
+  // Moves exponent and mantissa into place and corrects the exponent bias by a multiplication,
+  // which also handles subnormals. Infinity and NaN then get the largest exponent.
   const uint32_t magnitude = uint32_t{x.bits & 0x7FFFu} << 13;
   float value = bit_cast<float>(magnitude) * 0x1p112f;
   if ((x.bits & 0x7C00u) == 0x7C00u) value = bit_cast<float>(magnitude | 0x7F800000u);
@@ -64,7 +64,7 @@ inline float to_acc(Half x) {
 inline void from_acc(float x, float* out) { *out = x; }
 inline void from_acc(double x, double* out) { *out = x; }
 
-// Rounds to nearest even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 inline void from_acc(float x, BFloat16* out) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
@@ -82,9 +82,9 @@ inline void from_acc(float x, Half* out) {
   uint32_t half;
   if (magnitude > 0x7F800000u) {
     half = 0x7E00u;
-  } else if (magnitude >= 0x477FF000u) {  // rounds to 65536 or more
+  } else if (magnitude >= 0x477FF000u) {  // would round to 65536 or more, so it becomes infinity
     half = 0x7C00u;
-  } else if (magnitude < 0x38800000u) {  // subnormal: the sum with 0.5 rounds at its last bit
+  } else if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 rounds at its last bit
     half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3F000000u;
   } else {
     half = (magnitude - 0x38000000u + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
@@ -124,14 +124,14 @@ inline void store_as<double>(Vec<double> v, double* dst) {
 
 typedef uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
 
-// Returns bits whose upper half is the rounded number; NaN stays NaN.
+// Returns words whose upper halves are v rounded to bfloat16. NaN stays NaN.
 inline Vec32 rounded_to_bfloat16(Vec<float> v) {
   const Vec32 bits = (Vec32)v;
   return v != v ? Vec32{} + 0x7FC00000u : bits + 0x7FFFu + (bits >> 16 & 1u);
 }
 
 #if defined(__AVX512F__)
-// Intrinsics, because the compiler's conversions take twice as many instructions.
+// Uses intrinsics, because the compiler's conversions take twice as many instructions.
 template <>
 inline Vec<float> load_as<BFloat16>(const BFloat16* src) {
   const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)src));
@@ -202,7 +202,8 @@ inline void store_row(const Acc<T>* src, int64_t n, T* dst) {
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
-// Takes a fifth of the instructions, but they flush subnormal numbers to 0.
+// vcvtne2ps2bf16 takes a fifth of the instructions, but flushes subnormals to 0. Vectors with
+// subnormals therefore take the general path.
 template <>
 inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
   int64_t i = 0;
@@ -228,7 +229,8 @@ inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
 
 typedef int16_t Lows __attribute__((vector_size(kVectorBytes / 2)));
 
-// Stores the rounding residuals of a row whose rounded numbers are already stored.
+// Stores the rounding residuals of a row of n elements. `rounded` is the row as it was stored, and
+// must be complete. Residuals saturate at 16 bits.
 template <class T>
 inline void store_residual_row(const float* src, const T* rounded, int64_t n, int16_t* dst) {
   constexpr int32_t kMost = 0x7FFF;
@@ -246,7 +248,7 @@ inline void store_residual_row(const float* src, const T* rounded, int64_t n, in
   }
 }
 
-// Returns the dot product of a row's rounding residuals and another row.
+// Returns the dot product of the rounding residuals of one row and the elements of another row.
 template <class T>
 inline float dot_residual_row(const T* rounded, const int16_t* low, const T* other, int64_t n) {
   Vec<float> sum{};

@@ -1,7 +1,7 @@
-// Dropout masks, a vector of Philox counters at a time.
+// Computes dropout masks with Philox, one vector of counters at a time.
 //
 // A counter is (column / 8, row, c2, c3). Intermediate results of the first rounds that depend only
-// on the column, or only on the row, are computed once: 9 of 14 vector products remain.
+// on the column or only on the row are computed once. 9 of 14 vector multiplications remain.
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -10,9 +10,9 @@
 namespace fused_attn {
 namespace {
 
-constexpr int kPhiloxLanes = kLanes<uint64_t>;  // counters of a vector
+constexpr int kPhiloxLanes = kLanes<uint64_t>;  // counters per vector
 
-// The key of each round.
+// The two key words of each Philox round.
 struct PhiloxKeys {
   explicit PhiloxKeys(uint64_t seed) {
     uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
@@ -26,7 +26,8 @@ struct PhiloxKeys {
   uint64_t key[kPhiloxRounds][2];
 };
 
-// Runs the rounds from kFirst on, for counters in 64-bit lanes whose upper halves are ignored.
+// Runs rounds kFirst to kPhiloxRounds - 1. Counter words are in 64-bit lanes, whose upper halves
+// are ignored.
 template <int kFirst>
 FUSED_ATTN_INLINE void philox_rounds(const PhiloxKeys& keys, Vec<uint64_t> word[4]) {
   const Vec<uint64_t> zero{};
@@ -41,7 +42,7 @@ FUSED_ATTN_INLINE void philox_rounds(const PhiloxKeys& keys, Vec<uint64_t> word[
   }
 }
 
-// Position of lane l's byte in kept_bytes().
+// Returns the position of the byte of lane l in the result of kept_bytes().
 constexpr int byte_of_lane(int l) {
 #if defined(__AVX512BW__)
   return l / 2 + l % 2 * (kPhiloxLanes / 2);
@@ -50,10 +51,10 @@ constexpr int byte_of_lane(int l) {
 #endif
 }
 
-// Returns a byte of decisions for each counter.
+// Returns one byte per counter, whose bit e is set if decision e keeps its element.
 FUSED_ATTN_INLINE uint64_t kept_bytes(const Vec<uint64_t> word[4], uint32_t threshold) {
 #if defined(__AVX512BW__)
-  // A vector has four neighbouring decisions of each counter, another vector the other four.
+  // Each of the two vectors holds four neighbouring decisions of each counter.
   const auto both = [](Vec<uint64_t> even, Vec<uint64_t> odd) {
     return (__m512i)_mm512_mask_moveldup_ps((__m512)even, 0xAAAA, (__m512)odd);
   };
@@ -88,8 +89,9 @@ FUSED_ATTN_INLINE uint64_t kept_bytes(const Vec<uint64_t> word[4], uint32_t thre
 #endif
 }
 
-// Decisions for kColumns columns of a row, from a multiple of 8 on. With AVX-512, kRows may be 2: a
-// vector then holds half as many columns of a row, followed by those of the next row.
+// Dropout decisions for kColumns neighbouring columns, the first of which is a multiple of 8. With
+// AVX-512, kRows may be 2. Each vector then holds half as many columns of a row, followed by those
+// of the next row.
 template <int kRows = 1>
 class DropoutColumns {
   static constexpr int kOctets = kPhiloxLanes / kRows;
@@ -107,7 +109,8 @@ class DropoutColumns {
       octet[l] += static_cast<uint64_t>(byte_of_lane(l) % kOctets);
     }
     const auto& key = keys->key;
-    // column_n_: the columns' part of word n after the first three rounds, or of its input.
+    // column_n_ is the column-dependent part of word n after the first three rounds, or of its
+    // input.
     const uint64_t uniform = uint64_t{kPhiloxMultiplier1} * c2;
     row_0_ = static_cast<uint32_t>(uniform >> 32 ^ key[0][0]);
     const Vec<uint64_t> first = multiply_wide(octet, zero + kPhiloxMultiplier0);
@@ -120,7 +123,7 @@ class DropoutColumns {
     column_3_ = (third_ >> 32) ^ (zero + key[2][1]);
   }
 
-  // Returns a mask whose bit c is set if column c of `row` is kept.
+  // Returns a bit mask in which bit c is set if column c of `row` is kept.
   FUSED_ATTN_INLINE uint64_t keep(uint32_t row) const {
     Vec<uint64_t> product = of_row(row);
 #if defined(__AVX512F__)
@@ -146,8 +149,8 @@ class DropoutColumns {
   Vec<uint64_t> column_1_, column_2_, column_3_, third_;
 };
 
-// Computes which of eight columns are kept in kRows rows: bit r of kept[c] is for row + r and
-// column + c. `column` is a multiple of 8.
+// Computes which of eight columns are kept in kRows rows. Bit r of kept[c] is set if column + c is
+// kept in row + r. `column` must be a multiple of 8.
 template <int kRows>
 inline void keep_rows(const PhiloxKeys& keys, uint32_t threshold, int64_t column, uint32_t row,
                       uint32_t c2, uint32_t c3, uint32_t kept[kDecisions]) {

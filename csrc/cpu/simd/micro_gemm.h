@@ -1,8 +1,8 @@
-// C = A * B on small tiles, in vector registers.
+// C = A * B for small tiles, in vector registers.
 //
-// C (m, 2 vectors), B (k, 2 vectors); the elements of A are broadcast. kMicroRows rows of C stay in
-// registers. Each step of k loads two vectors of B and kMicroRows elements of A, so a machine with
-// two multiply-add units is limited by multiply-adds alone.
+// C is (m, 2 vectors) and B (k, 2 vectors); the elements of A are broadcast. kMicroRows rows of C
+// stay in registers. Each K step loads two vectors of B and kMicroRows elements of A. On a machine
+// with two multiply-add units, multiply-adds alone then limit the speed.
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -11,20 +11,20 @@ namespace fused_attn {
 namespace {
 
 template <class A>
-constexpr int64_t kPanel = 2 * kLanes<A>;  // columns of B and C: queries or features
+constexpr int64_t kPanel = 2 * kLanes<A>;  // columns of B and C, which are queries or features
 
-// How the product is stored. It is accumulated from zero: adding it to C at the end instead of
-// starting from C costs nothing and rounds less.
+// How the product A * B is stored. It is accumulated from zero and added to C at the end. This
+// costs no more than starting from C and rounds less.
 enum class Into {
   kStore,  // C = product
   kAdd,    // C += product
-  kScale,  // C = C * scale + product, scale per column
+  kScale,  // C = C * scale + product, with one scale per column
 };
 
-// How A is stored: element (r, t) of A at a[r * lda + t], or at a[t * lda + r].
+// Layout of A. Element (r, t) is a[r * lda + t] if kRowMajor, and a[t * lda + r] if kColumnMajor.
 enum class Layout { kRowMajor, kColumnMajor };
 
-// Operation whose step of k is one number.
+// Multiply-add whose K step is one element of the accumulator type.
 template <class A>
 struct Numbers {
   using Element = A;
@@ -33,8 +33,8 @@ struct Numbers {
 };
 
 #if defined(FUSED_ATTN_NEON_BF16)
-// Hides the value from the compiler: GCC 12 emits bfloat16 constants as float16 (1 becomes 2^-13),
-// which its assembler rejects if float16 is not enabled.
+// Hides the value from the compiler. GCC 12 emits bfloat16 constants as float16 (1 becomes 2^-13),
+// which its assembler rejects unless float16 is enabled.
 inline bfloat16x8_t bfloat16_vector(Vec32 words) {
   asm("" : "+w"(words));
   return vreinterpretq_bf16_u32((uint32x4_t)words);
@@ -42,7 +42,7 @@ inline bfloat16x8_t bfloat16_vector(Vec32 words) {
 #endif
 
 #if defined(FUSED_ATTN_BF16_PAIRS)
-// Operation whose step of k is a pair of bfloat16 numbers in one word.
+// Multiply-add whose K step is a pair of bfloat16 elements in one word.
 struct BFloat16Pairs {
   using Element = uint32_t;
   using Result = float;
@@ -84,7 +84,7 @@ inline void micro_gemm(int64_t k, const typename Op::Element* a, int64_t lda,
   }
 }
 
-// Computes kRows rows of C, accumulating k in chunks of kSteps.
+// Computes kRows rows of C. Accumulates K in chunks of kSteps.
 template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
 inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
@@ -99,7 +99,7 @@ inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
   }
 }
 
-// Computes rows from r on, kRows at a time while enough remain, then fewer.
+// Computes rows [r, m) of C, kRows at a time as long as enough rows remain, then fewer at a time.
 template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
 inline void gemm_from(int64_t r, int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,

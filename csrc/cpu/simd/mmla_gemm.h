@@ -1,12 +1,15 @@
-// C = A * B of bfloat16 on small tiles, by ARM's BFMMLA: two rows of A times two columns of B, over
-// four steps, in one instruction.
+// C = A * B for small bfloat16 tiles with ARM's BFMMLA. One instruction multiplies two rows of A by
+// two columns of B over four K steps.
 //
-// Operands are words of two neighbouring steps, as for dot products of pairs: A (m, words) by rows,
-// B (words, 8 lanes). BFMMLA needs two words of a row, or of a lane, in one half of a vector, so
-// rows are zipped in pairs, and so are words of lanes. 32 products of 8 x 8 x 8 then take 16
-// permutations, which leaves two thirds of BFMMLA's peak, 2.7 times that of FMLA. Packing operands
-// in that format would save them, but weights are computed as vectors of lanes, and keys are
-// multiplied in place.
+// Operands consist of words of two neighbouring K steps, as for BFDOT. A is (m, words) in row-major
+// order, B is (words, 8 lanes).
+//
+// BFMMLA needs two words of a row, or of a lane, in one half of a vector, so pairs of rows, and
+// pairs of words of lanes, are zipped. The 32 instructions of an 8 x 8 x 8 block then need 16
+// permutations. This reaches two thirds of the peak of BFMMLA, which is 2.7 times the peak of FMLA.
+//
+// Operands packed in the format of BFMMLA would need no permutations. But weights are computed as
+// vectors of lanes, and keys are multiplied in place.
 #pragma once
 
 #include "cpu/simd/micro_gemm.h"
@@ -15,10 +18,10 @@ namespace fused_attn {
 namespace {
 
 #if defined(FUSED_ATTN_NEON_BF16)
-// Rows 2 r and 2 r + 1 of C, in blocks of two by two.
+// Accumulators of rows 2 r and 2 r + 1 of C, in blocks of two by two.
 struct RowPair {
   float32x4_t block[4];
-  // Returns row 2 r + odd of C, lanes 4 v to 4 v + 3.
+  // Returns lanes 4 v to 4 v + 3 of row 2 r + odd of C.
   Vec<float> lanes(int odd, int v) const {
     const float64x2_t low = vreinterpretq_f64_f32(block[2 * v]);
     const float64x2_t high = vreinterpretq_f64_f32(block[2 * v + 1]);
@@ -32,7 +35,7 @@ inline bfloat16x8_t zip_words(Vec32 a, Vec32 b, bool upper) {
 }
 
 // Computes kPairs pairs of rows of C. If `last_is_one`, the second row of the last pair is read
-// from A but not written. `words` is a multiple of 4.
+// from A but not written to C. `words` must be a multiple of 4.
 template <int kPairs, Into kInto>
 inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
                       float* c, int64_t ldc, const float* scale, bool last_is_one) {
@@ -69,7 +72,7 @@ inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint3
   }
 }
 
-// Computes C (m, 8); A has an even number of rows.
+// Computes C (m, 8). A must have an even number of readable rows.
 template <Into kInto>
 inline void mmla_gemm(int64_t m, int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b,
                       int64_t ldb, float* c, int64_t ldc, const float* scale) {

@@ -1,8 +1,8 @@
-// Vectors of one instruction set, in GCC's vector extensions. Arithmetic, comparisons and selects
-// are operators, so a kernel is written once for float and double and every width.
+// Vector types and operations of one instruction set, based on GCC's vector extensions. Arithmetic,
+// comparisons and selects are operators, so one source serves float, double and every vector width.
 //
-// kernels.cpp is compiled once per instruction set. Everything is in an unnamed namespace: if an
-// inline function had external linkage, the linker could keep its AVX-512 copy for older CPUs.
+// The kernel sources are compiled once per instruction set. Everything is in an unnamed namespace.
+// If an inline function had external linkage, the linker could use its AVX-512 copy on older CPUs.
 #pragma once
 
 #include <stdint.h>
@@ -13,34 +13,34 @@
 #include <arm_neon.h>
 #endif
 
-// Dot products of pairs of bfloat16 numbers, accumulated in float32.
+// Defined if there are dot products of bfloat16 pairs with float32 accumulation.
 #if defined(__AVX512BF16__) || defined(FUSED_ATTN_NEON_BF16)
 #define FUSED_ATTN_BF16_PAIRS
 #endif
 
-// For code next to products or in inner loops: a call would spill all vector registers.
+// For code in inner loops or interleaved with MMAs, where a call would spill all vector registers.
 #define FUSED_ATTN_INLINE inline __attribute__((always_inline))
 
 namespace fused_attn {
 namespace {
 
-// Default callback of products and packing: does nothing.
+// Default callback of matmuls and packing functions; does nothing.
 struct Nothing {
   void operator()() const {}
 };
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kMicroRows = 12;  // x 2 vectors = 24 accumulators in 32 registers; 8: 4 % slower
+constexpr int kMicroRows = 12;  // 12 x 2 accumulators in 32 registers; 8 rows are 4 % slower
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kMicroRows = 6;  // x 2 vectors = 12 accumulators in 16 registers
+constexpr int kMicroRows = 6;  // 6 x 2 accumulators in 16 registers
 #elif defined(FUSED_ATTN_NEON)
 constexpr int kVectorBytes = 16;
-constexpr int kMicroRows = 8;  // x 2 vectors = 16 accumulators; with 12 rows GCC spills four
+constexpr int kMicroRows = 8;  // 8 x 2 accumulators; with 12 rows, GCC spills four
 #else
 constexpr int kVectorBytes = 16;
-constexpr int kMicroRows = 4;  // no fused multiply-add: products need registers too
+constexpr int kMicroRows = 4;  // without fused multiply-add, the products need registers too
 #endif
 
 template <class T>
@@ -53,7 +53,7 @@ using Vec = typename VectorOf<T>::type;
 template <class T>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
-// The integer as wide as T, for comparison results and positions.
+// Signed integer type as wide as T, for comparison results and positions.
 template <class T>
 struct IntOf;
 template <>
@@ -81,8 +81,8 @@ inline void store(T* p, Vec<T> v) {
   memcpy(p, &v, sizeof(v));
 }
 
-// Stores past the caches, so that the cache line is not read first. p must be aligned to a vector.
-// Another thread may read the data only after a fence.
+// Stores a vector with a non-temporal store, which does not read the cache line first. p must be
+// aligned to kVectorBytes. Another thread may read the data only after stream_fence().
 template <class T>
 inline void stream(T* p, Vec<T> v) {
 #if defined(__AVX512F__)
@@ -102,10 +102,10 @@ inline void stream_fence() {
 
 template <class T>
 inline Vec<T> broadcast(T x) {
-  return x - Vec<T>{};  // x - 0 is x, also for -0 and NaN, and needs no instruction
+  return x - Vec<T>{};  // x - 0 is x, also for -0 and NaN, and compiles to nothing
 }
 
-// Returns the larger, or b if either is NaN.
+// Returns the larger of a and b in each lane, or b if either is NaN.
 template <class T>
 inline Vec<T> max(Vec<T> a, Vec<T> b) {
 #if defined(__AVX512F__)
@@ -116,12 +116,14 @@ inline Vec<T> max(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
-// Returns 1 / x to an ulp, for x far from 0 and infinity. A division takes 16 cycles.
+// Returns 1 / x with an error of about one ulp, for x far from 0 and infinity. Avoids a division,
+// which takes 16 cycles.
 template <class T>
 FUSED_ATTN_INLINE Vec<T> reciprocal(Vec<T> x) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) {
-    const Vec<T> rough = (Vec<T>)_mm512_rcp14_ps((__m512)x);  // 2^-14; a Newton step squares it
+    // The error is 2^-14, and a Newton step squares it.
+    const Vec<T> rough = (Vec<T>)_mm512_rcp14_ps((__m512)x);
     return rough + rough * (T(1) - x * rough);
   }
 #endif
@@ -130,7 +132,7 @@ FUSED_ATTN_INLINE Vec<T> reciprocal(Vec<T> x) {
 
 #if defined(__FMA__) || defined(FUSED_ATTN_NEON)
 #define FUSED_ATTN_FMA
-// a * b + c rounded once. (The compiler does not fuse a product that has another use.)
+// Returns a * b + c, rounded once. The compiler does not fuse a product that has another use.
 template <class T>
 inline Vec<T> fused_multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
 #if defined(__AVX512F__)
@@ -171,7 +173,7 @@ inline bool any(V mask) {
 #endif
 }
 
-// Returns a mask whose bit l is set if lane l of a comparison is true.
+// Returns a bit mask in which bit l is set if lane l of a comparison is true.
 template <class V>
 inline uint32_t to_bits(V mask) {
   constexpr int kCount = kVectorBytes / static_cast<int>(sizeof(mask[0]));
@@ -192,7 +194,7 @@ inline uint32_t to_bits(V mask) {
   return bits;
 }
 
-// Selects lane l of a where bit l is set, else of b.
+// Returns a vector with lane l of a if bit l is set, and of b otherwise.
 template <class T>
 inline Vec<T> where(uint32_t bits, Vec<T> a, Vec<T> b) {
 #if defined(__AVX512F__)
@@ -208,7 +210,7 @@ inline Vec<T> where(uint32_t bits, Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// Multiplies the low halves of 64-bit lanes to 64 bits.
+// Returns the 64-bit products of the low halves of the 64-bit lanes.
 inline Vec<uint64_t> multiply_wide(Vec<uint64_t> a, Vec<uint64_t> b) {
 #if defined(__AVX512F__)
   return (Vec<uint64_t>)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -221,8 +223,8 @@ inline Vec<uint64_t> multiply_wide(Vec<uint64_t> a, Vec<uint64_t> b) {
 #endif
 }
 
-// Three-way XOR. AVX-512 has one instruction for it (vpternlog), which the compiler does not emit;
-// with it, Philox takes 177 instead of 198 cycles for 128 numbers.
+// Returns a ^ b ^ c. AVX-512 has one instruction for it (vpternlog), which the compiler does not
+// emit. It reduces the time of Philox for 128 numbers from 198 to 177 cycles.
 inline Vec<uint64_t> exclusive_or(Vec<uint64_t> a, Vec<uint64_t> b, Vec<uint64_t> c) {
 #if defined(__AVX512F__)
   return (Vec<uint64_t>)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
@@ -231,7 +233,7 @@ inline Vec<uint64_t> exclusive_or(Vec<uint64_t> a, Vec<uint64_t> b, Vec<uint64_t
 #endif
 }
 
-// Adds the lanes pairwise in halves.
+// Returns the sum of all lanes. Adds the upper half to the lower half repeatedly.
 template <class T>
 inline T horizontal_sum(Vec<T> v) {
 #if defined(__AVX512F__)

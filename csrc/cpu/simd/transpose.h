@@ -1,4 +1,4 @@
-// Transposes: from rows to queries as vector lanes, and back.
+// Transposes matrices between row-major rows and queries in vector lanes.
 #pragma once
 
 #include <utility>
@@ -8,17 +8,18 @@
 namespace fused_attn {
 namespace {
 
-// One square tile in registers, kTransposeTile elements of 4 bytes a side.
+// A tile of kTransposeTile x kTransposeTile elements of 4 bytes is transposed in registers.
 #if defined(__AVX512F__)
 constexpr int64_t kTransposeTile = 16;
 
-// Transposes the 16 vectors row(r) into target.
+// Transposes the 16 x 16 matrix with rows row(0) to row(15) into target. The stride is in elements
+// of 4 bytes.
 template <class Row>
 inline void transpose_rows(const Row& row, void* target, int64_t target_stride) {
   float* const dst = static_cast<float*>(target);
   __m512 a[16], b[16];
   for (int r = 0; r < 16; ++r) a[r] = row(r);
-  // Pairs of rows, pairs of pairs, then groups of four 128-bit lanes.
+  // Interleaves pairs of rows, then pairs of pairs, then groups of four 128-bit lanes.
   for (int r = 0; r < 16; r += 2) {
     b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
     b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
@@ -121,8 +122,9 @@ __attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64
   }
 }
 
-// Shuffle indices of one level of lane_sums(): lane l takes the lane at distance kStep if paired(),
-// itself if own(); from the second vector (numbered from kLane on) where bit kStep of l is set.
+// Shuffle indices of one level of lane_sums(). Lane l selects the lane at distance kStep with
+// paired(), and lane l itself with own(). Both select from the second vector, numbered from kLane
+// on, if bit kStep of l is set.
 template <int kLane, int kStep>
 constexpr int paired(int l) {
   return (l & kStep) != 0 ? kLane + (l ^ kStep) : l ^ kStep;
@@ -132,12 +134,13 @@ constexpr int own(int l) {
   return (l & kStep) != 0 ? kLane + l : l;
 }
 
-// Lane l is the sum of lanes l and l ^ kStep, of b where bit kStep of l is set, else of a. Takes a
-// blend, which runs in parallel with products, and one shuffle.
+// Returns a vector whose lane l is the sum of lanes l and l ^ kStep: of b if bit kStep of l is set,
+// otherwise of a. Compiles to one blend, which runs in parallel with multiplications, and one
+// shuffle.
 template <int kStep, class T, int... kLane>
 inline Vec<T> pair_sums(Vec<T> a, Vec<T> b, std::integer_sequence<int, kLane...>) {
   constexpr int kCount = sizeof...(kLane);
-// Clang has no __builtin_shuffle, and GCC before 12 no __builtin_shufflevector.
+// Clang lacks __builtin_shuffle, and GCC before 12 lacks __builtin_shufflevector.
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, own<kCount, kStep>(kLane)...) +
          __builtin_shufflevector(a, b, paired<kCount, kStep>(kLane)...);
@@ -148,7 +151,7 @@ inline Vec<T> pair_sums(Vec<T> a, Vec<T> b, std::integer_sequence<int, kLane...>
 #endif
 }
 
-// Returns in lane i the sum of the lanes of rows[i].
+// Returns a vector whose lane i is the sum of the lanes of rows[i].
 template <class T, int kStep = 1>
 inline Vec<T> lane_sums(const Vec<T>* rows) {
   using Lanes = std::make_integer_sequence<int, kLanes<T>>;

@@ -1,4 +1,4 @@
-// Vectorized exp2 and exp, tanh by expm1, and log-sum-exp.
+// Vectorized exp2, exp and tanh, and log-sum-exp.
 #pragma once
 
 #include "cpu/simd/convert.h"
@@ -6,7 +6,8 @@
 namespace fused_attn {
 namespace {
 
-// expm1(r) = r + r^2 p(r) on |r| <= ln(2) / 2; p interpolates at Chebyshev nodes.
+// Constants for expm1(r) = r + r^2 p(r) on |r| <= ln(2) / 2. The polynomial p interpolates at
+// Chebyshev nodes.
 template <class T>
 struct ExpConstants;
 
@@ -17,9 +18,9 @@ struct ExpConstants<float> {
                                     0.0083631790527225774f, 0.0013926183587713495f};
   static constexpr float kLog2E = 1.4426950408889634f;
   static constexpr float kLn2Hi = 0.693145751953125f, kLn2Lo = 1.4286068203094172e-6f;
-  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: x + kRound rounds x to an integer
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23; adding it rounds to an integer
   static constexpr float kLn2 = 0.6931471805599453f;
-  static constexpr float kUnderflow = -126.0f;  // below it 2^x would be subnormal
+  static constexpr float kUnderflow = -126.0f;  // 2^x is subnormal below this
   static constexpr int kMantissaBits = 23;
   using Bits = uint32_t;
   static constexpr Bits kOne = 0x3F800000;
@@ -74,7 +75,7 @@ inline ReducedExp<T> reduced_exp(Vec<T> x) {
                          ((VecU)shifted << C::kMantissaBits) + C::kOne);
 }
 
-// Type in which a few long sums are accumulated.
+// Wider type, for accumulating a few long sums.
 template <class T>
 struct WideOf {
   using type = double;
@@ -86,34 +87,37 @@ struct WideOf<double> {
 template <class T>
 using Wide = typename WideOf<T>::type;
 
-// Precision of exp, by the type in which weights are multiplied.
+// Precision of exp, named after the type in which the weights are multiplied.
 enum class Precision { kBFloat16, kHalf, kFull };
 
 #if defined(__AVX512DQ__)
-// Polynomials of least relative error for 2^r on [0, 1], 1 at 0: coefficients of r, r^2, ... In the
-// 16-bit ones they sum to 1 in this arithmetic. Nearly equal scores, whose r is near 0 or 1, then
-// have an lse as exact as eager's. The error elsewhere is a fifth larger.
+// Minimax polynomials (relative error) for 2^r on [0, 1] that are 1 at 0. kPoly holds the
+// coefficients of r, r^2, ...
+//
+// The coefficients for the 16-bit types add up to 1 in float arithmetic, so both ends are exact.
+// Nearly equal scores, whose r is near 0 or 1, then have an lse as accurate as in eager attention.
+// The error elsewhere is a fifth larger.
 template <Precision kPrecision>
 struct Exp2Poly;
 template <>
-struct Exp2Poly<Precision::kBFloat16> {  // 1.03e-4, a twentieth of bfloat16's rounding
+struct Exp2Poly<Precision::kBFloat16> {  // error 1.03e-4, a twentieth of bfloat16's rounding error
   static constexpr float kPoly[] = {0.6954243183135986f, 0.226307675242424f, 0.07826796919107437f};
 };
 template <>
-struct Exp2Poly<Precision::kHalf> {  // 3.4e-6
+struct Exp2Poly<Precision::kHalf> {  // error 3.4e-6
   static constexpr float kPoly[] = {0.6930321455001831f, 0.2413797676563263f, 0.05203237012028694f,
                                     0.013555747456848621f};
 };
 template <>
-struct Exp2Poly<Precision::kFull> {  // 2.0e-9; with rounding 6.4e-8
+struct Exp2Poly<Precision::kFull> {  // error 2.0e-9, or 6.4e-8 with rounding
   static constexpr float kPoly[] = {0.6931470632553101f,    0.2402293086051941f,
                                     0.055485282093286514f,  0.009675451554358006f,
                                     0.0012467845808714628f, 0.0002161291631637141f};
 };
 #endif
 
-// Unit of exponents: in natural units, and log2(e) times that as `high` plus the rounding residual
-// `low`.
+// Unit of an exponent. `natural` is the unit for exp. `high` + `low` is the unit for exp2, log2(e)
+// times `natural`, where `low` is the rounding residual of `high`.
 template <class A>
 struct ExpUnit {
   explicit ExpUnit(double unit) : natural(static_cast<A>(unit)) {
@@ -127,13 +131,13 @@ struct ExpUnit {
 };
 
 #if defined(__AVX512DQ__)
-// Computes 2^y for y <= 0 (slightly above is harmless) or NaN. A result that would be subnormal may
-// be any smaller number: products flush subnormals.
+// Returns 2^y for y <= 0 or NaN; y may be slightly positive. If 2^y is subnormal, the result may be
+// any smaller number, because MMAs flush subnormals.
 template <Precision kPrecision>
 FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
   constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
   constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
-  // y minus its floor, and 2^floor(y): one instruction each; both handle infinities.
+  // VREDUCEPS returns y - floor(y), and VSCALEFPS scales by 2^floor(y). Both handle infinities.
   const Vec<float> r = (Vec<float>)_mm512_reduce_ps((__m512)y, 0x09);
   Vec<float> p = broadcast<float>(kPoly[kDegree - 1]);
   for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
@@ -141,11 +145,12 @@ FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
 }
 #endif
 
-// Computes exp(x unit) for x <= 0 (slightly above is harmless) or NaN. Results that would be
+// Returns exp(x * unit) for x <= 0 or NaN; x may be slightly positive. Results that would be
 // subnormal are 0.
 //
-// kFull: as exact as x at any magnitude, because the product with the unit is not rounded. With
-// less precision, a result that would be subnormal may be any smaller number: products flush those.
+// With kFull, the result is as accurate as x at any magnitude, because x * unit is not rounded.
+// With less precision, a result that would be subnormal may be any smaller number, because MMAs
+// flush subnormals.
 template <class A, Precision kPrecision = Precision::kFull>
 FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
 #if defined(__AVX512DQ__)
@@ -177,19 +182,21 @@ FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
   return x * unit.high < ExpConstants<A>::kUnderflow ? Vec<A>{} : e.power * e.expm1 + e.power;
 }
 
-// Computes tanh(x) = t / (t + 2) with t = expm1(2x), which is relatively precise near 0.
+// Returns tanh(x) = t / (t + 2) with t = expm1(2x), which is accurate to a small relative error
+// near 0.
 template <class T>
 inline Vec<T> tanh(Vec<T> x) {
-  constexpr T kOneFrom = sizeof(T) == 4 ? T(10) : T(20);  // tanh is 1 there in this precision
+  constexpr T kOneFrom = sizeof(T) == 4 ? T(10) : T(20);  // from here on tanh rounds to 1
   const Vec<T> magnitude = x < 0 ? -x : x;
-  const Vec<T> capped = magnitude > kOneFrom ? broadcast<T>(kOneFrom) : magnitude;  // NaN stays
+  const Vec<T> capped = magnitude > kOneFrom ? broadcast<T>(kOneFrom) : magnitude;  // keeps NaN
   const ReducedExp<T> e = reduced_exp<T>(capped + capped);
   const Vec<T> t = e.power * e.expm1 + (e.power - T(1));
   const Vec<T> value = t / (t + T(2));
   return x < 0 ? -value : value;
 }
 
-// Computes maximum * unit + log(sum) as *high, and its rounding residual as *low.
+// Computes maximum * unit + log(sum). Stores the rounded value in *high and its rounding residual
+// in *low.
 inline void log_sum_exp(float maximum, double unit, float sum, float* high, float* low) {
   const double scaled = maximum * unit, log = __builtin_log(static_cast<double>(sum));
   *high = static_cast<float>(scaled + log);
@@ -203,14 +210,15 @@ inline void log_sum_exp(double maximum, double unit, double sum, double* high, d
   *low = static_cast<double>((scaled - static_cast<long double>(*high)) + log);
 }
 
-// Converts lse = high + low to *high_unit, rounded, in units of a score. *lost is the factor minus
-// 1 that corrects exp(score - lse) for the rounding. Under a bias of -1e8, lse is a multiple of 8:
-// low is not small, and would be lost if added to high.
+// Converts lse = high + low to score units. Stores the rounded value in *high_unit. Stores in *lost
+// the factor minus 1 that corrects exp(score - lse) for the rounding. With a bias of -1e8, lse is a
+// multiple of 8, so low is not small and would be lost if added to high.
 template <class A>
 inline void in_units(A high, A low, double unit, A* high_unit, A* lost) {
   *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + low) / unit);
   const Wide<A> rest = (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + low;
-  // exp(-rest) - 1. A library call would take a tenth of the backward of 128 keys of 32.
+  // exp(-rest) - 1. A library call would take a tenth of the time of a backward with 128 keys and D
+  // 32.
   const double r = static_cast<double>(rest);
   *lost = static_cast<A>(__builtin_fabs(r) < 0x1p-18 ? r * (r / 2 - 1) : __builtin_expm1(-r));
 }

@@ -1,8 +1,8 @@
-// The attention passes: one function each validates the call, allocates the results and runs the
-// kernel.
+// The attention passes of the CPU module. Each function validates a call, allocates its results and
+// runs the kernel.
 //
 // A call is an AttentionCall or an UncheckedAttention (fused_attn/call). A pass returns None to
-// reject a call; Python then validates it and passes the validated call.
+// reject a call. Python then validates the call and passes the validated one.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 namespace fused_attn {
 namespace {
 
-// Computes the strides of a dense tensor whose dimensions are stored in the order of those of
-// `like`, the last one innermost: laid_out_like of base/layout.py.
+// Computes the strides of a dense tensor of the given shape whose dimension order is that of
+// `like`, with the last dimension innermost. Implements laid_out_like of base/layout.py.
 void lay_out_like(const TensorView& like, const int64_t* shape, int64_t* strides) {
   int order[] = {0, 1, 2, 3};
-  for (const int i : {0, 1, 0}) {     // these comparisons sort three dimensions
-    if (like.strides[3] != 1) break;  // `like` is copied
+  for (const int i : {0, 1, 0}) {     // a sorting network for three dimensions
+    if (like.strides[3] != 1) break;  // kernels read a contiguous copy of `like`
     const int64_t stride = like.strides[order[i]];
     if (0 < stride && stride < like.strides[order[i + 1]]) std::swap(order[i], order[i + 1]);
   }
@@ -30,8 +30,9 @@ void lay_out_like(const TensorView& like, const int64_t* shape, int64_t* strides
   }
 }
 
-// Allocates a tensor laid out as `like`, a matrix of rows for each batch and head. Stores its
-// address in *data and its strides in rows_strides.
+// Allocates a tensor of shape (batch, num_heads, rows, dim) with the dimension order and the first
+// three sizes of `like`. Stores its address in *data and the strides of its first three dimensions
+// in rows_strides.
 template <class T>
 py::object new_rows(const TensorView& like, int64_t dim, NumberType type, T** data,
                     int64_t (&rows_strides)[3]) {
@@ -44,7 +45,7 @@ py::object new_rows(const TensorView& like, int64_t dim, NumberType type, T** da
   return tensor;
 }
 
-// Views packed sequences, (total, num_heads, dim), as (1, num_heads, total, dim).
+// Converts a view of packed sequences from (total, num_heads, dim) to (1, num_heads, total, dim).
 void as_one_sequence(TensorView* view) {
   const int64_t shape[] = {1, view->shape[1], view->shape[0], view->shape[2]};
   const int64_t strides[] = {0, view->strides[1], view->strides[0], view->strides[2]};
@@ -55,14 +56,15 @@ constexpr int64_t kMaxHeadDim = 256;
 
 void set_no_mask(const py::object& spec) { no_mask = spec.inc_ref().ptr(); }
 
-// Reads query, key, value, mask and options of a call.
+// Reads the tensors, mask and options of an attention call.
 struct AttentionReader {
   TensorView query, key, value;
   Summaries summaries;
-  // Packed sequences are (total, num_heads, head_dim) tensors, supported only without a backward.
+  // True for packed sequences in (total, num_heads, head_dim) tensors. The CPU passes support them
+  // only without a backward.
   bool three_dims = false;
 
-  // Returns false to reject the call.
+  // Fills *p. Returns false if these kernels do not support the call.
   bool read(const py::handle& call, bool for_backward, int64_t num_threads, AttentionParams* p) {
     if (!float_view(FUSED_ATTN_ATTRIBUTE(call, "query"), &query) ||
         !float_view(FUSED_ATTN_ATTRIBUTE(call, "key"), &key) ||
@@ -96,9 +98,9 @@ struct AttentionReader {
   }
 };
 
-// Forward. Returns (out, lse, lse_residual, out_residual). lse is None unless it is requested or a
-// backward follows, lse_residual unless a backward follows. out_residual is None unless a backward
-// follows and out is rounded.
+// Runs the forward. Returns (out, lse, lse_residual, out_residual). lse is None unless it is
+// requested or a backward follows. lse_residual is None unless a backward follows. out_residual is
+// None unless a backward follows and out has a 16-bit type.
 py::object attention_fwd(const py::handle& call, bool for_backward, bool want_lse,
                          int64_t num_threads) {
   AttentionReader reader;
@@ -128,7 +130,8 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
   return py::make_tuple(out, lse, lse_residual, out_residual);
 }
 
-// Reads the strides of a tensor that has the shape of q except for the last dimension.
+// Reads the strides of a tensor of shape (batch, num_heads, seqlen_q, dim), where q determines all
+// but dim. Returns false if the shape differs or the last dimension is not contiguous.
 bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, int64_t* strides) {
   if (view.ndim != 4 || !std::equal(q.shape, q.shape + 3, view.shape) || view.shape[3] != dim ||
       !contiguous_from(view, 3)) {
@@ -138,8 +141,9 @@ bool read_rows_like(const TensorView& q, int64_t dim, const TensorView& view, in
   return true;
 }
 
-// Reads the forward's results and the gradients of out and lse. All of them are validated:
-// saved-tensor hooks may return tensors other than the saved ones.
+// Reads the saved results of the forward and the gradients of out and lse. Returns false if one of
+// them is unsupported. Validates all of them, because saved-tensor hooks may return tensors other
+// than the saved ones.
 bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py::handle& grad_lse,
                   const TensorView& q, AttentionBwdParams* p) {
   TensorView grad, out, lse, lse_residual, of_lse;
@@ -177,8 +181,9 @@ bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py
   return true;
 }
 
-// Backward. Returns the gradients of query, key, value and bias. grad_lse may be None. The gradient
-// of bias is None unless needed, and has the type of lse and the shape of bias.
+// Runs the backward. Returns the gradients of query, key, value and bias. grad_lse may be None. The
+// gradient of bias is None unless needs_bias; otherwise it has the dtype of lse and the shape of
+// bias.
 py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
                          const py::handle& grad_out, const py::handle& grad_lse, bool needs_bias,
                          int64_t num_threads) {

@@ -1,4 +1,4 @@
-// The module fused_attn._cpu: the CPU kernels.
+// Python bindings of the CPU kernels, the module fused_attn._cpu.
 #include "bind_attention.h"
 #include "bind_masked_values.h"
 #include "bind_norm.h"
@@ -7,7 +7,7 @@
 namespace fused_attn {
 namespace {
 
-// Reads a call and the fields that a pass adds to it, and runs the pass.
+// Reads a call and the keyword fields of the pass, and runs the pass.
 template <class Params>
 void run(bool (*KernelTable::*entry)(const Params&), const py::handle& call,
          const py::kwargs& kwargs) {
@@ -69,7 +69,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("norm_bwd", &norm_bwd);
   m.def("set_torch", &set_torch);
   m.def("set_no_mask", &set_no_mask);
-  // os.environ.get in a fifth of its time.
+  // Takes a fifth of the time of os.environ.get.
   m.def("environment", [](const char* name) { return std::getenv(name); });
   m.def("empty_tensor", &empty_tensor);
   m.def("activation", &activation);

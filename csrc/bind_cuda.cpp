@@ -1,6 +1,7 @@
-// The module fused_attn._cuda: the CUDA kernels.
+// Python bindings of the CUDA kernels, the module fused_attn._cuda.
 //
-// Calls are enqueued on the stream that they name and return without waiting for the GPU.
+// Each call enqueues its kernels on the stream given in its fields and returns without waiting for
+// the GPU.
 #include <string>
 #include <tuple>
 #include <utility>
@@ -12,7 +13,7 @@
 #include "cuda/launch_records.h"
 #include "cuda/tile_sizes.h"
 
-// tests/cuda_emulator compiles this file under another name.
+// tests/cuda_emulator compiles this file under another module name.
 #ifndef FUSED_ATTN_CUDA_MODULE
 #define FUSED_ATTN_CUDA_MODULE _cuda
 #endif
@@ -32,7 +33,8 @@ void read(Fields& fields, CacheParams* p) {
 
 #include "fields/end.inc"
 
-// Workspace of norm_bwd.
+// Workspace of norm_bwd: float (2, num_parts, columns), partial sums of the gradients of weight and
+// bias.
 struct PartialSums {
   float* data;
   int64_t num_parts;
@@ -42,7 +44,8 @@ void read(Fields& fields, PartialSums* p) {
   fields.number("num_parts", &p->num_parts);
 }
 
-// On GPUs a mask that does not depend on the query has a summary.
+// On GPUs, the mask that does not depend on the query (key_mask) has a summary. The overloads below
+// read it for the passes that have a mask.
 template <class Params>
 void read_key_mask_summary(const py::handle&, Fields&, Params*) {}
 void read_key_mask_summary(const py::handle& call, Fields& fields, AttentionParams* p) {
@@ -101,7 +104,7 @@ std::string sizes_of(const SummaryParams& p) {
 
 // ---- calls --------------------------------------------------------------------------------------
 
-// Runs without the GIL.
+// Calls run() without the GIL. Adds the name and sizes of the call to launch errors.
 template <class Params, class Run>
 void run_described(const char* name, const Params& params, const Run& run) {
   py::gil_scoped_release release;
@@ -115,7 +118,7 @@ void run_described(const char* name, const Params& params, const Run& run) {
 
 void read_call(const py::handle&, SummaryParams*) {}
 
-// Reads the call and each part of the fields that a pass adds, and passes them all to `entry`.
+// Reads the call and the keyword fields of the pass, and calls `entry` with the resulting structs.
 template <class Params, class... More>
 void run(const char* name, void (*entry)(const Params&, const More&...), const py::handle& call,
          const py::kwargs& kwargs) {
@@ -131,7 +134,8 @@ void run(const char* name, void (*entry)(const Params&, const More&...), const p
                 [&] { std::apply([&](const More&... parts) { entry(params, parts...); }, more); });
 }
 
-// Returns the launches that `calls` would make: (kernel, blocks, threads, shared memory) each.
+// Calls `calls` with recording enabled. Returns one tuple (kernel, blocks, threads, shared memory
+// size) per launch.
 py::list launches_of(const py::function& calls) {
   std::vector<LaunchRecord> records;
   struct Recording {

@@ -1,7 +1,7 @@
-// Reads Python calls (fused_attn/call/calls.py) and named fields into the structs of params.h.
+// Converts Python calls (fused_attn/call/calls.py) and keyword fields to the structs of params.h.
 //
-// Python checks shapes and types. Here a missing field or an empty tensor is absent (null, 0), and
-// a field that no struct has is an error that names it.
+// Python validates shapes and dtypes. Here, a missing field or an empty tensor is treated as absent
+// (null or 0), and an unknown field name is an error.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,16 @@ bool contiguous_from(const TensorView& view, int first_dim) {
   return true;
 }
 
-// Throws unless dimensions from first_dim on are contiguous, as kernels read them as arrays.
+// Throws std::invalid_argument unless the dimensions from first_dim on are contiguous, because
+// kernels index them as an array.
 void check_dense(const TensorView& view, const char* name, int first_dim) {
   if (contiguous_from(view, first_dim)) return;
   const char* const where = first_dim == 0 ? "" : " in its last dimension";
   throw std::invalid_argument(std::string(name) + " must be contiguous" + where);
 }
 
-// Reads a matrix laid out as rows_in_place of base/layout.py returns it.
+// Reads a matrix in the layout that rows_in_place of base/layout.py returns: contiguous rows, in at
+// most two strided dimensions. Throws if the tensor has another layout.
 template <class T>
 void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* rows) {
   if (!view.there || view.numel() == 0) return;
@@ -43,9 +45,9 @@ void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* 
   const int64_t row = length > 1 ? view.strides[last - 1] : 0, run = runs > 1 ? view.strides[0] : 0;
   *rows = length > 1 ? RowLayout{row, 0, 0, 0} : RowLayout{run, 0, 0, 0};
   if (length == 1 || runs == 1 || run == length * row) return;
-  // Row / length is computed by multiplication, for rows below 2^31 and length in
-  // (2^(bits - 1), 2^bits]: Granlund and Montgomery 1994, "Division by invariant integers using
-  // multiplication", theorem 4.2.
+  // row_offset() divides rows by `length` with a multiplication and a shift, which is exact for
+  // rows below 2^31 and length in (2^(bits - 1), 2^bits]. Source: Granlund and Montgomery 1994,
+  // "Division by invariant integers using multiplication", theorem 4.2.
   if (runs * length > int64_t{1} << 31) {
     throw std::invalid_argument(std::string(name) + " has too many rows: make it contiguous");
   }
@@ -56,8 +58,8 @@ void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* 
   rows->run_shift = bits - 1;
 }
 
-// Reads fields by name from keyword arguments, which are tensors or addresses. finish() throws if a
-// keyword was never read.
+// Reads named fields from Python keyword arguments. Pointer fields may be tensors or integer
+// addresses. finish() throws if a keyword was never read.
 class Fields {
  public:
   explicit Fields(const py::kwargs& fields) : fields_(fields) {}
@@ -190,8 +192,9 @@ void read_broadcast(const TensorView& view, DenseTensor* out) {
   for (int i = 0; i < 4; ++i) out->strides[i] = view.broadcast_stride(i);
 }
 
-// Tiles along a broadcast dimension are one tile. The size of the mask decides that, not the size
-// of its summary.
+// Reads the summary of a mask. All tiles along a broadcast dimension share one entry, so its stride
+// is 0. The mask's size decides this, because a dimension of the summary may have size 1 without
+// being broadcast.
 void read_summary(const TensorView& mask, const TensorView& summary, DenseTensor* out) {
   if (!mask.there || !summary.there) return;
   out->summary = static_cast<const uint8_t*>(summary.data);
@@ -205,7 +208,7 @@ T integer(const py::handle& value) {
   return static_cast<T>(py::cast<int64_t>(value));
 }
 
-// Reads a MaskSpec.
+// Reads a MaskSpec (fused_attn/masks/spec.py).
 void read_mask(const py::handle& spec, MaskParams* p) {
 #define FIELD(type, name) p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name));
 #define POINTER(type, name)                                                             \
@@ -243,7 +246,7 @@ void read_mask(const py::handle& spec, MaskParams* p) {
   }
 }
 
-// Reads sizes, addresses and row strides of query, key and value.
+// Reads the sizes, addresses and row strides of query, key and value.
 void read_operands(const TensorView& query, const TensorView& key, const TensorView& value,
                    AttentionParams* p) {
   for (const TensorView* view : {&query, &key, &value}) {
@@ -273,7 +276,8 @@ void read_operands(const TensorView& query, const TensorView& key, const TensorV
   }
 }
 
-// Reads the offsets of the sequences that a MaskSpec packs. Returns true if it packs any.
+// Reads cu_seqlens and the maximum lengths of packed sequences. Returns false if the MaskSpec has
+// none.
 bool read_packing(const py::handle& spec, AttentionParams* p) {
   const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
   if (!ends_q.there) return false;
@@ -290,7 +294,7 @@ bool read_packing(const py::handle& spec, AttentionParams* p) {
 
 // ---- options ------------------------------------------------------------------------------------
 
-// An option of an unvalidated call may be None, which leaves the field at 0.
+// Reads an option. In an unvalidated call it may be None, which leaves the field at 0.
 template <class T>
 void read_option(const py::object& value, T* out) {
   if (!value.is_none()) *out = py::cast<T>(value);
@@ -308,7 +312,8 @@ void read_options(const py::handle& options, NormParams* p) {
 
 #undef FIELD
 
-// Reads dropout_offsets, `numel` integers.
+// Reads dropout_offsets as an array. Throws unless it is a contiguous int64 tensor of `numel`
+// elements.
 template <class Offsets>
 void read_offsets(const TensorView& view, int64_t numel, const Offsets** offsets) {
   check_dense(view, "dropout_offsets", 0);
@@ -318,7 +323,7 @@ void read_offsets(const TensorView& view, int64_t numel, const Offsets** offsets
   *offsets = static_cast<const Offsets*>(view.data);
 }
 
-// Reads dropout_offsets of a call whose sizes are known.
+// Reads dropout_offsets from the options. The sizes in *p must be set already.
 void read_offsets(const py::handle& options, AttentionParams* p) {
   const TensorView offsets = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_offsets"));
   if (offsets.there) read_offsets(offsets, p->batch * 3, &p->dropout_offsets);
@@ -336,10 +341,11 @@ void read_offsets(const py::handle& options, NormParams* p) {
 
 // ---- calls --------------------------------------------------------------------------------------
 
-// The MaskSpec of unmasked calls, whose attributes need not be read; null until set_no_mask().
+// The MaskSpec singleton of unmasked calls, whose attributes need not be read. Null until
+// set_no_mask(); the reference is never released.
 inline PyObject* no_mask = nullptr;
 
-// Reads a call except for its seed. query, key and value are its tensors.
+// Reads an attention call except for its dropout seed. The caller has already viewed the tensors.
 void read_call(const py::handle& call, const TensorView& query, const TensorView& key,
                const TensorView& value, AttentionParams* p) {
   read_operands(query, key, value, p);
@@ -363,7 +369,7 @@ void read_call(const py::handle& call, AttentionParams* p) {
 void read_call(const py::handle& call, AttentionBwdParams* p) { read_call(call, &p->fwd); }
 void read_call(const py::handle& call, AttentionWeightsParams* p) { read_call(call, &p->fwd); }
 
-// Reads a NormCall except for its seed.
+// Reads a NormCall except for its dropout seed.
 void read_call(const py::handle& call, NormParams* p) {
   const TensorView input = view_of(FUSED_ATTN_ATTRIBUTE(call, "input"));
   p->dtype = input.dtype();
@@ -383,8 +389,8 @@ void read_call(const py::handle& call, NormParams* p) {
   read_call(call, &p->fwd);
 }
 
-// Returns the names that the fields/*.inc files list, which are those that the bindings read of
-// calls. Python compares them with its list.
+// Returns the field names that the bindings read from calls, as listed in fields/*.inc. Python
+// checks that its own list is the same.
 py::list field_names() {
   py::list names;
 #define FIELD(type, name) names.append(#name);

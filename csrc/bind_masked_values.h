@@ -1,8 +1,8 @@
-// Decides if torch's attention may compute a masked call instead of these kernels.
+// Checks if torch's attention computes a masked call with the same result as these kernels.
 //
-// torch adds -inf to masked scores and multiplies masked values by 0. NaN and infinities behind a
-// mask therefore reach its result, and the result of a fully masked row depends on torch's backend.
-// Where neither occurs, the results agree.
+// torch adds -inf to masked scores and multiplies masked values by 0. NaN and infinities at masked
+// positions therefore propagate to its result. The result of a fully masked row depends on torch's
+// backend. If neither occurs, the results agree.
 #pragma once
 
 #include "tensors.h"
@@ -10,12 +10,13 @@
 namespace fused_attn {
 namespace {
 
-// The sum of 2^20 products of two numbers of at most this magnitude is finite in float32, and so is
-// its product with a scale of at most 1, which the caller guarantees.
+// Upper bound on the magnitude of elements. A dot product of 2^20 such elements is finite in
+// float32. It stays finite after multiplication by a scale of at most 1, which the caller
+// guarantees.
 constexpr float kLargestFactor = 1e15f;
 
-// Calls row(pointer) for each row of the last dimension until one returns false; a dimension of
-// stride 0 counts as one element.
+// Calls row(pointer) for each row of the last dimension and stops at the first that returns false.
+// Returns true if all returned true. Visits dimensions of stride 0 once.
 template <class T, class Row>
 bool all_rows(const TensorView& t, const T* data, int dim, Row row) {
   if (dim >= t.ndim - 1) return row(data);
@@ -26,9 +27,11 @@ bool all_rows(const TensorView& t, const T* data, int dim, Row row) {
   return true;
 }
 
-// Compares the bits without the sign as integers, in which NaN is larger than all numbers: `limit`
-// minus the bits is then negative. Vectorized because a scalar loop takes 25 us for 2^15 + 2^14
-// numbers, for which attention takes 70.
+// Returns true if all elements of a float32 tensor are at most kLargestFactor in magnitude.
+//
+// Compares the bits without the sign as integers, where NaN is larger than any number, so that
+// `limit` minus the bits is negative. Uses vectors because a scalar loop over 2^15 + 2^14 elements
+// takes 25 us, compared with 70 us for their attention.
 bool magnitudes_are_small(const TensorView& t) {
   typedef uint32_t Vec4 __attribute__((vector_size(16)));
   constexpr uint32_t kMagnitude = 0x7fffffff;
@@ -59,9 +62,9 @@ bool every_row_has_a_key(const TensorView& mask) {
   });
 }
 
-// Returns true if torch's results for these float32 tensors and this bool mask equal those of these
-// kernels. The gradient of out is not known yet: where it is infinite, gradients of masked keys may
-// be NaN.
+// Returns true if torch's attention and these kernels agree for these float32 tensors and this bool
+// mask. The gradient of out is unknown at this point. If it is infinite, gradients of masked keys
+// may be NaN.
 bool masks_like_torch(const py::handle& query, const py::handle& key, const py::handle& value,
                       const py::handle& mask) {
   const TensorView visible = view_of(mask);

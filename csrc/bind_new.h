@@ -11,22 +11,24 @@
 namespace fused_attn {
 namespace {
 
-// Smaller blocks come from malloc, which reuses them. malloc may return larger ones to the system
-// at every free: norms of 300 x 768 then took 150 page faults a call, and 1.3 times as long.
+// Tensors of at least this many bytes come from the workspace pool, smaller ones from malloc, which
+// reuses small blocks. malloc may return large blocks to the system at every free. Norms of 300 x
+// 768 then caused 150 page faults per call and took 1.3 times as long.
 constexpr int64_t kPooledFrom = 1 << 17;
 
-// Python function that allocates a tensor if torch has no C API for it; null until set_torch().
+// Python function that allocates a tensor if torch has no C API for it. Null until set_torch().
 PyObject* empty_strided = nullptr;
 
-// Registers torch's allocators: torch.Tensor.__dlpack_c_exchange_api__ or None, and
-// empty(shape, strides, dtype), whose dtype is a DType, or -1 for int16.
+// Registers the allocators of torch. `api` is torch.Tensor.__dlpack_c_exchange_api__ or None.
+// `empty` is the Python function empty(shape, strides, dtype), where dtype is a DType, or -1 for
+// int16.
 void set_torch(const py::object& api, const py::object& empty) {
   set_exchange_api(api);
   Py_XDECREF(empty_strided);
   empty_strided = empty.inc_ref().ptr();
 }
 
-// An element type in DLPack's terms.
+// A DLPack element type: type code and number of bits.
 struct NumberType {
   uint8_t code, bits;
 };
@@ -39,7 +41,7 @@ NumberType type_of(DType dtype) {
                                      : uint8_t{16}};
 }
 
-// The type of lse, mean and rstd, and in which gradients of parameters are accumulated.
+// Returns the dtype of lse, mean and rstd, in which parameter gradients are also accumulated.
 DType statistics_of(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
@@ -58,7 +60,8 @@ py::object new_tensor_of_torch(const int64_t* shape, const int64_t* strides, int
   return py::handle(empty_strided)(sizes, steps, dtype);
 }
 
-// Allocates an uninitialised dense tensor. Large ones reuse the memory of freed ones.
+// Allocates an uninitialised CPU tensor, which must be dense. Large tensors reuse pooled memory;
+// their deleter returns it to the pool. Throws std::bad_alloc if out of memory.
 py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, NumberType type) {
   if (exchange_api == nullptr) return new_tensor_of_torch(shape, strides, ndim, type);
   struct Managed {
@@ -96,7 +99,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-// Wraps new_tensor for a Python shape and strides.
+// Exposes new_tensor to Python. dtype is a DType, or negative for int16.
 py::object empty_tensor(const py::tuple& shape, const py::tuple& strides, int64_t dtype) {
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
   const int ndim = static_cast<int>(shape.size());
@@ -121,8 +124,9 @@ py::object new_dense(const int64_t* shape, int ndim, NumberType type, T** data) 
   return tensor;
 }
 
-// Views a CPU tensor of one of the float types. Returns false for other tensors, and for those that
-// are negated lazily. Python has checked that it is a tensor and not of a subclass.
+// Views a dense CPU tensor of a floating-point dtype. Returns false for other tensors, and for
+// tensors with a lazy negation. The caller has checked that the object is a torch.Tensor, not a
+// subclass.
 bool float_view(const py::handle& tensor, TensorView* view) {
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
   const auto negated =

@@ -1,4 +1,5 @@
-// The norm passes: one function each, as in bind_attention.h.
+// The norm passes of the CPU module. As in bind_attention.h, each function validates a call,
+// allocates its results and runs the kernel, or returns None to reject the call.
 #pragma once
 
 #include <algorithm>
@@ -11,16 +12,16 @@
 namespace fused_attn {
 namespace {
 
-// Views a non-empty tensor as a matrix. Its last num_dims dimensions are the columns, and its rows
-// are at most two strided dimensions (rows_in_place of base/layout.py). Returns false if it would
-// have to be copied.
+// Converts the view of a non-empty tensor to a matrix whose columns are the last num_dims
+// dimensions. Its rows are at most two strided dimensions, as in rows_in_place of base/layout.py.
+// Returns false if the tensor would have to be copied.
 bool as_matrix(int num_dims, TensorView* view) {
   constexpr int64_t kShortRow = 128, kPage = 4096;  // bytes
   const int first = view->ndim - num_dims;
   if (!contiguous_from(*view, first)) return false;
   int64_t columns = 1, rows = 1;
   for (int i = first; i < view->ndim; ++i) columns *= view->shape[i];
-  int64_t sizes[2], steps[2];  // of dimensions that do not merge, innermost first
+  int64_t sizes[2], steps[2];  // of the row dimensions after merging, innermost first
   int count = 0;
   for (int i = first - 1; i >= 0; --i) {
     const int64_t size = view->shape[i], step = view->strides[i];
@@ -48,7 +49,8 @@ bool as_matrix(int num_dims, TensorView* view) {
   return true;
 }
 
-// A copy of 16-bit numbers as float32, the type of statistics.
+// A float32 copy of a 16-bit parameter, because kernels read parameters in the dtype of the
+// statistics.
 class Widened {
  public:
   const float* of(const TensorView& view) {
@@ -68,10 +70,11 @@ class Widened {
   std::unique_ptr<float[]> numbers_;
 };
 
-// Reads the tensors and options of a norm's call.
+// Reads the tensors and options of a norm call. Owns converted parameters, so it must outlive the
+// kernel.
 class NormReader {
  public:
-  // Returns false to reject the call.
+  // Fills *p. Returns false if these kernels do not support the call.
   bool read(const py::handle& call, int64_t num_threads, NormParams* p) {
     if (!float_view(FUSED_ATTN_ATTRIBUTE(call, "input"), &input) || input.numel() == 0 ||
         !ends_in(FUSED_ATTN_ATTRIBUTE(call, "normalized_shape"))) {
@@ -134,8 +137,8 @@ class NormReader {
     return true;
   }
 
-  // Reads weight or bias in the type of statistics, widened if needed; null for None. Returns false
-  // to reject it.
+  // Reads weight or bias in the dtype of the statistics. 16-bit parameters are converted to float32
+  // in *widened. None leaves *data null. Returns false if the parameter is unsupported.
   bool read_parameter(const py::handle& parameter, Widened* widened, const void** data) const {
     if (parameter.is_none()) return true;
     TensorView view;
@@ -154,9 +157,9 @@ class NormReader {
   Widened weight_, bias_;
 };
 
-// Forward. Returns (out, total, mean, rstd). total is None if it equals input, or if it is neither
-// requested nor needed by a backward. mean and rstd are None unless a backward follows; mean is
-// None for RMS norms.
+// Runs the forward. Returns (out, total, mean, rstd). total is None if it equals input, or if it is
+// neither requested nor needed. mean and rstd are None unless a backward follows; mean is also None
+// for RMS norms.
 py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
                     int64_t num_threads) {
   NormReader reader;
@@ -166,7 +169,7 @@ py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
   const NumberType type{x.code, x.bits}, statistics = type_of(statistics_of(p.dtype));
   py::object out = new_dense(x.shape, x.ndim, type, &p.out);
   py::object total = py::none(), mean = py::none(), rstd = py::none();
-  // 16-bit sums are stored in every case: the norm is that of the rounded sum, with or without a
+  // 16-bit sums are always stored. The norm is computed from the rounded sum, with or without a
   // backward.
   const bool added = p.residual != nullptr || p.dropout_p > 0;
   if (added && (want_total || for_backward || x.bits == 16)) {
@@ -180,9 +183,12 @@ py::object norm_fwd(const py::handle& call, bool for_backward, bool want_total,
   return py::make_tuple(out, total, mean, rstd);
 }
 
-// Backward, from mean and rstd; grad_total, the gradient of the sum, may be None. `input` of the
-// call is the sum that was normalised. Returns the gradients of input (None where it equals that of
-// the sum), of the sum, of weight and of bias (in the type of statistics; None unless needed).
+// Runs the backward from the saved mean and rstd. `input` of the call is the sum that was
+// normalised. grad_total, the gradient of that sum, may be None.
+//
+// Returns the gradients of the input, the sum, weight and bias. The input gradient is None if it
+// equals that of the sum. The gradients of weight and bias have the dtype of the statistics and are
+// None unless needed.
 py::object norm_bwd(const py::handle& call, const py::handle& mean, const py::handle& rstd,
                     const py::handle& grad_out, const py::handle& grad_total, bool needs_weight,
                     bool needs_bias, int64_t num_threads) {
@@ -194,7 +200,7 @@ py::object norm_bwd(const py::handle& call, const py::handle& mean, const py::ha
     return py::none();
   }
   const TensorView& x = reader.input;
-  // Saved-tensor hooks may return tensors other than the saved ones.
+  // Validate both: saved-tensor hooks may return tensors other than the saved ones.
   for (const auto& [tensor, data] : {std::pair{mean, &p.fwd.mean}, std::pair{rstd, &p.fwd.rstd}}) {
     if (p.fwd.rms && data == &p.fwd.mean) continue;
     TensorView view;

@@ -1,4 +1,4 @@
-// Runs CPU kernels on calls that the bindings have read.
+// Runs the CPU kernels on calls that the bindings have read.
 #pragma once
 
 #include <new>
@@ -19,14 +19,14 @@ const KernelTable& kernels_for(const AttentionBwdParams& p) { return attention_k
 const KernelTable& kernels_for(const AttentionWeightsParams& p) { return attention_kernels(p.fwd); }
 const KernelTable& kernels_for(const TileKindsParams& p) { return attention_kernels(p.problem); }
 
-// Runs a kernel of the table without the GIL.
+// Runs a kernel without the GIL. Throws std::bad_alloc if the kernel is out of memory.
 template <class Params>
 void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params) {
   py::gil_scoped_release release;
   if (!(kernels_for(params).*entry)(params)) throw std::bad_alloc();
 }
 
-// Computes summaries of a call's masks where Python passed none, and owns them during the call.
+// Computes the mask summaries that Python did not pass, and owns them. Must outlive the kernel.
 class Summaries {
  public:
   void complete(const TensorView& mask, int64_t num_threads, DenseTensor* tensor) {
@@ -54,7 +54,8 @@ class Summaries {
   std::vector<std::vector<uint8_t>> memory_;
 };
 
-// Reads the seed of dropout. An unvalidated call draws it here, after it was accepted.
+// Reads the dropout seed. For an unvalidated call, the seed is drawn here, so that rejected calls
+// do not advance the generator.
 template <class Params>
 void read_seed(const py::handle& call, Params* p) {
   if (p->dropout_p == 0) return;
@@ -64,7 +65,7 @@ void read_seed(const py::handle& call, Params* p) {
   p->seed = static_cast<uint64_t>(*static_cast<const int64_t*>(view_of(seed).data));
 }
 
-// Reads the fields that only the CPU needs, after read_call.
+// Reads the fields that only the CPU kernels use. Called after read_call.
 void complete(const py::handle& call, AttentionParams* p, Summaries* summaries) {
   read_seed(call, p);
   if (p->mask.bias.data == nullptr && p->mask.dense.data == nullptr) return;

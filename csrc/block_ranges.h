@@ -1,8 +1,8 @@
-// Classifies tiles by their mask: one definition for CPU and CUDA, forward and backward.
+// Classifies tiles of the score matrix by their mask. The CPU and CUDA kernels share this code.
 //
-// The structural conditions (band, key range, prefix) leave one interval of keys [lo(i), hi(i)) of
-// each row i, and neither end decreases as i grows. A tile is therefore classified by its first and
-// last row alone.
+// The structural conditions (band, key range, prefix) leave one interval of visible keys [lo(i),
+// hi(i)) per row i. Neither end decreases as i grows, so the first and the last row determine the
+// class of a tile.
 #pragma once
 
 #include "host_device.h"
@@ -25,16 +25,18 @@ FUSED_ATTN_HOST_DEVICE SequenceBounds sequence_bounds(const MaskParams& mask, in
   SequenceBounds s{0, seqlen_k, 0, seqlen_q, mask.band_lo, mask.band_hi, 0, mask.alibi_offset};
   if (mask.bounds != nullptr) s = mask.bounds[b];
   // Kernels assume that every key between the first row's lo and the last row's hi is visible to
-  // some row. Rows fully masked by the band would break that, so they become an end of the keys.
+  // some row. Rows fully masked by the band would break this, so such a band is expressed as an
+  // earlier key_end.
   if (s.band_lo > s.band_hi) s.key_end = s.key_begin;
-  if (s.band_lo > 0 && s.prefix_end > 0) {  // j <= i never holds within the band
+  if (s.band_lo > 0 && s.prefix_end > 0) {  // the condition j <= i never holds inside the band
     s.key_end = min64(s.key_end, s.prefix_end);
     s.prefix_end = 0;
   }
   return s;
 }
 
-// Position of a sequence in a tensor: alone in a batch, or packed with others.
+// Location of a sequence in a tensor: its batch index, first row and number of rows. Packed
+// sequences share batch index 0.
 struct SequenceRows {
   int64_t batch, first, count;
 };
@@ -57,16 +59,16 @@ FUSED_ATTN_HOST_DEVICE int64_t lse_begin(const AttentionParams& p, int64_t b, in
   return (rows.batch * p.num_heads + h) * p.total_q + rows.first;
 }
 
-// Returns the keys that the structure leaves visible to row i; empty where lo >= hi. Ignores the
-// query range.
+// Returns the keys that the structural mask leaves visible to row i. The interval is empty if lo >=
+// hi. Does not check that row i is within the query range.
 FUSED_ATTN_HOST_DEVICE Interval visible_keys(const SequenceBounds& s, int64_t i) {
   int64_t hi = min64(s.key_end, i + s.band_hi + 1);
   if (s.prefix_end > 0) hi = min64(hi, max64(s.prefix_end, i + 1));
   return {max64(s.key_begin, i + s.band_lo), hi};
 }
 
-// Returns the queries to which the structure leaves key j visible, the inverse of visible_keys;
-// empty where lo >= hi.
+// Returns the queries that may attend to key j under the structural mask, the inverse of
+// visible_keys(). The interval is empty if lo >= hi.
 FUSED_ATTN_HOST_DEVICE Interval visible_queries(const SequenceBounds& s, int64_t j) {
   int64_t lo = max64(s.query_begin, j - s.band_hi);
   if (s.prefix_end > 0 && j >= s.prefix_end) lo = max64(lo, j);
@@ -74,7 +76,8 @@ FUSED_ATTN_HOST_DEVICE Interval visible_queries(const SequenceBounds& s, int64_t
   return {lo, inside ? min64(s.query_end, j - s.band_lo + 1) : lo};
 }
 
-// Classifies rows [i_begin, i_end) against keys [j_begin, j_end). Neither range may be empty.
+// Classifies the tile of rows [i_begin, i_end) and keys [j_begin, j_end) by the structural mask.
+// Both ranges must be non-empty.
 FUSED_ATTN_HOST_DEVICE Tile classify_bounds(const SequenceBounds& s, int64_t i_begin, int64_t i_end,
                                             int64_t j_begin, int64_t j_end) {
   const int64_t first = max64(i_begin, s.query_begin), last = min64(i_end, s.query_end) - 1;
@@ -85,7 +88,7 @@ FUSED_ATTN_HOST_DEVICE Tile classify_bounds(const SequenceBounds& s, int64_t i_b
   return rows_inside && j_begin >= bottom.lo && j_end <= top.hi ? Tile::kFull : Tile::kPartial;
 }
 
-// Smallest and largest document id in a run of positions.
+// Smallest and largest document id within a run of consecutive positions.
 struct IdRange {
   int64_t min, max;
 };
@@ -96,7 +99,7 @@ FUSED_ATTN_HOST_DEVICE Tile classify_documents(const IdRange& query, const IdRan
   return one ? Tile::kFull : Tile::kPartial;
 }
 
-// Classifies by the summary of a dense tensor; partial without a summary.
+// Classifies a tile by the summary of a dense mask or bias. Without a summary, the tile is partial.
 FUSED_ATTN_HOST_DEVICE Tile classify_dense(const DenseTensor& t, int64_t b, int64_t h,
                                            int64_t i_begin, int64_t i_end, int64_t j_begin,
                                            int64_t j_end) {
@@ -112,7 +115,7 @@ FUSED_ATTN_HOST_DEVICE Tile classify_dense(const DenseTensor& t, int64_t b, int6
       none = none && value == kNoneVisible;
       all = all && value == kAllVisible;
     }
-    if (t.summary_strides[2] == 0) break;  // every row of tiles is the same
+    if (t.summary_strides[2] == 0) break;  // the mask is broadcast over rows
   }
   return none ? Tile::kSkip : all ? Tile::kFull : Tile::kPartial;
 }

@@ -1,18 +1,19 @@
-// Function annotations for host and device code. nvcc compiles CUDA kernels; a host compiler
-// compiles the CPU kernels and, in tests without a GPU, the CUDA kernels too.
+// Function annotations for code that runs on host and device. nvcc compiles the CUDA kernels. A
+// host compiler compiles the CPU kernels and, for tests without a GPU, the CUDA kernels.
 #pragma once
 
 #if defined(__CUDACC__)
 
 #define FUSED_ATTN_HOST_DEVICE __host__ __device__ inline
 #define FUSED_ATTN_DEVICE __device__ __forceinline__
-// A kernel for thread blocks of `threads` threads, `blocks` of which fit onto a multiprocessor.
+// Declares a kernel with up to `threads` threads per block and at least `blocks` resident blocks
+// per multiprocessor.
 #define FUSED_ATTN_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define FUSED_ATTN_ARGUMENT const __grid_constant__
 #define FUSED_ATTN_PRAGMA(text) _Pragma(#text)
 #define FUSED_ATTN_UNROLL _Pragma("unroll")
 #define FUSED_ATTN_UNROLL_BY(times) FUSED_ATTN_PRAGMA(unroll times)
-// For short or rare loops: unrolled, they would take registers from the loops around them.
+// For short or rarely executed loops. Unrolling them would take registers from the enclosing loops.
 #define FUSED_ATTN_ROLLED _Pragma("unroll 1")
 
 #else

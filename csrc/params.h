@@ -1,7 +1,7 @@
-// Structs that cross the boundary between Python and the kernels: raw pointers, sizes, strides.
+// Parameter structs that the Python bindings pass to the kernels: raw pointers, sizes and strides.
 //
-// Strides are in elements. The last dimension of a tensor is contiguous unless a stride for it is
-// listed. A null pointer means that the tensor is absent.
+// Strides are in elements. The last dimension of a tensor is contiguous unless it has a stride. A
+// null pointer means that the tensor is absent. The structs own no memory.
 #pragma once
 
 #include <cstdint>
@@ -12,57 +12,60 @@ namespace fused_attn {
 
 enum class DType : int64_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
-// Same order as ACTIVATIONS of backends/base.py.
+// The order matches ACTIVATIONS of backends/base.py.
 enum class Activation : int64_t { kIdentity, kRelu, kGelu, kGeluTanh };
 
-// The grid of TileSummary. Fine enough for every backend: their tiles are multiples or divisors.
+// Tile size of mask summaries: queries by keys. The tile sizes of every backend are multiples or
+// divisors of it.
 constexpr int64_t kSummaryTileM = 32;
 constexpr int64_t kSummaryTileN = 64;
 
-// Positions stay below this, so that sums of a few fit into int32 (masks/mask.py, UNLIMITED).
+// Upper bound on positions, so that sums of a few positions fit in int32. Equals UNLIMITED of
+// masks/mask.py.
 constexpr int64_t kUnlimited = int64_t{1} << 29;
 
-// Summary of one tile of a dense mask or bias.
+// Visibility summary of one tile of a dense mask or bias.
 enum SummaryValue : uint8_t {
-  kNoneVisible = 0,  // every position masked
-  kSomeVisible = 1,  // must be read
-  kAllVisible = 2,   // every position visible and nothing to add: need not be read
+  kNoneVisible = 0,  // every position is masked
+  kSomeVisible = 1,  // the tile must be read
+  kAllVisible = 2,   // every position is visible and the bias is 0; not read
 };
 
 // One row of MaskSpec.bounds (masks/spec.py, BOUNDS).
 struct SequenceBounds {
-  int64_t key_begin, key_end;      // keys outside are masked
-  int64_t query_begin, query_end;  // queries outside are fully masked
-  int64_t band_lo, band_hi;        // visible where band_lo <= j - i <= band_hi
-  int64_t prefix_end;              // > 0: visible where j < prefix_end or j <= i
+  int64_t key_begin, key_end;      // keys outside this range are masked
+  int64_t query_begin, query_end;  // queries outside this range are fully masked
+  int64_t band_lo, band_hi;        // key j is visible to query i if band_lo <= j - i <= band_hi
+  int64_t prefix_end;              // if > 0: key j is visible if j < prefix_end or j <= i
   int64_t alibi_offset;            // ALiBi adds -slope * |i + alibi_offset - j|
 };
 
-// One row of AttentionCall.dropout_offsets: the position of a sequence in the global tensor, whose
-// positions are dropout's counters.
+// One row of AttentionCall.dropout_offsets: the position of a shard's sequence in the global
+// tensor. Dropout uses global positions as counters.
 struct DropoutOffsets {
-  int64_t row;   // of its first query
-  int64_t key;   // of its first key, a multiple of kDecisions (philox.h)
-  int64_t head;  // counter of its first head
+  int64_t row;   // global index of the first query
+  int64_t key;   // global index of the first key, a multiple of kDecisions (philox.h)
+  int64_t head;  // counter of the first head
 };
 
-// A dense mask or bias, broadcast by strides of 0.
+// A dense mask or bias. Broadcast dimensions have stride 0.
 struct DenseTensor {
-  const void* data;        // (batch, num_heads, seqlen_q, seqlen_k)
-  int64_t strides[4];      // of these four dimensions
-  const uint8_t* summary;  // SummaryValue (batch, num_heads, ceil(seqlen_q / 32), ceil(. / 64))
+  const void* data;    // (batch, num_heads, seqlen_q, seqlen_k)
+  int64_t strides[4];  // of the four dimensions of data
+  // SummaryValues, (batch, num_heads, ceil(seqlen_q / 32), ceil(seqlen_k / 64)).
+  const uint8_t* summary;
   int64_t summary_strides[4];
 };
 
-// Row offsets of a matrix: row_stride apart within runs of equally many rows.
+// Row layout of a matrix. Rows form runs of equal length and are row_stride apart within a run.
 struct RowLayout {
   int64_t row_stride;
-  int64_t run_step;  // added at the start of each further run; 0 with a single run
-  // Row r is in run r * run_factor >> 32 >> run_shift, which avoids a division.
+  int64_t run_step;  // offset added per run after the first; 0 if there is a single run
+  // Row r belongs to run r * run_factor >> 32 >> run_shift, which replaces a division.
   uint32_t run_factor, run_shift;
 };
 
-namespace {  // each instruction set has a copy
+namespace {  // internal linkage: each instruction set compiles a copy
 
 FUSED_ATTN_HOST_DEVICE int64_t row_offset(const RowLayout& rows, int64_t row) {
   const uint64_t product = uint64_t{static_cast<uint32_t>(row)} * rows.run_factor;
@@ -72,8 +75,8 @@ FUSED_ATTN_HOST_DEVICE int64_t row_offset(const RowLayout& rows, int64_t row) {
 
 }  // namespace
 
-// fields/*.inc list the fields of these structs. The bindings' reader (bind_fields.h) and its
-// messages are generated from them too: a new field is one line there.
+// fields/*.inc list the fields of these structs. The readers in bind_fields.h are generated from
+// the same lists, so a new field needs one line there.
 #include "fields/declare.inc"
 
 struct MaskParams {
@@ -92,16 +95,17 @@ struct AttentionBwdParams {
 #include "fields/attention_bwd.inc"
 };
 
-// The weights P that the forward multiplied by value, after dropout, recomputed from its lse and
-// lse_residual. out and value have head_dim_v 0. Sequences are not packed.
+// Parameters of the pass that recomputes P, the weights that the forward multiplied by value, after
+// dropout. It uses the forward's lse and lse_residual. out and value have head_dim_v 0. Sequences
+// are not packed.
 struct AttentionWeightsParams {
   AttentionParams fwd;
   void* weights;  // (batch, 1 if average else num_heads, seqlen_q, seqlen_k) of dtype, contiguous
-  bool average;   // over the heads
+  bool average;   // average the weights over the heads
 };
 
-// norm(residual + dropout(input)). Every matrix is (rows, columns), contiguous unless it has a
-// RowLayout.
+// Parameters of norm(residual + dropout(input)). Every matrix is (rows, columns), and contiguous
+// unless it has a RowLayout.
 struct NormParams {
 #include "fields/norm.inc"
 #include "fields/norm_options.inc"
@@ -112,19 +116,19 @@ struct NormBwdParams {
 #include "fields/norm_bwd.inc"
 };
 
-// dropout(activation(input + bias)), and its backward.
+// Parameters of dropout(activation(input + bias)) and its backward.
 struct ActivationParams {
 #include "fields/activation.inc"
 };
 
 #include "fields/end.inc"
 
-// Classifies the tiles of a dense mask (bool) or bias (of dtype).
+// Parameters of the pass that classifies the tiles of a dense mask (bool) or bias (of dtype).
 struct SummaryParams {
   const void* data;
   bool is_bool;
-  DType dtype;       // unless is_bool
-  int64_t sizes[4];  // of the tensor: broadcast dimensions have 1
+  DType dtype;       // of the bias; unused if is_bool
+  int64_t sizes[4];  // of the tensor; broadcast dimensions have size 1
   int64_t strides[4];
   uint8_t* summary;  // (sizes[0], sizes[1], ceil(sizes[2] / 32), ceil(sizes[3] / 64)), contiguous
   int64_t num_threads;

@@ -1,8 +1,8 @@
-// Philox4x32-7, the generator of dropout masks, for host and device.
+// Philox4x32-7 counter-based random numbers for dropout masks, on host and device.
 //
-// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": 7 rounds pass all of
-// TestU01's BigCrush.
-// fused_attn/base/philox.py implements it in torch operations.
+// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". Seven rounds pass all
+// of TestU01's BigCrush. fused_attn/base/philox.py implements the same generator with torch
+// operations.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "params.h"
 
 namespace fused_attn {
-namespace {  // each instruction set has a copy (design: no shared inline functions)
+namespace {  // internal linkage: each instruction set compiles a copy
 
 constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
 constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
@@ -37,9 +37,9 @@ FUSED_ATTN_HOST_DEVICE Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2,
   return {{c0, c1, c2, c3}};
 }
 
-// One counter decides about kDecisions neighbours with 16 bits each: decision e uses the lower half
-// of word e / 2 if e is even, the upper half if odd. dropout_p is therefore rounded
-// to a multiple of 1 / kDropoutSteps.
+// Each counter decides kDecisions neighbouring elements with 16 bits each. Decision e uses word e /
+// 2: its lower half if e is even, its upper half if e is odd. dropout_p is therefore rounded to a
+// multiple of 1 / kDropoutSteps.
 constexpr int kDecisions = 8;
 constexpr uint32_t kDropoutSteps = 1u << 16;
 
@@ -47,7 +47,8 @@ FUSED_ATTN_HOST_DEVICE uint32_t half_word(uint32_t word, int half) {
   return half == 0 ? word & 0xFFFFu : word >> 16;
 }
 
-// Returns dropout_p in steps, ties to even. Elements whose 16 bits are at least this are kept.
+// Returns dropout_p * kDropoutSteps, rounded to the nearest integer, ties to even. An element is
+// kept if its 16 random bits are at least this value.
 FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
   const double scaled = dropout_p * kDropoutSteps;
   const uint32_t below = static_cast<uint32_t>(scaled);
@@ -55,19 +56,20 @@ FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
   return below + (rest > 0.5 || (rest == 0.5 && below % 2 == 1) ? 1 : 0);
 }
 
-// Returns the factor of kept elements, or 0 if none is kept.
+// Returns the scale of kept elements, or 0 if no element is kept.
 FUSED_ATTN_HOST_DEVICE double dropout_scale(double dropout_p) {
   const uint32_t kept = kDropoutSteps - dropout_threshold(dropout_p);
   return kept == 0 ? 0.0 : static_cast<double>(kDropoutSteps) / kept;
 }
 
-// Returns the global offsets of sequence b. A counter has 32 bits for each.
+// Returns the global offsets of sequence b. Each offset must fit in 32 bits, because a counter word
+// holds it.
 FUSED_ATTN_HOST_DEVICE DropoutOffsets dropout_offsets(const AttentionParams& p, int64_t b) {
   if (p.dropout_offsets != nullptr) return p.dropout_offsets[b];
   return {0, 0, b * p.num_heads};
 }
 
-// Returns a mask whose bit e is set if decision e of a counter keeps its element.
+// Returns a bit mask in which bit e is set if decision e keeps its element.
 FUSED_ATTN_HOST_DEVICE uint32_t kept_decisions(const Philox4& random, uint32_t threshold) {
   uint32_t kept = 0;
   FUSED_ATTN_UNROLL

@@ -1,7 +1,8 @@
-// Reads and creates torch tensors without torch's headers, for both modules.
+// Reads and creates torch tensors without including torch's headers. Used by both extension
+// modules.
 //
-// torch.Tensor exports C functions for that since 2.10 (__dlpack_c_exchange_api__, DLPack 1.2). For
-// older versions each attribute is read from Python. The structs are those of DLPack's dlpack.h.
+// Since 2.10, torch.Tensor exports a C API for this (__dlpack_c_exchange_api__, DLPack 1.2). With
+// older versions, each attribute is read through Python. The structs below match DLPack's dlpack.h.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -47,10 +48,10 @@ struct DLPackExchangeAPI {
 
 constexpr int kDLCpu = 1, kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
 
-// Null if torch has none or it is switched off.
+// DLPack exchange API of torch. Null if torch does not export it or its use is disabled.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
 
-// Sets torch.Tensor.__dlpack_c_exchange_api__, or None.
+// Registers torch.Tensor.__dlpack_c_exchange_api__. None disables the C API.
 void set_exchange_api(const py::object& capsule) {
   exchange_api = nullptr;
   if (capsule.is_none()) return;
@@ -60,7 +61,7 @@ void set_exchange_api(const py::object& capsule) {
   if (api->major == 1 && api->dltensor_from_py_object != nullptr) exchange_api = api;
 }
 
-// Reads an attribute; the Python string of its name is created once.
+// Reads a Python attribute. The attribute name is interned once per call site.
 #define FUSED_ATTN_ATTRIBUTE(owner, name)                               \
   [&](const py::handle& of) {                                           \
     static PyObject* const interned = PyUnicode_InternFromString(name); \
@@ -69,20 +70,20 @@ void set_exchange_api(const py::object& capsule) {
     return py::reinterpret_steal<py::object>(value);                    \
   }(owner)
 
-// A view of a tensor's memory, valid while the tensor lives.
+// A non-owning view of a tensor's memory, valid while the tensor is alive.
 struct TensorView {
   static constexpr int kMaxDims = 8;
   void* data = nullptr;
   int device_type = 0, ndim = 0;
   uint8_t code = 0, bits = 0;
   int64_t shape[kMaxDims], strides[kMaxDims];
-  bool there = false;  // false for None
+  bool there = false;  // false if the Python object is None
 
   DType dtype() const {
     if (code == kDLBfloat) return DType::kBFloat16;
     return bits == 32 ? DType::kFloat32 : bits == 64 ? DType::kFloat64 : DType::kFloat16;
   }
-  // Returns true if the type is one of DType.
+  // Returns true if the element type has a DType.
   bool is_float() const {
     return code == kDLBfloat ? bits == 16
                              : code == kDLFloat && (bits == 16 || bits == 32 || bits == 64);
@@ -92,7 +93,8 @@ struct TensorView {
     for (int i = 0; i < ndim; ++i) count *= shape[i];
     return count;
   }
-  // The stride of a dimension of one element is arbitrary, so it counts as broadcast.
+  // Returns the stride of a dimension, or 0 if its size is 1. The stride of a dimension of size 1
+  // is arbitrary, so such a dimension is treated as broadcast.
   int64_t broadcast_stride(int dim) const { return shape[dim] == 1 ? 0 : strides[dim]; }
 };
 
@@ -103,7 +105,7 @@ void copy_shape(const int64_t* shape, const int64_t* strides, int ndim, TensorVi
   std::memcpy(view->strides, strides, ndim * sizeof(int64_t));
 }
 
-// Views a tensor through Python attributes, for torch before 2.10.
+// Views a tensor through Python attributes, for torch versions before 2.10.
 TensorView view_by_attributes(const py::handle& tensor) {
   TensorView view;
   view.there = true;

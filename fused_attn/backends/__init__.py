@@ -1,4 +1,4 @@
-"""Backends, and their selection with reasons."""
+"""Backends of the ops, and the selection of a backend for each problem."""
 
 from fused_attn.backends.base import Backend, CacheUpdate
 from fused_attn.backends.problem import AttentionProblem, NormProblem, problem_of

@@ -1,4 +1,4 @@
-"""Base class of the backends: the passes, and the reasons to reject a problem."""
+"""Base class of the backends: the passes that they compute and the problems that they support."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from fused_attn.call.calls import (
 
 Extent = Literal["all", "some", "none"]
 
-# In the order of enum Activation in csrc/params.h.
+# The indices must match enum Activation in csrc/params.h.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
 
 
 class CacheUpdate(NamedTuple):
-    """Rows that `decode_attention` appends to a cache, and their position in it.
+    """New keys and values for a KV cache, and where `decode_attention` appends them.
 
     Attributes:
-        key, value: (batch, num_heads_kv, seqlen_new, dim), or None.
-        lengths: (batch,) integers, the number of rows already in the cache for each sequence.
-        block_table: (batch, max_pages) integers, or None.
+        key, value: (batch, num_heads_kv, seqlen_new, dim), or None to append nothing.
+        lengths: (batch,) integers; number of rows of each sequence that are already in the cache.
+        block_table: (batch, max_pages) integers; the pages of each sequence. None if the cache is
+            not paged.
     """
 
     key: Tensor | None
@@ -39,21 +40,23 @@ class CacheUpdate(NamedTuple):
 
 
 class Backend:
-    """Implementation of the ops; the registry holds one instance of each subclass.
+    """Base class of the implementations of the ops. The registry has one instance per subclass.
 
-    Callers pass validated calls in `kernel_layout()` to every attention pass except
-    `attention_decode`, whose caches may have any strides.
+    Unless noted otherwise, attention passes receive validated calls in `kernel_layout()`. In
+    `attention_decode`, the caches may have any strides.
 
     Attributes:
-        name: the name that users select it by.
-        differentiable: True if the passes are torch operations, which autograd, torch.compile and
-            torch.func trace through. Otherwise they are kernels, with backward passes below.
-        accepts_unchecked: True if `attention_fwd` and `norm_fwd` accept unvalidated calls, and
-            return None for those that they refuse. Such calls are never intercepted.
+        name: the name by which users select the backend.
+        differentiable: True if the passes consist of torch operations, which autograd,
+            torch.compile and torch.func can trace. Otherwise, the subclass also implements the
+            backward passes.
+        accepts_unchecked: True if `attention_fwd` and `norm_fwd` accept unvalidated calls. They
+            return None to reject such a call. Callers never pass unvalidated calls while
+            `torch_state.is_intercepted()`.
         wraps_torch: True if torch's unmodified kernels compute everything, with torch's semantics.
-            Dropout draws from torch's generator instead of a call's seed (Philox). NaN in keys and
-            values that are masked for every query may reach results. Modules need not avoid
-            torch's inference fast paths for this backend, or pack sequences.
+            Dropout then uses torch's generator instead of Philox with the seed of the call. NaN in
+            keys and values that are masked for every query may reach the results. Modules need
+            neither avoid torch's inference fast paths nor pack sequences for this backend.
     """
 
     name: ClassVar[str]
@@ -62,29 +65,38 @@ class Backend:
     wraps_torch: ClassVar[bool] = False
 
     def unavailable(self) -> list[str]:
-        """Return why this backend cannot run on this machine; empty if it can."""
+        """Return the reasons why this backend cannot run on this machine; empty if it can."""
         return []
 
     def unsupported(self, problem: Problem) -> list[str]:
-        """Return why this backend does not support a problem; empty if it does."""
+        """Return the reasons why this backend does not support a problem; empty if it does."""
         return []
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
-        """Return why this backend is opt-in for a problem; empty if it can be the default."""
+        """Return the reasons why this backend is opt-in for a problem; empty if it is not."""
         return []
 
     def fallback_warning(self, device_type: str) -> str | None:
-        """Return the warning to show once if this backend is the default; None for no warning."""
+        """Return the warning to emit once if this backend is selected by default, or None."""
         return None
 
     def default_for(self, device_type: str) -> Extent:
-        """Return for which problems on a device type this backend is the default."""
+        """Return if this backend can be the default for all, some or none of the problems.
+
+        Args:
+            device_type: the device of the problems, such as "cuda".
+        """
         return "none"
 
     def tile_summary(self, tensor: Tensor) -> Tensor | None:
-        """Return a summary of each 32 x 64 tile of a dense mask or bias.
+        """Summarize each tile of 32 queries x 64 keys of a dense mask or bias.
 
-        It is uint8 (enum SummaryValue in csrc/params.h); None if the passes use no summaries.
+        Args:
+            tensor: (batch, num_heads, seqlen_q, seqlen_k).
+
+        Returns:
+            uint8 (batch, num_heads, ceil(seqlen_q / 32), ceil(seqlen_k / 64)), with values of enum
+            SummaryValue in csrc/params.h. None if the passes use no summaries.
         """
         return None
 
@@ -99,27 +111,37 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute dropout(activation(input + bias)), or its gradient. Optional for backends.
+        """Compute dropout(activation(input + bias)), or its gradient if grad_out is given.
+
+        Backends need not implement this method.
 
         Args:
             input: (*, columns), contiguous, without lazy negation.
             bias: (columns,), in the dtype of input.
             activation: one of ACTIVATIONS.
-            seed: int64 scalar for the dropout mask `base.philox.norm_keep`. None without dropout.
-            grad_out: the gradient of the result. If given, return the gradient of input + bias;
-                for "relu", input is then the result of the forward.
-            out: the tensor to write to, which may be input. By default a new one, not a view.
+            seed: int64 scalar; seed of the dropout mask, see `base.philox.norm_keep`. None without
+                dropout.
+            grad_out: gradient of the result. If given, the method returns the gradient of
+                input + bias. For "relu", input must then be the result of the forward.
+            out: tensor to write the result to; may be input. By default, a new tensor that is not
+                a view is allocated.
         """
         raise NotImplementedError
 
     def attention_fwd(
         self, call: Any, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
-        """Compute the outputs of an AttentionCall, or of an UncheckedAttention if the backend
-        accepts those; return None to refuse the latter.
+        """Compute the outputs of an attention call.
 
-        With for_backward, out is computed as the backward recomputes it. Without for_backward and
-        want_lse, a backend may round the weights differently.
+        Args:
+            call: an AttentionCall, or an UncheckedAttention if accepts_unchecked.
+            for_backward: True if a backward follows. The scores must then be computed exactly as
+                the backward recomputes them.
+            want_lse: True if lse is requested. If neither flag is set, a backend may round the
+                weights differently.
+
+        Returns:
+            The outputs, or None to reject an UncheckedAttention.
         """
         raise NotImplementedError
 
@@ -131,15 +153,15 @@ class Backend:
         grad_lse: Tensor | None,
         needs_bias: bool,
     ) -> AttentionGradients | None:
-        """Compute the gradients for grad_out and grad_lse.
+        """Compute the gradients of query, key, value and, if needs_bias, bias.
 
         A backend with accepts_unchecked may receive a call and outputs that are not in
-        `kernel_layout()`. It returns None for those that it cannot read.
+        `kernel_layout()`. It returns None if it does not support their layout.
         """
         raise NotImplementedError
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
-        """Compute out and its attention weights; called on differentiable backends only."""
+        """Compute out and the attention weights. Called on differentiable backends only."""
         outputs = self.attention_fwd(call, True, True)
         assert outputs is not None
         out, lse, lse_residual, _ = outputs
@@ -148,9 +170,9 @@ class Backend:
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
     ) -> Tensor:
-        """Compute the weights after dropout from the lse and lse_residual of `attention_fwd`.
+        """Compute the attention weights after dropout from the lse and lse_residual of a forward.
 
-        call.value is not read.
+        Implementations do not read call.value.
         """
         raise NotImplementedError
 
@@ -163,7 +185,10 @@ class Backend:
         average: bool,
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of `attention_weights`: query, key, bias (empty if not needed)."""
+        """Compute the gradients of query, key and bias for a loss on the attention weights.
+
+        The gradient of bias is empty unless needs_bias.
+        """
         return weights_bwd.attention_weights_bwd(
             call, lse, lse_residual, grad_weights, average, needs_bias
         )
@@ -171,23 +196,29 @@ class Backend:
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
     ) -> tuple[Tensor, Tensor] | None:
-        """Append the new rows to a cache and compute attention to it.
+        """Append new keys and values to a KV cache, and attend to the cache.
 
         Args:
-            call: key and value are the cache, (batch, num_heads_kv, max_len, dim), or (num_pages,
-                num_heads_kv, page_size, dim) with a block table. The mask sets each sequence's end.
+            call: key and value are the caches, (batch, num_heads_kv, max_len, dim), or (num_pages,
+                num_heads_kv, page_size, dim) with a block table. The mask sets the end of each
+                sequence.
+            update: the keys and values to append.
 
         Returns:
-            out and lse. None if no kernel supports the problem; nothing is written in that case.
+            out and lse. None if no kernel supports the problem; the cache is then unchanged.
         """
         return None
 
     def norm_fwd(self, call: Any, for_backward: bool, want_total: bool) -> NormOutputs | None:
-        """Compute the outputs of a NormCall, or of an UncheckedNorm if the backend accepts those;
-        return None to refuse the latter.
+        """Compute the outputs of a norm call.
 
-        mean and rstd may be None without for_backward; total may be None without for_backward and
-        want_total.
+        Args:
+            call: a NormCall, or an UncheckedNorm if accepts_unchecked.
+            for_backward: True if a backward follows. Otherwise, mean and rstd may be None.
+            want_total: True if total is requested. If neither flag is set, total may be None.
+
+        Returns:
+            The outputs, or None to reject an UncheckedNorm.
         """
         raise NotImplementedError
 
@@ -201,9 +232,10 @@ class Backend:
         needs_weight: bool,
         needs_bias: bool,
     ) -> NormGradients | None:
-        """Compute the gradients; call.input is the sum that was normalised, without a residual.
+        """Compute the gradients of a norm.
 
-        A backend with accepts_unchecked returns None if the dtype or layout of mean or rstd is not
-        that of the forward's outputs.
+        call.input is the normalised sum residual + dropout(input), and call.residual is None. A
+        backend with accepts_unchecked returns None if mean or rstd does not have the dtype and
+        layout in which the forward returns it.
         """
         raise NotImplementedError

@@ -1,4 +1,7 @@
-"""CPU backend "cpp": passes calls, and the fields that a pass adds (csrc/fields), to csrc/cpu."""
+"""Backend "cpp": C++ kernels for CPUs (csrc/cpu), in the compiled module `_cpu`.
+
+The backend passes each call to the module, with the additional fields of the pass (csrc/fields).
+"""
 
 from __future__ import annotations
 
@@ -32,25 +35,25 @@ try:
 except ImportError as error:  # pragma: no cover - a broken installation
     _cpu, _import_error = None, str(error)  # type: ignore[assignment]
 
-# Capsule of C functions that read and allocate tensors (torch 2.10 and later). Without it, small
-# calls take longer, and torch allocates large outputs.
+# Capsule of C functions that read and allocate tensors; None before torch 2.10. Without it, small
+# calls take longer, and torch allocates large outputs instead of the workspace pool.
 _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-# Faster os.environ.get, which torch.compile cannot trace.
+# Faster than os.environ.get, but torch.compile cannot trace it.
 environment = os.environ.get if _cpu is None else _cpu.environment
 
-# See csrc/bind_masked_values.h.
+# Decides if torch's attention may compute a masked call, see csrc/bind_masked_values.h.
 masks_like_torch = None if _cpu is None else _cpu.masks_like_torch
 
 _profiler_enabled = torch.autograd._profiler_enabled
 
 MAX_HEAD_DIM = 0 if _cpu is None else _cpu.MAX_HEAD_DIM
 _MASK64 = (1 << 64) - 1
-_RESULTS = {**DTYPES, torch.int16: -1}  # int16 for out_residual
+_RESULTS = {**DTYPES, torch.int16: -1}  # out_residual is int16
 _TYPES = {number: dtype for dtype, number in _RESULTS.items()}
 
 
 class CppBackend(Backend):
-    """CPU kernels for the best instruction set that the CPU supports."""
+    """Backend of CPU kernels, compiled for each instruction set. The best supported one is used."""
 
     name = "cpp"
     accepts_unchecked = _cpu is not None
@@ -191,9 +194,10 @@ class CppBackend(Backend):
 
 
 def _run(function: Any, *args: Any) -> Any:
-    """Call a function of the module, and record a profiler event with its name if profiling.
+    """Call a function of the module, within a profiler event if the profiler is enabled.
 
-    The ops of torch.library have separate events, whose names lack `cpp`.
+    The event is named fused_attn::cpp::<function>. The ops of torch.library have separate events,
+    whose names do not contain `cpp`.
     """
     if not _profiler_enabled():
         return function(*args)
@@ -202,13 +206,13 @@ def _run(function: Any, *args: Any) -> Any:
 
 
 def isa() -> str:
-    """Return the instruction set in use: an entry of csrc/cpu/isas.inc."""
+    """Return the name of the instruction set in use, as listed in csrc/cpu/isas.inc."""
     return _cpu.isa()
 
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Run the kernels of a lower instruction set within the block; for tests, process-wide."""
+    """Use the kernels of a lower instruction set within the block, process-wide. For tests."""
     _cpu.set_isa(name)
     try:
         yield
@@ -219,11 +223,11 @@ def use_isa(name: str) -> Iterator[None]:
 def tile_kinds(
     spec: MaskSpec, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Return how the kernels classify the tiles of a mask; for tests and tools.
+    """Classify the tiles of a mask as the kernels do. For tests and tools.
 
     Returns:
-        uint8 (batch, num_heads, query tiles, KV blocks): 0 for skipped tiles, 1 for partial and 2
-        for full ones; and the tile size in queries and keys.
+        The kinds and the tile size. The kinds are uint8 (batch, num_heads, query tiles, KV blocks):
+        0 for skipped, 1 for partial and 2 for full tiles. The tile size is (queries, keys).
     """
     query_tile, kv_block = _cpu.tile_size(DTYPES[dtype])
     shape = (batch, num_heads, -(-seqlen_q // query_tile), -(-seqlen_k // kv_block))
@@ -236,28 +240,28 @@ def tile_kinds(
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: int) -> Tensor:
-    """Allocate an uninitialised tensor for the module if torch has no C functions for it."""
+    """Allocate an uninitialised tensor. The module calls this if torch has no C API for it."""
     return torch.empty_strided(shape, strides, dtype=_TYPES[dtype])
 
 
 def _pooled(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate an uninitialised tensor; a large one reuses memory of freed ones."""
+    """Allocate an uninitialised tensor. Large tensors come from the workspace pool."""
     return _cpu.empty_tensor(shape, strides, _RESULTS[dtype])
 
 
 def _zeros(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate the results of empty inputs: empty sums, which are 0."""
+    """Allocate the results for an empty input. They are empty sums, and therefore 0."""
     return torch.zeros(shape, dtype=dtype)
 
 
 def _weights_fields(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor
 ) -> tuple[AttentionCall, dict[str, Any]]:
-    """Return the call with an empty value, and the fields for lse; the weights need no value."""
+    """Return the call with an empty value, which the weights do not need, and fields for lse."""
     query, key = call.query, call.key
     call = replace(call, value=key.new_empty(*key.shape[:3], 0))
     out = query.new_empty(*query.shape[:3], 0)
@@ -267,7 +271,7 @@ def _weights_fields(
 def _run_weights_bwd(
     call: AttentionCall, fields: dict[str, Any], lse: Tensor, grad_bias: Tensor | None
 ) -> None:
-    """Run the backward of the weights; accumulate the bias gradient in the dtype of lse."""
+    """Run the backward of the weights, accumulating the bias gradient in the dtype of lse."""
     sums = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=lse.dtype)
     if sums is not None:
         fields = {**fields, "grad_bias": sums}

@@ -10,7 +10,7 @@ from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, Nor
 
 
 class EagerBackend(Backend):
-    """Plain torch operations that materialize the score matrix; autograd differentiates them."""
+    """Backend of plain, differentiable torch operations, which materialize the score matrix."""
 
     name = "eager"
     differentiable = True

@@ -9,19 +9,21 @@ from torch import Tensor
 
 from fused_attn.call.calls import AttentionCall, NormCall
 
-# enum DType in csrc/params.h.
+# Values of enum DType in csrc/params.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-# Fields of MaskSpec that hand-written bindings read, or that only Python reads.
+# MaskSpec fields that csrc/fields does not list. Hand-written bindings or only Python read them.
 _NOT_LISTED = {"max_seqlen_q", "max_seqlen_k", "by_query"}
 
 
 def check_fields(known: Iterable[str]) -> None:
-    """Raise ImportError if calls have fields that a module, built from other sources, lacks.
+    """Raise ImportError if a compiled module does not read all fields of a call.
+
+    This happens if the module was built from other sources.
 
     Args:
-        known: the fields in the csrc/fields that the module was built from.
+        known: names of the fields that the module reads, from csrc/fields.
     """
     unknown = {*AttentionCall.NAMES, *NormCall.NAMES} - _NOT_LISTED - set(known)
     if unknown:
@@ -30,10 +32,11 @@ def check_fields(known: Iterable[str]) -> None:
 
 
 def empty_summary(tensor: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Allocate an uninitialised summary of a dense mask or bias.
+    """Allocate an uninitialised uint8 summary of a dense mask or bias.
 
     Args:
-        tile: rows and columns of the tile that one element summarizes.
+        tensor: (batch, num_heads, seqlen_q, seqlen_k).
+        tile: size (queries, keys) of the tile that each element of the summary describes.
     """
     batch, num_heads, seqlen_q, seqlen_k = tensor.shape
     shape = (batch, num_heads, -(-seqlen_q // tile[0]), -(-seqlen_k // tile[1]))

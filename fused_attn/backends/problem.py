@@ -21,14 +21,14 @@ class AttentionProblem:
     """Properties of an attention call.
 
     Attributes:
-        mask: the kind of the mask, see MaskSpec.kind.
-        seqlen_q, seqlen_k: the longest lengths for packed sequences; 0 if unknown.
+        mask: MaskSpec.kind of the mask.
+        seqlen_q, seqlen_k: the lengths, or the maximum lengths of packed sequences; 0 if unknown.
         bias_dtype: dtype of the terms added to the scores, or None.
-        learned_bias: True if bias needs a gradient.
-        result: the requested output in addition to out: "out" (none), "lse" or "weights".
-        seeded: True if the caller passed the dropout seed.
-        sharded: True if dropout uses the global offsets of a shard.
-        needs_grad: True if gradients are needed.
+        learned_bias: True if bias requires a gradient.
+        result: "lse" or "weights" if that is requested in addition to out, otherwise "out".
+        seeded: True if the caller passed a dropout seed.
+        sharded: True if the call is a shard whose dropout uses global offsets.
+        needs_grad: True if any tensor requires a gradient.
         transformed: True under a torch.func transform or forward-mode AD.
     """
 
@@ -67,7 +67,7 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class NormProblem:
-    """Properties of a call of layer_norm or rms_norm; see AttentionProblem."""
+    """Properties of a layer_norm or rms_norm call. Shared fields are as in AttentionProblem."""
 
     device: torch.device
     dtype: torch.dtype
@@ -94,7 +94,7 @@ _FLAGS = (
 
 
 def _described(op: str, problem: Problem, *properties: str) -> str:
-    """Return a short description of a problem, without the properties that have their default."""
+    """Describe a problem in a few words, omitting properties that have their default value."""
     words = [f"{_named(problem.dtype)} on {problem.device}", *properties]
     words += [flag for flag in _FLAGS if getattr(problem, flag, False)]
     return f"{op}({', '.join(word for word in words if word)})"
@@ -108,7 +108,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
     """Return the properties of a call that backend selection depends on.
 
     Args:
-        call: a validated call, or an unchecked one with the attributes of a validated one.
+        call: a validated call, or an unvalidated call that has the attributes of a validated call.
         result: see AttentionProblem.
     """
     needs_grad = torch.is_grad_enabled() and any(
@@ -158,7 +158,7 @@ def _sharded(call: AnyCall) -> bool:
 def kernel_limits(
     problem: Problem, dtypes: Collection[torch.dtype], max_head_dim: int
 ) -> list[str]:
-    """Return why kernels for these dtypes and head dimensions do not support a problem."""
+    """Return the reasons why kernels with these limits do not support a problem."""
     reasons = [] if problem.dtype in dtypes else [f"has no {problem.dtype}"]
     if problem.transformed:
         reasons.append("has no derivatives under torch.func and in forward mode")
@@ -174,12 +174,12 @@ def kernel_limits(
     return reasons
 
 
-MIN_CAPABILITY = (8, 0)  # for bfloat16 and asynchronous copies
+MIN_CAPABILITY = (8, 0)  # first with bfloat16 and asynchronous copies
 
 
 @functools.cache
 def too_old(device: torch.device) -> list[str]:
-    """Return why an NVIDIA GPU is too old for the kernels; empty if it is not."""
+    """Return the reason why an NVIDIA GPU is too old for the kernels; empty if it is not."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
         return []

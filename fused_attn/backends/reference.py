@@ -1,7 +1,8 @@
 """Reference: attention and norms in plain torch operations, differentiable to any order.
 
-The tests compare against it in float64. It is "eager" in `compare` and the benchmarks, computes
-second-order gradients, and serves as the backend "eager", which supports every problem.
+The tests compare kernels against the reference in float64. `compare` and the benchmarks call it
+"eager". It also computes second-order gradients, and implements the backend "eager", which supports
+every problem.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fused_attn.masks.materialize import materialize
 
 
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Compute attention (Vaswani et al. 2017, equation 1); materializes the score matrix.
+    """Compute attention (Vaswani et al. 2017, equation 1), materializing the score matrix.
 
     Returns:
         out (batch, num_heads, seqlen_q, head_dim_v) in the dtype of query, and lse (batch,
@@ -26,7 +27,7 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if call.mask.cu_seqlens_q is not None:
         return packed.over_padded(call, attention)
     weights, value, empty, lse = _weights(call)
-    # masked_fill also ignores the gradient of fully masked rows, NaN included.
+    # masked_fill also zeroes the gradient of fully masked rows, even if it is NaN.
     return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
 
 
@@ -34,11 +35,11 @@ def attention_weights(call: AttentionCall, average: bool) -> Tensor:
     """Compute the attention weights after dropout.
 
     Args:
-        average: average over the heads.
+        average: True to average over the heads.
 
     Returns:
-        (batch, num_heads, seqlen_q, seqlen_k), without num_heads for the average, in the dtype of
-        query; 0 in fully masked rows.
+        (batch, num_heads, seqlen_q, seqlen_k), or (batch, seqlen_q, seqlen_k) if averaged, in the
+        dtype of query. Fully masked rows are 0.
     """
     weights, _, empty, _ = _weights(call)
     weights = weights.to(call.query.dtype).masked_fill(empty, 0.0)
@@ -46,11 +47,11 @@ def attention_weights(call: AttentionCall, average: bool) -> Tensor:
 
 
 def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return weights after dropout, value repeated to num_heads, fully masked rows, and lse."""
+    """Return weights after dropout, value repeated to num_heads, a mask of empty rows, and lse."""
     scores, value = _scores(call)
     seqlen_k = scores.shape[3]
     statistics = statistics_dtype(scores.dtype)
-    lowest = scores.new_full((*scores.shape[:3], 1), float("-inf"))  # amax needs an element
+    lowest = scores.new_full((*scores.shape[:3], 1), float("-inf"))  # amax rejects empty dimensions
     maximum = scores.detach().amax(-1, keepdim=True) if seqlen_k else lowest
     maximum = maximum.masked_fill(maximum == float("-inf"), 0.0)
     weights = torch.exp(scores - maximum)
@@ -78,7 +79,7 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
     )
     key, value = (t.repeat_interleave(group, 1) if group > 1 else t for t in (key, value))
     if visible is not None:
-        # 0 * NaN is NaN, so clear the keys, values and queries that are fully masked.
+        # Zero fully masked keys, values and queries, as 0 * NaN is NaN.
         unseen = ~visible.any(2)[..., None]
         key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
         query = query.masked_fill(~visible.any(-1, keepdim=True), 0.0)
@@ -94,7 +95,7 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def norm(call: NormCall) -> tuple[Tensor, Tensor]:
-    """Compute the norm of residual + dropout(input); return it and the sum."""
+    """Return the norm of residual + dropout(input), and that sum."""
     total, options = call.input, call.options
     if options.dropout_p > 0.0:
         assert options.seed is not None
@@ -108,7 +109,7 @@ def norm(call: NormCall) -> tuple[Tensor, Tensor]:
 
 
 def norm_of(total: Tensor, call: NormCall) -> Tensor:
-    """Normalise rows with torch: layer norm (Ba et al. 2016) or RMS norm (Zhang, Sennrich 2019)."""
+    """Normalise rows by layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
     shape, weight, bias = total.shape[-1:], call.weight, call.bias
     if not call.options.rms:
         weight, bias = (t if t is None else t.to(total.dtype) for t in (weight, bias))
@@ -130,7 +131,7 @@ def activation(
     """Implement `Backend.activation` in torch operations."""
     backward = grad_out is not None
     if activation == "relu" and grad_out is not None:
-        kept = ~(input <= 0)  # input is the result here; NaN counts as positive
+        kept = ~(input <= 0)  # input is the result of the forward; NaN counts as positive
         return torch.where(kept, grad_out * philox.dropout_scale(dropout_p), 0)
     total = input if bias is None else input + bias
     value = total if grad_out is None else grad_out

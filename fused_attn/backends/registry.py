@@ -1,4 +1,4 @@
-"""Selection of the backend for a problem, with the reasons against the others."""
+"""Selection of the backend for a problem, and the reasons for rejecting the others."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _override: str | None = None
 
 
 def get_backend(name: str, argument: str = "backend") -> Backend:
-    """Return the backend with a name.
+    """Return the backend that has a name.
 
     Args:
-        argument: the source of the name, for the error message.
+        argument: the argument or variable that the name comes from, for the error message.
 
     Raises:
-        ValueError: there is no backend of that name.
+        ValueError: no backend has that name.
     """
     if name not in BACKENDS:
         raise ValueError(f"{argument} must be one of {', '.join(BACKENDS)}, got {name!r}")
@@ -53,13 +53,15 @@ def available_backends() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Use a backend within the block for every call in the process that names none.
+    """Select a backend within the block for all calls that do not name one.
+
+    The selection is process-wide, so it also applies to calls on other threads.
 
     Args:
         name: "cpp", "cuda", "triton", "sdpa" or "eager".
 
     Raises:
-        ValueError: there is no backend of that name.
+        ValueError: no backend has that name.
 
     Example:
         >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
@@ -76,17 +78,20 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def wanted_backend() -> str | None:
-    """Return the name that `use_backend` or else FUSED_ATTN_BACKEND sets, or None."""
+    """Return the name set by `use_backend`, else the one in FUSED_ATTN_BACKEND, else None."""
     return _override or os.environ.get(_VARIABLE) or None
 
 
 def backend_is_set() -> bool:
-    """Return True if `use_backend` or FUSED_ATTN_BACKEND is set; not traceable by Dynamo."""
+    """Return True if `use_backend` or FUSED_ATTN_BACKEND is set. Dynamo cannot trace this."""
     return bool(_override or environment(_VARIABLE))
 
 
 def default_backend(device: torch.device) -> Backend | None:
-    """Return the default backend of a device; None if the choice depends on the problem."""
+    """Return the backend for all calls on a device that do not name one.
+
+    Returns None if the choice depends on the problem.
+    """
     wanted = wanted_backend()
     if wanted is not None:
         return BACKENDS.get(wanted)
@@ -98,12 +103,12 @@ def default_backend(device: torch.device) -> Backend | None:
 def backend_for_unchecked(
     call: UncheckedAttention | UncheckedNorm, device: torch.device, named: str | None
 ) -> Backend | None:
-    """Return the backend to try on an unvalidated call; None if validation must come first.
+    """Return the backend to try on an unvalidated call; None if it must be validated first.
 
     Args:
-        call: its `prepare` returned True.
-        device: device of its tensors.
-        named: the backend that the caller named, or None.
+        call: an unvalidated call whose `prepare` returned True.
+        device: the device of the tensors of the call.
+        named: the backend name that the caller passed, or None.
     """
     wanted = named or _override or environment(_VARIABLE)
     if wanted:
@@ -116,7 +121,7 @@ def backend_for_unchecked(
 
 
 def backend_of_torch() -> Backend:
-    """Return the backend that runs torch's own kernels."""
+    """Return the backend that wraps torch's kernels."""
     return BACKENDS["sdpa"]
 
 
@@ -130,10 +135,10 @@ def _is_known(call: UncheckedAttention | UncheckedNorm) -> bool:
 
 @functools.cache
 def _first_on(device: torch.device, changes: int) -> Backend | None:
-    """Return the first backend that is the default for every problem on a device, or None.
+    """Return the default backend of a device, or None if the choice depends on the problem.
 
     Args:
-        changes: `verdicts.changes`; part of the cache key, since verdicts affect the result.
+        changes: `verdicts.changes`. It is part of the cache key because verdicts affect the result.
     """
     for backend in BACKENDS.values():
         extent = backend.default_for(device.type)
@@ -146,7 +151,7 @@ def _first_on(device: torch.device, changes: int) -> Backend | None:
 
 
 def cached_choice(problem: Problem) -> Backend | None:
-    """Return the backend that `select` would choose if none is named, or None."""
+    """Return the backend that `select` chooses if none is named, or None. Results are cached."""
     return _chosen(problem, verdicts.changes)
 
 
@@ -156,7 +161,7 @@ def _chosen(problem: Problem, changes: int) -> Backend | None:
 
 
 def _notify(backend: Backend, device_type: str) -> None:
-    """Emit a backend's fallback warning once per process, unless verdicts are stored."""
+    """Emit the fallback warning of a backend once per process, unless verdicts are stored."""
     if torch.compiler.is_compiling() or (backend.name, device_type) in _notified:
         return
     _notified.add((backend.name, device_type))
@@ -167,19 +172,19 @@ def _notify(backend: Backend, device_type: str) -> None:
 
 _notified: set[tuple[str, str]] = set()
 
-Refusals = list[tuple[str, list[str]]]  # names of backends and their reasons
+Refusals = list[tuple[str, list[str]]]  # pairs of a backend name and its reasons
 
 
 def select(problem: Problem, backend: str | None = None) -> Backend:
-    """Return the backend for a problem.
+    """Select the backend for a problem.
 
     A backend named by the `backend` argument, `use_backend` or FUSED_ATTN_BACKEND (in that order)
     is the only candidate. Otherwise the first backend that supports the problem and is not opt-in
     for it is selected.
 
     Raises:
-        NotImplementedError: no candidate supports it; the message has the reasons of each.
-        ValueError: there is no backend of that name.
+        NotImplementedError: no candidate supports the problem. The message lists their reasons.
+        ValueError: no backend has that name.
     """
     chosen, refusals = choose(problem, backend)
     if chosen is None:
@@ -193,13 +198,13 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
 
 
 def _source_of(backend: str | None) -> str:
-    """Return what named the backend, for messages: the argument or the environment variable."""
+    """Return "backend" or _VARIABLE, whichever named the backend, for error messages."""
     by_argument = backend or _override or not os.environ.get(_VARIABLE)
     return "backend" if by_argument else _VARIABLE
 
 
 def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None, Refusals]:
-    """Return the backend that `select` chooses, or None, and the refusals of those before it."""
+    """Return the backend that `select` chooses, or None, and why earlier candidates reject it."""
     wanted = backend or wanted_backend()
     source = _source_of(backend)
     candidates = (get_backend(wanted, source),) if wanted else tuple(BACKENDS.values())

@@ -1,4 +1,4 @@
-"""Backend "sdpa": torch's own kernels, on every device."""
+"""Backend "sdpa": torch's attention and norm kernels, on every device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _aten = torch.ops.aten
 _NOTHING = torch.empty(0)  # placeholder for outputs that torch does not return
 _NO_LSE = (_NOTHING, _NOTHING, _NOTHING)
 
-# torch's function. `enable()` overrides it, and puts torch's implementation here.
+# torch's implementation. `enable()` patches F.scaled_dot_product_attention and sets this variable.
 attend = F.scaled_dot_product_attention
 _NO_MASK, _CAUSAL = TorchArguments(), TorchArguments(is_causal=True)
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
 class SdpaBackend(Backend):
-    """torch's scaled_dot_product_attention and norms, differentiated by autograd."""
+    """Backend of torch's scaled_dot_product_attention and norms, which autograd differentiates."""
 
     name = "sdpa"
     differentiable = True
@@ -122,7 +122,7 @@ class SdpaBackend(Backend):
 
 
 def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
-    """Run torch's function on an unvalidated call; return None if validation is needed."""
+    """Run torch's attention on an unvalidated call; return None if it must be validated first."""
     query, key, value = call.query, call.key, call.value
     grouped = _grouped(query, key, value, call.enable_gqa)
     if grouped is None:
@@ -141,7 +141,7 @@ def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
 
 
 def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
-    """Run torch's norm on an unvalidated call; return None if validation is needed."""
+    """Run torch's norm on an unvalidated call; return None if it must be validated first."""
     input, residual, shape, eps = call.input, call.residual, call.normalized_shape, call.options.eps
     if input.is_nested or input.dtype not in _FLOATS or call.options.dropout_p > 0.0:
         return None
@@ -162,7 +162,7 @@ def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
 
 
 def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """Return out, and lse or an empty tensor."""
+    """Return out and lse. lse may be empty unless with_lse."""
     if call.mask.cu_seqlens_q is not None:
         return packed.over_padded(call, lambda padded: _out_and_lse(padded, with_lse))
     query, key, value = call.query, call.key, call.value
@@ -171,7 +171,7 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
     arguments = torch_arguments(call.mask, (*query.shape[:3], key.shape[2]), query)
     if with_lse:
         return _with_lse(query, key, value, arguments, call.options.scale)
-    # A plain bool: under torch.export, the comparison may return a SymBool.
+    # Convert to bool, because under torch.export the comparison may return a SymBool.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
     out = _attention(
         query, key, value, arguments, call.options.dropout_p, call.options.scale, grouped
@@ -180,7 +180,7 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool | None:
-    """Return True if heads share keys and values; None if the tensors need validation."""
+    """Return True if heads share keys and values; None if the call must be validated first."""
     if query.dtype not in _FLOATS or not query.dtype == key.dtype == value.dtype:
         return None
     if query.is_nested or key.is_nested or value.is_nested:
@@ -212,7 +212,7 @@ def _attention(
     out = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     if empty is None:
         return out
-    # Not in place if a gradient is needed: torch's backward reads its output.
+    # In place only if no gradient is needed, because torch's backward reads out.
     return out.masked_fill(empty, 0.0) if out.requires_grad else out.masked_fill_(empty, 0.0)
 
 
@@ -220,7 +220,7 @@ def _attention(
 
 
 def _no_lse(problem: AttentionProblem) -> list[str]:
-    """Return why torch has no op that returns lse for a problem; empty if it has one."""
+    """Return the reasons why no torch op returns lse for a problem; empty if one does."""
     reasons = []
     if problem.needs_grad:
         reasons.append("has no gradient of lse")
@@ -247,7 +247,7 @@ def _no_lse(problem: AttentionProblem) -> list[str]:
 def _with_lse(
     query: Tensor, key: Tensor, value: Tensor, arguments: TorchArguments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, without gradients."""
+    """Return out and lse, computed by torch's flash attention ops. lse is not differentiable."""
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = (t.repeat_interleave(group, 1) for t in (key, value))

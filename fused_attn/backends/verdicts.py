@@ -1,7 +1,7 @@
-"""Verdicts of `fused-attn verify`: the classes of problems where a backend is right and faster.
+"""Verdicts of `fused-attn verify`: the classes of problems where a backend is correct and faster.
 
-A verdict holds for one backend with the current GPU, driver, torch, Triton, package version and
-kernels. It is stored in the user's cache folder, and read on first use.
+A verdict is valid for one backend on one GPU, with one driver and one version of torch, Triton,
+this package and its kernels. It is stored in the user's cache folder and read on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.version import __version__
 
-# For each backend that is selected only where it was verified: the files of its kernels.
+# Kernel files of each backend that must be verified. A verdict is valid for one hash of the files.
 KERNELS: dict[str, Callable[[], Iterable[Path]]] = {}
 
 BY_NAME_ONLY = "is chosen by name only, until `fused-attn verify` finds it right and faster here"
@@ -30,12 +30,12 @@ _AGAIN = "run `fused-attn verify` again"
 
 # ---- classes ------------------------------------------------------------------------------------
 
-# A size belongs to the first of these that is not smaller.
-WIDTHS = (32, 64, 96, 128, 192, 256)  # max(head_dim, head_dim_v); CUDA pads to these
-FEW_QUERIES = 16  # for the decode kernels
-LENGTHS = (128, 512, 2048)  # max(seqlen_q, seqlen_k)
+# Upper bounds of the size classes. Sizes above the last bound form one more class.
+WIDTHS = (32, 64, 96, 128, 192, 256)  # of max(head_dim, head_dim_v); CUDA kernels pad to these
+FEW_QUERIES = 16  # bound of seqlen_q for the class of decode kernels
+LENGTHS = (128, 512, 2048)  # of max(seqlen_q, seqlen_k)
 COLUMNS = (256, 1024, 4096, 16384)
-KINDS = ("none", "causal", "structured", "dense", "bias")  # MaskSpec.kind
+KINDS = ("none", "causal", "structured", "dense", "bias")  # values of MaskSpec.kind
 OPTIONS = ("dropout", "softcap", "packed", "lse", "weights", "learned_bias")
 NORM_FEATURES = ("plain", "residual", "dropout")
 
@@ -48,7 +48,7 @@ class ProblemClass(NamedTuple):
     Attributes:
         op: "attention", "layer_norm" or "rms_norm".
         dtype: the name of the dtype, or "other".
-        sizes: result of `attention_sizes` or `columns_class`.
+        sizes: the size class, from `attention_sizes` or `columns_class`.
         feature: one of KINDS, OPTIONS or NORM_FEATURES.
         direction: "forward" or "training".
     """
@@ -64,9 +64,9 @@ class ProblemClass(NamedTuple):
 
 
 def classes_of(problem: Problem) -> list[ProblemClass]:
-    """Return the classes that a problem belongs to: one for its mask or norm, one for each option.
+    """Return the classes of a problem: one for the mask or norm, and one for each option.
 
-    A backend is selected only if it is usable in all of them.
+    A backend is selected only if it is usable in all these classes.
     """
     dtype = _TYPES.get(problem.dtype, "other")
     direction = "training" if problem.needs_grad else "forward"
@@ -86,7 +86,7 @@ def classes_of(problem: Problem) -> list[ProblemClass]:
         if problem.learned_bias:
             features.append("learned_bias")
         head_dim = max(problem.head_dim, problem.head_dim_v)
-        if _exporting():  # reading a dynamic length would specialize it
+        if _exporting():  # reading a dynamic length would specialize the program to it
             lengths = length_words()
         else:
             lengths = [length_class(problem.seqlen_q, problem.seqlen_k)]
@@ -102,7 +102,7 @@ def attention_sizes(head_dim: int, length: str) -> str:
 
 
 def length_class(seqlen_q: int, seqlen_k: int) -> str:
-    """Return the class of two lengths, where 0 means unknown."""
+    """Return the length class of a problem. A length of 0 is unknown."""
     if seqlen_q == 0 or seqlen_k == 0:
         return "L=0"
     if seqlen_q <= FEW_QUERIES:
@@ -111,13 +111,13 @@ def length_class(seqlen_q: int, seqlen_k: int) -> str:
 
 
 def length_words() -> list[str]:
-    """Return the classes of all known lengths."""
+    """Return all length classes, except the class of unknown lengths."""
     longer = [*LENGTHS, LENGTHS[-1] + 1]
     return [length_class(1, 1), *[length_class(length, length) for length in longer]]
 
 
 def columns_class(num_columns: int) -> str:
-    """Return the class of a norm's number of columns."""
+    """Return the size class of a norm with num_columns columns."""
     return f"C{_up_to(num_columns, COLUMNS)}"
 
 
@@ -133,11 +133,11 @@ def _up_to(size: int, ends: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Table:
-    """Verdict in the form that backend selection reads.
+    """Verdict on a backend, in the form that backend selection uses.
 
     Attributes:
-        reasons: the reason against each class; empty if the backend is usable in it.
-        general: the reason against all classes; empty if the backend is usable in any.
+        reasons: why the backend is not usable in each class; "" if it is.
+        general: why the backend is not usable in any class; "" if it is usable in at least one.
     """
 
     reasons: dict[ProblemClass, str]
@@ -145,13 +145,13 @@ class _Table:
 
 
 _tables: dict[tuple[str, torch.device], _Table] = {}
-changes = 0  # how often this process stored or removed verdicts
+changes = 0  # number of times that this process stored or removed verdicts
 
 
 def reasons_against(backend: str, problem: Problem) -> list[str]:
     """Return the first reason why a backend is opt-in for a problem; empty if there is none."""
     general = _reason(backend, problem.device)
-    if general:  # before any size is read, so torch.compile adds no guard on one
+    if general:  # before sizes are read, so that torch.compile adds no guards on sizes
         return [general]
     for name in classes_of(problem):
         reason = _reason(backend, problem.device, *name)
@@ -161,12 +161,12 @@ def reasons_against(backend: str, problem: Problem) -> list[str]:
 
 
 def any_usable(backend: str, device_type: str) -> bool:
-    """Return True if a backend is usable in any class, on any device of a type."""
+    """Return True if a backend is usable in at least one class on a device of this type."""
     return any(not _table(backend, device).general for device in _devices(device_type))
 
 
 def any_stored(device_type: str) -> bool:
-    """Return True if any verdict, good or bad, is stored for a device of a type."""
+    """Return True if a verdict, positive or negative, is stored for a device of this type."""
     return any(_table(name, d).reasons for name in KERNELS for d in _devices(device_type))
 
 
@@ -177,10 +177,11 @@ def _devices(device_type: str) -> list[torch.device]:
 
 
 def _reason(backend: str, device: torch.device, *words: str) -> str:
-    """Return the reason against a class, or if `words` is empty, against all; "" if none.
+    """Return why a backend is not usable in a class, or in any class; "" if it is usable.
 
     Args:
-        words: the fields of a ProblemClass, unpacked: torch.compile cannot pass a tuple.
+        words: the fields of a ProblemClass, or nothing for all classes. They are unpacked because
+            torch.compile cannot pass a tuple.
     """
     table = _table(backend, device)
     if not words:
@@ -197,12 +198,13 @@ def _table(backend: str, device: torch.device) -> _Table:
 
 
 def _exporting() -> bool:
-    # In torch 2.9, torch.compile evaluates this to True if it traces it; see below.
+    # If torch.compile traces this call, it evaluates to True (torch 2.9). The function is therefore
+    # marked as constant below.
     return torch.compiler.is_exporting()
 
 
-# torch.compile calls the function while tracing, and treats the result as a constant.
-# torch.compiler.assume_constant_result sets this too, but imports all of torch._dynamo.
+# With this attribute, torch.compile calls the function while tracing, and treats the result as a
+# constant. torch.compiler.assume_constant_result would set it, but imports all of torch._dynamo.
 _reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -215,9 +217,9 @@ class ClassVerdict:
     """Verdict on one class.
 
     Attributes:
-        usable: right, and faster than the backend that is otherwise selected.
-        speedup: over that backend; None if not timed.
-        found: why it is not usable, as words after "found it"; empty if it is.
+        usable: True if the backend is correct, and faster than the backend selected otherwise.
+        speedup: the speed-up over that backend; None if not timed.
+        found: why the backend is not usable, worded to follow "found it"; empty if it is usable.
     """
 
     usable: bool
@@ -226,19 +228,19 @@ class ClassVerdict:
 
     @property
     def rate(self) -> float:
-        """The speed-up if the backend is usable, else 0."""
+        """The speed-up if the backend is usable and was timed, else 0."""
         return self.speedup or 0.0 if self.usable else 0.0
 
 
 def folder() -> Path:
-    """Return the folder of the stored verdicts."""
-    from platformdirs import user_cache_path  # optional without a GPU
+    """Return the folder in which verdicts are stored."""
+    from platformdirs import user_cache_path  # not required without a GPU
 
     return user_cache_path("fused_attn", appauthor=False) / "verdicts"
 
 
 def identity(backend: str, device: torch.device) -> dict[str, str]:
-    """Return what a verdict is valid for: backend, GPU, driver, versions and kernels."""
+    """Return the backend, GPU, driver, versions and kernel hash that a verdict is valid for."""
     return {
         "backend": backend,
         "gpu": _gpu(device),
@@ -251,9 +253,9 @@ def identity(backend: str, device: torch.device) -> dict[str, str]:
 
 
 def store(identity: Mapping[str, str], classes: Mapping[ProblemClass, ClassVerdict]) -> Path:
-    """Store a verdict, replacing an existing one; return its file.
+    """Store a verdict, replacing an existing one, and return its path.
 
-    The replacement is atomic: concurrent readers read the old file or the new one.
+    The file is replaced atomically. Concurrent readers read either the old or the new file.
     """
     path = _path(identity)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +273,7 @@ def store(identity: Mapping[str, str], classes: Mapping[ProblemClass, ClassVerdi
 
 
 def forget(backends: Iterable[str]) -> list[Path]:
-    """Remove all verdicts of these backends; return the removed files."""
+    """Remove all verdicts on these backends, and return the paths of the removed files."""
     removed = [path for name in backends for path in sorted(folder().glob(f"{name}-*"))]
     for path in removed:
         path.unlink(missing_ok=True)
@@ -280,7 +282,7 @@ def forget(backends: Iterable[str]) -> list[Path]:
 
 
 def read_again() -> None:
-    """Drop the verdicts that this process has cached."""
+    """Clear the cached verdicts, so that the next use reads the files again."""
     global changes
     changes += 1
     _tables.clear()
@@ -292,7 +294,7 @@ def _path(identity: Mapping[str, str]) -> Path:
 
 
 def _read(backend: str, device: torch.device) -> _Table:
-    """Return the verdict for this machine. In each class only the fastest backend is usable."""
+    """Read the verdict for this machine. In each class, only the fastest backend is usable."""
     own = _load(backend, device)
     if isinstance(own, str):
         return _Table({}, own)
@@ -307,7 +309,7 @@ def _read(backend: str, device: torch.device) -> _Table:
 
 
 def _load(backend: str, device: torch.device) -> dict[ProblemClass, ClassVerdict] | str:
-    """Return the verdicts stored for this machine, or the reason why there are none to use."""
+    """Load the verdict on each class for this machine, or return the reason why none is valid."""
     path: Path | None = None
     try:
         files = sorted(folder().glob(f"{backend}-*.json"))
@@ -326,7 +328,7 @@ def _load(backend: str, device: torch.device) -> dict[ProblemClass, ClassVerdict
             )
             for name, entry in facts["classes"].items()
         }
-    except Exception as error:  # of any kind: the call falls back to another backend
+    except Exception as error:  # a broken file must not fail the call, which uses another backend
         broken = " ".join(f"{type(error).__name__}: {error}".split())
         what = "verdicts" if path is None else f"the verdict in {path}"
         return f"{what} cannot be read ({broken}): {_AGAIN}"
@@ -341,7 +343,7 @@ def _against(name: ProblemClass, verdict: ClassVerdict) -> str:
 
 
 def _what_changed(own: Mapping[str, str], files: Sequence[Path]) -> str:
-    """Return the reason for a missing verdict: what changed since this GPU was last verified."""
+    """Return why no verdict is valid: what changed since this GPU was last verified."""
     for path in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             before = json.loads(path.read_text("utf-8"))["identity"]
@@ -360,7 +362,7 @@ def _what_changed(own: Mapping[str, str], files: Sequence[Path]) -> str:
 
 # ---- the machine --------------------------------------------------------------------------------
 
-_DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")  # on Linux
+_DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")  # Linux only
 
 
 def _gpu(device: torch.device) -> str:

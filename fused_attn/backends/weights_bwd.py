@@ -1,7 +1,7 @@
-"""Backward of the weights in eager math, for backends without a kernel for it.
+"""Backward of the attention weights in torch operations, for backends without a kernel for it.
 
-Losses on weights are rare. Heads are computed one at a time, so averaged weights do not materialize
-(batch, num_heads, seqlen_q, seqlen_k).
+Losses on attention weights are rare. Heads are processed one at a time, so that averaged weights
+need no (batch, num_heads, seqlen_q, seqlen_k) tensor.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def attention_weights_bwd(
     average: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `Backend.attention_weights` as dS = P (G - rowsum(P G)).
+    """Compute the gradients of query, key and bias for a loss on the attention weights.
 
-    P = exp(S - lse), and G is the gradient of the weights after dropout.
+    The gradient of the scores is dS = P (G - rowsum(P G)). P = exp(S - lse) are the weights before
+    dropout, and G is the gradient with respect to P.
     """
     query, key, spec, options = call.query, call.key, call.mask, call.options
     scale, softcap = options.scale, options.softcap
@@ -41,7 +42,7 @@ def attention_weights_bwd(
         visible, bias = materialize(own, batch, 1, seqlen_q, seqlen_k, query.device, dtype)
         q, k = query[:, h].to(dtype), key[:, h // group].to(dtype)
         if visible is not None:
-            # 0 * NaN is NaN, so clear the queries and keys that are fully masked.
+            # Zero fully masked queries and keys, as 0 * NaN is NaN.
             visible = visible[:, 0]
             q = q.masked_fill(~visible.any(2)[..., None], 0.0)
             k = k.masked_fill(~visible.any(1)[..., None], 0.0)
@@ -65,8 +66,8 @@ def attention_weights_bwd(
             grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(options.dropout_p))
         if visible is not None:
             weights, grad = (t.masked_fill(~visible, 0.0) for t in (weights, grad))
-        # If one key has all the weight, grad and the row sum cancel. The division by the sum of the
-        # weights cancels their rounding error.
+        # If one key has all the weight, grad and the row sum cancel. Dividing the row sum by the
+        # sum of the weights removes the rounding error of the weights.
         total = weights.sum(-1, keepdim=True)
         total = total.masked_fill(total == 0.0, 1.0)
         grad = weights * (grad - (weights * grad).sum(-1, keepdim=True) / total)

@@ -33,7 +33,7 @@ MAX_HEAD_DIM = 256
 
 
 class CudaBackend(Backend):
-    """CUDA C++ kernels, compiled with the package."""
+    """Backend of CUDA C++ kernels, which are compiled when the package is built."""
 
     name = "cuda"
 
@@ -48,7 +48,7 @@ class CudaBackend(Backend):
         elif device == "cuda" and not reasons:
             reasons += too_old(problem.device)
         if isinstance(problem, AttentionProblem) and 0 in (problem.head_dim, problem.head_dim_v):
-            reasons.append("takes no head_dim of 0")  # empty rows have no addresses
+            reasons.append("takes no head_dim of 0")  # kernels cannot address empty rows
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
@@ -112,7 +112,7 @@ class CudaBackend(Backend):
 
 
 def _kernel_files() -> Iterator[Path]:
-    """Yield these Python files and the compiled module, whose sources are not installed."""
+    """Yield the Python files of this package, and the compiled module in place of its sources."""
     yield from Path(__file__).parent.glob("*.py")
     if compiled() is not None:
         yield Path(compiled().__file__)

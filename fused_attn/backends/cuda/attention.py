@@ -21,19 +21,24 @@ from fused_attn.backends.fields import empty_summary
 from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs
 from fused_attn.masks.spec import with_summaries
 
-# Kernels read rows in chunks of CHUNK_BYTES, and compute offsets within a tile in 32 bits.
+# Kernels load rows in chunks of CHUNK_BYTES. They compute offsets within a tile in 32 bits, which
+# limits the row stride to fewer than MAX_ROW_STRIDE elements.
 CHUNK_BYTES = 16
 MAX_ROW_STRIDE = 1 << 22
-# Rows of the decode kernel are the queries of a group of heads. Each block of 16 rows reads its
-# keys once. One block of the forward kernel has at least MAX_DECODE_ROWS rows, except in float32
-# with head_dim above 128 (32 rows).
+# The rows of the decode kernel are the queries of all heads that share a KV head. Each thread block
+# has 16 rows, and reads the keys once. Calls with more than MAX_DECODE_ROWS rows use the forward
+# kernel. Blocks of the forward kernel have at least that many rows, except in float32 with head_dim
+# above 128, where they have 32.
 DECODE_BLOCK_ROWS = 16
 MAX_DECODE_ROWS = 64
-MIN_KEYS_PER_SPLIT = 128  # two tiles
+MIN_KEYS_PER_SPLIT = 128  # two KV blocks
 
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
-    """Compute the outputs; an empty lse_residual means that no backward follows."""
+    """Compute attention, and write the results to `outputs`.
+
+    An empty lse_residual means that no backward follows.
+    """
     query, (out, lse, lse_residual, out_residual) = call.query, outputs
     for_backward = lse_residual.numel() > 0
     batch, seqlen_q, seqlen_k = call.sizes()
@@ -63,7 +68,7 @@ def attention_decode(call: AttentionCall, update: CacheUpdate) -> tuple[Tensor, 
     if decode_rows(query, key_cache, seqlen_q) > MAX_DECODE_ROWS:
         return None
     if any(in_chunks(cache) is not cache for cache in (key_cache, value_cache)):
-        return None  # the kernel would write to a copy
+        return None  # the kernel would append to a copy
     out, lse, *_ = call.outputs(False)
     call, fields = call_fields(call, out)
     fields["seqlen_k"], fields["lse"] = seqlen_k, lse
@@ -80,7 +85,7 @@ def attention_decode(call: AttentionCall, update: CacheUpdate) -> tuple[Tensor, 
 
 
 def decode_rows(query: Tensor, key: Tensor, seqlen_q: int) -> int:
-    """Return the number of rows that share keys: group size times seqlen_q."""
+    """Return the number of query rows that share a KV head: heads per group times seqlen_q."""
     return query.shape[1] // key.shape[1] * seqlen_q
 
 
@@ -94,7 +99,7 @@ def _run_decode(call: AttentionCall, lse: Tensor, fields: dict[str, Any]) -> Non
 
 
 def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Return the number of KV splits: as many as fit on all multiprocessors in one wave."""
+    """Return the number of KV splits, chosen to fill all multiprocessors in a single wave."""
     rows = decode_rows(query, key, seqlen_q)
     blocks = batch * key.shape[1] * -(-rows // DECODE_BLOCK_ROWS)
     at_once = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
@@ -109,7 +114,7 @@ def attention_bwd(
     grad_lse: Tensor | None,
     grads: AttentionGradients,
 ) -> None:
-    """Compute the gradients; skip an empty grads.bias."""
+    """Compute the gradients, and write them to `grads`. An empty grads.bias is skipped."""
     query, spec, lse = call.query, call.mask, outputs.lse
     if 0 in (query.shape[1], *call.sizes()):
         for tensor in grads:
@@ -151,7 +156,7 @@ def attention_bwd(
 def attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, weights: Tensor
 ) -> None:
-    """Compute the weights after dropout, from the lse of the forward."""
+    """Compute the attention weights after dropout from lse, and write them to `weights`."""
     query, key = call.query, call.key
     if weights.numel() == 0 or query.shape[1] == 0:
         weights.zero_()
@@ -171,10 +176,10 @@ def tile_summary(tensor: Tensor) -> Tensor:
 
 
 def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[str, Any]]:
-    """Return the call as kernels read it, and the fields that every pass adds.
+    """Return the call in the layout that kernels read, and the fields common to all passes.
 
-    All these tensors must outlive the launch. Memory that is freed later is not reused before the
-    kernel has run, except on another stream.
+    The returned tensors must stay alive until the kernel is launched. Memory that is freed after
+    the launch is reused only once the kernel has run, except on another stream.
     """
     query, key, value = (in_chunks(t) for t in (call.query, call.key, call.value))
     spec = with_summaries(call.mask, tile_summary)
@@ -194,14 +199,14 @@ def call_fields(call: AttentionCall, out: Tensor) -> tuple[AttentionCall, dict[s
 
 
 def wants_tf32() -> bool:
-    """Return True if torch's settings allow TF32 for float32 products."""
+    """Return True if torch's settings allow TF32 for float32 matmuls."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def in_chunks(tensor: Tensor) -> Tensor:
-    """Return the tensor if kernels can read its rows in chunks, otherwise a copy.
+    """Return the tensor if kernels can load its rows in chunks of CHUNK_BYTES, otherwise a copy.
 
-    Rows of the copy are padded with zeros to a multiple of CHUNK_BYTES.
+    The rows of the copy are padded with zeros to a multiple of CHUNK_BYTES.
     """
     tensor = tensor.resolve_neg()
     *sizes, row = tensor.shape
@@ -220,14 +225,14 @@ def in_chunks(tensor: Tensor) -> Tensor:
 
 
 def _accumulates_dq_atomically(query: Tensor, value: Tensor) -> bool:
-    """Return True if the dK/dV kernel also accumulates dQ, with atomics in any order."""
+    """Return True if the dK/dV kernel also accumulates dQ, with atomics in undefined order."""
     if torch.are_deterministic_algorithms_enabled() or query.dtype == torch.float32:
         return False
     return max(query.shape[3], value.shape[3]) <= compiled().MAX_ADDED_HEAD_DIM
 
 
 def _statistics_rows(call: AttentionCall) -> int:
-    """Return the rows per head of the row statistics; each sequence starts at a tile boundary."""
+    """Return the number of rows of row_statistics. Each sequence starts at a tile boundary."""
     tile = compiled().STATISTICS_TILE
     batch, seqlen_q, _ = call.sizes()
     if call.mask.cu_seqlens_q is not None:
@@ -236,10 +241,11 @@ def _statistics_rows(call: AttentionCall) -> int:
 
 
 def _bias_parts(bias: Tensor, call: AttentionCall) -> Tensor:
-    """Allocate the bias gradient's workspace (num_parts, own_batch, own_heads, rows, columns).
+    """Allocate the workspace for partial sums of the bias gradient.
 
-    Heads that share an entry of bias are divided into num_parts, enough to occupy all
-    multiprocessors. Along broadcast queries or keys, each tile has one row or column.
+    The shape is (num_parts, own_batch, own_heads, rows, columns), in float32. The heads that share
+    an element of bias are divided into num_parts groups, enough to occupy all multiprocessors. If
+    bias is broadcast over queries or keys, the workspace has one row or column per tile.
     """
     own_batch, own_heads, own_rows, own_columns = bias.shape
     query, (batch, seqlen_q, seqlen_k) = call.query, call.sizes()

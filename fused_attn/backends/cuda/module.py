@@ -1,4 +1,4 @@
-"""The compiled CUDA module, and kernel launches."""
+"""Access to the compiled CUDA module, and kernel launches."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ _emulated = False
 
 
 def use_module(module: Any) -> None:
-    """Replace the compiled module by an emulation on CPU tensors; for tests, process-wide."""
+    """Replace the compiled module by an emulation on CPU tensors, process-wide. For tests."""
     global _cuda, _emulated
     _cuda, _emulated = module, True
     _initialize(module)
 
 
 def emulated() -> bool:
-    """Return True if kernels are emulated, on CPU tensors."""
+    """Return True if `use_module` has installed an emulation, which runs on CPU tensors."""
     return _emulated
 
 
 def compiled() -> Any:
-    """Return the module that csrc/bind_cuda.cpp defines, or None."""
+    """Return the module that csrc/bind_cuda.cpp defines, or its emulation; None if not built."""
     return _cuda
 
 
 def unavailable() -> list[str]:
-    """Return why this backend cannot run on this machine; empty if it can."""
+    """Return the reasons why this backend cannot run on this machine; empty if it can."""
     if _cuda is None:
         return [_missing]
     if _emulated:
@@ -71,7 +71,7 @@ def run(
     call: AttentionCall | NormCall | None,
     fields: dict[str, Any],
 ) -> None:
-    """Call a function of the module, which launches on the device's current stream."""
+    """Call a function of the module, which launches kernels on the current stream of a device."""
     with on_stream(device) as stream:
         getattr(_cuda, name)(call, **fields, stream=stream)
 
@@ -87,13 +87,13 @@ def on_stream(device: torch.device) -> Iterator[int]:
 
 
 def times_to_fill(blocks: int, device: torch.device) -> int:
-    """Return the number of parts to split each block's work into, to occupy all multiprocessors."""
+    """Return how many blocks must share the work of each block to occupy all multiprocessors."""
     return max(1, -(-BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(device) // blocks))
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 4 if emulated, to test split work too."""
+    """Return the number of multiprocessors; 4 if emulated, so that tests cover split work."""
     if device.type == "cpu":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

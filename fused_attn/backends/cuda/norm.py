@@ -12,7 +12,7 @@ from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
-    """Compute the norm into `outputs`."""
+    """Compute a norm, and write the results to `outputs`."""
     if call.input.numel() == 0:
         return
     call = call.kernel_layout()
@@ -27,7 +27,7 @@ def norm_bwd(
     grad_total: Tensor | None,
     grads: NormGradients,
 ) -> None:
-    """Compute the gradients into `grads`; skip empty ones of weight and bias."""
+    """Compute the gradients, and write them to `grads`. Empty weight and bias are skipped."""
     total, columns = call.input, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()

@@ -1,13 +1,15 @@
 """Triton kernels for NVIDIA (sm_80 and later) and AMD (gfx942) GPUs.
 
-Triton is imported, and kernels are compiled, on the first call to this backend. With
-TRITON_INTERPRET=1 in the environment the same kernels run, slowly, on CPU tensors. The tests use
-this, after patching the interpreter (tests/support/triton_interpreter.py).
+The first call to this backend imports Triton and compiles the kernels. If the environment variable
+TRITON_INTERPRET is 1, Triton's interpreter runs the kernels, slowly, on CPU tensors. The tests use
+the interpreter with the patches in tests/support/triton_interpreter.py.
 
-    masks.py, tiles.py      mask evaluation in a tile; classification of tiles (device code, lists)
+    masks.py                        mask evaluation within a tile (device code)
+    tiles.py                        classification of tiles (device code), kernels that list tiles
+    attention_tile.py, philox.py    device code shared by the kernels
     forward.py, backward.py, bias_grad.py, weights.py, decode.py, norm.py    the kernels
-    attention.py, norm_host.py                               host code that launches the kernels
-    tuning.py               tile sizes, warps and stages
+    attention.py, norm_host.py      host code that launches the kernels
+    tuning.py                       tile sizes, warps and stages
 """
 
 from __future__ import annotations

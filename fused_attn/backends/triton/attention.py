@@ -44,7 +44,10 @@ _NO_LISTS = TileLists(None, None, 1)
 
 
 def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
-    """Compute the outputs. An empty lse_residual means that no backward follows."""
+    """Compute attention, and write the results to `outputs`.
+
+    An empty lse_residual means that no backward follows.
+    """
     out, lse, lse_residual, out_residual = outputs
     for_backward = lse_residual.numel() > 0
     args = LaunchArguments(call)
@@ -66,7 +69,7 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
 
 
 def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
-    """Compute out and lse for a few queries with split-KV. For calls without a backward only."""
+    """Compute out and lse for a few queries with split-KV, for calls without a backward."""
     sizes = args.sizes
     rows = sizes.num_heads // sizes.num_heads_kv * sizes.seqlen_q
     cut = args.config("decode")
@@ -97,7 +100,7 @@ def attention_bwd(
     grad_lse: Tensor | None,
     grads: AttentionGradients,
 ) -> None:
-    """Compute the gradients; that of bias only if grads.bias is not empty."""
+    """Compute the gradients, and write them to `grads`. An empty grads.bias is skipped."""
     query, (out, lse, lse_residual, out_residual) = call.query, outputs
     needs_bias = grads.bias.numel() > 0
     args = LaunchArguments(call)
@@ -106,7 +109,7 @@ def attention_bwd(
         for tensor in grads:
             tensor.zero_()
         return
-    # Keeps contiguous copies alive until the kernels are launched.
+    # These variables keep contiguous copies alive until the kernels are launched.
     out_rows, grad_out_rows = (_rows(_kernel_layout(t)) for t in (out, grad_out))
     residual_rows = _rows(_kernel_layout(out_residual)) if out_residual.numel() else None
     if grad_lse is not None:
@@ -144,7 +147,7 @@ def attention_bwd(
 def _grad_bias(
     args: LaunchArguments, grad_out: Rows, stats: RowStatistics, grad_bias: Tensor
 ) -> None:
-    """Compute the gradient of the float mask."""
+    """Compute the gradient of the float mask, and write it to `grad_bias`."""
     sizes = args.sizes
     own_batch, own_heads, own_rows, own_columns = grad_bias.shape
     cut = args.config("bias")
@@ -174,7 +177,7 @@ def _grad_bias(
 def attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, weights: Tensor
 ) -> None:
-    """Compute the attention weights, averaged over heads if `average`."""
+    """Compute the attention weights after dropout, averaged over heads if `average`."""
     args = LaunchArguments(replace(call, value=call.key))
     sizes = args.sizes
     if weights.numel() == 0 or sizes.num_heads == 0:
@@ -194,9 +197,10 @@ def attention_weights(
 def tile_kinds(
     spec: MaskSpec, sizes: Sizes, block_m: int, block_n: int, device: torch.device
 ) -> Tensor:
-    """Return the kind of each tile: SKIP, PARTIAL or FULL.
+    """Classify each tile of a mask as SKIP, PARTIAL or FULL.
 
-    It is uint8 (batch, num_heads or 1, tiles of queries, tiles of keys).
+    Returns:
+        uint8 (batch, num_heads or 1, query tiles, KV blocks).
     """
     heads = max([1, *(t.shape[1] for t in (spec.key_mask, spec.dense, spec.bias) if t is not None)])
     num_m, num_n = -(-sizes.seqlen_q // block_m), -(-sizes.seqlen_k // block_n)
@@ -211,7 +215,7 @@ def tile_kinds(
 
 
 def tile_summary(tensor: Tensor) -> Tensor:
-    """Return the summary that `Backend.tile_summary` describes."""
+    """Implement `Backend.tile_summary`."""
     batch, num_heads, seqlen_q, seqlen_k = tensor.shape
     num_m = -(-seqlen_q // tiles.SUMMARY_TILE_M.value)
     num_n = -(-seqlen_k // tiles.SUMMARY_TILE_N.value)
@@ -229,7 +233,7 @@ def tile_summary(tensor: Tensor) -> Tensor:
 
 
 class LaunchArguments:
-    """Arguments shared by the kernels of a call."""
+    """Arguments shared by all kernels that an attention call launches."""
 
     def __init__(self, call: AttentionCall) -> None:
         query, key, value, spec = call.query, call.key, call.value, call.mask
@@ -266,10 +270,10 @@ class LaunchArguments:
         """Return the tile sizes, warps and stages for the kernel of a pass."""
         head_dim = max(self.head_dim, self.head_dim_v)
         heavy = self.has_lists or self.common[0] is not None
-        # The forward then also sums the rounded weights of each row. With the largest tiles, this
-        # sum does not fit in registers when head_dim > 128.
+        # With out_residual, the forward also computes the row sums of the rounded weights. With the
+        # largest tiles, these do not fit in registers when head_dim > 128.
         heavy |= with_out_residual and head_dim > 128
-        # The loop over the heads of a group takes registers too.
+        # The loop over the heads of a group needs additional registers.
         heavy |= kind == "dkdv" and self.sizes.num_heads > self.sizes.num_heads_kv
         if heavy and kind in ("fwd", "dq", "dkdv"):
             kind += "_masked"
@@ -290,7 +294,10 @@ class LaunchArguments:
         }
 
     def lists(self, cut: Config, of_keys: bool = False) -> TileLists:
-        """Return the visible tiles per query tile, or per KV block; no lists if ranges suffice."""
+        """List the visible tiles of each query tile, or of each KV block if of_keys.
+
+        Returns _NO_LISTS if ranges of tiles suffice.
+        """
         if not self.has_lists:
             return _NO_LISTS
         kinds = tile_kinds(self.spec, self.sizes, cut.block_m, cut.block_n, self.device)
@@ -307,9 +314,9 @@ class LaunchArguments:
 
 
 def _kernel_layout(tensor: Tensor) -> Tensor:
-    """Return the tensor with strides that kernels support; copy it if its row stride is too large.
+    """Return the tensor, or a copy if kernels do not support its strides.
 
-    Kernels compute offsets within a tile in 32 bits.
+    Row strides are limited because kernels compute offsets within a tile in 32 bits.
     """
     tensor = kernel_strides(tensor)
     return tensor if tensor.stride(2) < 1 << 22 else tensor.contiguous()

@@ -1,11 +1,9 @@
-"""Scores of one query tile and one KV block, shared by forward and backward.
+"""Device functions for one query tile and one KV block, shared by forward and backward.
 
-Kernels pass these tuples to the functions below:
+The functions share these arguments:
     cut         compile-time constants, see `Cut`
-    sequence    (b, h, seqlen_q, seqlen_k, bounds): sequence and head, and the sequence's row of
-                MaskSpec.bounds
-    keys        (key_at, value_at, begin, end): addresses of the head's first key and value, and the
-                range of keys that the structural conditions make visible to any query of the tile
+    sequence    the sequence and head of the tile, and the mask bounds, see `masks.Sequence`
+    keys        the keys and values of the tile, see `Keys`
     draws       dropout seed and counter offsets, see `dropout_counters`; None without dropout
 """
 
@@ -32,7 +30,10 @@ from fused_attn.backends.triton.tiles import key_tiles
 
 
 class Rows(NamedTuple):
-    """Address and strides of a tensor (batch, num_heads, seqlen, dim) whose last stride is 1."""
+    """Address and strides, in elements, of a (batch, num_heads, seqlen, dim) tensor.
+
+    The stride of the last dimension is 1.
+    """
 
     data: Any
     stride_b: int
@@ -41,43 +42,48 @@ class Rows(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Options of a call, the same for all tiles."""
+    """Options of a call, which are the same for all tiles."""
 
     softmax_scale: float
     softcap: float
     dropout_threshold: int
     dropout_scale: float
-    dropout_offsets: Any  # (batch, 3) int64, or None
+    dropout_offsets: Any  # int64 (batch, 3): offsets of query, key and head; or None
 
 
 class Cut(NamedTuple):
-    """Constants that a kernel is compiled for, each a tl.constexpr."""
+    """Compile-time constants of a kernel. Each field is a tl.constexpr."""
 
     HEAD_DIM: Any
     HEAD_DIM_V: Any
-    BLOCK_D: Any  # HEAD_DIM, padded
-    BLOCK_DV: Any
-    BLOCK_M: Any  # queries of a tile
-    BLOCK_N: Any  # keys of a tile
-    SOFTCAP: Any  # bool
+    BLOCK_D: Any  # HEAD_DIM, padded to a power of two
+    BLOCK_DV: Any  # HEAD_DIM_V, padded to a power of two
+    BLOCK_M: Any  # queries per tile
+    BLOCK_N: Any  # keys per tile
+    SOFTCAP: Any  # bool: scores are soft-capped
     NATURAL: Any  # bool: scores are in natural units, see `finish_scores`
     ACCURATE: Any  # bool: exp must be accurate to the last bits of float32
-    PRECISION: Any  # of float32 matrix products: "ieee" or "tf32"
-    PACKED_HEADS: Any  # bool: a tile has queries of several heads, and h is a vector over its rows
+    PRECISION: Any  # input_precision of float32 matmuls: "ieee" or "tf32"
+    PACKED_HEADS: Any  # bool: a tile has queries of several heads, and h has an element per row
 
 
 class Keys(NamedTuple):
     """Keys and values that a query tile reads."""
 
-    key_at: Any  # address of the sequence's first key
-    value_at: Any
-    begin: Any  # keys outside [begin, end) are not loaded
+    key_at: Any  # address of the first key of the sequence and head
+    value_at: Any  # address of the first value
+    # Keys outside [begin, end) are not loaded, because the structural conditions mask them for all
+    # queries of the tile.
+    begin: Any
     end: Any
 
 
 @triton.jit
 def sequence_rows(cu_seqlens, b, seqlen):
-    """Return the batch index, first row and number of rows of sequence b in a tensor."""
+    """Return the batch index, first row and number of rows of sequence b in a tensor.
+
+    cu_seqlens is None if sequences are not packed. `seqlen` is then their length.
+    """
     if cu_seqlens is None:
         return b, b * 0, b * 0 + seqlen
     else:
@@ -87,14 +93,14 @@ def sequence_rows(cu_seqlens, b, seqlen):
 
 @triton.jit
 def head_rows(rows, batch, h, first):
-    """Return the address of the first row of a sequence's head."""
+    """Return the address of row `first` of a batch entry and head."""
     at = rows.data + batch.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h
     return at + first.to(tl.int64) * rows.stride_row
 
 
 @triton.jit
 def keys_of_tile(key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut: tl.constexpr):
-    """Return Sequence and Keys of a query tile, and the ranges of its KV blocks (see tiles.py)."""
+    """Return the Sequence and Keys of a query tile, and its KV block ranges from `key_tiles`."""
     h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
     batch, first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
     bounds = sequence_bounds(mask, sizes, b)
@@ -111,9 +117,9 @@ def load_tile(
     at, stride_row, first, inside,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile (BLOCK_ROWS, BLOCK_D) from row `first` on.
+    """Load the (BLOCK_ROWS, BLOCK_D) tile that starts at row `first`.
 
-    Columns beyond DIM are 0, and so are rows that are not `inside` (None: all rows are).
+    Columns from DIM on and rows that are not `inside` are 0. None loads all rows.
     """
     row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
     at = at + first.to(tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
@@ -134,7 +140,7 @@ def store_tile(
     at, stride_row, first, end, tile,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile from row `first` on, without rows at or past `end`."""
+    """Store a tile to the rows that start at `first`. Rows from `end` on are skipped."""
     row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
     at = at + first.to(tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
     inside = (row + first < end)[:, None] & (column < DIM)[None, :]
@@ -143,7 +149,7 @@ def store_tile(
 
 @triton.jit
 def load_key_value(keys, key, value, j_begin, j, cut: tl.constexpr, PARTIAL: tl.constexpr):
-    """Load a KV block; keys and values outside [keys.begin, keys.end) are 0 if PARTIAL."""
+    """Load a KV block. If PARTIAL, keys and values outside [keys.begin, keys.end) are 0."""
     seen = (j >= keys.begin) & (j < keys.end) if PARTIAL else None
     k = load_tile(
         keys.key_at, key.stride_row, j_begin, seen, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D
@@ -159,10 +165,12 @@ def finish_scores(
     products, i, j, sequence, mask, settings,
     cut: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of query @ key^T, their visibility, and the tanh of softcap.
+    """Apply scale, softcap, ALiBi, bias and mask to QK^T.
 
-    All scores are visible unless PARTIAL; tanh is 0 at masked scores. Scores are in natural units
-    if something is added to them, if they are capped, and if the rounding error of
+    Returns the scores, their visibility, and the tanh of softcap, which is 0 at masked scores. The
+    last is a placeholder without softcap. All scores are visible unless PARTIAL.
+
+    Scores are in natural units with bias, ALiBi or softcap, and if the rounding error of
     scale * log2(e) would matter (ACCURATE). Otherwise they are in units of ln(2), which folds
     log2(e) into the multiplication by scale.
     """
@@ -182,11 +190,12 @@ def finish_scores(
 
 @triton.jit
 def power(difference, cut: tl.constexpr):
-    """Return exp of differences of scores, which are in the units of `finish_scores`."""
+    """Return exp of score differences that are in the units of `finish_scores`."""
     if cut.ACCURATE:
-        # exp2(x * log2(e)) rounds the product: a relative error of 5e-7 at x = -8, with the same
-        # sign for all keys if scores are equal. Hence x = whole * ln(2) + rest, with ln(2) split
-        # into a 10-bit number and a small one (Cody and Waite 1980). exp(-150) is 0.
+        # exp2(x * log2(e)) rounds its argument. At x = -8, the relative error of the result is
+        # 5e-7. It has the same sign for all keys if scores are equal. Instead, decompose
+        # x = whole * ln(2) + rest, with ln(2) split into a 10-bit constant and a small correction
+        # (Cody and Waite 1980). exp(-150) is 0.
         x = tl.where(difference < -150.0, -150.0, difference)
         whole = tl.floor(x * LOG2E + 0.5)
         rest = (x - whole * 0.693359375) - whole * -2.12194440e-4
@@ -197,9 +206,9 @@ def power(difference, cut: tl.constexpr):
 
 @triton.jit
 def dropout_counters(seed, settings, sizes, b):
-    """Return the dropout seed, and where the Philox counters of sequence b start.
+    """Return the dropout seed, and the offsets of the Philox counters of sequence b.
 
-    The starts are its first octet of keys, first query and first head.
+    The offsets are the first octet of keys, the first query and the first head.
     """
     if settings.dropout_offsets is None:
         return seed, b * 0, b * 0, b * sizes.num_heads
@@ -211,7 +220,7 @@ def dropout_counters(seed, settings, sizes, b):
 
 @triton.jit
 def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
-    """Return a mask of the weights that dropout keeps, (queries, BLOCK_N), for queries i."""
+    """Return a bool mask (queries, BLOCK_N) of the weights of queries i that dropout keeps."""
     seed, first_octet, first_query, first_head = draws
     octet = first_octet + j_begin // 8 + tl.arange(0, cut.BLOCK_N // 8)[None, :]
     head = first_head + sequence.h
@@ -225,7 +234,7 @@ def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
 def zero_fully_masked(tile, visible, mask):
     """Zero the keys or values that are masked for all queries of the tile, as 0 * NaN is NaN.
 
-    Keys masked by bounds need no zeroing: they are never loaded.
+    Keys that are masked by bounds need no zeroing, because they are never loaded.
     """
     if (
         mask.query_documents is not None

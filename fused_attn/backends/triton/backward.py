@@ -1,13 +1,13 @@
-"""Attention backward: recomputes scores tile by tile from query, key and lse.
+"""Attention backward, which recomputes the scores tile by tile from query, key and lse.
 
 With P = exp(S - lse), Z the dropout mask (1: kept, 0: dropped), c = dropout_scale(dropout_p) and
 delta = rowsum(dO * O):
   dV = c (P Z)^T dO,  dS = P (c Z (dO V^T) - delta + dlse),  dK = scale dS^T Q,  dQ = scale dS K.
 (Dao et al. 2022, FlashAttention, appendix B.4; delta as in FlashAttention-2, section 3.1.)
 
-One kernel owns query tiles (dQ), the other KV blocks (dK and dV). There are no atomic additions, so
-results are deterministic. Both kernels compute scores and dP: 7 matrix products in total, where a
-single kernel with atomics needs 5.
+One kernel computes dQ for each query tile. Another computes dK and dV for each KV block. Neither
+uses atomic additions, so results are deterministic. Both kernels compute the scores and dP, and
+need 7 matmuls per tile in total. A single kernel with atomic additions would need 5.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -42,15 +42,15 @@ from fused_attn.backends.triton.tiles import (
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each query for the backward, of shape (batch, num_heads, total_q)."""
+    """Per-query statistics for the backward, float32 (batch, num_heads, total_q)."""
 
     lse: Any  # in the units of scores; inf for fully masked rows, which makes their P 0
-    # exp of the rounding error of lse, a factor of the weights: subtracted from the scores, the
-    # error would be rounded off again. None, as negligible, for 16-bit types without bias, ALiBi
-    # and softcap.
+    # exp of the rounding error of lse. The weights are multiplied by it, because the error would be
+    # rounded off again if it were subtracted from the scores. None where the error is negligible:
+    # for 16-bit types without bias, ALiBi and softcap.
     lse_factor: Any
-    delta: Any
-    grad_lse: Any  # None: 0
+    delta: Any  # rowsum(dO * O)
+    grad_lse: Any  # None if lse has no gradient
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -59,7 +59,7 @@ def row_statistics_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     cut: tl.constexpr,
 ):  # fmt: skip
-    """Compute RowStatistics, except grad_lse, of BLOCK_M queries of a head."""
+    """Compute RowStatistics, except grad_lse, for BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -89,8 +89,8 @@ def row_statistics_kernel(
     )  # fmt: skip
     o = o.to(tl.float32)
     if out_residual is not None:
-        # In a row with few visible keys, or with one that has nearly all the weight, the rounding
-        # residual of out exceeds all of dS.
+        # In a row with few visible keys, or with one key that has nearly all the weight, the
+        # rounding residual of out exceeds dS.
         low = load_tile(
             head_rows(out_residual, batch, h, first), out_residual.stride_row, i_begin, inside,
             cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
@@ -102,14 +102,14 @@ def row_statistics_kernel(
 
 @triton.jit
 def lse_in_units(lse, lse_residual, at, inside, cut: tl.constexpr):
-    """Return lse and lse_factor of RowStatistics from the natural lse and its rounding residual."""
+    """Return RowStatistics.lse and lse_factor, from lse in natural units and its residual."""
     unit = 1.0 if cut.NATURAL else LOG2E
     high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
     sees = high != float("-inf")
     high *= unit
     low = tl.load(lse_residual + at, inside, 0.0).to(tl.float64) * unit
     rounded = tl.where(sees, high + low, float("inf")).to(tl.float32)
-    # Two steps, as high + low absorbs low if high is near float32's lowest number.
+    # Subtract in two steps: if high is near float32's lowest value, high + low loses low.
     lost = tl.where(sees, (rounded.to(tl.float64) - high) - low, 0.0)
     return rounded, power(lost.to(tl.float32), cut)
 
@@ -121,11 +121,11 @@ def attention_bwd_dq_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of BLOCK_M queries of a head.
+    """Compute dQ for BLOCK_M queries of a head.
 
-    CONSISTENT: also correct delta, for the gradient of a float mask. The dS of a row sum to dlse
-    except for the rounding of out, which that gradient would expose. The correction restores the
-    sum.
+    CONSISTENT: also correct delta for the gradient of a float mask. In exact arithmetic, each row
+    of dS adds up to dlse. The rounding of out changes this sum, which would affect the gradient of
+    the mask. The correction restores the sum.
     """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
@@ -180,7 +180,7 @@ def _dq_tile(
     dq, excess, total, q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate the contribution of one KV block to dQ and to the row sums of dS and P."""
+    """Accumulate one KV block into dQ and the row sums of dS and P."""
     grads, weights, cap_tanh, k = grad_scores(
         q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
         stats, cut, PARTIAL,
@@ -198,7 +198,7 @@ def grad_scores(
     q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings, stats,
     cut: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Return dS (queries, keys), P, the tanh of softcap, and the keys.
+    """Return dS and P, both (queries, keys), the tanh of softcap, and the keys of a KV block.
 
     dS does not include the derivative of softcap.
     """
@@ -209,7 +209,7 @@ def grad_scores(
     scores, visible, cap_tanh = finish_scores(
         products, i, j, sequence, mask, settings, cut, PARTIAL, False
     )
-    if PARTIAL:  # v needs no zeroing: its NaN stay in masked columns, which are set to 0 below
+    if PARTIAL:  # NaN in v only affects masked columns, which are zeroed below
         k = zero_fully_masked(k, visible, mask)
     weights = power(scores - lse[:, None], cut)
     if stats.lse_factor is not None:
@@ -234,8 +234,7 @@ def attention_bwd_dkdv_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, stats, cut: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of BLOCK_N keys and values of a KV head, summed over the GROUP of query
-    heads that share it."""
+    """Compute dK and dV for BLOCK_N keys of a KV head, summed over the GROUP heads sharing it."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -300,14 +299,14 @@ def _dkdv_tile(
     dk, dv, k, v, i_begin, j_begin, j, query_at, grad_out_at, at, sequence, query, grad_out, draws,
     mask, settings, stats, cut: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate the contribution of one query tile to dK and dV.
+    """Accumulate one query tile into dK and dV.
 
-    Scores are (keys, queries) here, so the weights are a left operand without a transpose.
+    Scores are (keys, queries) here, so that P and dS are left operands without a transpose.
     """
     seqlen_q = sequence.seqlen_q
     i = i_begin + tl.arange(0, cut.BLOCK_M)
     lse, lse_factor, delta, grad_lse = load_statistics(stats, at, i, seqlen_q)
-    # Do not load fully masked rows: they may hold NaN, and 0 * NaN is NaN.
+    # Do not load fully masked rows. They may contain NaN, and 0 * NaN is NaN.
     sees = lse != float("inf") if PARTIAL else i < seqlen_q
     q = load_tile(query_at, query.stride_row, i_begin, sees, cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D)
     do = load_tile(
@@ -341,15 +340,16 @@ def _dkdv_tile(
 
 @triton.jit
 def statistics_at(sizes, query_batch, h, query_first):
-    """Return the index in RowStatistics of the first row of a sequence's head."""
+    """Return the index into RowStatistics of the first query of a sequence and head."""
     return (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
 
 
 @triton.jit
 def load_statistics(stats, at, i, seqlen_q):
-    """Load lse, lse_factor, delta and grad_lse of the rows i.
+    """Load lse, lse_factor, delta and grad_lse of the queries i.
 
-    lse is inf from seqlen_q on, which makes P 0. An absent lse_factor or grad_lse is a placeholder.
+    From seqlen_q on, lse is inf, which makes P 0. If lse_factor or grad_lse is None, a placeholder
+    is returned.
     """
     inside = i < seqlen_q
     lse = tl.load(stats.lse + at + i, inside, float("inf"))
@@ -366,7 +366,7 @@ def load_statistics(stats, at, i, seqlen_q):
 def load_queries(
     query, grad_out, stats, at, batch, h, first, i_begin, i, seqlen_q, cut: tl.constexpr
 ):
-    """Load a query tile, the gradients of its outputs, and its statistics."""
+    """Load a query tile, the corresponding tile of grad_out, and the row statistics."""
     inside = i < seqlen_q
     q = load_tile(
         head_rows(query, batch, h, first), query.stride_row, i_begin, inside,

@@ -1,9 +1,9 @@
 """Gradient of a float mask: dS summed over the dimensions in which the mask is broadcast.
 
 Each program owns a tile of the mask and loops over the batch entries and heads that share it. If
-the tiles are too few to fill the GPU, several programs share a tile, and their partial sums are
-added afterwards, in the same order in every run. Recomputing dS here costs two more products per
-tile, but needs no (batch, num_heads, seqlen_q, seqlen_k) tensor.
+there are too few tiles to occupy the GPU, several programs share a tile. Their partial sums are
+added afterwards in a fixed order. Recomputing dS costs two more matmuls per tile, but avoids a
+(batch, num_heads, seqlen_q, seqlen_k) tensor.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,11 +26,11 @@ def attention_bwd_bias_kernel(
     settings, stats, parts, own_batch, own_heads, num_parts,
     cut: tl.constexpr, OWN_ROWS: tl.constexpr, OWN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one partial sum of one tile of the gradient.
+    """Compute one partial sum of one tile of the mask gradient.
 
-    parts: (num_parts, own_batch, own_heads, rows, columns) float32. It has a row for each query if
-    OWN_ROWS (the mask has a dimension of queries), else one for each query tile. It has a column
-    for each key if OWN_COLUMNS, else one for each KV block.
+    parts: float32 (num_parts, own_batch, own_heads, rows, columns), with a row per query if
+    OWN_ROWS and a column per key if OWN_COLUMNS. If the mask is broadcast over queries or keys,
+    parts has a row per query tile or a column per KV block instead.
     """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
@@ -49,7 +49,7 @@ def attention_bwd_bias_kernel(
         seed = tl.load(seed)
     total = tl.zeros((cut.BLOCK_M, cut.BLOCK_N), tl.float32)
     for s in range(part * each, tl.minimum(part * each + each, shared)):
-        # In a dimension that the mask does not broadcast, s does not advance.
+        # In a dimension that the mask does not broadcast, the term with s is 0.
         b, h = own_b + s // shared_heads, own_h + s % shared_heads
         at = ((b.to(tl.int64) * kinds_heads + h % kinds_heads) * num_m + m) * num_n + n
         if tl.load(kinds + at) != SKIP:
@@ -77,7 +77,7 @@ def _tile_of_head(
     query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, sizes, settings, stats,
     b, h, i_begin, j_begin, cut: tl.constexpr,
 ):  # fmt: skip
-    """Return dS of one tile of a head, before the derivative of softcap."""
+    """Return dS of one tile of a head, without the derivative of softcap."""
     draws = None
     if seed is not None:
         draws = dropout_counters(seed, settings, sizes, b)

@@ -1,8 +1,8 @@
-"""Split-KV attention of a few queries to many keys, bound by the bandwidth of reading K and V.
+"""Split-KV attention of a few queries to many keys, which is limited by memory bandwidth.
 
-The queries of all heads that share a KV head are the rows of one tile, so its keys are read once.
-The keys of a head are split among programs. A second kernel merges their partial softmaxes,
-rescaled to the largest score.
+The queries of all heads that share a KV head are the rows of one tile, so the keys of the KV head
+are read once. The keys are split among programs. A second kernel rescales the partial results to
+the largest score, and merges them.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
@@ -29,11 +29,11 @@ from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile,
 
 
 class Parts(NamedTuple):
-    """Partial results of each part of the keys, float32 and contiguous; rows as in lse."""
+    """Partial results of each KV split, contiguous in float32. The rows are those of lse."""
 
-    maximum: Any  # (rows, num_parts): the largest score
-    total: Any  # (rows, num_parts): the sum of the weights
-    weighted: Any  # (rows, num_parts, head_dim_v): the sum of the weighted values
+    maximum: Any  # (rows, num_parts): largest score
+    total: Any  # (rows, num_parts): sum of the weights
+    weighted: Any  # (rows, num_parts, head_dim_v): sum of the weighted values
 
 
 @triton.jit(do_not_specialize=[*SIZES, "num_parts"])
@@ -42,7 +42,10 @@ def attention_decode_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, num_parts, cut: tl.constexpr,
 ):  # fmt: skip
-    """Process one part of the keys of a KV head, for BLOCK_M rows of (head of the group, query)."""
+    """Compute the partial results of one KV split of a KV head for BLOCK_M rows.
+
+    A row is one query of one of the heads that share the KV head.
+    """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -114,7 +117,7 @@ def attention_decode_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "total_q", "num_parts"])
 def merge_parts_kernel(parts, out, lse, num_heads, total_q, settings, num_parts, cut: tl.constexpr):
-    """Merge the parts of one query of a head, and store its out and lse."""
+    """Merge the KV splits of one query of a head, and store its out and lse."""
     at = tl.program_id(0).to(tl.int64)
     head, row = at // total_q, at % total_q
     column = tl.arange(0, cut.BLOCK_DV)

@@ -1,6 +1,6 @@
 """Attention forward: online softmax over the visible KV blocks of a query tile.
 
-Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao 2023,
+Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao 2023,
 "FlashAttention-2".
 """
 
@@ -35,13 +35,13 @@ def attention_fwd_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     settings, cut: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse, and their residuals unless None, of BLOCK_M queries of a head."""
+    """Compute out, lse, and their residuals unless None, for BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
     num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
     pid = tl.program_id(0)
-    # The last tiles come first: under a causal mask they take longest.
+    # Process the last query tiles first, because they take longest under a causal mask.
     m, bh = num_m - 1 - pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
@@ -77,8 +77,8 @@ def attention_fwd_kernel(
         )  # fmt: skip
 
     empty = total == 0.0
-    # For the row sums of the backward, weights rounded to 16 bits have to add up to 1. In a row
-    # that one key dominates, a sum of 1.002 would hide the contributions of all other keys.
+    # The row sums of the backward require that the weights add up to 1 after rounding to 16 bits.
+    # In a row that one key dominates, a sum of 1.002 would hide the contributions of other keys.
     divisor = total if out_residual is None else multiplied
     scale = settings.dropout_scale / tl.where(empty, 1.0, divisor)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
@@ -107,7 +107,7 @@ def store_lse(lse, lse_residual, at, inside, maximum, total, cut: tl.constexpr):
     high = tl.where(empty, float("-inf"), scaled + log).to(tl.float32)
     tl.store(lse + at, high, inside)
     if lse_residual is not None:
-        # Two steps, as scaled + log absorbs log if the maximum is near float32's lowest number.
+        # Subtract before adding log: near float32's lowest value, scaled + log would lose log.
         low = tl.where(empty, 0.0, (scaled - high.to(tl.float64)) + log)
         tl.store(lse_residual + at, low.to(tl.float32), inside)
 
@@ -117,9 +117,9 @@ def fwd_tile(
     acc, maximum, total, multiplied, q, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, cut: tl.constexpr, PARTIAL: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate one KV block into acc, the row maximum and the sum of the weights.
+    """Accumulate one KV block into acc, the row maxima and the row sums of the weights.
 
-    If ROUNDED, also accumulate `multiplied`: the sum of the weights as rounded for the product.
+    If ROUNDED, also accumulate `multiplied`, the row sums of the weights rounded for the PV matmul.
     """
     j = j_begin + tl.arange(0, cut.BLOCK_N)
     k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
@@ -128,14 +128,14 @@ def fwd_tile(
         products, i, j, sequence, mask, settings, cut, PARTIAL, False
     )
     largest = tl.maximum(maximum, tl.max(scores, 1))
-    # In rows without a visible key so far, -inf - -inf would be NaN.
+    # Rows without a visible key so far would compute -inf - -inf, which is NaN.
     shift = tl.where(largest == float("-inf"), 0.0, largest) if PARTIAL else largest
     weights = power(scores - shift[:, None], cut)
     rescale = power(maximum - shift, cut)
     total = total * rescale + tl.sum(weights, 1)
     if ROUNDED:
-        # Two instructions per weight, where a kernel has twelve. A matrix product with ones takes
-        # fewer, but needs eight registers per thread, with which some kernels spill.
+        # This adds two instructions per weight to about twelve. A matmul with a matrix of ones
+        # would add fewer, but needs eight registers per thread, which makes some kernels spill.
         multiplied = multiplied * rescale + tl.sum(weights.to(v.dtype).to(tl.float32), 1)
     if draws is not None:
         keep = kept(draws, i, j_begin, sequence, settings, cut)

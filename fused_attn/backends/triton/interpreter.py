@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels in numpy."""
+"""Detection of Triton's interpreter, which runs kernels in NumPy."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def interpreted() -> bool:
-    """Return True if kernels run in Triton's interpreter, on CPU tensors."""
+    """Return True if Triton's interpreter runs the kernels, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -16,8 +16,9 @@ class Arch:
     """Properties of a GPU that tile sizes depend on.
 
     Attributes:
-        name: "sm_90" or another NVIDIA architecture, "gfx942", or "interpreter".
-        num_cores: streaming multiprocessors, or compute units.
+        name: an NVIDIA architecture such as "sm_90", an AMD architecture such as "gfx942", or
+            "interpreter".
+        num_cores: number of streaming multiprocessors (NVIDIA) or compute units (AMD).
     """
 
     name: str
@@ -26,7 +27,7 @@ class Arch:
 
 @functools.cache
 def arch_of(device: torch.device) -> Arch:
-    """Return the architecture of a device, or that of the interpreter."""
+    """Return the Arch of a device, or a fixed one for the interpreter."""
     if interpreted():
         return Arch("interpreter", 4)
     properties = torch.cuda.get_device_properties(device)
@@ -38,10 +39,11 @@ def arch_of(device: torch.device) -> Arch:
 def launch(
     kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any, **meta: Any
 ) -> None:
-    """Launch a kernel on the tensors' device.
+    """Launch a Triton kernel on the device of its tensors.
 
     Args:
-        grid: up to three sizes; the second and third below 65536.
+        grid: one to three sizes. The second and third must be below 65536.
+        args: the other arguments of the kernel.
         meta: compile-time arguments, including num_warps and num_stages.
     """
     if device.type == "cuda":

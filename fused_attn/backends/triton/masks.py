@@ -1,8 +1,8 @@
-"""Masks in kernels: the visible elements of a tile, and the terms added to its scores.
+"""Masks in kernels: the visibility of the scores of a tile, and the terms added to them.
 
-The structural conditions (band, key range, prefix) reduce to one interval of visible keys
-[lo(i), hi(i)) per row i, so an element costs two comparisons in every case. Positions are int32:
-they stay below `fused_attn.masks.UNLIMITED`.
+The structural conditions (band, key range, prefix) reduce to one interval [lo(i), hi(i)) of visible
+keys per query i. Each score therefore needs two comparisons, whatever the conditions. Positions are
+int32, because they are below `fused_attn.masks.UNLIMITED`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,27 +18,27 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 class MaskArgs(NamedTuple):
-    """Tensors and strides of a MaskSpec; None means absent, a stride of 0 broadcasts."""
+    """Tensors of a MaskSpec, or None, and their strides. A stride of 0 broadcasts."""
 
-    bounds: Any  # (batch, 8), the columns of masks.spec.BOUNDS
-    query_documents: Any  # (batch, seqlen_q)
+    bounds: Any  # int64 (batch, 8), with the columns of masks.spec.BOUNDS
+    query_documents: Any  # int64 (batch, seqlen_q)
     query_documents_stride_b: int
-    key_documents: Any
+    key_documents: Any  # int64 (batch, seqlen_k)
     key_documents_stride_b: int
-    slopes: Any  # (batch, num_heads)
+    slopes: Any  # float32 (batch, num_heads)
     slopes_stride_b: int
     slopes_stride_h: int
-    key_mask: Any  # bytes (batch, num_heads, 1, seqlen_k)
+    key_mask: Any  # uint8 (batch, num_heads, 1, seqlen_k)
     key_mask_stride_b: int
     key_mask_stride_h: int
     key_mask_stride_q: int
     key_mask_stride_k: int
-    dense: Any  # bytes (batch, num_heads, seqlen_q, seqlen_k)
+    dense: Any  # uint8 (batch, num_heads, seqlen_q, seqlen_k)
     dense_stride_b: int
     dense_stride_h: int
     dense_stride_q: int
     dense_stride_k: int
-    bias: Any  # float, the same shape
+    bias: Any  # floating point (batch, num_heads, seqlen_q, seqlen_k)
     bias_stride_b: int
     bias_stride_h: int
     bias_stride_q: int
@@ -48,16 +48,16 @@ class MaskArgs(NamedTuple):
 class Sizes(NamedTuple):
     """Integers that change from call to call.
 
-    They are separate, unspecialised arguments of kernels. Triton specialises integers in a tuple:
-    it recompiles if one becomes 1, or starts or stops being a multiple of 16.
+    Kernels have a separate argument for each, with do_not_specialize. Triton specialises integers
+    in a tuple, and would recompile if one becomes 1, or starts or stops being a multiple of 16.
     """
 
     batch: int
     num_heads: int
     num_heads_kv: int
-    seqlen_q: int  # the largest number of rows of a sequence
-    seqlen_k: int
-    total_q: int  # rows of a head in lse
+    seqlen_q: int  # maximum number of queries of a sequence
+    seqlen_k: int  # maximum number of keys of a sequence
+    total_q: int  # query rows per batch entry and head in lse
     band_lo: int
     band_hi: int
     alibi_offset: int
@@ -67,7 +67,7 @@ SIZES = list(Sizes._fields)
 
 
 class Bounds(NamedTuple):
-    """A row of MaskSpec.bounds as int32; see csrc/params.h, SequenceBounds."""
+    """Bounds of one sequence, as int32; see SequenceBounds in csrc/params.h."""
 
     key_begin: Any
     key_end: Any
@@ -80,7 +80,7 @@ class Bounds(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A head of a sequence; with packed heads, h holds the head of each row of the tile."""
+    """Sequence and head of a tile. With PACKED_HEADS, h holds the head of each row of the tile."""
 
     b: Any
     h: Any
@@ -91,14 +91,13 @@ class Sequence(NamedTuple):
 
 @triton.jit
 def sequence_bounds(mask, sizes, b):
-    """Return the Bounds of sequence b.
+    """Return the Bounds of sequence b in the form that `visible_keys` requires.
 
-    A band that leaves rows without keys is expressed as a smaller key_end; csrc/block_ranges.h
-    explains why.
+    If the band fully masks rows, key_end is reduced. csrc/block_ranges.h explains why.
     """
     at = stored_bounds(mask, sizes, b)
     key_end = tl.where(at.band_lo > at.band_hi, at.key_begin, at.key_end)
-    # With j >= i + band_lo > i, the prefix's j <= i never holds: only j < prefix_end remains.
+    # As j >= i + band_lo > i, the prefix condition j <= i never holds. Only j < prefix_end remains.
     beyond = (at.band_lo > 0) & (at.prefix_end > 0)
     key_end = tl.where(beyond, tl.minimum(key_end, at.prefix_end), key_end)
     prefix_end = tl.where(beyond, 0, at.prefix_end)
@@ -110,7 +109,7 @@ def sequence_bounds(mask, sizes, b):
 
 @triton.jit
 def stored_bounds(mask, sizes, b):
-    """Load the Bounds of sequence b as stored in MaskSpec."""
+    """Return the Bounds of sequence b as stored in MaskSpec."""
     if mask.bounds is not None:
         at = mask.bounds + b * 8
         return Bounds(
@@ -151,9 +150,9 @@ def visible_keys(bounds, i):
 
 @triton.jit
 def visible_queries(bounds, j):
-    """Return the queries [lo, hi) that may attend to key j by the structural conditions.
+    """Return the range [lo, hi) of queries that the structural conditions let attend to key j.
 
-    The inverse of `visible_keys`, within the query range.
+    This is the inverse of `visible_keys`, limited to the query range.
     """
     prefix_end = bounds.prefix_end
     lo = tl.maximum(bounds.query_begin, j - bounds.band_hi)
@@ -164,9 +163,9 @@ def visible_queries(bounds, j):
 
 @triton.jit
 def seen_keys(bounds, i_begin, i_end, seqlen_k):
-    """Return the keys that are structurally visible to any of the rows [i_begin, i_end).
+    """Return the range of keys structurally visible to any of the queries [i_begin, i_end).
 
-    Other keys are not loaded.
+    Kernels do not load other keys.
     """
     begin, _ = visible_keys(bounds, tl.maximum(i_begin, bounds.query_begin))
     _, end = visible_keys(bounds, tl.minimum(i_end, bounds.query_end) - 1)
@@ -175,13 +174,16 @@ def seen_keys(bounds, i_begin, i_end, seqlen_k):
 
 @triton.jit
 def across(vector, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Expand a vector, with one value per key (KEYS) or per query, to broadcast over a tile."""
+    """Expand a vector to broadcast over a tile, which is (keys, queries) if KEYS_FIRST.
+
+    The vector has one element per key if KEYS, otherwise one per query.
+    """
     return vector[:, None] if KEYS == KEYS_FIRST else vector[None, :]
 
 
 @triton.jit
 def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Add ALiBi to scores in natural units."""
+    """Return the scores with ALiBi added, if the mask has slopes. Scores are in natural units."""
     if mask.slopes is not None:
         at = sequence.b * mask.slopes_stride_b + sequence.h * mask.slopes_stride_h
         slope = tl.load(mask.slopes + at)
@@ -196,16 +198,16 @@ def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.co
 
 @triton.jit
 def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return the scores of a partial tile, with the bias added, and their visibility.
+    """Add the bias to the scores of a partial tile and mask them; return scores and visibility.
 
     Masked scores become -inf, even if they were NaN. Vectors are loaded as vectors and then
-    broadcast: a thread would load (rows, 1) once for each column that it holds.
+    broadcast, because a thread would load a (rows, 1) tensor once per column that it holds.
 
     KEYS_FIRST: the tile is (keys, queries). A thread then holds few keys and many queries, so
     one interval of queries per key takes fewer registers than one interval of keys per query.
     """
     bounds, seqlen_k = sequence.bounds, sequence.seqlen_k
-    b, h = sequence.b.to(tl.int64), sequence.h.to(tl.int64)  # strides may be large
+    b, h = sequence.b.to(tl.int64), sequence.h.to(tl.int64)  # offsets may exceed int32
     row, column = across(i, False, KEYS_FIRST), across(j, True, KEYS_FIRST)
     if KEYS_FIRST:
         lo, hi = visible_queries(bounds, j)
@@ -243,11 +245,12 @@ def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.c
 
 @triton.jit
 def softcapped(scores, cap):
-    """Return cap * tanh(scores / cap) and that tanh; scores and cap have the same units."""
+    """Return cap * tanh(scores / cap), and the tanh. The scores and cap have the same units."""
     x = scores / cap
     magnitude = tl.abs(x)
     square = x * x
-    # tanh(x) / x - 1 over x^2, interpolated at Chebyshev nodes of x^2 in [0, 0.36]: error 1.1e-8.
+    # (tanh(x) / x - 1) / x^2 as a polynomial in x^2, interpolated at Chebyshev nodes in [0, 0.36].
+    # The error is 1.1e-8.
     small = -0.006269119679927826 * square + 0.021110959351062775
     small = (small * square - 0.053873948752880096) * square + 0.13332915306091309
     small = x + x * square * (small * square - 0.3333333134651184)

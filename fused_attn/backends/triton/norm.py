@@ -1,12 +1,12 @@
-"""layer_norm and rms_norm of residual + dropout(input), forward and backward.
+"""Forward and backward kernels of layer_norm and rms_norm of residual + dropout(input).
 
-A program processes tiles of (BLOCK_ROWS, BLOCK_COLS) elements: full rows if they fit into
-registers, else chunks of rows. The first chunk of a row stays in registers. With a single chunk,
-the loops over the remaining chunks compile to no code. COLUMNS is a compile-time constant, so rows
-of any multiple of 16 bytes are read 16 bytes at a time.
+A program processes (BLOCK_ROWS, BLOCK_COLS) tiles, which contain full rows if these fit in
+registers, and chunks of rows otherwise. The first chunk of a row stays in registers. With a single
+chunk, the loops over the remaining chunks compile to no code. COLUMNS is a compile-time constant,
+so that any row whose size is a multiple of 16 bytes is read with 16-byte loads.
 
-Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4; for the variance of
-chunks Welford 1962 and Chan et al. 1983, equation 2.1.
+Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019, equation 4. Welford 1962 and Chan et
+al. 1983, equation 2.1, for the variance of chunked rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,33 +26,33 @@ class Dropout(NamedTuple):
 
     seed: Any  # () int64
     threshold: int  # from `dropout_threshold`
-    scale: float  # factor of the elements that are not dropped
+    scale: float  # factor of the elements that dropout keeps
 
 
 class Runs(NamedTuple):
-    """Runs of rows of equal length; the Philox row counter of each run starts at its offset."""
+    """Equally long runs of rows. The Philox row counter of each run starts at its offset."""
 
-    offsets: Any  # (runs,) int64, the global row of the first row of each run
-    length: int
+    offsets: Any  # (runs,) int64: global index of the first row of each run
+    length: int  # rows per run
 
 
 class Matrix(NamedTuple):
-    """A non-contiguous input matrix, with rows in runs of equal length."""
+    """Non-contiguous input matrix with equally long runs of rows. Strides are in elements."""
 
     data: Any
-    run_length: int
-    run_stride: int
-    row_stride: int
+    run_length: int  # rows per run
+    run_stride: int  # between the first rows of two runs
+    row_stride: int  # between rows of a run
 
 
 class Tile(NamedTuple):
-    """Position of M rows and N columns in a matrix."""
+    """Indices of the elements of an (M, N) tile in a matrix."""
 
-    row: Any  # (M, 1)
+    row: Any  # (M, 1) row indices
     exists: Any  # (M, 1) bool: the row is inside the matrix
-    start: Any  # the first column, a multiple of eight
-    column: Any  # (1, N)
-    offset: Any  # (M, N) int64, offsets of the elements in a contiguous matrix
+    start: Any  # index of the first column, a multiple of eight
+    column: Any  # (1, N) column indices
+    offset: Any  # (M, N) int64: offsets of the elements in a contiguous matrix
     inside: Any  # (M, N) bool: row and column are inside the matrix
     in_row: Any  # (1, N) bool: the column is inside the matrix
 
@@ -75,21 +75,21 @@ def norm_fwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Compute norm(residual + dropout(input)), that sum, and the statistics of its rows.
+    """Compute norm(residual + dropout(input)), the sum itself, and its row statistics.
 
     Args:
-        input, residual, out, total: (rows, COLUMNS). input and residual may be a Matrix; residual
-            may be None; total is None if it equals input.
+        input, residual, out, total: (rows, COLUMNS). input and residual may be a Matrix. residual
+            may be None. total is None if it equals input.
         weight, bias: (COLUMNS,) or None.
         dropout: Dropout or None.
         runs: Runs, or None if Philox counters use the row index itself.
-        mean, rstd: (rows,) float32; mean is None for rms_norm.
+        mean, rstd: (rows,) float32. mean is None for rms_norm.
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     tile = _tile(row, 0, rows, COLUMNS, BLOCK_COLS)
     x = _sum_tile(input, residual, dropout, runs, total, tile)
 
-    # Per lane, over the chunks: the mean, and squared deviations from it (rms_norm: from 0).
+    # Mean of each tile element over the chunks, and squared deviations from it (rms_norm: from 0).
     centre = x
     squares = x * x if mean is None else tl.zeros_like(x)
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
@@ -109,14 +109,14 @@ def norm_fwd_kernel(
         off = centre - row_mean
         squares += count * off * off
         tl.store(mean + row, row_mean, mask=row < rows)
-    # Correctly rounded: it is computed once per row, and every element is multiplied by it.
+    # Correctly rounded, because it is computed once per row and multiplies every element.
     variance = tl.sum(squares, 1, keep_dims=True) / COLUMNS
     row_rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     tl.store(rstd + row, row_rstd, mask=row < rows)
 
     _store_normalised(x, row_mean, row_rstd, weight, bias, out, tile)
     if COLUMNS > BLOCK_COLS:
-        tl.debug_barrier()  # threads may read elements of total that others wrote
+        tl.debug_barrier()  # threads may next read elements of total that others wrote
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):
         chunk = _tile(row, start, rows, COLUMNS, BLOCK_COLS)
         y = _load_tile(input if total is None else total, chunk)
@@ -142,17 +142,17 @@ def norm_bwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Compute the gradients of input and residual, and partial sums of those of weight and bias.
+    """Compute the gradients of input and residual, and partial sums for those of weight and bias.
 
     With x the normalised row and g = weight * grad_out:
         grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm.
 
     Args:
         grad_out, grad_total, total, grad_input, grad_residual: (rows, COLUMNS). The first three may
-            be a Matrix; grad_total may be None; grad_input is None without dropout, as it then
+            be a Matrix. grad_total may be None. grad_input is None without dropout, because it then
             equals grad_residual.
-        weight_sums, bias_sums: (programs, COLUMNS) float32, or None if not requested. The rows that
-            a program accumulates depend on shapes only; every program has at least one.
+        weight_sums, bias_sums: (programs, COLUMNS) float32, or None if not requested. The rows of a
+            program depend only on shapes and the grid, and each program has at least one row.
         others: as in `norm_fwd_kernel`.
     """
     first = tl.program_id(0) * BLOCK_ROWS
@@ -162,7 +162,7 @@ def norm_bwd_kernel(
     bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     for begin in range(first, rows, tl.num_programs(0) * BLOCK_ROWS):
         row = begin + tl.arange(0, BLOCK_ROWS)
-        # Loaded as vectors: a thread would load (M, 1) once for each column that it holds.
+        # Load vectors: a thread would load an (M, 1) tensor once per column that it holds.
         row_rstd = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         row_mean = 0.0
         if mean is not None:
@@ -212,9 +212,10 @@ def _tile(row, start, rows, COLUMNS: tl.constexpr, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def _sum_tile(input, residual, dropout, runs, total, tile):
-    """Return residual + dropout(input), 0 outside, and store it in total unless that is None.
+    """Return residual + dropout(input) in float32, and store it in `total` unless that is None.
 
-    A stored sum is normalised from its rounded values, as the backward reads those.
+    Elements outside the matrix are 0. If the sum is stored, the stored, rounded values are
+    returned, because the backward reads those.
     """
     x = _load_tile(input, tile)
     if dropout is not None:
@@ -258,7 +259,7 @@ def _dropped(x, dropout, runs, tile):
 
 @triton.jit
 def _load_tile(matrix, tile):
-    """Load a tile (M, N) as float32, 0 outside."""
+    """Load an (M, N) tile as float32. Elements outside the matrix are 0."""
     if isinstance(matrix, tl.tensor):
         at = matrix + tile.offset
     else:
@@ -270,7 +271,7 @@ def _load_tile(matrix, tile):
 
 @triton.jit
 def _load_parameter(parameter, tile):
-    """Load weight or bias (1, N) as float32; return 1 if it is None."""
+    """Load weight or bias as float32 (1, N), or return 1 if it is None."""
     values = 1.0
     if parameter is not None:
         values = tl.load(parameter + tile.column, mask=tile.in_row, other=0.0).to(tl.float32)
@@ -279,7 +280,10 @@ def _load_parameter(parameter, tile):
 
 @triton.jit
 def _add_up(sums, terms, tile, begun, COLUMNS: tl.constexpr):
-    """Add the rows of terms (M, N) to the program's sums; overwrite the sums unless `begun`."""
+    """Add the sum of the rows of terms (M, N) to the partial sums of this program.
+
+    The partial sums are overwritten unless `begun`.
+    """
     if sums is not None:
         at = sums + tl.program_id(0).to(tl.int64) * COLUMNS + tile.column
         before = tl.load(at, mask=tile.in_row & begun, other=0.0)

@@ -16,7 +16,7 @@ from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
-    """Compute the outputs."""
+    """Compute a norm, and write the results to `outputs`."""
     input, rows, columns = call.input, call.rows, call.input.shape[-1]
     if input.numel() == 0:
         return
@@ -52,7 +52,7 @@ def norm_bwd(
     grad_total: Tensor | None,
     grads: NormGradients,
 ) -> None:
-    """Compute the gradients; those of weight and bias only if their tensors are not empty."""
+    """Compute the gradients, and write them to `grads`. Empty weight and bias are skipped."""
     total, rows, columns = call.input, call.rows, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()
@@ -91,7 +91,7 @@ def norm_bwd(
 
 
 class Config(NamedTuple):
-    """Tile and warps of a program, and the number of programs per core in the backward."""
+    """Tile size and warps of a program, and the number of programs per core in the backward."""
 
     block_rows: int
     block_cols: int
@@ -100,12 +100,12 @@ class Config(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Largest sizes that fit into the registers in a pass.
+    """Largest tile sizes that fit in registers in a pass.
 
     Attributes:
-        tile: elements of a tile of full rows, unless one row has more.
-        columns: padded length up to which a row is one chunk.
-        chunk: rows and columns of a tile if rows are longer.
+        tile: number of elements of a tile of full rows. A tile of a single row may have more.
+        columns: padded row length up to which a row is a single chunk.
+        chunk: (rows, columns) of a tile for longer rows.
     """
 
     tile: int
@@ -113,14 +113,19 @@ class Limits(NamedTuple):
     chunk: tuple[int, int]
 
 
-# Untuned: chosen by the compiler's reports for sm_80, sm_90, sm_100 and gfx942, not benchmarked.
-# With 16 elements per thread, dropout and residual included, a thread has up to 64 registers in the
-# forward and 128 in the backward (142 with tiles of 4096 and rows of 768). That allows at least
-# 4 programs on a core with 65536 registers, with 32 KB of loads in flight (16-bit types; two
-# matrices in the backward). An H100 SM needs about 15 KB to hide memory latency.
-# A program has at most 1024 threads: a forward with 32768 columns in a chunk spills 280 bytes, a
-# backward with 16384 columns 264 bytes. The backward reads and writes 16 bytes of sums per column
-# of a chunk, so its chunks have four rows. They take up to 252 registers (one row of 4096: 255).
+# Untuned: not benchmarked, but chosen from the register counts that the compiler reports for sm_80,
+# sm_90, sm_100 and gfx942.
+#
+# With 16 elements per thread, dropout and residual, a thread has up to 64 registers in the forward
+# and 128 in the backward. (In the backward, tiles of 4096 elements need 142 for rows of 768.) A
+# core with 65536 registers then runs at least 4 programs. With 16-bit types, these have 32 KB of
+# loads in flight, from two matrices in the backward. An H100 SM needs about 15 KB to hide memory
+# latency.
+#
+# A program has at most 1024 threads. With 32768 columns per chunk, the forward spills 280 bytes.
+# With 16384 columns per chunk, the backward spills 264 bytes. Per chunk and column, the backward
+# reads and writes 16 bytes of partial sums, so its chunks have four rows. They need up to 252
+# registers per thread, and chunks of one row of 4096 columns need 255.
 FWD_LIMITS = Limits(tile=4096, columns=16384, chunk=(1, 4096))
 BWD_LIMITS = Limits(tile=2048, columns=8192, chunk=(4, 1024))
 _PER_THREAD = 16
@@ -135,7 +140,7 @@ def _config(columns: int, limits: Limits, arch: Arch) -> Config:
         block_rows, block_cols = limits.chunk
     threads = block_rows * block_cols // _PER_THREAD
     warp_size = 64 if arch.name.startswith("gfx") else 32
-    # The sums of chunked rows are large, and the registers allow only one program per core.
+    # Chunked rows have large partial sums, and registers allow only one program per core.
     programs_per_core = 1 if chunked else max(1, _THREADS_PER_CORE // threads)
     return Config(block_rows, block_cols, threads // warp_size, programs_per_core)
 

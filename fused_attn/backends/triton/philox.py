@@ -1,4 +1,4 @@
-"""Dropout masks by Philox in kernels, equal to those of fused_attn/base/philox.py in torch."""
+"""Philox dropout masks in kernels, identical to the torch version in fused_attn/base/philox.py."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -14,13 +14,16 @@ _ROUNDS = tl.constexpr(philox.ROUNDS)
 
 @triton.jit
 def keep_tile(seed, row, octet, head, stream, threshold):
-    """Return True for the elements that dropout keeps.
+    """Return a mask that is True for the elements that dropout keeps.
+
+    The Philox counter is (octet, row, head, stream). Each counter yields eight 16-bit values.
 
     Args:
         seed: int64 scalar.
         row: (M, 1) int32.
-        octet: (1, N) int32, column // 8 of each group of eight columns.
-        head, stream: third and fourth word of the Philox counter; scalars, or (M, 1).
+        octet: (1, N) int32; column // 8 for each group of eight columns.
+        head, stream: scalars, or (M, 1).
+        threshold: elements are dropped if their 16-bit value is below it.
 
     Returns:
         (M, 8 * N) bool.

@@ -15,7 +15,7 @@ from fused_attn.masks.spec import MaskSpec
 
 
 def mask_args(spec: MaskSpec) -> MaskArgs:
-    """Return the tensors of a mask, with stride 0 in the dimensions that they broadcast."""
+    """Return the tensors and strides of a mask. Broadcast dimensions have stride 0."""
     query_documents, key_documents = (
         None if t is None else kernel_strides(t) for t in (spec.query_documents, spec.key_documents)
     )
@@ -37,14 +37,18 @@ def mask_args(spec: MaskSpec) -> MaskArgs:
 
 
 def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summaries:
-    """Return the tile summaries of a mask; compute missing ones."""
+    """Return the tile summaries of a mask.
+
+    Args:
+        summarize: computes a summary that the spec does not have.
+    """
     fields: dict[str, Any] = {}
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
         if tensor is not None and summary is None:
             summary = summarize(tensor)
-        # A broadcast dimension has one tile. Test the size of the mask's dimension: a summary's
-        # dimension of size 1 may also be a single tile that is not broadcast.
+        # Test for broadcasting with the sizes of the mask. A summary dimension of size 1 may also
+        # be the only tile of a dimension that is not broadcast.
         strides = (0, 0, 0, 0) if summary is None else (
             0 if size == 1 else stride
             for size, stride in zip(tensor.shape, summary.stride(), strict=True)

@@ -1,9 +1,12 @@
 """Classification of tiles as skipped, partial or full, by the rules of csrc/block_ranges.h.
 
-If the mask is bounds only, a kernel computes its ranges of tiles itself: both ends of a row's
-interval of visible keys never decrease from row to row. Otherwise (documents, key masks, dense
-tensors) two small kernels classify all tiles, and list the visible ones of each row or column of
-tiles. Full tiles run no mask code. All keys of a full tile exist; its last queries may not.
+If a mask consists of bounds only, the attention kernels compute ranges of visible tiles. Ranges
+suffice because neither end of the interval of visible keys decreases from one query to the next.
+For documents, key masks and dense tensors, two small kernels classify all tiles, and list the
+visible tiles of each row or column of tiles.
+
+Full tiles are processed without mask code. All keys of a full tile exist, but its last queries may
+be past the end of the sequence.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,20 +29,20 @@ from fused_attn.backends.triton.masks import (
 # Must equal the constants in csrc/params.h and csrc/block_ranges.h.
 SUMMARY_TILE_M, SUMMARY_TILE_N = tl.constexpr(32), tl.constexpr(64)
 NONE_VISIBLE, SOME_VISIBLE, ALL_VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Tiles that a program classifies or lists per step; cells that it summarises, of 2048 elements.
+# Tiles classified per program, tiles listed per iteration, 32 x 64 cells summarised per program.
 KINDS_CHUNK, LIST_CHUNK, SUMMARY_CELLS = 16, 128, 4
 SKIP, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Summaries(NamedTuple):
-    """Tile summaries of MaskSpec's dense tensors; a stride of 0 broadcasts."""
+    """Tile summaries of MaskSpec.dense and MaskSpec.bias, or None. A stride of 0 broadcasts."""
 
-    dense: Any  # bytes (batch, num_heads, ceil(seqlen_q / 32), ceil(seqlen_k / 64))
+    dense: Any  # uint8 (batch, num_heads, ceil(seqlen_q / 32), ceil(seqlen_k / 64))
     dense_stride_b: int
     dense_stride_h: int
     dense_stride_q: int
     dense_stride_k: int
-    bias: Any
+    bias: Any  # same dtype and shape
     bias_stride_b: int
     bias_stride_h: int
     bias_stride_q: int
@@ -47,10 +50,13 @@ class Summaries(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """Visible tiles of each row, or column, of tiles; None if ranges describe them."""
+    """Lists of the visible tiles of each owner, which is a query tile or a KV block.
 
-    counts: Any  # int32 (batch, heads, owners, 2): numbers of full and of partial tiles
-    indices: Any  # int32 (batch, heads, owners, others): full tiles first, partial from the end
+    The tensors are None if ranges describe the visible tiles.
+    """
+
+    counts: Any  # int32 (batch, heads, owners, 2): number of full and of partial tiles
+    indices: Any  # int32 (batch, heads, owners, others): full from the front, partial from the end
     heads: int  # 1 if the mask is the same for all heads
 
 
@@ -59,9 +65,10 @@ class TileLists(NamedTuple):
 
 @triton.jit
 def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
-    """Return the ranges of KV blocks visible to the rows [i_begin, i_end).
+    """Return the ranges of KV blocks that are visible to the queries [i_begin, i_end).
 
-    [lo, hi) are the visible blocks, and [full_lo, full_hi) the full ones among them.
+    The result is (lo, hi, full_lo, full_hi). The blocks [lo, hi) are visible, and
+    [full_lo, full_hi) among them are full.
     """
     query_begin, query_end = bounds.query_begin, bounds.query_end
     first, last = tl.maximum(i_begin, query_begin), tl.minimum(i_end, query_end) - 1
@@ -79,9 +86,9 @@ def key_tiles(bounds, i_begin, i_end, seqlen_k, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr):
-    """Return the query tiles that attend to the KV block [j_begin, j_end).
+    """Return the ranges of query tiles that attend to the keys [j_begin, j_end).
 
-    The inverse of `key_tiles`, in the same form.
+    This is the inverse of `key_tiles`. The result has the same form.
     """
     first_key = tl.maximum(j_begin, bounds.key_begin)
     last_key = tl.minimum(tl.minimum(j_end, seqlen_k), bounds.key_end) - 1
@@ -101,10 +108,10 @@ def query_tiles(bounds, j_begin, j_end, seqlen_q, seqlen_k, BLOCK_M: tl.constexp
 
 @triton.jit
 def visible_tiles(ranges, lists, b, h, owner, owners, others):
-    """Return the numbers of full and partial tiles of an owner, and where they are found.
+    """Return the numbers of full and partial tiles of an owner, and their positions.
 
-    The result is an argument of `full_tile` and `partial_tile`. `owner` is one of `owners` query
-    tiles, with `others` KV blocks, or the other way round.
+    `owner` is one of `owners` query tiles, and its tiles are among `others` KV blocks, or vice
+    versa. The result is the argument `tiles` of `full_tile` and `partial_tile`.
     """
     if lists.counts is None:
         lo, hi, full_lo, full_hi = ranges
@@ -119,7 +126,7 @@ def visible_tiles(ranges, lists, b, h, owner, owners, others):
 
 @triton.jit
 def full_tile(t, tiles, lists):
-    """Return the t-th full tile."""
+    """Return the index of the t-th full tile."""
     if lists.counts is None:
         return tiles[3] + t
     else:
@@ -128,7 +135,10 @@ def full_tile(t, tiles, lists):
 
 @triton.jit
 def partial_tile(t, tiles, lists):
-    """Return the t-th partial tile; in ranges, those before the full tiles come first."""
+    """Return the index of the t-th partial tile.
+
+    In a range, the partial tiles before the full tiles come first.
+    """
     if lists.counts is None:
         tile = tiles[2] + t
         return tl.where(tile >= tiles[3], tile + tiles[0], tile)
@@ -145,7 +155,10 @@ def tile_kinds_kernel(
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store SKIP, PARTIAL or FULL to kinds (batch, heads, num_m, num_n), CHUNK per program."""
+    """Classify tiles as SKIP, PARTIAL or FULL, CHUNK per program.
+
+    kinds: uint8 (batch, heads, num_m, num_n).
+    """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -164,7 +177,7 @@ def tile_kinds_kernel(
     exists = (j < sizes.seqlen_k) & visible[:, None]
     if mask.query_documents is not None:
         i = i_begin + tl.arange(0, BLOCK_M)
-        # Rows and keys past the end are replaced by the first row and key of the tile.
+        # Replace queries and keys past the end by the first query and key of the tile.
         i = tl.where(i < i_end, i, i_begin)
         query = tl.load(mask.query_documents + b * mask.query_documents_stride_b + i)
         within = tl.where(exists, j, (n * BLOCK_N)[:, None])
@@ -205,9 +218,9 @@ def _summarised(
     base, stride_q, stride_k, i_begin, i_end, n, wanted, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return two flags for each of the tiles n: some, and all, of it may be visible.
+    """Return for each of the tiles n if any of it may be visible, and if all of it is visible.
 
-    They derive from the summaries of the cells that a tile overlaps.
+    Both flags derive from the summaries of the 32 x 64 cells that the tile overlaps.
     """
     some, every = n < 0, n >= 0
     for r in tl.static_range(0, (BLOCK_M + SUMMARY_TILE_M - 1) // SUMMARY_TILE_M):
@@ -226,7 +239,7 @@ def _summarised(
 def list_tiles_kernel(
     kinds, counts, indices, owners, others, stride_owner, stride_other, CHUNK: tl.constexpr
 ):
-    """List the full and the partial tiles of each owner: a row or a column of kinds."""
+    """List the full and partial tiles of each owner, which is a row or a column of `kinds`."""
     pid = tl.program_id(0)
     owner, bh = pid % owners, (pid // owners).to(tl.int64)
     kinds += bh * owners * others + owner * stride_owner
@@ -251,7 +264,7 @@ def tile_summary_kernel(
     data, stride_b, stride_h, stride_q, stride_k, summary, num_heads, seqlen_q, seqlen_k, num_m,
     num_n, IS_BOOL: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Summarise the 32 x 64 cells of a dense mask (bytes) or bias, CELLS of a row per program."""
+    """Summarise the 32 x 64 cells of a dense mask (uint8) or bias, CELLS cells per program."""
     row = tl.program_id(0)
     m, bh = row % num_m, row // num_m
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)

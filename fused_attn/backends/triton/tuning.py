@@ -3,10 +3,11 @@
 There is no autotuning at run time. `python -m fused_attn.tools.tune_triton` benchmarks the
 candidates on the local GPU, and prints rows for this file.
 
-Untuned: no row has been benchmarked. Each row is the largest tile of a list of candidates that
-Triton 3.6 compiled without spills and within the GPU's shared memory, for each kind of mask alone.
-Larger tiles come first, as they read keys less often. tests/backends/test_ahead_of_time.py checks
-the rows, except those of sm_86. Combinations of mask kinds may spill up to hundreds of bytes.
+Untuned: no row has been benchmarked. Each row is the largest candidate tile that Triton 3.6
+compiles without register spills and within the shared memory of the GPU, for each kind of mask
+alone. Larger tiles are preferred because they read the keys less often. Combinations of mask kinds
+may spill hundreds of bytes. tests/backends/test_ahead_of_time.py checks all rows except those of
+sm_86.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of a kernel (queries block_m, keys block_n), its warps and pipeline stages."""
+    """Tile size of a kernel (block_m queries, block_n keys), its warps and its pipeline stages."""
 
     block_m: int
     block_n: int
@@ -24,29 +25,30 @@ class Config:
     num_stages: int
 
 
-# The decode kernel runs up to this many queries without gradients. More queries fill the rows of a
-# forward tile well enough.
+# Largest seqlen_q for which calls without gradients use the decode kernel. More queries fill enough
+# rows of a forward tile.
 MAX_DECODE_QUERIES = 16
-# A part needs keys for several steps, or its startup takes longer than its work. More than
-# DECODE_MAX_PARTS parts take longer to merge than they save.
+# A KV split must have several KV blocks, because otherwise its startup takes longer than its work.
+# With more than DECODE_MAX_PARTS splits, the merge takes longer than the splits save.
 DECODE_KEYS_PER_PART, DECODE_MAX_PARTS = 256, 128
-# Target if work can be split: one program computes while the other waits for memory.
+# Target where work can be split, so that one program computes while another waits for memory.
 PROGRAMS_PER_CORE = 2
-WIDTHS = (64, 128, 256)  # head_dim, rounded up to the next of these
+WIDTHS = (64, 128, 256)  # head_dim is rounded up to the next of these
 # Rows per program of the statistics kernel. Each program loads one tile of out and one of grad_out,
 # so 8 to 32 KB are in flight.
 _STATISTICS_ROWS = {64: 32, 128: 32, 256: 16}
 
 
 def _row(*configs: tuple[int, int, int, int]) -> dict[int, Config]:
-    """Return a Config for each of WIDTHS."""
+    """Return a dict with the Config of each of WIDTHS."""
     return {width: Config(*c) for width, c in zip(WIDTHS, configs, strict=True)}
 
 
 # arch -> (pass, element size in bytes) -> width -> Config. Passes ending in "_masked" need more
-# registers per thread, for dropout, a mask read from memory, out_residual with head_dim > 128, or
-# (dkdv) grouped heads. Decoding uses the fewest rows that the matrix instructions support; for
-# larger groups of heads, keys are read again, from L2.
+# registers per thread. They are used for dropout, for masks that are read from memory, for
+# out_residual with head_dim > 128, and in dkdv for grouped heads. Decode tiles have the fewest rows
+# that the matrix instructions support. With larger groups of heads, several tiles read the same
+# keys, the later ones from L2.
 TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
     "sm_80": {
         ("fwd", 2): _row((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2)),
@@ -139,13 +141,13 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("decode", 4): _row((16, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
 }
-# The tests' shapes need a few tiles of this size; the interpreter takes the same time for any tile.
+# The interpreter takes the same time per tile at any size. Test shapes have a few such tiles.
 TABLES["interpreter"] = {
     key: dict.fromkeys(WIDTHS, Config(16 if key[0] == "decode" else 64, 64, 4, 1))
     for key in TABLES["sm_86"]
 }
-# Architectures that use the rows of another. Those in neither table use the rows of sm_86, which
-# fit into the smallest shared memory of the NVIDIA GPUs from sm_80 on (99 KB).
+# Architectures that use the rows of another architecture. Architectures in neither table use the
+# rows of sm_86. These fit in 99 KB, the smallest shared memory of NVIDIA GPUs since sm_80.
 _LIKE = {"sm_87": "sm_80", "sm_103": "sm_100"}
 
 
@@ -155,7 +157,7 @@ def padded(head_dim: int) -> int:
 
 
 def width_of(head_dim: int) -> int:
-    """Return the one of WIDTHS whose configuration a head_dim uses."""
+    """Return head_dim rounded up to the next of WIDTHS."""
     return next(width for width in WIDTHS if width >= head_dim)
 
 
@@ -163,10 +165,10 @@ def config(kind: str, arch: str, element_size: int, head_dim: int) -> Config:
     """Return the configuration for a pass.
 
     Args:
-        kind: a pass of TABLES, or "statistics".
-        arch: as `launch.Arch.name`.
-        element_size: bytes of an element of query.
-        head_dim: the larger head_dim of query and value.
+        kind: a pass in TABLES such as "fwd", or "statistics".
+        arch: name of the architecture, see `launch.Arch`.
+        element_size: size of an element of query, in bytes.
+        head_dim: max(head_dim, head_dim_v).
     """
     if kind == "statistics":
         return Config(_STATISTICS_ROWS[width_of(head_dim)], 16, 4, 1)

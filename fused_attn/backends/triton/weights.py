@@ -1,7 +1,7 @@
-"""Attention weights on request: a second pass that computes them from query, key and lse.
+"""Attention weights, computed on request by a second pass over query, key and lse.
 
-Each program owns a tile of the result. For an average over heads, it accumulates the heads in
-registers, without materializing a (batch, num_heads, seqlen_q, seqlen_k) tensor.
+Each program computes a tile of the result. It averages heads in registers, without materializing a
+(batch, num_heads, seqlen_q, seqlen_k) tensor.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,7 +33,8 @@ def attention_weights_kernel(
 ):  # fmt: skip
     """Compute one tile of the weights after dropout.
 
-    weights: contiguous (batch, num_heads, seqlen_q, seqlen_k), without num_heads if AVERAGE.
+    weights: contiguous (batch, num_heads, seqlen_q, seqlen_k), or (batch, seqlen_q, seqlen_k) if
+    AVERAGE.
     """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,

@@ -2,9 +2,10 @@
 
     ATEN_CPU_CAPABILITY=avx2 python scripts/calibrate_contract.py --problems 1000000 --dtype float32
 
-Half of the problems are hard: few keys, and queries 4 to 20 times as large as normal. Each element
-of a batch is a separate problem. Its error is unexpected if eager's error, less one rounding of the
-largest value, is larger than the error of each of the RUNS runs of fused_attn/tools/rounding.py.
+Half of the problems are hard: they have few keys, and queries that are 4 to 20 times as large as
+normal. Each element of a batch is a separate problem. The error of a problem is unexpected if
+eager's error, minus one rounding of the largest value, exceeds the error of all RUNS runs of
+fused_attn/tools/rounding.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 
 
 class Batch:
-    """Batch of random problems of one shape and mask, seeded by its number."""
+    """Batch of random problems that share a shape and a mask and are seeded by the batch number."""
 
     def __init__(self, number: int, dtype: torch.dtype) -> None:
         draw = random.Random(number)
@@ -48,7 +49,7 @@ class Batch:
         self.dtype = dtype
 
     def run(self, dtype: torch.dtype, rows: Tensor) -> list[Tensor]:
-        """Return out, lse and gradients of eager attention in a type, for some of the problems."""
+        """Return out, lse and gradients of eager attention in a dtype for problems `rows`."""
         leaves = [t[rows].to(dtype).requires_grad_() for t in self.qkv]
         results = F.scaled_dot_product_attention(
             *leaves, self.mask, return_lse=True, backend="eager"
@@ -59,10 +60,11 @@ class Batch:
         return [t.detach() for t in (*finite, *grads)]
 
     def unexpected(self, runs: Counter[int]) -> Tensor:
-        """Return the number of problems with an unexpected error, (results,).
+        """Return the number of problems with an unexpected error, per result. Shape (results,).
 
         Args:
-            runs: counter of problems, by the number of runs after which no error was unexpected.
+            runs: counter that is updated with the number of problems without an unexpected error
+                after each number of runs.
         """
         every = torch.arange(BATCH)
         truth = self.run(torch.float64, every)
@@ -87,7 +89,7 @@ def _errors(results: list[Tensor], truth: list[Tensor]) -> list[Tensor]:
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:
-    """Return the largest absolute values, (results, problems)."""
+    """Return the largest absolute value of each result. Shape (results, problems)."""
     return torch.stack([t.abs().flatten(1).amax(1) for t in tensors])
 
 

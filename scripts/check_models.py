@@ -1,8 +1,8 @@
 """Compare every model type of transformers before and after the swap: `make models-check`.
 
-Each type runs in a separate process with a time limit. The exit status is 1 if a type FAILS, or no
-longer agrees although it does in the committed verdicts. A type FAILS if it crashes, differs from
-eager where eager is finite, or is reported as fused and is not.
+Each type runs in a separate process with a time limit. The exit status is 1 if a type FAILS, or if
+it agrees in the committed verdicts but no longer does. A type FAILS if it crashes, if it differs
+from eager where eager is finite, or if it is reported as fused but is not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fused_attn.tools import doctor
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "benchmarks/results/models-check.json"
-PARTIAL = ROOT / "build/models-check.json"  # verdicts of an interrupted run
+PARTIAL = ROOT / "build/models-check.json"  # verdicts of an interrupted run, for --resume
 PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- models-check: begin -->", "<!-- models-check: end -->"
 SECONDS = 180
 
-# Verdicts in the order of the page, with their meanings.
+# Meaning of each verdict, in the order of the page.
 MEANINGS = {
     "agrees": "as eager, forward and backward",
     "agrees with sdpa": "as the library's own sdpa attention, where that and eager differ",
@@ -61,7 +61,7 @@ def main() -> int:
     before = json.loads(COMMITTED.read_text())
     found = json.loads(PARTIAL.read_text()) if arguments.resume and PARTIAL.exists() else {}
     PARTIAL.parent.mkdir(exist_ok=True)
-    hf_zoo.judge("llama")  # trigger lazy imports once, before forks
+    hf_zoo.judge("llama")  # run the lazy imports once, before the forks
     for number, model_type in enumerate(types, 1):
         if model_type not in found:
             verdict = _judged(model_type)
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def _judged(model_type: str) -> hf_zoo.Verdict:
-    """Return the verdict of a forked process, which inherits imports and isolates crashes."""
+    """Return the verdict of a type from a forked process, which inherits imports and may crash."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(model_type, sender))
@@ -116,7 +116,7 @@ def _send(model_type: str, sender: Connection) -> None:
 
 
 def regressions(before: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return the types that agreed before and do not now, with the new verdict."""
+    """Return one message for each type that agreed before and does not now."""
     good = {"agrees": ["agrees"], "agrees with sdpa": ["agrees", "agrees with sdpa"]}
     return [
         f"{name} agreed before, now: {entry['verdict']}: {entry['detail']}"
@@ -127,13 +127,16 @@ def regressions(before: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def counts(types: dict[str, Any]) -> str:
-    """Return the number of types per verdict, as text."""
+    """Return the number of types per verdict as text."""
     counted = collections.Counter(entry["verdict"] for entry in types.values())
     return ", ".join(f"{counted[verdict]} {verdict}" for verdict in MEANINGS if counted[verdict])
 
 
 def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Merge new verdicts into the committed ones; mark those of other versions or machines."""
+    """Merge new verdicts into the committed ones.
+
+    Committed entries from another machine or other versions are labelled with these.
+    """
     names = ("fused-attn", "transformers", "torch")
     versions = {name: metadata.version(name) for name in names}
     run: dict[str, Any] = {"machine": doctor.machine(), "versions": versions}
@@ -149,7 +152,7 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(verdicts: dict[str, Any]) -> str:
-    """Return the verdicts as JSON with a line for each type."""
+    """Return the verdicts as JSON, with one line per type."""
     head = {key: value for key, value in verdicts.items() if key != "types"}
     lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in verdicts["types"].items()]
     start = json.dumps(head, indent=1).removesuffix("\n}")
@@ -157,7 +160,7 @@ def as_text(verdicts: dict[str, Any]) -> str:
 
 
 def with_summary(page: str, verdicts: dict[str, Any]) -> str:
-    """Return the page with the table of verdicts inserted between its markers."""
+    """Return the page with the table of verdicts between its markers replaced."""
     counted = collections.Counter(entry["verdict"] for entry in verdicts["types"].values())
     versions = ", ".join(f"{name} {version}" for name, version in verdicts["versions"].items())
     cached = sum("cached" in entry["ways"] for entry in verdicts["types"].values())

@@ -1,6 +1,6 @@
-"""Table of docs/support.md: backends of calls on devices without verified kernels.
+"""Generator of a table in docs/support.md: backends of calls on devices without verified kernels.
 
-The devices are simulated: dispatch sees the device, but tensors are on the CPU, and torch's CPU
+The devices are simulated. Dispatch sees the device, but tensors are on the CPU, and torch's CPU
 kernels replace those of the device. `python scripts/device_table.py` writes the table to the page.
 """
 
@@ -30,9 +30,9 @@ DEVICES = ("cuda", "mps", "xpu")
 
 @contextlib.contextmanager
 def pretended(device_type: str) -> Iterator[list[str]]:
-    """Make dispatch treat all tensors as on this device, without kernels of this package.
+    """Make dispatch treat all tensors as if on a device for which this package has no kernels.
 
-    Yields a list, to which each checked call appends the name of its backend.
+    Yields a list, to which each validated call appends the name of its backend.
     """
     chosen: list[str] = []
     device = torch.device(device_type)
@@ -60,7 +60,7 @@ def pretended(device_type: str) -> Iterator[list[str]]:
 
 
 def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Return, by kind of call, this package's function and the equivalent in torch."""
+    """Return, for each kind of call, this package's function and its equivalent in torch."""
     q, k, v = torch.randn(3, 2, 4, 32, 64).unbind()
     x, w = torch.randn(8, 64), torch.randn(64)
     lengths = torch.tensor([32, 20])
@@ -88,7 +88,7 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
 
 
 def operations(call: Callable[[], Any]) -> int:
-    """Return the number of top-level torch operations of a call, with caches filled."""
+    """Return the number of top-level torch operations of a call, after a run that fills caches."""
     call()
     with torch.no_grad(), torch.profiler.profile(activities=[_CPU]) as profile:
         call()
@@ -99,7 +99,7 @@ _CPU = torch.profiler.ProfilerActivity.CPU
 
 
 def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
-    """Return a call's backend, operations, operations in torch, and warning on a device."""
+    """Return a call's backend on a device, its operations, torch's operations, and its warnings."""
     own, torchs = calls()[kind]
     with pretended(device_type) as chosen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -110,7 +110,7 @@ def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
 
 
 def table() -> str:
-    """Return the table in Markdown."""
+    """Return the table as Markdown."""
     rows = [
         "| call | backend on CUDA, MPS and XPU | calls into torch | of the same call in torch |",
         "|---|---|---|---|",
@@ -124,7 +124,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table updated."""
+    """Return the page with the table replaced by a new one."""
     return surfaces.between(page, BEGIN, END, table())
 
 

@@ -1,11 +1,11 @@
 """Install and test wheels in new environments with several versions of Python and torch.
 
-`make environments` builds and audits a wheel for each Python. For each torch it installs that wheel
-with its extra `demo` in a new environment, and runs `fused-attn doctor`, the demo and a part of the
-tests there, outside of this tree. benchmarks/results/environments.json records the results,
-including failures.
+`make environments` builds and audits a wheel for each Python version. For each torch version, it
+installs that wheel with its extra `demo` in a new environment. There, outside of this tree, it runs
+`fused-attn doctor`, the demo and a part of the tests. benchmarks/results/environments.json records
+the results, including failures.
 
-Each torch for Linux on PyPI installs some gigabytes of GPU libraries; `--torch-options` can name an
+Each torch for Linux on PyPI installs some gigabytes of GPU libraries. `--torch-options` can name an
 index of other builds.
 """
 
@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks/results/environments.json"
 AUDIT = ["repair", "--exclude", "libgomp.so.1"]
 TESTS = ["tests/ops/test_functional.py", "tests/ops/test_masks.py", "tests/ops/test_norm.py"]
 TESTS += ["tests/nn/test_nn_attention.py", "tests/integrations/test_swap.py"]
-# Without the development environment's pins and paths.
+# The environment without the pins and paths of the development environment.
 ENVIRON = {k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PYTHONPATH")}
 ENVIRON |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
@@ -43,7 +43,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def wheel_of(python: str, folder: Path) -> Path:
-    """Build a wheel for this Python and audit it."""
+    """Build a wheel for a Python interpreter, audit it, and return its path."""
     run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "plain", ".")
     (plain,) = (folder / "plain").glob("*.whl")
     run(sys.executable, "-m", "auditwheel", *AUDIT, "-w", folder, plain)
@@ -52,7 +52,7 @@ def wheel_of(python: str, folder: Path) -> Path:
 
 
 def use(python: str, wheel: Path, torch: str, options: list[str], folder: Path) -> dict[str, str]:
-    """Install the wheel in a new environment; return results of doctor, the demo and the tests."""
+    """Install the wheel in a new environment; return the results of doctor, demo and tests."""
     run(python, "-m", "venv", folder / "venv")
     inside = folder / "venv/bin/python"
     run(inside, "-m", "pip", "install", "-q", f"{wheel}[demo]", torch, *options)

@@ -1,8 +1,8 @@
-"""Mutation tests of kernels: check that `make test` detects each fault.
+"""Mutation tests of the Triton kernels: check that `make test` detects each fault.
 
-Each mutant is a copy of the tree with one changed line; the tests of its backend run there until
-one fails. `python scripts/mutants.py [name ...]` takes some minutes on two cores, and writes
-benchmarks/results/mutants.json.
+Each mutant is a copy of the tree with one changed line. The tests of its backend run in the copy
+until one fails. `python scripts/mutants.py [name ...]` takes some minutes on two cores. Without
+names, it writes benchmarks/results/mutants.json.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ TRITON = [
 
 
 def hurt(mutant: Mutant, tree: Path) -> None:
-    """Apply the mutation to a copy of the tree."""
+    """Apply a mutation to a copy of the tree."""
     path = tree / mutant.path
     text = path.read_text()
     assert text.count(mutant.right) >= 1, f"{mutant.name}: {mutant.path} has another line now"
@@ -132,7 +132,7 @@ def hurt(mutant: Mutant, tree: Path) -> None:
 
 
 def first_failure(tree: Path) -> str | None:
-    """Return the first failing test of the Triton stage in that tree; None if all pass."""
+    """Return the first failing test of the Triton stage in a tree; None if all tests pass."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": str(tree)}
     folders = ["tests/ops", "tests/backends", "tests/nn", "tests/tools"]
     options = ["-q", "-x", "-n", "2", "-k", "triton", "-m", "not thorough", "--tb=no"]

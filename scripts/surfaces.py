@@ -1,7 +1,7 @@
-"""Table of surfaces: where the package can be used, what is supported, and which tests prove it.
+"""Generator of the table of surfaces: where the package works, what is supported, and its tests.
 
-`python scripts/surfaces.py` writes it to docs/support.md; tests/repo/test_readme.py checks that it
-is up to date.
+`python scripts/surfaces.py` writes the table to docs/support.md. tests/repo/test_readme.py checks
+that the page is up to date.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def _names(*names: str) -> str:
     return ", ".join(names)
 
 
-# Entries of other libraries are added at run time, for models with custom norm classes.
+# REPLACEMENTS gains entries of other libraries at run time, for models with custom norm classes.
 _REPLACED = [name for name in map(qualified_name, REPLACEMENTS) if name.startswith("torch.nn.")]
 
-# Surface, what is supported, and the tests: a file and functions in it.
+# Surface, what is supported, and the tests, as functions by file. An empty tuple means all tests.
 SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     (
         "`fused_attn.nn`, `swap_modules` on torch.nn",
@@ -162,10 +162,10 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
 
 
 def table() -> str:
-    """Return the table in Markdown.
+    """Return the table as Markdown.
 
     Raises:
-        ValueError: a test that it names does not exist.
+        ValueError: SURFACES names a test that does not exist.
     """
     rows = ["| surface | what is supported | tests |", "|---|---|---|"]
     for surface, supported, tests in SURFACES:
@@ -198,7 +198,7 @@ def between(page: str, begin: str, end: str, text: str) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table updated."""
+    """Return the page with the table replaced by a new one."""
     return between(page, BEGIN, END, table())
 
 

@@ -1,7 +1,7 @@
 """Compare models of PyPI libraries with and without fused_attn: `make third-party`.
 
 Each model runs in a separate process, which records numerics, kernel calls and times. The exit
-status is 1 if a model violates the numerics contract, or none of its calls reached a kernel.
+status is 1 if a model fails or violates the numerics contract, or if no model called a kernel.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fused_attn.tools.contract import Verdict
 from fused_attn.tools.recording import copied, float_tensors
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ROOT / "build/third-party"  # where `make third-party` installs them
+PACKAGES = ROOT / "build/third-party"  # folder in which `make third-party` installs the packages
 RESULTS = ROOT / "benchmarks/results/third-party.json"
 PAGE = ROOT / "docs/third-party.md"
 BEGIN, END = "<!-- third-party: begin -->", "<!-- third-party: end -->"
-SECONDS = 600  # time limit for a model
+SECONDS = 600  # time limit per model
 ROUNDS = 9
 WAYS = {
     "compile": "`compile_pass()`",
@@ -49,9 +49,9 @@ WAYS = {
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stub of torchvision, which PyPI does not have for CPU-only torch.
+    """Importer of a stub of torchvision, of which PyPI has no build for CPU-only torch.
 
-    The models here import its transforms and data sets, but do not call them.
+    The models here import torchvision's transforms and data sets, but do not call them.
     """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -63,11 +63,11 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Anything(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the stub has no code."""
+        """Do nothing, because the stub has no code."""
 
 
 class _AnyAttribute(type):
-    """Metaclass of classes with any attribute."""
+    """Metaclass that makes every attribute of a class exist; its value is its name."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -76,7 +76,7 @@ class _AnyAttribute(type):
 
 
 class _Anything(ModuleType):
-    """Module with any class."""
+    """Module in which every name exists and is a class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -88,7 +88,7 @@ class _Anything(ModuleType):
 
 
 def measure(library: Library, rounds: int) -> dict[str, Any]:
-    """Run a model with and without fused_attn; return numerics, calls, report, milliseconds."""
+    """Run a model with and without fused_attn; return its record, with numerics and times."""
     if library.torchvision and importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Absent())
     torch.manual_seed(0)
@@ -168,10 +168,10 @@ def _compiled(model: Module, args: Any, rounds: int) -> dict[str, Any]:
 
 
 def _judged(fused: Verdict, plain: Verdict) -> tuple[bool, str]:
-    """Return the verdict on a model with the pass.
+    """Return the verdict on a compiled model with the pass, and its description.
 
-    Results where torch.compile alone violates the contract may exceed its error by the contract's
-    factor.
+    If torch.compile alone also violates the contract for a result, the result may exceed the error
+    of torch.compile alone by the contract's factor.
     """
     beyond = [(f, p) for f, p in zip(fused.findings, plain.findings, strict=True) if not f.ok]
     ok = all(f.error <= contract.factor_of(f.name.startswith("grad")) * p.error for f, p in beyond)
@@ -184,7 +184,7 @@ def _judged(fused: Verdict, plain: Verdict) -> tuple[bool, str]:
 
 
 def _kernel_calls(forward: Callable[[], Any]) -> int:
-    """Return the number of forward attention kernel calls in one forward of a model."""
+    """Return the number of calls of the CPU attention forward kernel in a forward of a model."""
     with fused_attn.enabled():
         forward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -199,7 +199,7 @@ def _forward(model: Callable[..., Any], args: Any) -> Any:
 
 
 def _times(ways: dict[str, tuple[Any, bool]], args: Any, rounds: int) -> dict[str, Any]:
-    """Return median milliseconds on one thread: forward, and forward with backward."""
+    """Return median milliseconds on one thread for the forward and for a training step."""
 
     def step(model: Any) -> None:
         outs = [t for _, t in float_tensors(model(*args), "out") if t.requires_grad]
@@ -210,7 +210,7 @@ def _times(ways: dict[str, tuple[Any, bool]], args: Any, rounds: int) -> dict[st
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(rounds + 1):
             for way, (model, enable) in ways.items():
-                # Switching takes a millisecond, which must not count as the model's time.
+                # Enter enabled() outside the timing: switching takes 1 ms.
                 with fused_attn.enabled() if enable else contextlib.nullcontext():
                     taken = timing.cpu_seconds(functools.partial(run, model))
                 if turn:  # skip the first round, which compiles
@@ -240,7 +240,7 @@ def _records(libraries: list[Library], rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the results as a Markdown table."""
+    """Return the table of results as Markdown."""
     machine = results["machine"]
     rows = [
         f"{machine['cpu']}, one thread, `{machine['isa']}` kernels, torch "
@@ -260,7 +260,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def write(records: list[dict[str, Any]]) -> None:
-    """Merge records into the results, and write the results to the page."""
+    """Merge new records into the results file, and update the table on the page."""
     known = json.loads(RESULTS.read_text())["records"] if RESULTS.exists() else []
     merged = {(r["package"], r["model"]): r for r in [*known, *records]}
     order = {(library.package, library.model): i for i, library in enumerate(LIBRARIES)}
@@ -274,7 +274,7 @@ def write(records: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure all models, or those of some packages, and write the results."""
+    """Measure the models of all packages, or of those named, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "packages", nargs="*", help="of which the models are run, or models; default: all"

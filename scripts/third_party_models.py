@@ -1,4 +1,4 @@
-"""Models of PyPI libraries with random weights, small enough for seconds on a CPU."""
+"""Models of PyPI libraries with random weights, small enough to run in seconds on a CPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Made = tuple[Module, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Library:
-    """A model of a library.
+    """Model of a library, and the way in which fused_attn is applied to it.
 
     Attributes:
         package: name on PyPI.
         model: description of the model.
-        way: "enable" (and swapped), "compile" (with the pass of `compile_pass()`), or "compile
-            swapped" (swapped and under `enable()`, then compiled).
+        way: "enable" (swapped, under `enable()`), "compile" (compiled with the pass of
+            `compile_pass()`), or "compile swapped" (swapped and under `enable()`, then compiled).
         make: returns the model and its arguments.
-        torchvision: the library imports torchvision. PyPI has no build of it for CPU-only torch,
-            so a stub replaces it.
+        torchvision: True if the library imports torchvision. PyPI has no build of torchvision for
+            CPU-only torch, so a stub replaces it.
     """
 
     package: str
@@ -34,12 +34,12 @@ class Library:
 
     @property
     def key(self) -> str:
-        """Return the name of this model on the command line."""
+        """Return the name that selects this model on the command line."""
         return f"{self.package}: {self.model}"
 
 
 class _CausalAttention(Module):
-    """Causal attention composed of torch operations, as in small GPTs for teaching."""
+    """Causal attention composed of torch operations, as in minimal GPT implementations."""
 
     def __init__(self, width: int, num_heads: int, seqlen: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def _diffusers() -> Made:
 
 
 def _dit_arguments(model: Module, args: Any, kwargs: Any) -> Any:
-    """Add the time steps and classes, which a DiT accepts only by keyword."""
+    """Add the time steps and class labels, which a DiT accepts only as keyword arguments."""
     step, label = torch.tensor([10, 500]), torch.tensor([1, 2])
     return args, {"timestep": step, "class_labels": label, "return_dict": False}
 

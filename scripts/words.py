@@ -1,7 +1,7 @@
 """Check that names, docstrings and pages use plain technical English: `python scripts/words.py`.
 
-Three rules: a docstring's first sentence stands alone, retired words stay retired, and sentences of
-the pages are short. EXCEPTIONS lists what may break a rule, with the reason.
+Three rules apply: the first sentence of a docstring stands alone, retired words stay retired, and
+sentences of the pages are short. EXCEPTIONS lists permitted breaches with their reasons.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_WORDS = 35
 CODE = ("fused_attn", "csrc", "tests/support", "benchmarks", "examples", "scripts")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples/README.md")
 
-# A first sentence that begins so needs the sentence, the name or the signature before it.
+# A docstring that begins with one of these cannot be understood without its context.
 OPENINGS = re.compile(
     r"(The same|What|Whether|Of|How|As|That|Those|Where|True if|False if|Who|Which)\b"
 )
-# Retired words, each with its replacement. Whole words, in code and in prose.
+# Retired words, as patterns of full words in code and prose, and their replacements.
 RETIRED = {
     r"panels?_?": "query tile",
     r"short way|long way|whole way": "fast path, full path",
@@ -36,7 +36,7 @@ RETIRED = {
     r"takes? over": "patches",
     r"nobody sees": "fully masked",
 }
-# Rule, file and text: why it may stay.
+# (rule, file, text) -> reason why it is permitted. The text "*" stands for the entire file.
 EXCEPTIONS = {
     ("retired", "csrc/cpu/kernels/product.h", "panel"): "the BLAS term for a packed operand",
     ("retired", "csrc/cpu/kernels/product.h", "panels"): "the BLAS term for packed operands",
@@ -47,20 +47,20 @@ EXCEPTIONS = {
 
 
 def main() -> None:
-    """Print every breach and exit with status 1 if there is one."""
+    """Print every breach. Exit with status 1 if there is one, otherwise with status 0."""
     found = [*openings(), *retired(), *long_sentences()]
     print("\n".join(found))
     sys.exit(1 if found else 0)
 
 
 def openings() -> Iterator[str]:
-    """Yield docstrings whose first sentence does not stand alone."""
+    """Yield a message for each docstring whose first sentence does not stand alone."""
     for path in tracked(*CODE, suffixes=(".py",)):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 continue
             if "property" in map(ast.unparse, getattr(node, "decorator_list", ())):
-                continue  # a value, not an action
+                continue  # the docstring of a property describes a value, not an action
             text = ast.get_docstring(node) or ""
             if OPENINGS.match(text):
                 line = node.body[0].lineno
@@ -68,7 +68,7 @@ def openings() -> Iterator[str]:
 
 
 def retired() -> Iterator[str]:
-    """Yield lines with a retired word."""
+    """Yield a message for each line with a retired word."""
     words = {re.compile(rf"(?<![\w`]){word}(?![\w`])"): new for word, new in RETIRED.items()}
     suffixes = (".py", ".h", ".cuh", ".cpp", ".cu", ".inc", ".md")
     for path in tracked(*CODE, *PAGES, suffixes=suffixes):
@@ -80,7 +80,10 @@ def retired() -> Iterator[str]:
 
 
 def long_sentences() -> Iterator[str]:
-    """Yield sentences of more than MAX_WORDS words in the pages, outside tables and code."""
+    """Yield a message for each sentence of the pages that has more than MAX_WORDS words.
+
+    Tables and code are excluded.
+    """
     for path in tracked(*PAGES, suffixes=(".md",)):
         text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
         text = re.sub(r"<!--.*?-->", "\n\n", text, flags=re.DOTALL)
@@ -95,13 +98,13 @@ def long_sentences() -> Iterator[str]:
 
 
 def excepted(rule: str, path: Path, text: str) -> bool:
-    """Return True if EXCEPTIONS lists the text, or all of the file."""
+    """Return True if EXCEPTIONS lists the text, or the entire file."""
     name = shown(path)
     return (rule, name, text) in EXCEPTIONS or (rule, name, "*") in EXCEPTIONS
 
 
 def tracked(*places: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files of the repository in these folders with one of the suffixes."""
+    """Return the tracked files under the given places that have one of the suffixes."""
     listed = subprocess.run(
         ["git", "ls-files", *places], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -110,7 +113,7 @@ def tracked(*places: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def shown(path: Path) -> str:
-    """Return a path as messages show it."""
+    """Return a path as it appears in messages."""
     return path.relative_to(ROOT).as_posix()
 
 

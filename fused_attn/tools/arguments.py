@@ -22,14 +22,14 @@ _STATUSES = """exit status:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that reports errors on one line."""
+    """Argument parser that prints an error as one line on stderr and exits with status USAGE."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; it stores the name of the chosen one in `command`."""
+    """Return the parser of all commands. Parsing stores the command's name in `command`."""
     parser = _Parser(
         prog=TOOL,
         description="Fused masked attention and norms: is it installed right, does it compute the "

@@ -1,7 +1,8 @@
 """The command `fused-attn bench`: attention against torch's F.scaled_dot_product_attention.
 
-Both receive the same mask, and their calls alternate. fused_attn is timed only if it is within the
-numerics contract, SDPA only if it computes the same problem.
+Both receive the same mask, and their calls alternate. fused_attn is timed only if its results are
+within the numerics contract. SDPA is timed only if its results show that it computes the same
+problem.
 """
 
 from __future__ import annotations
@@ -35,21 +36,23 @@ OURS, PEER = "fused_attn", "sdpa"
 
 @dataclass
 class Result:
-    """One measurement; its attributes are written to JSON.
+    """Errors and times of one shape, mask, dtype and direction, as written to JSON.
 
     Attributes:
-        shape, mask: as requested.
+        shape, mask: as requested, in command-line syntax.
         direction: "forward" or "backward".
-        backend: the backend of fused_attn that was measured.
-        visible: the share of query-key pairs that are visible.
-        ok: fused_attn is within the numerics contract.
-        worst: name of the result that is closest to its limit.
-        error, limit: error of `worst`, and the error that the contract allows for it.
-        milliseconds: median times of those of the two that are correct.
-        speedup: SDPA's time divided by fused_attn's; None unless both are correct.
-        share: minimum time as a share of fused_attn's time; None without ceilings. The minimum is
-            that of the visible products or of reading key and value, at the rates of `ceilings`.
-        note: the reason if there is no speedup.
+        backend: name of the fused_attn backend that was measured.
+        visible: fraction of query-key pairs that are visible.
+        ok: True if fused_attn is within the numerics contract.
+        worst: name of the output or gradient that is closest to its limit.
+        error, limit: maximum absolute error of `worst`, and the error that the contract allows.
+        milliseconds: median time by name (OURS, PEER). Only implementations that were timed have
+            an entry.
+        speedup: SDPA's time divided by fused_attn's; None unless both were timed.
+        share: lower bound on the time, as a fraction of fused_attn's time; None without `limits`.
+            The bound is the time of the visible matmuls or of reading key and value, whichever is
+            longer, at the rates of `ceilings`.
+        note: the reason for a missing speedup; otherwise empty.
     """
 
     shape: str
@@ -84,18 +87,19 @@ def measure(
 
     Args:
         shape: sizes of the call.
-        mask: see `make_mask`. SDPA receives is_causal for "causal", and a tensor for all others.
+        mask: mask expression for `make_mask`. SDPA receives is_causal=True for "causal", and a
+            tensor for all other masks.
         dtype: one of `DTYPES`.
-        backward: time the backward pass alone, instead of the forward pass without gradients.
+        backward: time the backward pass alone. Otherwise, time the forward without gradients.
         device: "cpu" or a GPU.
-        backend: backend of fused_attn; None is the automatic choice.
-        rounds: number of measurements of each.
-        limits: rates that the CPU reaches (`ceilings.cpu_ceilings`).
-        advance: called after each round, outside the measurements.
+        backend: fused_attn backend; None for the default choice.
+        rounds: number of measurements of each implementation.
+        limits: peak rates of this CPU, from `ceilings.cpu_ceilings`.
+        advance: callback that is called after each round, outside the measurements.
 
     Raises:
-        ValueError: an argument is wrong.
-        NotImplementedError: the backend does not accept the problem.
+        ValueError: an argument is invalid.
+        NotImplementedError: the backend does not support the problem.
 
     Example:
         >>> measure(Shape.parse("2,8,512,512,64"), "causal+padding", "float32").speedup
@@ -113,7 +117,7 @@ def measure(
         needs_grad=backward,
     )  # fmt: skip
     chosen = select(problem, backend).name
-    # Naming a backend disables the fast path of small calls, so do not name the default choice.
+    # Naming a backend disables the fast path of small calls, so the default backend is not named.
     asks = chosen != select(problem).name
     context = use_backend(chosen) if asks else contextlib.nullcontext()
     visible, bias = tensors_of(own_mask, shape, device)
@@ -166,7 +170,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Ten
 
 
 def _timed(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
-    """Return a function that runs the backward alone, or the forward if gradients are disabled."""
+    """Return a callable that runs the backward alone, or the forward if gradients are disabled."""
     if not torch.is_grad_enabled():
         return lambda: way(*leaves)
     out = way(*leaves)
@@ -177,7 +181,7 @@ def _timed(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[],
 def _peer(
     shape: Shape, causal: bool, visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Callable[..., Tensor]:
-    """Return SDPA with the fewest and smallest arguments that express the same mask."""
+    """Return SDPA with the mask in its most compact form: is_causal, a bool or a float tensor."""
     mask = None if causal else as_one_tensor(visible, bias, dtype)
 
     def peer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -190,7 +194,7 @@ def _peer(
 
 
 def _of_seen_rows(out: Tensor, visible: Tensor | None) -> Tensor:
-    """Set fully masked rows to 0, whatever SDPA returns there."""
+    """Zero the fully masked rows, for which SDPA may return values other than fused_attn's 0."""
     return out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
 

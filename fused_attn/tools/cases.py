@@ -1,4 +1,4 @@
-"""Shapes and masks by their command-line names, for `bench`, tests and benchmarks."""
+"""Attention shapes and masks by their command-line names, for `bench`, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_SCORES = 2**22  # of a checked part: eager attention materializes them, in float64 too
+MAX_SCORES = 2**22  # eager attention materializes the scores of a checked call, also in float64
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Shape:
 
     @staticmethod
     def parse(text: str) -> Shape:
-        """Parse batch,heads,seqlen_q,seqlen_k,head_dim; heads may be heads/heads_kv.
+        """Parse "batch,heads,seqlen_q,seqlen_k,head_dim"; heads may be "heads/heads_kv".
 
         Raises:
-            ValueError: text has another form.
+            ValueError: text does not have this form.
         """
         try:
             batch, heads, *rest = text.split(",")
@@ -65,19 +65,19 @@ class Shape:
         return f"{self.batch},{heads},{self.seqlen_q},{self.seqlen_k},{self.head_dim}"
 
     def score_flops(self) -> int:
-        """Return the FLOPs of one product of all queries with all keys."""
+        """Return the FLOPs of one matmul of all queries with all keys, without a mask."""
         return 2 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * self.head_dim
 
     def key_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of key and value in bytes."""
+        """Return the size of the key and value tensors together, in bytes."""
         return 2 * self.batch * self.num_heads_kv * self.seqlen_k * self.head_dim * dtype.itemsize
 
     def operands(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> dict[str, Tensor]:
-        """Return random query, key and value; equal seeds give equal tensors."""
+        """Return random query, key and value by name. Equal seeds give equal tensors."""
         generator = torch.Generator(device).manual_seed(seed)
-        # On a GPU, a float32 copy of a long 16-bit cache would need another two times its memory.
+        # On a GPU, draw in dtype: a float32 copy of a long 16-bit KV cache needs twice its memory.
         drawn = dtype if generator.device.type == "cuda" else torch.float32
         sizes = {"query": (self.num_heads, self.seqlen_q)}
         sizes |= dict.fromkeys(("key", "value"), (self.num_heads_kv, self.seqlen_k))
@@ -89,10 +89,12 @@ class Shape:
         }
 
     def reduced(self, batch: int | None = None) -> Shape:
-        """Return the shape with as many sequences and heads as eager attention has memory for.
+        """Return the shape with fewer sequences and heads, to limit its scores to MAX_SCORES.
+
+        At least one sequence and one KV head remain.
 
         Args:
-            batch: the number of sequences, even if their scores do not fit.
+            batch: number of sequences to use even if their scores exceed MAX_SCORES.
         """
         group = self.num_heads // self.num_heads_kv
         fitting = MAX_SCORES // (group * self.seqlen_q * self.seqlen_k)
@@ -104,7 +106,7 @@ class Shape:
     def part_of(self, whole: Shape) -> Callable[[Tensor], Tensor]:
         """Return a function that slices tensors of `whole` to the sequences and heads of self.
 
-        Tensors are ([batch,] heads, rows, columns). A single head stays as it is.
+        Tensors have shape ([batch,] heads, rows, columns). A heads dimension of size 1 is kept.
         """
 
         def part(tensor: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class Shape:
 
 
 def sequence_lengths(batch: int, longest: int) -> Tensor:
-    """Return lengths from a quarter of `longest` to `longest`, in equal steps."""
+    """Return `batch` lengths, evenly spaced from a quarter of `longest` to `longest`."""
     return (longest * torch.linspace(0.25, 1.0, batch)).ceil().long()
 
 
@@ -163,7 +165,7 @@ def _random(shape: Shape, _: int) -> Mask:
 
 @dataclass(frozen=True)
 class MaskKind:
-    """Named kind of mask: description, constructor, and default size (0: it has none)."""
+    """Named kind of mask: description, constructor and default SIZE (0 if it has no size)."""
 
     what: str
     make: Callable[[Shape, int], Mask]
@@ -198,10 +200,10 @@ MASKS = {
 
 
 def make_mask(text: str, shape: Shape) -> Mask | None:
-    """Return the mask that `text` names for a shape: "none", or names of `MASKS` joined by "+".
+    """Return the mask for a shape that `text` names: "none", or names of `MASKS` joined by "+".
 
     Raises:
-        ValueError: `text` names no mask.
+        ValueError: `text` contains an unknown name or an invalid size.
 
     Example:
         >>> make_mask("causal+window:128", shape)
@@ -226,10 +228,10 @@ def make_mask(text: str, shape: Shape) -> Mask | None:
 def tensors_of(
     mask: Mask | None, shape: Shape, device: torch.device | str, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return a mask as two tensors: visible keys (None: all), and score bias (None: no bias).
+    """Return a mask as two tensors: visible keys (None if all are) and score bias (None if none).
 
     Args:
-        dtype: type of the bias.
+        dtype: dtype of the bias.
 
     Returns:
         Tensors that broadcast to (batch, num_heads, seqlen_q, seqlen_k).
@@ -239,13 +241,13 @@ def tensors_of(
     visible, bias = materialize(spec, *sizes, torch.device(device), dtype)
     if visible is not None:
         first = visible[:, :, :1]
-        if torch.equal(first.expand_as(visible), visible):  # the same for all queries
+        if torch.equal(first.expand_as(visible), visible):  # independent of the query
             visible = first
     return visible, bias
 
 
 def as_one_tensor(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as torch accepts it: one tensor, bool or float with -inf."""
+    """Return a mask in the form that torch accepts: one bool tensor, or a float one with -inf."""
     if bias is None:
         return visible
     mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
@@ -253,7 +255,7 @@ def as_one_tensor(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtyp
 
 
 def as_dense_mask(visible: Tensor | None, bias: Tensor | None) -> Mask | None:
-    """Return a Mask made of the two tensors."""
+    """Return a dense Mask that combines visible keys and a score bias; None if both are None."""
     mask = None if visible is None else masks.dense(visible)
     if bias is None:
         return mask

@@ -1,4 +1,4 @@
-"""Peak rates of a CPU; `bench` and the benchmarks report shares of them."""
+"""Peak rates of a CPU. `bench` and the benchmarks report times as fractions of these peaks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from fused_attn.backends.fields import DTYPES
 from fused_attn.tools.timing import cpu_seconds
 
 _ROUNDS = 7
-_ELEMENTS = 16 << 20  # of float32: 64 MiB, larger than the caches
+_ELEMENTS = 16 << 20  # 64 MiB of float32, more than the caches hold
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cpu_ceilings() -> dict[str, float]:
-    """Measure the current FLOP/s and bytes/s of all of torch's threads together.
+    """Measure the peak FLOP/s and bytes/s of this CPU with all of torch's threads.
 
     Returns:
-        By name of a dtype: the rate of the matrix products that attention in this type computes.
-        With AMX, these are tile products, each with one operand load. AMX computes float32 as 6
-        products of bfloat16 parts, and float16 as 3 unless it supports that type. Split types load
-        fewer operands and could be slightly faster. "multiply_add": rate of float32 vectors.
-        "copy": bytes read and written; "read": bytes read.
+        Rates by name. A dtype's name gives the FLOP/s of the matmuls that attention computes in
+        this dtype. With AMX, these are tile products with one operand load each. AMX computes
+        float32 as 6 products of bfloat16 parts, and float16 as 3 unless the CPU supports that type.
+        Split types load fewer operands and could be slightly faster. "multiply_add" is the FLOP/s
+        of float32 SIMD multiply-adds. "copy" counts the bytes read plus the bytes written per
+        second. "read" counts the bytes read per second.
     """
     threads = torch.get_num_threads()
     source = torch.ones(_ELEMENTS)
@@ -39,7 +40,7 @@ def cpu_ceilings() -> dict[str, float]:
 
 
 def shortest(flops: float, nbytes: float, dtype: str, ceilings: dict[str, float]) -> float:
-    """Return the minimum seconds for this many operations and bytes."""
+    """Return a lower bound in seconds on the time of `flops` operations and `nbytes` bytes read."""
     return max(flops / ceilings[dtype], nbytes / ceilings["read"])
 
 

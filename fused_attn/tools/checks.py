@@ -1,4 +1,6 @@
-"""Checks that `fused-attn verify` runs on a backend. The repr of each can be run on its own:
+"""Checks that `fused-attn verify` runs on a backend.
+
+The repr of a check is code that runs it:
 
 AttentionCheck(shape="2,4/2,75,141,40", mask="causal", dtype="bfloat16").show("triton")
 """
@@ -31,15 +33,16 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Check:
-    """Problem, and the property of its results that is checked.
+    """Base class of a problem and the property of its results that is checked.
 
     Attributes:
-        dtype: name of the operands' torch type.
-        gradients: check the gradients too.
+        dtype: name of the operands' torch dtype.
+        gradients: check gradients in addition to outputs.
         seed: seed of the operands.
-        how: "contract": results and gradients are within the numerics contract. "twice": a second
-            run returns the same bits, with torch.use_deterministic_algorithms(True). "graph": so
-            does the replay of a CUDA graph. "bits": dropout keeps what the reference keeps.
+        how: the property. "contract": results and gradients are within the numerics contract.
+            "twice": with torch.use_deterministic_algorithms(True), a second run returns the same
+            bits. "graph": the replay of a CUDA graph returns the same bits. "bits": dropout keeps
+            the same elements as the reference.
     """
 
     dtype: str = "float32"
@@ -59,23 +62,23 @@ class Check:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def features(self) -> tuple[str, ...]:
-        """Return the features of the problem's classes (backends/verdicts.py)."""
+        """Return the features of the covered problem classes (backends/verdicts.py)."""
         raise NotImplementedError
 
     def operands(self, device: torch.device) -> dict[str, Tensor]:
-        """Return float tensors, the same in every call."""
+        """Return the float operands by name; every call returns equal tensors."""
         raise NotImplementedError
 
     def call(self, device: torch.device) -> Call:
-        """Return the function of the operands that is checked."""
+        """Return the function under test, which takes the operands."""
         raise NotImplementedError
 
     def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return masks of what dropout keeps: the selected backend's and the reference's."""
+        """Return two bool masks of kept elements: the selected backend's and the reference's."""
         raise NotImplementedError
 
     def run(self, backend: str, device: torch.device | str = "cuda") -> list[Finding]:
-        """Run the check on a backend and return a finding for each result."""
+        """Run the check on a backend and return one finding per result."""
         device = torch.device(device)
         if self.how == "bits":
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -98,15 +101,17 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionCheck(Check):
-    """Check of an attention call.
+    """Check of an attention call, padded or packed.
 
     Attributes:
-        shape, mask: as in Shape.parse and make_mask; mask is of the padded batch.
-        bias: additional float mask, (num_heads, seqlen_q, seqlen_k): "" (none), "constant" or
+        shape, mask: texts for Shape.parse and make_mask. The mask applies to the padded batch.
+        bias: additional float mask (num_heads, seqlen_q, seqlen_k): "" (none), "constant" or
             "learned".
-        packed: sequences of different lengths, without padding; the longest is as in `shape`.
-        result: result in addition to out: "out" (none), "lse" or "weights".
-        poison: key and value are NaN beyond the end of each sequence; for masks with "padding".
+        packed: pack sequences of different lengths without padding. The longest has the length
+            given by `shape`.
+        result: additional result: "out" (none), "lse" or "weights".
+        poison: fill key and value with NaN beyond the end of each sequence. Requires a mask with
+            "padding".
     """
 
     shape: str
@@ -202,7 +207,7 @@ class AttentionCheck(Check):
         sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
         query = torch.zeros(*sizes[:3], 8, device=device, **there)
         key = torch.zeros(*sizes[:2], shape.seqlen_k, 8, device=device, **there)
-        # With an identity matrix as value, out equals the weights.
+        # With an identity matrix as value, out equals the dropped-out weights.
         value = torch.eye(shape.seqlen_k, device=device, **there).expand(*sizes[:2], -1, -1)
         torch.manual_seed(self.seed)
         want = philox.attention_keep(philox.new_seed(device), self.dropout_p, *sizes)
@@ -214,11 +219,12 @@ class AttentionCheck(Check):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecodeCheck(Check):
-    """Check of a decoding step, which appends new tokens to a cache.
+    """Check of a decoding step, which appends new tokens to a KV cache and attends to it.
 
     Attributes:
-        shape: seqlen_q is the number of new tokens, seqlen_k the cache's capacity per sequence.
-        page_size: rows per page of the cache; 0: it is contiguous.
+        shape: text for Shape.parse. seqlen_q is the number of new tokens, seqlen_k the capacity of
+            the cache per sequence.
+        page_size: rows per page of a paged cache; 0 for a contiguous cache.
     """
 
     shape: str
@@ -252,7 +258,7 @@ class DecodeCheck(Check):
         def call(
             query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor
         ) -> Any:
-            caches = key_cache.clone(), value_cache.clone()  # the call writes to them
+            caches = key_cache.clone(), value_cache.clone()  # decode_attention appends in place
             out = decode_attention(
                 query, *caches, cache_lengths=lengths, key=key, value=value, block_table=table
             )
@@ -271,10 +277,10 @@ class DecodeCheck(Check):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NormCheck(Check):
-    """Check of norm(residual + dropout(input)) over rows.
+    """Check of norm(residual + dropout(input)) over the rows of a matrix.
 
     Attributes:
-        affine: pass weight, and bias for a layer norm.
+        affine: pass a weight, and for a layer norm also a bias.
     """
 
     rows: int
@@ -322,7 +328,7 @@ class NormCheck(Check):
         return call(ones)[1] != 0, want
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the operands by name."""
+        """Return the shapes of the operands by name."""
         matrix, row = (self.rows, self.columns), (self.columns,)
         sizes: dict[str, tuple[int, ...]] = {"input": matrix}
         if self.affine:
@@ -341,7 +347,7 @@ class NormCheck(Check):
 
 
 def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:
-    """Combine a mask with a float bias, which is added in the type of the scores."""
+    """Combine a mask with a float bias that is converted to the dtype of the scores."""
     if bias is None:
         return mask
     own = masks.bias(bias.to(statistics_dtype(bias.dtype)))
@@ -349,14 +355,14 @@ def _both(mask: Mask | None, bias: Tensor | None) -> Mask | None:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Pack (batch, num_heads, seqlen, head_dim) into sequences without padding."""
+    """Pack (batch, num_heads, seqlen, head_dim) into (total_tokens, num_heads, head_dim)."""
     lengths = sequence_lengths(tensor.shape[0], tensor.shape[2]).tolist()
     pairs = zip(tensor, lengths, strict=True)
     return torch.cat([one[:, :length].transpose(0, 1) for one, length in pairs])
 
 
 def _sequences(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Return cu_seqlens and maximum lengths of `_rows`, for varlen_attention."""
+    """Return cu_seqlens and maximum lengths of queries and keys, to match `_rows`."""
     ends = [
         torch.nn.functional.pad(sequence_lengths(shape.batch, length).cumsum(0), (1, 0)).to(device)
         for length in (shape.seqlen_q, shape.seqlen_k)
@@ -368,7 +374,7 @@ def _sequences(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, int,
 def _repeatable() -> Iterator[None]:
     """Request deterministic algorithms from torch within the block.
 
-    Operations that have none run without a warning.
+    Warnings of operations without a deterministic algorithm are suppressed.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -384,12 +390,12 @@ def _repeatable() -> Iterator[None]:
 def _two_runs(
     call: Call, operands: Sequence[Tensor], gradients: bool, graphed: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return results and gradients of the same call, twice.
+    """Return results and gradients of two runs of the same call.
 
-    With `graphed`, the first run is the replay of a CUDA graph.
+    With `graphed`, the first run is the replay of a CUDA graph, and the second is eager.
     """
     leaves = [t.clone().requires_grad_(gradients) for t in operands]
-    weights: list[Tensor] = []  # gradients of the results
+    weights: list[Tensor] = []  # gradients with respect to the results
 
     def step() -> list[Tensor]:
         with torch.set_grad_enabled(gradients):
@@ -411,18 +417,18 @@ def _two_runs(
             return seeded(), seeded()
         captured, graph = _captured(step)
         with torch.no_grad():
-            for leaf in leaves:  # the replay must read the new values
+            for leaf in leaves:  # the replay must read the new values from the same memory
                 leaf.mul_(0.5)
         graph.replay()
         return [t.clone() for t in captured], step()
 
 
 def _captured(step: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cuda.CUDAGraph]:
-    """Capture a step in a CUDA graph; return its results and the graph."""
+    """Capture `step` in a CUDA graph; return its results and the graph."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # warm-up: one-time work such as compilation
+        for _ in range(3):  # warm-up: compilation and other one-time work is not capturable
             step()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
@@ -431,7 +437,7 @@ def _captured(step: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cud
 
 
 def _difference(name: str, got: Tensor, want: Tensor) -> Finding:
-    """Return the number of elements that differ as a finding; the limit is 0."""
+    """Return a finding whose error is the number of differing elements and whose limit is 0."""
     if got.shape != want.shape:
         return Finding(name, float("inf"), 0.0, f": shape {got.shape}, not {want.shape}")
     other = (got != want) & ~(got.isnan() & want.isnan())

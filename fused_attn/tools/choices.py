@@ -1,4 +1,4 @@
-"""Backend that each kind of call runs on, for each device type of this machine, and why."""
+"""Backends that calls are dispatched to on this machine, by device and kind of call, and why."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from fused_attn.backends.registry import choose
 
 @dataclass(frozen=True)
 class Choice:
-    """Backend that is selected for a kind of call.
+    """Backend that a kind of call is dispatched to.
 
     Attributes:
-        call: the kind, in words.
-        backend: name of the backend; empty if none accepts the call.
-        reason: why the backend preferred to it was not selected, or "first in order".
+        device: device type.
+        call: description of the kind of call.
+        backend: name of the backend; empty if no backend accepts the call.
+        reason: why the preceding backend in the order of preference was not selected; "first in
+            order" if there is none.
     """
 
     device: str
@@ -28,13 +30,13 @@ class Choice:
 
 
 def device_types() -> list[str]:
-    """Return the CPU and the accelerator that torch finds, if any."""
+    """Return the device types of this machine: "cpu", and torch's accelerator if it has one."""
     accelerator = torch.accelerator.current_accelerator()
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def choices(device_type: str, dtype: torch.dtype = torch.float32) -> list[Choice]:
-    """Return the choice for each kind of call on a device."""
+    """Return the selected backend for each kind of call on a device."""
     rows = []
     for name, problem in _kinds(torch.device(device_type), dtype):
         chosen, refusals = choose(problem)

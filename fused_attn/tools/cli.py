@@ -25,9 +25,9 @@ from fused_attn.tools.comparison import COLUMNS
 from fused_attn.tools.plan import plan
 from fused_attn.tools.terminal import progress, show_table
 
-# USAGE is 2. The last two are the statuses that a shell reports for SIGINT and SIGPIPE.
+# USAGE is 2. The last two are the exit statuses that a shell reports for SIGINT and SIGPIPE.
 OK, FAILED, INTERRUPTED, BROKEN_PIPE = 0, 1, 130, 141
-SNIPPETS = 3  # `verify` prints at most this many wrong results
+SNIPPETS = 3  # maximum number of wrong results that `verify` prints
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _checked(facts: dict[str, Any]) -> str:
-    """Return a line that lists the backends that were checked, and those that were not."""
+    """Return a line that lists the backends that passed and those that were not checked."""
     checked = dict.fromkeys(f"{c['backend']} on {c['device']}" for c in facts["self_check"])
     names = {check["backend"] for check in facts["self_check"]}
     rest = [entry["name"] for entry in facts["backends"] if entry["name"] not in names]
@@ -98,7 +98,7 @@ def _verify(options: argparse.Namespace) -> int:
         if not _write_json(options.json, {"removed": removed}):
             print("\n".join(f"removed {path}" for path in removed) or "nothing was stored")
         return OK
-    if options.backend is None:  # those that can run; if none, the first raises
+    if options.backend is None:  # skip backends that cannot run; if none can, verify() raises
         names = [name for name in names if not verify.against(name)] or names
     reports: list[verify.Report] = []
     for name in names:
@@ -187,7 +187,7 @@ def _bench(options: argparse.Namespace) -> int:
         for backward in ([False, True] if options.backward else [False])
     ]
     for shape, mask, _, _ in cases:
-        make_mask(mask, shape)  # reject invalid masks before any measurement
+        make_mask(mask, shape)  # reject an invalid mask before any measurement
     with _threads(options.threads):
         machine = doctor.machine()
         limits = ceilings.cpu_ceilings() if device.type == "cpu" else None
@@ -267,10 +267,10 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _write_json(path: Path | None, facts: dict[str, Any]) -> bool:
-    """Write facts to `path` if there is one; return True if that is stdout.
+    """Write facts as JSON to `path`, if it is not None. Return True if `path` is stdout.
 
-    The caller must print nothing else to stdout then. Non-finite numbers, which JSON lacks, become
-    strings.
+    After True, the caller must not print anything else to stdout. Non-finite floats, which JSON
+    cannot represent, are written as strings.
     """
     if path is None:
         return False
@@ -293,7 +293,7 @@ def _strict(value: Any) -> Any:
 
 
 def _one_line(message: object) -> str:
-    """Return a message on one line, after the type of an exception that is not about arguments."""
+    """Return a message on one line. Exceptions other than argument errors get a type prefix."""
     text = " ".join(str(message).split())
     if isinstance(message, (ValueError, NotImplementedError)) and text:
         return text
@@ -304,16 +304,16 @@ _COMMANDS = {"doctor": _doctor, "verify": _verify, "compare": _compare, "bench":
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run the `fused-attn` command line.
 
     Args:
-        argv: command-line arguments; None: those of the process.
+        argv: command-line arguments; None for those of the process.
 
     Returns:
-        The exit status: 0, 1 if the numerics contract does not hold, 2 for errors.
+        The exit status: 0 on success, 1 if the numerics contract is violated, 2 for errors.
 
     Raises:
-        SystemExit: the arguments cannot be parsed, or request help.
+        SystemExit: the arguments are invalid or request help.
 
     Example:
         >>> main(["bench", "--shape", "2,8,512,512,64", "--mask", "causal+padding"])
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # As in `fused-attn doctor | head`. The flush at exit must not fail too.
+        # As in `fused-attn doctor | head`. Redirect stdout, so that the flush at exit succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:

@@ -1,12 +1,14 @@
-"""Numerics of a model with the fused kernels against eager attention, layer by layer.
+"""Layer-by-layer comparison of a model's numerics with the fused kernels and eager attention.
 
-The model runs on the same inputs, forward and backward: in float64 with eager attention (the
-truth), in the model's type with eager attention, and in the model's type with the fused modules,
-optionally under `enable()`. The errors of the latter two are measured against the truth. Eager
-attention runs once more: outputs that do not repeat, or are far from float64, set no valid limit.
+The model runs forward and backward on the same inputs three times: in float64 with eager attention
+(the truth), in the model's dtype with eager attention, and in the model's dtype with the fused
+modules, optionally under `enable()`. The errors of the last two runs are measured against the
+truth. A fourth, eager run checks that the outputs repeat. Eager outputs that do not repeat, or that
+are far from float64, set no valid limit.
 
-Fused modules that remove padding run twice: with padding for the rows of layers, whose shapes would
-differ otherwise, and without it, as users run them, for the model's outputs and gradients.
+A model with fused modules that remove padding runs twice. With padding, it provides the rows of
+layers, whose shapes would otherwise differ. Without padding, as users run it, it provides the
+model's outputs and gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from fused_attn.tools.recording import Recorder, Tensors, copied, device_of
 from fused_attn.tools.rounding import Expected
 from fused_attn.tools.terminal import progress
 
-RUNS = 16  # for the expected error of eager attention; one takes 20 times as long as eager
+RUNS = 16  # for the expected error of eager attention; a run takes 20 times as long as eager
 
 _PADDING_NOTE = (
     "above the limit only because padded rows are 0 in the output of {}, and the model reads or "
@@ -56,36 +58,36 @@ def compare(
     enable: bool = False,
     **kwargs: Any,
 ) -> ComparisonReport:
-    """Compare the numerics of fused modules with those of eager attention, on a given model.
+    """Compare the numerics of fused modules with those of eager attention on a given model.
 
-    The model is copied, never modified, and runs in evaluation mode, without dropout. Outputs and
-    gradients are those of the model that `swap_modules` makes. Its stacks return 0 in padded rows:
-    if the model reads or returns these, the report is not ok, and a note says why. Layers are
-    recorded in a separate run without packing.
+    The model is copied and never modified. It runs in evaluation mode, without dropout. Outputs and
+    gradients are those of the model that `swap_modules` returns, whose encoder stacks return 0 in
+    padded rows. If the model reads or returns padded rows, the report is therefore not ok, and a
+    note says why. Layers are recorded in a separate run without packing.
 
     Args:
-        model: a model in float32, float16 or bfloat16, not swapped yet.
-        *args, **kwargs: arguments of the model. The input gradients of float tensors that require
-            grad are compared too.
-        backward: compare gradients as well, those of a fixed random projection of all outputs.
-        remove_padding: as in `swap_modules`; not passed to the model. False compares the model
-            that `swap_modules(model, remove_padding=False)` makes, padded rows included.
-        enable: run the swapped model under `enable()`, to compare attention that the model
-            computes by torch.nn.functional.scaled_dot_product_attention. The report counts the
-            calls. No module has to be swapped then.
+        model: a model in float32, float16 or bfloat16 that has not been swapped.
+        *args, **kwargs: arguments of the model. Gradients of float tensors that require grad are
+            compared too.
+        backward: also compare gradients, namely those of a fixed random projection of all outputs.
+        remove_padding: as in `swap_modules`; not passed to the model. False compares the model that
+            `swap_modules(model, remove_padding=False)` makes, including padded rows.
+        enable: run the swapped model under `enable()`, to compare attention that the model computes
+            by torch.nn.functional.scaled_dot_product_attention. The report counts these calls. The
+            model then does not need a module that can be swapped.
 
     Returns:
-        Errors of outputs, layer outputs and gradients, and whether the contract holds. Against
-        float64, the error of an output is at most 2 times, of a gradient at most 3 times the
-        measured or expected error of eager attention, plus one rounding of the largest value. For
-        a gradient, that is the largest value of its module: the gradient of a key bias is 0 up to
-        rounding of the values that cancel in it.
+        A report of the errors of outputs, layer outputs and gradients, and of whether the contract
+        holds. Measured against float64, the error of an output is at most 2 times, and that of a
+        gradient at most 3 times, the measured or expected error of eager attention, plus one
+        rounding of the largest value. For a gradient, the largest value is taken over its module,
+        because the gradient of a key bias is 0 up to rounding of the values that cancel in it.
 
     Raises:
-        ValueError: the model is swapped already, is float64, nothing in it is fused, or its outputs
-            with eager attention set no valid limit: they do not repeat, or are far from those in
-            float64.
-        TypeError: the model fails, and an argument is a tuple, list or mapping.
+        ValueError: the model is already swapped, is float64, or contains nothing that is fused; or
+            its outputs with eager attention set no valid limit, because they do not repeat or are
+            far from those in float64.
+        TypeError: the model fails, and one of the arguments is a tuple, list or mapping.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -137,7 +139,7 @@ def compare(
         recorder.advance = _no_progress
 
         def run_eager(in_dtype: torch.dtype) -> Tensors:
-            other = None if in_dtype == dtype else in_dtype  # None keeps mixed types
+            other = None if in_dtype == dtype else in_dtype  # None preserves mixed precision
             inputs = copied(args, other), copied(kwargs, other)
             with _eager_kernels():
                 return recorder.run(_eager(copy.deepcopy(model).to(other)), *inputs)
@@ -146,7 +148,7 @@ def compare(
         report = _report(truth, eager, judged, expected, swap)
         if stacks and not report.ok:
             padded = _report(truth, eager, fused, expected, swap)
-            # When layers are recorded, stacks return 0 in padded rows, but do not pack the batch.
+            # With layers recorded, stacks zero padded rows but do not pack the batch.
             if padded.ok:
                 zeroed = _report(truth, eager, run_swapped(layers=True), expected, swap)
                 if not zeroed.ok:
@@ -157,22 +159,22 @@ def compare(
 
 @contextlib.contextmanager
 def _no_calls() -> Iterator[CallCounts | None]:
-    """Run the block without `enable()`; no calls are counted."""
+    """Run the block without `enable()`, and yield None because no calls are counted."""
     yield None
 
 
 def _no_progress() -> None:
-    """Do nothing: optional runs do not advance the progress bar."""
+    """Do nothing. Replaces `advance` in optional runs, which are not part of the progress bar."""
 
 
 def _keep_padding(model: Module) -> list[str]:
-    """Disable the removal of padding, and return the names of the stacks that had it enabled."""
+    """Disable the removal of padding; return the names of the stacks for which it was enabled."""
     stacks = padding_removers(model)
     for _, module, attribute in stacks:
         setattr(module, attribute, False)
     for module in model.modules():
         if isinstance(module, TransformerEncoder):
-            # Eager attention runs without torch's fast path, which returns 0 in padded rows.
+            # The eager run disables torch's fast path, which returns 0 in padded rows.
             module.use_nested_tensor = False
     return [name for name, _, _ in stacks]
 
@@ -190,13 +192,16 @@ def _check(model: Module) -> torch.dtype:
         raise ValueError(
             "model must be float32, float16 or bfloat16, got float64, which is the reference"
         )
-    # For a model in mixed precision, return the coarsest type.
+    # For a model in mixed precision, return the dtype with the largest eps.
     return max(dtypes, key=lambda d: torch.finfo(d).eps)
 
 
 @contextlib.contextmanager
 def _arguments_named(args: tuple[Any, ...]) -> Iterator[None]:
-    """Explain how to pass arguments if the call fails and one of them contains several."""
+    """Re-raise a failure as a TypeError that explains how to pass arguments.
+
+    Applies only if one of the arguments is a container, which suggests wrong usage.
+    """
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -213,7 +218,7 @@ def _arguments_named(args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _watched(model: Module, swap: SwapReport) -> set[str]:
-    """Return the names of attention and norm modules, swapped or not, and of their ancestors."""
+    """Return the names of all attention and norm modules, swapped or not, and their ancestors."""
     inner = {entry.name for entry in swap.swapped}
     inner |= {entry.name for entry in (*swap.skipped, *swap.unfused)}
     names = set()
@@ -254,7 +259,7 @@ REPEAT_ROUNDINGS = {"cpu": 2, "gpu": 16}
 def _check_repeats(
     first: Tensors, second: Tensors, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError if outputs differ in the second run."""
+    """Raise ValueError if an output differs between the two runs by more than REPEAT_ROUNDINGS."""
     roundings = REPEAT_ROUNDINGS["cpu" if device.type == "cpu" else "gpu"]
     apart = {}
     for (name, kind), reference in first.items():
@@ -275,21 +280,22 @@ def _check_repeats(
     )
 
 
-# Limit of rms error / rms, in units of sqrt(eps): 0.0014 in float32, 0.35 in bfloat16. Encoders of
-# 24 and 48 layers had 3e-7 and 0.011. Discrete choices, as in routing, cause larger errors.
+# Limit on rms error / rms of an output, in units of sqrt(eps): 0.0014 in float32, 0.35 in bfloat16.
+# Encoders of 24 and 48 layers had 3e-7 in float32 and 0.011 in bfloat16. Discrete choices, as in
+# routing, cause larger errors.
 IMPLAUSIBLE = 4.0
 
 
 def _check_plausible(eager: Tensors, truth: Tensors, dtype: torch.dtype) -> None:
-    """Raise ValueError if an output differs from float64 by more than rounding.
+    """Raise ValueError if an output differs from float64 by more than rounding can explain.
 
-    Twice such an error would be no valid limit.
+    A multiple of such an error would not be a valid limit.
     """
     most = IMPLAUSIBLE * math.sqrt(torch.finfo(dtype).eps)
     outputs = {key: t for key, t in truth.items() if key[1] == "output" and key in eager}
     if outputs and not any(t.isfinite().any() for t in outputs.values()):
         raise ValueError("model must give something finite, got none with eager attention")
-    # Relative to the largest output: the rms of one that is 0 up to rounding is meaningless.
+    # Relative to the largest output, because an output may be 0 up to rounding.
     sizes = [contract.errors(torch.zeros_like(t), t)[1] for t in outputs.values()]
     size = max(sizes, default=0.0)
     for (name, kind), reference in outputs.items():
@@ -359,5 +365,5 @@ def _largest_by_module(truth: Tensors) -> dict[tuple[str, str], float]:
 
 
 def _scale_key(name: str, kind: str) -> tuple[str, str]:
-    """Return the key of a largest value: the module of a parameter, otherwise the tensor."""
+    """Return the key of a tensor's largest value: the module of a parameter, or the tensor."""
     return (name.rpartition(".")[0] if kind == "param grad" else name), kind

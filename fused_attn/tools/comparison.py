@@ -1,4 +1,4 @@
-"""Report of `compare`: errors of each tensor, the verdict, and their formatting."""
+"""Report of `compare`: the errors of each tensor, the verdict and the formatting of both."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from fused_attn.integrations.attention_in_code import CALLS_SDPA
 from fused_attn.swap import Skipped, SwapReport
 from fused_attn.tools.terminal import aligned
 
-# Header of `ComparisonReport.table`; ">" aligns to the right.
+# Header of `ComparisonReport.table`. Columns that begin with ">" are aligned to the right.
 COLUMNS = ("tensor", "kind", ">eager max", ">fused max", ">limit", ">eager rms", ">fused rms", "")
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """Errors of one tensor against float64.
+    """Errors of one tensor of a model, measured against float64.
 
     Attributes:
-        name: module, parameter or model output.
+        name: name of a module, a parameter or a model output.
         kind: "output" (of the model), "layer output", "input grad" or "param grad".
-        eager_max, eager_rms: measured maximum and root mean square error of eager attention.
-        fused_max, fused_rms: the same for the fused model.
-        limit: upper bound on fused_max by the contract.
-        ok: fused_max <= limit.
-        binding: the row counts for the verdict. Layer outputs do not: their errors accumulate
-            over the layers before. Nor do tensors without a finite value in float64.
+        eager_max, eager_rms: maximum and root mean square error with eager attention.
+        fused_max, fused_rms: maximum and root mean square error of the fused model.
+        limit: upper bound that the contract sets on fused_max.
+        ok: True if fused_max <= limit.
+        binding: True if the row counts for the verdict. Layer outputs do not count, because their
+            errors accumulate over the preceding layers. Tensors without a finite value in float64
+            do not count either.
     """
 
     name: str
@@ -56,11 +57,11 @@ class ComparisonRow:
 
     @property
     def share(self) -> float:
-        """Return the error as a share of the limit."""
+        """Return the fused model's maximum error as a fraction of the limit."""
         return self.fused_max / self.limit if self.limit else self.fused_max
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row as text, a cell for each of `COLUMNS`."""
+        """Return the row as text, one cell per column of `COLUMNS`."""
         numbers = (self.eager_max, self.fused_max, self.limit, self.eager_rms, self.fused_rms)
         verdict = ("ok" if self.ok else "ABOVE LIMIT") if self.binding else ""
         return (self.name, self.kind, *(f"{number:.2e}" for number in numbers), verdict)
@@ -68,15 +69,15 @@ class ComparisonRow:
 
 @dataclass
 class ComparisonReport:
-    """Result of `compare`; printing it shows the verdict and the findings by module.
+    """Result of `compare`. Printing it shows the verdict and the findings by module.
 
     Attributes:
-        rows: one for each compared tensor, in the order of execution.
-        dtype: type of the model's parameters.
-        swap: the modules that were swapped for the fused run, and those that were not.
-        notes: remarks that help to interpret the numbers.
+        rows: one row per compared tensor, in execution order.
+        dtype: dtype of the model's parameters.
+        swap: modules that were swapped for the fused run, and modules that were not.
+        notes: remarks that help to interpret the errors.
         calls: counts of the calls of torch's scaled_dot_product_attention in the fused run; None
-            without `enable`.
+            if `compare` ran without `enable`.
     """
 
     rows: list[ComparisonRow]
@@ -87,16 +88,16 @@ class ComparisonReport:
 
     @property
     def ok(self) -> bool:
-        """Return True if all rows that count are within the contract, and there is at least one."""
+        """Return True if there are binding rows and all of them are within the contract."""
         binding = [row for row in self.rows if row.binding]
         return bool(binding) and all(row.ok for row in binding)
 
     def shown_rows(self, parameters: bool = False) -> list[ComparisonRow]:
-        """Return the rows in the order of modules, outputs of the model first.
+        """Return the rows grouped by module, with the outputs of the model first.
 
         Args:
-            parameters: show the gradient of each parameter. False: show the gradient of each module
-                that is the largest share of its limit.
+            parameters: return the gradient of every parameter. If False, return only the gradient
+                of each module that is closest to its limit.
         """
         modules: dict[str, dict[str, list[ComparisonRow]]] = {}
         for row in sorted(self.rows, key=lambda row: row.kind != "output"):
@@ -111,7 +112,7 @@ class ComparisonReport:
         return aligned(COLUMNS, [row.cells() for row in self.shown_rows(parameters)])
 
     def left_alone(self) -> list[str]:
-        """Return a line for each kind of module that was not swapped: names and reason."""
+        """Return one line per type of module and reason for not swapping it, with module names."""
         return [
             f"left alone: {len(names)} x {type_name} ({_some(names)}): {reason}"
             for (type_name, reason), names in self._left().items()
@@ -130,7 +131,7 @@ class ComparisonReport:
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all contents in types that JSON can represent."""
+        """Return the report as types that JSON can represent."""
         return {
             "ok": self.ok,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -143,13 +144,13 @@ class ComparisonReport:
         }
 
     def title(self) -> str:
-        """Return a line that describes the rows."""
+        """Return a line that describes the rows: reference, dtype and number of swapped modules."""
         dtype = str(self.dtype).removeprefix("torch.")
         swapped = len(self.swap.swapped)
         return f"errors against float64, {dtype} model, {swapped} modules swapped"
 
     def verdict(self) -> str:
-        """Return `ok` in words, with counts."""
+        """Return the verdict as text, with the number of outputs and gradients."""
         binding = [row for row in self.rows if row.binding]
         if self.ok:
             return f"within the contract: {len(binding)} outputs and gradients"
@@ -157,7 +158,7 @@ class ComparisonReport:
         return f"ABOVE THE LIMIT: {above} of {len(binding)} outputs and gradients"
 
     def remarks(self) -> list[str]:
-        """Return the lines below the table: notes, counts of calls, and modules left alone."""
+        """Return the lines below the table: notes, call counts and modules left alone."""
         calls = [] if self.calls is None else [f"under enable(): {self.calls}"]
         return [*self.notes, *calls, *self.left_alone()]
 
@@ -166,7 +167,7 @@ class ComparisonReport:
 
 
 def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
-    """Return the row of a group that is closest to its limit, or furthest above."""
+    """Return the row that is closest to its limit or exceeds it most, labelled with the count."""
     worst = max(rows, key=lambda row: (row.above, row.share))
     if len(rows) == 1:
         return worst
@@ -174,5 +175,5 @@ def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:
-    """Join the first names; "..." stands for the others."""
+    """Join the first `most` names; append "..." if there are more."""
     return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])

@@ -1,10 +1,11 @@
-"""The numerics contract: the error that a result may have, and checks against it.
+"""The numerics contract: limits on the error of a result, and checks of results against them.
 
-Against a result of higher precision, the error of an output is at most OUTPUT_FACTOR times, of a
-gradient at most GRAD_FACTOR times that of eager attention in the same type, plus one rounding of
-the largest value. Eager's error is the larger of the one measured here and the one expected on that
-problem (rounding.py), so no verdict depends on the BLAS of one CPU, or on luck. The package's
-tools, the tests and the benchmarks all use this rule.
+Errors are measured against a reference of higher precision. The error of an output is at most
+OUTPUT_FACTOR times, and that of a gradient at most GRAD_FACTOR times, the error of eager attention
+in the same dtype, plus one rounding of the largest value. The error of eager attention is the
+maximum of its measured error and its expected error on that problem (rounding.py), so that no
+verdict depends on the BLAS of one CPU or on chance. The package's tools, the tests and the
+benchmarks all use this rule.
 """
 
 from __future__ import annotations
@@ -23,29 +24,31 @@ from fused_attn.tools.rounding import RUNS, Expected
 
 OUTPUT_FACTOR = 2.0
 GRAD_FACTOR = 3.0
-PEER_FACTOR = 10.0  # a peer with over 10 times eager's error computes another problem
+PEER_FACTOR = 10.0  # a peer whose error exceeds 10 times eager's computes another problem
 
 
 # ---- the rule -----------------------------------------------------------------------------------
 
 
 def factor_of(gradient: bool) -> float:
-    """Return the factor by which the error of a gradient or an output may exceed eager's."""
+    """Return the factor by which an error may exceed eager's; gradients have a larger factor."""
     return GRAD_FACTOR if gradient else OUTPUT_FACTOR
 
 
 def limit(factor: float, eager_error: float, largest_value: float, dtype: torch.dtype) -> float:
-    """Return the error that the contract allows for a result in `dtype`."""
+    """Return the maximum error that the contract allows for a result in `dtype`."""
     return factor * eager_error + torch.finfo(dtype).eps * largest_value
 
 
 def errors(
     tensor: Tensor | None, reference: Tensor, residual: Tensor | None = None
 ) -> tuple[float, float]:
-    """Return maximal and root mean square error where the reference is finite; inf for NaN.
+    """Return the maximum and root mean square error over elements with a finite reference.
+
+    Elements that are NaN count as an infinite error, as does a missing tensor.
 
     Args:
-        residual: higher-precision reference minus `reference`.
+        residual: higher-precision reference minus `reference`; None if `reference` is exact enough.
     """
     if tensor is None:
         return math.inf, math.inf
@@ -57,13 +60,13 @@ def errors(
 
 
 def largest(reference: Tensor) -> float:
-    """Return the largest magnitude of the finite values."""
+    """Return the largest magnitude of the finite elements; 0 if there are none."""
     finite = reference[reference.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0
 
 
 def _deviation(tensor: Tensor, reference: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the error of each element: 0 where the reference is not finite, inf for NaN."""
+    """Return the absolute error per element: 0 where the reference is not finite, inf for NaN."""
     error = tensor.to(reference.dtype) - reference
     if residual is not None:
         error = error - residual
@@ -71,13 +74,13 @@ def _deviation(tensor: Tensor, reference: Tensor, residual: Tensor | None) -> Te
     return error.masked_fill(~reference.isfinite(), 0.0)
 
 
-# Returns the expected error of eager attention. The argument is the error at which the search may
-# stop (`Expected.error`).
+# Returns the expected error of eager attention, given the error at which the search may stop
+# (`Expected.error`).
 ExpectedError = Callable[[float], float]
 
 
 def no_error(needed: float) -> float:
-    """Return 0: only the measured error counts."""
+    """Return 0 as the expected error, so that only the measured error counts."""
     return 0.0
 
 
@@ -89,9 +92,9 @@ def allowed(
     dtype: torch.dtype,
     expected: ExpectedError,
 ) -> tuple[float, float]:
-    """Return the limit for an error, and the error of eager attention that it is based on.
+    """Return the limit on an error, and the error of eager attention that the limit is based on.
 
-    `expected` is called only if the measured error of eager attention does not cover `error`.
+    `expected` is called only if the limit from the measured eager error is below `error`.
     """
     most = limit(factor, eager_error, largest_value, dtype)
     if most < error < math.inf and math.isfinite(eager_error):
@@ -110,7 +113,10 @@ class Finding:
     """Largest error of an output or a gradient, and the error that the contract allows.
 
     Attributes:
-        where: position of the error and the numbers behind the limit, in words.
+        name: name of the result.
+        error: maximum absolute error.
+        limit: maximum error that the contract allows.
+        where: text with the position of the error and the values behind the limit.
     """
 
     name: str
@@ -136,14 +142,15 @@ def judge(
     residual: Tensor | None = None,
     expected: ExpectedError = no_error,
 ) -> Finding:
-    """Return the largest error of `got`, and its limit.
+    """Return a finding with the largest error of `got` and its limit.
 
     Args:
         truth: result of eager attention in float64. Where it is not finite, `got` must be equal.
-        eager: result of eager attention in the type of `got`.
-        residual: higher-precision truth minus the float64 truth; needed if got is float64.
-        expected: returns the expected error of eager attention; called only if the measured one
-            does not cover the error of `got`.
+        eager: result of eager attention in the dtype of `got`.
+        gradient: True if `got` is a gradient, which has a larger limit than an output.
+        residual: higher-precision truth minus the float64 truth; needed if `got` is float64.
+        expected: returns the expected error of eager attention. It is called only if the limit
+            from the measured error is below the error of `got`.
     """
     if got.shape != truth.shape:
         return Finding(name, math.inf, 0.0, f": shape {_size(got)}, not {_size(truth)}")
@@ -175,11 +182,12 @@ def _size(tensor: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of `check`.
+    """Findings of `check` on all results of a call.
 
     Attributes:
-        findings: outputs first, then the gradients of the operands.
-        agrees: returns True if a peer's results are those of the same operands and mask.
+        findings: one per result: outputs first, then the gradients of the operands.
+        agrees: returns True if a peer computed the same problem, that is, if the error of its first
+            result is at most PEER_FACTOR times the sum of eager's error and one rounding.
     """
 
     findings: list[Finding]
@@ -191,18 +199,18 @@ class Verdict:
 
     @property
     def worst(self) -> Finding:
-        """Return the finding that is closest to its limit, or furthest beyond."""
+        """Return the finding that is closest to its limit, or exceeds it most."""
         return max(self.findings, key=lambda f: f.error / f.limit if f.limit else f.error)
 
     def require(self, what: str) -> None:
-        """Raise AssertionError if a result is wrong; the message names `what`."""
+        """Raise AssertionError if a result violates the contract; the message names `what`."""
         for finding in self.findings:
             if not finding.ok:
                 raise AssertionError(f"{what} is wrong: {finding}")
 
 
 def by(backend: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call on a backend."""
+    """Return a function that runs `call` on the given backend."""
 
     def run(*operands: Any) -> Any:
         with use_backend(backend):
@@ -220,25 +228,26 @@ def check(
     part: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     runs: int = RUNS,
 ) -> Verdict:
-    """Check own(*operands) against eager(*operands) in float64 and in `dtype`.
+    """Check own(*operands) in `dtype` against eager(*operands) in float64 and in `dtype`.
 
     Args:
-        own, eager: functions of the operands that return a tensor or several.
-        operands: float tensors, by name.
-        dtype: the type that own and eager run in.
-        gradients: check the operands' gradients too, those of a fixed random projection.
-        part: selects the checked part of an operand, a result or a gradient, for problems whose
-            scores eager attention cannot hold: own computes the full problem, eager the part.
-        runs: upper bound on the runs of eager attention for its expected error.
+        own, eager: functions of the operands that return one or several tensors.
+        operands: float tensors by name.
+        dtype: dtype in which own and eager run.
+        gradients: also check the operands' gradients, namely those of a fixed random projection.
+        part: slices an operand, a result or a gradient to the part that is checked, for problems
+            whose scores do not fit in memory with eager attention. own computes the full problem,
+            eager the part.
+        runs: upper bound on the number of eager runs that estimate its expected error.
 
     Returns:
-        A verdict with an error and a limit for each result.
+        A verdict with one finding per result.
     """
     weights: list[Tensor] = []  # gradients of the full results
 
     def run(call: Callable[..., Any], tensors: Iterable[Tensor], dtype: torch.dtype) -> list:
         leaves = [t.detach().to(dtype).requires_grad_(gradients) for t in tensors]
-        torch.manual_seed(0)  # the same dropout everywhere
+        torch.manual_seed(0)  # the same dropout in every run
         with torch.set_grad_enabled(gradients):
             outs = results_of(call(*leaves))
         if not gradients:
@@ -285,5 +294,5 @@ def check(
 
 
 def results_of(results: Any) -> list[Tensor]:
-    """Return a list of the tensors of a call that returns one or several."""
+    """Return the result of a call as a list, whether the call returns one tensor or several."""
     return [results] if isinstance(results, Tensor) else list(results)

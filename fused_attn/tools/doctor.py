@@ -31,12 +31,12 @@ from fused_attn.tools.cases import Shape, make_mask
 from fused_attn.tools.choices import Choice, choices, device_types
 from fused_attn.version import __version__
 
-# fused_attn uses these if they are installed.
+# fused_attn uses these packages if they are installed.
 OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions by package; None for an optional one that is not installed."""
+    """Return versions by package; None for an optional package that is not installed."""
     return {
         "fused_attn": __version__,
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the CPU, its use by torch and the GPUs; nothing identifies the machine."""
+    """Describe the CPU, torch's use of it, and the GPUs. No value identifies the machine."""
     return {
         "cpu": cpu_model(),
         "isa": _isa(),
@@ -57,8 +57,8 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name."""
-    listing = Path("/proc/cpuinfo")  # on Linux, x86
+    """Return the CPU's model name."""
+    listing = Path("/proc/cpuinfo")  # has model names on x86 Linux only
     for line in listing.read_text().splitlines() if listing.exists() else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -66,7 +66,7 @@ def cpu_model() -> str:
 
 
 def backends() -> list[dict[str, Any]]:
-    """Return each backend in order of preference, with the reasons why it cannot run here."""
+    """Return each backend, in order of preference, and the reasons why it is unavailable here."""
     return [
         {"name": name, "available": not reasons, "reasons": reasons}
         for name, reasons in ((n, backend.unavailable()) for n, backend in BACKENDS.items())
@@ -74,7 +74,7 @@ def backends() -> list[dict[str, Any]]:
 
 
 def calls() -> list[Choice]:
-    """Return the backend of each kind of call, on each device type."""
+    """Return the selected backend for each kind of call and each device type of this machine."""
     return [choice for device_type in device_types() for choice in choices(device_type)]
 
 
@@ -83,10 +83,10 @@ def calls() -> list[Choice]:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Result of a small case, forward and backward, on a backend.
+    """Result of a small case that ran forward and backward on a backend.
 
     Attributes:
-        worst: name of the result that is closest to its limit, or furthest beyond.
+        worst: name of the result that is closest to its limit, or exceeds it most.
         error, limit: error of `worst`, and the error that the contract allows.
         problem: why the backend did not compute the case; empty if it did.
     """
@@ -103,15 +103,15 @@ class SelfCheck:
 
 
 def self_check(backend: str | None = None) -> list[SelfCheck]:
-    """Check masked attention and norms of every type against the reference in float64.
+    """Check masked attention and norms in several dtypes against the reference in float64.
 
     Args:
-        backend: the backend to check. None: the one that FUSED_ATTN_BACKEND names, or else all that
-            are selected by default for some kind of call. If any of these have kernels of this
-            package, only those are checked.
+        backend: the backend to check. None selects the backend that FUSED_ATTN_BACKEND names, or
+            otherwise all backends that are the default for some kind of call. If any of these have
+            kernels of this package, only those are checked.
 
     Raises:
-        ValueError: no backend has that name.
+        ValueError: no backend has this name.
     """
     wanted = backend or wanted_backend()
     chosen = {choice.backend for choice in calls()}
@@ -129,7 +129,7 @@ class _Case:
 
 
 def _cases() -> list[_Case]:
-    """Return the cases; sizes are not multiples of a tile, and span several tiles."""
+    """Return the cases. Sizes span several tiles and are not multiples of a tile."""
     shape = Shape(
         batch=2, num_heads=4, num_heads_kv=2, seqlen_q=75, seqlen_k=141, head_dim=40
     )  # fmt: skip
@@ -201,14 +201,14 @@ def _checked(case: _Case, backend: str) -> SelfCheck:
             contract.by(backend, case.call), contract.by("eager", case.call), operands,
             case.dtype, True,
         )  # fmt: skip
-    except Exception as error:  # the check reports any failure
+    except Exception as error:  # report every failure as a problem of the case
         return row(False, problem=f"{type(error).__name__}: {error}")
     worst = verdict.worst
     return row(verdict.ok, worst.name, worst.error, worst.limit)
 
 
 def diagnose(backend: str | None = None) -> dict[str, Any]:
-    """Return all facts in types that JSON can represent.
+    """Return all diagnostic facts as types that JSON can represent.
 
     Args:
         backend: see `self_check`.
@@ -234,13 +234,13 @@ def _version(package: str) -> str | None:
 
 
 def _isa() -> str:
-    """Return the instruction set in use, or why there is none."""
+    """Return the instruction set in use, or the reason why there is none."""
     reasons = get_backend("cpp").unavailable()
     if reasons:
         return f"none: {reasons[0]}"
     try:
         return cpp.isa()
-    except ValueError as error:  # from FUSED_ATTN_CPU_ISA
+    except ValueError as error:  # FUSED_ATTN_CPU_ISA is invalid or unsupported
         return f"none: {error}"
 
 

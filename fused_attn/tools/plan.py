@@ -1,4 +1,4 @@
-"""Checks of `fused-attn verify`, and the problems that it times for each problem class."""
+"""Plan of `fused-attn verify`: the checks, and the problems that are timed for each class."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fused_attn.backends.verdicts import ProblemClass
 from fused_attn.tools.cases import DTYPES, MASKS, Shape
 from fused_attn.tools.checks import AttentionCheck, Check, DecodeCheck, NormCheck
 
-# A quick run covers what most models use.
+# A quick run covers the dtype and head_dim values of most models.
 QUICK_DTYPES, QUICK_WIDTHS = ("bfloat16",), (64, 128)
 
-TOKENS = 8192  # of a probe that keeps a GPU busy
+TOKENS = 8192  # batch * seqlen of a probe; keeps a GPU busy
 HIDDEN = 2048  # num_heads * head_dim
-CACHED = 8192  # keys of probes with few queries
-LONGEST = 4096  # seqlen for the unbounded class; eager attention still fits in memory
-MANY_COLUMNS = 32768
+CACHED = 8192  # number of keys in probes with few queries
+LONGEST = 4096  # seqlen for the unbounded class, at which eager attention still fits in memory
+MANY_COLUMNS = 32768  # columns for the unbounded class of norms
 NORM_ELEMENTS = 1 << 24
 
 
-Options = dict[str, Any]  # fields of a check
+Options = dict[str, Any]  # keyword arguments of a check
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Problem that represents its class at one size.
+    """Problem of one size that represents its class.
 
     Attributes:
         timed: the problem that is timed.
-        checked: the same problem, reduced to a size that eager attention can hold.
+        checked: the same problem, reduced to a size that fits in memory with eager attention.
     """
 
     timed: Check
@@ -41,11 +41,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Plan:
-    """Checks to run, and probes to time for each class.
+    """Checks to run, and probes to time for each problem class.
 
     Attributes:
-        classes: the probes of each class; the smallest speedup of them counts.
-        rounds: number of measurements of each probe.
+        classes: probes of each class. The smallest speedup among them decides.
+        rounds: number of measurements per probe.
     """
 
     checks: Sequence[Check]
@@ -54,15 +54,15 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Return the number of checks and classes."""
+        """Return the number of progress steps: one per check and per class."""
         return len(self.checks) + len(self.classes)
 
 
 def plan(quick: bool, graphs: bool) -> Plan:
-    """Return the full plan, or the quick one for what most models use.
+    """Return the full plan, or the quick plan, which covers what most models use.
 
     Args:
-        graphs: check CUDA graphs too; this needs a GPU.
+        graphs: also check CUDA graphs, which requires a GPU.
     """
     dtypes = QUICK_DTYPES if quick else DTYPES
     widths = QUICK_WIDTHS if quick else verdicts.WIDTHS
@@ -72,16 +72,18 @@ def plan(quick: bool, graphs: bool) -> Plan:
 
 # ---- checks -------------------------------------------------------------------------------------
 
-# Several tiles in sizes that no tile divides; query heads share KV heads. The contract uses the
-# largest error of eager attention, which is a matter of luck if there are few rows.
+# SHAPE spans several tiles, with sizes that no tile size divides, and query heads share KV heads.
+# It has many rows, because the contract uses the largest error of eager attention, which depends on
+# chance if there are few.
 SHAPE = "4,4/2,101,149,40"
-# At these sizes, every kind of mask has skipped and partial tiles.
+# At these sizes, every kind of mask has skipped and partial tiles in SHAPE.
 _SIZES = {"window": 37, "documents": 40, "ragged_documents": 40, "blocks": 64, "ragged_blocks": 64}
 _COMBINED = (
     "causal+padding", "window:37+alibi", "documents:40+causal_bottom_right", "prefix+padding",
     "random+padding",
 )  # fmt: skip
-# One position; more queries than keys, the first fully masked; one KV head; head_dim 1.
+# A single position; more queries than keys, so that the first are fully masked; one KV head;
+# head_dim 1.
 _ODD = (
     ("1,1,1,1,8", "none"), ("4,2,129,40,64", "causal_bottom_right"), ("4,6/1,33,300,80", "causal"),
     ("8,2/1,17,257,1", "padding"),
@@ -89,7 +91,7 @@ _ODD = (
 
 
 def checks(dtypes: Sequence[str], widths: Sequence[int], graphs: bool) -> Iterator[Check]:
-    """Yield all checks of numerics, dropout, repeatability and CUDA graphs."""
+    """Yield all checks of numerics, dropout, run-to-run reproducibility and CUDA graphs."""
     for dtype in dtypes:
         yield from attention_checks(dtype, widths)
         yield from norm_checks(dtype)
@@ -98,7 +100,7 @@ def checks(dtypes: Sequence[str], widths: Sequence[int], graphs: bool) -> Iterat
 
 
 def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
-    """Yield checks of the numerics of attention, and of what its dropout keeps."""
+    """Yield checks of the numerics of attention and of its dropout mask."""
     for text in ("none", *(f"{n}:{_SIZES[n]}" if n in _SIZES else n for n in MASKS), *_COMBINED):
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, result="lse")
     for text in ("none", "causal", "padding"):
@@ -130,7 +132,7 @@ def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
 
 
 def norm_checks(dtype: str) -> Iterator[Check]:
-    """Yield checks of the numerics of norms, and of what their dropout keeps."""
+    """Yield checks of the numerics of norms and of their dropout masks."""
     sizes = (3, 16), (5, 37), (130, 96), (33, 1000), (3, 8192), (2, 20000)
     for (rows, columns), rms in itertools.product(sizes, (False, True)):
         common: Options = {"rows": rows, "columns": columns, "rms": rms, "dtype": dtype}
@@ -144,7 +146,7 @@ def norm_checks(dtype: str) -> Iterator[Check]:
 def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
     """Yield checks that two runs return the same bits.
 
-    CUDA graphs are checked without dropout, which draws other numbers in each replay.
+    CUDA graphs are checked without dropout, because each replay draws a new dropout mask.
     """
     dropout_p = 0.0 if how == "graph" else 0.3
     common: Options = {"dtype": dtype, "how": how}
@@ -164,8 +166,8 @@ def _of_two_runs(dtype: str, how: str) -> Iterator[Check]:
 
 # ---- classes ------------------------------------------------------------------------------------
 
-# Options of the smaller and the larger probe, for each mask kind and then for each option. These
-# masks skip few tiles: torch computes all tiles regardless of the mask, the kernels do not.
+# Options of the smaller and the larger probe, by mask kind and then by option. The masks skip few
+# tiles, because torch computes all tiles regardless of the mask while the kernels skip some.
 _FEATURES: dict[str, tuple[Options, Options]] = {
     "none": ({}, {}),
     "causal": ({"mask": "causal"},) * 2,
@@ -195,11 +197,11 @@ def attention_classes(
     hidden: int = HIDDEN,
     cached: int = CACHED,
 ) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """Yield the classes of attention with their probes.
+    """Yield each class of attention problems with its probes.
 
-    Probes use the largest head_dim of a class, at which neither side pads columns. One has two
-    sequences of half the longest length, where the host's time counts; the other has many sequences
-    of the longest length.
+    Probes use the largest head_dim of their class, at which neither implementation pads columns.
+    The first probe has two sequences of half the longest length, where host time matters. The
+    second has many sequences of the longest length.
     """
     for dtype, width in itertools.product(dtypes, widths):
         heads = max(1, hidden // width)
@@ -235,7 +237,7 @@ def norm_classes(
     ends: Sequence[int] = (*verdicts.COLUMNS, MANY_COLUMNS),
     elements: int = NORM_ELEMENTS,
 ) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """Yield the classes of norms with their probes: few rows, and many of the longest rows."""
+    """Yield each class of norms with two probes: few rows, and many rows of the longest length."""
     for dtype, end, rms in itertools.product(dtypes, ends, (False, True)):
         for (feature, options), direction in itertools.product(_NORMS.items(), DIRECTIONS):
             common: Options = {"dtype": dtype, "rms": rms, "gradients": direction == "training"}

@@ -1,4 +1,4 @@
-"""PNG plots of `fused-attn compare` and `fused-attn bench`, drawn by matplotlib."""
+"""PNG plots of `fused-attn compare` and `fused-attn bench`, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fused_attn.tools.bench import OURS, PEER, Result
 from fused_attn.tools.comparison import ComparisonReport
 
 _COLORS = {OURS: "tab:blue", PEER: "tab:orange", "eager": "tab:gray", "limit": "tab:red"}
-_MAX_LABELS = 150  # with more, the image would be too tall
+_MAX_LABELS = 150  # more rows are plotted without labels, which bounds the image height
 
 
 def require() -> None:
@@ -21,7 +21,7 @@ def require() -> None:
 
 
 def plot_comparison(report: ComparisonReport, path: Path) -> None:
-    """Plot the largest error of eager and of fused attention for each tensor, and its limit."""
+    """Plot each tensor's maximum error with eager attention and with fused_attn, and its limit."""
     rows = report.rows
     labelled = len(rows) <= _MAX_LABELS
     figure, axis = _figure(10, 1.5 + 0.14 * min(len(rows), _MAX_LABELS))
@@ -40,7 +40,7 @@ def plot_comparison(report: ComparisonReport, path: Path) -> None:
 
 
 def plot_bench(results: Sequence[Result], path: Path) -> None:
-    """Plot the milliseconds of fused_attn and SDPA for each measurement, and their ratio."""
+    """Plot the milliseconds of fused_attn and SDPA for each measurement, and the speedup."""
     figure, axis = _figure(9, 1.5 + 0.4 * len(results))
     for way in (OURS, PEER):
         timed = [i for i, result in enumerate(results) if way in result.milliseconds]
@@ -58,7 +58,7 @@ def plot_bench(results: Sequence[Result], path: Path) -> None:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure made without pyplot, which would choose a backend for the process."""
+    """Return a figure and its axes, without pyplot, which would select a process-wide backend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -1,7 +1,7 @@
-"""Recorded runs of a model for `compare`: outputs, layer outputs, gradients.
+"""Runs of a model that record its outputs, layer outputs and gradients for `compare`.
 
-Forward methods are wrapped, not hooked: with hooks on its norms, a layer would not use the fused
-residual addition that is to be measured.
+Forward methods are wrapped, not hooked. With hooks on its norms, a layer would not use the fused
+residual addition, which is to be measured.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from torch.nn import Module
 from fused_attn.nn import TransformerEncoder
 from fused_attn.nn.packing import Packing
 
-# (name, kind) -> tensor, in the order of recording.
+# Recorded tensors by (name, kind), in the order of recording.
 Tensors = dict[tuple[str, str], Tensor]
 
 
 class Recorder:
-    """Runs models on the same inputs and records what `compare` compares.
+    """Runs models on the same inputs and records the tensors that `compare` compares.
 
-    The first run fixes, for all runs, on which side of 0 each ReLU input is. The derivative jumps
-    there: if rounding moves a value to the other side, the error of a gradient is as large as the
-    gradient, whatever the attention computes.
+    The first run records the sign of every ReLU input, and all later runs reuse it. The derivative
+    is discontinuous at 0: if rounding changes a sign, the error of a gradient is as large as the
+    gradient, independent of the attention.
 
     Args:
-        watched: names of modules whose outputs and input gradients are recorded; "" is the model.
-        backward: run the backward too, from a random projection of all float outputs.
-        dtype: type in which that projection must be exact.
-        advance: called after each forward and backward.
+        watched: names of the modules whose outputs and input gradients are recorded; "" is the
+            model.
+        backward: also run the backward, from a fixed random projection of all float outputs.
+        dtype: dtype in which the projection must be exact.
+        advance: callback that is called after each forward and each backward.
     """
 
     def __init__(
@@ -55,17 +56,17 @@ class Recorder:
     def run(
         self, model: Module, args: Any, kwargs: Any, again: bool = False, layers: bool = True
     ) -> Tensors:
-        """Run `model` in evaluation mode; this modifies the model.
+        """Run `model` in evaluation mode and return the recorded tensors. Modifies the model.
 
         Args:
-            again: forward only, with another seed, which changes the outputs of a model that draws
-                random numbers.
-            layers: record outputs and input gradients of the watched modules; a stack of encoder
-                layers does not pack the batch then.
+            again: run the forward only, with another seed, to detect models that draw random
+                numbers.
+            layers: record outputs and input gradients of the watched modules. A stack of encoder
+                layers then does not pack the batch.
         """
         found: Tensors = {}
         model.eval()
-        # The model's result is recorded below as "output".
+        # "" is excluded because the model's result is recorded below as "output".
         for name in self.watched - {""} if layers else ():
             self._watch(model.get_submodule(name), name, found)
         if self.backward:
@@ -91,7 +92,7 @@ class Recorder:
         return found
 
     def _watch(self, module: Module, name: str, found: Tensors) -> None:
-        """Record the output of `module` and the gradient of its input."""
+        """Wrap `module.forward` to record the module's output and the gradient of its input."""
         forward = module.forward
         calls = 0
 
@@ -99,7 +100,8 @@ class Recorder:
             nonlocal calls
             calls += 1
             label = name if calls == 1 else f"{name} (call {calls})"
-            # Only the first float tensor: attention also returns weights, fused norms the sum.
+            # Only the first float tensor is compared. Attention also returns weights, and fused
+            # norms also return the residual sum.
             for _, tensor in itertools.islice(float_tensors((args, kwargs), ""), 1):
                 if self.backward and tensor.requires_grad:
                     tensor.register_hook(
@@ -147,7 +149,7 @@ class Recorder:
     _relu.pointwise = True  # type: ignore[attr-defined]
 
     def _note_packing(self, stack: Any) -> None:
-        """Record the packing of a stack; it packs ReLU signs recorded on the padded batch."""
+        """Record the packing of a stack, which `_relu` applies to signs of the padded batch."""
         packing_of = stack._packing
 
         def noting(*args: Any) -> Packing | None:
@@ -158,12 +160,12 @@ class Recorder:
 
 
 def device_of(model: Module) -> torch.device:
-    """Return the device of the first parameter."""
+    """Return the device of the model's first parameter."""
     return next(model.parameters()).device
 
 
 def float_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the float tensors in `value`, with names."""
+    """Yield (name, tensor) for each float tensor in a nested container or dataclass."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield name, value
@@ -179,7 +181,10 @@ def float_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(value: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
-    """Copy inputs for one run: new leaves, float tensors in `dtype`; shared tensors stay shared."""
+    """Copy the inputs of a run to new leaves, with float tensors in `dtype`.
+
+    A tensor that occurs several times is copied once.
+    """
     return _copy(value, dtype, device, {})
 
 

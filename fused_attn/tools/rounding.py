@@ -1,25 +1,26 @@
-"""Expected rounding error of eager attention on a problem.
+"""Expected rounding error of eager attention on a problem, estimated by random rounding.
 
-The error of eager attention depends on the BLAS, the vector width and the summation order of one
-machine, and on luck: with few elements it may be almost none. `RandomRounding` runs the same code
-as other machines might round it (Monte Carlo arithmetic). It computes every operation in float64,
-adds a random error of the size that rounding in the accumulator may have, and rounds the sum once
-to the operation's type. Let u be the unit roundoff of the accumulator: 2^-24 for float32, which
-16-bit types use too, and 2^-53 for float64. For a result r of n terms, the random error is normal,
+The error of eager attention on one machine depends on its BLAS, vector width and summation order.
+With few elements, it may be almost 0 by chance. `RandomRounding` simulates the rounding of other
+machines (Monte Carlo arithmetic). It computes every operation in float64, adds a random error whose
+size is that of rounding in the accumulator, and rounds the sum once to the operation's dtype. Let u
+be the unit roundoff of the accumulator: 2^-24 for float32, which is also the accumulator of 16-bit
+dtypes, and 2^-53 for float64. For a result r of n terms, the random error is normally distributed
 with standard deviation
 
-    1.25 u (|r| + sqrt(n) / 3 sqrt(r^2 + ||terms||_2^2))    sums and matrix products, n > 1
+    1.25 u (|r| + sqrt(n) / 3 sqrt(r^2 + ||terms||_2^2))    sums and matmuls, n > 1
     1.25 u |r|                                              all other arithmetic
 
-and 0 if r needs no rounding. This is over twice the error of round-to-nearest summation, a
-random walk of n steps: 0.4 u sqrt(n / 2) ||terms||_2 for random signs, 0.4 u sqrt(n / 3) |r| for
-terms of one sign.
+and is 0 if r needs no rounding. The standard deviation is over twice the error of round-to-nearest
+summation, a random walk of n steps: 0.4 u sqrt(n / 2) ||terms||_2 for terms of random sign, and
+0.4 u sqrt(n / 3) |r| for terms of one sign.
 
-The expected error of a problem is the largest in RUNS such runs. Discrete decisions (comparisons,
-integers made of floats, the side of 0 of a ReLU) are those of a run without random errors. A
-machine that decides differently computes another function, whose error would set no valid limit.
+The expected error of a problem is the maximum over RUNS such runs. Discrete decisions (comparisons,
+integer results of float inputs, the sign of a ReLU input) are taken from a run without random
+errors. A machine that decides differently computes another function, whose error would not be a
+valid limit.
 
-Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic";
+Sources: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic";
 Higham and Mary 2019, "A new approach to probabilistic rounding error analysis".
 """
 
@@ -35,25 +36,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-# In 10^6 float32 problems, half of them hard, eager attention never exceeded the largest of 256
-# simulated errors, on torch's default, AVX2 and AVX-512 kernels (Intel;
-# benchmarks/results/calibration-*.json). It exceeded the largest of 64 in 5 (25 with WIDTH 1).
+# Calibrated on 10^6 float32 problems, half of them hard, with torch's default, AVX2 and AVX-512
+# kernels on Intel CPUs (benchmarks/results/calibration-*.json). The error of eager attention never
+# exceeded the maximum of 256 simulated errors. It exceeded the maximum of 64 in 5 problems, and in
+# 25 problems with WIDTH 1.
 RUNS = 256
 WIDTH = 1.25
-# For early exit: an error below a third of the needed one after 8 runs, or below a thousandth of it
-# after 1, rarely reaches it.
+# Early exit: after 8 runs, an error below a third of the needed error rarely reaches it. After one
+# run, the same holds for an error below a thousandth.
 FIRST_RUNS = 8
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Matrix products: positions of the two arguments whose common dimension is summed over.
+# Matmuls: positions of the two arguments whose common dimension is contracted.
 _PRODUCTS: dict[Any, tuple[int, int]] = {
     aten.mm: (0, 1), aten.bmm: (0, 1), aten.mv: (0, 1), aten.dot: (0, 1), aten.linear: (0, 1),
     aten.addmm: (1, 2), aten.baddbmm: (1, 2), aten.addmv: (1, 2), aten.convolution: (0, 1),
 }  # fmt: skip
 _SUMS = frozenset({aten.sum, aten.mean, aten.cumsum, prims.sum})
-# Results are constants or elements of the arguments, hence exact. In float64, only this list shows
-# it, and equal constants must stay equal.
+# Operations whose results are constants or elements of the arguments, and hence exact. Values in
+# float64 do not reveal that. Equal constants must stay equal.
 _MOVES = frozenset({
     aten._to_copy, aten.clone, aten.copy, aten.contiguous, aten.cat, aten.stack, aten.where,
     aten.masked_fill, aten.index, aten.index_select, aten.index_put, aten.gather, aten.embedding,
@@ -65,7 +67,7 @@ _MOVES = frozenset({
     aten.empty, aten.zeros, aten.ones, aten.full, aten.scalar_tensor, aten.arange, aten.linspace,
     aten.new_empty, aten.empty_like, aten.empty_strided, aten.new_empty_strided,
 })  # fmt: skip
-# Decomposed into smaller operations, each of which is rounded.
+# Operations that are decomposed into smaller ones, each of which is rounded.
 _COMPOSED = (
     aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data,
     aten._safe_softmax, aten.logsumexp, aten.native_layer_norm, aten.native_layer_norm_backward,
@@ -76,16 +78,16 @@ _COMPOSED = (
 
 @functools.cache
 def _compositions() -> dict[Any, Callable[..., Any]]:
-    from torch._decomp import get_decompositions  # slow to import
+    from torch._decomp import get_decompositions  # slow to import, so not at module level
 
     return get_decompositions(_COMPOSED)
 
 
 class Decisions:
-    """Discrete results of one run, in order, for later runs to repeat.
+    """Discrete results of one run, stored in order and repeated by later runs.
 
-    The first run records them, until `replay` is called. A run that takes another path continues
-    with new decisions.
+    The first run records its results until `replay` is called. If a later run takes another code
+    path, it uses new decisions from there on.
     """
 
     def __init__(self) -> None:
@@ -93,11 +95,11 @@ class Decisions:
         self._next: int | None = None
 
     def replay(self) -> None:
-        """Begin a run that repeats the recorded decisions."""
+        """Start a run that repeats the recorded decisions."""
         self._next = 0
 
     def take(self, func: Any, decided: Tensor) -> Tensor:
-        """Return the recorded result of this operation, or `decided` if there is none."""
+        """Return the recorded result of this operation, or `decided` if none is recorded."""
         if self._next is None:
             self._made.append((func, decided.clone()))
             return decided
@@ -111,14 +113,15 @@ class Decisions:
 
 
 class RandomRounding(TorchDispatchMode):
-    """Dispatch mode in which torch's operations round at random, as described above.
+    """Dispatch mode in which torch's operations add random rounding errors.
 
-    Not changed: random numbers, operations without float results, in-place operations and `out=`
-    (with this machine's errors), nested and sparse tensors.
+    The module's docstring defines the errors. Random number generation, operations without float
+    results, and nested and sparse tensors are unchanged. In-place operations and `out=` keep the
+    rounding errors of this machine.
 
     Args:
-        seed: seed of the errors; each simulates another machine. None: no errors, to record
-            decisions.
+        seed: seed of the errors. Each seed simulates another machine. None adds no errors, which
+            serves to record decisions.
         decisions: decisions that the run records or repeats.
     """
 
@@ -157,7 +160,7 @@ class RandomRounding(TorchDispatchMode):
             size = _magnitude(packet, func, wide_args, wide_kwargs, exact)
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, NotImplementedError, TypeError):  # no such operation in float64
+        except (RuntimeError, NotImplementedError, TypeError):  # not implemented for float64
             exact = tree_map(_widened, rounded)
             size = exact.abs() if isinstance(exact, Tensor) else None
         if isinstance(rounded, Tensor):
@@ -168,14 +171,14 @@ class RandomRounding(TorchDispatchMode):
         )
 
     def _on_one_side(self, func: Any, packet: Any, args: tuple[Any, ...]) -> Tensor:
-        """Return a ReLU, or its derivative, on the recorded sides of 0."""
+        """Return a ReLU or its derivative, with the recorded signs of the input."""
         assert self._decisions is not None
         value, of = args[0], args[0] if packet is aten.relu else args[1]
         positive = self._decisions.take(func, of > (0 if packet is aten.relu else args[2]))
         return torch.where(positive | value.isnan(), value, 0)
 
     def _round(self, rounded: Tensor, exact: Tensor, size: Tensor) -> Tensor:
-        """Return `exact` with an error scaled by `size`, in the type and layout of `rounded`."""
+        """Return `exact` with an error scaled by `size`, in the dtype and layout of `rounded`."""
         dtype = rounded.dtype
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         draw = torch.randn(exact.shape, generator=self._generator, dtype=torch.float64)
@@ -188,7 +191,7 @@ class RandomRounding(TorchDispatchMode):
 
 
 def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Any) -> Any:
-    """Return the factor of 1.25 u in the module's formula, None for several results."""
+    """Return the factor of 1.25 u in the module's formula; None for a tuple of results."""
     if not isinstance(exact, Tensor):
         return None
     size = exact.abs()
@@ -207,7 +210,7 @@ def _magnitude(packet: Any, func: Any, args: Any, kwargs: Any, exact: Any) -> An
         squares = func(args[0].square(), *args[1:], **kwargs)
         if packet is aten.mean:  # squares of the terms x / n
             squares = squares / max(terms, 1)
-    elif packet is prims.var:  # a sum of squares: terms of one sign
+    elif packet is prims.var:  # a sum of squares, whose terms have one sign
         terms, squares = args[0].numel() // max(exact.numel(), 1), exact.new_zeros(())
     else:
         return size
@@ -231,14 +234,14 @@ def _is_float(values: Any) -> bool:
 
 
 def _is_plain(values: Any) -> bool:
-    """Return True if no tensor is nested or sparse."""
+    """Return True if all tensors are dense and strided, not nested or sparse."""
     tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     return not any(t.is_nested or t.layout != torch.strided for t in tensors)
 
 
 @functools.cache
 def _aliases(func: Any) -> bool:
-    """Return True if a result shares memory with an argument: a view, or an in-place operation."""
+    """Return True if a result shares memory with an argument, as for views and in-place ops."""
     schema = func._schema
     return schema.is_mutable or any(r.alias_info is not None for r in schema.returns)
 
@@ -247,20 +250,20 @@ def _aliases(func: Any) -> bool:
 
 
 class Expected:
-    """Largest expected errors of eager attention, computed when first needed.
+    """Largest expected errors of eager attention by result, computed on first use.
 
-    For 16-bit types they include those of the same problem in float32: a kernel with 32-bit
-    intermediates may have the same error as eager attention in float32.
+    For 16-bit dtypes, the runs also include the same problem in float32, because a kernel with
+    32-bit intermediates may have the same error as eager attention in float32.
 
     Args:
-        run: returns the results of eager attention in a type, by name.
-        truth: the results in a higher precision, by name.
-        dtype: type of the results that are judged.
+        run: runs eager attention in the given dtype and returns the results by name.
+        truth: results in higher precision, by name.
+        dtype: dtype of the results that are judged.
         residuals: higher-precision truth minus the float64 truth, by name.
         most: upper bound on the number of runs.
 
     Attributes:
-        dtype: as given.
+        dtype: dtype of the results that are judged.
         runs: number of runs so far.
     """
 
@@ -282,7 +285,10 @@ class Expected:
         self.runs = 0
 
     def error(self, name: Any, needed: float = math.inf) -> float:
-        """Return the largest error over the runs; stop once it reaches `needed` or is far below."""
+        """Return the largest error over the runs.
+
+        Runs are added until the error reaches `needed`, is too far below it, or `most` is reached.
+        """
         while self.runs < self._most:
             largest = self._largest.get(name, 0.0)
             far = 3.0 if self.runs >= FIRST_RUNS else 1000.0
@@ -307,6 +313,6 @@ class Expected:
     def _error(self, name: Any, result: Tensor) -> float:
         truth = self._truth[name].double()
         error = (result.double() - truth).sub_(self._residuals.get(name, 0.0)).abs()
-        error = error[truth.isfinite()]  # elsewhere, results are compared for equality
+        error = error[truth.isfinite()]  # other elements are compared for equality
         error = error[error.isfinite()]
         return error.max().item() if error.numel() else 0.0

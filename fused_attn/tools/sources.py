@@ -1,4 +1,4 @@
-"""Model and inputs of `fused-attn compare`."""
+"""Loading of the model and inputs that `fused-attn compare` runs on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 @dataclass
 class Source:
-    """Model, its arguments, and notes on both for the reader of the report."""
+    """Model, its arguments, and notes on them that the report prints."""
 
     model: Module
     args: tuple[Any, ...]
@@ -30,7 +30,10 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Source:
-        """Move to a device, and convert float parameters and inputs to a type (None: unchanged)."""
+        """Move the model and inputs to a device; convert floats to dtype (None: unchanged).
+
+        The model is modified in place.
+        """
         self.model.to(device, dtype)
         args, kwargs = copied((self.args, self.kwargs), dtype, device)
         return Source(self.model, args, kwargs, self.notes)
@@ -40,15 +43,16 @@ def load(source: str, batch: int | None = None, seqlen: int | None = None, seed:
     """Load the model and inputs that `source` names.
 
     Args:
-        source: a folder with a Hugging Face config.json and, unless they are to be random, weights;
-            or "module:function", a function without arguments that returns (model, args) or
-            (model, args, kwargs).
-        batch, seqlen: input sizes for a folder's model; None: `DEFAULT_BATCH`, and
-            `DEFAULT_SEQLEN` or the model's maximum if that is smaller.
-        seed: seed of random inputs, random weights, and the function's random numbers.
+        source: a folder with a Hugging Face config.json and optionally weights, which are random
+            otherwise; or "module:function", where the function takes no arguments and returns
+            (model, args) or (model, args, kwargs).
+        batch, seqlen: input sizes for the model of a folder. None selects `DEFAULT_BATCH`, and the
+            smaller of `DEFAULT_SEQLEN` and the model's maximum.
+        seed: seed of random inputs, of random weights and of the function.
 
     Raises:
-        ValueError, TypeError: source, or the function's return value, has another form.
+        ValueError: `source` names neither a usable folder nor a function, or sizes do not apply.
+        TypeError: the function's return value has another form.
     """
     torch.manual_seed(seed)
     folder = Path(source)
@@ -66,7 +70,7 @@ def load(source: str, batch: int | None = None, seqlen: int | None = None, seed:
 
 def _from_function(module: str, name: str) -> Source:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as for `python -m`
+        sys.path.insert(0, "")  # search the current directory, as `python -m` does
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise ValueError(f"SOURCE must name a function of {module}, got {name!r}")
@@ -104,17 +108,18 @@ def _from_folder(folder: Path, batch: int, seqlen: int | None) -> Source:
         notes.append(f"{folder} has no weights: they are random")
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         model = model_class.from_config(config)
-    model.config.use_cache = False  # the cache would be an additional output
+    model.config.use_cache = False  # a returned cache would be compared as an output
     inputs = copied(hugging_face_inputs(model, batch, seqlen), model.dtype)
     return Source(model, (), inputs, notes)
 
 
 def hugging_face_inputs(model: Any, batch: int, seqlen: int | None) -> dict[str, Tensor]:
-    """Return random inputs for a transformers model, according to its config; text is padded.
+    """Return random inputs that fit the config of a transformers model. Text is padded.
 
     Args:
-        batch: number of sequences; the first has no padding, the last is about half padding.
-        seqlen: tokens; None: `DEFAULT_SEQLEN`, or the model's maximum if that is smaller.
+        batch: number of sequences. The first has no padding, and about half of the last is padding.
+        seqlen: number of tokens per sequence. None selects the smaller of `DEFAULT_SEQLEN` and the
+            model's maximum.
 
     Raises:
         ValueError: the model needs inputs other than text, pixels or audio features.
@@ -122,7 +127,7 @@ def hugging_face_inputs(model: Any, batch: int, seqlen: int | None) -> dict[str,
     accepted = inspect.signature(model.forward).parameters
     wanted = {model.main_input_name}
     if hasattr(model, "get_text_features") and hasattr(model, "get_image_features"):
-        wanted |= {"input_ids", "pixel_values"}  # CLIP and similar models
+        wanted |= {"input_ids", "pixel_values"}  # CLIP and similar two-tower models
     if model.config.is_encoder_decoder:
         wanted.add("decoder_input_ids")
     makers = {
@@ -150,7 +155,7 @@ def _tokens(config: Any, batch: int, seqlen: int | None) -> Tensor:
     if seqlen is None:
         seqlen = min(DEFAULT_SEQLEN, getattr(text, "max_position_embeddings", DEFAULT_SEQLEN))
     tokens = torch.randint(text.vocab_size, (batch, seqlen))
-    # An accidental padding token would shift positions (RoBERTa).
+    # A random padding token inside the text would shift positions in RoBERTa.
     return torch.where(tokens == _pad_token(config), (tokens + 1) % text.vocab_size, tokens)
 
 
@@ -161,7 +166,7 @@ def _pad_token(config: Any) -> int:
 
 
 def _padding_mask(tokens: Tensor) -> Tensor:
-    """Return 1 for real tokens: all of the first sequence, half of the last one."""
+    """Return a mask with 1 for real tokens: all of the first sequence, half of the last one."""
     batch, seqlen = tokens.shape
     padded = seqlen // 2 * torch.arange(batch) // max(batch - 1, 1)
     return (torch.arange(seqlen) < (seqlen - padded)[:, None]).long()
@@ -175,5 +180,5 @@ def _pixels(config: Any, batch: int) -> Tensor:
 
 
 def _features(config: Any, batch: int) -> Tensor:
-    """Return features for Whisper, whose encoder halves their length."""
+    """Return audio features of the length that Whisper expects; its encoder halves the length."""
     return torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)

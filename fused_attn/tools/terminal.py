@@ -1,4 +1,4 @@
-"""Tables and progress bars by rich on a terminal if it is installed; otherwise plain text."""
+"""Tables and progress bars, drawn by rich on a terminal if it is installed, else in plain text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table as plain text.
 
     Args:
-        columns: the header; a column whose name begins with ">" is aligned to the right.
-        rows: a cell for each column.
+        columns: column names. A column whose name begins with ">" is aligned to the right.
+        rows: one cell per column.
     """
     lines = [[name.removeprefix(">") for name in columns], *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
@@ -29,11 +29,11 @@ def show_table(
     rows: Sequence[Sequence[str]],
     bad: Collection[int] = (),
 ) -> None:
-    """Print a table and an empty line.
+    """Print a table followed by an empty line.
 
     Args:
         title, columns, rows: see `aligned`.
-        bad: indices of rows that are printed in red if the output has colours.
+        bad: indices of the rows to print in red if the output supports colours.
     """
     if not _decorated(sys.stdout):
         print(title, aligned(columns, rows), "", sep="\n")
@@ -53,7 +53,7 @@ def show_table(
         header = Text(name.removeprefix(">"))
         table.add_column(header, justify=justify, no_wrap=number, overflow="fold")
     for i, row in enumerate(rows):
-        # As Text: rich would parse "input[0]" as markup.
+        # Wrapped in Text, because rich would parse "input[0]" as markup.
         table.add_row(*map(Text, row), style="bold red" if i in bad else None)
     Console(file=sys.stdout).print(table)
 
@@ -62,7 +62,7 @@ def show_table(
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a progress bar on stderr; yield a function that advances it by one of `total` steps.
 
-    The bar is drawn only in these calls: a refresh thread would disturb measurements.
+    The bar is drawn only in these calls, because a refresh thread would disturb measurements.
     """
     if not _decorated(sys.stderr):
         yield lambda: None

@@ -12,17 +12,18 @@ import torch
 
 Call = Callable[[], Any]
 
-CALLS_A_ROUND = 5  # on a GPU
+CALLS_A_ROUND = 5  # timed GPU calls per round
 CALLS_IN_A_ROW = 20
-# The GPU sleeps while the host queues the calls of a round. Otherwise the times of short kernels
-# would be the host's. A call takes the host up to 1 ms (a backward with tile lists: ten launches).
+# GPU cycles to sleep while the host queues the calls of a round. Without this delay, short kernels
+# would be timed at the host's launch rate. Launching a call takes the host up to 1 ms (ten launches
+# for a backward with tile lists).
 QUEUE_CYCLES = 12_000_000  # 6 ms at 2 GHz
 
 
 def cpu_seconds(call: Call) -> float:
-    """Return the seconds of a call, after a warm-up call.
+    """Return the seconds of one call, measured after a warm-up call.
 
-    Cores may have gone to sleep during single-threaded work before it.
+    The warm-up also wakes cores that went idle during single-threaded work.
     """
     call()
     start = time.perf_counter()
@@ -31,10 +32,10 @@ def cpu_seconds(call: Call) -> float:
 
 
 def gpu_seconds(calls: Sequence[Call], turn: int = 0) -> list[float]:
-    """Return the GPU's seconds for each call of a round, after a warm-up call.
+    """Return the GPU time in seconds of each call of a round, after a warm-up call.
 
     Args:
-        calls: the same call on different sets of operands; the round cycles through them.
+        calls: the same call on different sets of operands. The round cycles through them.
         turn: index of the first set.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_ROUND + 1)]
@@ -49,9 +50,9 @@ def gpu_seconds(calls: Sequence[Call], turn: int = 0) -> list[float]:
 
 
 def row_seconds(call: Call) -> float:
-    """Return the mean seconds of calls that the host issues without waiting, after a warm-up call.
+    """Return the mean seconds per call of back-to-back GPU calls, after a warm-up call.
 
-    For short kernels this is the host's time, for long kernels the GPU's.
+    The result is the host's launch time for short kernels, and the GPU's time for long ones.
     """
     call()
     torch.cuda.synchronize()
@@ -65,13 +66,14 @@ def row_seconds(call: Call) -> float:
 def medians(
     ways: Mapping[str, Call], device: torch.device, rounds: int, advance: Callable[[], None]
 ) -> dict[str, float]:
-    """Return the median time in seconds of each way of computing a call.
+    """Return the median time in seconds of each implementation of a call.
 
     Args:
-        ways: calls by name. Each round measures all of them, so that noise affects them alike.
-        device: where the calls run.
-        rounds: measurements of each way: one call on a CPU, CALLS_A_ROUND on a GPU.
-        advance: called after each round, outside the measurements.
+        ways: calls by name. Each round measures all of them, so that noise affects them equally.
+        device: device that the calls run on.
+        rounds: number of rounds. A round times one call of each implementation on a CPU, and
+            CALLS_A_ROUND calls on a GPU.
+        advance: callback that is called after each round, outside the measurements.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):

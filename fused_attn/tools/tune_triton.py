@@ -1,8 +1,8 @@
-"""Measure tile sizes on this machine's GPU, and print rows for the tables of tuning.py.
+"""Benchmark tile sizes on this machine's GPU, and print rows for the tables of tuning.py.
 
     python -m fused_attn.tools.tune_triton --pass fwd dq --dtype bf16 --head-dim 64 128
 
-A candidate is valid if it compiles, fits, and returns the results of the current row.
+A candidate is valid if it compiles, fits on the GPU, and returns the results of the current row.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Call = Callable[[], list[Tensor]]
 _SEQLEN, _TOKENS, _HIDDEN = 4096, 16384, 2048
 _CACHE, _DECODE_BATCH, _DECODE_HEADS, _DECODE_HEADS_KV = 8192, 64, 32, 8
 _WARMUP, _SAMPLES = 2, 9
-# Allowed difference in roundings, by element size. The order of summation differs; for 16-bit
-# results, the final rounding dominates.
+# Allowed difference from the current config in units of eps, by element size in bytes. Configs
+# differ in the order of summation. For 16-bit results, the final rounding dominates.
 _ROUNDINGS = {2: 4.0, 4: 64.0}
 
 
 class Found(NamedTuple):
-    """The fastest config, the default, and the speed-up over it."""
+    """Fastest config, default config, and the speedup of the fastest over the default."""
 
     config: Config
     default: Config
@@ -46,14 +46,19 @@ class Found(NamedTuple):
 
 
 def candidates(kind: str, element_size: int, head_dim: int, shared_memory: int) -> list[Config]:
-    """Return configs that fit in shared memory, with 16 to 64 scores of a tile per thread.
+    """Return configs that fit in shared memory and compute 16 to 64 scores per thread and tile.
 
-    For decode, the minimum is 2 scores.
+    For decode, the minimum is 2 scores per thread.
+
+    Args:
+        kind: one of `PASSES`.
+        element_size: size of an element in bytes.
+        shared_memory: shared memory per program in bytes.
     """
     stages: tuple[int, ...] = (2, 3) if element_size < 4 else (1, 2, 3)
     owned: tuple[int, ...] = (64, 128)
     streamed, warps, fewest = (32, 64, 128), (4, 8), 16
-    if kind == "decode":  # few rows per tile, and bound by memory bandwidth
+    if kind == "decode":  # few query rows per tile, and limited by memory bandwidth
         owned, warps, fewest = (16,), (2, 4), 2
         stages = (*stages, 4)
     configs = []
@@ -69,10 +74,10 @@ def candidates(kind: str, element_size: int, head_dim: int, shared_memory: int) 
 
 
 def shared_bytes(kind: str, config: Config, element_size: int, head_dim: int) -> int:
-    """Return the shared memory of a program's tiles: the resident ones, and two for each stage.
+    """Return the shared memory of a program's tiles in bytes.
 
-    On sm_90 the compiler allocates up to 2 KB more than this for 16-bit types, and less than this
-    for float32.
+    The tiles are the resident ones, and two streamed tiles per stage. On sm_90, the compiler
+    allocates up to 2 KB more than this for 16-bit types, and less than this for float32.
     """
     own, other = config.block_m, config.block_n
     if kind.startswith("dkdv"):
@@ -102,7 +107,10 @@ def override(
 
 
 def calls_of(kind: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> list[Call]:
-    """Return the calls that time a pass; their other work is the same for every candidate."""
+    """Return the calls whose times measure a pass.
+
+    A call may include other work, which is the same for every candidate.
+    """
     torch.manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -127,7 +135,7 @@ def calls_of(kind: str, dtype: torch.dtype, head_dim: int, device: torch.device)
 def _attend(operands: list[Tensor], mask: masks.Mask | None, dropout_p: float) -> Tensor:
     query, key, value = operands
     if dropout_p > 0.0:
-        torch.manual_seed(0)  # the same dropout for every candidate
+        torch.manual_seed(0)  # the same dropout mask for every candidate
     out = scaled_dot_product_attention(
         query, key, value, mask, dropout_p, enable_gqa=True, backend="triton"
     )
@@ -148,7 +156,7 @@ def _backward(
 
 
 def seconds_of(call: Call) -> float:
-    """Return the median seconds of a call on the GPU."""
+    """Return the median GPU time of a call in seconds."""
     for _ in range(_WARMUP):
         call()
     samples = []
@@ -171,7 +179,7 @@ def tune(
     tried: list[Config],
     timer: Callable[[Call], float] = seconds_of,
 ) -> Found:
-    """Return the fastest of `tried` and the default, by the mean ratio to the default's times."""
+    """Return the fastest of the default and `tried`, by mean time relative to the default."""
     default = tuning.config(kind, arch, element_size, head_dim)
     wanted = [call() for call in calls]
     base = [timer(call) for call in calls]
@@ -182,7 +190,7 @@ def tune(
                 for call, results in zip(calls, wanted, strict=True):
                     _check(call(), results, element_size)
                 times = [timer(call) for call in calls]
-            except Exception as error:  # the compiler or the GPU may reject it in any way
+            except Exception as error:  # the compiler and the GPU raise various exceptions
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 print(f"{kind} {config}: {reason[:100]}", file=sys.stderr)
                 continue

@@ -1,8 +1,8 @@
 """The command `fused-attn verify`: correctness and speed of a backend on this machine.
 
-It runs checks on a backend (tools/checks.py). It then times each class of problems against the
-backend that calls run on without verification. The verdict is stored, and decides from then on
-which classes the backend is selected for (backends/verdicts.py).
+The command runs the checks of tools/checks.py on a backend. It then times each problem class
+against the backend that calls run on without verification. The stored verdict decides from then on
+for which classes the backend is selected (backends/verdicts.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
 from fused_attn.tools.plan import Plan, Probe
 
-# Smaller speed-ups cannot be distinguished from noise between two runs.
+# Smaller speedups cannot be distinguished from the noise between two runs.
 MIN_SPEEDUP = 1.05
-WRONG = "wrong"  # `found` of a class with a failed check
+WRONG = "wrong"  # `ClassVerdict.found` of a class with a failed check
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Trial:
     """A check and its outcome.
 
     Attributes:
-        findings: a finding for each result; empty if the check did not complete.
-        error: the exception raised instead; its cause may be outside the kernel.
-        refused: the backend's reasons to reject the problem, or the out-of-memory message.
+        findings: one finding per result; empty if the check did not complete.
+        error: the exception that stopped the check; its cause may be outside the kernel.
+        refused: the backend's reasons for rejecting the problem, or the out-of-memory message.
     """
 
     check: Check
@@ -47,14 +47,14 @@ class Trial:
 
     @property
     def ok(self) -> bool:
-        """Return True if no error was detected."""
+        """Return True if the check found no error; a rejected problem counts as ok."""
         return not self.error and all(finding.ok for finding in self.findings)
 
     def rules_out(self, name: ProblemClass) -> bool:
-        """Return True if this failure rules a class out.
+        """Return True if this failed trial rules out the class `name`.
 
-        It rules out classes of its op and dtype that share one of its features, at all sizes. Wrong
-        gradients rule out training only.
+        A failure rules out all classes with the op and dtype of the check that have one of its
+        features, at all sizes. If only gradients are wrong, it rules out only training.
         """
         if (name.op, name.dtype) != (self.check.op, self.check.dtype):
             return False
@@ -65,20 +65,20 @@ class Trial:
         return name.direction == "training" or not gradients_only
 
     def problem(self) -> str:
-        """Return a description of the failure."""
+        """Return a description of the failure, possibly of several lines."""
         return self.error or "; ".join(str(f) for f in self.findings if not f.ok)
 
 
 @dataclass
 class Report:
-    """Results of the verification of a backend.
+    """Results of verifying a backend on a device.
 
     Attributes:
-        identity: identity of the machine, see `verdicts.identity`.
-        trials: outcomes of all checks that were run.
-        classes: the verdict on each class.
-        path: file that stores the verdict; None if it is not stored.
-        lost: the device no longer computes in this process.
+        identity: identity of the machine and the kernels, see `verdicts.identity`.
+        trials: outcomes of all checks that ran.
+        classes: verdict on each problem class.
+        path: file in which the verdict is stored; None if it is not stored.
+        lost: True if the device no longer computes in this process.
     """
 
     backend: str
@@ -115,7 +115,7 @@ class Report:
         }
 
     def snippet(self, trial: Trial) -> str:
-        """Return code that reproduces a failure, with the findings of this run as comments."""
+        """Return code that reproduces a failure, followed by this run's findings as comments."""
         about = ", ".join(f"{key} {value}" for key, value in self.identity.items())
         kind = type(trial.check).__name__
         return "\n".join(
@@ -128,7 +128,7 @@ class Report:
         )
 
     def counts(self) -> list[tuple[str, ...]]:
-        """Return table rows: what was checked, and how often it was right, wrong or rejected."""
+        """Return table rows: dtype, property checked, and counts of right, wrong and rejected."""
         counted: dict[tuple[str, str], list[int]] = {}
         for trial in self.trials:
             kind = "norms" if isinstance(trial.check, NormCheck) else "attention"
@@ -141,10 +141,10 @@ class Report:
         return rows
 
     def speedups(self, norms: bool) -> list[tuple[str, ...]]:
-        """Return table rows: op, dtype, sizes and direction of classes, and a cell per feature.
+        """Return table rows: op, dtype, sizes and direction of classes, and one cell per feature.
 
-        The cell is the speed-up, in brackets if it is below MIN_SPEEDUP. It is "wrong" or "-" if
-        there is none.
+        A cell contains the speedup, in brackets if the class is not usable. Without a speedup, it
+        contains "wrong" or "-".
         """
         features = NORM_FEATURES if norms else (*KINDS, *OPTIONS)
         rows: dict[tuple[str, ...], dict[str, str]] = {}
@@ -170,12 +170,12 @@ _LOOKS = {
 
 
 def candidates() -> list[str]:
-    """Return the backends that are selected only if verified, in order of preference."""
+    """Return the backends that are the default only where verified, in order of preference."""
     return [name for name in BACKENDS if name in verdicts.KERNELS]
 
 
 def device_of(backend: str) -> torch.device:
-    """Return the current GPU, or the CPU for a backend whose kernels are emulated."""
+    """Return the current GPU, or the CPU for a backend whose kernels are emulated there."""
     on_cpu = AttentionProblem(torch.device("cpu"), torch.float32, 8, 8)
     if not get_backend(backend).unsupported(on_cpu):
         return on_cpu.device
@@ -184,21 +184,23 @@ def device_of(backend: str) -> torch.device:
 
 
 def against(backend: str) -> list[str]:
-    """Return the reasons why a backend cannot be verified here; empty if it can."""
+    """Return the reasons why a backend cannot be verified on this machine; empty if it can."""
     own = get_backend(backend)
     problem = AttentionProblem(device_of(backend), torch.float32, 8, 8)
     return own.unavailable() or own.unsupported(problem)
 
 
 def verify(backend: str, plan: Plan, advance: Callable[[], None] = lambda: None) -> Report:
-    """Check and time a backend, and store the verdict in place of the previous one.
+    """Check and time a backend, and store the verdict, which replaces the previous one.
 
     Args:
-        advance: called after each check and each class, outside the measurements.
+        backend: name of the backend.
+        plan: checks to run and problems to time.
+        advance: callback that is called after each check and each class, outside the measurements.
 
     Raises:
         ValueError: the backend cannot run on this machine.
-        OSError: the verdict cannot be stored.
+        OSError: the verdict file cannot be written.
     """
     reasons = against(backend)
     if reasons:
@@ -224,7 +226,7 @@ def _is_wrong(name: ProblemClass, report: Report) -> bool:
 
 
 def _try(check: Check, report: Report) -> Trial:
-    """Run a check, unless the device no longer computes."""
+    """Run a check and append it to the report, unless the device no longer computes."""
     trial = Trial(check)
     if report.lost:
         return trial
@@ -233,7 +235,7 @@ def _try(check: Check, report: Report) -> Trial:
         trial.findings = check.run(report.backend, report.device)
     except (NotImplementedError, torch.OutOfMemoryError) as error:
         trial.refused = str(error)
-    except Exception as error:  # report any failure
+    except Exception as error:  # report every failure
         trial.error = f"{type(error).__name__}: {error}"
         report.lost = not _alive(report.device)
     return trial
@@ -242,7 +244,7 @@ def _try(check: Check, report: Report) -> Trial:
 def _alive(device: torch.device) -> bool:
     """Return True if a device still computes.
 
-    After an illegal memory access, a GPU does not compute again in this process.
+    After an illegal memory access, all further CUDA calls of the process fail.
     """
     try:
         return torch.ones(2, device=device).sum().item() == 2.0
@@ -254,7 +256,7 @@ def _alive(device: torch.device) -> bool:
 
 
 def _judged(probes: Sequence[Probe], rounds: int, report: Report) -> ClassVerdict:
-    """Check and time a class without a failure so far, and return its verdict."""
+    """Check and time the probes of a class; return its verdict."""
     slowest: tuple[float, str] | None = None
     for probe in probes:
         trial = _try(probe.checked, report)
@@ -284,7 +286,7 @@ def _judged(probes: Sequence[Probe], rounds: int, report: Report) -> ClassVerdic
 
 
 def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
-    """Return the speed-up over the first backend of torch operations, and its name."""
+    """Return the speedup over the first torch-based backend, and the name of that backend."""
     call, operands = check.call(report.device), check.operands(report.device)
     leaves = [t.requires_grad_(check.gradients) for t in operands.values()]
     own = _timed(contract.by(report.backend, call), leaves, check.gradients)
@@ -292,7 +294,7 @@ def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
     ways = {report.backend: own, peer: others}
     measured = [timing.medians(ways, report.device, rounds, lambda: None)]
     if report.device.type == "cuda":
-        # For short kernels, the launch overhead of the host limits a model, not the GPU's time.
+        # The launch overhead on the host, not the GPU time, limits models with short kernels.
         rows: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, way in ways.items():
@@ -302,7 +304,7 @@ def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
 
 
 def _timed(call: Callable[..., Any], leaves: Sequence[Tensor], training: bool) -> timing.Call:
-    """Return a function that runs a call, and its backward for training, after a first run."""
+    """Return a callable that runs a forward, or for training also a backward; runs it once."""
     if not training:
 
         def forward() -> Any:
@@ -323,9 +325,9 @@ def _timed(call: Callable[..., Any], leaves: Sequence[Tensor], training: bool) -
 def _first_of_torch(
     call: Callable[..., Any], leaves: Sequence[Tensor], training: bool
 ) -> tuple[str, timing.Call]:
-    """Return the first backend of torch operations that accepts a call, and the call on it.
+    """Return the name of the first torch-based backend that accepts a call, and the call on it.
 
-    Calls run on this backend if nothing was verified.
+    Unverified calls run on this backend.
     """
     for name, backend in BACKENDS.items():
         if backend.differentiable:

@@ -1,6 +1,6 @@
-"""CUDA kernels compiled for the CPU (tests/cuda_emulator), for tests of the backend "cuda".
+"""Loader of CUDA kernels compiled for the CPU (tests/cuda_emulator), to test the backend "cuda".
 
-`make emulator` builds them; the tests use them if CUDA_EMULATED=1.
+`make emulator` builds the kernels. The tests use them if CUDA_EMULATED=1 is set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BUILD_DIR = Path(__file__).resolve().parents[2] / "build" / "cuda_emulator"
 
 
 def use() -> None:
-    """Make the backend "cuda" run the emulated kernels, on CPU tensors."""
+    """Make the backend "cuda" run the emulated kernels on CPU tensors."""
     path = BUILD_DIR / f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
         raise FileNotFoundError(f"CUDA_EMULATED=1 needs {path}: make emulator")

@@ -1,4 +1,4 @@
-"""Recorders of the calls that this package's kernels computed."""
+"""Recorders of the calls that this package computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OP = "aten::scaled_dot_product_attention"
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
-    """Seed torch, and check that the test left no kernels registered."""
+    """Seed torch; after the test, call disable() and check that torch's dispatch is unchanged."""
     torch.manual_seed(0)
     before = torch._C._dispatch_dump_table(OP)
     yield
@@ -28,12 +28,12 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 class Computed(list):
-    """List of the dropout_p and attn_mask of each call that this package computed, in order."""
+    """List of (dropout_p, attn_mask), one per call that this package computed, in order."""
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Computed]:
-    """Record the calls that this package's attention receives and does not reject."""
+    """Record the calls that this package's attention accepts within the block."""
     computed = Computed()
     attention = functional.scaled_dot_product_attention
 
@@ -48,14 +48,14 @@ def counting() -> Iterator[Computed]:
 
 @contextlib.contextmanager
 def taken_over() -> Iterator[Computed]:
-    """Record the calls as `counting()` does, within `fused_attn.enabled()`."""
+    """Record calls as `counting()` does, under `fused_attn.enabled()`."""
     with fused_attn.enabled(), counting() as computed:
         yield computed
 
 
 @contextlib.contextmanager
 def functions_called(*names: str) -> Iterator[list[str]]:
-    """Record the names of this package's functions in the order of their calls."""
+    """Record the names of this package's functions, one entry per call, in call order."""
     seen: list[str] = []
 
     def spied(name: str) -> Any:
@@ -74,5 +74,5 @@ def functions_called(*names: str) -> Iterator[list[str]]:
 
 
 def attention_calls() -> contextlib.AbstractContextManager[list[str]]:
-    """Record the calls of attention, including that of packed sequences."""
+    """Record the names of attention functions that are called, including that for packed input."""
     return functions_called("scaled_dot_product_attention", "varlen_attention")

@@ -1,4 +1,4 @@
-"""Running examples as a user would, on little data."""
+"""Runner for the examples, which starts them as a user would, on little data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ for _module in ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers"):
     pytest.importorskip(_module)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))  # tests import them
-# Make downloads fail in every library that honours these variables.
+sys.path.insert(0, str(EXAMPLES))  # tests import the examples' modules
+# Proxy and offline settings that make downloads fail in every library that honours them.
 NO_NETWORK = {
     "HF_HUB_OFFLINE": "1",
     "http_proxy": "http://127.0.0.1:9",
@@ -25,7 +25,10 @@ NO_NETWORK = {
 
 
 def run_example(name: str, folder: Path, *args: str) -> tuple[str, dict[str, Any]]:
-    """Run `examples/<name>.py --smoke`; return its stdout and the figures written to `folder`."""
+    """Run `examples/<name>.py --smoke`; return its stdout and the figures that it writes as JSON.
+
+    Fails the test if the exit status is not 0.
+    """
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--smoke", "--output", str(folder)]
     done = subprocess.run(
         [*command, *args],

@@ -1,12 +1,12 @@
-"""Recording of the graphs that torch.compile makes."""
+"""Backend that records the graphs which torch.compile generates."""
 
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 
 class Recorded(AotEagerAndRecordGraphs):
-    """Backend of torch.compile that records its graphs."""
+    """torch.compile backend that records graphs and runs them with AOT autograd, uncompiled."""
 
     def packs(self) -> bool:
-        """Return True if the graphs remove padding."""
+        """Return True if a graph removes padding."""
         assert self.graphs
         return any(node.target == "nonzero" for g in self.graphs for node in g.graph.nodes)

@@ -1,6 +1,6 @@
-"""Helpers with which the tests apply the numerics contract (fused_attn/tools/contract.py).
+"""Test helpers that apply the numerics contract (fused_attn/tools/contract.py).
 
-No test uses any other tolerance.
+The tests use no other tolerance.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from fused_attn.tools.rounding import Expected
 if os.environ.get("CUDA_EMULATED") == "1":
     cuda_emulation.use()
 
-# Backends with kernels of this package. Those that call torch are tested in test_sdpa.py.
+# Backends with kernels of this package. test_sdpa.py tests the backends that call torch.
 BACKENDS = [n for n in fused_attn.available_backends() if not get_backend(n).differentiable]
 ISAS = ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic"]
-MAX_REFERENCES = 256  # cache size; more than the number of problems of one test
-# conftest.py deselects the types that the backend of a test does not support.
+MAX_REFERENCES = 256  # cache size, larger than the number of problems of any test
+# conftest.py deselects the dtypes that a test's backend does not support.
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTERPRETED = "triton" in BACKENDS and triton.interpreted()
-# Emulated kernels run serially on the CPU: seconds a call, where other backends need almost none.
+# Emulated kernels run serially on the CPU and take seconds per call, unlike other backends.
 SLOW_BACKENDS = ["cuda"] * cuda.emulated() + ["triton"] * INTERPRETED
-# For grids of types and another parameter. The 16-bit types differ only in how tiles are loaded and
-# stored; test_shapes and, for norms, test_weight_of_the_same_type cover float16.
+# Marker for parametrizations over dtypes and another parameter. The 16-bit dtypes differ only in
+# how tiles are loaded and stored. test_shapes covers float16, as does
+# test_weight_of_the_same_type for norms.
 ONE_16_BIT_TYPE = pytest.mark.thinned("bfloat16 is there", dtype=[torch.float16])
 
 
 def takes(backend: str, dtype: torch.dtype, device: str | None = None) -> bool:
-    """Return True if a backend supports a type, on its default device if none is given."""
+    """Return True if a backend supports a dtype on a device (default: the backend's device)."""
     where = device_of(backend) if device is None else torch.device(device)
     return not get_backend(backend).unsupported(AttentionProblem(where, dtype, 8, 8))
 
 
 def device_of(backend: str) -> torch.device:
-    """Return the device for a backend's tensors: the CPU if the backend supports it."""
+    """Return the device of a backend's tensors: the CPU if the backend supports it, else a GPU."""
     return torch.device("cpu" if takes(backend, torch.float32, "cpu") else "cuda")
 
 
@@ -59,7 +60,7 @@ FLOAT64_BACKENDS = [name for name in BACKENDS if takes(name, torch.float64)]
 
 
 def most_exact(backend: str) -> torch.dtype:
-    """Return the most precise type that a backend supports."""
+    """Return the most precise dtype that a backend supports."""
     return torch.float64 if takes(backend, torch.float64) else torch.float32
 
 
@@ -76,14 +77,14 @@ _draw = 0
 
 
 def use_draw(number: int) -> None:
-    """Seed torch's generator and those of `drawn` for the draw with this number (--draw)."""
+    """Seed torch's generator and all generators of `drawn` for a draw number (option --draw)."""
     global _draw
     _draw = number
     torch.manual_seed(number)
 
 
 def drawn(seed: int) -> torch.Generator:
-    """Return a generator for a seed; its numbers differ between draws."""
+    """Return a CPU generator for a seed. Its random numbers differ between draws."""
     return torch.Generator().manual_seed(seed + 1_000_003 * _draw)
 
 
@@ -94,9 +95,9 @@ def assert_contract(
     eager: Tensor,
     expected: contract.ExpectedError = contract.no_error,
 ) -> None:
-    """Assert that got is within the numerics contract.
+    """Assert that `got` is within the numerics contract.
 
-    The limits of gradients apply if name begins with "grad".
+    The limit for gradients applies if `name` begins with "grad".
 
     Args:
         truth, eager, expected: as in `contract.judge`.
@@ -113,11 +114,11 @@ def run_with_gradients(
     seed: int = 7,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Compute outputs ("out0", ...) and gradients ("grad_query", ...) of function(**tensors).
+    """Return outputs ("out0", ...) and gradients ("grad_query", ...) of function(**tensors).
 
-    Inputs are converted to dtype, except that for 16-bit types float32 biases and norm parameters
-    stay float32. The output gradients and dropout are the same for every type and function. The
-    function runs on `device`; the results are returned on the CPU.
+    Inputs are converted to dtype, except that float32 biases and norm parameters stay float32 if
+    dtype is a 16-bit type. The output gradients and the dropout mask are the same for every dtype
+    and function. The function runs on `device`; the results are returned on the CPU.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     leaves = {}
@@ -146,10 +147,10 @@ def run_with_gradients(
 
 @contextlib.contextmanager
 def dropout_seed(seed: int) -> Iterator[None]:
-    """Make calls on every device drop the same weights within the block.
+    """Make dropout masks within the block independent of the device.
 
-    torch's generators of the CPU and of a GPU draw different numbers from one seed, so all dropout
-    seeds are drawn from the CPU's generator.
+    torch's CPU and GPU generators draw different random numbers from the same seed. Within the
+    block, all dropout seeds are therefore drawn from the CPU's generator.
     """
     new_seed = philox.new_seed
 
@@ -162,18 +163,18 @@ def dropout_seed(seed: int) -> Iterator[None]:
 
 
 def as_strided_like(leaves: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    """Give the copy of a tensor the tensor's strides, if those permute a dense layout."""
+    """Restride leaves[name] like `tensor`, if the strides of `tensor` permute a dense layout."""
     if tensor.is_contiguous() or 0 in tensor.stride():
         return
     leaf = leaves[name]
-    copy = torch.empty_like(tensor, dtype=leaf.dtype, device=leaf.device)  # keeps the strides
+    copy = torch.empty_like(tensor, dtype=leaf.dtype, device=leaf.device)  # preserves strides
     leaves[name] = copy.copy_(leaf)
 
 
 def exact_in_16_bits(tensor: Tensor) -> Tensor:
-    """Round a tensor to values exact in bfloat16, as float64.
+    """Round a tensor to values that are exact in bfloat16; return them as float64.
 
-    With them, the gradient of an output is the same in every type.
+    Output gradients made of such values are the same in every dtype.
     """
     return tensor.to(torch.bfloat16).to(torch.float64)
 
@@ -187,7 +188,7 @@ def assert_like_eager(
     """Assert that the outputs and all gradients of function(backend) are within the contract.
 
     Returns:
-        The results of the backend.
+        The results of the backend, by name.
     """
     got, findings = compare_with_eager(function, tensors, dtype, backend)
     for finding in findings:
@@ -201,9 +202,9 @@ def compare_with_eager(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[dict[str, Tensor], list[contract.Finding]]:
-    """Return the results of a backend, and a contract finding for each.
+    """Return the results of a backend, and a contract finding for each of them.
 
-    The backend runs on its device, the reference and eager attention on the CPU.
+    The backend runs on its device, and the float64 and eager references run on the CPU.
     """
     exact = {name: None if t is None else round_inputs(t, dtype) for name, t in tensors.items()}
     reference = Reference.of(
@@ -219,7 +220,7 @@ def assert_outputs_like_eager(
     dtype: torch.dtype,
     backend: str,
 ) -> None:
-    """Assert that outputs are within the contract without gradients, as other kernels may run."""
+    """Assert that outputs of calls without gradients, which may use other kernels, are correct."""
     exact = {n: exact_in_16_bits(t) for n, t in tensors.items() if t is not None}
 
     def run(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
@@ -237,8 +238,8 @@ class Reference:
     """Exact results, eager results and expected eager error of one problem.
 
     Args:
-        run: computes eager attention in a given type and returns its results by name.
-        dtype: the type that is judged.
+        run: computes the problem with eager attention in the given dtype; returns results by name.
+        dtype: dtype of the results that are judged.
     """
 
     _latest: ClassVar[dict[bytes, Reference]] = {}
@@ -252,12 +253,12 @@ class Reference:
         function: Callable[..., Any],
         kind: str = "",
     ) -> Reference:
-        """Return the reference of a problem, computed once for all instruction sets.
+        """Return the reference of a problem, cached so that all instruction sets share it.
 
         Args:
-            function: the function that `run` calls with the tensors. The reference is cached if
-                its `key` attribute fully describes it.
-            kind: distinguishes different `run` functions in the cache.
+            function: the function that `run` calls with the tensors. The reference is cached only
+                if the function has an attribute `key`, which must identify it.
+            kind: label of `run` in the cache key, to distinguish different `run` functions.
         """
         if not hasattr(function, "key"):
             return cls(run, dtype)
@@ -285,7 +286,7 @@ class Reference:
         self.expected = Expected(run, self.truth, dtype, self.residuals)
 
     def findings(self, got: dict[str, Tensor]) -> list[contract.Finding]:
-        """Judge each result by the contract."""
+        """Return a contract finding for each result."""
         assert got.keys() == self.truth.keys()
         return [
             contract.judge(
@@ -299,7 +300,7 @@ class Reference:
 
 
 def round_inputs(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round inputs to values exact in a type, as the contract covers only the computation."""
+    """Round inputs to values that are exact in dtype; the contract covers only the computation."""
     if tensor.dtype != torch.float32 or dtype in (torch.float32, torch.float64):
         return tensor
     rounded = torch.empty_like(tensor)
@@ -311,7 +312,7 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
 
     Args:
         mask: a Mask. Pass a float mask as `bias` to the returned function instead, so that its
-            gradient is checked.
+            gradient is checked too.
         options: keyword arguments of scaled_dot_product_attention.
     """
 
@@ -327,7 +328,7 @@ def attention(mask: Any = None, **options: Any) -> Callable[..., Callable[..., t
 
         return call
 
-    # No cache key for views of large tensors: a pickle contains the full storage.
+    # Views of large tensors get no cache key, because their pickle contains the full storage.
     if mask is None or all(t.untyped_storage().nbytes() < 2**20 for t in mask.tensors()):
         of.key = pickle.dumps(("attention", mask, options))  # type: ignore[attr-defined]
     return of
@@ -344,7 +345,12 @@ def random_qkv(
     seed: int = 0,
     transposed: bool = False,
 ) -> dict[str, Tensor | None]:
-    """Draw float32 query, key and value; transposed: laid out as (batch, seqlen, heads, dim)."""
+    """Draw float32 query, key and value.
+
+    Args:
+        transposed: store the tensors in (batch, seqlen, num_heads, head_dim) order. The returned
+            views are (batch, num_heads, seqlen, head_dim) in any case.
+    """
     generator = drawn(seed)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
 
@@ -361,13 +367,13 @@ def random_qkv(
 
 
 def leaves_of(tensors: Iterable[Tensor], dtype: torch.dtype, backend: str) -> list[Tensor]:
-    """Return copies on the backend's device that require grad."""
+    """Return copies of the tensors on the backend's device, as leaves that require grad."""
     device = device_of(backend)
     return [t.detach().to(device, dtype, copy=True).requires_grad_() for t in tensors]
 
 
 def runnable(isa: str) -> bool:
-    """Return True if the kernels of an instruction set can run on this machine."""
+    """Return True if this machine can run the kernels of an instruction set."""
     try:
         with cpp.use_isa(isa):
             return True

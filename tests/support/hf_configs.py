@@ -1,4 +1,4 @@
-"""Small configs and model classes for any model type of transformers."""
+"""Small configs and model classes for the model types of transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torchvision_stand_in import import_timm
 
 TIMM = importlib.util.find_spec("timm") is not None
 if TIMM:
-    import_timm()  # before transformers looks for timm, so that it can import timm's backbones
+    import_timm()  # before transformers looks for timm, so that timm's backbones can be imported
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 
 def _find_timm() -> None:
-    """Make transformers find timm without torchvision, which newer versions also check for."""
+    """Make transformers detect timm even without torchvision, which newer versions require."""
     utils = transformers.utils
     utils.is_timm_available = utils.import_utils.is_timm_available = lambda: TIMM
     backends = utils.import_utils.BACKENDS_MAPPING
@@ -36,7 +36,7 @@ _find_timm()
 
 VOCABULARY, IMAGE = 99, 32
 
-# Small values of sizes, by name pattern; the first match applies. None leaves a size unchanged.
+# Reduced values by patterns of field names; the first match applies. None leaves a value unchanged.
 _SIZES: list[tuple[str, int | None]] = [
     (r"vocab_size", VOCABULARY),
     (r"type_vocab|num_labels|num_channels|kernel|stride|chunk_size_feed|_rate|num_mel", None),
@@ -70,17 +70,17 @@ _COMMON_TOKENS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "sep": 2, "c
 
 
 class NotRunError(Exception):
-    """Raised if no small model, or no inputs, that run on eager attention could be made."""
+    """Raised if no small model and inputs could be built that run with eager attention."""
 
 
 # ---- classes ------------------------------------------------------------------------------------
 
 
 def model_class(kind: type) -> type | None:
-    """Return the model class for a config class: the base model, or else another model."""
+    """Return the model class of a config class: the base model, or another model if it has none."""
     base = None
     if kind in transformers.MODEL_MAPPING and kind.model_type not in CLASSES:
-        with contextlib.suppress(ValueError):  # it names a class that does not exist
+        with contextlib.suppress(ValueError):  # the mapping names a class that does not exist
             found = transformers.MODEL_MAPPING[kind]
             base = found[0] if isinstance(found, tuple) else found
     if base is not None and base.forward is not torch.nn.Module.forward:
@@ -90,13 +90,13 @@ def model_class(kind: type) -> type | None:
     for cls in classes:
         if cls.__name__ == name:
             return cls
-    # Later classes are built from earlier ones, and heads add no attention.
+    # Later classes in a file are built from earlier ones. Task heads ("For") add no attention.
     bases = [cls for cls in classes if "For" not in cls.__name__]
     return bases[-1] if bases else next(iter(classes), None)
 
 
 def parents(kind: type) -> list[str]:
-    """Return the model types whose configs contain one of a given class."""
+    """Return the model types whose configs contain a config of the given class."""
     return [
         parent.model_type
         for parent in vars(sys.modules[kind.__module__]).values()
@@ -105,7 +105,7 @@ def parents(kind: type) -> list[str]:
 
 
 def _classes(kind: type) -> Iterator[type]:
-    """Yield the models in a config's folder of transformers that use this config class."""
+    """Yield the model classes in the config's folder of transformers that use this config class."""
     package = importlib.import_module(kind.__module__.rpartition(".")[0])
     for file in sorted(Path(package.__path__[0]).glob("modeling_*.py")):
         library = importlib.import_module(f"{package.__name__}.{file.stem}")
@@ -124,15 +124,16 @@ def _classes(kind: type) -> Iterator[type]:
 
 
 def small_config(kind: type, everything: bool = True) -> Any:
-    """Make a config with few, small layers, at least one of each kind.
+    """Return a config with few small layers, including at least one of each kind.
 
     Args:
-        kind: class of the config.
-        everything: reduce the widths too, not only the number of layers and the vocabulary.
+        kind: config class.
+        everything: also reduce widths. If False, only the number of layers and the vocabulary are
+            reduced.
     """
     try:
         config = kind()
-    except Exception:  # not all have defaults
+    except Exception:  # some config classes have required arguments
         if not overrides(kind.model_type):
             raise
         return kind(**copy.deepcopy(overrides(kind.model_type)))
@@ -140,7 +141,7 @@ def small_config(kind: type, everything: bool = True) -> Any:
 
 
 def overrides(model_type: str) -> dict[str, Any]:
-    """Return the values in `CONFIGS` for a model type; later entries take precedence."""
+    """Return the config values in `CONFIGS` for a model type. Later entries take precedence."""
     values: dict[str, Any] = {}
     for patterns, entries in CONFIGS.items():
         if any(fnmatchcase(model_type, pattern) for pattern in patterns.split()):
@@ -198,7 +199,7 @@ def _small(config: Any, everything: bool) -> dict[str, Any]:
 
 
 def _merged(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Merge `others` into a copy of `values`, recursively for nested configs."""
+    """Return `values` updated with `others`, recursively for nested configs."""
     merged = values | others
     for key, value in others.items():
         if isinstance(value, dict) and isinstance(values.get(key), dict):
@@ -207,14 +208,14 @@ def _merged(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """Return head sizes that are compatible with the rotary embeddings."""
+    """Return sizes of heads and rotary sections that fit each other; empty if nothing changes."""
     if "head_dim" in small and "qk_rope_head_dim" in small:
         return {"head_dim": small["qk_rope_head_dim"]}
     rope = values.get("rope_parameters")
     sections = rope.get("mrope_section") if isinstance(rope, dict) else None
     if not sections:
         return {}
-    rotated = int(16 * rope.get("partial_rotary_factor", 1.0))  # half of a head of 32
+    rotated = int(16 * rope.get("partial_rotary_factor", 1.0))  # half of head_dim 32
     scaled = [size * rotated // sum(sections) for size in sections]
     scaled[0] += rotated - sum(scaled)
     sizes = {"rope_parameters": {**rope, "mrope_section": scaled}}

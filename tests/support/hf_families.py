@@ -1,4 +1,4 @@
-"""Tiny random models of Hugging Face transformers, one entry of FAMILIES per family."""
+"""Tiny random models of Hugging Face transformers; FAMILIES has one entry per model family."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ IMAGE = {
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models.
+    """Model family of transformers, with a tiny config and inputs.
 
     Attributes:
-        name: prefix of its class names: its config is {name}Config.
-        head: suffix of the model's class name, {name}{head}.
-        config: returns the arguments of the config.
-        inputs: returns the inputs of the model.
+        name: prefix of the class names; the config class is {name}Config.
+        head: suffix of the model class, which is {name}{head}.
+        config: returns the config's arguments.
+        inputs: returns the model's inputs.
         outputs: names of the outputs that are compared.
         attentions: number of attention calls in a forward pass.
-        generates: if True, the model has a decoder and thereby `generate`.
+        generates: True if the model has a decoder and thus a `generate` method.
     """
 
     name: str
@@ -74,11 +74,11 @@ class Family:
         return self.name
 
     def model(self, implementation: str | None = None, **config: Any) -> Any:
-        """Make a new model, in evaluation mode.
+        """Return a new model with random parameters, in evaluation mode.
 
         Args:
-            implementation: of the attention; None uses the library's default.
-            config: more arguments of the config.
+            implementation: attn_implementation of the model; None for the default of transformers.
+            config: additional arguments of the config.
         """
         made = getattr(transformers, f"{self.name}Config")(**self.config(), **config)
         kind = getattr(transformers, self.name + self.head)
@@ -90,7 +90,7 @@ def tokens(length: int = LENGTH, batch: int = BATCH) -> Tensor:
 
 
 def text() -> dict[str, Tensor]:
-    """Make three sequences: without padding, with padding on the right, and on the left."""
+    """Return three sequences: one without padding, one padded on the right, one on the left."""
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, 5:] = 0
     mask[2, :3] = 0
@@ -149,7 +149,7 @@ DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40}
 T5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 40, "num_layers": 2}
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
-# The library's other implementation of experts does not support float64.
+# The other implementations of experts in transformers do not support float64.
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 WORDS = {**IDS, "vocab_size": VOCABULARY}

@@ -1,4 +1,4 @@
-"""Candidate inputs for small transformers models, based on the signature of their forward."""
+"""Candidate inputs for small transformers models, derived from the signature of their forward."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_results import REAL
 from torch import Tensor
 
 BATCH, LENGTH = 2, 10
-_GRID = 4  # patches of an image in each direction, for models with a grid argument
+_GRID = 4  # patches per side of an image, for models with a grid argument
 
 
 def candidates(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Yield candidate inputs, the most likely first."""
+    """Yield candidate inputs of a model, the most likely first."""
     signature = inspect.signature(model.forward).parameters
     tensors = _Tensors(dtype)
     given = {
@@ -42,7 +42,7 @@ def candidates(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         yield {**needed, **candidate} if needed else candidate
 
 
-# Arguments that some models need and that none of the guesses below contains.
+# Arguments that some models require and that no guess below contains, as entries of `INPUTS`.
 _NEEDED: dict[str, Any] = {
     "bbox": ("ids", 1, BATCH, LENGTH, 4),
     "freq": ("zeros", BATCH, 1),
@@ -51,11 +51,11 @@ _NEEDED: dict[str, Any] = {
     "qformer_input_ids": ("ids", 80, BATCH, LENGTH),
     "task_inputs": ("ids", 80, BATCH, LENGTH),
 }
-_WANTED = {"bbox"}  # passed even if the model has a default
+_WANTED = {"bbox"}  # passed even if the argument has a default
 
 
 class _Tensors:
-    """Factory of tensors from one stream of random numbers."""
+    """Factory of input tensors, which share one random generator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -68,7 +68,7 @@ class _Tensors:
         return torch.randint(0, below, shape, generator=self.generator)
 
     def made(self, value: Any) -> Any:
-        """Build the value that an entry of `INPUTS` describes."""
+        """Return the tensor or container that an entry of `INPUTS` describes."""
         if isinstance(value, dict):
             return {key: self.made(entry) for key, entry in value.items()}
         if isinstance(value, list) and isinstance(value[0], tuple):
@@ -134,7 +134,7 @@ def _guessed(
 
 
 def _patches(model: Any, parameters: Any, grid: str, tensors: _Tensors) -> Iterator[dict[str, Any]]:
-    """Yield the patches of one image as a sequence, with their grid."""
+    """Yield the patches of one image as a sequence, together with their grid."""
     config = model.config
     name = next(iter(parameters))
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))

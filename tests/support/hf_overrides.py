@@ -1,10 +1,10 @@
-"""Data for transformers model types that `hf_configs` and `hf_inputs` cannot guess."""
+"""Configs and inputs of transformers model types that `hf_configs` and `hf_inputs` cannot guess."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Model classes of types without a base model whose class name does not follow from the config's.
+# Model classes of types that have no base model and whose class name does not follow the config's.
 CLASSES: dict[str, str] = {
     "pop2piano": "Pop2PianoForConditionalGeneration",
     "slanet": "SLANetForTableRecognition",
@@ -36,7 +36,7 @@ _SERIES = {
     "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1,
 }  # fmt: skip
 
-# Config values, by patterns of model types; those of a sub-config apply in every config with it.
+# Config values by patterns of model types. Values of a sub-config apply in every config with it.
 CONFIGS: dict[str, dict[str, Any]] = {
     # text
     "bamba": {"attn_layer_indices": [1]},
@@ -253,9 +253,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                                      "d_model": 32}},
 }  # fmt: skip
 
-# Inputs that replace guessed ones, by patterns of model types: ("floats" or "zeros" or "ones",
-# *shape), ("no", *shape) for False, ("ids", below, *shape), and ("counts", below, *shape) for
-# integers in a float tensor. Lists of numbers become tensors.
+# Inputs that replace guessed ones, by patterns of model types. A tuple describes a tensor:
+# ("floats" or "zeros" or "ones", *shape); ("no", *shape) for False; ("ids", below, *shape) for
+# integers in [0, below); ("counts", below, *shape) for such integers in a float tensor. Lists of
+# numbers become tensors.
 
 INPUTS: dict[str, dict[str, Any]] = {
     "align": {"pixel_values": ("floats", 2, 3, 64, 64)},

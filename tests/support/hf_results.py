@@ -1,4 +1,4 @@
-"""Results of a small transformers model for several kinds of calls, and their comparison."""
+"""Results of a small transformers model in several kinds of calls, and their comparison."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REAL = 6  # real tokens of the second sequence; the rest is padding
+REAL = 6  # number of real tokens in the second sequence, before its padding
 
 Results = dict[str, Tensor]
 
 
 def results(model: Any, inputs: dict[str, Any]) -> Results:
-    """Return float outputs, without padded rows, and the gradients of a weighted sum of them."""
+    """Return float outputs without padded rows, and the gradients of a weighted sum of them."""
     masks = [inputs[k] for k in ("attention_mask", "decoder_attention_mask") if k in inputs]
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def results(model: Any, inputs: dict[str, Any]) -> Results:
 
 
 def unpadded(model: Any, inputs: dict[str, Any]) -> Results:
-    """Return results without padding masks; empty if the inputs contain no mask."""
+    """Return the results without padding masks; empty if the inputs contain none."""
     others = {k: v for k, v in inputs.items() if "attention_mask" not in k}
     return results(model, others) if len(others) < len(inputs) else {}
 
@@ -46,7 +46,8 @@ def unpadded(model: Any, inputs: dict[str, Any]) -> Results:
 def left_padded(model: Any, inputs: dict[str, Any]) -> Results:
     """Return per-token outputs with left padding, as in generation; empty for inputs without text.
 
-    Other outputs are left out: in some models they depend on the first token, which is padding.
+    Other outputs are excluded, because some models derive them from the first token, which is
+    padding here.
     """
     if "input_ids" not in inputs or "attention_mask" not in inputs:
         return {}
@@ -61,9 +62,9 @@ def left_padded(model: Any, inputs: dict[str, Any]) -> Results:
 
 @torch.no_grad()
 def cached(model: Any, inputs: dict[str, Any]) -> Results:
-    """Return per-token outputs of one token decoded with a KV cache and left padding.
+    """Return per-token outputs of one token that is decoded with a KV cache and left padding.
 
-    Empty if the model has no cache.
+    The result is empty if the model has no cache.
     """
     if "input_ids" not in inputs or "attention_mask" not in inputs:
         return {}
@@ -74,7 +75,7 @@ def cached(model: Any, inputs: dict[str, Any]) -> Results:
     cut = mask if name.startswith("decoder") else mask[:, :-1]
     with _exact_softmax():
         before = model(**{**once, name: tokens[:, :-1], "attention_mask": cut}, use_cache=True)
-        # Older versions of transformers call it past_key_values.
+        # Older versions of transformers name the cache past_key_values.
         caches = {key: getattr(before, key, None) for key in ("cache", "past_key_values")}
         known = next((key for key, cache in caches.items() if cache is not None), None)
         if known is None:
@@ -95,9 +96,9 @@ WAYS: dict[str, Callable[[Any, dict[str, Any]], Results]] = {
 
 
 def further_ways(model: Any, inputs: dict[str, Any]) -> dict[str, Results]:
-    """Return the results of all `WAYS` except the first, for a model on eager attention.
+    """Return the results of all `WAYS` except the first, for a model with eager attention.
 
-    Ways that raise, or give non-finite results, are left out.
+    Ways that raise an exception or return non-finite results are excluded.
     """
     found = {}
     for name, way in list(WAYS.items())[1:]:
@@ -111,7 +112,7 @@ def further_ways(model: Any, inputs: dict[str, Any]) -> dict[str, Results]:
 
 
 def worst(actual: Results, expected: Results) -> tuple[float, str]:
-    """Return the largest error of any tensor, relative to its largest value, and its name."""
+    """Return the largest error relative to its tensor's maximum, and the name of that tensor."""
     if actual.keys() != expected.keys():
         return float("inf"), f"{sorted(actual.keys() ^ expected.keys())[0]} is missing or new and"
     largest = (0.0, "")
@@ -126,7 +127,7 @@ def worst(actual: Results, expected: Results) -> tuple[float, str]:
 
 
 class _exact_softmax:  # noqa: N801
-    """Context in which softmax computes in its input's type; the library requests float32."""
+    """Context in which softmax ignores `dtype`, because transformers requests float32."""
 
     def __enter__(self) -> None:
         self.softmax = softmax = torch.nn.functional.softmax
@@ -149,7 +150,7 @@ def _floats(value: Any, name: str, masks: list[Tensor]) -> Iterator[tuple[str, T
             yield name, value[real[0]] if real else value
     elif isinstance(value, dict):
         for key, entry in value.items():
-            if not str(key).endswith("attentions"):  # weights, which only eager returns
+            if not str(key).endswith("attentions"):  # attention weights, which only eager returns
                 yield from _floats(entry, f"{name}.{key}".lstrip("."), masks)
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):

@@ -1,6 +1,6 @@
-"""Check of `swap_modules` on a small model of any transformers model type.
+"""Check of `swap_modules` on a small model of a transformers model type.
 
-`judge` compares the model on eager attention with the same model after `swap_modules`, forward and
+`judge` compares the model with eager attention before and after `swap_modules`, forward and
 backward, with and without padding.
 """
 
@@ -23,22 +23,23 @@ from fused_attn.integrations.transformers import models
 from fused_attn.swap import SwapReport, swap_modules
 
 MAX_PARAMETERS = 30_000_000
-# Relative to the largest value, in float64; the library computes in float32 in places. Wrong masks
-# cause errors above 1e-2.
+# Limit on errors relative to the largest value of a tensor, in float64. transformers computes in
+# float32 in places. Wrong masks cause errors above 1e-2.
 TOLERANCE = 1e-4
-# (small widths or those of the config, dtype). float32 is for models that mix it with other types.
+# (small widths, dtype) in the order of attempts; False selects the widths of the config. Models
+# that mix float32 with other dtypes run only in float32.
 _ATTEMPTS = [(True, torch.float64), (True, torch.float32), (False, torch.float64)]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the swap for a model type.
+    """Verdict on the swap of one model type.
 
     Attributes:
         verdict: "agrees", "agrees with sdpa" (but not with eager), "declined", "no attention",
-            "no model" (a part of other types), "eager NaN", "not run" or "FAILS".
-        detail: the reason, or the largest relative error of outputs and gradients if it agrees.
-        ways: the names in `hf_results.WAYS` that were compared, if it agrees.
+            "no model" (only a component of other types), "eager NaN", "not run" or "FAILS".
+        detail: the reason, or for "agrees" the largest relative error of outputs and gradients.
+        ways: for "agrees", the names in `hf_results.WAYS` that were compared.
     """
 
     verdict: str
@@ -50,7 +51,7 @@ class Verdict:
 
 
 def judge(model_type: str) -> Verdict:
-    """Compare the smallest model of a type before and after the swap."""
+    """Compare the smallest model of a type before and after the swap; return the verdict."""
     warnings.simplefilter("ignore")
     kind = transformers.CONFIG_MAPPING[model_type]
     try:
@@ -89,7 +90,7 @@ def judge(model_type: str) -> Verdict:
         return Verdict("FAILS", f"{name} differs by {error:.1e} of its largest number")
     if callers:
         return Verdict("agrees", f"{error:.0e}", tuple(reference))
-    # In a report, type names of models have no module prefix; those of layers do.
+    # In a report, type names of models have no module prefix, but those of layers do.
     reasons = [s.reason for s in report.skipped if "." not in s.type]
     own = [reason for reason in reasons if not reason.startswith("nothing in it calls")]
     if own:
@@ -100,7 +101,7 @@ def judge(model_type: str) -> Verdict:
 
 
 def _noise(eager: Any, inputs: dict[str, Any], reference: dict[str, Results]) -> float:
-    """Measure how much a perturbation of the parameters' last bits changes a model's results."""
+    """Return the change of the results when the parameters are perturbed by about 1e-7 of them."""
     kept = copy.deepcopy(eager.state_dict())
     for parameter in eager.parameters():
         parameter.data *= 1 + 1e-7 * torch.randn_like(parameter)
@@ -114,16 +115,16 @@ def _in_ways(model: Any, inputs: dict[str, Any], wanted: Iterable[str]) -> dict[
 
 
 def _worst(actual: dict[str, Results], expected: dict[str, Results]) -> tuple[float, str]:
-    """Return the largest error over all ways, and the name of its tensor."""
+    """Return the largest error over all ways of calling the model, and the name of its tensor."""
     errors = [(*worst(actual[way], expected[way]), way) for way in expected]
     error, name, way = max(errors, key=lambda e: float("inf") if e[0] != e[0] else e[0])
     return error, f"{name} ({way})"
 
 
 def _ran(model: Any) -> set[int]:
-    """Return a set that collects ids of modules that use the interface, as they run.
+    """Return a set that is filled, as the model runs, with ids of modules that use the interface.
 
-    Models that do not support the fused attention are left out.
+    Models that do not support the fused attention are excluded.
     """
     ran: set[int] = set()
 
@@ -141,7 +142,7 @@ def _ran(model: Any) -> set[int]:
 
 
 def _false_claim(report: SwapReport, model: Any, ran: set[int], callers: list[Any]) -> str | None:
-    """Return a message if the report lists as fused what ran no fused kernel; None otherwise."""
+    """Return a message if a module reported as fused ran without a fused kernel, else None."""
     names = dict(model.named_modules())
     called = set(map(id, callers))
     for swapped in report.swapped:
@@ -154,7 +155,7 @@ def _false_claim(report: SwapReport, model: Any, ran: set[int], callers: list[An
 
 
 class _calls:  # noqa: N801
-    """Context that records the modules that call the fused attention."""
+    """Context that records each module that calls the fused attention."""
 
     def __enter__(self) -> list[Any]:
         self.seen: list[Any] = []
@@ -177,12 +178,12 @@ class _calls:  # noqa: N801
 
 
 def _running(kind: type) -> tuple[Any, Any, dict[str, Any], Results]:
-    """Return a model on eager attention, a copy of it, inputs, and its results."""
+    """Return a model with eager attention, an unused copy of it, inputs, and its results."""
     reason = ""
     for everything, dtype in _ATTEMPTS:
         try:
             model = _small_model(kind, everything).to(dtype)
-            copied = copy.deepcopy(model)  # before the first run: some models can't be copied later
+            copied = copy.deepcopy(model)  # before the first run, after which some cannot be copied
         except NotRunError as error:
             reason = reason or str(error)
             break
@@ -203,7 +204,7 @@ def _running(kind: type) -> tuple[Any, Any, dict[str, Any], Results]:
 
 
 def _small_model(kind: type, everything: bool) -> Any:
-    """Make a small model for a config class, on eager attention, with random parameters."""
+    """Return a small model of a config class, with eager attention and random parameters."""
     config = small_config(kind, everything)
     make: Any = model_class(kind)
     if not everything:
@@ -213,7 +214,7 @@ def _small_model(kind: type, everything: bool) -> Any:
         if size > MAX_PARAMETERS:
             raise NotRunError(f"{size} parameters are too many")
     torch.manual_seed(0)
-    # The library's other implementations of experts do not support float64.
+    # The other implementations of experts in transformers do not support float64.
     ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return perturb(make._from_config(config, **ways)).eval()
 

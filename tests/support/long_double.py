@@ -1,8 +1,9 @@
-"""Execution of torch code in long double, the reference for float64 results.
+"""Execution of torch code in long double, which serves as the reference for float64 results.
 
 `LongDouble` shadows each float64 storage with an array of numpy's long double (64 bits of precision
-on x86, 113 on ARM) and computes every operation on the shadows. The float64 tensors hold the
-rounded values. Views share a storage and need no rule. Any other operation without a rule raises.
+on x86, 113 on ARM) and computes every operation on the shadows. The float64 tensors contain the
+rounded values. Views share a storage and need no rule. Any other operation without a rule raises
+NotImplementedError.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten, prims = torch.ops.aten, torch.ops.prims
-Array = Any  # np.ndarray of np.longdouble, or a number
+Array = Any  # np.ndarray of np.longdouble, or a scalar
 PRECISION = np.finfo(np.longdouble).nmant + 1
 
 
 class LongDouble(TorchDispatchMode):
-    """Mode in which operations on float64 CPU tensors are computed in long double."""
+    """Dispatch mode in which operations on float64 CPU tensors are computed in long double."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Keyed by storage address; storages are kept alive so that addresses are not reused.
+        # Keyed by storage address. The storages are kept alive so that addresses are not reused.
         self._shadows: dict[int, tuple[Any, Array]] = {}
 
     def residual(self, tensor: Tensor) -> Tensor:
-        """Return long double value minus float64 value; 0 where not finite."""
+        """Return the long double value minus the float64 value; 0 where it is not finite."""
         value = self._value(tensor)
         with np.errstate(invalid="ignore", over="ignore"):
             rounded = value.astype(np.float64)
@@ -91,7 +92,7 @@ class LongDouble(TorchDispatchMode):
         return np.longdouble(value) if isinstance(value, float) else value
 
     def _value(self, tensor: Tensor) -> Array:
-        """Return the tensor's values; for float64, a view of its storage's shadow."""
+        """Return the tensor's values. For float64, return a view of its storage's shadow."""
         if tensor.dtype != torch.float64:
             array = tensor.detach().float() if tensor.dtype.itemsize == 2 else tensor.detach()
             is_float = tensor.dtype.is_floating_point
@@ -102,7 +103,7 @@ class LongDouble(TorchDispatchMode):
         address = storage.data_ptr()
         if address not in self._shadows:
             numbers = torch.empty(0, dtype=torch.float64).set_(storage)
-            with np.errstate(invalid="ignore"):  # NaN in unused memory
+            with np.errstate(invalid="ignore"):  # unused memory may contain NaN
                 self._shadows[address] = (storage, numbers.numpy().astype(np.longdouble))
         flat = self._shadows[address][1]
         strides = [s * flat.itemsize for s in tensor.stride()]

@@ -1,7 +1,7 @@
 """Masks of every kind, for shapes with at least two sequences of at least 4 positions.
 
-They include named kinds (fused_attn/tools/cases.py) and edge cases: empty sequences, windows on
-both sides, steep slopes, tensors of every broadcast shape.
+The masks include named kinds (fused_attn/tools/cases.py) and edge cases: empty sequences, two-sided
+windows, steep slopes, and tensors of every broadcast shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fused_attn.tools.cases import Shape, make_mask
 
 
 def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
-    """Draw random lengths; the first is 0 and the last is full."""
+    """Draw random lengths. The first is 0, and the last is `seqlen`."""
     generator = drawn(seed)
     lengths = torch.randint(0, seqlen + 1, (batch,), generator=generator)
     lengths[0] = 0
@@ -26,7 +26,7 @@ def _lengths(batch: int, seqlen: int, seed: int) -> torch.Tensor:
 
 
 def _partial(batch: int, seqlen: int, seed: int) -> torch.Tensor:
-    """Draw nonzero random lengths: with `_lengths` on the other side, some keys are visible."""
+    """Draw nonzero lengths, so that with `_lengths` on the other side some keys are visible."""
     generator = drawn(seed)
     return torch.randint(max(seqlen // 4, 1), max(seqlen, 2), (batch,), generator=generator)
 
@@ -45,7 +45,7 @@ def _named(text: str) -> Callable[[int, int, int, int], Mask]:
     return make
 
 
-# name -> mask of (batch, num_heads, seqlen_q, seqlen_k)
+# Name -> function of (batch, num_heads, seqlen_q, seqlen_k) that returns a mask.
 MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
     "causal": _named("causal"),
     "causal_bottom_right": _named("causal_bottom_right"),
@@ -79,11 +79,11 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
         torch.where(_dense(m, n, seed=15), 0.3, float("-inf"))
     ),
     "bias_causal": lambda b, h, m, n: masks.bias(
-        torch.full((m, n), float("-inf")).triu(1)  # tiles of zeros need not be read
+        torch.full((m, n), float("-inf")).triu(1)  # kernels need not read tiles of zeros
     ),
 }
-# Masks that set one MaskSpec field each (for lengths, those of keys and queries): the kernels'
-# distinct cases.
+# Masks that each set another field of MaskSpec (for lengths, those of keys and of queries). They
+# cover the distinct code paths of the kernels.
 FIELDS = (
     "window", "ragged_left", "prefix", "documents_shuffled", "dense_full", "key_mask_head",
     "bias_with_inf", "alibi_batch",

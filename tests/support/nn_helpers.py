@@ -1,4 +1,4 @@
-"""Comparison of modules with their torch.nn counterparts, in outputs and gradients; inputs."""
+"""Random inputs, and comparison of modules with their torch.nn counterparts, with gradients."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def assert_within_contract(
     truth: Mapping[str, Tensor],
     rerun: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> None:
-    """Assert that each of `actual` is within the contract; names of gradients begin with "grad".
+    """Assert that each tensor in `actual` is within the contract.
+
+    The limit for gradients applies to names that begin with "grad".
 
     Args:
-        rerun: recomputes `eager`, to estimate its expected error.
+        rerun: recomputes `eager`, from which its expected error is estimated.
     """
     assert actual.keys() == eager.keys() == truth.keys()
     expected = Expected(lambda _: rerun() if rerun else {}, truth, torch.float32)
@@ -38,7 +40,7 @@ def assert_within_contract(
 
 
 def assert_equal_in_float64(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Assert that results are equal up to the order of summation."""
+    """Assert that float64 results are equal up to the order of summation."""
     assert actual.keys() == expected.keys()
     for name, reference in expected.items():
         scale = reference.abs().max().item() if reference.numel() else 0.0
@@ -54,9 +56,9 @@ def assert_equal_in_float64(actual: Mapping[str, Tensor], expected: Mapping[str,
 def run(
     module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """Compute outputs of a module and gradients of parameters and of inputs that require grad.
+    """Return outputs of a module, and gradients of parameters and of inputs that require grad.
 
-    A tensor passed as several inputs is copied once, so self-attention stays self-attention.
+    A tensor passed as several inputs is copied once, so that self-attention stays self-attention.
     """
     copies: dict[int, Any] = {}
     args = tuple(_leaf(a, copies) for a in args)
@@ -89,10 +91,10 @@ def check_against_torch(
     kwargs: Mapping[str, Any] | None = None,
     truth_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check a fused module against a float64 torch module, in float64 and in float32.
+    """Check a fused module against the torch module in float64, both in float64 and in float32.
 
     Args:
-        truth_kwargs: arguments of the torch module, if they differ.
+        truth_kwargs: keyword arguments of the torch module, if they differ from `kwargs`.
     """
     kwargs = kwargs or {}
     truth_kwargs = kwargs if truth_kwargs is None else truth_kwargs
@@ -102,10 +104,10 @@ def check_against_torch(
 
     single = copy.deepcopy(torch_module).float()
     fused = fused_class.from_torch(copy.deepcopy(single))
-    torch_module.load_state_dict(single.state_dict())  # the reference uses rounded parameters
+    torch_module.load_state_dict(single.state_dict())  # use the rounded parameters in the truth
     kwargs, truth_kwargs = cast(kwargs, torch.float32), cast(truth_kwargs, torch.float32)
     results: dict[str, list[dict[str, Tensor]]] = {"truth": [], "eager": [], "fused": []}
-    # The largest error of a small tensor varies randomly, so it is taken over several draws.
+    # The maximum error of a small tensor depends on chance, so it is computed over several draws.
     draws = []
     for _ in range(DRAWS):
         args = cast(redrawn(args), torch.float32)
@@ -121,18 +123,18 @@ def check_against_torch(
 
 
 def redrawn(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Redraw inputs at random; a tensor passed several times is redrawn once."""
+    """Return random inputs like `args`. A tensor passed several times is replaced once."""
     drawn = {id(a): torch.randn_like(a).requires_grad_(a.requires_grad) for a in args}
     return tuple(drawn[id(a)] for a in args)
 
 
 def pooled(runs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack the results of several runs, by name."""
+    """Stack the results of several runs along a new first dimension, by name."""
     return {name: torch.stack([results[name] for results in runs]) for name in runs[0]}
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """Convert the float tensors in a tuple or dict; a tensor passed several times stays one."""
+    """Convert the float tensors in a tuple or dict; repeated tensors share one converted copy."""
     copies: dict[int, Tensor] = {}
 
     def convert(value: Any) -> Any:
@@ -158,12 +160,12 @@ def _leaf(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def randn(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Draw random numbers, in float64 by default, the type of the reference."""
+    """Draw normally distributed values, by default in the reference's dtype, float64."""
     return torch.randn(shape, dtype=dtype, requires_grad=grad)
 
 
 def perturb(module: Module) -> Module:
-    """Perturb parameters that may be ones or zeros, so that ignoring one changes the result."""
+    """Perturb all parameters, so that ignoring one that was initialized to 0 or 1 is detected."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -173,7 +175,7 @@ def perturb(module: Module) -> Module:
 def random_mask(kind: str, *shape: int) -> Tensor:
     """Draw a mask in torch.nn's convention (True = ignore).
 
-    Key 0 stays visible, because torch gives NaN for fully masked rows.
+    Key 0 stays visible, because torch returns NaN for fully masked rows.
     """
     ignored = torch.rand(shape) < 0.4
     ignored[..., 0] = False
@@ -184,12 +186,12 @@ def random_mask(kind: str, *shape: int) -> Tensor:
 
 
 def causal_bias(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return torch.nn's causal mask."""
+    """Return torch.nn's causal float mask, (size, size)."""
     return torch.nn.Transformer.generate_square_subsequent_mask(size, dtype=dtype)
 
 
 def sequence(module_kwargs: Mapping[str, Any], length: int) -> Tensor:
-    """Draw a batch of sequences in the layout that the module was constructed for."""
+    """Draw a batch of sequences in the layout (batch_first or not) that the module expects."""
     if module_kwargs.get("batch_first"):
         return randn(BATCH, length, EMBED)
     return randn(length, BATCH, EMBED)

@@ -43,12 +43,12 @@ def tensors_of(kind, shape, residual, affine):
 
 
 class Layout(NamedTuple):
-    """Matrix (*, columns) as a view of another tensor.
+    """Layout of a matrix (*, columns) that is a view of a larger tensor.
 
     Attributes:
-        whole: the shape of that tensor.
-        view: the function that returns the view.
-        in_place: True if kernels read the view without a copy.
+        whole: shape of the larger tensor.
+        view: function that returns the view of the larger tensor.
+        in_place: True if kernels read the view without copying it.
     """
 
     whole: tuple[int, ...]
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     in_place: bool = True
 
 
-# 40 columns: a GPU uses 16-byte loads if rows begin at a multiple of 16 bytes.
+# 40 columns, because a GPU uses 16-byte loads only if rows begin at a multiple of 16 bytes.
 LAYOUTS = {
     "rows_but_the_first": Layout((3, 8, 40), lambda t: t[:, 1:]),
     "every_second_row": Layout((3, 8, 40), lambda t: t[:, ::2]),

@@ -1,4 +1,4 @@
-"""Models with stacks that can remove padding; their outputs may depend on padded rows or not."""
+"""Models whose encoder stacks can remove padding, with or without padded rows in the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTION = "swap_modules(model, remove_padding=False)"
 
 
 class Pooled(torch.nn.Module):
-    """Stack of torch.nn and the mean of its output, over all rows or with padded rows zeroed."""
+    """torch.nn encoder stack with mean pooling, over all rows or with padded rows set to 0."""
 
     def __init__(self, real_only: bool = False, norm: bool = True, **kwargs: Any) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Pooled(torch.nn.Module):
         layer = torch.nn.TransformerEncoderLayer(WIDTH, 4, 32, **options)
         last = torch.nn.LayerNorm(WIDTH) if norm else None
         self.encoder = torch.nn.TransformerEncoder(layer, 2, last)
-        for parameter in self.encoder.parameters():  # the biases of a new norm are 0
+        for parameter in self.encoder.parameters():  # biases of a new norm would be 0
             torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 0.5, 0.2)
         self.real_only = real_only
 
@@ -37,7 +37,7 @@ class Pooled(torch.nn.Module):
 
 
 class PooledBert(torch.nn.Module):
-    """Hugging Face's BERT and the mean of its output, over all rows or with padded rows zeroed."""
+    """Hugging Face BERT with mean pooling, over all rows or with padded rows set to 0."""
 
     def __init__(self, real_only: bool = False) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class PooledBert(torch.nn.Module):
         return (out * attention_mask[..., None] if self.real_only else out).mean(1)
 
 
-# Name of each model -> path of its stack.
+# Name of a model -> path of its encoder stack.
 STACKS = {"torch": "encoder", "bert": "bert.encoder"}
 
 
 def made(name: str, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...], dict[str, Tensor]]:
-    """Make a model in training mode, and the arguments to call it with."""
+    """Return a new model in training mode, and the args and kwargs to call it with."""
     if name == "torch":
         return Pooled(**kwargs), (torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True),), {}
     pytest.importorskip("transformers", reason="reason: transformers is not installed")
@@ -61,7 +61,7 @@ def made(name: str, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...], dict[str, T
 
 
 def recorded_packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing | None]:
-    """Record the Packing of each stack from now on, in the returned list; None if not packed."""
+    """Return a list to which each later run of a stack appends its Packing; None if not packed."""
     seen: list[Packing | None] = []
     packing_of = transformer.packing_of
 

@@ -1,7 +1,8 @@
-"""Random attention problems, half of them hard: few visible keys, or one with nearly all weight.
+"""Random attention problems, half of which are hard for a kernel's rounding.
 
-There, score gradients are small differences of large terms and expose every rounding. Problems are
-numbered. To search through them:
+Hard problems have few visible keys, or one key with nearly all the weight. Their score gradients
+are small differences of large terms and expose every rounding. Each problem has a number. To search
+a range of them:
 
     python tests/support/random_problems.py --isa avx2 amx --dtype float32 --problems 20000
 """
@@ -28,17 +29,17 @@ from fused_attn.backends import cpp
 from fused_attn.masks import Mask
 from fused_attn.tools.contract import Finding
 
-ROUNDINGS = 8  # accumulator roundings allowed in the terms whose difference is a score's gradient
+ROUNDINGS = 8  # accumulator roundings allowed in the terms of a score gradient (Problem.judge)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Random attention problem.
+    """Random attention problem, which is determined by its number and dtype.
 
     Attributes:
         shape: (batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v).
-        kinds: kinds of the masks.
-        size: factor of the normally distributed queries.
+        kinds: kinds of masks that are combined, from KINDS.
+        size: standard deviation of the queries.
     """
 
     number: int
@@ -57,7 +58,7 @@ class Problem:
         )
 
     def mask(self) -> Mask | None:
-        """Return the intersection of the masks of all kinds; None without any."""
+        """Return the intersection of the masks of all kinds; None without masks."""
         whole = None
         for kind in self.kinds:
             own = _mask(kind, self.number, self.shape)
@@ -65,7 +66,7 @@ class Problem:
         return whole
 
     def tensors(self) -> dict[str, Tensor]:
-        """Draw query, key and value."""
+        """Return random query, key and value."""
         tensors = {
             n: t for n, t in random_qkv(*self.shape, seed=self.number).items() if t is not None
         }
@@ -81,9 +82,10 @@ class Problem:
     def judge(self, backend: str) -> Finding:
         """Return the finding with the largest error relative to its limit.
 
-        A score's gradient is P (dP - delta), about 0 where one key has all the weight. Eager
-        attention subtracts equal numbers there, without any error. Fused kernels compute delta from
-        the output, which leaves accumulator rounding errors; this allows ROUNDINGS of them.
+        A score gradient is P (dP - delta), which is about 0 where one key has all the weight. Eager
+        attention subtracts equal values there, without any error. Fused kernels compute delta from
+        the output, which causes accumulator rounding errors. The limit is raised by ROUNDINGS of
+        these.
         """
         tensors = self.tensors()
         roundoff = 2.0**-53 if self.dtype == torch.float64 else 2.0**-24
@@ -101,9 +103,9 @@ class Problem:
 
 
 def out_only(mask: Mask | None, **options: Any) -> Callable[..., Callable[..., tuple[Tensor]]]:
-    """Return a function as `helpers.attention` does, but without lse.
+    """Return function(backend)(query, key, value), as `helpers.attention` does, but without lse.
 
-    The gradient of lse would hide the small errors that this search is for.
+    The gradient of lse would hide the small errors that this search looks for.
     """
 
     def of(backend: str) -> Callable[..., tuple[Tensor]]:
@@ -126,7 +128,7 @@ KINDS = (
 
 
 def problem(number: int, dtype: torch.dtype | None = None) -> Problem:
-    """Return the problem with a number, the same in every process; 16-bit if no dtype is given."""
+    """Return the problem with a number, equal in every process; dtype None draws a 16-bit dtype."""
     draw = random.Random(number)
     heads_kv = draw.choice([1, 2, 2, 3])
     head_dim = draw.choice([16, 32, 64, 80, 96, 128, 256])
@@ -168,7 +170,7 @@ def _mask(kind: str, seed: int, shape: tuple[int, ...]) -> Mask:
 
 
 def share(finding: Finding) -> float:
-    """Return the error as a fraction of its limit."""
+    """Return the error as a fraction of the limit."""
     return finding.error / finding.limit if finding.limit > 0.0 else float(finding.error > 0.0)
 
 
@@ -192,7 +194,7 @@ def main() -> None:
     begin = time.monotonic()
     for number in range(args.first, args.first + args.problems):
         own = problem(number, dtype)
-        for isa in args.isa:  # the first one computes the reference
+        for isa in args.isa:  # the first ISA computes the reference, which is then cached
             with cpp.use_isa(isa) if isa else contextlib.nullcontext():
                 finding = own.judge(args.backend)
             if not finding.ok:

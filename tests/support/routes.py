@@ -1,4 +1,4 @@
-"""Dispatch paths from a call to a backend; all of them give bitwise equal results."""
+"""Dispatch paths from a call to a backend, all of which return bitwise equal results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Route = Callable[[], AbstractContextManager[Any]]
 
 
 class Watching(TorchDispatchMode):
-    """Mode that passes every operation on unchanged; its presence routes calls to torch.library."""
+    """Mode that forwards every operation unchanged, to route calls through torch.library."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -38,7 +38,7 @@ ROUTES: dict[str, Route] = {
 
 @contextmanager
 def looked_at() -> Iterator[list[Any]]:
-    """Record the calls that are validated within the block."""
+    """Record the calls that are validated within the block, in a list."""
     calls: list[Any] = []
 
     def spy(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

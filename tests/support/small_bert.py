@@ -1,4 +1,4 @@
-"""Small BERT classifier, and padded batches for it."""
+"""Small BERT classifier with padded batches and labels to train it on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY, BATCH, LENGTH = 50, 4, 9
 
 
 def small_bert() -> Any:
-    """Make a BERT classifier without dropout, so that training is the same with every kernel."""
+    """Return a BERT classifier without dropout, so that training is equal with every kernel."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -29,7 +29,7 @@ def small_bert() -> Any:
 
 
 def tokens(batch: int = BATCH) -> dict[str, Tensor]:
-    """Draw sentences of unequal lengths, padded on the right."""
+    """Draw random sentences of unequal lengths, padded on the right."""
     lengths = torch.arange(batch) % 4 * 2 + 3
     attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     ids = torch.randint(1, VOCABULARY, (batch, LENGTH)) * attention_mask
@@ -42,7 +42,7 @@ def labels_of(batch: dict[str, Tensor]) -> Tensor:
 
 
 class Logits(torch.nn.Module):
-    """Wrapper of a model that returns only the logits, as a tensor."""
+    """Wrapper that returns only the logits of a model, as a tensor."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small operands, and running a function on a given backend."""
+"""Small attention operands, and a helper that runs a function on a given backend."""
 
 import torch
 
@@ -17,6 +17,6 @@ def qkv(dtype=torch.float32, grad=True, num_heads_kv=4):
 
 
 def by(backend, function):
-    """Return the result of a function with one backend for all calls within it."""
+    """Return the result of a function, with `backend` used for all calls within it."""
     with fa.use_backend(backend):
         return function()

@@ -2,9 +2,9 @@
 
     python tests/support/stages.py [--all] [stage ...]
 
-`make test` skips the tests that are marked `thorough`; `make test-all` runs them, with --all.
+`make test` skips the tests that are marked `thorough`. `make test-all` passes --all to run them.
 
-All stages run even if earlier ones fail; Ctrl-C stops immediately.
+All stages run even if earlier ones fail. Ctrl-C stops immediately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "test-results"  # JUnit XML, with the duration of each test
-INTERRUPTED = 2  # pytest's exit status
+INTERRUPTED = 2  # pytest's exit status after Ctrl-C
 
 
 class Stage(NamedTuple):
@@ -31,13 +31,13 @@ class Stage(NamedTuple):
     environment: Mapping[str, str]
 
 
-# The kernel tests use all threads. All other stages use two processes of one thread each.
+# The kernel tests use all threads. All other stages run two processes with one thread each.
 _KERNELS = [
     f"tests/ops/test_{n}.py" for n in ("attention", "bias", "decode", "dropout", "norm", "varlen")
 ]
 _PARALLEL = ["-n", "2", "--dist", "worksteal"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Folders with tests that run on several backends; collecting the others would take a while.
+# Folders with tests that run on several backends. Others are omitted to save collection time.
 _BACKENDS = [f"tests/{folder}" for folder in ("ops", "backends", "nn", "tools")]
 _NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
 STAGES = [
@@ -60,8 +60,8 @@ def run(stages: Sequence[Stage], folder: Path, thorough: bool = False) -> int:
     """Run the stages, print a summary, and return the exit status: 0 if nothing failed.
 
     Args:
-        folder: receives the results of each stage, <name>.xml.
-        thorough: also run the tests with this marker.
+        folder: folder to which each stage writes its results, as <name>.xml.
+        thorough: also run the tests that are marked `thorough`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     total: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def run(stages: Sequence[Stage], folder: Path, thorough: bool = False) -> int:
         print(f"\nStage {number} of {len(stages)}: {stage.name}", flush=True)
         results = folder / f"{stage.name}.xml"
         results.unlink(missing_ok=True)
-        # xunit1 includes the file of each test.
+        # In contrast to xunit2, xunit1 includes the file of each test.
         options = ["-q", "--continue-on-collection-errors", "-o", "junit_family=xunit1"]
         options += [] if thorough else ["-m", "not thorough"]
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={results}"]
@@ -82,7 +82,7 @@ def run(stages: Sequence[Stage], folder: Path, thorough: bool = False) -> int:
         if status == INTERRUPTED:
             raise KeyboardInterrupt
         counts, failed = read(results)
-        if status != 0 and not failed:  # no tests, wrong arguments, or a crash
+        if status != 0 and not failed:  # no tests collected, wrong arguments, or a crash
             failed = [f"(pytest exited with status {status})"]
             counts["failed"] += 1
         failures += [f"{stage.name}: {test}" for test in failed]
@@ -98,7 +98,7 @@ def line(counts: Counter[str]) -> str:
 
 
 def read(path: Path) -> tuple[Counter[str], list[str]]:
-    """Return counts and ids of failed tests from a JUnit XML file; empty if it does not exist."""
+    """Return counts and ids of failed tests from a JUnit XML file; both empty without a file."""
     counts: Counter[str] = Counter()
     failed = []
     for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
@@ -111,7 +111,7 @@ def read(path: Path) -> tuple[Counter[str], list[str]]:
 
 
 def test_id(case: ElementTree.Element) -> str:
-    """Return the test's pytest id, or the path of a file that could not be collected."""
+    """Return the pytest id of a test, or the path of a file that could not be collected."""
     name, module, file = (case.get(key, "") for key in ("name", "classname", "file"))
     if not module or not file:
         return file or f"{module}{name}"

@@ -1,4 +1,4 @@
-"""Test backend with the CPU kernels that is selected by default only where it was verified."""
+"""Test backend that runs the CPU kernels and is the default only where it was verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class StandIn(CppBackend):
-    """Backend whose outputs a test can corrupt: `hurt` receives each call and its outputs."""
+    """Backend whose outputs a test can corrupt by setting `hurt`, called as hurt(call, outputs)."""
 
     name = "stand_in"
     accepts_unchecked = False
@@ -38,7 +38,10 @@ class StandIn(CppBackend):
 
 @contextmanager
 def in_place_of_cpp(*first: str) -> Iterator[StandIn]:
-    """Register "stand_in" within the block, after only `first`; "cpp" is last, never chosen."""
+    """Register "stand_in" within the block, preceded only by `first`.
+
+    "cpp" is moved to the end of the order, so that no call selects it.
+    """
     before, own = dict(BACKENDS), StandIn()
     rest = {name: backend for name, backend in before.items() if name not in ("cpp", *first)}
     ahead = {name: before[name] for name in first}

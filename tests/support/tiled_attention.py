@@ -1,6 +1,6 @@
-"""Tiled attention in torch operations, computed like the kernels, with optional mistakes.
+"""Tiled attention in torch operations that follows the kernels, with optional mistakes.
 
-It shows, on any machine, that the numerics contract tells a correct kernel from a wrong one.
+It shows on any machine that the numerics contract distinguishes a correct kernel from a wrong one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_attn.base import philox
 
-BLOCK = 32  # keys of a tile
+BLOCK = 32  # number of keys per tile
 
 # Name of a mistake -> its description.
 MISTAKES = {
@@ -32,10 +32,10 @@ MISTAKES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one call, which is causal with bottom-right alignment.
+    """Options of a call. All calls are causal with bottom-right alignment.
 
     Attributes:
-        seed: of dropout.
+        seed: seed of dropout.
         mistake: one of MISTAKES, or "" for none.
     """
 
@@ -46,7 +46,7 @@ class Options:
 
 
 class TiledAttention(torch.autograd.Function):
-    """Attention by tiles: out and lse of query, key, value and a float bias.
+    """Tiled attention that returns out and lse, given query, key, value and a float bias.
 
     query, key and value have shape (batch, num_heads, seqlen, head_dim).
     """
@@ -61,7 +61,7 @@ class TiledAttention(torch.autograd.Function):
             v = v.flip(1)
         rows = (*q.shape[:3], 1)
         maximum, total = q.new_full(rows, -torch.inf), q.new_zeros(rows)
-        given_total = total  # row sum of the weights as rounded for the product with V
+        given_total = total  # row sum of the weights as rounded for the PV product
         sums = q.new_zeros(*q.shape[:3], v.shape[3])
         for start in range(0, k.shape[2], BLOCK):
             tile = slice(start, start + BLOCK)
@@ -128,7 +128,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor, tile: slice, options: Options) -
 
 
 def _keep(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """Return the dropout factor of each weight."""
+    """Return the factor of each weight in dropout: 0, or 1 / (1 - dropout_p)."""
     shape = (*q.shape[:3], k.shape[2])
     if options.dropout_p == 0.0:
         return q.new_ones(shape)

@@ -1,6 +1,6 @@
 """Pytest plugin that runs PyTorch's tests on our replacements and records each outcome.
 
-torch_suite.py loads it (`-p torch_in_place`) into the processes that run PyTorch's test files.
+torch_suite.py loads the plugin (`-p torch_in_place`) in the processes that run PyTorch's tests.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fused_attn.backends.registry import BACKENDS
 from fused_attn.base import small_calls
 from fused_attn.nn._from_torch import REPLACEMENTS
 
-# The first passes of calls. The plugin records whether kernels computed one.
+# Backend methods that compute the first pass of a call, wrapped to record that a kernel ran.
 _PASSES = ("attention_fwd", "attention_weights", "attention_decode", "norm_fwd")
 
-_on_kernels = False  # True if the current test ran on our kernels
+_on_kernels = False  # True if the current test has run one of our kernels
 
 
 def _functions() -> None:
-    """Replace torch's functions by ours, under all names by which the tests call them."""
+    """Replace torch's functions by ours, under all names that the tests use."""
     fused_attn.enable()
     torch.nn.functional.layer_norm = fused_attn.layer_norm
     torch.nn.functional.rms_norm = fused_attn.rms_norm  # type: ignore[assignment]
 
 
 def _modules() -> None:
-    """Replace classes of torch.nn by ours."""
+    """Replace torch.nn's classes by ours."""
     for theirs, ours in REPLACEMENTS.items():
         for namespace in (torch.nn, torch.nn.modules):
             if getattr(namespace, theirs.__name__, None) is theirs:
@@ -60,7 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     SWAPS[config.option.swap]()
-    small_calls.limits = small_calls.NONE  # PyTorch's tests are small
+    # PyTorch's tests are small. Disable the limits that leave small calls to torch.
+    small_calls.limits = small_calls.NONE
     for backend in BACKENDS.values():
         if not backend.differentiable:
             for name in _PASSES:
@@ -81,7 +82,7 @@ def _note_calls(cls: type, name: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that are unrelated or that an earlier process has run."""
+    """Deselect tests that do not match --about and tests that an earlier process has run."""
     about = re.compile(config.option.about)
     done = read_outcomes(config.option.outcomes)
     concerned = [item for item in items if about.search(_name(item.nodeid))]
@@ -91,10 +92,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Return at most `most` parameters of each test, the same ones in every run."""
+    """Return at most `most` parametrizations of each test, the same ones in every run."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        # PyTorch's tests have the device between their name and their parameters.
+        # The device separates the name of a PyTorch test from its parameters.
         tests.setdefault(re.split("_(?:cpu|cuda)", item.nodeid)[0], []).append(item)
     few = [t if len(t) <= (most or len(t)) else Random(0).sample(t, most) for t in tests.values()]
     return [item for test in few for item in test]
@@ -102,7 +103,7 @@ def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Record the test as crashed before it runs; if it ends the process, that line remains."""
+    """Record the test as crashed before it runs, so that the record remains after a crash."""
     global _on_kernels
     _on_kernels = False
     _write(item.config, _name(item.nodeid), "crashed")
@@ -122,7 +123,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def _name(nodeid: str) -> str:
-    """Return Class::test, as used in the tables of differences."""
+    """Return Class::test, the form of names in the tables of differences."""
     return nodeid.partition("::")[2]
 
 
@@ -133,6 +134,6 @@ def _write(config: pytest.Config, test: str, outcome: str, why: str = "") -> Non
 
 
 def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the outcome of each test, by name."""
+    """Return the last recorded outcome of each test, by name; empty if the file does not exist."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["test"]: line for line in map(json.loads, lines)}

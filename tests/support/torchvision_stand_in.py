@@ -1,4 +1,4 @@
-"""Importing timm without torchvision, which it needs for transforms and data sets only."""
+"""Import of timm without torchvision, which timm needs only for transforms and data sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-# Names that timm's modules use at import, defined as classes because some are base classes.
+# Names that timm's modules use at import. All are classes, because some serve as base classes.
 _NAMES = {
     "torchvision": (),
     "torchvision.datasets": (
@@ -26,10 +26,9 @@ _NAMES = {
 
 
 def import_timm() -> ModuleType:
-    """Import timm; skip the test if it is not installed.
+    """Import timm and return it; skip the test if timm is not installed.
 
-    The stand-in for torchvision is removed afterwards, so that libraries that look for torchvision
-    do not find it.
+    The stub of torchvision is removed afterwards, so that other libraries do not detect it.
     """
     if importlib.util.find_spec("timm") is None:
         pytest.skip("reason: timm is not installed")

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of a call's Triton kernels for a GPU that is not present.
 
-Tests make ordinary calls of the package on CPU tensors. The kernels that a call would launch are
-compiled with the arguments and configuration that it would use on that GPU.
+Tests make ordinary calls of the package on CPU tensors. Each kernel that a call would launch is
+compiled with the arguments and the config that it would use on that GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.runtime import driver
 from fused_attn.backends.triton import attention, norm_host
 from fused_attn.backends.triton.launch import Arch
 
-# Maximum bytes of shared memory per program: CUDA C programming guide, table of compute
+# Maximum shared memory per program in bytes. Sources: CUDA C programming guide, table of compute
 # capabilities; CDNA3 ISA guide, local data share.
 SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 ARCHS = tuple(SHARED_LIMITS)
@@ -37,11 +37,11 @@ class Compiled:
     """Compiled kernel and its resource usage.
 
     Attributes:
-        text: PTX, or AMD's assembly.
-        rows: rows of a tile of scores in its products: queries, or keys in the dK/dV kernel.
+        text: PTX, or assembly for AMD GPUs.
+        rows: rows of a score tile in its MMAs: queries, or keys in the dK/dV kernel; 0 for norms.
         spilled: bytes of register spills per thread.
-        shared: bytes of shared memory.
-        hash: equal for equal compiled kernels.
+        shared: bytes of shared memory per program.
+        hash: hash of the compiled kernel; equal kernels have equal hashes.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Compiled:
 
 
 class _Driver:
-    """Driver with only the methods that Triton's compiler calls."""
+    """Triton driver that implements only the methods which the compiler calls."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -70,7 +70,10 @@ class _Driver:
 
 @contextlib.contextmanager
 def compiling_for(arch: str) -> Iterator[list[Compiled]]:
-    """Compile the kernels that calls of the Triton backend would launch within the block."""
+    """Compile the kernels that Triton backend calls would launch within the block.
+
+    Yields a list, to which each launch appends the compiled kernel.
+    """
     target = (
         GPUTarget("hip", arch, 64)
         if arch.startswith("gfx")
@@ -79,7 +82,7 @@ def compiling_for(arch: str) -> Iterator[list[Compiled]]:
     done: list[Compiled] = []
 
     def launch(kernel: Any, device: torch.device, grid: Any, *args: Any, **meta: Any) -> None:
-        kernel.device_caches.clear()  # they may hold kernels for another target
+        kernel.device_caches.clear()  # may contain kernels for another target
         compiled = kernel.warmup(*args, grid=grid, **meta)
         cut = meta.get("cut")
         rows = 0 if cut is None else cut.BLOCK_N if "dkdv" in kernel.__name__ else cut.BLOCK_M

@@ -1,11 +1,11 @@
-"""Fixes that make Triton's interpreter compute what a GPU computes; tests/conftest.py applies them.
+"""Patches of Triton's interpreter, to match GPU results and run faster; conftest.py applies them.
 
-Bugs in Triton 3.6: products multiply bfloat16 operands as their integer encodings, conversions to
+Bugs in Triton 3.6: tl.dot multiplies bfloat16 operands as their integer encodings, conversions to
 bfloat16 truncate instead of rounding, and loop bounds fail with numpy 2.4 and later.
 
-Overheads in Triton 3.6: each call of a device function patches the language again, every integer
-addition is checked for overflow, and each value rebuilds the name of its type. The first two take
-two thirds of the time, the third half of the rest.
+Overheads in Triton 3.6: each call of a device function patches the language module again, every
+integer addition is checked for overflow, and each value recomputes the name of its type. The first
+two take two thirds of the time. The third takes half of the remaining time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 def repair() -> None:
-    """Patch the interpreter; call this once per process."""
+    """Patch the interpreter. Call this function once per process."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -47,8 +47,8 @@ def repair() -> None:
             for x in (a, b)
         )
         if a.dtype.scalar == tl.float32:
-            # numpy's rounding depends on its BLAS and the processor, unlike any GPU's. On some
-            # processors it put results outside the contract that are within it elsewhere.
+            # numpy's rounding depends on its BLAS and the CPU, unlike that of any GPU. On some CPUs
+            # it moved results outside the contract that are within it elsewhere.
             (d, *_) = rest
             product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
             return handle(product.astype(d.data.dtype), d.dtype.scalar)
@@ -62,7 +62,7 @@ def repair() -> None:
 
 
 def _cache_types(interpreter: Any, core: Any) -> None:
-    """Compute the name, size and numpy type of each Triton type only once."""
+    """Cache the name, size and numpy type of each Triton type."""
     constexpr, make_block_type, make_tuple = core.constexpr, core.block_type.__init__, core.tuple
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -109,7 +109,7 @@ def _cache_types(interpreter: Any, core: Any) -> None:
 
 
 def _patched_once(patch: Any, tl: Any) -> Any:
-    """Make `_patch_lang` patch once per launch instead of in each call of a device function."""
+    """Make `_patch_lang` patch once per launch instead of at each call of a device function."""
     scopes: list[Any] = []
     seen: set[tuple[bool, bool]] = set()
 

@@ -1,4 +1,4 @@
-"""Replacement of the modules of an existing model by fused ones."""
+"""Replacement of modules in an existing model by fused modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fused_attn.nn.transformer import TransformerEncoder
 
 @dataclass(frozen=True)
 class Swapped:
-    """A swapped module: its name in the model, and its class before and after."""
+    """A swapped module: its name in the model, and its class before and after the swap."""
 
     name: str
     from_type: str
@@ -30,7 +30,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module that was not swapped, and the reason."""
+    """A module that was not swapped: its name in the model, its class, and the reason."""
 
     name: str
     type: str
@@ -39,16 +39,16 @@ class Skipped:
 
 @dataclass
 class SwapReport:
-    """A report of `swap_modules`.
+    """Report of `swap_modules`, which can also undo the swap.
 
     Attributes:
         swapped: the modules and Hugging Face models that are now fused. A module that is registered
             in several places is listed under each of its names.
         skipped: modules of a swappable kind that were not swapped, with the reason.
-        unfused: modules that implement attention in their own code, which a swap cannot replace,
+        unfused: modules that implement attention in their own code and so cannot be swapped, each
             with a suggestion.
-        notes: settings that were changed to make torch call the fused modules, modules that were
-            fused already, and stacks that return 0 in padded rows.
+        notes: messages about torch settings that were changed, modules that were already fused,
+            stacks that return 0 in padded rows, and fallbacks of the default backend.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -58,21 +58,21 @@ class SwapReport:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
-        """Undo the swap: restore the original classes and settings of the same objects.
+        """Undo the swap by restoring the original classes and settings, in place.
 
-        Later changes of parameters, hooks and flags are preserved. Copies of the model, made by
-        copy or pickle, stay swapped.
+        Later changes to parameters, hooks and flags are preserved. Copies of the model that were
+        made with copy or pickle stay swapped.
 
         Raises:
-            RuntimeError: the class of a module was changed after the swap. Undo that change, then
-                call this again.
+            RuntimeError: the class of a module was changed after the swap. Undo that change and
+                call `restore()` again.
         """
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise TypeError: call the swapped model, not its report."""
+        """Raise TypeError, because users must call the swapped model instead of its report."""
         raise TypeError(
             "a SwapReport is no model: swap_modules changes the model in place and returns what "
             "it did; call the model that it was given"
@@ -96,40 +96,41 @@ class SwapReport:
 def swap_modules(
     model: Module, *, attention: bool = True, norm: bool = True, remove_padding: bool = True
 ) -> SwapReport:
-    """Replace the attention, Transformer and norm modules of a model by the fused ones, in place.
+    """Replace the attention, Transformer and norm modules of a model by fused modules, in place.
 
-    A swapped module stays the same object: only its `__class__` changes. Parameters (their dtypes,
-    devices and requires_grad), optimizers, hooks, training flags, tied modules and references to
-    modules stay valid. The model itself may be one of the swapped modules.
+    A swapped module remains the same object, and only its `__class__` changes. Parameters (with
+    their dtypes, devices and requires_grad), optimizers, hooks, training flags, tied modules and
+    references to modules stay valid. The model itself may be one of the swapped modules.
 
-    Apply wrappers that also change the class of a module (parametrizations, fully_shard) after the
-    swap: modules that they changed are skipped and reported. DistributedDataParallel may come
-    before or after. Swap before torch.compile, to avoid compiling twice.
+    Parametrizations and fully_shard also change the class of a module. Apply them after the swap,
+    because modules that they have changed are skipped and reported. DistributedDataParallel may be
+    applied before or after the swap. Swap before torch.compile to avoid compiling twice.
 
-    Stacks of encoder layers (torch.nn.TransformerEncoder, and those of Hugging Face BERT and
-    similar models) return 0 in padded rows after the swap, where the original returns other
-    values, unless remove_padding is False.
+    After the swap, stacks of encoder layers (torch.nn.TransformerEncoder, and those of Hugging Face
+    BERT and similar models) return 0 in padded rows instead of the original values. Pass
+    remove_padding=False to prevent this.
 
-    If a torch.nn.TransformerEncoderLayer is not swapped (a subclass, or attention=False) but a
-    module in it is, its inference fast path is disabled. That path reads the weights of those
-    modules without calling them.
+    The inference fast path of torch.nn.TransformerEncoderLayer reads the weights of its child
+    modules without calling them. If a layer is not swapped (a subclass, or attention=False) but one
+    of its child modules is, the fast path of the layer is disabled.
 
     A swapped model can be copied, pickled and saved. To load it, fused_attn must be installed but
-    need not be imported. `save_pretrained` of transformers writes a plain checkpoint:
-    `from_pretrained` returns an unswapped model.
+    need not be imported. `save_pretrained` of transformers writes a plain checkpoint, from which
+    `from_pretrained` loads an unswapped model.
 
     Args:
-        model: any torch.nn.Module. At any depth, modules of exactly these classes are swapped:
-            torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm and RMSNorm, and
-            from Hugging Face transformers the RMS norms and the non-attention parts of BERT's
-            layers, with their copies. Subclasses are skipped, as they may compute something else.
-            Models of transformers get attn_implementation "fused_attn".
-        attention: swap attention, and the Transformer containers, whose inference fast path in
-            torch would bypass it.
+        model: any torch.nn.Module. Modules of exactly these classes are swapped, at any depth:
+            torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm and RMSNorm; in
+            Hugging Face transformers, the RMS norms, the non-attention parts of BERT's layers, and
+            copies of these. Subclasses are skipped, because they may compute something else. Models
+            of transformers are switched to attn_implementation "fused_attn".
+        attention: swap attention modules and the Transformer containers. The inference fast path of
+            torch's containers would bypass swapped attention modules.
         norm: swap the norms.
-        remove_padding: let stacks of encoder layers pack a batch, to skip the computation on
-            padding. Pass False for models that read padded rows, as `last_hidden_state.mean(1)`
-            does: nothing is packed, and padded rows have the original's values.
+        remove_padding: let stacks of encoder layers pack padded batches, which skips computation on
+            padding. Pass False for models that read padded rows, such as with
+            `last_hidden_state.mean(1)`. No batch is packed then, and padded rows have the original
+            values.
 
     Returns:
         A report of the swapped and skipped modules, with reasons; `restore()` undoes the swap.
@@ -151,7 +152,7 @@ def swap_modules(
     fused = sum(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules())
     if fused:
         report.notes.append(f"modules that were fused already: {fused}")
-    # By module id, as a module may be registered under several names.
+    # Keyed by module id, because a module may be registered under several names.
     seen: dict[int, Swapped | Skipped] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) not in seen:
@@ -186,7 +187,7 @@ def _unfused(model: Module, report: SwapReport) -> Iterator[Skipped]:
     for name, module in model.named_modules():
         if isinstance(module, FromTorch) or shown_name(name) in listed:
             continue
-        if inside and name.startswith(inside):  # by attn_implementation
+        if inside and name.startswith(inside):  # switched by attn_implementation
             continue
         if reason := attention_in(module):
             yield Skipped(shown_name(name), qualified_name(type(module)), reason)
@@ -203,7 +204,7 @@ def _fallback_warnings(model: Module) -> list[str]:
 
 
 def contains_fused_modules(model: Module) -> bool:
-    """Return True if `model` has a fused module, or a model with "fused_attn" attention."""
+    """Return True if `model` contains a fused module or a transformers model on "fused_attn"."""
     if any(isinstance(module, tuple(REPLACEMENTS.values())) for module in model.modules()):
         return True
     return any(
@@ -213,7 +214,7 @@ def contains_fused_modules(model: Module) -> bool:
 
 
 def _register_integrations(model: Module) -> None:
-    """Add the classes of imported libraries to REPLACEMENTS."""
+    """Add the classes of timm and transformers to REPLACEMENTS, if these are imported."""
     if "timm.layers" in sys.modules:
         from fused_attn.integrations import timm
 
@@ -225,7 +226,7 @@ def _register_integrations(model: Module) -> None:
 
 
 def _target(module: Module, attention: bool, norm: bool) -> type[Module] | None:
-    """Return the fused class for the class of `module` or its base; None if not to be swapped."""
+    """Return the fused class for the class of `module` or one of its bases; None to skip it."""
     if isinstance(module, tuple(REPLACEMENTS.values())):
         return None
     for source, target in REPLACEMENTS.items():
@@ -255,8 +256,9 @@ def _unknown_norm(module: Module, norm: bool) -> str | None:
 def _disable_inference_path(module: Module, name: str, report: SwapReport) -> None:
     """Disable the inference fast path of a torch encoder layer that contains fused modules.
 
-    The fast path passes their weights to torch._transformer_encoder_layer_fwd without calling them.
-    It supports only ReLU and GELU; of its conditions, this one is a setting that can be changed.
+    The fast path passes the weights of these modules to torch._transformer_encoder_layer_fwd and
+    does not call the modules. One of its conditions is a ReLU or GELU activation, which the layer
+    records in `activation_relu_or_gelu`. Setting this attribute to 0 disables the fast path.
     """
     layer: Any = module
     if not isinstance(layer, torch.nn.TransformerEncoderLayer) or isinstance(layer, FromTorch):
@@ -316,7 +318,7 @@ def _swap_transformers_model(model: Any, name: str, report: SwapReport) -> None:
 
 
 def padding_removers(model: Module) -> list[tuple[str, Module, str]]:
-    """Return the stacks that remove padding: name, module, and the flag that controls it."""
+    """Return the stacks that remove padding, as (name, module, name of the controlling flag)."""
     found: list[tuple[str, Module, str]] = []
     for name, module in model.named_modules():
         if isinstance(module, TransformerEncoder) and module.enable_nested_tensor:
@@ -327,7 +329,7 @@ def padding_removers(model: Module) -> list[tuple[str, Module, str]]:
 
 
 def _configure_padding(model: Module, remove_padding: bool, report: SwapReport) -> None:
-    """Disable the removal of padding, or report the stacks that remove it."""
+    """Disable padding removal, or add a note that lists the stacks that remove padding."""
     stacks = padding_removers(model)
     if remove_padding:
         if stacks:
@@ -340,7 +342,7 @@ def _configure_padding(model: Module, remove_padding: bool, report: SwapReport) 
     for _, module, attribute in stacks:
         if attribute in module.__dict__:
             undo = functools.partial(setattr, module, attribute, True)
-        else:  # a default of the fused class
+        else:  # the flag is a class attribute of the fused class
             undo = functools.partial(module.__dict__.pop, attribute, None)
         setattr(module, attribute, False)
         report._undo.append(undo)

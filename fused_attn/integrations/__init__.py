@@ -1,4 +1,4 @@
-"""Integrations with libraries that define their own attention interface; imported on demand."""
+"""Integrations with torch and other libraries; the submodules are imported on demand."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fused_attn.base.behind_import import behind_import
 
 
 def register_with_transformers() -> None:
-    """Make "fused_attn" a valid attn_implementation as soon as transformers loads its models.
+    """Register "fused_attn" as an attn_implementation as soon as transformers loads its models.
 
-    This does not import transformers. An existing registration of the name is left alone, such as
-    that of another copy of this package, from Hugging Face's Hub.
+    This function does not import transformers. It does not overwrite an existing registration, such
+    as that of another copy of this package from Hugging Face's Hub.
     """
     behind_import("transformers.modeling_utils", _register)
 
@@ -20,8 +20,8 @@ def register_with_transformers() -> None:
 def _register(modeling_utils: Any) -> None:
     from fused_attn.integrations import transformers
 
-    # An incompatible transformers release must still import; calling transformers.register()
-    # directly raises the error.
+    # Errors are suppressed, because an incompatible transformers release must still import. A
+    # direct call of `transformers.register()` of this package raises them.
     with contextlib.suppress(Exception):
         if transformers.NAME not in modeling_utils.ALL_ATTENTION_FUNCTIONS:
             transformers.register()

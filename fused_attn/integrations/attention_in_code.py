@@ -24,8 +24,8 @@ BY_HAND = (
 def attention_in(module: Module) -> str | None:
     """Return CALLS_SDPA or BY_HAND if the methods of a module compute attention, else None.
 
-    The search covers the class and its bases, except those of torch and of this package. It does
-    not follow calls of functions.
+    The search covers the class and its bases, except classes of torch and of this package. It does
+    not follow function calls.
     """
     softmaxes = {name for name, child in module.named_children() if _is_softmax(child)}
     by_hand = False
@@ -44,7 +44,7 @@ def _is_softmax(module: Module) -> bool:
 
 
 def _codes(cls: type) -> Iterator[types.CodeType]:
-    """Yield the code of a class's methods, except those of torch's and this package's bases."""
+    """Yield the code of a class's methods, except those of bases from torch and this package."""
     for base in cls.__mro__:
         if base is Module or base.__module__.startswith(("torch.", "fused_attn.")):
             continue
@@ -55,7 +55,7 @@ def _codes(cls: type) -> Iterator[types.CodeType]:
 
 
 def _is_attention(code: types.CodeType, softmaxes: set[str]) -> bool:
-    """Return True for code with two products, and a softmax after the first."""
+    """Return True for code with at least two matmuls and a softmax after the first matmul."""
     events = ""
     for instruction in dis.get_instructions(code):
         name = instruction.argval

@@ -1,11 +1,12 @@
-"""`enable()`: patch F.scaled_dot_product_attention process-wide to run this package's kernels.
+"""`enable()` patches F.scaled_dot_product_attention process-wide to run this package's kernels.
 
-Every call, from Python under any name or from C++, reaches the op
-`aten::scaled_dot_product_attention` with the caller's arguments: a bool mask is still bool, and
-dropout has not changed the path yet. That op has only a composite kernel, so device kernels can be
-registered for it and removed again. The alternatives cover less:
+Every call, from C++ or from Python under any name, reaches the op
+`aten::scaled_dot_product_attention` with the caller's arguments. At this point, a bool mask is
+still bool, and dropout has not yet affected the choice of kernel. The op has only a composite
+kernel, so device kernels can be registered for it and removed again. Two alternatives would cover
+fewer calls:
 
-- The ops below it (`_scaled_dot_product_flash_attention_for_cpu` and similar) receive only some of
+- Lower-level ops (`_scaled_dot_product_flash_attention_for_cpu` and similar) receive only some of
   the calls, with masks converted to float.
 - Replacing the attribute of torch.nn.functional misses code that imported the function earlier.
 """
@@ -38,13 +39,13 @@ from fused_attn.call.call_counts import CallCounts
 
 _config: Any = torch.compiler.config
 _OP = torch.ops.aten.scaled_dot_product_attention.default
-# Devices with kernels. Support is checked at each call, so that use_backend takes effect and
-# nothing here initializes CUDA.
+# Dispatch keys of the devices with kernels. Support is checked at each call, so that a later
+# use_backend takes effect and registration does not initialize CUDA.
 _KEYS = ("CPU", "CUDA")
 _PLAIN = frozenset({Tensor, Parameter})
-_TRACED = frozenset({FakeTensor, FunctionalTensor})  # by torch.compile and export
-# Part of the key of torch.compile's caches, also on disk. They are otherwise keyed by the caller's
-# graph, which is the same with and without our kernels.
+_TRACED = frozenset({FakeTensor, FunctionalTensor})  # in traces of torch.compile, export
+# Added to the key of torch.compile's caches, including those on disk. Otherwise the key depends
+# only on the caller's graph, which is the same with and without our kernels.
 _TAG = "+fused_attn"
 
 _lock = threading.Lock()
@@ -58,34 +59,36 @@ _enabled_counts: CallCounts | None = None
 def enable(*, call_sites: bool = False) -> CallCounts:
     """Patch torch.nn.functional.scaled_dot_product_attention to run this package's kernels.
 
-    The patch applies process-wide, without changes to callers: modules that call the function under
-    any name, timm, diffusers, torch.nn.MultiheadAttention and the Transformer layers. The latter
-    two do not call the function with need_weights=True, nor on their C++ inference path, which
-    torch.backends.mha.set_fastpath_enabled(False) switches off. `disable()` undoes the patch;
-    calling `enable()` again changes nothing.
+    The patch applies process-wide, without changes to callers. It covers all modules that call the
+    function under any name, timm, diffusers, torch.nn.MultiheadAttention and the torch.nn
+    Transformer layers. The torch.nn modules bypass the function with need_weights=True, and on
+    their C++ inference path, which torch.backends.mha.set_fastpath_enabled(False) disables.
+    `disable()` undoes the patch. Repeated calls of `enable()` return the same counts.
 
-    Differences from torch: fully masked rows give 0, where torch gives 0 or NaN depending on the
-    path; dropout drops different weights for the same seed of torch.manual_seed.
+    Results differ from torch's in two cases. Fully masked rows give 0, where torch gives 0 or NaN
+    depending on the path. Dropout drops different weights for the same torch.manual_seed.
 
-    Calls that fall back to torch, with its results and errors: unsupported calls (see
-    docs/support.md; nested tensors, other tensor subclasses, torch.func transforms, forward mode,
-    devices and types without a kernel; is_causal with a mask; most invalid arguments), and calls
-    within torch.nn.attention.sdpa_kernel without SDPBackend.FLASH_ATTENTION, which our kernels
-    count as. If the selected backend is "eager", torch computes the call.
+    Unsupported calls fall back to torch, with its results and errors. These are calls with nested
+    tensors or other tensor subclasses, torch.func transforms, forward-mode AD, devices and dtypes
+    without a kernel, is_causal with a mask, and most invalid arguments; see docs/support.md. Calls
+    within torch.nn.attention.sdpa_kernel also fall back unless it allows
+    SDPBackend.FLASH_ATTENTION, because our kernels count as flash attention. If the selected
+    backend is "eager", torch computes all calls.
 
-    torch.compile and export: code compiled before stays unchanged, and code compiled while enabled
-    stays unchanged after `disable()`, with the same numbers; torch.compiler.reset() drops both.
-    The caches of torch.compile tell the two apart by torch.compiler.config.cache_key_tag, which is
-    set per thread, so compile in a thread that called `enable()`. Exported programs contain torch's
-    op, which runs our kernels if they are enabled at run time.
+    Code that torch.compile compiled before `enable()`, or before `disable()`, does not change, and
+    its results stay the same. torch.compiler.reset() discards such code. The caches of
+    torch.compile distinguish the two states by torch.compiler.config.cache_key_tag. This setting is
+    per thread, so compile in a thread that called `enable()`. Exported programs contain torch's op,
+    which runs our kernels if they are enabled at run time.
 
     Call this only while no other thread is executing the function.
 
     Args:
-        call_sites: count calls separately for each line of code.
+        call_sites: count calls separately for each line of code that makes them.
 
     Returns:
-        Counts of the calls from now on, by shape, and of those that fell back to torch, by reason.
+        A `CallCounts` that counts all later calls by shape, and those that fall back to torch by
+        reason.
 
     Example:
         >>> query, key, value = (torch.randn(2, 8, 10, 64) for _ in range(3))
@@ -104,7 +107,7 @@ def enable(*, call_sites: bool = False) -> CallCounts:
 
 
 def disable() -> None:
-    """Undo `enable()`: restore torch's kernels, except while a block of `enabled()` is open."""
+    """Undo `enable()` and restore torch's kernels, unless a block of `enabled()` is still open."""
     global _enabled_counts
     _switch(on=False)
     if _enabled_counts is not None:
@@ -115,9 +118,10 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
-    """Enable this package's kernels within a block, for all threads; blocks may nest or overlap.
+    """Enable this package's kernels for all threads within a with block.
 
-    Yields the counts of the calls within the block, as `enable()` returns them.
+    Blocks may nest, and blocks of different threads may overlap. The value of the with statement is
+    a `CallCounts` of the calls within the block.
 
     Args:
         call_sites: as in `enable()`.
@@ -139,7 +143,7 @@ def enabled(*, call_sites: bool = False) -> Iterator[CallCounts]:
 
 
 def _switch(on: bool | None = None, blocks: int = 0) -> None:
-    """Set the switch or update the block count, then register or remove the kernels."""
+    """Set the switch or update the number of open blocks, then register or remove the kernels."""
     global _switched_on, _open_blocks, _library
     with _lock:
         switched_on = _switched_on if on is None else on
@@ -154,9 +158,10 @@ def _switch(on: bool | None = None, blocks: int = 0) -> None:
 
 
 def _registered() -> Library:
-    """Register our kernels for torch's op; they stay until the returned library is deleted.
+    """Register our kernels for torch's op until the returned library is deleted.
 
-    They override kernels that other packages registered; torch warns of that, or raises.
+    They override kernels that other packages registered. torch warns about this or raises
+    RuntimeError.
     """
     library = Library("aten", "IMPL")
     try:
@@ -195,7 +200,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute torch's op with our kernels, or with torch's if ours do not support the call."""
+    """Compute torch's op with our kernels, or with torch's for unsupported and small calls."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     if dropout_p == 0.0 and _is_small(query, key, value, attn_mask, is_causal, scale):
         reason = "small: torch's kernels are faster"
@@ -229,7 +234,7 @@ def _is_small(
 ) -> bool:
     """Return True if torch's kernels are faster for a call without dropout, with the same result.
 
-    Such calls have no second derivative, as without `enable()`.
+    Calls that run on torch's kernels have no second derivative, as without `enable()`.
     """
     if type(query) not in _PLAIN or query.dim() < 2 or key.dim() < 2:
         return False
@@ -237,7 +242,7 @@ def _is_small(
     work = query.numel() * seqlen_k
     if not 0 < work <= limits.attention_training or query.dtype != torch.float32:
         return False
-    if is_causal and query.size(-2) != seqlen_k:  # torch multiplies masked keys by 0
+    if is_causal and query.size(-2) != seqlen_k:  # torch multiplies masked keys by a weight of 0
         return False
     if (work > limits.attention_forward or attn_mask is not None) and not needs_grad(
         query, key, value
@@ -253,8 +258,8 @@ def _masks_like_torch(
 ) -> bool:
     """Return True if torch's kernels give the same result as ours for this masked call.
 
-    Every row must have a visible key, and neither values nor scores behind the mask may be NaN or
-    infinite. This reads the values of small CPU tensors.
+    Every row must have a visible key, and the scores and values of masked keys must be finite. The
+    check reads the elements of small CPU tensors.
     """
     if mask.dtype != torch.bool or masks_like_torch is None or in_transform():
         return False
@@ -262,7 +267,7 @@ def _masks_like_torch(
         return False
     if key.dtype != torch.float32 or value.dtype != torch.float32:
         return False
-    if scale is not None and not abs(scale) <= 1.0:  # the scores may overflow
+    if scale is not None and not abs(scale) <= 1.0:  # masked scores could overflow in torch
         return False
     return masks_like_torch(query, key, value, mask)
 
@@ -330,10 +335,11 @@ def _cached_fallback_reason(
 ) -> str:
     """Return the reason why none of our kernels is chosen; empty if one is.
 
-    Cached, because the choice takes as long as a call.
+    The result is cached, because choosing a backend takes as long as a call.
 
     Args:
-        changes: `verdicts.changes`; it and the arguments after it matter only if verdicts decide.
+        changes: `verdicts.changes`, so that new verdicts invalidate cached results. This argument
+            and those after it are passed only if the device has no default backend.
     """
     problem = AttentionProblem(
         device, dtype, head_dim, head_dim_v, bias_dtype, mask=mask, seqlen_q=seqlen_q,
@@ -341,7 +347,7 @@ def _cached_fallback_reason(
     )  # fmt: skip
     chosen, refusals = choose(problem, backend)
     if chosen is not None and not chosen.differentiable:
-        select(problem, backend)  # may warn
+        select(problem, backend)  # for its warnings
         return ""
     if refusals:
         name, reasons = refusals[0]

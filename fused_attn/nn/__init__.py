@@ -1,4 +1,4 @@
-"""Drop-in Transformer modules: the names, constructors and state_dict keys of torch.nn."""
+"""Drop-in Transformer modules with the names, constructors and state_dict keys of torch.nn."""
 
 from fused_attn.nn.attention import MultiheadAttention
 from fused_attn.nn.caches import DecoderCache, KeyValueCache

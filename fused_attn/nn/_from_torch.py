@@ -1,6 +1,6 @@
-"""Base class of the `fused_attn.nn` modules: torch.nn classes with a different `forward`.
+"""Base class of the `fused_attn.nn` modules, which override `forward` of torch.nn classes.
 
-Constructors, initialisation, state_dict keys and unpickling are inherited from the torch class.
+Constructors, initialisation, state_dict keys and unpickling are inherited from the torch.nn class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
 ClassT = TypeVar("ClassT", bound=type)
 
-# torch.nn class -> its replacement in this package; filled by `replaces`.
+# Maps each replaceable class to its fused replacement. `replaces` and the integrations fill it.
 REPLACEMENTS: dict[type[Module], type[FromTorch]] = {}
 
 
@@ -33,7 +33,7 @@ def replaces(torch_class: type[Module]) -> Callable[[ClassT], ClassT]:
 
     def register(cls: ClassT) -> ClassT:
         REPLACEMENTS[torch_class] = cls
-        # For help() and inspect: the constructor below accepts any arguments.
+        # help() and inspect show this signature instead of (*args, **kwargs).
         cls.__signature__ = inspect.signature(torch_class)  # type: ignore[attr-defined]
         return cls
 
@@ -41,20 +41,20 @@ def replaces(torch_class: type[Module]) -> Callable[[ClassT], ClassT]:
 
 
 class FromTorch(Module):
-    """Base of the drop-in modules; must precede the torch.nn class in the list of bases."""
+    """Base class of the drop-in modules; subclasses must list it before the torch.nn class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _convert_children(self)
 
     def _get_name(self) -> str:
-        """Return the name in the repr of models; a package prefix marks fused modules."""
+        """Return the class name for repr(), with a package prefix that marks fused modules."""
         own = type(self).__module__.startswith(f"{NAMESPACE}.nn.")
         package = f"{NAMESPACE}.nn" if own else NAMESPACE
         return f"{package}.{type(self).__name__}"
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise NotImplementedError: torch.jit.script has no substitute module to compile."""
+        """Raise NotImplementedError; torch.jit.script calls this before it compiles a module."""
         name = qualified_name(type(self))
         raise NotImplementedError(
             f"torch.jit.script cannot compile {name}, whose kernels are called from Python: use "
@@ -64,21 +64,22 @@ class FromTorch(Module):
 
     @classmethod
     def from_torch(cls: type[ModuleT], module: Module) -> ModuleT:
-        """Return a fused module that shares the parameters of `module`, without copying them.
+        """Return a fused module that shares the parameters of `module`.
 
-        Children whose torch.nn class has a fused counterpart are converted too.
+        Child modules that have a fused replacement are converted as well.
 
         Args:
-            module: an instance of exactly the torch.nn class that this class replaces.
+            module: an instance of the class that this class replaces, not of a subclass.
 
         Returns:
             A new module that shares parameters and buffers with `module`. Its hooks and training
             flag are copied from `module`.
 
         Raises:
-            TypeError: `module` is of another class. Subclasses are rejected: they may compute
-                something else.
-            ValueError: `module.forward` was replaced or compiled in place.
+            TypeError: `module` has a different class. Subclasses are rejected, because they may
+                override the computation.
+            ValueError: `module.forward` was replaced on the instance, or `module` was compiled in
+                place.
 
         Example:
             >>> torch_attention = torch.nn.MultiheadAttention(64, 4)
@@ -94,14 +95,14 @@ class FromTorch(Module):
             raise ValueError(f"module must not be patched: {reason}")
         new = cls.__new__(cls)
         for name, value in module.__dict__.items():
-            # Parameters, children and hooks are in dicts and sets, which modules must not share.
+            # Modules must not share the dicts and sets that hold parameters, children and hooks.
             new.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
         _convert_children(new)
         return new
 
 
 def fx_leaf(forward: ForwardT) -> ForwardT:
-    """Decorate `forward` so that torch.fx traces the module as one leaf node, as for torch.nn."""
+    """Wrap `forward` so that torch.fx traces the module as a leaf, as it does torch.nn modules."""
 
     @functools.wraps(forward)
     def traced(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,10 @@ def fx_leaf(forward: ForwardT) -> ForwardT:
 
 
 def convert(module: Module) -> Module:
-    """Return the fused replacement of `module`, or `module`; ModuleLists convert their items."""
+    """Return the fused replacement of `module`, or `module` itself if it has none.
+
+    A ModuleList with replaceable items is replaced by a ModuleList of the converted items.
+    """
     replacement = REPLACEMENTS.get(type(module))
     if replacement is not None:
         return replacement.from_torch(module)
@@ -124,9 +128,10 @@ def convert(module: Module) -> Module:
 
 
 def torch_infers(module: Module, x: Tensor) -> bool:
-    """Return True if torch's inference path may compute `module`.
+    """Return True if torch's inference fast path may compute `module`.
 
-    That is allowed if the default backend wraps torch's kernels anyway.
+    This requires evaluation mode and a default backend that wraps torch's kernels for the device of
+    x. Under torch.compile, the result is always False.
     """
     if module.training or torch.compiler.is_compiling():
         return False
@@ -135,7 +140,7 @@ def torch_infers(module: Module, x: Tensor) -> bool:
 
 
 def wrapped(module: Module) -> str | None:
-    """Return why torch replaced the class of `module` with a derived class, or None."""
+    """Return the reason why torch has replaced the class of `module`, or None if it has not."""
     if is_parametrized(module):
         return "parametrized: swap first, then register the parametrization"
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -145,7 +150,7 @@ def wrapped(module: Module) -> str | None:
 
 
 def patched(module: Module) -> str | None:
-    """Return why calls of `module` bypass the `forward` of its class, or None."""
+    """Return the reason why calling `module` bypasses `forward` of its class, or None."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     if module.__dict__.get("_compiled_call_impl") is not None:
@@ -154,7 +159,7 @@ def patched(module: Module) -> str | None:
 
 
 def qualified_name(cls: type) -> str:
-    """Return the public name of a class, as in torch.nn.LayerNorm or transformers.BertModel."""
+    """Return the dotted name of a class, in its public form for torch.nn and fused_attn.nn."""
     if getattr(torch.nn, cls.__name__, None) is cls:
         return f"torch.nn.{cls.__name__}"
     if cls.__module__.startswith(f"{NAMESPACE}.nn."):
@@ -163,7 +168,7 @@ def qualified_name(cls: type) -> str:
 
 
 def expected_name(cls: type) -> str:
-    """Return the name of the torch.nn class that `cls` replaces."""
+    """Return the name of the class that `cls` replaces, for error messages."""
     return next(
         (qualified_name(source) for source, target in REPLACEMENTS.items() if target is cls),
         "module that this class replaces",
@@ -177,12 +182,12 @@ def _convert_children(module: Module) -> None:
 
 
 def is_plain(module: Module) -> bool:
-    """Return True if calling `module` only runs the `forward` of its class, without hooks."""
+    """Return True if calling `module` only runs `forward` of its class, without hooks."""
     return "forward" not in module.__dict__ and unhooked(module)
 
 
 def unhooked(module: Module) -> bool:
-    """Return True if no hook, local or global, observes the inputs or outputs of `module`."""
+    """Return True if `module` has no forward or backward hooks and no global hooks are set."""
     hooks = torch.nn.modules.module
     return not (
         hooks._global_forward_hooks

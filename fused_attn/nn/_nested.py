@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def on_padded(function: Callable[[Tensor, Tensor], Tensor], nested: Tensor) -> Tensor:
-    """Apply a function of padded sequences to a nested tensor.
+    """Pad a nested tensor, apply a function to it, and remove the padding from the result.
 
     Args:
-        function: called with padded, (N, S, *), and ignored, (N, S), True for padding; returns
-            (N, S, *).
+        function: function of the padded tensor, (N, S, *), and a bool mask, (N, S), which is True
+            for padding. Must return a tensor of shape (N, S, *).
         nested: nested tensor of N sequences.
 
     Returns:
-        Nested tensor of the result, without padding.
+        A nested tensor with the layout and the sequence lengths of `nested`.
     """
     lengths = [sequence.shape[0] for sequence in nested.unbind()]
     if not any(lengths):

@@ -1,4 +1,4 @@
-"""MultiheadAttention on the fused kernels."""
+"""MultiheadAttention on the fused kernels, and conversion of torch.nn masks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from fused_attn.nn.weights import attention_with_weights
 class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` (Vaswani et al. 2017, section 3.2.2) on the fused kernels.
 
-    Arguments, parameters and state_dict keys are those of torch.nn.MultiheadAttention. Key padding
-    masks and causal masks are never materialized as (batch * num_heads, L, S) tensors. Fully masked
-    queries return the bias of out_proj and zero gradients, never NaN.
+    Arguments, parameters and state_dict keys are those of torch.nn.MultiheadAttention. The
+    parameters are in_proj_weight (3 * embed_dim, embed_dim), in_proj_bias (3 * embed_dim,) and
+    those of out_proj. If kdim or vdim differs from embed_dim, q_proj_weight, k_proj_weight and
+    v_proj_weight replace in_proj_weight.
+
+    Key padding masks and causal masks are never materialized as (batch * num_heads, L, S) tensors.
+    For fully masked queries, the output is the bias of out_proj and gradients are 0, never NaN.
 
     Args:
-        embed_dim: features of query and of the output, split evenly among the heads.
+        embed_dim: number of features of query and output; head_dim is embed_dim / num_heads.
         num_heads: number of heads; must divide embed_dim.
-        dropout: probability of dropping an attention weight, in training.
-        bias: the projections have biases.
-        add_bias_kv: append a learned key and value, bias_k and bias_v of (1, 1, embed_dim).
+        dropout: dropout probability of the attention weights in training.
+        bias: add biases to the projections.
+        add_bias_kv: append a learned key and value, bias_k and bias_v, each (1, 1, embed_dim).
         add_zero_attn: append a key and value of zeros.
-        kdim, vdim: features of key and value; None is embed_dim.
-        batch_first: batches are (N, L, embed_dim) instead of (L, N, embed_dim).
-        device, dtype: device and dtype of the parameters: in_proj_weight (3 * embed_dim,
-            embed_dim), or with kdim or vdim q_proj_weight, k_proj_weight, v_proj_weight;
-            in_proj_bias (3 * embed_dim,); out_proj.
+        kdim, vdim: number of features of key and value; None means embed_dim.
+        batch_first: batches have shape (N, L, embed_dim) instead of (L, N, embed_dim).
+        device, dtype: device and dtype of the parameters.
 
     Raises:
         ValueError: embed_dim or num_heads is not positive, as in torch.nn.
@@ -66,7 +68,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from query to key and value.
+        """Compute multi-head attention of query over key and value.
 
         Args:
             query: (L, N, embed_dim), (N, L, embed_dim) with batch_first, or (L, embed_dim).
@@ -74,24 +76,26 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             value: (S, N, vdim), (N, S, vdim) with batch_first, or (S, vdim).
             key_padding_mask: (N, S), or (S,) for unbatched input: bool (True = ignore the key) or
                 float (added to the scores).
-            need_weights: also return the attention weights, computed by a second kernel; the output
-                is always computed by the fused kernel. The average needs N * L * S elements of
-                memory; without average_attn_weights, num_heads times that.
-            attn_mask: (L, S) or (N * num_heads, L, S): bool (True = ignore) or float (added to
-                the scores), or a `fused_attn.masks.Mask`, which defines the visible keys.
-            average_attn_weights: average the returned weights over the heads, in the kernel.
-            is_causal: use causal attention. As torch documents, attn_mask must then be the causal
-                mask if it is a tensor, and is not read unless it requires grad. Unlike in torch,
-                attn_mask may be None, and a Mask is combined with the causal one. A causal (L, L)
-                tensor on the CPU is detected without is_causal, see `is_causal_mask`.
+            need_weights: also return the attention weights, which a second kernel computes. The
+                output always comes from the fused kernel. Averaged weights take N * L * S elements
+                of memory, and weights per head take num_heads times as much.
+            attn_mask: (L, S) or (N * num_heads, L, S) tensor, bool (True = ignore) or float (added
+                to the scores), or a `fused_attn.masks.Mask` that defines the visible keys.
+            average_attn_weights: average the returned weights over the heads. The kernel averages
+                them before the store.
+            is_causal: use causal attention. A tensor attn_mask must then be the causal mask, as in
+                torch, and is only read if it requires grad. Unlike in torch, attn_mask may also be
+                None or a Mask, which is combined with the causal mask. A causal (L, L) tensor on
+                the CPU is detected without is_causal; see `is_causal_mask`.
 
         Returns:
-            The output, with the shape of query, and the weights after dropout, as in torch:
-            (N, L, S) or (N, num_heads, L, S), without N for unbatched input; None if need_weights
-            is False. S includes the keys of add_bias_kv and add_zero_attn, which come last.
+            A tuple of the output and the weights. The output has the shape of query. The weights
+            are None if need_weights is False. Otherwise they include dropout, as in torch, and have
+            shape (N, L, S) if averaged, else (N, num_heads, L, S); unbatched input omits N. S
+            includes the keys of add_bias_kv and add_zero_attn, which come last.
 
         Raises:
-            ValueError, TypeError: an argument is invalid; the message has the expected and the
+            ValueError, TypeError: an argument is invalid; the message states the expected and the
                 actual value.
         """
         if query.is_nested and query is key is value and not need_weights:
@@ -122,7 +126,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         attn_mask: Tensor | Mask | None,
         is_causal: bool,
     ) -> Tensor:
-        """Compute the self-attention of a nested tensor, which torch supports in inference."""
+        """Compute self-attention of a nested tensor, which encoder layers pass in inference."""
         if key_padding_mask is not None:
             raise ValueError("key_padding_mask must be None where query is a nested tensor")
         if not self.batch_first:
@@ -140,6 +144,10 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
 
         Args:
             x: (1, total, embed_dim), from `Packing.pack`.
+            packing: the sequence boundaries and the mask of the batch.
+
+        Returns:
+            The output, (1, total, embed_dim).
         """
         projected = F.linear(x[0], self.in_proj_weight, self.in_proj_bias)
         q, k, v = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
@@ -156,7 +164,11 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
 
         Args:
             x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
-            key_padding_mask: (N, cached positions + T), see `forward`.
+            cache: keys and values of the earlier positions; updated in place.
+            key_padding_mask: (N, cached positions + T); see `forward`.
+
+        Returns:
+            The output for the new positions, with the shape of x.
         """
         q, k, v = self._project(x, x, x)
         k, v = cache.append(k, v)
@@ -165,7 +177,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         )
         if q.shape[2] > 1:
             terms.append(masks.causal(align="bottom_right"))
-        # 20 us per token; decode_attention takes 140 us (CPU, 128 positions, 8 heads of 64).
+        # This call takes 20 us per token, and decode_attention would take 140 us (CPU, 128 cached
+        # positions, 8 heads, head_dim 64).
         out = functional.scaled_dot_product_attention(
             q, k, v, combine(terms), self.dropout if self.training else 0.0
         )
@@ -174,17 +187,21 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     def forward_projected(
         self, x: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Attend to keys and values that `project_memory` has projected.
+        """Compute cross-attention over keys and values from `project_memory`.
 
         Args:
             x: (T, N, embed_dim), or (N, T, embed_dim) with batch_first.
-            key, value: (M, num_heads, S, head_dim); N must be a multiple of M. Each N / M
-                consecutive sequences share a memory and attend to it as one sequence of queries.
-            key_padding_mask: (M, S), see `forward`.
+            key, value: (M, num_heads, S, head_dim). N must be a multiple of M. Groups of N / M
+                consecutive sequences share a memory, and the kernel processes the queries of a
+                group as one sequence.
+            key_padding_mask: (M, S); see `forward`.
+
+        Returns:
+            The output, with the shape of x.
         """
         q = self._project_query(x)
         memories, sharing = key.shape[0], q.shape[0] // max(key.shape[0], 1)
-        # Heads are innermost in memory: with batch_first, joining consecutive sequences is a view.
+        # With batch_first, q is stored as (N, T, num_heads, head_dim): joining sequences is a view.
         q = q.transpose(1, 2).unflatten(0, (memories, sharing)).flatten(1, 2).transpose(1, 2)
         seqlens = q.shape[2], key.shape[2]
         terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)
@@ -195,7 +212,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         return self.out_proj(self._merge_heads(out, True))
 
     def project_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Project the keys and values of a memory, (N, num_heads, S, head_dim) each."""
+        """Return the projected keys and values of a memory, each (N, num_heads, S, head_dim)."""
         return self._project_keys(memory, memory)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -234,7 +251,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return the projections as (batch, num_heads, seqlen, head_dim) views."""
+        """Project query, key and value; return (batch, num_heads, seqlen, head_dim) views."""
         bias = self.in_proj_bias
         if self._qkv_same_embed_dim and query is key is value:
             return self._split_heads(F.linear(query, self.in_proj_weight, bias), 3)
@@ -247,7 +264,7 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         return self._split_heads(F.linear(query, weight, bias), 1)[0]
 
     def _project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return the projections of key and value in the layout of `_project`."""
+        """Project key and value; return views in the layout of `_project`."""
         bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
         weights: tuple[Tensor, ...] = (self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
@@ -282,7 +299,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor, list[Tensor | Mask], bool]:
         """Prepend the keys of add_bias_kv and add_zero_attn, which are visible to every query.
 
-        torch appends them. Prepended keys are before the diagonal, so a causal mask remains a band.
+        torch appends these keys. Prepended keys precede the diagonal, so a causal mask remains a
+        band. That band is one of the returned masks, so the returned is_causal is False.
         """
         if any(isinstance(term, Mask) for term in terms):
             raise ValueError(
@@ -317,12 +335,12 @@ def mask_terms(
     seqlen_q: int,
     seqlen_k: int,
 ) -> tuple[list[Tensor | Mask], bool]:
-    """Convert the masks of a torch.nn module to those of fused_attn, where True is visible.
+    """Convert the masks of torch.nn (True = ignore) to masks of fused_attn (True = visible).
 
     Returns:
-        The list of masks to combine, and True if attention is causal in addition. Each mask is a
-        Mask or a tensor (bool, True = visible, or float) that broadcasts to (batch, num_heads,
-        seqlen_q, seqlen_k).
+        A tuple of the masks to combine and is_causal, which is True if a causal mask applies as
+        well. Each mask is a Mask, or a bool (True = visible) or float tensor that broadcasts to
+        (batch, num_heads, seqlen_q, seqlen_k).
     """
     terms: list[Tensor | Mask] = []
     if key_padding_mask is not None:
@@ -344,7 +362,8 @@ def mask_terms(
                 f"attn_mask must have shape (L, S) = {(seqlen_q, seqlen_k)} or (N * num_heads, L, "
                 f"S) = {(batch * num_heads, seqlen_q, seqlen_k)}, got {tuple(attn_mask.shape)}"
             )
-        # A mask that requires grad is never treated as the causal one, whatever the hint.
+        # A mask that requires grad must be added to the scores to get a gradient, so it is never
+        # replaced by causal attention.
         is_causal = not attn_mask.requires_grad and is_causal_mask(attn_mask, is_causal or None)
         if not is_causal:
             term = _visible(attn_mask)
@@ -353,7 +372,7 @@ def mask_terms(
 
 
 def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
-    """Combine the terms into one mask for the fused function."""
+    """Combine the masks from `mask_terms` into one; return None if the list is empty."""
     if len(terms) < 2:
         return terms[0] if terms else None
     combined = as_mask(terms[0])
@@ -363,14 +382,15 @@ def combine(terms: list[Tensor | Mask]) -> Tensor | Mask | None:
 
 
 def as_mask(term: Tensor | Mask) -> Mask:
-    """Convert a term of `mask_terms` to a Mask."""
+    """Convert a mask from `mask_terms` to a Mask."""
     return cast(Mask, masks.as_mask(term))
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Convert a mask of torch.nn.
+    """Convert a torch.nn mask tensor to the convention of fused_attn.
 
-    bool masks are inverted, because True means ignore there; float masks are returned unchanged.
+    Bool masks are inverted, because True means ignore in torch.nn. Float masks are returned
+    unchanged.
     """
     return ~mask if mask.dtype == torch.bool else mask
 

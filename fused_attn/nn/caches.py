@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Capacities are multiples of BLOCK rows. A full cache grows by at least half its length, so growth
-# copies about two rows per appended row at any length.
+# Capacities are multiples of BLOCK positions. A full buffer grows by at least half its length, so
+# the amortized cost is about two copied positions per appended position at any length.
 BLOCK = 64
 
 
 class KeyValueCache:
-    """Cache of the keys and values of one self-attention, in tensors that grow by blocks.
+    """Key-value cache of one self-attention layer, in buffers that grow as needed.
 
     All sequences have the same length. `append` writes new positions. Alternatively, call
-    `make_room`, let `decode_attention` write the positions and advance `length`.
+    `make_room`, let `decode_attention` write the positions, and then advance `length`.
 
     Attributes:
         length: number of cached positions.
@@ -45,21 +45,24 @@ class KeyValueCache:
 
     @property
     def keys(self) -> Tensor:
-        """The key buffer, (batch, num_heads, capacity, head_dim); undefined beyond `length`.
+        """Key buffer, (batch, num_heads, capacity, head_dim); undefined from `length` on.
 
         Raises:
-            ValueError: nothing is allocated yet (`values` and `lengths` raise it too).
+            ValueError: no buffer is allocated yet. `values` and `lengths` raise this as well.
         """
         return _require_allocated(self._keys)
 
     @property
     def values(self) -> Tensor:
-        """The value buffer, (batch, num_heads, capacity, head_dim_v); undefined beyond `length`."""
+        """Value buffer, (batch, num_heads, capacity, head_dim_v); undefined from `length` on."""
         return _require_allocated(self._values)
 
     @property
     def lengths(self) -> Tensor:
-        """The length of each sequence, (batch,) int32; a new tensor, to be shared by the layers."""
+        """Length of each sequence, (batch,) int32.
+
+        Each access creates a tensor. Read it once per decoding step and pass it to all layers.
+        """
         keys = self.keys
         return torch.full((keys.shape[0],), self.length, dtype=torch.int32, device=keys.device)
 
@@ -71,10 +74,11 @@ class KeyValueCache:
             value: (batch, num_heads, new positions, head_dim_v).
 
         Returns:
-            Views of the keys and values of all positions. Later calls may write beyond their end.
+            Views of the keys and values of all positions, including the new ones. Later calls may
+            write to the same buffers, past the end of these views.
 
         Raises:
-            ValueError: gradients would have to flow through the cache.
+            ValueError: gradients are enabled, and key or value requires grad.
         """
         self.make_room(key, value)
         end = self.length + key.shape[2]
@@ -85,7 +89,7 @@ class KeyValueCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def make_room(self, key: Tensor, value: Tensor) -> None:
-        """Grow the buffers if needed to fit new positions; arguments as in `append`."""
+        """Allocate or grow the buffers so that `append(key, value)` fits; `length` is unchanged."""
         check_no_grad(key, value)
         end = self.length + key.shape[2]
         self._keys, self._values = (
@@ -94,7 +98,7 @@ class KeyValueCache:
         )
 
     def select(self, rows: Tensor) -> None:
-        """Select rows of the batch, in this order; a row may occur more than once."""
+        """Replace the batch by the sequences at the int64 indices `rows`, which may repeat."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = (
                 kept[:, :, : self.length].index_select(0, rows)
@@ -103,7 +107,7 @@ class KeyValueCache:
 
 
 def check_no_grad(*tensors: Tensor) -> None:
-    """Raise ValueError if gradients would have to flow through a cache."""
+    """Raise ValueError if gradients are enabled and any of the tensors requires grad."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "a cache must be used under torch.no_grad(): its tensors are overwritten, so no "
@@ -118,7 +122,10 @@ def _require_allocated(kept: Tensor | None) -> Tensor:
 
 
 def _ensure_capacity(kept: Tensor | None, length: int, end: int, like: Tensor) -> Tensor:
-    """Return a tensor with the first `length` positions of `kept` and capacity for `end`."""
+    """Return `kept` if it fits `end` positions, else a larger copy of its first `length` positions.
+
+    An inference tensor is also copied outside of inference mode, where it must not be written to.
+    """
     frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
     if kept is not None and kept.shape[2] >= end and not frozen:
         return kept
@@ -134,14 +141,14 @@ def _ensure_capacity(kept: Tensor | None, length: int, end: int, like: Tensor) -
 class DecoderCache:
     """State of `TransformerDecoder.step`: the self- and cross-attention caches of each layer.
 
-    The keys and values of the memory are projected once. The batch may be a multiple of the memory
-    batch: sequences that share a memory, such as beams, must be consecutive.
+    The keys and values of the memory are projected once. The batch size may be a multiple of the
+    memory batch size. Sequences that share a memory, such as beams, must then be consecutive.
 
     Attributes:
         own: self-attention cache of each layer.
-        memory: keys and values of the cross-attention of each layer, each of shape (memory batch,
-            num_heads, S, head_dim).
-        memory_key_padding_mask: (memory batch, S), or None.
+        memory: projected keys and values for the cross-attention of each layer, each with shape
+            (memory batch, num_heads, S, head_dim).
+        memory_key_padding_mask: (memory batch, S), or None; see `MultiheadAttention.forward`.
     """
 
     own: list[KeyValueCache]
@@ -154,15 +161,15 @@ class DecoderCache:
         return self.own[0].length if self.own else 0
 
     def select(self, rows: Tensor, memories: Tensor | None = None) -> None:
-        """Select sequences, in this order.
+        """Replace the batch by the sequences at the indices `rows`, and optionally the memories.
 
         Args:
-            rows: (sequences,) int64, indices into the batch; an index may occur more than once.
-            memories: int64, indices into the memory batch. None selects all memories; each must
-                then have the same number of selected sequences.
+            rows: (sequences,) int64 indices into the batch, which may repeat.
+            memories: int64 indices into the memory batch. If None, all memories stay, and `rows`
+                must select the same number of sequences for each memory, in the order of memories.
 
         Raises:
-            ValueError: without `memories`, a sequence would be assigned to another memory.
+            ValueError: memories is None, and rows would assign a sequence to a different memory.
         """
         if memories is None:
             self._check_groups(rows)
@@ -188,7 +195,7 @@ class DecoderCache:
 
     @contextlib.contextmanager
     def unchanged_on_errors(self) -> Iterator[None]:
-        """Discard appended positions if the with block raises."""
+        """Return a context manager that discards appended positions if its block raises."""
         length = self.length
         try:
             yield

@@ -16,9 +16,9 @@ class Generated(NamedTuple):
     """Result of `generate`.
 
     Attributes:
-        tokens: (N, longest) int64, without <bos>, padded with <eos>.
-        lengths: (N,) int64, number of tokens of each sequence, including <eos>.
-        scores: (N,) float32, log-probability of each sequence; beam search divides it by
+        tokens: (N, longest) int64; generated tokens without <bos>, padded with <eos>.
+        lengths: (N,) int64; number of tokens of each sequence, including <eos>.
+        scores: (N,) float32; log-probability of each sequence. Beam search divides it by
             length ** length_penalty.
     """
 
@@ -43,25 +43,26 @@ def generate(
 ) -> Generated:
     """Decode sequences until <eos>, one token per step, by greedy or beam search.
 
-    Finished sequences are removed from later steps. Each step checks which sequences have finished,
-    which synchronises with a GPU.
+    Finished sequences are removed from the batch. On a GPU, every step synchronises with the device
+    to check which sequences have finished.
 
     Args:
-        decoder: a stack of fused layers; its training flag is left as it is.
+        decoder: a stack of fused layers. Call its `eval()` first to disable dropout.
         memory: output of the encoder, (N, S, d_model) with batch_first, else (S, N, d_model).
-        embed: maps tokens (sequences, 1) and their position to embeddings (sequences, 1, d_model).
-        project: maps (sequences, d_model) to logits (sequences, vocabulary).
-        bos, eos: tokens that begin and end a sequence.
+        embed: function of tokens (sequences, 1) and their position, an int, that returns embeddings
+            (sequences, 1, d_model).
+        project: function from hidden states (sequences, d_model) to logits (sequences, vocabulary).
+        bos, eos: ids of the tokens that begin and end a sequence.
         max_length: maximum number of tokens, including <eos>.
-        num_beams: hypotheses per sequence; 1 is greedy search.
+        num_beams: number of hypotheses per sequence; 1 selects greedy search.
         length_penalty: beam search ranks hypotheses by log-probability / length ** length_penalty.
-        memory_key_padding_mask: (N, S), see `MultiheadAttention.forward`.
+        memory_key_padding_mask: (N, S); see `MultiheadAttention.forward`.
 
     Returns:
         The tokens, lengths and scores of the best hypothesis of each sequence.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
+        ValueError, TypeError: an argument is invalid.
 
     Example:
         >>> layer = fused_attn.nn.TransformerDecoderLayer(64, 4, batch_first=True)
@@ -75,7 +76,7 @@ def generate(
         (2, torch.Size([2]))
 
     Source: Sutskever et al. 2014, "Sequence to Sequence Learning with Neural Networks", section
-    3.2, for the beam search.
+    3.2 (beam search).
     """
     if max_length < 1 or num_beams < 1:
         raise ValueError(
@@ -124,7 +125,7 @@ def _greedy(
 
 
 class _Hypotheses:
-    """The best finished sequences of one batch row."""
+    """Finished hypotheses of one source sequence: the `size` best, sorted by score."""
 
     def __init__(self, size: int, length_penalty: float) -> None:
         self.size, self.length_penalty = size, length_penalty
@@ -136,7 +137,13 @@ class _Hypotheses:
         del self.best[self.size :]
 
     def complete(self, log_probability: float, length: int, max_length: int) -> bool:
-        """Return True if no live hypothesis with at most this log-probability can still enter."""
+        """Return True if no unfinished hypothesis can still enter the list.
+
+        Args:
+            log_probability: highest log-probability of the unfinished hypotheses.
+            length: their length after the next step.
+            max_length: maximum length of a hypothesis.
+        """
         longest = max_length if self.length_penalty > 0 else length
         return (
             len(self.best) == self.size
@@ -155,9 +162,9 @@ def _beams(
 ) -> Generated:
     device, batch = first.device, first.shape[0]
     ended = [_Hypotheses(num_beams, length_penalty) for _ in range(batch)]
-    active = list(range(batch))  # batch rows with live beams
+    active = list(range(batch))  # source sequences with unfinished beams
     beams: list[list[list[int]]] = [[[] for _ in range(num_beams)] for _ in range(batch)]
-    # All beams of a row start out identical, so only the first has a finite score.
+    # The beams of a sequence are identical at first, so only the first gets a finite score.
     scores = torch.full((batch, num_beams), float("-inf"), device=device)
     scores[:, 0] = 0.0
     last = first.repeat_interleave(num_beams)
@@ -166,7 +173,7 @@ def _beams(
             break
         steps = log_probabilities(last)
         total = (scores.reshape(-1, 1) + steps).reshape(len(active), -1)
-        # Each beam has one <eos> candidate: 2 * num_beams candidates suffice to refill all beams.
+        # At most one candidate per beam is <eos>, so 2 * num_beams candidates refill all beams.
         values, at = total.topk(min(2 * num_beams, total.shape[1]))
         survivors, items = [], []
         for item, row in enumerate(active):

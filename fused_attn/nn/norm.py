@@ -12,10 +12,10 @@ from fused_attn.nn._nested import on_padded
 
 
 class Norm(FromTorch):
-    """Base of the modules that `swap_modules` treats as norms."""
+    """Base class of the fused norms, to which the `norm` argument of `swap_modules` applies."""
 
     def _forward_nested(self, input: Tensor) -> Tensor:
-        """Normalise a nested tensor, which torch's layers pass to their norms in inference."""
+        """Normalise a nested tensor; encoder layers pass such tensors to norms in inference."""
         if input.layout == torch.jagged:
             # torch's op preserves the symbolic ragged size, which must match that of the residual.
             return super().forward(input)
@@ -29,10 +29,10 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     Arguments, parameters and state_dict keys are those of torch.nn.LayerNorm.
 
     Args:
-        normalized_shape: the trailing dimensions of the input, an int for the last one alone.
+        normalized_shape: trailing dimensions to normalise over; an int means the last dimension.
         eps: added to the variance.
-        elementwise_affine: add a weight of shape (*normalized_shape).
-        bias: also add a bias of the same shape.
+        elementwise_affine: learn a weight of shape normalized_shape.
+        bias: also learn a bias of this shape, if elementwise_affine is True.
         device, dtype: device and dtype of the parameters.
 
     Example:
@@ -53,17 +53,18 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         dropout_p: float = 0.0,
         return_residual: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise input, or residual + dropout(input).
+        """Normalise residual + dropout(input); residual and dropout are optional.
 
         Args:
-            input: (*, *normalized_shape); float32, float16, bfloat16, float64.
-            residual: like input; added before the norm.
-            dropout_p: probability of dropping an element of input before the addition. Applied in
-                evaluation too: pass 0.0 there.
+            input: (*, *normalized_shape); float32, float16, bfloat16 or float64.
+            residual: same shape and dtype as input; added before the norm.
+            dropout_p: probability of dropping an element of input before the addition. It does not
+                depend on the training flag, so pass 0.0 in evaluation.
             return_residual: also return residual + dropout(input).
 
         Returns:
-            out, with shape and dtype of input; with return_residual also the sum.
+            The normalised tensor, with the shape and dtype of input. With return_residual, a tuple
+            of this tensor and residual + dropout(input).
         """
         if input.is_nested and residual is None and not (dropout_p or return_residual):
             return self._forward_nested(input)
@@ -86,10 +87,10 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     Arguments, parameters and state_dict keys are those of torch.nn.RMSNorm.
 
     Args:
-        normalized_shape: the trailing dimensions of the input, an int for the last one alone.
-        eps: added to the mean square; None is the machine epsilon of float32 (float64 inputs: of
-            float64).
-        elementwise_affine: add a weight of shape (*normalized_shape).
+        normalized_shape: trailing dimensions to normalise over; an int means the last dimension.
+        eps: added to the mean square. None means the machine epsilon of float64 for float64 inputs,
+            and of float32 for all other dtypes.
+        elementwise_affine: learn a weight of shape normalized_shape.
         device, dtype: device and dtype of the weight.
 
     Example:
@@ -107,14 +108,15 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         dropout_p: float = 0.0,
         return_residual: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise x, or residual + dropout(x).
+        """Normalise residual + dropout(x); residual and dropout are optional.
 
         Args:
-            x: (*, *normalized_shape); float32, float16, bfloat16, float64.
+            x: (*, *normalized_shape); float32, float16, bfloat16 or float64.
             residual, dropout_p, return_residual: as in `LayerNorm.forward`.
 
         Returns:
-            out, with shape and dtype of x; with return_residual also the sum.
+            The normalised tensor, with the shape and dtype of x. With return_residual, a tuple of
+            this tensor and residual + dropout(x).
         """
         if x.is_nested and residual is None and not (dropout_p or return_residual):
             return self._forward_nested(x)
@@ -130,10 +132,10 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
 
 
 def residual_norm(norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor) -> Tensor:
-    """Compute norm(residual + dropout(sublayer)), in one kernel if the result is the same.
+    """Compute norm(residual + dropout(sublayer)), in one fused kernel if possible.
 
-    The operations stay separate if `norm` or `dropout` is user-defined or has hooks, which receive
-    the intermediate tensors, or if the sum promotes types (autocast).
+    The operations run separately if `norm` or `dropout` is user-defined or has hooks, which observe
+    intermediate tensors. They also run separately if the sum promotes dtypes, as under autocast.
     """
     if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
         return norm(sublayer, residual=residual, dropout_p=_probability(dropout))
@@ -143,7 +145,10 @@ def residual_norm(norm: Module, dropout: Module, sublayer: Tensor, residual: Ten
 def residual_norm_and_sum(
     norm: Module, dropout: Module, sublayer: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `residual_norm` and the sum, the residual of the next pre-norm sublayer."""
+    """Compute total = residual + dropout(sublayer) and return (norm(total), total).
+
+    In pre-norm layers, total is the residual of the next sublayer.
+    """
     if _fusable(norm, dropout) and sublayer.dtype == residual.dtype:
         dropout_p = _probability(dropout)
         return norm(sublayer, residual=residual, dropout_p=dropout_p, return_residual=True)

@@ -1,7 +1,7 @@
 """Padding removal: run a stack of encoder layers on the real tokens of a padded batch only.
 
-The batch is packed into one row of tokens before the first layer and unpacked after the last. All
-operations in between are token-wise, except attention, which accepts packed sequences.
+The batch is packed into a (1, total, width) tensor before the first layer and unpacked after the
+last. All operations in between are token-wise, except attention, which supports packed sequences.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from fused_attn.masks import Mask
 from fused_attn.nn._from_torch import patched
 from fused_attn.nn.norm import LayerNorm, RMSNorm
 
-# Minimum fraction of padding; below it packing gains little. Packed over padded time of two layers,
-# d_model 512, 8 x 256 tokens, forward and backward, two threads with AMX: 0.91 to 0.96 with 0 to
-# 10 % of padding (noise about 0.05), 0.79 with 20 %. The cost of packing itself is not measurable.
+# Minimum fraction of padding tokens; packing saves little time below it. Two layers with d_model
+# 512 and 8 x 256 tokens, forward plus backward on two threads with AMX, take 0.91 to 0.96 of the
+# padded time with 0 to 10 % padding (noise about 0.05), and 0.79 of it with 20 % padding. The cost
+# of packing itself is too small to measure.
 MIN_PADDED = 0.05
 
 _POINTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.mish, torch.relu, torch.tanh)
 _NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, LayerNorm, RMSNorm)
-# Exact types only: a subclass may mix tokens.
+# Matched by exact type, because a subclass may mix tokens.
 TOKENWISE_MODULES = (
     torch.nn.Linear, NonDynamicallyQuantizableLinear, torch.nn.Dropout, torch.nn.Identity, *_NORMS,
     torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU, torch.nn.LeakyReLU, torch.nn.Mish, torch.nn.Tanh,
@@ -42,9 +43,9 @@ class Packing:
     """Positions of the real tokens in a padded batch.
 
     Attributes:
-        index: (total,) int64, row of each real token in the flattened padded batch; the tokens of a
+        index: (total,) int64; row of each real token in the flattened padded batch. The tokens of a
             sequence are contiguous.
-        cu_seqlens: (batch + 1,) int32, start of each sequence, followed by the total.
+        cu_seqlens: (batch + 1,) int32; start of each packed sequence, followed by the total.
         max_seqlen: upper bound of the sequence lengths.
         mask: additional mask, applied within each sequence.
     """
@@ -55,23 +56,23 @@ class Packing:
     mask: Mask
 
     def pack(self, padded: Tensor) -> Tensor:
-        """Gather the real tokens: (N, S, width) or (S, N, width) to (1, total, width)."""
+        """Gather the real tokens of (N, S, width) or (S, N, width) into (1, total, width)."""
         return padded.flatten(0, 1).index_select(0, self.index)[None]
 
     def unpack(self, packed: Tensor, padded_shape: torch.Size) -> Tensor:
-        """Scatter (1, total, width) to the shape of the padded batch, with 0 for padding."""
+        """Scatter (1, total, width) into a tensor of `padded_shape` that is 0 at padding."""
         rows = packed.new_zeros(padded_shape[0] * padded_shape[1], packed.shape[2])
         return rows.index_copy(0, self.index, packed[0]).unflatten(0, padded_shape[:2])
 
 
 def saves_time(x: Tensor, ignored: Tensor) -> bool:
-    """Return True if a batch has enough padding, and not only padding, to be packed.
+    """Return True if a batch has enough padding for packing to save time.
 
-    Reading the values of `ignored` synchronises with a GPU. In a torch.compile graph, the values
-    are unknown and the result is always True.
+    The result is False for a batch of padding only. Reading the values of `ignored` synchronises
+    with a GPU. In a torch.compile graph, the values are unknown and the result is always True.
 
     Args:
-        x: the padded batch, (*, width).
+        x: padded batch, (*, width).
         ignored: (N, S) bool, True for padding.
     """
     if torch.compiler.is_compiling():
@@ -93,9 +94,10 @@ def packing_of(
 
     Args:
         ignored: (N, S) bool, True for padding.
-        mask: additional mask, indexed by position; it requires all padding to be at the end.
-        is_causal: attention is causal in addition.
-        batch_first: batches are (N, S, width), not (S, N, width).
+        mask: additional mask, indexed by padded position. With a mask, the batch is packed only if
+            all padding is at the end.
+        is_causal: also apply a causal mask.
+        batch_first: batches have shape (N, S, width) instead of (S, N, width).
     """
     compiling = torch.compiler.is_compiling()
     if compiling and mask is not None:
@@ -126,19 +128,19 @@ def can_pack(
     layers: Iterable[Module],
     norm: Module | None,
 ) -> bool:
-    """Return True if a packed batch saves time and gives each token the same result.
+    """Return True if packing a batch saves time and does not change the results of real tokens.
 
-    This requires all modules except attention to be token-wise and without hooks, which would
-    receive packed shapes. Masks must be tensors or depend on relative positions only.
+    All modules except attention must be token-wise. No module may have hooks, because they would
+    observe packed shapes. A Mask must depend on relative positions only.
     """
     if src.dim() != 3 or src.is_nested or ignored.dim() != 2 or ignored.dtype != torch.bool:
         return False
     backend = default_backend(src.device)
-    if backend is not None and backend.wraps_torch:  # it would pad the batch again
+    if backend is not None and backend.wraps_torch:  # the backend would pad the batch again
         return False
     if must_stay_padded(src, ignored) or (isinstance(mask, Mask) and not mask.is_relative):
         return False
-    if not saves_time(src, ignored):  # before the check of modules: 30 us per layer
+    if not saves_time(src, ignored):  # before the module checks, which take 30 us per layer
         return False
     if norm is not None and not (type(norm) in _NORMS and alone(norm)):
         return False
@@ -146,7 +148,11 @@ def can_pack(
 
 
 def must_stay_padded(*tensors: Tensor) -> bool:
-    """Return True if graphs, modes or global hooks observe shapes, or values cannot be read."""
+    """Return True if packed shapes would be observed or the mask's values cannot be read.
+
+    Traced graphs, dispatch modes and global hooks observe shapes. Values cannot be read from meta
+    tensors and during CUDA graph capture.
+    """
     if torch.compiler.is_compiling():
         return not (_allows_dynamic_sizes() and PLAIN_TYPES.issuperset(map(type, tensors)))
     return (
@@ -160,17 +166,17 @@ def must_stay_padded(*tensors: Tensor) -> bool:
 def _allows_dynamic_sizes() -> bool:
     """Return True if the graph being traced may contain data-dependent sizes.
 
-    torch's capture_dynamic_output_shape_ops enables them. Without it, packing would break the
-    graph, an error under fullgraph=True, which cannot be detected here. Exported graphs are never
-    packed.
+    torch's capture_dynamic_output_shape_ops enables them. Without this setting, packing would cause
+    a graph break, which is an error under fullgraph=True. That option cannot be detected here, so
+    the batch stays padded. Exported graphs are never packed.
     """
-    import torch._dynamo.config  # already imported: only called while dynamo traces
+    import torch._dynamo.config  # already loaded, because dynamo is tracing
 
     wanted = torch._dynamo.config.capture_dynamic_output_shape_ops
     return wanted and not torch.compiler.is_exporting() and not in_transform()
 
 
-# Same as torch.compiler.assume_constant_result, which would import all of torch._dynamo.
+# Equivalent to torch.compiler.assume_constant_result, which would import all of torch._dynamo.
 _allows_dynamic_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -193,14 +199,17 @@ def _is_tokenwise(layer: Module) -> bool:
 def _is_pointwise(activation: object) -> bool:
     if type(activation) in TOKENWISE_MODULES or activation in _POINTWISE_FUNCTIONS:
         return True
-    return getattr(activation, "pointwise", False)  # set on the stand-ins of compare() for F.relu
+    return getattr(activation, "pointwise", False)  # compare() sets it on its wrapper of F.relu
 
 
 _methods: dict[type[Module], frozenset[str]] = {}
 
 
 def _methods_of(kind: type[Module]) -> frozenset[str]:
-    """Return the callable attributes of a class; an instance with one of them replaces a method."""
+    """Return the names of a class's callable attributes, cached per class.
+
+    An instance attribute with one of these names overrides a method.
+    """
     names = _methods.get(kind)
     if names is None:
         names = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
@@ -212,7 +221,10 @@ _methods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def alone(module: Module) -> bool:
-    """Return True for a module without hooks or replaced methods; a norm needs one dimension."""
+    """Return True if a module has no hooks and no methods overridden on the instance.
+
+    A norm must also normalise over a single dimension.
+    """
     return len(getattr(module, "normalized_shape", (1,))) == 1 and not (
         not _methods_of(type(module)).isdisjoint(module.__dict__)
         or module._forward_hooks

@@ -24,15 +24,16 @@ class _PositionalEmbedding(Module):
         self.batch_first = batch_first
 
     def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Add the embeddings of the positions to input.
+        """Add positional embeddings to input.
 
         Args:
             input: (L, N, embed_dim), (N, L, embed_dim) with batch_first, or (L, embed_dim).
-            positions: integers below max_seqlen, with the shape of input without its last
-                dimension, for left padding, packed documents or decoding; None is 0, 1, ..., L - 1.
+            positions: integer tensor with the shape of input without its last dimension; values
+                must be below max_seqlen. Required for left padding, packed documents and decoding.
+                None means 0, 1, ..., L - 1.
 
         Returns:
-            The sum, with shape and dtype of input.
+            The sum, with the shape and dtype of input.
         """
         if input.dim() not in (2, 3) or input.shape[-1] != self.embed_dim:
             raise ValueError(
@@ -56,20 +57,21 @@ class _PositionalEmbedding(Module):
         return input + (rows[:, None] if batched and not self.batch_first else rows)
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments for the repr of models."""
+        """Return the constructor arguments for repr()."""
         return f"{self.embed_dim}, max_seqlen={self.max_seqlen}, batch_first={self.batch_first}"
 
 
 class SinusoidalPositionalEmbedding(_PositionalEmbedding):
-    """Fixed sinusoidal embeddings with geometrically spaced wavelengths; no parameters.
+    """Fixed sinusoidal positional embeddings with geometrically spaced wavelengths.
 
-    Row i holds sin(i / 10000^(2c / embed_dim)) in column 2c and the cosine in column 2c + 1.
+    In row i of the table, column 2c is sin(i / 10000^(2c / embed_dim)) and column 2c + 1 is the
+    cosine. The module has no parameters.
 
     Args:
-        embed_dim: features of the input; must be even.
+        embed_dim: number of features of the input; must be even.
         max_seqlen: number of positions in the table. The table is not part of the state_dict, so
             max_seqlen can differ between training and inference.
-        batch_first: the input is (N, L, embed_dim).
+        batch_first: the input has shape (N, L, embed_dim) instead of (L, N, embed_dim).
         device, dtype: device and dtype of the table.
 
     Example:
@@ -96,8 +98,8 @@ class SinusoidalPositionalEmbedding(_PositionalEmbedding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the table; required after `to_empty`."""
-        # In float64: float32 angles have errors of 1e-4 after a few thousand positions.
+        """Fill the table; must be called after `to_empty`."""
+        # Computed in float64: float32 angles have errors of 1e-4 after a few thousand positions.
         columns = torch.arange(0, self.embed_dim, 2, dtype=torch.float64)
         frequencies = torch.exp(columns * (-math.log(10000.0) / self.embed_dim))
         angles = torch.arange(self.max_seqlen, dtype=torch.float64)[:, None] * frequencies
@@ -105,12 +107,12 @@ class SinusoidalPositionalEmbedding(_PositionalEmbedding):
 
 
 class LearnedPositionalEmbedding(_PositionalEmbedding):
-    """One learned vector for each position, as in BERT and GPT-2.
+    """Learned positional embeddings with one vector per position, as in BERT and GPT-2.
 
     Args:
-        embed_dim: features of the input.
+        embed_dim: number of features of the input.
         max_seqlen: number of positions in the table.
-        batch_first: the input is (N, L, embed_dim).
+        batch_first: the input has shape (N, L, embed_dim) instead of (L, N, embed_dim).
         device, dtype: device and dtype of the table.
 
     Example:

@@ -21,7 +21,10 @@ from fused_attn.nn.transformer_layers import TransformerDecoderLayer, Transforme
 
 
 class _NoNestedTensorWarning(FromTorch):
-    """Base that suppresses torch's warning about unused nested tensors, irrelevant here."""
+    """Base class that suppresses torch's constructor warning about unused nested tensors.
+
+    The warning does not apply, because these stacks pack padded batches instead.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -34,18 +37,18 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: a stack of encoder layers that share one mask.
 
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoder. A batch
-    with a bool src_key_padding_mask is packed if it has enough padding: layers, norms and dropout
-    then run on its real tokens only, in training too. Packing requires unmodified layers of this
-    package without hooks, which would receive packed shapes. Under torch.compile it is opt-in, see
-    docs/models.md.
+    with a bool src_key_padding_mask is packed if it has enough padding. Layers, norms and dropout
+    then process only its real tokens, in training and in inference. Packing requires unmodified
+    layers of this package without hooks, because hooks would observe packed shapes. Packing is
+    opt-in under torch.compile; see docs/models.md.
 
     Args:
-        encoder_layer: copied num_layers times. A torch.nn.TransformerEncoderLayer is converted;
-            other layers work too, without packing.
+        encoder_layer: layer that is copied num_layers times. A torch.nn.TransformerEncoderLayer is
+            converted. Other layers are supported, but never packed.
         num_layers: number of layers.
-        norm: applied after the last layer; None omits it.
-        enable_nested_tensor: False disables packing; padded rows then have the values of torch.
-        mask_check: used only where torch's inference path is used or reproduced.
+        norm: module to apply after the last layer, or None.
+        enable_nested_tensor: if False, packing is disabled and padded rows match those of torch.
+        mask_check: as in torch; read only where torch's inference path runs or is reproduced.
 
     Example:
         >>> layer = fused_attn.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -68,18 +71,18 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         Args:
             src: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
             mask, src_key_padding_mask: see `MultiheadAttention.forward`.
-            is_causal: see `MultiheadAttention.forward`. None detects a causal mask, unless that
-                needs a device synchronisation.
+            is_causal: see `MultiheadAttention.forward`. If None, a causal mask is detected, unless
+                detection needs a device synchronisation.
 
         Returns:
-            The output, with the shape of src. Rows that a bool src_key_padding_mask ignores are 0,
-            packed or not, unless enable_nested_tensor is False. (torch returns 0 there on its
-            inference path only, so code that reads these rows may get other values.)
+            The output, with the shape of src. Rows ignored by a bool src_key_padding_mask are 0,
+            packed or not, unless enable_nested_tensor is False. In torch, these rows are 0 only on
+            the inference path, so code that reads them may get different values.
         """
         ignored = src_key_padding_mask
         by_torch = mask is None and not is_causal and torch_infers(self, src)
         if by_torch and ignored is not None and ignored.dtype == torch.bool:
-            # torch skips the padding by means of nested tensors.
+            # torch skips the padding with nested tensors.
             return self._without_ignored(super().forward(src, None, ignored), ignored)
         causal = is_causal_mask(mask, is_causal)
         packing = self._packing(src, mask, ignored, causal)
@@ -107,7 +110,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         return self._without_ignored(output, ignored)
 
     def _without_ignored(self, output: Tensor, ignored: Tensor | None) -> Tensor:
-        """Return the output with 0 in the rows that a bool src_key_padding_mask ignores."""
+        """Return the output with 0 in rows that a bool mask ignores, if packing is enabled."""
         if ignored is None or ignored.dtype != torch.bool or not self.enable_nested_tensor:
             return output
         if output.dim() == 2:
@@ -118,10 +121,10 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         return output.masked_fill(rows[..., None], 0.0)
 
     def _torch_zeroes_padding(self, src: Tensor, mask: object, ignored: Tensor | None) -> bool:
-        """Return True if torch would run nested tensors and pad with 0 before the norm.
+        """Return True if torch would use nested tensors, which it pads with 0 before the norm.
 
-        With enable_nested_tensor=False, padded rows must have the values of torch. The conditions
-        are those under which torch.nn.TransformerEncoder.forward creates a nested tensor.
+        With enable_nested_tensor=False, padded rows must match those of torch. The conditions are
+        those under which torch.nn.TransformerEncoder.forward creates a nested tensor.
         """
         if self.enable_nested_tensor or not getattr(self, "use_nested_tensor", False):
             return False
@@ -149,7 +152,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         ignored: Tensor | None,
         is_causal: bool,
     ) -> Packing | None:
-        """Return the packing of src for the layers, or None; arguments as in `forward`."""
+        """Return the packing of src, or None to keep src padded; arguments as in `forward`."""
         if not self.enable_nested_tensor or ignored is None:
             return None
         if not all(_takes_masks(layer, "self_attn") for layer in self.layers):
@@ -157,7 +160,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         if not can_pack(src, ignored, mask, self.layers, self.norm):
             return None
         attention = self.layers[0].self_attn
-        # Sizes of src, to validate `ignored`: a transposed mask would pack the wrong tokens.
+        # mask_terms validates `ignored`: a transposed mask would pack the wrong tokens.
         batch, seqlen = src.shape[:2] if attention.batch_first else src.shape[1::-1]
         terms, is_causal = mask_terms(
             mask, ignored, is_causal, batch, attention.num_heads, seqlen, seqlen
@@ -173,10 +176,10 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerDecoder.
 
     Args:
-        decoder_layer: copied num_layers times. A torch.nn.TransformerDecoderLayer is converted;
-            other layers work too, except in `step`.
+        decoder_layer: layer that is copied num_layers times. A torch.nn.TransformerDecoderLayer is
+            converted. Other layers are supported, except by `prepare` and `step`.
         num_layers: number of layers.
-        norm: applied after the last layer; None omits it.
+        norm: module to apply after the last layer, or None.
 
     Example:
         >>> layer = fused_attn.nn.TransformerDecoderLayer(64, 4, batch_first=True)
@@ -205,9 +208,9 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
             memory: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: see
                 `TransformerDecoderLayer.forward`.
-            tgt_is_causal: None detects a causal tgt_mask, unless that needs a device
-                synchronisation.
-            memory_is_causal: memory_mask is the causal mask.
+            tgt_is_causal: use causal self-attention. If None, a causal tgt_mask is detected, unless
+                detection needs a device synchronisation.
+            memory_is_causal: use causal cross-attention; see `MultiheadAttention.forward`.
 
         Returns:
             The output, with the shape of tgt.
@@ -241,7 +244,7 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
 
     @property
     def batch_first(self) -> bool:
-        """True if batches are (N, T, d_model), as set in the layers."""
+        """True if batches have shape (N, T, d_model); read from the first layer."""
         return self.layers[0].self_attn.batch_first
 
     def prepare(
@@ -251,11 +254,13 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
 
         Args:
             memory: (S, N, d_model), or (N, S, d_model) with batch_first.
-            memory_key_padding_mask: (N, S), see `MultiheadAttention.forward`.
+            memory_key_padding_mask: (N, S); see `MultiheadAttention.forward`.
 
         Raises:
-            TypeError: a layer is not of this package and so does not support caches, or has hooks.
-            ValueError: memory has a wrong shape, or gradients would have to flow through the cache.
+            TypeError: a layer is not from this package and so does not support caches, or it has
+                hooks.
+            ValueError: memory does not have 3 dimensions, or gradients would have to flow through
+                the cache.
         """
         for layer in self.layers:
             if not (_takes_masks(layer, "self_attn") and _takes_masks(layer, "multihead_attn")):
@@ -279,13 +284,14 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
     def step(
         self, tgt: Tensor, cache: DecoderCache, tgt_key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Pass new positions through the layers, with the results of a causal `forward`.
+        """Run the decoder on new positions; the results are those of a causal `forward`.
 
         Args:
-            tgt: the new positions, (T, N, d_model), or (N, T, d_model) with batch_first; N may be
-                a multiple of the memory batch, see `DecoderCache`.
-            cache: from `prepare`; the positions are appended to it.
-            tgt_key_padding_mask: (N, cached positions + T), see `MultiheadAttention.forward`.
+            tgt: new positions, (T, N, d_model), or (N, T, d_model) with batch_first. N may be a
+                multiple of the memory batch size; see `DecoderCache`.
+            cache: cache from `prepare`, to which the new positions are appended. If a layer raises,
+                they are discarded.
+            tgt_key_padding_mask: (N, cached positions + T); see `MultiheadAttention.forward`.
 
         Returns:
             The output, with the shape of tgt.
@@ -351,10 +357,11 @@ def _share_masks(
     query: Tensor,
     key: Tensor,
 ) -> tuple[Tensor | Mask | None, Tensor | None, bool]:
-    """Combine the masks into one Mask for all layers, which caches what kernels derive from it.
+    """Combine the masks into one Mask that caches derived data for the kernels of all layers.
 
-    The arguments are returned unchanged for layers of other classes, which do not support Masks,
-    and under torch.compile, which eliminates common subexpressions on its own.
+    Returns the mask, key_padding_mask and is_causal arguments for each layer. They are unchanged
+    for other layer classes, which do not support Masks. They are also unchanged under
+    torch.compile, which eliminates common subexpressions.
     """
     if mask is None and key_padding_mask is None:
         return mask, key_padding_mask, is_causal

@@ -1,8 +1,8 @@
 """Transformer encoder and decoder layers on the fused kernels.
 
-Each sublayer is attention or feed-forward, followed by dropout, residual addition and norm. One
-kernel computes the last three. torch's inference fast path would bypass these kernels: it is used
-only if the default backend wraps torch.
+Each sublayer is attention or feed-forward, followed by dropout, residual addition and norm. A
+single kernel fuses dropout, residual addition and norm. torch's inference fast path would bypass
+the fused kernels, so it is used only if the default backend wraps torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fused_attn.nn.packing import Packing
 
 
 class _Layer(FromTorch):
-    """Base of the encoder layer and the decoder layer."""
+    """Base class of the encoder and decoder layers."""
 
     self_attn: Any  # MultiheadAttention, or a user's replacement
     linear1: torch.nn.Linear
@@ -70,16 +70,17 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerEncoderLayer.
 
     Args:
-        d_model: features of the input and the output.
+        d_model: number of features of input and output.
         nhead: number of attention heads; must divide d_model.
-        dim_feedforward: features between the two linear layers.
-        dropout: dropout probability of weights, activations and sublayer outputs, in training.
-        activation: "relu", "gelu" or a function of a tensor.
+        dim_feedforward: number of features between the two linear layers.
+        dropout: dropout probability of attention weights, activations and sublayer outputs in
+            training.
+        activation: "relu", "gelu", or a function from tensor to tensor.
         layer_norm_eps: eps of the norms.
-        batch_first: batches are (N, S, d_model) instead of (S, N, d_model).
-        norm_first: norms precede the sublayers (pre-norm) instead of following the residual
+        batch_first: batches have shape (N, S, d_model) instead of (S, N, d_model).
+        norm_first: apply norms before the sublayers (pre-norm) instead of after the residual
             additions (post-norm).
-        bias: linear layers and norms have biases.
+        bias: add biases to the linear layers and norms.
         device, dtype: device and dtype of the parameters.
 
     Example:
@@ -108,7 +109,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             The output, with the shape of src.
         """
         unmasked = src_mask is None and src_key_padding_mask is None and not is_causal
-        # With masks, torch returns NaN for fully masked rows.
+        # Calls with a mask never use torch's path, which returns NaN for fully masked rows.
         if unmasked and type(self) is TransformerEncoderLayer and torch_infers(self, src):
             return super().forward(src)
         if src.is_nested:
@@ -117,10 +118,14 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         return self._sublayers(src, lambda x: self._self_attend(x, *masks))
 
     def forward_packed(self, src: Tensor, packing: Packing) -> Tensor:
-        """Run the layer on a packed batch, which has only the real tokens of a padded one.
+        """Run the layer on a packed batch, which contains only real tokens.
 
         Args:
             src: (1, total, d_model), from `Packing.pack`.
+            packing: the sequence boundaries and the mask of the batch.
+
+        Returns:
+            The output, (1, total, d_model).
         """
         return self._sublayers(src, lambda x: self.self_attn.forward_packed(x, packing))
 
@@ -139,7 +144,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        """Run the layer on a nested tensor, as torch.nn.TransformerEncoder does in inference."""
+        """Run the layer on a nested tensor, which torch's encoder passes in inference."""
         if src_key_padding_mask is not None:
             raise ValueError("src_key_padding_mask must be None where src is a nested tensor")
         return on_padded(lambda x, ignored: self.forward(x, src_mask, ignored, is_causal), src)
@@ -152,10 +157,10 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     Arguments, parameters and state_dict keys are those of torch.nn.TransformerDecoderLayer.
 
     Args:
-        d_model: features of the input, the memory and the output.
+        d_model: number of features of input, memory and output.
         nhead, dim_feedforward, dropout, activation: as in `TransformerEncoderLayer`.
         layer_norm_eps, norm_first, bias, device, dtype: as in `TransformerEncoderLayer`.
-        batch_first: batches are (N, T, d_model) instead of (T, N, d_model).
+        batch_first: batches have shape (N, T, d_model) instead of (T, N, d_model).
 
     Example:
         >>> layer = fused_attn.nn.TransformerDecoderLayer(64, 4, batch_first=True)
@@ -184,7 +189,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         Args:
             tgt: (T, N, d_model), (N, T, d_model) with batch_first, or (T, d_model).
             memory: (S, N, d_model), (N, S, d_model) with batch_first, or (S, d_model).
-            tgt_mask, tgt_key_padding_mask, tgt_is_causal: masks of the self-attention, see
+            tgt_mask, tgt_key_padding_mask, tgt_is_causal: masks of the self-attention; see
                 `MultiheadAttention.forward`.
             memory_mask, memory_key_padding_mask, memory_is_causal: masks of the cross-attention.
 
@@ -223,9 +228,10 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         tgt_key_padding_mask: Tensor | None,
         memory_key_padding_mask: Tensor | None,
     ) -> Tensor:
-        """Run the layer causally on new positions.
+        """Run the layer on new positions with causal self-attention.
 
-        Keys and values of earlier positions and of the memory come from a `DecoderCache`.
+        The arguments are those of `TransformerDecoder.step`, with the entries of its `DecoderCache`
+        for this layer. The new positions are appended to `own`.
         """
         return self._sublayers(
             tgt,

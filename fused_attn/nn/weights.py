@@ -1,4 +1,4 @@
-"""Attention with its weights, for modules whose callers request them."""
+"""Attention that also returns its weights, for modules called with need_weights=True."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ def attention_with_weights(
     average: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `scaled_dot_product_attention` and return its attention weights too.
+    """Compute scaled dot-product attention and return the output and the attention weights.
 
-    The fused kernel computes out; a second kernel recomputes the weights from its lse. With
-    `average`, it averages them before the store, so no (batch, num_heads, seqlen_q, seqlen_k)
-    tensor is materialized, not even in the backward. Fully masked tiles are skipped. Both results
-    are differentiable in query, key and a float mask, to any order.
+    The fused kernel computes the output, and a second kernel recomputes the weights from lse. With
+    `average`, the second kernel averages the weights before the store, so neither forward nor
+    backward materializes a (batch, num_heads, seqlen_q, seqlen_k) tensor. Fully masked tiles are
+    skipped. Both results are differentiable in query, key and a float mask, to any order.
 
     Args:
-        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16, float64.
+        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16 or float64.
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         attn_mask, dropout_p, is_causal, seed, backend: as in scaled_dot_product_attention.
         average: average the weights over the heads.
 
     Returns:
-        out, (batch, num_heads, seqlen_q, head_dim_v), and the weights after dropout, (batch,
-        num_heads, seqlen_q, seqlen_k), or (batch, seqlen_q, seqlen_k) for the average, in the dtype
-        of query. Weights of masked keys are 0, so fully masked rows are all 0.
+        A tuple of out, (batch, num_heads, seqlen_q, head_dim_v), and the weights after dropout, in
+        the dtype of query. The weights have shape (batch, num_heads, seqlen_q, seqlen_k), or
+        (batch, seqlen_q, seqlen_k) if averaged. Weights of masked keys are 0, so fully masked rows
+        are 0.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message has expected and got.
+        ValueError, TypeError: an argument is invalid; the message states the expected and the
+            actual value.
         NotImplementedError: the requested backend does not support the problem.
 
     Example:

@@ -1,4 +1,4 @@
-"""`compile_pass()`: fuse attention that models write out by hand, under torch.compile."""
+"""`compile_pass()` fuses attention that models write out by hand, under torch.compile."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 def compile_pass() -> AttentionPass:
     """Return a pass for torch.compile that fuses attention written out by hand in a model.
 
-    It replaces the following sequence by one call of `scaled_dot_product_attention`, forward and
-    backward: query @ key^T, steps that scale, bias or mask the scores, a softmax, dropout, and the
-    product with the values. Masks and biases remain tensors, and biases keep their gradients.
-    Products may be @, matmul, bmm, baddbmm or einsum. Steps may be in place, and the scores may be
-    reshaped in between. Attention is not fused if anything else reads the scores or the weights.
+    The pass replaces the following sequence by one call of `scaled_dot_product_attention`, in
+    forward and backward: query @ key^T, operations that scale, bias or mask the scores, a softmax,
+    dropout, and weights @ value. Masks and biases remain tensors, and biases get gradients. A
+    matmul may be @, matmul, bmm, baddbmm or einsum. Operations may be in place, and the scores may
+    be reshaped between them. Attention is not fused if other code reads the scores or the weights.
 
-    Results match the model without the pass to rounding, with two exceptions: rows fully masked by
-    -inf are 0, where the model gives NaN, and dropout drops different weights.
+    Results match those without the pass up to rounding, with two exceptions. Rows fully masked by
+    -inf are 0 instead of NaN, and dropout drops different weights.
 
     Returns:
-        The pass. Printing it shows each softmax found and why any of them was not fused.
+        The pass. Its repr lists each softmax found, with the reason if it was not fused.
 
     Example:
         >>> def attend(query, key, value):

@@ -1,4 +1,4 @@
-"""Inductor pass that `compile_pass()` returns."""
+"""Inductor pass that fuses attention; `compile_pass()` returns it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fused_attn.version import __version__
 
 @dataclass(frozen=True)
 class SoftmaxFound:
-    """Softmax in a compiled graph.
+    """A softmax in a compiled graph.
 
     Attributes:
-        reason: why it is not fused; empty if it is fused with its two products.
-        shape: of the scores.
-        site: file and line of the softmax.
+        reason: the reason why it is not fused; empty if it is fused with its two matmuls.
+        shape: shape of the scores.
+        site: source file and line of the softmax.
     """
 
     reason: str
@@ -38,7 +38,7 @@ class AttentionPass(CustomGraphPass):
     """Inductor pass that fuses attention; its repr lists each softmax found.
 
     Attributes:
-        found: each softmax of the graphs compiled so far.
+        found: each softmax in the graphs that were compiled so far.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class AttentionPass(CustomGraphPass):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of torch.compile that make it run the pass on each graph."""
+        """Value for the `options` argument of torch.compile that runs this pass on each graph."""
         options: dict[str, Any] = {"pre_grad_custom_pass": self}
         if hasattr(config, "pre_grad_pass_timing"):  # else cached graphs are missing from `found`
             options["pre_grad_pass_timing"] = "early"
@@ -54,11 +54,11 @@ class AttentionPass(CustomGraphPass):
 
     @property
     def fused(self) -> int:
-        """Number of attentions that were fused."""
+        """Number of softmaxes in `found` that were fused."""
         return sum(not softmax.reason for softmax in self.found)
 
     def __call__(self, graph: Graph) -> None:
-        """Replace the attention in a graph, in place."""
+        """Replace all supported attention in a graph, in place, and update `found`."""
         for softmax in list(find.softmaxes(graph)):
             shape = tuple(ops.shape_of(softmax) or ())
             try:
@@ -69,7 +69,7 @@ class AttentionPass(CustomGraphPass):
                 self.found.append(SoftmaxFound("", shape, _site(softmax)))
 
     def uuid(self) -> Any:
-        """Return the key of this pass in torch.compile's cache."""
+        """Return the key that identifies this pass in torch.compile's cache."""
         files = tuple(cast(str, m.__file__) for m in (find, ops, einsums, scores))
         return __version__, small_calls.limits, get_hash_for_files((__file__, *files))
 
@@ -83,7 +83,7 @@ class AttentionPass(CustomGraphPass):
 
 
 def _replace(graph: Graph, attention: Attention) -> None:
-    """Replace weights @ value by a call of the fused function, and erase the replaced nodes."""
+    """Replace weights @ value by a call of the fused function, and erase the nodes it replaces."""
     output = attention.output
     _try(attention)
     with graph.inserting_before(output):
@@ -95,7 +95,10 @@ def _replace(graph: Graph, attention: Attention) -> None:
 
 
 def _try(attention: Attention) -> None:
-    """Run the call on fake tensors, so that failures are found before torch.compile runs it."""
+    """Run the fused call on fake tensors and raise NotFusedError if it fails.
+
+    Otherwise, the failure would only occur when torch.compile runs the call.
+    """
     arguments = map_arg(attention.arguments, lambda node: node.meta["example_value"])
     want = attention.output.meta["example_value"]
     try:
@@ -117,6 +120,6 @@ _LINE = re.compile(r'File "(.+)", line (\d+)')
 
 
 def _site(node: Node) -> str:
-    """Return the source line of the model that made a node, as file:line."""
+    """Return the model's source line that created a node, as file:line; empty if unknown."""
     places = _LINE.findall(node.stack_trace or "")
     return ":".join(places[-1]) if places else ""

@@ -1,4 +1,4 @@
-"""Analysis of the two products of attention when written with torch.einsum."""
+"""Analysis of torch.einsum equations for the two matmuls of attention."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ELLIPSIS = "..."
 
 
 def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, Arrangement] | None:
-    """Return the arrangements of query and key as (*batch, seqlen, head_dim).
+    """Return the arrangements that convert query and key to (*batch, seqlen, head_dim).
 
-    None if the equation is not query @ key^T.
+    Return None if the equation is not query @ key^T.
 
     Args:
-        equation: with two operands, such as "bhid,bhjd->bhij". The last two dimensions of the
-            result must be queries and keys.
+        equation: equation of two operands, such as "bhid,bhjd->bhij". The last two dimensions of
+            the result must be queries and keys.
         ndims: number of dimensions of each operand.
     """
     letters = _letters(equation, ndims)
@@ -37,13 +37,15 @@ def scores_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, Arrange
 
 
 def output_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, tuple[int, ...]] | None:
-    """Return the arrangement of the values in weights @ value, and the permutation of the result.
+    """Return the arrangement of value and the output permutation for weights @ value.
 
-    The values become (*batch, seqlen_k, head_dim); the permutation maps (*batch, seqlen_q,
-    head_dim) to the result's order. None if the equation is not weights @ value.
+    The arrangement converts value to (*batch, seqlen_k, head_dim). The permutation converts
+    (*batch, seqlen_q, head_dim) to the dimension order of the einsum. Return None if the equation
+    is not weights @ value.
 
     Args:
-        equation: with the weights first; their last two dimensions must be queries and keys.
+        equation: equation of two operands, weights first. The last two dimensions of the weights
+            must be queries and keys.
         ndims: number of dimensions of each operand.
     """
     letters = _letters(equation, ndims)
@@ -63,12 +65,15 @@ def output_of(equation: str, ndims: Sequence[int]) -> tuple[Arrangement, tuple[i
 
 
 def _letters(equation: str, ndims: Sequence[int]) -> tuple[list[str], list[str], list[str]] | None:
-    """Return the dimensions of both operands and the result, each as its letter or "...0"."""
+    """Return the dimension labels of both operands and of the result; None if not supported.
+
+    A label is a letter, or "...i" for dimension i of an ellipsis, counted from its last dimension.
+    """
     sides = equation.replace(" ", "").split("->")
     operands = sides[0].split(",")
     if len(sides) != 2 or len(operands) != 2 or len(ndims) != 2:
         return None
-    # An ellipsis covers the same number of dimensions in both operands, or the shorter broadcasts.
+    # If the ellipses of the operands cover different numbers of dimensions, the shorter broadcasts.
     hidden = [n - len(o.replace(ELLIPSIS, "")) for o, n in zip(operands, ndims, strict=True)]
     first, second = (_split(o, n) for o, n in zip(operands, hidden, strict=True))
     out = _split(sides[1], max(hidden))

@@ -1,4 +1,4 @@
-"""Search for attention in a graph: a product, score steps, a softmax and a product with values."""
+"""Search for attention in a graph: query @ key^T, score steps, softmax, and weights @ value."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from fused_attn.integrations.inductor.ops import (
 )
 from fused_attn.integrations.inductor.scores import Arrangement, Step
 
-# The fused function adds a number to the scores that the model replaces by it. The result is equal
-# to rounding if the number is this low: exp(-1e4 + 9e3) is 0 in float64 too.
+# Largest number for masked scores. The model replaces masked scores by a number, and the fused
+# function adds this number to them. Results are equal up to rounding for numbers this low, since
+# exp(-1e4 + 9e3) is 0 even in float64.
 MASK_THRESHOLD = -1e4
-# Methods that accept any strides; most models apply one of them to the output first.
+# Methods that accept any strides. Most models apply one of them to the attention output first.
 ANY_LAYOUT = ("transpose", "permute", "reshape", "flatten", "contiguous")
 
 
@@ -39,8 +40,8 @@ class Attention:
     """Attention found in a graph.
 
     Attributes:
-        output: weights @ value.
-        arguments: of the call of `attention_of_steps` that computes the output.
+        output: node of weights @ value.
+        arguments: arguments with which `attention_of_steps` computes the output.
         nodes: the nodes that this call replaces, in graph order.
     """
 
@@ -50,7 +51,7 @@ class Attention:
 
 
 def softmaxes(graph: Graph) -> Iterator[Node]:
-    """Yield the calls of softmax over the last dimension."""
+    """Yield the nodes of a graph that compute a softmax over the last dimension."""
     for node in graph.nodes:
         if op_of(node) == "softmax":
             shape, dim = shape_of(node), argument(node, 1, "dim")
@@ -62,7 +63,7 @@ def attention_at(softmax: Node) -> Attention:
     """Return the attention that a softmax is part of.
 
     Raises:
-        NotFusedError: there is none, or the fused function cannot compute it.
+        NotFusedError: there is no attention, or the fused function cannot compute it.
     """
     return _Search(softmax).result()
 
@@ -87,7 +88,7 @@ class _Search:
         self._check(product, output)
         operands = (*operands_of(product)[:2], values_of(output))
         value, order = _values(output)
-        # A product returns a contiguous tensor; the fused function's result has query's layout.
+        # A matmul returns a contiguous tensor, but the fused function returns the layout of query.
         contiguous = any(user.target not in ANY_LAYOUT for user in output.users)
         arguments = (
             operands, (*_factors(product), value), tuple(self.steps), self.dropout_p, order,
@@ -95,10 +96,10 @@ class _Search:
         )  # fmt: skip
         return Attention(output, arguments, [product, *self.chain, output])
 
-    # ---- from the softmax to the product of query and key
+    # ---- from the softmax back to query @ key^T
 
     def _trace_scores(self, node: Any, reader: Node) -> None:
-        """Add the steps from the product to the value of `node` that `reader` reads."""
+        """Add the steps from query @ key^T to the value of `node` that `reader` reads."""
         writers = _writers(node, reader)
         name = op_of(node)
         if name in ("matmul", "einsum", "baddbmm"):
@@ -113,7 +114,7 @@ class _Search:
             self.chain.append(writer)
 
     def _step_up(self, name: str, node: Any, go_up: Callable[[Any, Node], None]) -> None:
-        """Add the steps before a call, and the step of the call itself."""
+        """Add the steps that compute the input of a call, then the step of the call."""
         if name == "cast":
             go_up(node.args[0], node)
         elif name in RESHAPES:
@@ -210,7 +211,7 @@ class _Search:
             self.steps.append(("add", node.args[0]))
 
     def _is_scores(self, node: Any, reader: Node) -> bool:
-        """Return True if a node is computed from the product of query and key."""
+        """Return True if a node is computed from query @ key^T."""
         trial = _Search(self.softmax)
         try:
             trial._trace_scores(node, reader)
@@ -218,7 +219,7 @@ class _Search:
             return False
         return True
 
-    # ---- from the softmax to the product with values
+    # ---- from the softmax forward to weights @ value
 
     def _trace_weights(self) -> Node:
         node = self.softmax
@@ -255,7 +256,11 @@ class _Search:
         self.dropout_p = float(p) if training else 0.0
 
     def _zero_rows(self, node: Node) -> None:
-        """Handle weights set to 0 where scores were replaced: fully masked rows are 0."""
+        """Handle a masked_fill that sets weights to 0 where scores were replaced.
+
+        This is equivalent to replacing these scores by -inf, for which the fused function returns 0
+        in fully masked rows.
+        """
         mask, value = argument(node, 1, "mask"), argument(node, 2, "value")
         same = [step for step in self.steps if step[0] == "fill" and step[1] is mask]
         fills = [step for step in self.steps if step[0] in ("fill", "keep")]
@@ -264,7 +269,10 @@ class _Search:
         self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
 
     def _without_nan(self) -> None:
-        """Handle NaN weights set to 0: fully masked rows, which are 0 in the fused function too."""
+        """Handle nan_to_num of the weights.
+
+        Only fully masked rows are NaN, and the fused function returns 0 for these rows anyway.
+        """
         if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
             raise NotFusedError("nan_to_num behind a mask of finite numbers")
 
@@ -306,7 +314,7 @@ class _Search:
 
 
 def _multiply_adds(product: Node) -> int:
-    """Count the multiply-adds of query @ key^T; dynamic sizes count with their current hint."""
+    """Return the number of multiply-adds of query @ key^T, using the hints of dynamic sizes."""
     scores, query = tensor_of(product), tensor_of(operands_of(product)[0])
     assert scores is not None and query is not None
     sizes = [*scores.shape, query.shape[-1]]
@@ -314,7 +322,7 @@ def _multiply_adds(product: Node) -> int:
 
 
 def operands_of(product: Node) -> list[Any]:
-    """Return the operands of a product, the two factors first."""
+    """Return the operands of a matmul node; for baddbmm, without the added tensor."""
     name = op_of(product)
     if name == "einsum":
         operands = product.args[1:]
@@ -323,7 +331,7 @@ def operands_of(product: Node) -> list[Any]:
 
 
 def values_of(output: Node) -> Any:
-    """Return the second factor of weights @ value."""
+    """Return the value operand of weights @ value."""
     operands = operands_of(output)
     if len(operands) != 2:
         raise NotFusedError("weights go to a product of several tensors")
@@ -337,7 +345,7 @@ _FACTORS = {
 
 
 def _factors(product: Node) -> tuple[Arrangement | None, Arrangement | None]:
-    """Return the arrangements of query and key as (*batch, seqlen, head_dim)."""
+    """Return the arrangements that convert query and key to (*batch, seqlen, head_dim)."""
     if op_of(product) != "einsum":
         ndim = len(shape_of(operands_of(product)[1]) or ())
         return None, ((*range(ndim - 2), ndim - 1, ndim - 2), ())
@@ -348,8 +356,10 @@ def _factors(product: Node) -> tuple[Arrangement | None, Arrangement | None]:
 
 
 def _values(output: Node) -> tuple[Arrangement | None, tuple[int, ...] | None]:
-    """Return the arrangement of the values as (*batch, seqlen_k, head_dim), and the permutation of
-    the result; both are None unless the product is an einsum."""
+    """Return the arrangement of value and the output permutation, as `einsums.output_of` does.
+
+    Both are None unless the matmul is an einsum.
+    """
     if op_of(output) != "einsum":
         return None, None
     arranged = einsums.output_of(*_einsum_of(output))
@@ -370,11 +380,11 @@ def _check_shape(node: Node, scores: Any) -> None:
 
 
 def _nothing(node: Any, reader: Node) -> None:
-    """Do nothing: the input of an in-place call has been searched already."""
+    """Do nothing, because the input of an in-place call has already been searched."""
 
 
 def _writers(node: Any, reader: Node) -> list[Node]:
-    """Return the in-place calls with unused results that write to a tensor before `reader`."""
+    """Return the in-place calls on a tensor before `reader`, if their results are unused."""
     if not isinstance(node, Node):
         raise NotFusedError("scores are not made in this graph")
     found = [u for u in node.users if in_place(u) and u.args[0] is node and not u.users]
@@ -382,7 +392,7 @@ def _writers(node: Any, reader: Node) -> list[Node]:
 
 
 def _live_users(node: Node) -> list[Node]:
-    """Return the users of a node, except those whose results are unused or only used as a type."""
+    """Return the users of a node, except those that `_is_dead` excludes as unused."""
     return [user for user in node.users if not _is_dead(user, set())]
 
 
@@ -403,7 +413,7 @@ def _reads_type(user: Node, node: Node) -> bool:
 
 
 def _is_row_shift(other: Any, scores: Any) -> bool:
-    """Return True for the row maximum of the scores, detached or not."""
+    """Return True if `other` is the row maximum of the scores, detached or not."""
     if op_of(other) == "detach":
         other = other.args[0]
     return (

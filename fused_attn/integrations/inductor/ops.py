@@ -1,6 +1,7 @@
 """Canonical names for calls in a torch.compile graph, independent of how a model spells them.
 
-Dynamo's graphs contain torch functions, Python operators and Tensor methods, in place or not.
+In Dynamo's graphs, the same operation may be a torch function, a Python operator or a Tensor
+method, in place or not.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ RESHAPES = frozenset({"reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
 
 
 def op_of(node: Any) -> str:
-    """Return the canonical name of a call; empty if it is not listed above."""
+    """Return the canonical name of a call; empty if the tables above do not list it."""
     if not isinstance(node, Node):
         return ""
     if node.op == "call_function":
@@ -75,7 +76,7 @@ def in_place(node: Node) -> bool:
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call by position or name."""
+    """Return an argument of a call by position or name, or `default` if it is not passed."""
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)

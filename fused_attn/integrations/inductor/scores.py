@@ -1,4 +1,4 @@
-"""Fused attention from the steps that compute a model's scores; the pass inserts calls of it."""
+"""`attention_of_steps`, the function that the Inductor pass inserts in place of attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_attn import functional
 from fused_attn.base.torch_state import statistics_dtype
 
-# A step that transforms the scores: its kind, then its operands.
+# One operation on the scores: its kind, followed by its operands.
 #   ("multiply", factor)         a number, or a tensor that is constant along the keys
 #   ("divide", factor)           a tensor that is constant along the keys
 #   ("add", bias), ("subtract", bias)  a tensor
@@ -23,8 +23,8 @@ from fused_attn.base.torch_state import statistics_dtype
 Step = tuple[Any, ...]
 
 
-# How to bring an operand to the required dimensions: a permutation, then the positions at which to
-# insert dimensions of size 1, in this order.
+# Conversion of an operand to the required dimensions: a permutation, followed by the positions at
+# which to insert dimensions of size 1, in this order.
 Arrangement = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -39,16 +39,20 @@ def attention_of_steps(
     """Compute softmax(steps(query @ key^T)) @ value with the fused kernels.
 
     Args:
-        operands: query, key and value. `arrangements` brings them to (*batch, seqlen_q, head_dim),
-            (*batch, seqlen_k, head_dim) and (*others, seqlen_k, head_dim_v). The batch dimensions
-            of query and key broadcast; `others` are those of the scores after the last step.
-        order: a permutation of the result, or None.
-        contiguous: make the result contiguous, as that of a product is.
+        operands: query, key and value.
+        arrangements: conversions of the operands to (*batch, seqlen_q, head_dim), (*batch,
+            seqlen_k, head_dim) and (*others, seqlen_k, head_dim_v); None for no conversion. The
+            batch dimensions of query and key broadcast. `others` are the batch dimensions of the
+            scores after the last step.
+        steps: operations on the scores, in order.
+        dropout_p: dropout probability of the weights.
+        order: permutation of the result, or None.
+        contiguous: return a contiguous tensor, as a matmul does.
 
     Returns:
-        (*others, seqlen_q, head_dim_v), permuted. Rows fully masked by -inf are 0. A row fully
-        masked by finite numbers attends as in eager attention and contributes no gradient to query
-        and key, because the numbers replaced its scores.
+        The output, (*others, seqlen_q, head_dim_v), permuted by `order`. Rows fully masked by -inf
+        are 0. Rows fully masked by finite numbers have the result of eager attention. They
+        contribute no gradient to query and key, because the numbers replaced their scores.
     """
     pairs = zip(operands, arrangements, strict=True)
     query, key, value = (_arranged(operand, how) for operand, how in pairs)
@@ -79,16 +83,16 @@ def _arranged(operand: Tensor, how: Arrangement | None) -> Tensor:
 
 
 class _Scores:
-    """Scores after a number of steps, as arguments of the fused function.
+    """Scores after the steps applied so far, expressed as arguments of the fused function.
 
     Attributes:
-        shape: of the scores as the product computes them.
+        shape: shape of query @ key^T.
         template: one element, expanded to the shape of the scores after the last step.
-        scale: multiplies the product.
-        softcap: of the fused function, or None.
-        bias: added to the scaled and capped product, or None.
-        hidden: bool, keys masked by -inf, or None.
-        replaced: bool, scores replaced by a number, including those masked by -inf, or None.
+        scale: factor of query @ key^T.
+        softcap: softcap argument of the fused function, or None.
+        bias: tensor added to the scaled and capped scores, or None.
+        hidden: bool tensor, True for scores masked by -inf, or None.
+        replaced: bool tensor, True for scores replaced by a number or by -inf, or None.
     """
 
     def __init__(self, query: Tensor, key: Tensor) -> None:
@@ -150,7 +154,7 @@ class _Scores:
         """Return the query and the mask for the fused function."""
         query = self.query
         if self._finite and self.replaced is not None:
-            # Rows whose scores were all replaced: zero the query, so that no gradient flows.
+            # Zero the query in rows whose scores were all replaced, so that no gradient flows.
             query = query.masked_fill(self.replaced.all(-1, keepdim=True), 0.0)
         if self.hidden is None:
             return query, self.bias
@@ -178,7 +182,10 @@ class _Scores:
 
 
 def _groups(first: torch.Size, second: torch.Size) -> list[tuple[list[int], list[int]]]:
-    """Match dimensions of two shapes of equal size, by the shortest runs with equal products."""
+    """Split two shapes with the same number of elements into runs of equal size.
+
+    Returns the pairs of shortest runs whose sizes have equal products, as lists of dimensions.
+    """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(first) or j < len(second):

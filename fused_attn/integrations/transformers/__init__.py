@@ -1,16 +1,16 @@
 """fused_attn as an attention implementation of Hugging Face transformers.
 
-`import fused_attn` calls `register()`, which makes "fused_attn" a valid ``attn_implementation`` in
-``from_config``, ``from_pretrained`` and ``set_attn_implementation``.
+`import fused_attn` makes "fused_attn" a valid ``attn_implementation`` in ``from_config``,
+``from_pretrained`` and ``set_attn_implementation``. `register()` is called when transformers loads.
 
     models.py        which models are supported, and how to switch a model
     attention.py     the attention function that each layer calls
     masks.py         the mask function that the library calls once per forward pass
     model_mask.py    the tensor stand-in for a Mask that is passed through the model
     encoders.py      BERT-like encoders that remove padding
-    by_code.py       modules that `swap_modules` recognizes by their bytecode:
-    norms.py         RMS norms, and
-    blocks.py        the feed-forward and residual blocks of BERT's layers
+    by_code.py       modules that `swap_modules` recognizes by their bytecode
+    norms.py         replacements for RMS norms
+    blocks.py        replacements for the feed-forward and residual blocks of BERT layers
 
 Example:
     >>> import fused_attn
@@ -22,8 +22,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# The file that defines each public name. Names are imported on first access, because most of these
-# files import transformers; encoders.py, which the rest of the package uses, does not.
+# Maps each public name to the file that defines it. Names are imported on first access, because
+# most of these files import transformers. encoders.py does not; other parts of the package use it.
 _HOMES = {
     "NAME": "encoders",
     "attention_forward": "attention",

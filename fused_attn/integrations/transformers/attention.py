@@ -1,7 +1,7 @@
 """Attention function that every layer of a transformers model calls.
 
-The library calls the mask function (`attention_mask`) once per forward pass and the attention
-function (`attention_forward`) in every layer.
+transformers calls `attention_mask` (masks.py) once per forward pass, and `attention_forward` in
+every layer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fused_attn.integrations.transformers.model_mask import handed_on
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
-# Unsupported arguments that would change the result, and what they do. The other arguments that
-# models pass to every attention implementation (layer_idx, position_ids, ...) do not change it.
+# Unsupported arguments that would change the result, with descriptions for error messages. Other
+# arguments that models pass to attention functions (layer_idx, position_ids, ...) do not change it.
 REFUSED = {
     "block_indices": "picks the blocks of keys that a query sees",
     "head_mask": "scales the weights of each head",
@@ -46,33 +46,34 @@ def attention_forward(
     """Compute the attention of a layer, for transformers' AttentionInterface.
 
     Args:
-        module: the calling layer; its is_causal attribute applies if the argument is None.
+        module: the calling layer. Its is_causal attribute is used if the argument is None.
         query: (batch, num_heads, seqlen_q, head_dim).
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         attention_mask: the result of `attention_mask`, a 4-D tensor (bool: True = attend; float:
-            added), a (batch, seqlen_k) tensor that is 1 for real keys, or the Packing of a batch
-            packed by encoders.py.
-        dropout: probability of dropping a weight.
-        scaling: multiplies the scores; None is 1 / sqrt(head_dim).
+            added to the scores), a (batch, seqlen_k) tensor that is 1 for real keys, or the Packing
+            of a batch packed by encoders.py.
+        dropout: dropout probability of the attention weights.
+        scaling: scale of the scores; None means 1 / sqrt(head_dim).
         is_causal: use causal attention if attention_mask is None or 2-D.
         softcap: see `fused_attn.scaled_dot_product_attention`.
-        position_bias: float, added to the scores in addition to attention_mask, as in T5.
-        sliding_window: only checked, as the mask contains the window. Ignored with is_causal=False
-            and no mask, by which a model states that all keys are visible.
-        s_aux: float (num_heads,), sinks: logits that take part in the softmax and carry no value,
-            as in GPT-OSS.
-        output_attentions: warns, as sdpa does: the weights are never stored.
-        indices: (batch, seqlen_q, chosen) integers: the only keys that a query may attend to, as
-            in DeepSeek-V3.2.
-        kwargs: ignored, as by sdpa, except those in `REFUSED`.
+        position_bias: float tensor added to the scores in addition to attention_mask, as in T5.
+        sliding_window: window size; only checked, because the mask contains the window. Ignored
+            with is_causal=False and no mask, which mean that all keys are visible.
+        s_aux: attention sinks, float (num_heads,), as in GPT-OSS: logits that are part of the
+            softmax but have no value.
+        output_attentions: if True, warn, as sdpa does, that the weights are never materialized.
+        indices: (batch, seqlen_q, chosen) integers, as in DeepSeek-V3.2. A query attends only to
+            the keys at its indices.
+        kwargs: ignored, as in sdpa, except that those in `REFUSED` raise NotImplementedError.
 
     Returns:
-        (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None for the weights.
+        A tuple of the output, contiguous (batch, seqlen_q, num_heads, head_dim_v), and None in
+        place of the weights.
 
     Raises:
         NotImplementedError: an argument that would change the result is not supported.
-        ValueError, TypeError: an argument is wrong.
+        ValueError, TypeError: an argument is invalid.
     """
     if output_attentions:
         warnings.warn(
@@ -94,7 +95,7 @@ def attention_forward(
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = mask.to(torch.bool)[:, None, None, :]
     elif mask is not None:
-        is_causal = False  # it is in the mask
+        is_causal = False  # the mask already contains it
         if isinstance(mask, Tensor) and mask.dim() != 4:
             raise ValueError(
                 "attention_mask must have shape (batch, seqlen_k) or (batch, num_heads or 1, "
@@ -111,7 +112,7 @@ def attention_forward(
     if position_bias is not None:
         bias = masks.bias(position_bias)
         mask = bias if mask is None else cast(Mask, masks.as_mask(mask)) & bias
-    # A single query is the last of its sequence, not the first, so all keys are visible to it.
+    # A single query (decoding) is the last position of its sequence, so all keys are visible to it.
     out = functional.scaled_dot_product_attention(
         query,
         key,
@@ -135,9 +136,10 @@ def _attend_packed(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    """Attend within each sequence of a packed batch.
+    """Compute attention within each sequence of a packed batch.
 
-    (1, num_heads, total, head_dim) to (1, total, num_heads, head_dim).
+    Operands have shape (1, num_heads, total, head_dim); the result is (1, total, num_heads,
+    head_dim).
     """
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     out = varlen.varlen_attention(
@@ -164,7 +166,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 
 
 def _check_packing(mask: Tensor | Mask | None, cu_seqlens: Tensor | None) -> None:
-    """Raise NotImplementedError if sequences are packed and the mask does not separate them."""
+    """Raise NotImplementedError if cu_seqlens packs sequences that the mask does not separate."""
     if cu_seqlens is None or cu_seqlens.shape[0] <= 2 or isinstance(mask, Tensor):
         return
     if mask is None or not mask.document_pairs:

@@ -1,7 +1,7 @@
 """Fused feed-forward and residual blocks of Hugging Face transformers encoders.
 
-The operations around each matrix product run in a single pass. by_code.py derives classes from a
-base below and the replaced class; the base uses the submodules of the latter.
+The elementwise operations and the norm after each GEMM run in one pass. by_code.py derives each
+fused class from a base class below and the replaced class, which defines the submodules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class ResidualNorm(FromTorch):
     LayerNorm: Module
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """Map (*, any width) and the residual (*, hidden_size) to (*, hidden_size)."""
+        """Return the normalised sum, with the shape of the residual input_tensor, (*, hidden_size).
+
+        hidden_states has shape (*, any width).
+        """
         return residual_norm(self.LayerNorm, self.dropout, self.dense(hidden_states), input_tensor)
 
 

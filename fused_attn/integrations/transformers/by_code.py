@@ -1,8 +1,8 @@
 """Hugging Face transformers modules that `swap_modules` recognizes by their bytecode.
 
-Every model of the library defines its classes separately, and nearly all are copies of a few. A
-class is swapped if its methods have the same code as a class below, whatever its name. All other
-classes are left alone.
+Every transformers model defines its own norm and feed-forward classes, but nearly all are copies of
+a few originals. A class is swapped if its methods have the bytecode of an original listed below,
+whatever its name. All other classes remain unchanged.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fused_attn.integrations.transformers.blocks import ResidualNorm, Widening
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, replaces
 
-# (module under transformers.models, class) -> the replacement and its class attributes. Each entry
-# covers all copies of the class.
+# Maps an original, (module under transformers.models, class name), to the base class of its
+# replacement and additional class attributes. Each entry covers all copies of the original.
 _KNOWN: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     **{name: (TransformersNorm, {"style": style}) for name, style in STYLES.items()},
     ("bert.modeling_bert", "BertIntermediate"): (Widening, {}),
     ("bert.modeling_bert", "BertOutput"): (ResidualNorm, {}),
 }
-_ENDINGS = ("Norm", "Intermediate", "Output")  # class names without these are not compared
+_ENDINGS = ("Norm", "Intermediate", "Output")  # of class names; other classes are not compared
 
 
 def register(model: Module) -> None:
-    """Register replacements for the transformers modules in a model whose code is known."""
+    """Register fused replacements for the transformers classes in `model` with known code."""
     for module in model.modules():
         for cls in type(module).__mro__:
             if cls not in REPLACEMENTS and _may_be_known(cls) and _code(cls) in _by_code():
@@ -43,22 +43,22 @@ def _replace(source: type[Module]) -> type[FromTorch]:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    # pickle and copy look classes up by name; a class made at run time can't be found that way.
+    # pickle and copy look up classes by name and would not find a class created at run time.
     _, _, *state = cast(tuple[Any, ...], Module.__reduce_ex__(self, max(protocol, 2)))
     return _unpickled, (self.source,), *state
 
 
 def _unpickled(source: type[Module]) -> Module:
-    """Return an instance of the fused class of `source`, without state."""
+    """Return an uninitialised instance of the fused replacement of `source`, for unpickling."""
     fused = REPLACEMENTS.get(source) or _replace(source)
     return fused.__new__(fused)
 
 
 def _may_be_known(cls: type) -> bool:
-    """Return True if `_by_code()` may contain a class; cheaper, as it imports no models."""
+    """Return True if `_by_code()` may contain a class; cheap, because it imports no models."""
     library = cls.__module__.partition(".")[0]
     return (
-        library in ("transformers", "transformers_modules")  # the latter: code from the hub
+        library in ("transformers", "transformers_modules")  # the latter: code from the Hub
         and cls.__bases__ == (Module,)
         and cls.__name__.endswith(_ENDINGS)
     )
@@ -74,7 +74,10 @@ def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
 
 
 def _code(cls: type) -> Any:
-    """Return the bytecode of a class's computing methods, without names and line numbers."""
+    """Return a key that is equal for classes with the same forward, _norm and __call__ code.
+
+    Names of classes and methods, and line numbers, are not part of the key.
+    """
     methods = []
     for name in ("forward", "_norm", "__call__"):
         code = getattr(cls.__dict__.get(name), "__code__", None)

@@ -1,7 +1,7 @@
-"""Hugging Face transformers encoders that compute only the real tokens of a padded batch.
+"""Padding removal for the encoder stacks of Hugging Face transformers models.
 
-Between embeddings and pooling, the stacks below only run their layers. Except for attention, these
-process each token independently. The batch is therefore packed before the stack and unpacked after.
+The layers of the stacks below process each token independently, except in attention. A padded batch
+is therefore packed before the stack and unpacked after it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fused_attn.nn.packing import (
     saves_time,
 )
 
-NAME = "fused_attn"  # of the attention implementation
+NAME = "fused_attn"  # name of the attention implementation
 
-# modeling file -> class of its stack of encoder layers
+# Maps a package under transformers.models to the class name of its encoder stack.
 _STACKS = {
     "bert": "BertEncoder",
     "camembert": "CamembertEncoder",
@@ -38,12 +38,13 @@ _STACKS = {
 
 
 class PackedStack(Module):
-    """Replacement of a stack that packs batches where that does not change real tokens.
+    """Base class of encoder stacks that pack padded batches without changing real tokens.
 
     Attributes:
         zeroes_padding: if True, padded rows of the result are 0, packed or not, so the result does
-            not depend on the amount of padding. If False, packing is off and padded rows are as
-            the stack computes them; `swap_modules(model, remove_padding=False)` sets it.
+            not depend on the amount of padding. If False, packing is disabled, and padded rows have
+            the original stack's values. `swap_modules(model, remove_padding=False)` sets it to
+            False.
     """
 
     zeroes_padding = True
@@ -55,7 +56,18 @@ class PackedStack(Module):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the stack; padded rows of the result are 0 if `zeroes_padding` is True."""
+        """Run the stack, on the packed batch if attention_mask has enough padding.
+
+        Args:
+            hidden_states: (batch, seqlen, hidden_size).
+            attention_mask: mask of the original stack. The batch can be packed only if this is a
+                padding mask, (batch, 1, 1, seqlen) bool, True for real tokens.
+            args, kwargs: other arguments of the original stack.
+
+        Returns:
+            The output of the original stack. With a padding mask, padded rows are 0 if
+            `zeroes_padding` is True.
+        """
         run: Callable[..., Any] = super().forward
         if args or _attends_elsewhere(kwargs):
             return run(hidden_states, attention_mask, *args, **kwargs)
@@ -73,7 +85,7 @@ class PackedStack(Module):
 
 
 def fused_stack(stack: type[Module]) -> type[Module] | None:
-    """Return the packing class that replaces a stack's class; None if there is none."""
+    """Return the packing subclass of an encoder stack class; None if it is not supported."""
     *_, package, module = ("", *stack.__module__.split("."))
     if _STACKS.get(package) != stack.__name__ or module != f"modeling_{package}":
         return None
@@ -96,7 +108,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _attends_elsewhere(arguments: dict[str, Any]) -> bool:
-    """Return True if tokens also attend to those of an encoder or of a KV cache."""
+    """Return True if the stack also attends to the output of an encoder or to a KV cache."""
     return any(
         value is not None
         and (name.startswith(("encoder_", "past_", "cache")) or hasattr(value, "get_seq_length"))
@@ -105,14 +117,14 @@ def _attends_elsewhere(arguments: dict[str, Any]) -> bool:
 
 
 def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
-    """Return True if a mask is a pure padding mask."""
+    """Return True if `mask` is a (batch, 1, 1, seqlen) bool tensor, a pure padding mask."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or hidden_states.dim() != 3:
         return False
     return mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
 
 
 def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing | None:
-    """Return the packing; None if it saves no time or a module of the stack does not allow it."""
+    """Return the packing of a batch; None if it saves no time or a module is not token-wise."""
     ignored = ~mask[:, 0, 0]
     if must_stay_padded(hidden_states, mask) or not saves_time(hidden_states, ignored):
         return None

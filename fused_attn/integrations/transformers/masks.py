@@ -1,9 +1,9 @@
 """Conversion of Hugging Face transformers mask functions to Masks.
 
-The library describes a mask by a function of indices, an opaque composition of closures, which
-each attention implementation interprets. `attention_mask` recognises the library's functions by
-their code and reads their closure variables. A composition that contains anything else (a user's
-function, a union) is evaluated position by position, as for sdpa: slow, but never wrong.
+transformers describes a mask by a function of indices, which is composed of closures.
+`attention_mask` recognises the library's functions by their code objects and reads their closure
+variables. A composition that contains any other function, such as a user-defined function or a
+union, is evaluated at every position, as for sdpa. This is slow but always correct.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fused_attn.base.torch_state import captured, plain_eager
 from fused_attn.integrations.transformers.model_mask import ModelMask, added, stand_in
 from fused_attn.masks import Mask
 
-# All closures made by one of these functions share one code object, which no other function has.
+# All closures returned by one of these functions share a code object, which identifies them.
 _AND = and_masks().__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
@@ -47,14 +47,17 @@ _REMAPPED = _remap(causal_mask_function, torch.empty(0)).__code__ if _remap else
 
 
 class _Structure(NamedTuple):
-    """Intersection of mask conditions.
+    """Conditions that a visible key must all fulfil; the default imposes none.
 
     Attributes:
-        left, right: as in `masks.sliding_window`, around the position of the query.
-        packed: (batch, tokens) integers each; tokens with equal numbers attend to each other.
-        chunked: chunk sizes, and (batch,) numbers of left-padding tokens to skip.
-        positions: (batch, tokens) integers each; left and right count positions instead of tokens.
-            Both are equivalent if positions rise by one within each packed sequence.
+        left, right: as in `masks.sliding_window`, relative to the position of the query.
+        packed: sequence ids, each (batch, tokens) integers. Tokens with equal ids attend to each
+            other.
+        chunked: pairs of a chunk size and the number of left-padding tokens to skip, (batch,)
+            integers.
+        positions: token positions, each (batch, tokens) integers. If given, left and right count
+            positions instead of tokens. Both counts are equal if positions increase by one within
+            each packed sequence.
     """
 
     left: int = -1
@@ -84,37 +87,37 @@ def attention_mask(
 ) -> Tensor | None:
     """Compute the attention mask of a forward pass, for transformers' AttentionMaskInterface.
 
-    Converted to a Mask: the library's causal, bidirectional, sliding-window, chunked and packed
-    (position_ids) functions and their intersections, at any cache offset. Evaluated position by
-    position: user functions and unions. In a compiled graph windows, chunks and packing are also
-    evaluated, because torch.compile can't read the closures that it traces.
+    The library's causal, bidirectional, sliding-window, chunked and packed (position_ids) functions
+    and their intersections are converted to a Mask, at any cache offset. User-defined functions and
+    unions are evaluated at every position. In a compiled graph, windows, chunks and packing are
+    evaluated as well, because torch.compile cannot read the closures that it traces.
 
     Args:
-        batch_size, q_length, kv_length: the shape.
+        batch_size, q_length, kv_length: sizes of the mask.
         q_offset, kv_offset: positions of the first query and the first key; q_offset is an
             integer tensor with a static cache.
-        mask_function: the visible keys, as a function of indices.
-        attention_mask: (batch, tokens) bool, True for real tokens, or None. A `ModelMask` from an
-            earlier call (`generate` computes masks ahead) is returned unchanged.
-        allow_is_causal_skip, allow_is_bidirectional_skip: the model does not need the causal or
-            the bidirectional mask as a tensor.
-        device: of the mask.
-        dtype: of float masks, for models that support no other masks.
-        config: of the model.
+        mask_function: function of indices that returns True for visible keys.
+        attention_mask: (batch, tokens) bool, True for real tokens, or None. `generate` computes
+            masks in advance and passes them here as a `ModelMask`, which is returned unchanged.
+        allow_is_causal_skip, allow_is_bidirectional_skip: True if the model does not need a causal
+            or a bidirectional mask as a tensor.
+        device: device of the mask.
+        dtype: dtype of float masks, for models that support only those.
+        config: configuration of the model.
 
     Returns:
-        None if every key is visible. A (batch, 1, 1, kv_length) bool tensor for padding alone and
-        for a single query. A `ModelMask` for causal, sliding-window, chunked and packed attention,
-        with or without padding. In all other cases, and if the model needs a tensor, transformers'
-        (batch, 1, q_length, kv_length) bool tensor. A model that supports only eager attention gets
-        a float mask wherever eager attention gets one.
+        None if every key is visible. For padding alone and for a single query, a bool tensor
+        (batch, 1, 1, kv_length). For causal, sliding-window, chunked and packed attention, with or
+        without padding, a `ModelMask`. In all other cases, and if the model needs a tensor, the
+        bool tensor (batch, 1, q_length, kv_length) of transformers. Models that support only eager
+        attention get a float mask wherever eager attention gets one.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
 
     def own() -> Tensor:
-        """Return the dense tensor that transformers makes."""
+        """Return the dense mask tensor that transformers computes."""
         tensor = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -141,8 +144,8 @@ def attention_mask(
         structure = _structure(mask_function)
     if structure is not None and not _counts_tokens(structure):
         structure = None
-    # The library disallows skipping for all packed masks, so there the flags do not tell whether
-    # the model needs a tensor.
+    # transformers disallows skipping for all packed masks, so for these masks the flags do not
+    # show whether the model needs a tensor.
     if structure is None or not (
         allow_is_causal_skip or allow_is_bidirectional_skip or structure.packed
     ):
@@ -154,7 +157,7 @@ def attention_mask(
             return keys
         mask = Mask()
     elif q_length > 1 or adds:
-        # For a single query, the dense tensor is just a key mask and costs the same.
+        # For a single query, the dense tensor is only a key mask, which is as cheap as a Mask.
         mask = _mask(structure, shape, q_offset, kv_offset, device)
     if mask is None:
         return own()
@@ -167,8 +170,8 @@ def attention_mask(
 def _adds_masks(config: type) -> bool:
     """Return True for models that support only additive float masks.
 
-    The library expects a model that supports sdpa to accept bool masks. Other models may pad a mask
-    with 0.0, concatenate it with a float one, or rely on it not being None.
+    transformers expects models that support sdpa to accept bool masks. Other models may pad a mask
+    with 0.0, concatenate it with a float mask, or require a mask that is not None.
     """
     return _adds_masks_at_first(config)
 
@@ -181,13 +184,14 @@ def _adds_masks_at_first(config: type) -> bool:
         models = models or [model for model in _loaded_models() if model.config_class is base]
         if models:
             return not any(model._supports_sdpa for model in models)
-    # Part of another config, or unknown: a model that supports only float masks must get those.
+    # The config is nested in another config, or unknown. Return False only if all models beside it
+    # support sdpa, because a model that supports only float masks must get those.
     beside = next(filter(None, map(_models_beside, bases)), [])
     return not (beside and all(model._supports_sdpa for model in beside))
 
 
 def _models_beside(config: type) -> list[type[PreTrainedModel]]:
-    """Return the models of the modeling file beside a config's file."""
+    """Return the model classes of the modeling file that belongs to a config's file."""
     name = config.__module__.replace("configuration_", "modeling_")
     try:
         library = importlib.import_module(name)
@@ -230,7 +234,7 @@ def _structure(function: Callable[..., Any]) -> _Structure | None:
     if code is _CHUNKED:
         return _Structure(chunked=((names["chunk_size"], names["left_padding"]),))
     if code is _WINDOW and names["sliding_window"] > 0:
-        return _Structure(left=names["sliding_window"] - 1)  # the library counts the query too
+        return _Structure(left=names["sliding_window"] - 1)  # transformers includes the query
     if code is _TWO_SIDED_WINDOW:
         return _Structure(names["sliding_window"], names["sliding_window"])
     return None
@@ -252,7 +256,7 @@ def _intersection(parts: list[_Structure | None]) -> _Structure | None:
 
 
 def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure | None:
-    """Return a structure with positions in place of token indices; None if not supported."""
+    """Convert a structure from token indices to positions; None if not supported."""
     if structure is None or structure.packed or structure.positions:
         return None
     chunks = tuple(
@@ -263,10 +267,10 @@ def _at_positions(structure: _Structure | None, positions: Tensor) -> _Structure
 
 
 def _counts_tokens(structure: _Structure) -> bool:
-    """Return True if positions, if any, rise by one within each packed sequence."""
+    """Return True if the positions, if any, increase by one within each packed sequence."""
     for positions in structure.positions:
         if not plain_eager(positions, *structure.packed) or captured(positions):
-            continue  # values can't be read; the library derives both from the same position_ids
+            continue  # unreadable; transformers derives both from the same position_ids
         known = find_packed_sequence_indices(positions)
         if known is not None and not any(torch.equal(known, ids) for ids in structure.packed):
             return False
@@ -324,9 +328,9 @@ def _mask(
 def _band(
     left: int, right: int, shape: tuple[int, int, int, int], offset: int | Tensor
 ) -> Mask | None:
-    """Return the Mask of a band: `left` keys before and `right` after key i + offset for query i.
+    """Return the Mask of a band around key i + offset for query i; None if not expressible.
 
-    None if no Mask can express it.
+    `left` keys before that key and `right` keys after it are visible; -1 means no limit.
     """
     batch, _, q_length, kv_length = shape
     if isinstance(offset, int):
@@ -336,7 +340,8 @@ def _band(
             return masks.sliding_window(left, right, align="bottom_right")
     if right != 0:
         return None
-    # right == 0: no key after the last query is visible, so a larger cache can be cut off there.
+    # With right == 0, no key after the last query is visible, so later keys of a larger cache can
+    # be masked as padding.
     end = offset + q_length
     if isinstance(end, Tensor):
         lengths = masks.padding(end.reshape(1).expand(batch))

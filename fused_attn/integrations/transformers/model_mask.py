@@ -1,7 +1,7 @@
-"""Tensor stand-ins that models pass from layer to layer in place of a mask tensor.
+"""Tensor stand-ins for a Mask, which transformers models pass to their layers as the mask tensor.
 
-A model can slice, concatenate, pad and move one like any tensor, and read its dtype.
-`attention_forward` reads its structure instead, as long as nothing has written to it.
+A model can slice, concatenate, pad and move a stand-in like any tensor, and read its dtype.
+`attention_forward` reads the Mask instead of the tensor, unless the tensor was written to.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Shape = tuple[int, int, int, int]  # batch, 1, seqlen_q, seqlen_k
 
 
 class ModelMask(Tensor):
-    """A Mask in the form of the dense mask tensor that models expect.
+    """Tensor subclass that holds a Mask and behaves like the equivalent dense mask tensor.
 
-    It has that tensor's shape, dtype and device, but no memory. The first operation other than
-    `attention_forward` materializes the tensor, which is then cached.
+    It has the shape, dtype and device of the dense tensor, but no storage. The first operation on
+    it materializes the dense tensor, which is then cached. `attention_forward` and moves to another
+    device do not materialize it.
 
     Attributes:
         mask: the visible keys.
@@ -36,20 +37,21 @@ class ModelMask(Tensor):
 
     mask: Mask
     _dense: tuple[Tensor, int] | None  # the dense tensor and its initial version
-    _written: bool  # by an operation on this object; writes to views bump the version instead
-    _escaped: bool  # other code holds the memory and may write to it without a version bump
+    _written: bool  # an operation wrote to this object; writes to views bump the version instead
+    _escaped: bool  # other code has the storage and may write to it without a version bump
 
     @staticmethod
     def __new__(
         cls, mask: Mask, shape: Shape, device: torch.device | str, dtype: torch.dtype = torch.bool
     ) -> ModelMask:
-        """Create a stand-in.
+        """Create a stand-in without storage.
 
         Args:
             mask: the visible keys.
             shape: (batch, 1, seqlen_q, seqlen_k).
-            device: the device of query.
-            dtype: bool (True = attend), or a float type (0 = attend, its lowest number = masked).
+            device: device of query.
+            dtype: bool (True = attend), or a float dtype (0 = attend, lowest finite value =
+                masked).
         """
         # Tensors made in inference mode have no version counter, so writes would go undetected.
         with torch.inference_mode(False):
@@ -72,7 +74,7 @@ class ModelMask(Tensor):
                 return moved
         use = ModelMask.dense
         if func is torch.ops.aten.detach.default:
-            use = ModelMask._dense_escaping  # writes to the result do not bump the version
+            use = ModelMask._dense_escaping  # writes to the result would not bump the version
         elif func._schema.is_mutable:
             if torch.Tag.inplace_view in func.tags:
                 raise _other_shape(func)
@@ -81,7 +83,7 @@ class ModelMask(Tensor):
         args, kwargs = tree_map_only(ModelMask, use, (args, kwargs))
         result = func(*args, **kwargs)
         for mask in given:
-            if mask.dense().shape != mask.shape:  # `out=` resizes
+            if mask.dense().shape != mask.shape:  # resized by an `out=` argument
                 mask._dense = None
                 raise _other_shape(func)
         return result
@@ -95,7 +97,7 @@ class ModelMask(Tensor):
         return self._dense[0]
 
     def content(self) -> Tensor | Mask:
-        """Return the Mask, or the dense tensor if it or a view of it was written to."""
+        """Return the Mask, or the dense tensor if it or a view may have been written to."""
         made, version = self._dense or (self, 0)
         if self._written or self._escaped or self._version or made._version != version:
             return self.dense()
@@ -104,7 +106,10 @@ class ModelMask(Tensor):
     def _moved(
         self, *, device: Any = None, dtype: Any = None, layout: Any = None, **how: Any
     ) -> ModelMask | None:
-        """Return a copy on another device; None for any other conversion, or after a write."""
+        """Return a copy on another device, without materializing the dense tensor.
+
+        Return None for conversions other than a move, and after a write.
+        """
         content = self.content()
         if device is None or dtype not in (None, self.dtype) or isinstance(content, Tensor):
             return None
@@ -115,11 +120,11 @@ class ModelMask(Tensor):
         return self.dense()
 
     def _dense_escaping(self) -> Tensor:
-        """Return the dense tensor to code that accesses its memory; from now on it is the mask."""
+        """Return the dense tensor for direct access to its storage, and stop using the Mask."""
         self._escaped = True
         return self.dense()
 
-    # Methods that access memory, which a wrapper subclass does not have.
+    # A wrapper subclass has no storage, so methods that access it use the dense tensor.
 
     def tolist(self) -> Any:
         return self.dense().tolist()
@@ -194,29 +199,30 @@ def stand_in(
     dtype: torch.dtype,
     dense: Callable[[], Tensor],
 ) -> Tensor:
-    """Return a Mask as a tensor that models can use in any operation.
+    """Return a tensor that carries a Mask and supports any operation.
 
-    torch.compile can't trace a tensor without memory, so under it the result is the dense tensor
-    with the Mask as an attribute. A graph that never reads the tensor does not compute it. The
-    attribute is valid in the graph that made it, while the tensor's version is unchanged.
+    In eager mode, the result is a ModelMask. torch.compile cannot trace a tensor without storage,
+    so in a graph the result is the dense tensor, with the Mask as an attribute. A graph that never
+    reads the dense tensor does not compute it. The attribute is valid only in the graph that
+    created it, and only while the tensor's version is unchanged.
 
     Args:
         mask, shape, device, dtype: as for ModelMask.
-        dense: returns the dense tensor.
+        dense: function that returns the dense tensor; called only under torch.compile.
     """
     if not torch.compiler.is_dynamo_compiling():
         return ModelMask(mask, shape, device, dtype)
-    with torch.inference_mode(False):  # for a version counter, as in ModelMask
-        tensor: Any = dense().clone()  # not a view, so it is writable, also in a graph
+    with torch.inference_mode(False):  # to get a version counter, as in ModelMask
+        tensor: Any = dense().clone()  # cloned, because a view might not be writable
     tensor.fused_attn_mask = mask, _traced_version(tensor)
     return tensor
 
 
 def handed_on(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | Mask:
-    """Return the Mask that a model's mask tensor stands for, or else the tensor.
+    """Return the Mask that a model's mask tensor carries, or the tensor if it carries none.
 
     Raises:
-        ValueError: the Mask was made for lengths other than those of query and key.
+        ValueError: the Mask was made for other sequence lengths than those of query and key.
     """
     if isinstance(mask, ModelMask):
         content: Tensor | Mask = mask.content()
@@ -240,9 +246,9 @@ def _traced_content(tensor: Tensor) -> Tensor | Mask:
 
 
 def _traced_version(tensor: Tensor) -> int | None:
-    """Return a tensor's version at this point of the trace, as a constant.
+    """Return the version of a tensor at this point of the trace as a Python int; None if unknown.
 
-    `_version` is a traced value there, not a Python number.
+    Under dynamo, reading `tensor._version` directly would return a traced value.
     """
     comptime(_note_version)
     return _noted_version()
@@ -252,10 +258,10 @@ _noted = threading.local()
 
 
 def _note_version(context: ComptimeContext) -> None:
-    """Store the version of `tensor` in the traced frame; None if it is unknown.
+    """Store the version of `tensor`, a local of the traced frame, in `_noted`; None if unknown.
 
-    It is unknown for graph inputs, because writes in an earlier graph leave no record. It is also
-    unknown after operations that may write without a version bump while tracing.
+    The version of a graph input is unknown, because writes in an earlier graph leave no record. A
+    version is also unknown after operations that may write without a version bump while tracing.
     """
     variable = context.get_local("tensor")
     tracker = variable._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -268,7 +274,10 @@ def _note_version(context: ComptimeContext) -> None:
 
 
 def _written_uncounted(node: Node) -> bool:
-    """Return True if `.data` or an in-place `_foreach_` op used the tensor or a derived value."""
+    """Return True if writes to the tensor may not have bumped its version.
+
+    This is so if `.data` or an in-place `_foreach_` op used the tensor or a value derived from it.
+    """
     seen, rest = {node}, [node]
     while rest:
         new = rest.pop().users.keys() - seen
@@ -286,7 +295,7 @@ def _noted_version() -> int | None:
 
 
 def dense_of(mask: Mask, shape: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a Mask as the dense tensor that transformers would pass to the model."""
+    """Materialize a Mask as the dense tensor that transformers would pass to the model."""
     sizes = cast(Shape, tuple(shape))
     spec = normalize(mask, *sizes, torch.empty(0, device=device))
     visible, _ = materialize(spec, *sizes, device, torch.float32)

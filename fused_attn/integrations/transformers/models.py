@@ -1,7 +1,7 @@
-"""Support checks for transformers models, and switching them to the fused attention.
+"""Support checks for transformers models, and the switch of supported models to fused attention.
 
-A model whose attention does not go through the library's AttentionInterface keeps its attention,
-with a warning; `unsupported` returns the reason.
+A model whose attention bypasses transformers' AttentionInterface retains its implementation, with a
+warning. `unsupported` returns the reason.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fused_attn.integrations.transformers.attention import REFUSED, attention_fo
 from fused_attn.integrations.transformers.encoders import NAME, fused_stack
 from fused_attn.integrations.transformers.masks import attention_mask
 
-# The name under which modeling files import the interface.
+# Name under which modeling files import the AttentionInterface.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @functools.cache
 def register() -> None:
-    """Register "fused_attn" with transformers; calling it again changes nothing.
+    """Register the attention implementation "fused_attn" with transformers; runs only once.
 
-    An implementation can't reject a model: the library accepts any registered name for a model
-    with custom attention, which would then add `attention_forward`'s bool masks to its scores.
-    The method that checks a requested name is therefore wrapped. It warns for such a model, which
-    keeps its implementation; a new model gets the library's default.
+    An attention implementation cannot reject a model. transformers accepts any registered name
+    even for a model with custom attention, which would then add our bool masks to its scores. This
+    function therefore wraps the method that checks a requested name. For an unsupported model, the
+    wrapper warns and retains the current implementation. New models get the library's default.
     """
     AttentionInterface.register(NAME, attention_forward)
     # Without a registered mask function, transformers silently drops every mask.
@@ -60,13 +60,13 @@ def register() -> None:
 
 
 def unsupported(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
-    """Return the reason why a model does not run on `attention_forward`; None if it does.
+    """Return the reason why a model cannot use `attention_forward`; None if it can.
 
     Args:
-        model: a model or its class. Models inside it are not covered; check each separately.
+        model: a model or its class. Nested models are not checked; call this for each of them.
 
     Returns:
-        A reason, derived from attributes of the model class and from its code.
+        The reason, derived from attributes of the model class and from its code, or None.
     """
     kind: Any = model if isinstance(model, type) else type(model)
     if not kind._can_set_attn_implementation():
@@ -97,11 +97,11 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
 
 
 def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | None, str]:
-    """Switch a model and the models in it to "fused_attn", and turn on packing of batches.
+    """Switch a model and its nested models to "fused_attn", and enable packing of padded batches.
 
     Returns:
-        A function that undoes the switch and the name of the previous implementation, or None and
-        the reason if the model cannot be switched.
+        A tuple of a function that undoes the switch and the name of the previous implementation.
+        If the model cannot be switched, a tuple of None and the reason.
     """
     reason = unsupported(model)
     if reason is None and not _attends(model):
@@ -127,15 +127,16 @@ def use_fused_attention(model: PreTrainedModel) -> tuple[Callable[[], None] | No
 
 
 def padded_stacks(model: PreTrainedModel) -> list[Module]:
-    """Return the encoder stacks in a model that can remove padding but do not do so yet."""
+    """Return the encoder stacks of a model that support padding removal but do not use it yet."""
     return [module for module in model.modules() if fused_stack(type(module)) is not None]
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:
-    """Call `set_attn_implementation`, and set copies of the config as well, as in T5's stacks.
+    """Call `model.set_attn_implementation`, and update the config copies of its stacks as well.
 
-    The library's method leaves such stacks on their previous attention, unlike `from_config` and
-    `from_pretrained`. Inner models that do not support "fused_attn" keep their implementation.
+    T5's stacks have such copies. Unlike `from_config` and `from_pretrained`, the library's method
+    does not switch these stacks. Nested models that do not support "fused_attn" retain their
+    implementation.
     """
     declining = [
         (part.config, part.config._attn_implementation)
@@ -151,7 +152,7 @@ def set_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return every config in the model, each once."""
+    """Return the distinct configs of all modules of a model, including sub-configs."""
     configs: dict[int, PreTrainedConfig] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -166,7 +167,7 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _attends(module: Any) -> bool:
-    """Return True if a module or a child calls the interface; skip unsupported inner models."""
+    """Return True if a module or a descendant calls the interface, ignoring unsupported models."""
     kind: Any = type(module)
     if _INTERFACE in _names(kind):
         return True
@@ -178,7 +179,10 @@ def _attends(module: Any) -> bool:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """Return a class and the module classes of its file that it uses, except other models."""
+    """Return a class and the Module classes of its file that it uses, directly or indirectly.
+
+    Other PreTrainedModel classes are excluded.
+    """
     found, new = [kind], [kind]
     while new:
         part = new.pop()
@@ -197,9 +201,9 @@ def _parts(kind: Any) -> list[Any]:
 
 
 def _finds_eager_alone(code: types.CodeType) -> bool:
-    """Return True if code looks implementations up as attributes of the interface.
+    """Return True if code looks up implementations by `getattr` on the interface.
 
-    They are dictionary entries, so `getattr` always returns its default, eager attention.
+    Implementations are dictionary entries, so `getattr` always returns its default, eager.
     """
     names = code.co_names
     return _INTERFACE in names and "getattr" in names and "get_interface" not in names
@@ -214,7 +218,7 @@ def _names(kind: type) -> frozenset[str]:
 def _keywords(kind: type) -> frozenset[str]:
     """Return the keyword argument names of the calls in the methods of a class and its bases.
 
-    Read from the bytecode, because classes made by exec have no source.
+    The names are read from the bytecode, because classes created by exec have no source.
     """
     return frozenset(
         name

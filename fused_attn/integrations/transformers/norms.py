@@ -1,4 +1,4 @@
-"""RMS norms of Hugging Face transformers: a few, of which by_code.py finds the many copies."""
+"""Fused RMS norms for Hugging Face transformers; by_code.py finds all copies of the originals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fused_attn.nn.norm import Norm
 
 @dataclass(frozen=True)
 class Style:
-    """Conventions by which a class normalises.
+    """Properties in which the RMS norm classes of transformers differ.
 
     Attributes:
         eps: name of the module attribute that is added to the mean square.
-        offset: added to the weight, in float32.
-        out_dtype: function of the input and weight types that returns the output type.
+        offset: number added to the weight, in float32.
+        out_dtype: function from input dtype and weight dtype to output dtype.
     """
 
     eps: str
@@ -41,7 +41,8 @@ def _of_half_weight(input: dtype, weight: dtype) -> dtype:
     return weight if half else torch.promote_types(input, weight)
 
 
-# (module under transformers.models, class) -> its style. Each entry covers all copies of the class.
+# Maps (module under transformers.models, class name) to the style of the class. Each entry covers
+# all copies of the class.
 STYLES = {
     ("llama.modeling_llama", "LlamaRMSNorm"): Style("variance_epsilon", 0.0, _promoted),
     ("gemma2.modeling_gemma2", "Gemma2RMSNorm"): Style("eps", 1.0, _of_input),
@@ -51,10 +52,11 @@ STYLES = {
 
 
 class TransformersNorm(Norm):
-    """Base of the fused norms; each is made when `swap_modules` first finds its original class.
+    """Base class of the fused RMS norms that `swap_modules` creates, one for each class it finds.
 
-    Outputs are rounded once. The originals round the normalised row and, except in Gemma, its
-    product with the weight. float64 stays float64, whereas the originals convert to float32.
+    Outputs are rounded once. The originals of Llama and T5 round twice, before and after the
+    multiplication by the weight. float64 inputs are computed in float64, whereas the originals
+    convert them to float32.
     """
 
     style: Style

@@ -1,10 +1,11 @@
-"""Cycles of the ARM kernels' main loops against a Neoverse V2's minimum: `make arm-report`.
+"""Compare the ARM kernels' main loops with a Neoverse V2's minimum cycles: `make arm-report`.
 
 kernels.cpp is compiled to assembly for each ARM instruction set. For each kind of multiply
-instruction, the main loop is the innermost loop with the largest share of them that also loads its
-operands. llvm-mca estimates the cycles of one iteration on a Neoverse V2. The minimum ("floor")
-follows from four multiply instructions per cycle (Arm, "Neoverse V2 Software Optimization Guide",
-tables of ASIMD floating-point and BFloat16 instructions). None of this has run on such a core.
+instruction, the main loop is the innermost loop that loads its operands and has the largest share
+of these instructions. llvm-mca estimates the cycles of one iteration on a Neoverse V2. The minimum
+("floor") assumes four multiply instructions per cycle (Arm, "Neoverse V2 Software Optimization
+Guide", tables of ASIMD floating-point and BFloat16 instructions). None of these loops has run on a
+Neoverse V2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/arm-loops.json"
-# The flags of CMakeLists.txt.
+# Compiler flags, which match those of CMakeLists.txt.
 FLAGS = ["-std=c++17", "-O2", "-fpeel-loops", "-fvect-cost-model=dynamic"]
 FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fno-exceptions", "-fopenmp", "-fPIC", "-w", "-DFUSED_ATTN_NEON"]
@@ -27,8 +28,8 @@ ISAS = {
     "neon": [],
     "neon_bf16": ["-DFUSED_ATTN_NEON_BF16", "-march=armv8.2-a+bf16"],
 }
-PER_CYCLE = 4  # multiply instructions of any kind below
-TURNS = 200
+PER_CYCLE = 4  # peak rate of the multiply instructions in PRODUCTS
+TURNS = 200  # loop iterations that llvm-mca simulates
 
 # (instruction, lanes) -> multiply-adds per instruction.
 PRODUCTS = {
@@ -39,12 +40,12 @@ PRODUCTS = {
 
 @dataclass
 class Loop:
-    """One iteration of a main loop.
+    """One iteration of a kernel's main loop.
 
     Attributes:
         products: number of multiply instructions.
         cycles: estimate of llvm-mca for a Neoverse V2.
-        floor: minimum cycles of the products alone.
+        floor: minimum cycles, which the multiply instructions alone would take.
         multiply_adds: multiply-adds per cycle.
     """
 
@@ -58,7 +59,7 @@ class Loop:
 
 
 def assembly(compiler: str, isa: str) -> list[str]:
-    """Compile the kernels and return the lines of assembly."""
+    """Compile the kernels for an instruction set; return the lines of assembly."""
     command = [compiler, *FLAGS, *ISAS[isa], f"-DFUSED_ATTN_ISA={isa}"]
     command += [f"-DFUSED_ATTN_BASE={isa}", f"-I{ROOT / 'csrc'}"]
     command += ["-S", "-o", "-", str(ROOT / "csrc/cpu/kernels.cpp")]
@@ -66,7 +67,7 @@ def assembly(compiler: str, isa: str) -> list[str]:
 
 
 def innermost_loops(lines: list[str]) -> Iterator[list[str]]:
-    """Yield the instructions from a label to the branch back to it, without a label in between."""
+    """Yield the instructions of each innermost loop, from its label to the branch back."""
     start, label = 0, ""
     for at, line in enumerate(lines):
         if found := re.match(r"(\.L\d+):", line):
@@ -77,7 +78,7 @@ def innermost_loops(lines: list[str]) -> Iterator[list[str]]:
 
 
 def main_loop(loops: list[list[str]], mnemonic: str, lanes: str) -> list[str] | None:
-    """Return the loop with the largest share of products that also loads operands, or None."""
+    """Return the operand-loading loop with the largest share of multiplies; None if none has 8."""
 
     def products(body: list[str]) -> int:
         return sum(part.split()[0] == mnemonic and f".{lanes}" in part.split()[1] for part in body)
@@ -91,7 +92,7 @@ def main_loop(loops: list[list[str]], mnemonic: str, lanes: str) -> list[str] | 
 
 
 def cycles_of(mca: str, body: list[str]) -> float:
-    """Return the average cycles of one of many consecutive iterations."""
+    """Return the cycles of one iteration, averaged over many consecutive iterations."""
     command = [mca, "-mtriple=aarch64", "-mcpu=neoverse-v2", f"-iterations={TURNS}"]
     shown = subprocess.run(
         command, input="\n".join(body), check=True, capture_output=True, text=True

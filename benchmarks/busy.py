@@ -1,7 +1,7 @@
-"""Attention and norms on oversubscribed cores: `python benchmarks/busy.py --output busy.json`.
+"""Time attention and norms on oversubscribed cores: `python benchmarks/busy.py --output busy.json`.
 
-Busy processes compete with torch's threads for the cores. The 90th percentile shows how long calls
-wait. Calls of fused_attn and of torch alternate.
+Busy-looping processes compete with torch's threads for the cores. The 90th percentile of the time
+shows how long calls wait. Calls of fused_attn and of torch alternate.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from measure import CpuMeter
 import fused_attn as fa
 
 CALLS, WARM_UP = 1600, 20
-BUSY = (0, 1, 2)  # numbers of busy processes
+BUSY = (0, 1, 2)  # numbers of competing processes
 
 
 def cases() -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return calls of fused_attn and of torch, by name."""
+    """Return the calls of fused_attn and of torch for each case, by name."""
     qkv = torch.randn(3, 8, 12, 128, 32).unbind()
     leaves = [t.clone().requires_grad_() for t in qkv]
     grad = torch.randn_like(qkv[0])
@@ -52,7 +52,7 @@ def cases() -> dict[str, dict[str, Callable[[], Any]]]:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Run this many busy-looping processes during the block."""
+    """Run this many busy-looping processes within the block."""
     command = [sys.executable, "-c", "while True: pass"]
     running = [subprocess.Popen(command) for _ in range(processes)]
     try:
@@ -65,7 +65,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def milliseconds(ways: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
-    """Return median and 90th percentile of each way; the order of ways alternates."""
+    """Return the median and 90th percentile in ms of each call; rounds alternate in order."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM_UP + CALLS):
         in_turn = list(ways.items())

@@ -1,9 +1,9 @@
-"""Small calls, dominated by host overhead: `python benchmarks/calls.py`.
+"""Time small calls, which are dominated by host overhead: `python benchmarks/calls.py`.
 
-Each call alternates with torch's, and a small encoder with the same encoder before the swap. With
-`--backend sdpa`, the difference is the overhead of fused_attn when it falls back to torch, as on a
-GPU without verified kernels. `--trees A B` times the packages of two source trees, each with its
-built module, in alternating processes, and reports the ratio of their medians.
+Each call alternates with its equivalent in torch, and a small encoder with the same encoder before
+the swap. With `--backend sdpa`, the difference is the overhead of fused_attn when it falls back to
+torch, as on a GPU without verified kernels. `--trees A B` times the packages of two source trees,
+each with its built module, in alternating processes. It reports the ratio of their medians.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# A round of one way is shorter than a time slice of the scheduler.
+# A round is shorter than a time slice of the scheduler, so that few rounds are preempted.
 ROUNDS, SECONDS_OF_A_ROUND, TURNS = 75, 0.002, 5
 
 Ways = dict[str, Callable[[], Any]]
 
 
 def cases() -> dict[str, Ways]:
-    """Return calls of fused_attn and of torch, by name."""
+    """Return the calls of fused_attn and of torch for each case, by name."""
     import torch
     import torch.nn.functional as F
 
@@ -125,7 +125,7 @@ def cases() -> dict[str, Ways]:
 
 
 class UnderEnable:
-    """Call that is timed under `fused_attn.enable()`."""
+    """Call that is timed while `fused_attn.enable()` is in effect."""
 
     def __init__(self, way: Callable[[], Any]) -> None:
         self.way = way
@@ -135,7 +135,7 @@ class UnderEnable:
 
 
 def small_cases() -> dict[str, Ways]:
-    """Return calls of small models: norms, also of views, encoders, and masks under `enable()`."""
+    """Return calls of small models: norms, norms of views, encoders, masks under `enable()`."""
     import torch
     import torch.nn.functional as F
 
@@ -194,7 +194,7 @@ def small_cases() -> dict[str, Ways]:
 
 
 def microseconds() -> dict[str, dict[str, float]]:
-    """Return the median microseconds of a call, by case and way."""
+    """Return the median microseconds per call, by case and implementation."""
     import fused_attn
 
     def switch(call: Callable[[], Any]) -> None:
@@ -223,7 +223,7 @@ def microseconds() -> dict[str, dict[str, float]]:
 
 
 def of_trees(trees: list[Path]) -> dict[str, dict[str, float]]:
-    """Return medians and ratios of the packages of two source trees, before and after."""
+    """Return, by case, medians of two source trees ("before", "after") and their ratios."""
     runs: dict[str, list[Any]] = {name: [] for name in ("before", "after")}
     for _ in range(TURNS):
         for name, tree in zip(runs, trees, strict=True):
@@ -250,7 +250,7 @@ def _cpu_model() -> str:
 
 
 def main() -> None:
-    """Print a line per case, or write JSON with the machine."""
+    """Print one line per case, or write JSON that also describes the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--threads", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Titles of benchmark cases in tables: sizes and masks instead of the short names of shapes.py."""
+"""Titles of benchmark cases in tables, with sizes and masks instead of the names in shapes.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixture `runner`, which checks, measures and records on a CPU or on the first GPU."""
+"""Pytest options, and the fixture `runner` for benchmarks on the CPU or the first GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from measure import CpuMeter, GpuMeter
 from runner import Runner, slug
 
 RESULTS = Path(__file__).parent / "results"
-_RUNNERS = pytest.StashKey[dict[str, Runner]]()  # by "cpu" and "gpu", created on first use
+_RUNNERS = pytest.StashKey[dict[str, Runner]]()  # keys "cpu" and "gpu"; created on first use
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU benchmarks without a GPU; run quick ones, which have targets, first."""
+    """Skip GPU benchmarks without a GPU, and run GPU benchmarks that are not quick last."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     not_quick = pytest.mark.skip(reason="not among the quick cases")
     for item in items:
@@ -53,7 +53,7 @@ def _is_quick(item: Any) -> bool:
 
 @pytest.fixture
 def runner(request: pytest.FixtureRequest) -> Runner:
-    """Return the session's runner for the test's device; skip the test if no time is left."""
+    """Return the session's runner for the test's device; skip the test after the time limit."""
     on = "gpu" if request.node.get_closest_marker("gpu") else "cpu"
     runners = request.config.stash[_RUNNERS]
     if on not in runners:
@@ -66,7 +66,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 
 def _in_the_table(benchmark: Any) -> Callable[[dict[str, Any], Callable[[], Any]], None]:
-    """Return a function that adds a record to pytest-benchmark's table."""
+    """Return a function that adds a record and a call to pytest-benchmark's table."""
 
     def show(record: dict[str, Any], call: Callable[[], Any]) -> None:
         benchmark.extra_info.update(record)
@@ -80,7 +80,7 @@ def _cpu_runner(config: pytest.Config) -> Runner:
     meter = CpuMeter(quick)
     machine = meter.machine()
     path = None if target is None else RESULTS / target
-    if target == "cpu.json":  # one file for each CPU model
+    if target == "cpu.json":  # one results file per CPU model
         path = RESULTS / f"cpu-{slug(machine['cpu'])}.json"
     return Runner(
         meter, torch.device("cpu"), None, meter.ceilings(), machine, quick=quick, path=path

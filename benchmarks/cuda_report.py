@@ -1,8 +1,8 @@
-"""Resources of each compiled CUDA kernel, for each GPU: `make cuda-report`.
+"""Report the resources of each compiled CUDA kernel, for each GPU: `make cuda-report`.
 
-Registers and spilled bytes come from the compiled code, threads and shared memory from the launches
-of small problems. These are recorded instead of executed, so no GPU is needed. The number of thread
-blocks per multiprocessor follows from both.
+Registers and spilled bytes come from the compiled code. Threads and shared memory come from the
+launches of small problems, which are recorded instead of executed, so that no GPU is needed. The
+number of thread blocks per multiprocessor follows from all four.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ COLUMNS = (64, 768, 4096, 65536)
 
 
 class Multiprocessor(NamedTuple):
-    """Threads and bytes of shared memory that the thread blocks of a multiprocessor share.
+    """Resources that the thread blocks of a multiprocessor share: threads and shared memory.
 
-    They are from the table of compute capabilities in the CUDA C programming guide. All have 65536
-    registers.
+    Shared memory is in bytes. The values are from the table of compute capabilities in the CUDA C
+    programming guide. Each multiprocessor also has 65536 registers.
     """
 
     threads: int
@@ -55,18 +55,19 @@ MULTIPROCESSORS = {
     "sm_100": Multiprocessor(2048, 228 << 10),
 }
 REGISTERS = 65536
-RESERVED_SHARED = 1 << 10  # per thread block, by the system
+RESERVED_SHARED = 1 << 10  # bytes per thread block reserved for system use
 
 
 @dataclass
 class Kernel:
-    """Compiled kernel.
+    """Compiled kernel for one GPU, and its resource usage.
 
     Attributes:
-        arguments: template arguments after the type.
+        arguments: template arguments after the dtype.
         spilled: bytes of local memory per thread.
-        threads, shared: per thread block; 0 if no launch of the kernel was recorded.
-        blocks: thread blocks per multiprocessor; 0 if threads is 0.
+        threads: threads per thread block; 0 if no launch of the kernel was recorded.
+        shared: bytes of shared memory per thread block; 0 if no launch was recorded.
+        blocks: thread blocks per multiprocessor; 0 if no launch was recorded.
     """
 
     name: str
@@ -81,15 +82,15 @@ class Kernel:
 
     @property
     def head_dim(self) -> int:
-        """Return the first number of the arguments; for norms, it is the width of an access."""
+        """Return the first number in `arguments`, which for norms is the access width instead."""
         found = re.match(r"\d+", self.arguments)
         return int(found[0]) if found else 0
 
 
 def compiled_kernels(path: Path) -> list[Kernel]:
-    """Return the kernels in an object file or a module, once for each GPU."""
+    """Return the kernels in an object file or module, one entry per kernel and GPU."""
     listing = _output([_cuobjdump(), "--dump-resource-usage", str(path)])
-    # c++filt would not demangle names with the colon at their end.
+    # c++filt does not demangle a name that ends in a colon, so remove the colons.
     listing = _output(["c++filt"], re.sub(r"(?m)^( Function \S+):$", r"\1", listing))
     arch, name, kernels = "", ("", "", ""), []
     for line in listing.splitlines():
@@ -104,7 +105,7 @@ def compiled_kernels(path: Path) -> list[Kernel]:
 
 
 def _parts(function: str) -> tuple[str, str, str]:
-    """Return the name of a kernel, its type, and its other template arguments."""
+    """Return the name of a kernel, its dtype, and its other template arguments."""
     found = re.search(r"(\w+)(?:<(.*)>)?\(", function)
     if found is None:
         raise ValueError(f"what is {function!r}?")
@@ -118,7 +119,7 @@ def _output(command: list[str], text: str | None = None) -> str:
 
 
 def _cuobjdump() -> str:
-    """Return the path of cuobjdump: NVIDIA's, or the one in Triton."""
+    """Return the path of cuobjdump: the one on PATH, or else the one that Triton contains."""
     found = shutil.which("cuobjdump")
     if found is None:
         import triton
@@ -133,9 +134,9 @@ Launches = dict[tuple[str, str, int], tuple[int, int]]
 
 
 def launches() -> Launches:
-    """Return threads and shared memory of a thread block by kernel, type and head_dim (norms: 0).
+    """Return threads and shared memory per block, by kernel, dtype and head_dim (0 for norms).
 
-    Both are the maximum over all recorded launches.
+    Each value is the maximum over all recorded launches.
     """
     most: Launches = {}
     for dtype, head_dim, call in _calls():
@@ -147,7 +148,7 @@ def launches() -> Launches:
 
 
 def _calls() -> Iterator[tuple[torch.dtype, int, Callable[[], object]]]:
-    cuda.use_module(compiled())  # on CPU tensors, which no kernel reads
+    cuda.use_module(compiled())  # allow CPU tensors, because no kernel runs to read them
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for head_dim in HEAD_DIMS:
             for softcap in (0.0, 1.0):
@@ -179,7 +180,7 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
 
 def _norm(dtype: torch.dtype, columns: int) -> None:
     backend = get_backend("cuda")
-    for width in (columns, columns + 1):  # accessed in chunks, and by element
+    for width in (columns, columns + 1):  # accessed by chunks, and by single elements
         x = torch.empty(64, width, dtype=dtype)
         call = NormCall(x, None, None, None, NormOptions(1e-5, False))
         _, _, mean, rstd = backend.norm_fwd(call, True, True)
@@ -187,10 +188,10 @@ def _norm(dtype: torch.dtype, columns: int) -> None:
 
 
 def with_launches(kernels: list[Kernel], launched: Launches) -> None:
-    """Fill in threads, shared memory and blocks."""
+    """Set threads, shared and blocks of each kernel that was launched."""
     for kernel in kernels:
         head_dim = kernel.head_dim if kernel.name.startswith("attention") else 0
-        # Some kernels have no type or no head_dim among their arguments.
+        # Some kernels have no dtype or no head_dim among their template arguments.
         whole = {
             (dtype, dim): most
             for (name, dtype, dim), most in launched.items()
@@ -201,7 +202,7 @@ def with_launches(kernels: list[Kernel], launched: Launches) -> None:
             continue
         kernel.threads, kernel.shared = found
         multiprocessor = MULTIPROCESSORS[kernel.arch]
-        # Registers are allocated per warp, 256 at a time.
+        # Registers are allocated per warp, in units of 256.
         of_warp = -(-kernel.registers * 32 // 256) * 256
         kernel.blocks = min(
             REGISTERS // (of_warp * (kernel.threads // 32)),
@@ -214,7 +215,7 @@ def with_launches(kernels: list[Kernel], launched: Launches) -> None:
 
 
 def show(kernels: list[Kernel]) -> None:
-    """Print a table for each GPU."""
+    """Print a table of kernels for each GPU; kernels that spill are marked."""
     columns = ["kernel", "type", "for", ">registers", ">spilled", ">threads", ">shared", ">blocks"]
     for arch in dict.fromkeys(k.arch for k in kernels):
         own = sorted((k for k in kernels if k.arch == arch), key=_order)

@@ -1,20 +1,20 @@
-"""Results of the examples (`make examples`), as text for examples/README.md."""
+"""Results of the examples (`make examples`) as Markdown for examples/README.md."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-# In the order of the page. Plots of an example are in the order of their file names.
+# Examples in the order of the page. The plots of an example are sorted by file name.
 NAMES = ("translate", "rnn", "bert", "transfer", "vit", "gpt")
 
 
 def markdown(folder: Path, relative: str) -> str:
-    """Return the claims of each example, with its measurements and plots.
+    """Return the claims of each example as Markdown, with measurements and plots.
 
     Args:
         folder: folder that the examples wrote to.
-        relative: path of the same folder, relative to the page.
+        relative: path of the same folder relative to the page.
     """
     runs = {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in NAMES}
     machine, versions = runs[NAMES[0]]["machine"], runs[NAMES[0]]["versions"]

@@ -1,4 +1,4 @@
-"""Plot of the results of benchmarks/test_lengths.py against sequence length."""
+"""Plot of the results of benchmarks/test_lengths.py over the sequence length."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tables import length_of
 COLORS = {"eager": "tab:gray", "sdpa": "tab:orange", "fused_attn": "tab:blue"}
 STYLES = {"none": "o-", "causal": "s--", "documents": "^:", "window": "v-."}
 LABELS = {"eager": "eager", "sdpa": "torch", "fused_attn": "ours"}
-# Mask tensors make eager and torch somewhat slower: a few lines represent all of their masks.
+# Lines that are drawn. Masks make eager and torch only somewhat slower, so few of theirs are drawn.
 DRAWN = [("eager", "none"), *(("sdpa", mask) for mask in ("none", "causal", "window"))]
 DRAWN += [("fused_attn", mask) for mask in STYLES]
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Plot time and memory against length on logarithmic axes."""
+    """Plot time and memory over the sequence length, on logarithmic axes, to a file."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for way, mask in DRAWN:
         records = [r for r in results["records"] if r["name"] == mask]

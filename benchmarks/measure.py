@@ -1,4 +1,4 @@
-"""Meters for a CPU and a GPU, which time alternative implementations in alternation."""
+"""Meters of times, memory and peak rates on a CPU or GPU, which interleave implementations."""
 
 from __future__ import annotations
 
@@ -18,53 +18,54 @@ from fused_attn.tools.ceilings import cpu_ceilings
 from fused_attn.tools.doctor import cpu_model
 from fused_attn.tools.timing import CALLS_A_ROUND, cpu_seconds, gpu_seconds
 
-Calls = Sequence[Callable[[], Any]]  # the same call on each set of operands
+Calls = Sequence[Callable[[], Any]]  # the same call on different operand sets
 
-# If the peak changes by more than this during a case, the machine was throttled or shared. The case
-# is then measured again, and fails if that does not help.
+# A larger relative change of the peak rate during a case shows that the machine was throttled or
+# shared. The case is then measured again, up to three times in total, before it fails.
 THROTTLE_LIMIT = 0.15
 MAX_ROUNDS = 60
-WAY_SECONDS, MIN_SAMPLES, MAX_SAMPLES = 0.1, 10, 50  # on a GPU
-MATMUL_SIZE, COPY_BYTES = 8192, 1 << 30  # for a GPU's ceilings
+# On a GPU, an implementation is measured for WAY_SECONDS, within these numbers of samples.
+WAY_SECONDS, MIN_SAMPLES, MAX_SAMPLES = 0.1, 10, 50
+MATMUL_SIZE, COPY_BYTES = 8192, 1 << 30  # problems that measure a GPU's peak rates
 
 
 class Meter(Protocol):
-    """Interface that measures times, memory and ceilings of a device."""
+    """Interface to measure times, memory and peak rates of a device."""
 
     def peak(self, dtype: str) -> str:
-        """Return the name of the arithmetic ceiling for a type."""
+        """Return the name of the arithmetic peak rate for a dtype."""
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Return the median seconds of a call of each way, over all sets of operands.
+        """Return the median seconds per call of each implementation, over all operand sets.
 
-        Ways are interleaved: disturbances and clock changes affect all of them.
+        Implementations are interleaved, so that disturbances and clock changes affect all equally.
         """
 
     def host_seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Return the median seconds from call to call, measured on the host."""
+        """Return the median host time between calls in seconds, for each implementation."""
 
     def memory(self, call: Callable[[], Any]) -> int | None:
         """Return the peak memory of a call in bytes; None if the system does not report it."""
 
     def ceilings(self) -> dict[str, float]:
-        """Measure the machine's current ceilings: FLOP/s and bytes/s (read and written)."""
+        """Measure the machine's current peak rates in FLOP/s and bytes/s (read plus written)."""
 
     def machine(self) -> dict[str, Any]:
-        """Return hardware and versions that affect results; nothing that identifies the machine."""
+        """Return hardware and versions that affect results. No value identifies the machine."""
 
 
 class CpuMeter:
-    """Meter of the CPU.
+    """Meter for the CPU.
 
     Args:
-        quick: measure fewer rounds.
+        quick: measure for fewer rounds.
     """
 
     def __init__(self, quick: bool = False) -> None:
         self.round_seconds, self.min_rounds = (0.25, 3) if quick else (0.5, 5)
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Return median seconds; measure again if the machine's peak changed meanwhile."""
+        """Return median seconds. Measure again if the machine's peak rate changed meanwhile."""
         threads = torch.get_num_threads()
         for _ in range(3):
             before = _cpu.multiply_add_peak(threads)
@@ -90,13 +91,13 @@ class CpuMeter:
         return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
     def memory(self, call: Callable[[], Any]) -> int | None:
-        """Return the peak growth of resident memory in bytes."""
+        """Return the peak growth of resident memory in bytes; None if it cannot be measured."""
         call()
         _cpu.release_workspace()
-        ctypes.CDLL(None).malloc_trim(0)  # the call must not reuse freed memory
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory, so that the call cannot reuse it
         try:
             with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # reset the peak, VmHWM
+                file.write("5")  # reset the peak resident size (VmHWM)
         except OSError:
             return None
         before = _status("VmRSS")
@@ -104,7 +105,7 @@ class CpuMeter:
         return max(0, _status("VmHWM") - before)
 
     def ceilings(self) -> dict[str, float]:
-        """Measure products by type, multiply-add of float32, copying and reading."""
+        """Measure the rates of matmuls by dtype, float32 multiply-adds, copying and reading."""
         return cpu_ceilings()
 
     def peak(self, dtype: str) -> str:
@@ -120,7 +121,7 @@ class CpuMeter:
 
 
 class GpuMeter:
-    """Meter of a GPU: CUDA events around calls that the host has queued ahead."""
+    """Meter for a GPU, which times calls by CUDA events after the host has queued them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -129,7 +130,7 @@ class GpuMeter:
         return "matmul"
 
     def seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Return median seconds; the first call of a round is not counted."""
+        """Return median seconds, excluding the first call of each round as warm-up."""
         taken: dict[str, list[float]] = {name: [] for name in ways}
         turn = 0
         while unfinished := [name for name in ways if not _enough(taken[name])]:
@@ -139,7 +140,7 @@ class GpuMeter:
         return {name: statistics.median(samples) for name, samples in taken.items()}
 
     def host_seconds(self, ways: Mapping[str, Calls]) -> dict[str, float]:
-        """Return median seconds of calls whose kernels are shorter than the host's time."""
+        """Return median seconds per call of back-to-back calls, which the host limits."""
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(20):
             for name, calls in ways.items():
@@ -160,7 +161,7 @@ class GpuMeter:
         return torch.cuda.max_memory_allocated() - before
 
     def ceilings(self) -> dict[str, float]:
-        """Measure copying, and a product of bfloat16 matrices."""
+        """Measure the rates of copying and of a bfloat16 matmul."""
         source = torch.randn(COPY_BYTES // 4, device=self.device)
         target = torch.empty_like(source)
         size = (MATMUL_SIZE, MATMUL_SIZE)
@@ -188,7 +189,7 @@ class GpuMeter:
 
 
 def _enough(samples: list[float]) -> bool:
-    """Return True if a way was measured for long enough on a GPU."""
+    """Return True if an implementation has enough samples on a GPU."""
     for_long = sum(samples) >= WAY_SECONDS and len(samples) >= MIN_SAMPLES
     return for_long or len(samples) >= MAX_SAMPLES
 
@@ -203,12 +204,12 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the short hash of the measured commit; empty outside of a clone."""
+    """Return the short hash of the current commit; empty without git or outside a clone."""
     try:
         told = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         )
-    except FileNotFoundError:  # no git
+    except FileNotFoundError:  # git is not installed
         return ""
     return told.stdout.strip()
 

@@ -1,4 +1,4 @@
-"""Table of speedups in README.md: six kinds of attention call on each measured CPU."""
+"""Table of speedups in README.md, for six kinds of attention calls on each measured CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import tables
 
 DTYPES = ("float32", "bfloat16")
-# Title, then group and name of the record in the results of `make bench`.
+# Title of a row, then group and name of its record in the results of `make bench`.
 ROWS = (
     ("forward, B2 H8 L2048 D64", "forward", "long"),
     ("backward, the same", "backward", "long"),
@@ -20,10 +20,10 @@ ROWS = (
 
 
 def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
-    """Return the table of attention calls, with full models below it.
+    """Return a Markdown table of attention calls, followed by a sentence on full models.
 
     Args:
-        cpus: results of `make bench`, one for each CPU.
+        cpus: results of `make bench`, one entry per CPU.
         models: results of `make bench-models`.
     """
     header = ["attention, times as fast as torch"]
@@ -49,7 +49,7 @@ def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
 
 
 def _models(results: dict[str, Any]) -> str:
-    """Return the speedups of a training step and of inference, in words."""
+    """Return a sentence with the best speedups of a training step and of inference."""
     best: dict[str, dict[str, Any]] = {}
     for record in sorted(results["records"], key=tables.over_torch):
         best[record["group"]] = record

@@ -1,4 +1,4 @@
-"""Plots of results, and their tables in docs/ and README.md: `python benchmarks/report.py`."""
+"""Write plots of results, and tables in docs/ and README.md: `python benchmarks/report.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm bac
 
 
 def plot(results: dict[str, Any], group: str, path: Path) -> None:
-    """Plot the speedups of a group's cases as bars, by type."""
+    """Plot the speedups of a group's cases as bars by dtype, to a file."""
     records = [r for r in results["records"] if r["group"] == group]
     names = list(dict.fromkeys(r["name"] for r in records))
     dtypes = list(dict.fromkeys(r["dtype"] for r in records))
@@ -60,7 +60,7 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
 
 
 def main() -> None:
-    plt.rcParams["svg.hashsalt"] = "fused_attn"  # equal results give equal files
+    plt.rcParams["svg.hashsalt"] = "fused_attn"  # equal results produce equal files
     for name, results in cpus().items():
         for group in GROUPS:
             plot(results, group, HERE / "results" / plot_name(name, group))
@@ -76,19 +76,19 @@ def main() -> None:
 
 
 def cpus() -> dict[str, dict[str, Any]]:
-    """Return the results of each measured CPU model, by file name."""
+    """Return the results of each measured CPU model, by file stem."""
     return {
         p.stem: json.loads(p.read_text()) for p in sorted((HERE / "results").glob("cpu-*.json"))
     }
 
 
 def plot_name(name: str, group: str) -> str:
-    """Return the file name of a group's plot, for the results of this name."""
+    """Return the file name of a group's plot, given the file stem of the results."""
     return f"{name}-{group.replace(' ', '-')}.svg"
 
 
 def shown(name: str, results: dict[str, Any]) -> str:
-    """Return a CPU's table, its first two plots, and links to the others."""
+    """Return Markdown with a CPU's table, its first two plots, and links to the others."""
     alt = "times as fast as torch, by case and type"
     at = {group: f"../benchmarks/results/{plot_name(name, group)}" for group in GROUPS}
     drawn = [f"![{group}: {alt}]({at[group]})" for group in GROUPS[:2]]
@@ -97,7 +97,7 @@ def shown(name: str, results: dict[str, Any]) -> str:
 
 
 def with_results(page: Path, text: str) -> str:
-    """Return the text of README.md or docs/performance.md with the results inserted."""
+    """Return the text of README.md or docs/performance.md with the results updated."""
     results = HERE / "results"
     models = json.loads((results / "models.json").read_text())
     if page == README:
@@ -115,12 +115,12 @@ def with_results(page: Path, text: str) -> str:
 
 
 def write_into(page: Path, begin: str, end: str, inner: str) -> None:
-    """Replace the text between two lines of a page."""
+    """Replace the text between two marker lines of a page, and write the page."""
     page.write_text(replaced(page.read_text("utf-8"), begin, end, inner), "utf-8")
 
 
 def replaced(text: str, begin: str, end: str, inner: str) -> str:
-    """Return text with the part between two lines replaced."""
+    """Return the text with the part between two marker lines replaced."""
     for line in (begin, end):
         if line not in text:
             raise ValueError(f"a page must have the line {line}")

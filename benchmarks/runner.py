@@ -1,4 +1,4 @@
-"""Runner that checks, measures and records one problem at a time."""
+"""Runner of the benchmarks, which checks, measures and records one problem at a time."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ways import COMPILING, OURS, Apart, Peers, Way, attention
 from fused_attn.tools import contract
 from fused_attn.tools.contract import results_of
 
-FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # backward: five products, not two
-_ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # this evicts a cache of 50 MB
-Check = Callable[[], Callable[[Any], bool] | None]  # raises, or returns a check of peers
+FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # a backward has 5 matmuls, a forward 2
+_ROTATED_BYTES, _MAX_SETS = 160 << 20, 4  # cycling through this size evicts a 50 MB cache
+Check = Callable[[], Callable[[Any], bool] | None]  # raises, or returns a check for peers
 
 
 @dataclass
 class Runner:
-    """Measurements of a session, and their records.
+    """Runner of the measurements of a session, which stores their records.
 
     Attributes:
-        backend: backend of fused_attn; None is the automatic choice.
+        backend: fused_attn backend; None for the default choice.
         gpu: compare with the GPU peers, and rotate sets of operands.
-        seconds: time limit of the session; after half of it, no peer is compiled.
-        path: file that the records are written to after each case; None: no file.
-        quick: leave out the peers that take long.
-        show: called with each record and the call of fused_attn.
+        seconds: time limit of the session. After half of it, peers that compile are skipped.
+        path: file to which all records are written after each case; None for no file.
+        quick: skip peers that take long.
+        show: callback that receives each record and the call of fused_attn.
     """
 
     meter: Meter
@@ -56,7 +56,7 @@ class Runner:
     _unmasked: dict[Any, float] = field(default_factory=dict)
 
     def spent(self) -> float:
-        """Return the share of the session's time that has passed."""
+        """Return the elapsed fraction of the session's time limit."""
         return (time.monotonic() - self.begin) / self.seconds
 
     def run(
@@ -73,19 +73,20 @@ class Runner:
         passes: str = "forward",
         of_host: bool = False,
     ) -> None:
-        """Check fused_attn, then measure it and the peers.
+        """Check fused_attn, then measure fused_attn and its peers, and store a record.
 
         Args:
-            sets: sets of operands, which require grad unless passes is "forward".
+            sets: operand sets. The operands require grad unless passes is "forward".
+            check: checks fused_attn; see `checked`.
             work: "flops" or "bytes" of a call, and "tile_flops" of its visible tiles.
             passes: "forward", "backward" or "both".
-            of_host: measure the host's time of a call, not the device's.
+            of_host: measure the host time of a call instead of the device time.
         """
         record = self._begun(group, shape, dtype)
         if not self.quick and peers.keys() & set(COMPILING):
-            torch.compiler.reset()  # otherwise torch stops compiling after a few
+            torch.compiler.reset()  # avoids torch's limit on recompilations
         calls: dict[str, Calls] = {}
-        with torch.set_grad_enabled(passes != "forward"):  # peers are compiled for it
+        with torch.set_grad_enabled(passes != "forward"):  # peers compile for this grad mode
             try:
                 agrees = check()
                 record["check"] = "passed"
@@ -101,7 +102,7 @@ class Runner:
     def time(
         self, group: str, shape: Any, dtype: torch.dtype, ways: dict[str, Callable[[], Any]]
     ) -> None:
-        """Measure calls without operands that were checked before."""
+        """Measure calls that take no operands and that were checked by the caller."""
         record = self._begun(group, shape, dtype)
         record["check"] = "passed"
         calls = {name: [way] for name, way in ways.items() if not (self.quick and name == "eager")}
@@ -138,7 +139,7 @@ class Runner:
         record: dict[str, Any],
         agrees: Callable[[Any], bool] | None,
     ) -> dict[str, str]:
-        """Add the peers' calls; return why each of the other peers is missing."""
+        """Add the peers' calls to `calls`; return the reason for each peer that is missing."""
         reasons = {}
         for name, make in peers.items():
             compiles = name in COMPILING
@@ -147,7 +148,7 @@ class Runner:
                 continue
             try:
                 calls[name] = self._prepared(name, make(), sets, passes, record, agrees)
-            except Exception as error:  # the peer rejects the problem
+            except Exception as error:  # the peer does not support the problem
                 reasons[name] = _reason(error)
         return reasons
 
@@ -160,13 +161,13 @@ class Runner:
         record: dict[str, Any],
         agrees: Callable[[Any], bool] | None = None,
     ) -> Calls:
-        """Return one callable per operand set; each has been run once as warm-up."""
+        """Return one callable per operand set, each of which has run once as warm-up."""
         if isinstance(way, Apart):
             way, sets, agrees = way.way, [way.operands], None
         start = time.perf_counter()
         calls: list[Callable[[], Any]] = []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's reasons to reject a kernel
+            warnings.simplefilter("ignore")  # torch warns why it rejects a kernel
             for i, operands in enumerate(sets):
                 outs = way(*operands)
                 if i == 0 and agrees is not None and not agrees(outs):
@@ -181,7 +182,7 @@ class Runner:
     def _note(
         self, record: dict[str, Any], shape: Any, seconds: dict[str, float], work: dict[str, float]
     ) -> None:
-        """Add times, speedups, rates and shares of ceilings to a record."""
+        """Add times, speedups, rates and fractions of peak rates to a record."""
         ours = seconds[OURS]
         others = {name: s for name, s in seconds.items() if not name.startswith(OURS)}
         record["milliseconds"] = {name: round(1e3 * s, 5) for name, s in seconds.items()}
@@ -208,7 +209,7 @@ class Runner:
             }
 
     def _unmasked_rate(self, record: dict[str, Any], shape: Attention) -> float:
-        """Return the FLOP/s of fused_attn on the same operands without a mask."""
+        """Return the FLOP/s of fused_attn on the same operands without a mask, cached."""
         dtype, passes = getattr(torch, record["dtype"]), record["group"]
         shape = replace(shape, mask="none", bias=False, name="", quick=False)
         key = (shape, dtype, passes)
@@ -222,7 +223,7 @@ class Runner:
         return self._unmasked[key]
 
     def work(self, shape: Attention, passes: str) -> dict[str, float]:
-        """Return the FLOPs of visible pairs and, on a GPU, of visible tiles."""
+        """Return the FLOPs of visible query-key pairs and, for GPU masks, of visible tiles."""
         whole = FLOPS[passes] * shape.flops()
         work = {"flops": whole * shape.visible_pairs(self.device)}
         if self.gpu and shape.masked:
@@ -230,9 +231,9 @@ class Runner:
         return work
 
     def sets(self, make: Callable[[int], Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-        """Return a list of operand sets.
+        """Return a list of operand sets, made by make(seed).
 
-        Only make(0) on a CPU; on a GPU, enough sets that cycling through them evicts the cache.
+        A CPU uses only make(0). A GPU uses enough sets that cycling through them evicts the cache.
         """
         sets = [make(0)]
         size = sum(t.nbytes for t in sets[0])
@@ -240,7 +241,7 @@ class Runner:
         return sets + [make(seed) for seed in range(1, wanted)]
 
     def results(self) -> dict[str, Any]:
-        """Return all results as they are written."""
+        """Return all results in the form in which they are written as JSON."""
         return {
             **({} if self.backend is None else {"backend": self.backend}),
             "machine": self.machine,
@@ -262,20 +263,20 @@ class Runner:
 
 
 def slug(name: str) -> str:
-    """Return the name of a CPU or GPU as part of a file name."""
+    """Return the name of a CPU or GPU in a form suitable for file names."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def checked(
     name: str, own: Way, eager: Way, operands: Sequence[Tensor], *args: Any
 ) -> Callable[[Any], bool]:
-    """Check fused_attn; return a function that tells if a peer computes the same problem.
+    """Check fused_attn; return a function that checks if a peer computes the same problem.
 
     Args:
-        args: arguments of `contract.check`, from dtype on.
+        args: arguments of `contract.check` from `dtype` on.
 
     Raises:
-        AssertionError: a result of fused_attn is wrong.
+        AssertionError: a result of fused_attn violates the contract.
     """
     named = {str(i): tensor for i, tensor in enumerate(operands)}
     verdict = contract.check(own, eager, named, *args)
@@ -286,11 +287,11 @@ def checked(
 def check_model(
     ours: Callable[[], Tensor], theirs: Callable[[Module], Tensor], model: Module, real: Tensor
 ) -> None:
-    """Check a model's output for its real tokens, in float32, against the contract.
+    """Check a model's float32 output for its real tokens against the contract.
 
     Args:
-        ours: returns the output of the timed model.
-        theirs: returns the output of its argument, which is `model` or a copy in float64.
+        ours: returns the output of the model that is timed.
+        theirs: returns the output of its argument, which is `model` or a float64 copy of it.
         model: the model with torch's attention.
         real: (batch, seqlen) bool, True for real tokens.
     """

@@ -1,4 +1,4 @@
-"""Problems of the benchmarks, with their sources, and performance targets (aims)."""
+"""Problems of the benchmarks with their sources, and performance targets (aims)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fused_attn.tools.cases import Shape, make_mask, tensors_of
 Device = str | torch.device
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
-# For "share of unmasked", visible scores are counted in tiles of this many queries and keys, the
-# tile of the kernels for head_dim 128.
+# Tile of queries and keys in which visible scores are counted for "share of unmasked". It is the
+# tile size of the kernels for head_dim 128.
 TILE_M, TILE_N = 128, 64
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention problem.
+    """Attention problem of a benchmark.
 
     Attributes:
         mask: name of the mask in `fused-attn bench` (fused_attn/tools/cases.py).
-        bias: add a learnt bias to the scores, and differentiate it.
+        bias: add a learnt bias to the scores; a backward then computes its gradient.
         quick: include the problem in `make bench-quick`.
     """
 
@@ -43,22 +43,22 @@ class Attention:
 
     @property
     def masked(self) -> bool:
-        """Return True if there is a mask or a bias."""
+        """Return True if the problem has a mask or a bias."""
         return self.mask != "none" or self.bias
 
     def own_mask(self, device: Device = "cpu") -> Mask | None:
-        """Return the mask as a Mask of this package; None without one."""
+        """Return the mask as a Mask of this package; None if there is none."""
         mask = make_mask(self.mask, self.size)
         return None if mask is None else mask.to(device)
 
     def tensors(
         self, device: Device = "cpu", dtype: torch.dtype = torch.float64
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mask as tensors for the peers: visible keys, and bias of the scores."""
+        """Return the mask as tensors for the peers: visible keys and score bias."""
         return tensors_of(self.own_mask(device), self.size, device, dtype)
 
     def operands(self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0) -> list[Tensor]:
-        """Return query, key, value and, if learnt, the bias; equal seeds give equal tensors."""
+        """Return random query, key, value and, if learnt, bias. Equal seeds give equal tensors."""
         operands = [*self.size.operands(dtype, device, seed).values()]
         if self.bias:
             generator = torch.Generator(device).manual_seed(seed)
@@ -67,10 +67,11 @@ class Attention:
         return operands
 
     def checked(self) -> Shape:
-        """Return the shape of the part that eager attention checks."""
-        if self.bias:  # its gradient is a sum over the full batch
+        """Return the shape to which the problem is reduced for the check by eager attention."""
+        if self.bias:  # the bias gradient is a sum over the full batch, so keep all sequences
             return self.size.reduced(batch=self.size.batch)
-        # Dropout uses batch_index * num_heads + head: only sequence 0 is independent of num_heads.
+        # The dropout counter is batch_index * num_heads + head, so that only sequence 0 has the
+        # same mask after num_heads is reduced.
         return self.size.reduced(batch=1 if self.dropout_p else None)
 
     def lengths(self) -> Tensor:
@@ -82,7 +83,10 @@ class Attention:
     def packed(
         self, dtype: torch.dtype, device: Device = "cpu", seed: int = 0
     ) -> tuple[list[Tensor], Tensor]:
-        """Return real rows of operands, (rows, heads, head_dim), and cu_seqlens; self-attention."""
+        """Return the rows of real tokens, (rows, heads, head_dim) each, and their cu_seqlens.
+
+        Queries and keys have the same lengths, as in self-attention.
+        """
         lengths = self.lengths().tolist()
         rows = [
             torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(t, lengths, strict=True)])
@@ -91,28 +95,28 @@ class Attention:
         return rows, torch.tensor([0, *lengths]).cumsum(0).to(device)
 
     def flops(self) -> float:
-        """Return the FLOPs of a forward without a mask."""
+        """Return the FLOPs of a forward without masking."""
         size = self.size
         return 4.0 * size.batch * size.num_heads * size.seqlen_q * size.seqlen_k * size.head_dim
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of key and value in bytes."""
+        """Return the size of the key and value tensors together, in bytes."""
         size = self.size
         cached = size.batch * size.num_heads_kv * size.seqlen_k * size.head_dim
         return 2 * cached * dtype.itemsize
 
     def visible_pairs(self, device: Device = "cpu") -> float:
-        """Return the share of query-key pairs that are visible."""
+        """Return the fraction of query-key pairs that are visible."""
         visible, _ = self.tensors(device, F32)
         return 1.0 if visible is None else visible.float().mean().item()
 
     def visible_tiles(self, device: Device = "cpu") -> float:
-        """Return the share of TILE_M x TILE_N tiles with at least one visible key."""
+        """Return the fraction of TILE_M x TILE_N tiles with at least one visible pair."""
         visible, _ = self.tensors(device, F32)
         if visible is None:
             return 1.0
         visible = visible.expand(-1, -1, self.size.seqlen_q, self.size.seqlen_k)
-        tiles = [  # a sequence at a time
+        tiles = [  # one sequence at a time, to limit memory
             F.max_pool2d(v.half(), (TILE_M, TILE_N), ceil_mode=True) for v in visible
         ]
         return torch.stack(tiles).float().mean().item()
@@ -120,10 +124,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Norm:
-    """Norm problem of rows x columns.
+    """Norm problem of a benchmark, over a matrix of rows x columns.
 
     Attributes:
-        returns_sum: return the sum with the residual too, as a pre-norm block needs it.
+        returns_sum: also return the sum with the residual, which a pre-norm block needs.
     """
 
     name: str
@@ -137,16 +141,16 @@ class Norm:
     kind: str = "layer_norm"
 
     def streams(self, backward: bool) -> int:
-        """Return the minimum number of tensors of this size that a call reads or writes."""
+        """Return the minimum number of (rows, columns) tensors that a call reads or writes."""
         if not backward:
             return 2 + self.residual + self.returns_sum
-        # The gradients of input and out, and the normalised tensor. With dropout, input and
-        # residual have separate gradients.
+        # A backward accesses the gradients of input and out, and the normalised tensor. With
+        # dropout, input and residual have separate gradients.
         return 3 + self.returns_sum + (self.residual and self.dropout_p > 0.0)
 
 
 def _attention(name: str, size: str, source: str, **options: Any) -> Attention:
-    """Return a problem with the size in the form of `fused-attn bench --shape`."""
+    """Return a problem whose size has the form of `fused-attn bench --shape`."""
     return Attention(name, Shape.parse(size), source, **options)
 
 
@@ -187,7 +191,7 @@ _TRAINING = [
     _attention("dropout", "4,8,512,512,64", _BERT, dropout_p=0.1, quick=True),
     _attention("bias", "4,8,512,512,64", "T5's relative position bias, learnt", bias=True),
 ]
-# Tokens of a padded batch with the padding removed; torch receives the padded batch and its mask.
+# Padded batches whose padding fused_attn removes. torch receives the padded batch and its mask.
 _PACKED = [
     _attention("packed", "8,8,1024,1024,64", _MASKS, mask="padding", quick=True),
     _attention("packed_bert", "32,12,256,256,64", _BERT, mask="padding"),
@@ -216,7 +220,7 @@ _WIDTH = "hidden sizes of current models"
 
 
 def _sweep(head_dim: int, seqlen: int, name: str = "full", **options: Any) -> Attention:
-    """Return a problem of 32768 tokens; its name contains mask, head_dim and length."""
+    """Return a problem of 32768 tokens; its name states mask, head_dim and length."""
     heads = 2048 // head_dim
     size = Shape(32768 // seqlen, heads, heads, seqlen, seqlen, head_dim)
     source = _GPU_MASKS if options.keys() & {"mask", "bias"} else _SWEEP
@@ -261,7 +265,7 @@ _GPU_NORMS = [
 
 # ---- by test ------------------------------------------------------------------------------------
 
-Problems = dict[str, list[tuple[Any, ...]]]  # for "cpu" and "gpu": (shape, dtype[, group])
+Problems = dict[str, list[tuple[Any, ...]]]  # "cpu" or "gpu" -> (shape, dtype[, group]) tuples
 
 FORWARD: Problems = {
     "cpu": [*product([*_ATTENTION, *DECODE_STEPS], (F32, BF16, F16))],
@@ -295,7 +299,7 @@ NORMS: Problems = {
 
 
 def cases(problems: Problems) -> list[Any]:
-    """Return parameters of a test; those for a GPU have the gpu marker."""
+    """Return the parameters of a test. GPU problems are marked `gpu`."""
     return [
         pytest.param(*problem, id=_id(problem), marks=[pytest.mark.gpu] if on == "gpu" else [])
         for on, listed in problems.items()
@@ -309,7 +313,7 @@ def _id(problem: tuple[Any, ...]) -> str:
 
 
 def aims(group: str, shape: Any) -> dict[str, float]:
-    """Return targets for figures of a record: rates on an H200, shares on any GPU."""
+    """Return targets for values in a record: rates on an H200, fractions on any GPU."""
     if isinstance(shape, Norm) or group == "decode":
         return {"share_of_copy": 0.85}
     if group not in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""Results as tables, for the terminal and for pages."""
+"""Tables of benchmark results, for the terminal and for Markdown pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AIMS = {
 
 
 def cpu(results: dict[str, Any]) -> str:
-    """Return a table of speedups over torch, with a row for each case."""
+    """Return a Markdown table of speedups over torch, with one row per case."""
     ceilings = results["ceilings"]
     by_case: dict[tuple[str, str], dict[str, Any]] = {}
     for record in results["records"]:
@@ -63,7 +63,7 @@ def _cpu_cell(record: dict[str, Any] | None, ceilings: dict[str, float]) -> str:
 
 
 def _share(record: dict[str, Any], ceilings: dict[str, float]) -> float | None:
-    """Return the share of the limiting ceiling: products, reading a cache, or copying."""
+    """Return the fraction of the limiting peak rate: matmuls, reading a cache, or copying."""
     if record["name"] in _CACHES:
         read = _CACHES[record["name"]].cache_bytes(getattr(torch, record["dtype"]))
         return read / (record["milliseconds"]["fused_attn"] * 1e6) / ceilings["read"]
@@ -71,12 +71,12 @@ def _share(record: dict[str, Any], ceilings: dict[str, float]) -> float | None:
 
 
 def over_torch(record: dict[str, Any]) -> float:
-    """Return the speedup over torch's kernels, which precede eager attention in a record."""
+    """Return the speedup over torch's kernels, which a record lists before eager attention."""
     return next(iter(record["speedup"].values()))
 
 
 def models(results: dict[str, Any]) -> str:
-    """Return a table of full models: times of fused_attn and of its peer."""
+    """Return a Markdown table of full models, with the times of fused_attn and of its peer."""
     rows = []
     for record in results["records"]:
         ours, theirs = record["milliseconds"].values()
@@ -88,7 +88,7 @@ def models(results: dict[str, Any]) -> str:
 
 
 def busy(results: dict[str, Any]) -> str:
-    """Return a table of calls on oversubscribed cores: medians and 90th percentiles."""
+    """Return a Markdown table of calls on oversubscribed cores: medians and 90th percentiles."""
     rows = []
     for record in results["records"]:
         ours, theirs = record["ms"]["fused_attn"], record["ms"]["torch"]
@@ -103,7 +103,7 @@ def busy(results: dict[str, Any]) -> str:
 
 
 def lengths(results: dict[str, Any]) -> str:
-    """Return a table of times and memory of a layer, with a row for each mask and length."""
+    """Return a Markdown table of a layer's times and memory, one row per mask and length."""
     rows = []
     for record in results["records"]:
         times, memory, faster = record["milliseconds"], record["memory"], record["speedup"]
@@ -118,7 +118,7 @@ def lengths(results: dict[str, Any]) -> str:
 
 
 def length_of(record: dict[str, Any]) -> int:
-    """Return the number of tokens of a record of `lengths`."""
+    """Return the number of tokens in a record of benchmarks/test_lengths.py."""
     return int(record["group"].removeprefix("length "))
 
 
@@ -133,10 +133,10 @@ def _page(
     below: str = "",
     numbers: bool = False,
 ) -> str:
-    """Return a table in markdown between two texts.
+    """Return a Markdown table between two texts.
 
     Args:
-        numbers: align all columns but the first to the right.
+        numbers: right-align all columns except the first.
     """
     rule = ["---", *(["---:" if numbers else "---"] * (len(header) - 1))]
     lines = [about, "", "| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
@@ -148,7 +148,7 @@ def _page(
 
 
 def gpu_text(results: dict[str, Any]) -> str:
-    """Return a table for a terminal, then the peers that could not be measured, and why."""
+    """Return a terminal table of GPU results, then the peers not measured and the reasons."""
     table = [GPU_HEADER, *map(_gpu_row, results["records"])]
     lines = [_gpu_machine(results), "", aligned(table[0], table[1:])]
     lines += [
@@ -160,7 +160,7 @@ def gpu_text(results: dict[str, Any]) -> str:
 
 
 def gpu(results: dict[str, Any]) -> str:
-    """Return a markdown table for a page."""
+    """Return a Markdown table of GPU results."""
     rows = [_gpu_row(record) for record in results["records"]]
     below = "The ratio is to the fastest peer. Sizes: benchmarks/shapes.py."
     return _page(_gpu_machine(results), GPU_HEADER, rows, below)
@@ -190,7 +190,7 @@ def _gpu_row(record: dict[str, Any]) -> list[str]:
 
 
 def _gpu_machine(results: dict[str, Any]) -> str:
-    """Return a line on the machine and its ceilings."""
+    """Return a line that describes the GPU and its peak rates."""
     machine, limits = results["machine"], results["ceilings"]
     return (
         f"{machine['gpu']}, `{results['backend']}` kernels, torch {machine['torch']}, Triton "

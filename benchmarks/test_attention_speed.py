@@ -1,4 +1,4 @@
-"""Attention, decoding and packed sequences against torch, FlexAttention and eager attention."""
+"""Benchmarks of attention, decoding and packing against torch, FlexAttention and eager."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attention(
 def attention_check(
     shape: Attention, dtype: torch.dtype, own: ways.Way, operands: Any, device: ways.Device
 ) -> Check:
-    """Return a check of the measured problem, on a part small enough for eager attention."""
+    """Return a check of the problem, reduced to a part that is small enough for eager attention."""
     gradients = operands[0].requires_grad
 
     def check() -> Callable[[Any], bool] | None:
@@ -60,13 +60,13 @@ def test_decode(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), cases(CALL))
 def test_call(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
-    """Measure the host's time of a call, which is longer than its kernel."""
+    """Measure the host time of a call, which exceeds the time of its kernel."""
     attention(runner, "call", shape, dtype, work={}, of_host=True)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "group"), cases(PACKED))
 def test_packed(shape: Attention, dtype: torch.dtype, group: str, runner: Runner) -> None:
-    """Measure a packed batch; on a CPU forward and backward, against the padded one."""
+    """Measure a packed batch. On a CPU, measure a training step against the padded batch."""
     passes = group.removeprefix("packed").strip() or "both"
     cu_seqlens = shape.packed(dtype, runner.device)[1]
 
@@ -97,5 +97,5 @@ def test_backward(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), cases(TRAINING))
 def test_training(shape: Attention, dtype: torch.dtype, runner: Runner) -> None:
-    """Measure forward and backward, with dropout or the gradient of a bias."""
+    """Measure a forward plus backward, with dropout or with the gradient of a bias."""
     attention(runner, "training", shape, dtype, "both", work=runner.work(shape, "both"))

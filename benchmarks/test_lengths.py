@@ -1,4 +1,4 @@
-"""Time and memory against sequence length, for encoder layers with the same weights."""
+"""Benchmark of time and memory over the sequence length, for encoder layers with equal weights."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fused_attn.masks import Mask
 from fused_attn.tools.cases import Shape, make_mask, tensors_of
 
 D_MODEL, NUM_HEADS = 256, 4
-MASKS = {  # as in fused_attn/tools/cases.py
+MASKS = {  # mask expressions for fused_attn.tools.cases.make_mask
     "none": "none",
     "causal": "causal",
     "documents": "causal+documents:512",
     "window": "window:256",
 }
-MAX_CHECKED = 2048  # longer ones run the same kernels; float64 scores would take gigabytes
+MAX_CHECKED = 2048  # float64 scores of longer sequences, which run equal kernels, need gigabytes
 
 
 @dataclass(frozen=True)
 class Length:
-    """Batch of one sequence."""
+    """Batch of one sequence with a mask."""
 
-    name: str  # the mask
+    name: str  # name of the mask in MASKS
     seqlen: int
     source: str = "one layer, d_model 256, 4 heads, feed-forward 1024, training step"
     quick: bool = False
@@ -46,7 +46,7 @@ class Length:
         return make_mask(MASKS[self.name], self.size)
 
     def torch_mask(self) -> Tensor | None:
-        """Return (seqlen, seqlen) bool, True = ignored, as torch.nn expects it."""
+        """Return the mask for torch.nn, (seqlen, seqlen) bool, True = ignored; None for none."""
         visible, _ = tensors_of(self.own_mask(), self.size, "cpu")
         return None if visible is None else ~visible[0, 0]
 
@@ -67,7 +67,7 @@ def test_layer(shape, runner):
     x = torch.randn(1, shape.seqlen, D_MODEL)
     own_mask, torch_mask = shape.own_mask(), shape.torch_mask()
 
-    # torch has a fast path for causal masks, which is_causal selects.
+    # is_causal selects torch's fast path for causal masks.
     causal = shape.name == "causal"
 
     def step(model: Module, mask: Any, context: Any) -> Any:

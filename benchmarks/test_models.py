@@ -1,4 +1,4 @@
-"""Full models on padded batches: a training step of torch.nn's encoder, MiniLM inference."""
+"""Benchmarks of full models on padded batches: training of a torch.nn encoder, MiniLM inference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fused_attn.integrations import transformers as integration
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded batch; lengths go from the shortest to the longest in equal steps."""
+    """Padded batch whose lengths increase evenly from the shortest to the longest."""
 
     name: str
     model: str
@@ -31,11 +31,11 @@ class Batch:
 
     @property
     def source(self) -> str:
-        """Return the model and the sizes of the batch, in words."""
+        """Return a description of the model and the sizes of the batch."""
         return f"{self.model}; {self.size} sequences of {self.shortest} to {self.longest} tokens"
 
     def ignored(self) -> Tensor:
-        """Return (size, longest) bool, True for padding."""
+        """Return the padding mask, (size, longest) bool, True for padding."""
         lengths = torch.linspace(self.shortest, self.longest, self.size).round()
         return torch.arange(self.longest) >= lengths[:, None]
 
@@ -104,6 +104,6 @@ def test_sentences(batch, runner):
 
 
 def test_share_of_padding():
-    """Check the share of padding, an upper bound on what packing saves, that tables.py states."""
+    """Check the share of padding that tables.py states; it bounds what packing can save."""
     for batch in (TRAINING, *SENTENCES):
         assert math.isclose(batch.ignored().float().mean(), 0.44, abs_tol=0.04), batch

@@ -1,4 +1,4 @@
-"""Norms against torch's, and against its composition of dropout, sum and norm."""
+"""Benchmark of norms against torch's norms, composed with dropout and a residual sum if needed."""
 
 from __future__ import annotations
 

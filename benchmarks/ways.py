@@ -1,6 +1,7 @@
-"""fused_attn and its peers: functions of the operands of a problem, by name.
+"""Implementations to compare: fused_attn and its peers, as functions of a problem's operands.
 
-A peer that this torch or this GPU lacks raises when it is made or called; the runner records why.
+A peer that this torch or this GPU does not support raises when it is made or called. The runner
+records the reason.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from fused_attn.masks import UNLIMITED, Mask
 from fused_attn.tools.cases import as_dense_mask, as_one_tensor
 
 OURS = "fused_attn"
-COMPILING = ("flex", "compiled")  # peers whose first call takes seconds
-EAGER_SCORES = 2**26  # upper bound: more do not fit in memory
+COMPILING = ("flex", "compiled")  # peers whose first call compiles for seconds
+EAGER_SCORES = 2**26  # maximum number of scores that fit in memory with eager attention
 Way = Callable[..., Any]  # operands -> a tensor or a tuple of tensors
-MaskMod = Callable[..., Tensor]  # of FlexAttention: (batch, head, query, key) -> bool
-Peers = dict[str, Callable[[], "Way | Apart"]]  # functions that make each
+MaskMod = Callable[..., Tensor]  # mask_mod of FlexAttention: (batch, head, query, key) -> bool
+Peers = dict[str, Callable[[], "Way | Apart"]]  # name -> function that makes the peer
 
 
 def compiled(function: Way) -> Way:
-    """Compile a function for one problem only, without dynamic shapes."""
+    """Compile a function with static shapes, for the shapes of one problem."""
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # the backward runs more than once
+    torch._functorch.config.donated_buffer = False  # allow repeated backwards of one graph
     return torch.compile(function, dynamic=False)
 
 
@@ -49,12 +50,12 @@ class Apart:
 
 
 def attention(shape: Attention, backend: str | None, device: Device) -> Way:
-    """Return fused_attn; a fourth operand, a learnt bias or a mask tensor, replaces the mask."""
+    """Return fused_attn. A fourth operand (learnt bias or mask tensor) replaces the mask."""
     return _on(shape, shape.own_mask(device), backend)
 
 
 def eager_part(shape: Attention, device: Device) -> tuple[Way, Callable[[Tensor], Tensor]]:
-    """Return eager attention on a part that fits in memory, and the selector of that part."""
+    """Return eager attention on a part that fits in memory, and a function that slices the part."""
     part = shape.checked().part_of(shape.size)
     visible, bias = (None if t is None else part(t).clone() for t in shape.tensors(device))
 
@@ -78,10 +79,10 @@ def _on(shape: Attention, mask: Mask | None, backend: str | None) -> Way:
 def attention_peers(
     shape: Attention, dtype: torch.dtype, backend: str | None, device: Device, *, gpu: bool
 ) -> Peers:
-    """Return the peers: torch, and eager attention on a CPU or other GPU kernels on a GPU.
+    """Return the peers: SDPA, and eager attention on a CPU or other GPU kernels on a GPU.
 
     Args:
-        backend: backend of fused_attn, for the variant with the mask as a tensor.
+        backend: fused_attn backend of the variant that receives the mask as a tensor.
     """
     peers: Peers = {"sdpa": lambda: sdpa(shape, dtype, device)}
     if not gpu:
@@ -89,7 +90,7 @@ def attention_peers(
         if size.batch * size.num_heads * size.seqlen_q * size.seqlen_k <= EAGER_SCORES:
             peers["eager"] = lambda: attention(shape, "eager", device)
         return peers
-    if shape.mask in ("none", "causal") and not shape.bias:  # other problems have one kernel only
+    if shape.mask in ("none", "causal") and not shape.bias:  # other masks have only one kernel
         backends = {
             "flash": SDPBackend.FLASH_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -104,7 +105,7 @@ def attention_peers(
     mask = shape.own_mask(device)
     if mask is not None and mask.dense_masks:
         own, (dense,) = attention(shape, backend, device), mask.dense_masks
-        # A tensor's summary is recomputed in each call; a Mask caches it.
+        # The summary of a mask tensor is recomputed in each call, but a Mask caches it.
         peers[f"{OURS}, mask as tensor"] = lambda: lambda *operands: own(*operands, dense)
     return peers
 
@@ -112,7 +113,7 @@ def attention_peers(
 def sdpa(
     shape: Attention, dtype: torch.dtype, device: Device, backend: SDPBackend | None = None
 ) -> Way:
-    """Return torch's SDPA with its choice of kernel or one kernel, and without softcap."""
+    """Return torch's SDPA without softcap, on the kernel that it selects or on a given one."""
     causal = shape.mask == "causal"
     mask = None if causal else as_one_tensor(*shape.tensors(device, torch.float32), dtype)
 
@@ -128,7 +129,7 @@ def sdpa(
 
 
 def flex(shape: Attention, device: Device) -> Way:
-    """Return FlexAttention, compiled, with its block mask made beforehand."""
+    """Return compiled FlexAttention, with its block mask built in advance."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     run, size = compiled(flex_attention), shape.size
@@ -160,7 +161,7 @@ def flex(shape: Attention, device: Device) -> Way:
 
 
 def _flex_mask(mask: Mask | None) -> MaskMod | None:
-    """Return the mask_mod for the mask kinds of the shapes, by formulas except for dense masks."""
+    """Return the mask_mod of a Mask, as formulas except for dense masks; None without a mask."""
     from torch.nn.attention.flex_attention import and_masks
 
     if mask is None:
@@ -197,7 +198,7 @@ def _flex_dense(dense: Tensor) -> MaskMod:
 
 
 def packed(shape: Attention, backend: str | None, cu_seqlens: Tensor) -> Way:
-    """Return fused_attn on sequences without padding."""
+    """Return fused_attn on packed sequences without padding."""
     where = (cu_seqlens, cu_seqlens, shape.size.seqlen_q, shape.size.seqlen_k)
     return lambda *rows: fused_attn.varlen_attention(*rows, *where, backend=backend)
 
@@ -205,7 +206,7 @@ def packed(shape: Attention, backend: str | None, cu_seqlens: Tensor) -> Way:
 def packed_peers(
     shape: Attention, dtype: torch.dtype, cu_seqlens: Tensor, device: Device, *, gpu: bool
 ) -> Peers:
-    """Return the padded batch on a CPU; torch's varlen_attn and jagged tensors on a GPU."""
+    """Return SDPA on the padded batch for a CPU; varlen_attn and jagged tensors for a GPU."""
     longest = shape.size.seqlen_q
 
     def padded() -> Apart:
@@ -240,7 +241,7 @@ def packed_peers(
 
 
 def norm_operands(shape: Norm, dtype: torch.dtype, device: Device, seed: int) -> list[Tensor]:
-    """Return input, weight, bias for layer_norm, and the residual if there is one."""
+    """Return input, weight, bias (layer_norm only), and the residual if the problem has one."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*size: int) -> Tensor:
@@ -255,13 +256,13 @@ def norm_operands(shape: Norm, dtype: torch.dtype, device: Device, seed: int) ->
 
 
 def _named(shape: Norm, rest: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return the operands after weight, by name."""
+    """Return the operands after weight by argument name."""
     names = ["bias"] * (shape.kind == "layer_norm") + ["residual"] * shape.residual
     return dict(zip(names, rest, strict=True))
 
 
 def norm(shape: Norm, backend: str | None) -> Way:
-    """Return the norm of fused_attn."""
+    """Return the norm of fused_attn as a function of the operands."""
     function = getattr(fused_attn, shape.kind)
 
     def call(input: Tensor, weight: Tensor, *rest: Tensor) -> Any:
@@ -274,7 +275,7 @@ def norm(shape: Norm, backend: str | None) -> Way:
 
 
 def norm_peers(shape: Norm, *, gpu: bool) -> Peers:
-    """Return torch's composition; on a GPU also compiled, and Liger's kernels if installed."""
+    """Return torch's composition; on a GPU also its compiled form, and Liger's kernels."""
     function = getattr(F, shape.kind)
 
     def eager(input: Tensor, weight: Tensor, *rest: Tensor) -> Any:

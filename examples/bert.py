@@ -3,17 +3,18 @@
     python examples/bert.py
 
 Pretraining needs no labels. The model predicts masked tokens, and whether the second of two
-passages follows the first or comes from another work. As in the paper, most steps train on short
-sequences. Here these steps come first: short sequences teach soonest that neighbours matter. With
-128 tokens from the start, the loss stayed at the unigram entropy for over a thousand steps.
+passages follows the first or comes from another work. As in the paper, training starts with short
+sequences, from which the model learns soonest that neighbouring tokens matter. With 128 tokens from
+the start, the loss stayed at the unigram entropy for over a thousand steps.
 
-Fine-tuning uses three hundred labelled texts. Two heads classify passages as verse or prose, from
-the vector of [CLS] and from the mean over all tokens. A third restores the punctuation of texts,
-word by word. Fine-tuning from random weights too measures the gain from pretraining.
+Fine-tuning uses three hundred labelled texts. Two heads classify passages as verse or prose, one
+from the vector of [CLS] and one from the mean over all tokens. A third head restores the
+punctuation of texts, word by word. Each head is also fine-tuned from random weights, to measure the
+gain from pretraining.
 
-Three plays are held out of all training; `--validation` holds out the three others that the sizes
-were chosen on. The model has the size of BERT-Mini (Turc et al. 2019, "Well-Read Students Learn
-Better"). Matrix products are in bfloat16 if the CPU has instructions for them.
+Three plays are held out of all training. `--validation` instead holds out three other plays, on
+which the sizes were chosen. The model has the size of BERT-Mini (Turc et al. 2019, "Well-Read
+Students Learn Better"). Matmuls run in bfloat16 if the CPU has instructions for them.
 
 Source: Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding".
@@ -36,24 +37,24 @@ from terminal import console, table
 from torch import Tensor
 
 MAX_SEQLEN = 128
-SHORT = 32  # tokens of a sequence in the first steps
-PEAK = 2e-3  # learning rate
-DROPOUT = 0.1  # for fine-tuning, which repeats its few texts
+SHORT = 32  # tokens per sequence in the first steps
+PEAK = 2e-3  # peak learning rate of pretraining
+DROPOUT = 0.1  # only for fine-tuning, which repeats a few texts
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a run: full or smoke test."""
+    """Sizes of a run, either full or a smoke test."""
 
     works: int
     vocab_size: int
     d_model: int
     num_layers: int
-    short_steps: int  # the first of `steps`, on short sequences
+    short_steps: int  # number of first steps (included in `steps`) with short sequences
     steps: int
     warmup: int
-    tokens: int  # upper bound for a batch
-    pairs: int  # held out, for validation
+    tokens: int  # upper bound per batch
+    pairs: int  # number of held-out pairs for validation
     curve_steps: int
     fine_tuning: Amount
 
@@ -78,7 +79,7 @@ def pretraining_losses(model: PretrainingHeads, batch: Pretraining) -> tuple[Ten
 def pretrain(
     model: PretrainingHeads, short: Pairs, long: Pairs, size: Size
 ) -> tuple[list[float], list[float]]:
-    """Train on the sum of both losses; return those of masked tokens and of the next passage."""
+    """Train on the sum of both losses; return the losses per step: masked tokens, next passage."""
     each = []
 
     def loss(step: int) -> Tensor:
@@ -97,7 +98,7 @@ def pretrain(
 
 @torch.no_grad()
 def validate(model: PretrainingHeads, batches: list[Pretraining]) -> tuple[float, float]:
-    """Return the loss of masked tokens, and the accuracy on the next passage."""
+    """Return the loss of masked tokens in nats, and the accuracy of next-passage prediction."""
     model.eval()
     loss = tokens = right = pairs = 0.0
     for batch in batches:
@@ -143,7 +144,7 @@ def report_pretraining(
 
 
 def curve(pairs: Pairs, size: Size, prepare: curves.Prepare) -> list[float]:
-    """Return the losses of the first steps of pretraining, without bfloat16."""
+    """Return the losses of the first steps of pretraining in full precision."""
     model = prepare(PretrainingHeads(new_bert(size, dropout=0.0)))
     rows = size.tokens // pairs.max_seqlen
     schedule = fitting.cosine(PEAK, size.warmup, size.steps)
@@ -179,7 +180,7 @@ def main() -> None:
             axes[1].axhline(math.log(2), color="black", linestyle="--", label="chance")
             fitting.plot_curves(axes[1], {"next passage": fitting.smoothed(nsp)}, "Pretraining")
             for axis in axes[:2]:
-                axis.axvline(size.short_steps, color="gray", linestyle=":")  # then long ones
+                axis.axvline(size.short_steps, color="gray", linestyle=":")  # long sequences follow
             if pair:
                 fitting.plot_curves(axes[2], pair, "Both, first steps, of two backends")
 

@@ -1,4 +1,4 @@
-"""Labelled text for `python examples/bert.py`: verse or prose, and punctuation after words."""
+"""Labelled text of `python examples/bert.py`: verse or prose, and punctuation after words."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-IGNORED = -100  # a label that F.cross_entropy skips
+IGNORED = -100  # label that F.cross_entropy ignores
 FORMS = ["verse", "prose"]
-MARKS = ["none", ",", ".", ";:", "?!"]  # what follows a word
+MARKS = ["none", ",", ".", ";:", "?!"]  # punctuation after a word, by class
 
 
 def speeches(texts: Iterable[str]) -> list[list[str]]:
-    """Return speeches of three or more printed lines, without speaker and stage directions."""
+    """Return speeches of at least three printed lines, without speakers and stage directions."""
     found = []
     for text in texts:
         spoken = re.sub(r"\[[^]]*\]", "", text)
@@ -31,10 +31,10 @@ def speeches(texts: Iterable[str]) -> list[list[str]]:
 
 
 def form_of(lines: list[str]) -> int | None:
-    """Return 0 for verse, 1 for prose, or None if it is not clear.
+    """Return 0 for verse, 1 for prose, or None if the form is unclear.
 
     In print, each line of verse begins with a capital letter, and lines of prose continue in lower
-    case. The model's input, lower-cased and without line breaks, does not show this.
+    case. The model cannot use these clues, because its input is lower-cased and has no line breaks.
     """
     small = [line.lstrip("'\"(-")[:1].islower() for line in lines[1:]]
     if not any(small):
@@ -43,7 +43,7 @@ def form_of(lines: list[str]) -> int | None:
 
 
 def marks_of(lines: list[str]) -> tuple[list[str], list[int]]:
-    """Return the words of a speech in lower case, and the mark that follows each."""
+    """Return the lower-cased words of a speech, and the class of the mark after each word."""
     pairs = re.findall(r"([a-z']*[a-z][a-z']*)([^a-z']*)", " ".join(lines).lower())
     marks = [
         next((i for i, m in enumerate(MARKS[1:], 1) if behind.strip()[:1] in list(m)), 0)
@@ -55,11 +55,11 @@ def marks_of(lines: list[str]) -> tuple[list[str], list[int]]:
 class Labelled(NamedTuple):
     """Labelled texts for fine-tuning."""
 
-    rows: list[list[int]]  # tokens, without special tokens
-    labels: list[list[int]]  # for each text: [label], or labels of [CLS], each token, [SEP]
+    rows: list[list[int]]  # token ids of each text, without special tokens
+    labels: list[list[int]]  # per text: [label], or one label for each of [CLS], tokens, [SEP]
 
     def batches(self, order: Tensor, size: int) -> list[tuple[Batch, Tensor]]:
-        """Return batches of texts in this order, with labels (batch, 1) or (batch, seqlen)."""
+        """Return batches of texts in the given order, with labels (batch, 1) or (batch, seqlen)."""
         result = []
         for part in order.split(size):
             labels = [torch.tensor(self.labels[i]) for i in part]
@@ -69,7 +69,7 @@ class Labelled(NamedTuple):
 
 
 def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Return passages of speeches with their form, equally many of verse and prose."""
+    """Return passages of speeches labelled with their form, as many of verse as of prose."""
     length = max_seqlen - 2
     by_form: list[list[list[int]]] = [[], []]
     for lines in found:
@@ -83,13 +83,13 @@ def form_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int)
 
 
 def mark_examples(found: list[list[str]], tokenizer: Tokenizer, max_seqlen: int) -> Labelled:
-    """Return speeches without punctuation; each word's last token is labelled with its mark."""
+    """Return speeches without punctuation; the last token of a word is labelled with its mark."""
     rows, labels = [], []
     for lines in found:
         words, marks = marks_of(lines)
         encoded = tokenizer.encode(words, is_pretokenized=True)
         of_token = encoded.word_ids[: max_seqlen - 2]
-        # The text may be cut after the last token, so its mark is unknown.
+        # The mark of the last token is unknown, because the text may be cut inside a word.
         last = [a != b for a, b in itertools.pairwise(of_token)] + [False]
         own = [marks[word] if end else IGNORED for word, end in zip(of_token, last, strict=True)]
         rows.append(encoded.ids[: max_seqlen - 2])

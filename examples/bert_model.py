@@ -1,6 +1,6 @@
-"""BERT built from fused_attn.nn, with its heads, and a loader for Hugging Face checkpoints.
+"""BERT built from fused_attn.nn, with its heads and a loader of Hugging Face checkpoints.
 
-Used by `python examples/bert.py` and `python examples/transfer.py`.
+`python examples/bert.py` and `python examples/transfer.py` use this module.
 
 Source: Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding".
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from fused_attn import nn as fused
 
-EPS = 1e-12  # of every LayerNorm of BERT
+EPS = 1e-12  # eps of all LayerNorms in BERT
 
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes of a BERT; `dropout` applies to embeddings, attention weights, sublayers and heads."""
+    """Sizes of a BERT. `dropout` is that of embeddings, attention weights, sublayers and heads."""
 
     vocab_size: int
     d_model: int
@@ -39,11 +39,11 @@ class BertConfig:
 
 
 class Bert(nn.Module):
-    """The encoder, and the pooler on [CLS].
+    """BERT encoder with embeddings, and the pooler on [CLS].
 
-    The input is the sum of three embeddings: token, segment and position. The encoder is that of
-    Vaswani et al. 2017 with GELU. Attention is bidirectional, not causal. Section 3 and appendix
-    A.2 of Devlin et al.
+    The input is the sum of token, segment and position embeddings. The encoder is that of Vaswani
+    et al. 2017 with GELU. Attention is bidirectional, not causal. See section 3 and appendix A.2 of
+    Devlin et al.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -72,17 +72,17 @@ class Bert(nn.Module):
             ids: (batch, seqlen) int64.
             segments: (batch, seqlen) int64, 0 in the first text, 1 in the second.
             padding: (batch, seqlen) bool, True where there is no token. The encoder packs the
-                batch: its layers compute real tokens only.
+                batch, so that its layers compute only real tokens.
 
         Returns:
-            (batch, seqlen, d_model), 0 at padding.
+            Hidden states (batch, seqlen, d_model), which are 0 at padding.
         """
         embedded = self.positions(self.tokens(ids) + self.segments(segments))
         x = self.dropout(self.norm(embedded))
         return self.encoder(x, src_key_padding_mask=padding)
 
     def pool_first(self, hidden: Tensor) -> Tensor:
-        """Apply a tanh layer to [CLS]: (batch, seqlen, d_model) to (batch, d_model)."""
+        """Apply a tanh layer to [CLS], from (batch, seqlen, d_model) to (batch, d_model)."""
         return torch.tanh(self.pooler(hidden[:, 0]))
 
 
@@ -93,9 +93,9 @@ def pool_mean(hidden: Tensor, padding: Tensor) -> Tensor:
 
 
 class PretrainingHeads(nn.Module):
-    """Masked language model and next-sentence prediction: section 3.1.
+    """Heads for masked language modelling and next-sentence prediction (section 3.1).
 
-    The decoder shares the token embedding's matrix; only its bias is a new parameter.
+    The decoder shares the matrix of the token embedding. Only its bias is a new parameter.
     """
 
     def __init__(self, bert: Bert) -> None:
@@ -116,11 +116,12 @@ class PretrainingHeads(nn.Module):
 
         Args:
             ids, segments, padding: see `Bert.forward`.
-            chosen: (batch, seqlen) bool. Only these positions have a loss; others skip the
-                product with the large vocabulary.
+            chosen: (batch, seqlen) bool. Only these positions have a loss. Other positions skip
+                the matmul with the large vocabulary.
 
         Returns:
-            (number of chosen positions, vocab_size), and (batch, 2): column 1 is "is next".
+            Logits of tokens (number of chosen positions, vocab_size), and logits (batch, 2) whose
+            column 1 is "is next".
         """
         hidden = self.bert(ids, segments, padding)
         x = self.norm(F.gelu(self.transform(hidden[chosen])))
@@ -129,7 +130,7 @@ class PretrainingHeads(nn.Module):
 
 
 class SentenceClassifier(nn.Module):
-    """Classifier of texts, from [CLS] or from the mean over the tokens: section 4.1."""
+    """Classifier of texts, from [CLS] or from the mean over the tokens (section 4.1)."""
 
     def __init__(self, bert: Bert, num_classes: int, pooling: str) -> None:
         super().__init__()
@@ -142,17 +143,17 @@ class SentenceClassifier(nn.Module):
         _initialise(self.head)
 
     def pooled(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
-        """Return each text as one vector, (batch, d_model)."""
+        """Return one vector per text, (batch, d_model)."""
         hidden = self.bert(ids, segments, padding)
         return self.bert.pool_first(hidden) if self.pooling == "cls" else pool_mean(hidden, padding)
 
     def forward(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
-        """Return the logits of the classes, (batch, num_classes)."""
+        """Return logits of the classes, (batch, num_classes)."""
         return self.head(self.dropout(self.pooled(ids, segments, padding)))
 
 
 class TokenClassifier(nn.Module):
-    """Classifier of tokens: section 5.3."""
+    """Classifier of tokens (section 5.3)."""
 
     def __init__(self, bert: Bert, num_classes: int) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class TokenClassifier(nn.Module):
         _initialise(self.head)
 
     def forward(self, ids: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
-        """Return the logits of the classes, (batch, seqlen, num_classes)."""
+        """Return logits of the classes, (batch, seqlen, num_classes)."""
         return self.head(self.dropout(self.bert(ids, segments, padding)))
 
 
@@ -170,8 +171,8 @@ def from_checkpoint(folder: Path, dropout: float | None = None) -> Bert:
     """Return a Bert with the weights of a transformers.BertModel.
 
     Args:
-        folder: contains config.json and model.safetensors.
-        dropout: None is the dropout of the checkpoint.
+        folder: folder that contains config.json and model.safetensors.
+        dropout: dropout probability; None for that of the checkpoint.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -184,9 +185,9 @@ def from_checkpoint(folder: Path, dropout: float | None = None) -> Bert:
 
 
 def convert_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the parameters of a transformers.BertModel to those of `Bert`.
+    """Return the parameters of a transformers.BertModel under the names that `Bert` uses.
 
-    The three matrices of query, key and value are concatenated to one, in this order.
+    The query, key and value matrices are concatenated to one matrix, in this order.
     """
     renamed = {
         "embeddings.word_embeddings": "tokens",
@@ -210,14 +211,15 @@ def convert_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     for name in [name for name in converted if ".query." in name]:
         parts = [converted.pop(name.replace("query", part)) for part in ("query", "key", "value")]
         converted[name.replace("query.", "in_proj_")] = torch.cat(parts)
-    converted.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: not a weight
+    converted.pop("embeddings.position_ids", None)  # the indices 0, 1, 2, ..., not a weight
     return converted
 
 
 def load_minilm(dropout: float | None = None) -> tuple[Bert, Tokenizer]:
-    """Load all-MiniLM-L6-v2 (6 layers, d_model 384) and its tokenizer; it embeds sentences.
+    """Return all-MiniLM-L6-v2, a sentence encoder of 6 layers and d_model 384, and its tokenizer.
 
-    Source: Wang et al. 2020, "MiniLM"; trained further on English sentence pairs by its publishers.
+    Source: Wang et al. 2020, "MiniLM". The publishers of this checkpoint trained it further on
+    English sentence pairs.
     """
     folder = data.minilm()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -226,15 +228,16 @@ def load_minilm(dropout: float | None = None) -> tuple[Bert, Tokenizer]:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise a module's weights from normal distributions and its biases with 0; for `apply`.
+    """Initialise a module's weights from normal distributions and its biases with 0.
 
-    BERT's standard deviation is 0.02, for 768 inputs. Matrices here have 0.55 / sqrt(inputs): the
-    same for 768 inputs, and outputs of the same size in smaller models.
+    The function is an argument of `Module.apply`. BERT uses a standard deviation of 0.02, for 768
+    inputs. Matrices here use 0.55 / sqrt(inputs), which is equal for 768 inputs and keeps the scale
+    of outputs in smaller models.
     """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.55 * module.in_features**-0.5)
         nn.init.zeros_(module.bias)
-    if isinstance(module, nn.MultiheadAttention):  # its input projection is not a Linear
+    if isinstance(module, nn.MultiheadAttention):  # in_proj_weight is not part of a Linear
         nn.init.normal_(module.in_proj_weight, std=0.55 * module.embed_dim**-0.5)

@@ -1,8 +1,8 @@
-"""Fine-tuning for `python examples/bert.py`: three heads, each also from random weights.
+"""Fine-tuning of `python examples/bert.py`: three heads, each from pretrained and random weights.
 
-Pretraining pays off when labels are few: fine-tuning has three hundred texts, pretraining 38 works.
-Each fine-tuning is repeated with several seeds. A seed draws the same texts in the same order for
-pretrained and for random weights.
+Pretraining helps when labels are few: fine-tuning uses three hundred texts, pretraining 38 works.
+Each fine-tuning is repeated with several seeds. For each seed, pretrained and random weights are
+trained on the same texts in the same order.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from terminal import table
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-PEAK = 1e-3  # learning rate of both; random weights learn more with it than with 3e-4, too
+PEAK = 1e-3  # learning rate for pretrained and random weights; with 3e-4, both learn less
 BATCH = 32
-FORM_SEQLEN = 32  # of verse and prose passages: short ones are more numerous
+FORM_SEQLEN = 32  # tokens per passage of verse or prose; shorter passages are more numerous
 
 HEADS: dict[str, Callable[[Bert], nn.Module]] = {
     "form_cls": lambda bert: SentenceClassifier(bert, len(FORMS), "cls"),
     "form_mean": lambda bert: SentenceClassifier(bert, len(FORMS), "mean"),
     "marks": lambda bert: TokenClassifier(bert, len(MARKS)),
 }
-# Heads that must gain from pretraining. The mean over tokens needs it less: random embeddings tell
-# verse from prose by the words alone, and its gain is one to three standard errors.
+# Heads that must gain from pretraining. The mean over tokens gains less, only one to three standard
+# errors, because random embeddings separate verse from prose by the words alone.
 REQUIRED = ("form_cls", "marks")
 
 
 @dataclass(frozen=True)
 class Amount:
-    """Amount of fine-tuning: labelled texts, epochs, and seeds that repeat it."""
+    """Amount of fine-tuning: number of labelled texts, of epochs and of seeds."""
 
     texts: int
     epochs: int
@@ -55,7 +55,7 @@ class Amount:
 
 
 class Score(NamedTuple):
-    """Number of correct labels and of labels in each text, and the macro F1 of all labels."""
+    """Number of correct labels and of all labels per text, and macro F1 over all labels."""
 
     right: Tensor  # (texts,) float32
     labels: Tensor  # (texts,) float32
@@ -63,7 +63,7 @@ class Score(NamedTuple):
 
 
 def fine_tune(model: nn.Module, examples: Labelled, amount: Amount, title: str) -> None:
-    """Train all weights on the labels of texts or tokens."""
+    """Train all weights of a model on labelled texts or tokens."""
     texts = torch.randperm(len(examples.rows))[: amount.texts]
     orders = [texts[torch.randperm(len(texts))] for _ in range(amount.epochs)]
     batches = [batch for order in orders for batch in examples.batches(order, BATCH)]
@@ -80,7 +80,7 @@ def fine_tune(model: nn.Module, examples: Labelled, amount: Amount, title: str) 
 
 @torch.no_grad()
 def score(model: nn.Module, examples: Labelled) -> Score:
-    """Score a model on labelled texts that it was not trained on."""
+    """Return the scores of a model on labelled texts that it was not trained on."""
     model.eval()
     right, labels, true, given = [], [], [], []
     for inputs, wanted in examples.batches(torch.arange(len(examples.rows)), BATCH):
@@ -96,10 +96,10 @@ def score(model: nn.Module, examples: Labelled) -> Score:
 
 
 def gain(ours: list[Score], others: list[Score]) -> tuple[float, float]:
-    """Return the mean gain in accuracy, and its standard error.
+    """Return the mean gain in accuracy of `ours` over `others`, and its standard error.
 
-    The error combines the variance over seeds (paired scores) and over texts, which are sampled as
-    units: labels of one text are not independent.
+    The error combines the variance over seeds, whose scores are paired, and over texts. Texts are
+    the sampled units, because labels of one text are not independent.
     """
     labels = ours[0].labels
     more = torch.stack([a.right - b.right for a, b in zip(ours, others, strict=True)])
@@ -111,7 +111,7 @@ def gain(ours: list[Score], others: list[Score]) -> tuple[float, float]:
 
 
 def summary(scores: list[Score]) -> dict[str, float | list[float]]:
-    """Return accuracy and macro F1, averaged over seeds, and the accuracy of each seed."""
+    """Return accuracy and macro F1 as means over seeds, and the accuracy of each seed."""
     accuracies = [(s.right.sum() / s.labels.sum()).item() for s in scores]
     return {
         "accuracy": round(sum(accuracies) / len(scores), 4),
@@ -121,7 +121,7 @@ def summary(scores: list[Score]) -> dict[str, float | list[float]]:
 
 
 def majority(examples: Labelled) -> float:
-    """Return the share of the most frequent label."""
+    """Return the frequency of the most frequent label."""
     labels = torch.tensor([label for row in examples.labels for label in row])
     return labels[labels != IGNORED].bincount().max().item() / (labels != IGNORED).sum().item()
 
@@ -138,7 +138,7 @@ def compare_heads(
     """Fine-tune each head from pretrained and from random weights, and compare the two.
 
     Args:
-        new_bert: makes a model of the same size with random weights.
+        new_bert: returns a model of the same size with random weights.
     """
     tests = speeches(held_out)
     known = {" ".join(lines).lower() for lines in tests}

@@ -1,4 +1,4 @@
-"""Code shared by the examples: arguments, claims, plots, records."""
+"""Code shared by the examples: command line, claims, plots and JSON records."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ except ImportError as error:
 
 @dataclass
 class Example:
-    """One run of an example.
+    """Run of an example, with its options and results.
 
     Attributes:
         name: name of the example.
         smoke: use little data and few steps.
         seed: seed of all random numbers.
-        output: folder for the plots and for the figures as JSON.
+        output: folder for the plots and the JSON record.
         backend: backend of all calls, see `fused_attn.use_backend`.
-        flags: options of this example only: shared=True adds --shared and --no-shared.
+        flags: options of this example only. For example, shared=True adds --shared and
+            --no-shared.
         figures: recorded results.
-        shown: findings, and claims with "holds", the outcome.
+        shown: findings and claims in printed order. A claim has "holds", its outcome.
     """
 
     name: str
@@ -60,34 +61,34 @@ class Example:
     began: float = field(default_factory=time.perf_counter)
 
     def require(self, holds: bool, claim: str) -> None:
-        """Check and print a claim; if it fails, the exit status is 1. No effect in smoke mode."""
+        """Check and print a claim; if it is false, the exit status is 1. No effect with --smoke."""
         if not self.smoke:
             console.print(f"{'Holds' if holds else 'FAILED'}: {claim}", soft_wrap=True)
             self.shown.append({"holds": bool(holds), "text": claim})
 
     def report(self, finding: str) -> None:
-        """Print a finding, and record it among the claims."""
+        """Print a finding, and record it along with the claims."""
         console.print(finding, soft_wrap=True)
         self.shown.append({"text": finding})
 
     @contextlib.contextmanager
     def figure(self, name: str, *shape: int, size: tuple[float, float]) -> Iterator[Any]:
-        """Yield the axes of a plot, which is written at the end of the block.
+        """Yield the axes of a plot, and write the plot to a PNG file at the end of the block.
 
         Args:
-            name: name of the plot; its file is <example>_<name>.png.
-            shape: rows and columns of axes.
+            name: name of the plot. The file is <example>_<name>.png.
+            shape: number of rows and columns of axes.
             size: width and height in inches.
         """
         canvas, axes = plt.subplots(*shape, figsize=size, layout="constrained")
         yield axes
         path = self.output / f"{self.name}_{name}.png"
-        canvas.savefig(path, dpi=100, metadata={"Software": None})  # equal data give equal files
+        canvas.savefig(path, dpi=100, metadata={"Software": None})  # equal data, equal files
         plt.close(canvas)
         console.print(f"Plot: {path}", soft_wrap=True)
 
     def record(self) -> None:
-        """Write the figures as JSON, with machine, versions and settings."""
+        """Write the figures as JSON, together with the machine, versions and settings."""
         self.figures["seconds"] = round(time.perf_counter() - self.began, 1)
         results = {
             "example": self.name,
@@ -106,7 +107,10 @@ class Example:
 
 @contextlib.contextmanager
 def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
-    """Parse the command line, `flags` too; run the block on its backend; then write the record."""
+    """Parse the command line, including `flags`; run the block; then write its JSON record.
+
+    The block runs on the selected backend. If a claim failed, the process exits with status 1.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="little data, few steps: does it run?")
     best = next(row["name"] for row in doctor.backends() if row["available"])
@@ -124,7 +128,7 @@ def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
     run.output = run.output or Path("demo_output", "smoke" if run.smoke else "")
     try:
         run.output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=run.output).close()  # fail before minutes of training
+        tempfile.TemporaryFile(dir=run.output).close()  # detect a read-only folder before training
     except OSError as error:
         parser.error(f"argument --output: {error}")
     torch.manual_seed(run.seed)

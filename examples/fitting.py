@@ -1,4 +1,4 @@
-"""Training code of the examples: AdamW steps, learning rates, loss curves, F1 score."""
+"""Training code of the examples: AdamW loop, learning rates, loss curves and F1 score."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_attn.tools import doctor
 
-_FAST_BFLOAT16 = ("amx", "amx_fp16", "avx512_bf16")  # instruction sets
+_FAST_BFLOAT16 = ("amx", "amx_fp16", "avx512_bf16")  # instruction sets with bfloat16 matmuls
 COLORS = {"fused": "tab:blue", "eager": "tab:gray", "other": "tab:orange"}
 
 
@@ -28,14 +28,14 @@ def train(
     max_norm: float = 1.0,
     after: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """Make one step of AdamW for each batch; return the losses.
+    """Train with one AdamW step per batch; return the losses.
 
     Args:
-        parameters: parameters to train.
+        parameters: parameters to train, of which those that require grad are updated.
         loss: returns the loss of a batch.
         schedule: returns the learning rate of a step, counted from 1.
-        max_norm: gradients with a larger norm are scaled down to it.
-        after: called after each step with its number, for validation for example.
+        max_norm: upper bound to which the gradient norm is clipped.
+        after: callback that receives the step number after each step, for example to validate.
     """
     trained = [p for p in parameters if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.98), weight_decay=weight_decay)
@@ -54,17 +54,17 @@ def train(
 
 
 def mixed_precision() -> torch.autocast:
-    """Return an autocast to bfloat16, enabled if the CPU has instructions for it."""
+    """Return an autocast to bfloat16, which is enabled if the CPU has instructions for it."""
     return torch.autocast("cpu", torch.bfloat16, enabled=doctor.machine()["isa"] in _FAST_BFLOAT16)
 
 
 def inverse_sqrt(peak: float, warmup: int) -> Callable[[int], float]:
-    """Return linear warm-up to `peak`, then 1 / sqrt(step): Vaswani et al. 2017, equation 3."""
+    """Return linear warm-up to `peak`, then 1 / sqrt(step) decay (Vaswani et al. 2017, eq. 3)."""
     return lambda step: peak * min(step / warmup, math.sqrt(warmup / step))
 
 
 def cosine(peak: float, warmup: int, steps: int) -> Callable[[int], float]:
-    """Return linear warm-up to `peak`, then half a cosine down to 0 at `steps`."""
+    """Return linear warm-up to `peak`, then cosine decay to 0 at `steps`."""
 
     def rate(step: int) -> float:
         done = max(0, step - warmup) / max(1, steps - warmup)
@@ -74,7 +74,7 @@ def cosine(peak: float, warmup: int, steps: int) -> Callable[[int], float]:
 
 
 def smoothed(values: Sequence[float], weight: float = 0.95) -> list[float]:
-    """Return an exponential moving average with bias correction, for plots."""
+    """Return the exponential moving average of values, with bias correction."""
     sums = itertools.accumulate(
         values, lambda mean, value: weight * mean + (1 - weight) * value, initial=0.0
     )
@@ -82,7 +82,7 @@ def smoothed(values: Sequence[float], weight: float = 0.95) -> list[float]:
 
 
 def plot_curves(axis: Any, curves: dict[str, list[float]], title: str) -> None:
-    """Plot losses by step; the second curve is dotted, over the first."""
+    """Plot losses by step. The second curve is dotted, so that both stay visible."""
     for (name, losses), style in zip(curves.items(), ("-", ":"), strict=False):
         axis.plot(losses, style, color=COLORS.get(name, COLORS["other"]), label=name)
     axis.set(title=title, xlabel="step", ylabel="loss (nats)")
@@ -91,7 +91,7 @@ def plot_curves(axis: Any, curves: dict[str, list[float]], title: str) -> None:
 
 
 def macro_f1(labels: Tensor, predicted: Tensor) -> float:
-    """Return the unweighted mean of F1 over the labels that occur."""
+    """Return the unweighted mean of F1 over the labels that occur in `labels`."""
     scores = []
     for label in labels.unique():
         hits = ((labels == label) & (predicted == label)).sum()

@@ -1,9 +1,9 @@
-"""A GPT-style language model that learns to write Shakespeare, character by character.
+"""Train a GPT-style language model to write Shakespeare, character by character.
 
     python examples/gpt.py
 
 The model is in gpt_model.py. This script trains it, evaluates it on held-out plays, writes a
-sample, and generates with and without a key/value cache.
+sample, and generates text with and without a key/value cache.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from gpt_model import GPT, WINDOW, generate
 from terminal import console, table
 from torch import Tensor
 
-HELD_OUT = ["macbeth", "tempest", "twelfth_night"]  # they share no passage with the other works
+HELD_OUT = ["macbeth", "tempest", "twelfth_night"]  # share no passage with the other works
 SEQLEN, BATCH, STEPS, LEARNING_RATE = 512, 3, 2000, 4e-3
-MAX_LOSS = 1.7  # nats per character of the held-out works
+MAX_LOSS = 1.7  # required of the held-out works, in nats per character
 PROMPT = "MACBETH.\n"
-LENGTHS = [64, 128, 256, 512]  # of generated text, to measure its speed
+LENGTHS = [64, 128, 256, 512]  # lengths of generated text whose speed is measured
 
 
 def next_token_loss(model: GPT, windows: Tensor) -> Tensor:
-    """Return nats per token; all tokens of (batch, seqlen + 1) but the first are predicted."""
+    """Return the loss in nats per token on windows (batch, seqlen + 1), first tokens excluded."""
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: GPT, windows: Tensor) -> float:
-    """Return the mean of `next_token_loss` over many windows."""
+    """Return the mean of `next_token_loss` over all windows."""
     parts = windows.split(64)
     return sum(next_token_loss(model, part).item() * len(part) for part in parts) / len(windows)
 
 
 def read_works() -> tuple[Tensor, Tensor, list[str]]:
-    """Return the training and held-out tokens, and the vocabulary: the character of each token."""
+    """Return the training tokens, the held-out tokens, and the character of each token id."""
     works = data.shakespeare()
     text = "\n\n".join(works[name] for name in works if name not in HELD_OUT)
     characters = sorted(set(text))
@@ -53,7 +53,7 @@ def read_works() -> tuple[Tensor, Tensor, list[str]]:
         f"{len(text):,} characters of {len(works) - len(HELD_OUT)} works to learn from, "
         f"{len(held_out):,} of {', '.join(HELD_OUT)} held out; {len(characters)} are different"
     )
-    # There are fewer than 256 characters, so a byte holds each.
+    # There are fewer than 256 distinct characters, so each token id fits in a byte.
     train, test = (
         torch.frombuffer(bytearray(part.translate(tokens), "latin-1"), dtype=torch.uint8).long()
         for part in (text, held_out)
@@ -62,7 +62,7 @@ def read_works() -> tuple[Tensor, Tensor, list[str]]:
 
 
 def unigram_loss(train: Tensor, test: Tensor) -> float:
-    """Return nats per token of the unigram model, the frequencies in `train`."""
+    """Return the loss in nats per token of the unigram model, which uses frequencies in `train`."""
     counts = train.bincount() + 1.0
     return -(counts / counts.sum()).log()[test].mean().item()
 
@@ -76,7 +76,7 @@ def fit(
     windows: Tensor | None = None,
     prepare: curves.Prepare = curves.as_is,
 ) -> tuple[GPT, list[float], dict[int, float]]:
-    """Train a model; return it, the loss of each step, and that of `windows` at ten steps."""
+    """Train a model; return it, the loss of each step, and the loss of `windows` at ten steps."""
     model = prepare(GPT(int(train.max()) + 1))
     validation = {}
 
@@ -102,14 +102,14 @@ def main() -> None:
         if run.smoke:
             steps, compared, batch, seqlen, count = 4, 2, 2, 80, 20
         train, test, characters = read_works()
-        # Each character is predicted once, from the characters before it in its window.
+        # Each character is predicted once, from the preceding characters of its window.
         windows = test.unfold(0, seqlen + 1, seqlen)[:: 100 if run.smoke else 1]
         model, losses, validation = fit(train, steps, batch, seqlen, "training", windows[::10])
         loss, unigram = held_out_loss(model, windows), unigram_loss(train, test)
         report_losses(run, loss, unigram)
         run.figures["parameters"] = sum(p.numel() for p in model.parameters())
 
-        # No longer than the training windows: the model has not learned larger rotation angles.
+        # At most as long as the training windows, because larger rotation angles were not learned.
         prompt = torch.tensor([[characters.index(c) for c in PROMPT]])
         sample = generate(model, prompt, count, temperature=0.8, seed=run.seed)
         run.figures["sample"] = "".join(characters[i] for i in sample[0])
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def report_losses(run: Example, loss: float, unigram: float) -> None:
-    """Report the loss on the held-out works in three units."""
+    """Report the loss on the held-out works in nats, bits and perplexity."""
     table(
         "Prediction of the next character in works held out",
         ["", "nats", "bits", "perplexity"],
@@ -158,16 +158,16 @@ def report_losses(run: Example, loss: float, unigram: float) -> None:
 
 
 def measure_speed(run: Example, model: GPT, prompt: Tensor) -> dict[int, tuple[float, float]]:
-    """Measure tokens per second with and without a cache, by length of the generated text."""
+    """Return tokens per second with and without a cache, by the length of the generated text."""
     speeds = {}
     for length in [8, 16] if run.smoke else LENGTHS:
         runs = [partial(generate, model, prompt, length, cached=c) for c in (True, False)]
-        # The faster of two: other load can only slow a run.
+        # Use the faster of two runs, because other load can only slow down a run.
         fast, slow = (length / min(timeit.repeat(r, number=1, repeat=2)) for r in runs)
         speeds[length] = (fast, slow)
     rows = []
     for length, (fast, slow) in speeds.items():
-        kept = 0.5 + 0.5 * min(1, (WINDOW - 1) / length)  # half of the layers have a window
+        kept = 0.5 + 0.5 * min(1, (WINDOW - 1) / length)  # half of the layers are windowed
         rows.append([length, f"{fast:.0f}", f"{slow:.0f}", f"{fast / slow:.1f}", f"{kept:.0%}"])
     title = "Tokens per second, and the share of keys that the cache keeps, thanks to windows"
     table(title, ["tokens", "with cache", "without", "times as fast", "kept"], rows)
@@ -185,7 +185,7 @@ def plot(
     pair: dict[str, list[float]],
     speeds: dict[int, tuple[float, float]],
 ) -> None:
-    """Plot the training loss, the losses on two backends, and the speed of generation."""
+    """Plot the training loss, the losses on two backends, and the generation speed."""
     with run.figure("losses", 1, 2, size=(10, 4)) as (left, right):
         fitting.plot_curves(left, {"training": fitting.smoothed(losses)}, "Nats per character")
         left.plot(list(validation), list(validation.values()), "o-", label="held out")

@@ -1,7 +1,7 @@
-"""The model of gpt.py: a decoder like GPT-2 with later improvements, and text generation.
+"""Model of gpt.py: a decoder like GPT-2 with later improvements, and its text generation.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2), with
-changes of later models: RMS norms (Zhang and Sennrich 2019), rotary positions (Su et al. 2021,
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2). Changes
+of later models are RMS norms (Zhang and Sennrich 2019), rotary positions (Su et al. 2021,
 "RoFormer"), SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer"), grouped queries (Ainslie et
 al. 2023, "GQA"), and sliding windows in every other layer (Gemma Team 2024, "Gemma 2").
 """
@@ -21,16 +21,16 @@ from fused_attn.nn import KeyValueCache, RMSNorm
 
 D_MODEL, NUM_LAYERS, FEED_FORWARD = 128, 4, 256
 NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 8, 2, 16
-EPS = torch.finfo(torch.float32).eps  # of RMS norms; the default depends on the type
-WINDOW = 64  # visible positions in a windowed layer, including the query's
+EPS = torch.finfo(torch.float32).eps  # eps of RMS norms; the default would depend on the dtype
+WINDOW = 64  # number of visible positions in a windowed layer, including the query's position
 
 
 def rotation(start: int, seqlen: int) -> Tensor:
-    """Return a unit complex number for each position and pair of features: (seqlen, HEAD_DIM / 2).
+    """Return unit complex numbers by position and feature pair, (seqlen, HEAD_DIM / 2).
 
     The angle is proportional to the position, with a different frequency for each pair.
 
-    Source: Su et al. 2021, section 3.2.2; the frequencies are those of Vaswani et al. 2017.
+    Source: Su et al. 2021, section 3.2.2. The frequencies are those of Vaswani et al. 2017.
     """
     frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.arange(start, start + seqlen)[:, None] * frequencies
@@ -38,23 +38,23 @@ def rotation(start: int, seqlen: int) -> Tensor:
 
 
 def rotate(x: Tensor, by: Tensor) -> Tensor:
-    """Multiply pairs of features, as complex numbers, by `by`: (batch, heads, seqlen, HEAD_DIM).
+    """Multiply feature pairs of x (batch, heads, seqlen, HEAD_DIM) by the complex numbers `by`.
 
-    The dot product of a query at position i and a key at j depends on i and j only by i - j.
+    The dot product of a query at position i and a key at j then depends on positions only by i - j.
     """
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * by).flatten(-2)
 
 
 class WindowCache(KeyValueCache):
-    """Cache of the WINDOW - 1 positions that later queries can see, for any length of text."""
+    """KV cache of the WINDOW - 1 latest positions, which suffice for text of any length."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: tuple[Tensor, Tensor] | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return those of the cached and the new positions."""
+        """Append keys and values; return those of the cached and of the new positions."""
         self.length += key.shape[2]
         if self.kept is not None:
             key, value = torch.cat([self.kept[0], key], 2), torch.cat([self.kept[1], value], 2)
@@ -77,12 +77,12 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, by: Tensor, mask: masks.Mask | None, cache: KeyValueCache | None
     ) -> Tensor:
-        """Let x (batch, seqlen, D_MODEL) attend to itself and to the cached positions."""
+        """Return self-attention of x (batch, seqlen, D_MODEL), extended to cached positions."""
         query = self.query(x).unflatten(-1, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
         pair = self.key_value(x).unflatten(-1, (2, NUM_HEADS_KV, HEAD_DIM))
         key, value = pair.permute(2, 0, 3, 1, 4)  # (batch, NUM_HEADS_KV, seqlen, HEAD_DIM) each
         query, key = rotate(query, by), rotate(key, by)
-        if cache is not None:  # cache rotated keys: positions do not change
+        if cache is not None:  # keys are cached after rotation, because positions do not change
             key, value = cache.append(key, value)
         out = fused_attn.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
         return self.out(out.transpose(1, 2).flatten(2))
@@ -102,7 +102,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each after a norm that also adds the residual."""
+    """Decoder layer: attention and feed-forward, each after a fused residual addition and norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Block(nn.Module):
         self.attention, self.feed_forward = Attention(), SwiGLU()
 
     def forward(self, x: Tensor, residual: Tensor | None, *context: Any) -> tuple[Tensor, Tensor]:
-        """Return the output, not yet added, and the residual; one kernel adds and normalises."""
+        """Return the layer's output and the residual; the next norm adds them in one kernel."""
         normed, residual = self.norm1(x, residual=residual, return_residual=True)
         attended = self.attention(normed, *context)
         normed, residual = self.norm2(attended, residual=residual, return_residual=True)
@@ -118,36 +118,36 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Language model; attention has a sliding window in even layers, and is full causal in odd."""
+    """Language model with sliding windows in even layers and full causal attention in odd ones."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, D_MODEL)
-        nn.init.normal_(self.embedding.weight, std=0.05)  # small against the outputs of the layers
+        nn.init.normal_(self.embedding.weight, std=0.05)  # small compared with layer outputs
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
         self.norm = RMSNorm(D_MODEL, eps=EPS)
         self.head = nn.Linear(D_MODEL, vocabulary, bias=False)
-        # Layers share masks, which cache what kernels derive from them. The last query is aligned
-        # with the last key, so the masks are also correct with a cache.
+        # Layers share masks, because masks cache data that kernels derive from them. The last query
+        # is aligned with the last key, so that the masks are also correct with a KV cache.
         windowed = masks.sliding_window(WINDOW - 1, align="bottom_right")
         self.masks = [windowed, masks.causal(align="bottom_right")]
 
     def caches(self) -> list[KeyValueCache]:
-        """Return an empty cache for each layer."""
+        """Return one empty KV cache per layer."""
         return [KeyValueCache() if i % 2 else WindowCache() for i in range(NUM_LAYERS)]
 
     def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
         """Return logits (batch, seqlen, vocabulary) of the token after each position.
 
         Args:
-            tokens: (batch, seqlen); with caches, the tokens after the cached ones.
-            caches: result of `caches()`; the tokens' keys and values are appended.
+            tokens: (batch, seqlen) int64. With caches, these are the tokens after the cached ones.
+            caches: result of `caches()`, to which the tokens' keys and values are appended.
         """
         seqlen = tokens.shape[1]
         by = rotation(caches[0].length if caches else 0, seqlen)
         x, residual = self.embedding(tokens), None
         for i, block in enumerate(self.blocks):
-            # All cached keys are visible to a single query.
+            # A single query attends to all cached keys, so no mask is needed.
             mask = self.masks[i % 2] if seqlen > 1 else None
             x, residual = block(x, residual, by, mask, caches[i] if caches else None)
         return self.head(self.norm(x, residual=residual))
@@ -163,12 +163,12 @@ def generate(
     seed: int = 0,
     cached: bool = True,
 ) -> Tensor:
-    """Return the tokens (batch, seqlen) with `count` generated ones appended.
+    """Return the tokens (batch, seqlen), extended by `count` generated tokens.
 
     Args:
-        temperature: divides the logits before sampling; 0 selects the likeliest token.
+        temperature: divisor of the logits before sampling. 0 selects the most likely token.
         seed: seed of the sampling.
-        cached: compute only the new token in each step, not the full text again.
+        cached: use a KV cache, so that each step computes only the new token.
     """
     generator = torch.Generator().manual_seed(seed)
     caches = model.caches() if cached else None

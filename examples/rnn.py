@@ -2,10 +2,10 @@
 
     python examples/rnn.py
 
-A bidirectional GRU encodes the English message, and another GRU decodes the Korean one. Each
+A bidirectional GRU encodes the English message, and another GRU decodes the Korean message. Each
 decoder state attends to all encoder states: "global" attention with the dot score (Luong, Pham and
-Manning 2015, section 3.1; the idea is that of Bahdanau, Cho and Bengio 2015). Data, batches and
-scores are those of translate.py. If its figures exist, they are compared.
+Manning 2015, section 3.1), an idea of Bahdanau, Cho and Bengio 2015. Data, batches and scores are
+those of translate.py. If results of translate.py exist, they are compared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLORS = {"Transformer": "tab:blue", "GRU": "tab:orange"}
 
 
 class Recurrent(torch.nn.Module):
-    """Encoder and decoder of one GRU layer each, with attention between them.
+    """Encoder and decoder of one GRU layer each, with attention from decoder to encoder states.
 
     Args:
-        vocabulary: number of tokens, of both languages.
-        hidden: size of a decoder state, and of an encoder state (half for each direction).
+        vocabulary: number of tokens, shared by both languages.
+        hidden: size of decoder and encoder states. Each encoder direction has half this size.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Recurrent(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor, masks.Mask]:
-        """Encode the source (N, S).
+        """Encode source tokens (N, S).
 
         Returns:
-            States of the encoder (N, S, hidden), the initial state of the decoder
-            (1, N, hidden), and the mask of the padding.
+            Encoder states (N, S, hidden), the initial decoder state (1, N, hidden), and the padding
+            mask of the source.
         """
         lengths = (source != PAD).sum(1)
         x = self.dropout(self.source(source))
-        # Without packing, the backward direction would begin in the padding.
+        # Pack, because the backward direction would otherwise start in the padding.
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         states, last = self.encoder(packed)
         memory, _ = pad_packed_sequence(states, batch_first=True)
@@ -72,11 +72,11 @@ class Recurrent(torch.nn.Module):
     def decode(
         self, target: Tensor, state: Tensor, memory: Tensor, mask: masks.Mask
     ) -> tuple[Tensor, Tensor]:
-        """Return logits (N, T, vocabulary) of the next tokens, and the state after the last one.
+        """Return logits (N, T, vocabulary) of the next tokens, and the state after the last token.
 
-        The target is (N, T), the state (1, N, hidden). Attention does not feed back into the
-        states, so one call computes all positions (Luong's model without input feeding, section
-        3.3).
+        The target has shape (N, T), the state (1, N, hidden). Attention does not feed back into the
+        states (Luong et al. without input feeding, section 3.3), so that one call computes all
+        positions.
         """
         states, state = self.decoder(self.dropout(self.target(target)), state)  # (N, T, hidden)
         context = attend(states, memory, mask)  # (N, T, hidden)
@@ -84,7 +84,7 @@ class Recurrent(torch.nn.Module):
         return self.project(self.dropout(attentional)), state
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return logits (N, T, vocabulary) with teacher forcing."""
+        """Return logits (N, T, vocabulary) of the next tokens with teacher forcing."""
         memory, state, mask = self.encode(source)
         return self.decode(target, state, memory, mask)[0]
 
@@ -107,21 +107,21 @@ class Recurrent(torch.nn.Module):
 
 
 def attend(states: Tensor, memory: Tensor, mask: masks.Mask) -> Tensor:
-    """Compute global attention with the dot score: softmax(states @ memory^T) @ memory, one head.
+    """Return single-head attention with the dot score: softmax(states @ memory^T) @ memory.
 
     The scores are not scaled (Luong et al. 2015, equation 8).
 
     Args:
-        states: queries (N, T, hidden), states of the decoder.
-        memory: keys and values (N, S, hidden), states of the encoder.
-        mask: masks the padding of the memory.
+        states: queries (N, T, hidden), which are the decoder states.
+        memory: keys and values (N, S, hidden), which are the encoder states.
+        mask: mask of the padding in memory.
     """
     query, key = states[:, None], memory[:, None]  # (N, 1, T or S, hidden)
     return scaled_dot_product_attention(query, key, key, mask, scale=1.0)[:, 0]
 
 
 def transformer(run: common.Example) -> dict[str, Any] | None:
-    """Return the figures of translate.py in a run with the same settings; None without one."""
+    """Return the figures of translate.py from a run with equal settings; None if there is none."""
     path = run.output / "translate.json"
     found = json.loads(path.read_text("utf-8")) if path.exists() else {}
     own = {"seed": run.seed, "backend": run.backend, "machine": doctor.machine()}
@@ -137,7 +137,7 @@ def transformer(run: common.Example) -> dict[str, Any] | None:
 
 
 def compare(run: common.Example, both: dict[str, dict[str, Any]]) -> None:
-    """Print and plot the scores of both systems, by length of the source."""
+    """Print and plot the scores of all systems, by length of the source."""
     rows = [
         (
             name,

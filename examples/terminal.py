@@ -1,4 +1,4 @@
-"""Terminal output of the examples: text, tables, progress."""
+"""Terminal output of the examples: text, tables and progress bars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ console = Console(width=None if TERMINAL else 100, highlight=False, markup=False
 def progress(
     items: Sequence[Any], title: str, losses: Callable[[], list[float]] = list
 ) -> Iterator[Any]:
-    """Yield items with a progress bar on a terminal; elsewhere print ten lines if losses exist."""
+    """Yield items. On a terminal, show a progress bar; else, print up to ten lines with losses."""
     begin = time.perf_counter()
     with Progress(console=console, disable=not TERMINAL, transient=True) as bar:
         task = bar.add_task(title, total=len(items))
@@ -36,7 +36,7 @@ def progress(
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table."""
+    """Print a table with a title."""
     drawn = Table(*header, box=box.SIMPLE_HEAD if TERMINAL else box.ASCII2, show_edge=False)
     for row in rows:
         drawn.add_row(*map(str, row))

@@ -1,12 +1,12 @@
-"""Transfer learning: a pretrained BERT learns the genre of passages from 150 labelled ones.
+"""Transfer learning: a pretrained BERT learns the genre of passages from 150 labelled examples.
 
     python examples/transfer.py
 
-The pretrained model is all-MiniLM-L6-v2, which embeds English sentences. First all its weights are
-frozen, and a linear head learns to classify its embeddings of passages of Shakespeare as comedy,
-history or tragedy. Then all weights are trained, at a lower learning rate. Training the same
-architecture from random weights, with the same passages and number of steps, measures the gain from
-pretraining. Training and test use different plays.
+The pretrained model is all-MiniLM-L6-v2, which embeds English sentences. In the first phase, all
+its weights are frozen, and a linear head learns to classify embeddings of Shakespeare passages as
+comedy, history or tragedy. In the second phase, all weights are trained, at a lower learning rate.
+To measure the gain from pretraining, the same architecture is trained from random weights, with the
+same passages and number of steps. Training and test use different plays.
 
 Source: Devlin et al. 2019, "BERT", section 5.3 (features and fine-tuning); Howard and Ruder 2018,
 "Universal Language Model Fine-tuning for Text Classification", section 3.3 (unfreezing).
@@ -42,7 +42,7 @@ TRAINING = {
     "tragedy": ["antony_and_cleopatra", "julius_caesar", "lear", "macbeth", "othello",
                 "timon_of_athens", "tragedy_of_titus_andronicus"],
 }  # fmt: skip
-# None of them continues a play above. A few names, such as Antonio, occur in several comedies.
+# No test play continues a training play. A few names, such as Antonio, occur in several comedies.
 TEST = {
     "comedy": ["merchant_of_venice", "much_ado_about_nothing", "twelfth_night"],
     "history": ["henry_viii", "john"],
@@ -51,18 +51,19 @@ TEST = {
 GENRES = list(TRAINING)
 BATCH = 16
 DROPOUT = 0.1
-HEAD_PEAK = 3e-3  # learning rates: the head, all layers after it, all from random weights
+# Peak learning rates: of the head alone, of all layers afterwards, of training from random weights.
+HEAD_PEAK = 3e-3
 PEAK = 5e-5
 SCRATCH_PEAK = 3e-4
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a run: full or smoke test."""
+    """Sizes of a run, either full or a smoke test."""
 
-    training: int  # passages of each genre
-    test: int
-    words: int  # of a passage
+    training: int  # training passages per genre
+    test: int  # test passages per genre
+    words: int  # words per passage
     head_epochs: int
     epochs: int
     curve_steps: int
@@ -73,13 +74,13 @@ SMOKE = Size(4, 4, 8, 2, 1, 2)
 
 
 class Passages(NamedTuple):
-    """Labelled passages."""
+    """Labelled passages as token ids."""
 
-    ids: list[list[int]]  # tokens, with [CLS] and [SEP]
+    ids: list[list[int]]  # token ids, including [CLS] and [SEP]
     labels: Tensor  # (passages,) int64
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the arguments of a model for these passages: ids, segments, padding."""
+        """Return a model's arguments for the passages at `index`: ids, segments, padding."""
         ids, padding = pad_batch([self.ids[i] for i in index])
         return ids, torch.zeros_like(ids), padding
 
@@ -91,7 +92,8 @@ def read_passages(
 
     Args:
         plays: names of plays by genre.
-        count: number of passages of each genre.
+        count: number of passages per genre.
+        words: number of words per passage.
     """
     texts = data.shakespeare()
     chosen = []
@@ -109,7 +111,7 @@ def read_passages(
 
 @torch.no_grad()
 def embed(model: SentenceClassifier, passages: Passages) -> Tensor:
-    """Return each passage as one vector, without dropout: (passages, d_model)."""
+    """Return one vector per passage, (passages, d_model), computed without dropout."""
     model.eval()
     order = torch.arange(len(passages.ids))
     return torch.cat([model.pooled(*passages.batch(part)) for part in order.split(BATCH)])
@@ -117,20 +119,20 @@ def embed(model: SentenceClassifier, passages: Passages) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: SentenceClassifier, passages: Passages) -> float:
-    """Return the accuracy of the model on these passages."""
+    """Return the accuracy of a model on labelled passages."""
     predicted = model.head(embed(model, passages)).argmax(1)
     return (predicted == passages.labels).float().mean().item()
 
 
 def epochs_of(count: int, epochs: int) -> list[Tensor]:
-    """Return batches of indices, shuffled in each epoch."""
+    """Return batches of indices below `count`, reshuffled for each epoch."""
     return [part for _ in range(epochs) for part in torch.randperm(count).split(BATCH)]
 
 
 def train(
     model: SentenceClassifier, passages: Passages, batches: list[Tensor], peak: float, title: str
 ) -> list[float]:
-    """Train all weights that are not frozen."""
+    """Train all weights that are not frozen; return the losses."""
 
     def loss(index: Tensor) -> Tensor:
         return F.cross_entropy(model(*passages.batch(index)), passages.labels[index])
@@ -141,7 +143,7 @@ def train(
 
 
 def check_frozen(run: common.Example, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Check that frozen weights have the same bits as before, and that the head changed."""
+    """Check that frozen weights are bitwise unchanged and that the head changed."""
     same = {name: torch.equal(before[name], after[name]) for name in before}
     frozen = all(equal for name, equal in same.items() if not name.startswith("head."))
     head = not any(equal for name, equal in same.items() if name.startswith("head."))
@@ -157,7 +159,7 @@ def check_frozen(run: common.Example, before: dict[str, Tensor], after: dict[str
 
 def report(run: common.Example, results: dict[str, float], tested: int) -> None:
     """Report accuracies, and require that pretraining improves them."""
-    error = math.sqrt(2 * 0.25 / tested)  # of a difference
+    error = math.sqrt(2 * 0.25 / tested)  # standard error of a difference, at most
     run.figures |= {name: round(value, 4) for name, value in results.items()}
     run.figures["standard_error_of_differences"] = round(error, 4)
     rows = [(name.replace("_", " "), f"{value:.3f}") for name, value in results.items()]
@@ -172,7 +174,7 @@ def report(run: common.Example, results: dict[str, float], tested: int) -> None:
 
 
 def curve(training: Passages, steps: int, prepare: curves.Prepare) -> list[float]:
-    """Return the losses of a short training of all weights."""
+    """Return the losses of a short training of all weights without dropout."""
     model = prepare(SentenceClassifier(load_minilm(dropout=0.0)[0], len(GENRES), "mean"))
     batches = [torch.randint(len(training.ids), (8,)) for _ in range(steps)]
     return train(model, training, batches, PEAK, "Comparing")
@@ -202,7 +204,7 @@ def main() -> None:
         losses = {"unfrozen": train(model, training, batches, PEAK, "All layers")}
         results["unfrozen"] = accuracy(model, test)
 
-        # As many steps as both phases together. Random weights need a higher learning rate.
+        # Use as many steps as both phases together. Random weights need a higher learning rate.
         scratch = SentenceClassifier(Bert(bert.config), len(GENRES), "mean")
         losses["from scratch"] = train(
             scratch, training, head_batches + batches, SCRATCH_PEAK, "From random weights"

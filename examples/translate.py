@@ -1,10 +1,10 @@
-"""The Transformer of "Attention Is All You Need" translates English into Korean.
+"""Translate English into Korean with the Transformer of "Attention Is All You Need".
 
     python examples/translate.py
 
-Vaswani et al. 2017, in small: an encoder, a decoder with cross-attention, sinusoidal positions,
-label smoothing, warm-up, greedy and beam search with a key/value cache. It memorizes 1,996 messages
-of JupyterLab and is then tested on 217 held-out ones.
+The model is a small version of Vaswani et al. 2017: an encoder, a decoder with cross-attention,
+sinusoidal positions, label smoothing, warm-up, and greedy and beam search with a key/value cache.
+It memorizes 1,996 messages of JupyterLab and is then tested on 217 held-out messages.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from translation import BOS, EOS, LONGER_BY, PAD, Corpus
 from fused_attn import nn
 
 EPOCHS = 40
-# Half of all steps are warm-up. With 1e-3 reached in the first 200 steps, a relative change of 1e-7
-# in one weight matrix grows to 1e-2 of the loss, also on the reference.
+# Half of all steps are warm-up. If the learning rate instead reaches 1e-3 within 200 steps, a
+# relative change of 1e-7 in one weight matrix changes the loss by 1e-2, even on the reference.
 SCHEDULE = fitting.inverse_sqrt(1.5e-3, 2000)
-# Section 6.1 also has 4 beams, but a weaker penalty: ((5 + length) / 6) ** 0.6 of Wu et al. 2016.
+# Section 6.1 also uses 4 beams, but a weaker penalty: ((5 + length) / 6) ** 0.6 of Wu et al. 2016.
 BEAMS, LENGTH_PENALTY = 4, 0.6
 
 
 class Translator(torch.nn.Module):
-    """Model of section 3: norms after the residual additions, none after the stacks.
+    """Transformer of section 3, with norms after the residual additions and none after the stacks.
 
     Args:
-        vocabulary: number of tokens, of both languages.
-        shared: share one matrix between source embedding, target embedding and output
-            projection (section 3.4).
+        vocabulary: number of tokens, shared by both languages.
+        shared: share one matrix between source embedding, target embedding and output projection
+            (section 3.4).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Translator(torch.nn.Module):
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(*sizes, **options), num_layers
         )
-        # A stack copies one layer: redraw the weights, or all its layers start equal.
+        # A stack copies one layer, so redraw the weights to make its layers start different.
         for weight in self.parameters():
             if weight.dim() > 1:
                 torch.nn.init.xavier_uniform_(weight)
@@ -70,7 +70,7 @@ class Translator(torch.nn.Module):
         self.project = torch.nn.Linear(d_model, vocabulary, bias=False)
         if shared:
             self.project.weight = self.source.weight
-        # Scaled embeddings then have the size of the positional encodings (section 3.4).
+        # With this std, scaled embeddings have the size of the positional encodings (section 3.4).
         for matrix in (self.source.weight, self.target.weight, self.project.weight):
             torch.nn.init.normal_(matrix, std=d_model**-0.5)
         self.scale = math.sqrt(d_model)
@@ -78,13 +78,13 @@ class Translator(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode source (N, S) to memory (N, S, d_model) and padding mask (N, S), True = ignore."""
+        """Encode source (N, S); return memory (N, S, d_model) and padding (N, S), True = ignore."""
         padding = source == PAD
         x = self.dropout(self.positions(self.source(source) * self.scale))
         return self.encoder(x, src_key_padding_mask=padding), padding
 
     def embed(self, target: Tensor, position: int | None = None) -> Tensor:
-        """Embed target (N, T) to (N, T, d_model); `position` is that of all tokens if given."""
+        """Embed target (N, T) to (N, T, d_model); `position`, if given, applies to all tokens."""
         positions = None if position is None else torch.full_like(target, position)
         return self.dropout(self.positions(self.target(target) * self.scale, positions))
 
@@ -94,7 +94,7 @@ class Translator(torch.nn.Module):
         hidden = self.decoder(
             self.embed(target),
             memory,
-            tgt_is_causal=True,  # applies together with the padding mask
+            tgt_is_causal=True,  # combined with the padding mask
             tgt_key_padding_mask=target == PAD,
             memory_key_padding_mask=padding,
         )
@@ -102,7 +102,7 @@ class Translator(torch.nn.Module):
 
     @torch.no_grad()
     def search(self, source: Tensor, num_beams: int = 1) -> Tensor:
-        """Return translations (N, T) of the source (N, S), with a key/value cache."""
+        """Return translations (N, T) of source tokens (N, S), computed with a key/value cache."""
         memory, padding = self.encode(source)
         return nn.generate(
             self.decoder,
@@ -119,7 +119,7 @@ class Translator(torch.nn.Module):
 
     @torch.no_grad()
     def search_uncached(self, source: Tensor) -> Tensor:
-        """Return greedy translations without a cache: each step recomputes all positions."""
+        """Return greedy translations (N, T) without a cache, recomputing all positions per step."""
         target = torch.full((source.shape[0], 1), BOS)
         ended = torch.zeros(source.shape[0], dtype=torch.bool)
         while not ended.all() and target.shape[1] <= source.shape[1] + LONGER_BY:
@@ -145,7 +145,7 @@ class Translator(torch.nn.Module):
 
 
 def show_translations(corpus: Corpus, ours: list[str]) -> None:
-    """Print ten held-out pairs, evenly spaced by length, with the model's translations."""
+    """Print ten held-out pairs, evenly spaced by length, and the model's translations."""
     order = sorted(range(len(ours)), key=lambda i: len(corpus.held_out[i][0]))
     chosen = [order[(2 * i + 1) * len(order) // 20] for i in range(10)]
     rows = [(*corpus.held_out[i], ours[i]) for i in chosen]
@@ -153,14 +153,14 @@ def show_translations(corpus: Corpus, ours: list[str]) -> None:
 
 
 def romanized(token: str) -> str:
-    """Romanize a token for fonts without Hangul, by the Unicode names of its syllables."""
+    """Romanize a token by the Unicode names of its syllables, for fonts without Hangul."""
     names = [unicodedata.name(c, "") for c in token]
     sounds = [n.partition("SYLLABLE ")[2].lower() or c for n, c in zip(names, token, strict=True)]
     return "".join(sounds).replace("▁", "_")
 
 
 def plot_attention(run: common.Example, model: Translator, corpus: Corpus) -> None:
-    """Plot cross-attention of a seven-word training pair; the decoder reads the reference."""
+    """Plot cross-attention for a training pair of seven words, with teacher forcing."""
     pair = next(p for p in corpus.train if len(p[0].split()) == 7)
     (batch,) = corpus.batches([pair])
     read, said = batch.shifted()
@@ -206,7 +206,7 @@ def main() -> None:
         run.report(f"chrF on {len(korean)} held-out pairs: {told}")
         plot_attention(run, model, corpus)
 
-        # The cache must not change the results.
+        # The cache must not change the translations.
         source = corpus.batches(corpus.held_out)[0].source
         same = torch.equal(model.search(source), model.search_uncached(source))
         exact = run.figures["train"]["all"]["exact"]

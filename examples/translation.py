@@ -1,4 +1,4 @@
-"""Code shared by translate.py and rnn.py: pairs, batches, training and scores, but no model."""
+"""Code shared by translate.py and rnn.py: data, batches, training and scores, but no model."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
 Pair = tuple[str, str]  # English, Korean
-Search = Callable[[Tensor], Tensor]  # source (N, S) to tokens (N, T), with <eos> at each end
+Search = Callable[[Tensor], Tensor]  # source (N, S) -> translation (N, T), <eos> after its end
 SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]
 PAD, UNK, BOS, EOS = range(4)
 VOCABULARY = 2000
-MAX_TOKENS = 250  # of a batch with its padding, in one language
+MAX_TOKENS = 250  # maximum tokens per batch in one language, including padding
 LABEL_SMOOTHING = 0.1  # Vaswani et al. 2017, section 5.4
-LONGER_BY = 50  # tokens by which a translation may exceed its source: section 6.1
-Schedule = Callable[[int], float]  # the learning rate of a step, counted from 1
-# After 200, the maxima of correct trainings range from 3.7e-4 to 2.4e-3, see curves.FACTOR.
+LONGER_BY = 50  # tokens by which a translation may exceed its source (section 6.1)
+Schedule = Callable[[int], float]  # step, counted from 1 -> learning rate
+# Steps compared. After 200 steps, the maximum deviations of correct trainings vary more, from
+# 3.7e-4 to 2.4e-3 (see curves.FACTOR).
 COMPARED_STEPS = 100
-BINS = {"1-4": 4, "5-8": 8, "9-16": 16, "17-32": 32, "33+": 999}  # maximum source tokens
+BINS = {"1-4": 4, "5-8": 8, "9-16": 16, "17-32": 32, "33+": 999}  # name -> maximum source tokens
 
 
 class Batch(NamedTuple):
-    """Sentences of similar lengths, padded on the right.
+    """Sentence pairs of similar lengths, padded on the right.
 
     Attributes:
-        source: (N, S) tokens, <eos> last.
-        target: (N, T) tokens, <bos> first and <eos> last.
+        source: (N, S) tokens that end with <eos>.
+        target: (N, T) tokens that begin with <bos> and end with <eos>.
     """
 
     source: Tensor
     target: Tensor
 
     def shifted(self) -> tuple[Tensor, Tensor]:
-        """Return the decoder's inputs and its targets, (N, T - 1) each.
+        """Return the decoder's inputs and its targets, (N, T - 1) each, for teacher forcing.
 
-        The input at each position is the target of the one before: teacher forcing.
+        The input at each position is the target of the preceding position.
         """
         return self.target[:, :-1], self.target[:, 1:]
 
@@ -63,7 +64,7 @@ class Corpus:
     tokenizer: Tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[Tensor]:
-        """Return the tokens of each text, with <eos>."""
+        """Return the tokens of each text, followed by <eos>."""
         return [torch.tensor([*e.ids, EOS]) for e in self.tokenizer.encode_batch(texts)]
 
     def batches(self, pairs: Sequence[Pair], epochs: int = 1) -> list[Batch]:
@@ -82,7 +83,7 @@ class Corpus:
         return result
 
     def translate(self, texts: Sequence[str], search: Search) -> list[str]:
-        """Return the translation of each text, in the order of the texts."""
+        """Return the translation of each text, in the order of texts."""
         tokens = self.encode(texts)
         result = [""] * len(texts)
         for rows in group([len(t) for t in tokens], 8 * MAX_TOKENS):
@@ -93,16 +94,16 @@ class Corpus:
 
 
 def load(smoke: bool) -> Corpus:
-    """Load English messages of JupyterLab with Korean translations; few in smoke mode."""
+    """Load English messages of JupyterLab with Korean translations; only 60 in smoke mode."""
     train, held_out = data.split_pairs(data.korean_pairs()[: 60 if smoke else None])
     return Corpus(train, held_out, train_tokenizer([text for pair in train for text in pair]))
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """Train a byte pair encoding (Sennrich, Haddow and Birch 2016) of both languages.
+    """Train a byte pair encoding (Sennrich, Haddow and Birch 2016) on both languages.
 
-    It merges characters, not bytes, so tokens are readable. Characters that the texts lack become
-    <unk>.
+    It merges characters instead of bytes, so that tokens are readable. Characters that do not occur
+    in the texts become <unk>.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -115,7 +116,7 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 
 def group(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group indices by ascending length; a padded group has at most max_tokens.
+    """Group indices by ascending length, such that a padded group has at most max_tokens.
 
     A longer sequence forms a group alone. The number of groups depends only on the lengths.
     """
@@ -133,10 +134,10 @@ def padded(sequences: Sequence[Tensor]) -> Tensor:
 
 
 def batch_loss(model: Module, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy of the next tokens, without padding.
+    """Return the mean cross-entropy of the next tokens, excluding padding.
 
-    The target distribution has 1 - LABEL_SMOOTHING at the next token and spreads the rest over all
-    tokens: Szegedy et al. 2016, section 7.
+    The target distribution assigns 1 - LABEL_SMOOTHING to the next token and spreads
+    LABEL_SMOOTHING uniformly over all tokens (Szegedy et al. 2016, section 7).
 
     Args:
         model: maps source (N, S) and target (N, T) to logits (N, T, VOCABULARY).
@@ -149,7 +150,7 @@ def batch_loss(model: Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: Module, batches: Sequence[Batch]) -> float:
-    """Return the mean loss over all tokens of the batches, without dropout."""
+    """Return the mean loss per token over the batches, without dropout."""
     model.eval()
     tokens = [int((batch.shifted()[1] != PAD).sum()) for batch in batches]
     losses = [batch_loss(model, batch).item() for batch in batches]
@@ -163,13 +164,13 @@ def compare(
     """Compare the loss curves of two backends over the first steps of `fit`.
 
     Args:
-        build: makes a model without dropout.
+        build: returns a new model without dropout.
     """
     steps = 3 if run.smoke else COMPARED_STEPS
 
     def train(prepare: curves.Prepare) -> list[float]:
         model = prepare(build())
-        batches = corpus.batches(corpus.train, epochs=2)[:steps]  # one epoch has 100
+        batches = corpus.batches(corpus.train, epochs=2)[:steps]  # an epoch has 100 batches
         loss = partial(batch_loss, model)
         return fitting.train(model.parameters(), loss, batches, schedule, "No dropout")
 
@@ -181,7 +182,7 @@ def compare(
 def fit(
     run: common.Example, model: Module, corpus: Corpus, epochs: int, schedule: Schedule
 ) -> None:
-    """Train a model; plot its training loss, and the loss of held-out pairs after each epoch."""
+    """Train a model; plot its training loss and its loss on held-out pairs after each epoch."""
     batches = corpus.batches(corpus.train, epochs)
     held_out = corpus.batches(corpus.held_out)
     per_epoch = len(batches) // epochs
@@ -212,7 +213,7 @@ def fit(
 
 
 def evaluate(run: common.Example, corpus: Corpus, search: Search) -> list[str]:
-    """Translate all pairs; record exact matches and chrF (Popović 2015).
+    """Translate all pairs; record the fraction of exact matches and chrF (Popović 2015).
 
     Returns:
         The translations of the held-out pairs.
@@ -231,7 +232,7 @@ def evaluate(run: common.Example, corpus: Corpus, search: Search) -> list[str]:
 
 
 def scores(translations: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-    """Return the share of exact translations, and chrF from 0 to 100."""
+    """Return the fraction of exact translations, and chrF from 0 to 100."""
     pairs = zip(translations, references, strict=True)
     return {
         "exact": round(sum(ours == theirs for ours, theirs in pairs) / len(references), 4),

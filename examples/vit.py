@@ -1,9 +1,9 @@
-"""A Vision Transformer learns handwritten digits, with attention rollout.
+"""Train a Vision Transformer on handwritten digits, and show its attention by rollout.
 
     python examples/vit.py
 
-It is trained on 4,000 digits of MNIST and tested on 1,000 others. Pictures show the attention of
-the class token (attention rollout) and the misclassified digits.
+The model is trained on 4,000 digits of MNIST and tested on 1,000 others. Plots show the attention
+of the class token (attention rollout) and the misclassified digits.
 
 Source: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", for the model; Abnar and Zuidema
 2020, "Quantifying Attention Flow in Transformers", for the rollout.
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 import fused_attn.nn
 
 MIN_ACCURACY = 0.95
-PATCH = 4  # pixels; 7 x 7 patches of a digit
+PATCH = 4  # pixels per side; a digit has 7 x 7 patches
 D_MODEL, NUM_HEADS, NUM_LAYERS, FEED_FORWARD = 64, 4, 4, 128
 BATCH, STEPS, LEARNING_RATE, WEIGHT_DECAY = 64, 2500, 3e-3, 0.05
-MAX_DIFFERENCE = 1e-4  # of logits, in float32
+MAX_DIFFERENCE = 1e-4  # maximum difference of float32 logits
 
 
 class VisionTransformer(nn.Module):
-    """Pre-norm encoder over patches; the class is read from the first token, the class token.
+    """Pre-norm encoder over image patches, which classifies by the first token, the class token.
 
     Args:
         size: height and width of the images, a multiple of PATCH.
@@ -45,7 +45,7 @@ class VisionTransformer(nn.Module):
 
     def __init__(self, size: int, num_classes: int) -> None:
         super().__init__()
-        # A convolution whose stride is its kernel size is a linear layer applied to each patch.
+        # A convolution whose stride equals its kernel size is a linear layer on each patch.
         self.patches = nn.Conv2d(1, D_MODEL, kernel_size=PATCH, stride=PATCH)
         self.class_token = nn.Parameter(torch.zeros(D_MODEL))
         num_tokens = 1 + (size // PATCH) ** 2
@@ -56,18 +56,18 @@ class VisionTransformer(nn.Module):
             D_MODEL, NUM_HEADS, FEED_FORWARD, dropout=0.0, activation="gelu", batch_first=True,
             norm_first=True,
         )  # fmt: skip
-        # In a pre-norm model no layer normalises the last sum; this norm does.
+        # In a pre-norm model, no layer normalises the last residual sum, so add a final norm.
         self.encoder = fused_attn.nn.TransformerEncoder(
             layer, NUM_LAYERS, norm=fused_attn.nn.LayerNorm(D_MODEL)
         )
         self.head = nn.Linear(D_MODEL, num_classes)
-        nn.init.normal_(self.positions.weight, std=0.2)  # as large as patches, to learn faster
-        for parameter in self.encoder.parameters():  # the layers are copies of one: redraw
+        nn.init.normal_(self.positions.weight, std=0.2)  # as large as patches, to train faster
+        for parameter in self.encoder.parameters():  # redraw, because the layers start as copies
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Embed (batch, size, size) to tokens with positions, (batch, num_tokens, D_MODEL)."""
+        """Embed images (batch, size, size) with positions, to (batch, num_tokens, D_MODEL)."""
         patches = self.patches(images[:, None]).flatten(2).transpose(1, 2)
         class_token = self.class_token.expand(len(images), 1, D_MODEL)
         return self.positions(torch.cat([class_token, patches], dim=1))
@@ -79,11 +79,11 @@ class VisionTransformer(nn.Module):
 
 @torch.no_grad()
 def attention_rollout(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the share of each input token in each output token, if only attention mixes tokens.
+    """Return the share of each input token in each output token, if only attention mixes tokens.
 
-    The function runs the layers like the encoder, but with need_weights=True: a second kernel then
-    returns the weights, averaged over the heads. The residual connection adds the identity, with
-    the same weight as attention. The matrices of the layers are multiplied.
+    The function runs the layers like the encoder, but with need_weights=True, so that a second
+    kernel returns the weights, averaged over the heads. The residual connection adds the identity,
+    with the same weight as attention. The matrices of the layers are multiplied.
 
     Args:
         model: a model in evaluation mode.
@@ -107,11 +107,11 @@ def attention_rollout(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
 
 
 def augment(images: Tensor) -> Tensor:
-    """Rotate each image by up to 15 degrees, scale by up to 10 %, shift by up to 2 pixels."""
+    """Rotate each image by up to 15 degrees, scale it by up to 10 %, shift it by up to 2 pixels."""
     turn, scale, right, down = torch.rand(4, len(images)) * 2 - 1
     angle, scale = turn * math.radians(15), 1 + 0.1 * scale
     cos, sin = scale * angle.cos(), scale * angle.sin()
-    shift = 2 * 2 / images.shape[-1]  # the grid goes from -1 to 1
+    shift = 2 * 2 / images.shape[-1]  # 2 pixels in coordinates of the grid, which span -1 to 1
     rows = [torch.stack([cos, -sin, right * shift]), torch.stack([sin, cos, down * shift])]
     moves = torch.stack(rows).permute(2, 0, 1)  # (batch, 2, 3)
     grid = F.affine_grid(moves, [len(images), 1, *images.shape[1:]], align_corners=False)
@@ -119,7 +119,7 @@ def augment(images: Tensor) -> Tensor:
 
 
 def split(labels: Tensor, held_out: int) -> tuple[Tensor, Tensor]:
-    """Return indices for training and for the test, which has `held_out` of each label."""
+    """Return indices for training and for the test, which contains `held_out` of each label."""
     train, test = [], []
     for label in labels.unique():
         mixed = (labels == label).nonzero()[:, 0]
@@ -131,14 +131,14 @@ def split(labels: Tensor, held_out: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def predict(model: VisionTransformer, images: Tensor) -> Tensor:
-    """Return the likeliest class of each image, (batch,)."""
+    """Return the most likely class of each image, (batch,)."""
     return torch.cat([model(part).argmax(-1) for part in images.split(500)])
 
 
 def fit(
     images: Tensor, labels: Tensor, steps: int, title: str, prepare: curves.Prepare = curves.as_is
 ) -> tuple[VisionTransformer, list[float]]:
-    """Train a model for `steps` batches; return it and the loss of each."""
+    """Train a model on `steps` augmented batches; return the model and the loss of each step."""
     model = prepare(VisionTransformer(images.shape[-1], len(labels.unique())))
     dtype = model.class_token.dtype
     epochs = math.ceil(steps * BATCH / len(labels))
@@ -192,7 +192,7 @@ def main() -> None:
 def report_test(run: common.Example, images: Tensor, labels: Tensor, predicted: Tensor) -> None:
     """Report the accuracy and the confusion matrix; plot misclassified digits."""
     count = int(labels.max()) + 1
-    # Row: label, column: prediction.
+    # Row: label; column: prediction.
     confusion = torch.bincount(labels * count + predicted, minlength=count**2).view(count, count)
     wrong = (predicted != labels).nonzero()[:, 0]
     accuracy = 1 - len(wrong) / len(labels)
@@ -212,7 +212,7 @@ def report_test(run: common.Example, images: Tensor, labels: Tensor, predicted: 
 def show_rollout(
     run: common.Example, model: VisionTransformer, images: Tensor, labels: Tensor, predicted: Tensor
 ) -> None:
-    """Plot the attention of the class token, and report the share of it on ink."""
+    """Plot the attention of the class token, and report the fraction of it that falls on ink."""
     logits, rollout = attention_rollout(model, images)
     with torch.no_grad():
         difference = (logits - model(images)).abs().max().item()

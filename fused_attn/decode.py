@@ -1,4 +1,4 @@
-"""Attention of new tokens to a contiguous or paged cache of keys and values."""
+"""Decoding: attention of new tokens to a contiguous or paged KV cache."""
 
 from __future__ import annotations
 
@@ -48,56 +48,62 @@ def decode_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Append new keys and values to a cache, and compute attention to the cached sequences.
+    """Append new keys and values to a KV cache, and compute attention to the cached sequences.
 
-    Kernels read only the valid positions of each sequence, whatever the capacity of its cache.
+    Kernels read only the valid positions of each sequence, regardless of the capacity of the
+    cache.
 
-    Backend "cuda" reads pages in place and appends new keys in the same kernel. This needs at most
-    64 rows (seqlen_q times num_heads / num_heads_kv) and rows that are multiples of 16 bytes.
-    Otherwise new keys are written first, and pages are copied into a contiguous tensor. If the
-    lengths are on a GPU, every page that block_table has an entry for is copied.
+    Backend "cuda" reads pages in place and appends new keys and values in the attention kernel, if
+    seqlen_q * num_heads / num_heads_kv is at most 64 and the rows of the cache are multiples of 16
+    bytes. Otherwise new keys and values are appended first, and pages are copied into a contiguous
+    tensor. If the lengths are on a GPU, all pages in block_table are copied.
 
-    Backend "sdpa" reads the cache in place if all lengths are equal and readable on the host
-    (integers, or a tensor on the CPU), and there is no attn_mask. Otherwise it copies the cache,
-    up to the longest sequence if the lengths are readable on the host.
+    Backend "sdpa" reads the cache in place if there is no attn_mask, and all lengths are equal and
+    readable on the host (integers, or a tensor on the CPU). Otherwise it copies the cache. If the
+    lengths are readable on the host, the copy ends at the longest sequence.
 
     Args:
-        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16 or float64. Its
-            rows are the last positions of each sequence.
-        key_cache: (batch, num_heads_kv, max_len, head_dim), or with block_table (num_pages,
-            num_heads_kv, page_size, head_dim); num_heads may be a multiple of num_heads_kv.
-        value_cache: as key_cache, with head_dim_v.
-        cache_lengths: (batch,) integers, the number of cached positions before the call; it is not
-            modified. Values derived from the tensor are cached until a torch operation changes it:
-            after other changes (another library's kernel, `.data`), pass a new tensor. The cache
-            may hold anything beyond these lengths, NaN included.
+        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16 or float64. The
+            queries are at the last seqlen_q positions of each sequence, including the new keys.
+        key_cache: (batch, num_heads_kv, max_len, head_dim), or (num_pages, num_heads_kv, page_size,
+            head_dim) with block_table; num_heads may be a multiple of num_heads_kv. New keys are
+            written to it in place.
+        value_cache: shape of key_cache, with head_dim_v; new values are written to it in place.
+        cache_lengths: (batch,) integers, the number of cached positions of each sequence before the
+            call. It is not modified. Values derived from the tensor are cached on it. In-place
+            changes by torch operations are detected. After other changes (another library's kernel,
+            `.data`), pass a new tensor. Cache contents beyond these lengths may be non-finite.
         key: (batch, num_heads_kv, seqlen_new, head_dim), written to positions cache_lengths[b] to
-            cache_lengths[b] + seqlen_new - 1 of the cache, and visible to query. None appends
+            cache_lengths[b] + seqlen_new - 1 of sequence b, and visible to query. None appends
             nothing.
-        value: as key, with head_dim_v.
-        block_table: (batch, max_pages) int32 or int64; positions [i * page_size, (i + 1) *
-            page_size) of sequence b are in page block_table[b, i]. Entries beyond a sequence's end
-            are ignored. Sequences must not share pages that are written to.
-        attn_mask: as in scaled_dot_product_attention, broadcastable to (batch, num_heads, seqlen_q,
-            max_len or max_pages * page_size), or a `fused_attn.masks.Mask` with key tensors of that
-            length. "bottom_right" aligns a Mask to the end of each sequence: a sliding window is
+        value: (batch, num_heads_kv, seqlen_new, head_dim_v), as key.
+        block_table: (batch, max_pages) int32 or int64. Positions [i * page_size, (i + 1) *
+            page_size) of sequence b are in page block_table[b, i]. Entries beyond the end of a
+            sequence are ignored. Sequences must not share pages that are written to. None means a
+            contiguous cache.
+        attn_mask: a `fused_attn.masks.Mask`, or a bool or float tensor as in
+            scaled_dot_product_attention, broadcastable to (batch, num_heads, seqlen_q, capacity).
+            The capacity is max_len, or max_pages * page_size; tensors in a Mask have it as
+            seqlen_k. Align a Mask to the ends of the sequences with "bottom_right", for example
             masks.sliding_window(left, align="bottom_right"). Pass the same Mask to every layer.
-        is_causal: the last query attends to all positions, the one before it to all but the last,
-            and so on (bottom-right); combines with attn_mask.
-        scale: multiplies query @ key^T; None means 1 / sqrt(head_dim).
-        softcap: replaces the scores by softcap * tanh(scores / softcap) before the mask is added.
+        is_causal: apply a bottom-right causal mask, in addition to attn_mask: the last query
+            attends to all positions, and each earlier query to one position less than the next.
+        scale: factor of query @ key^T; None means 1 / sqrt(head_dim).
+        softcap: replace scores by softcap * tanh(scores / softcap) before the mask is added; None
+            disables it.
         sinks: as in scaled_dot_product_attention, but not differentiable.
-        return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
+        return_lse: also return lse, the natural log of the softmax denominator.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects a backend automatically.
 
     Returns:
-        out, (batch, num_heads, seqlen_q, head_dim_v). With return_lse also lse, (batch, num_heads,
-        seqlen_q), float32 (float64 for float64), -inf for rows with no visible key.
+        out, (batch, num_heads, seqlen_q, head_dim_v). With return_lse, also lse, (batch, num_heads,
+        seqlen_q), float32 (float64 for float64 inputs). lse includes the sinks. Without sinks, it
+        is -inf for query rows with no visible key.
 
     Raises:
-        ValueError, TypeError: an argument is invalid, or requires a gradient; the message states
-            the expected and actual value. Values of cache_lengths and block_table are checked on
-            the CPU only.
+        ValueError, TypeError: an argument is invalid or requires grad; the message states the
+            expected and the actual value. Values of cache_lengths and block_table are checked only
+            on the CPU.
         NotImplementedError: the requested backend does not support the call.
 
     Example:
@@ -113,11 +119,10 @@ def decode_attention(
         >>> out.shape, lengths.tolist()
         (torch.Size([2, 8, 1, 64]), [102, 102])
 
-    `fused_attn.nn.KeyValueCache` is a growing cache for sequences of equal length.
+    For sequences of equal length, `fused_attn.nn.KeyValueCache` manages a cache that grows.
 
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-        PagedAttention", for the pages; Dao et al. 2023, "Flash-Decoding for long-context
-        inference".
+        PagedAttention" (paged cache); Dao et al. 2023, "Flash-Decoding for long-context inference".
     """
     given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     if (key is None) != (value is None):
@@ -133,7 +138,7 @@ def decode_attention(
     capacity = _checked_capacity(query, key_cache, block_table)
     cache_lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
     options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
-    # With bottom-right alignment, a single query attends to all positions anyway.
+    # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and seqlen_q != 1
     if block_table is None and attn_mask is None and backend is None and known is not None:
         caches = (key_cache, value_cache)
@@ -189,12 +194,14 @@ def _of_cpu(
     is_causal: bool,
     options: AttentionOptions,
 ) -> UncheckedAttention | None:
-    """Append the new rows and return the call of a small step on the CPU; None if the step has to
-    take the full path, in which case nothing has been written.
+    """Append new keys and values, and return the unchecked call of a decoding step on the CPU.
+
+    The result is None if the step requires the full path. In this case nothing was written.
 
     Args:
-        lengths: lengths of the sequences, readable on the host.
-        known: the minimum and maximum of lengths.
+        caches: key_cache and value_cache, contiguous (without pages).
+        lengths: lengths of the sequences before the call, readable on the host.
+        known: minimum and maximum of lengths.
     """
     if query.device.type != "cpu" or any_autocast():
         return None
@@ -202,8 +209,8 @@ def _of_cpu(
         return None
     options.checked(query.shape[3], query.device)
     if known[0] != known[1]:
-        # torch's kernels multiply the rows beyond the end of a shorter sequence, which may be NaN.
-        # The full path zeroes them.
+        # torch's kernels multiply masked weights of 0 by the values beyond the end of a shorter
+        # sequence, which may be NaN. The full path zeroes those rows.
         sizes = query.shape[3], caches[1].shape[3]
         backend = cached_choice(AttentionProblem(query.device, query.dtype, *sizes))
         if backend is None or backend.wraps_torch:
@@ -270,7 +277,7 @@ def _check_tensors(given: dict[str, Tensor]) -> None:
 
 
 def _checked_capacity(query: Tensor, key_cache: Tensor, block_table: Tensor | None) -> int:
-    """Validate the cache and return its capacity: the maximum positions of each sequence."""
+    """Validate the shape of the cache, and return its capacity per sequence in positions."""
     batch = query.shape[0]
     if block_table is None:
         check_same("key_cache", "batch", key_cache.shape[0], batch, "query")
@@ -295,9 +302,10 @@ _INTEGERS = (torch.int32, torch.int64)
 def _checked_lengths(
     lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int
 ) -> tuple[Tensor | Sequence[int], tuple[int, int] | None]:
-    """Validate lengths; return them, and their (minimum, maximum) or None if not host-readable.
+    """Validate cache_lengths and convert them to a tensor, unless they are a list or tuple of ints.
 
-    Lists and tuples of ints are returned unchanged.
+    Returns:
+        The lengths, and their (minimum, maximum), or None if they are not readable on the host.
     """
     batch, values = query.shape[0], None
     if type(lengths) in (list, tuple) and lengths and all(type(n) is int for n in lengths):
@@ -331,7 +339,10 @@ def _checked_lengths(
 
 
 def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new: int) -> None:
-    """Raise ValueError if a sequence needs a page that does not exist."""
+    """Raise ValueError if block_table has an invalid page index before the end of a sequence.
+
+    Values are checked only if they are readable on the host.
+    """
     if not (host_readable(block_table) and host_readable(lengths)) or block_table.numel() == 0:
         return
     num_pages, _, page_size, _ = cache.shape
@@ -350,10 +361,14 @@ _CAUSAL = masks.causal("bottom_right")
 
 
 def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int) -> Mask:
-    """Return the mask limited to cached and new positions, cached to be shared by layers."""
+    """Return the mask restricted to cached and new positions.
+
+    The result is cached on the mask, or on lengths without a mask, so all layers share it.
+    """
 
     def make() -> Mask:
-        whole = masks.padding(lengths + seqlen_new)  # a new tensor: the cache must not hold lengths
+        # The sum is always a new tensor. The cached mask must not reference `lengths`.
+        whole = masks.padding(lengths + seqlen_new)
         whole = whole & _CAUSAL if is_causal else whole
         return whole if mask is None else mask & whole
 
@@ -369,10 +384,11 @@ def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_ne
 def _narrowed(
     call: AttentionCall, mask: Mask, is_causal: bool, all_same: bool, seqlen_k: int
 ) -> AttentionCall:
-    """Return the call with views of the first seqlen_k keys and values.
+    """Return the call restricted to the first seqlen_k keys and values, which are views.
 
-    If all lengths are equal, the mask is dropped, or replaced by the top-left causal mask that
-    torch's kernels support, where that is equivalent.
+    If all lengths are equal (all_same), the padding mask is not needed. The mask is then dropped
+    if it is not causal, and replaced by a top-left causal mask, which torch's kernels support, if
+    seqlen_q equals seqlen_k.
     """
     batch, num_heads, seqlen_q, _ = call.query.shape
     needed: Mask | None = mask
@@ -386,7 +402,10 @@ def _narrowed(
 
 
 def _zero_beyond_ends(call: AttentionCall, ends: Tensor) -> AttentionCall:
-    """Return the call with zeros beyond each sequence's end, which torch's kernels multiply."""
+    """Return the call with keys and values beyond the end of each sequence set to 0.
+
+    torch's kernels multiply masked values by 0, so non-finite ones would become NaN.
+    """
     behind = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
     keys, values = (t.masked_fill(behind[..., None], 0.0) for t in (call.key, call.value))
     return replace(call, key=keys, value=values)
@@ -398,7 +417,14 @@ def _write(
     lengths: Tensor,
     block_table: Tensor | None,
 ) -> None:
-    """Append new rows to the caches."""
+    """Append new keys and values to the caches in place.
+
+    Args:
+        caches: key_cache and value_cache, contiguous or paged.
+        news: key and value, (batch, num_heads_kv, seqlen_new, head_dim or head_dim_v).
+        lengths: (batch,), positions at which the new rows begin.
+        block_table: (batch, max_pages) for paged caches, else None.
+    """
     (batch, _, page_size, _), device = caches[0].shape, lengths.device
     row = lengths.to(torch.int64)[:, None] + torch.arange(news[0].shape[2], device=device)
     if block_table is None:
@@ -411,9 +437,14 @@ def _write(
 
 
 def _gather_pages(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
-    """Copy the pages of each sequence up to `longest` into a tensor of the full capacity.
+    """Copy the pages of each sequence into a contiguous tensor.
 
-    Rows beyond those pages are uninitialised.
+    Args:
+        longest: number of positions to copy, rounded up to whole pages.
+
+    Returns:
+        (batch, num_heads_kv, max_pages * page_size, head_dim), uninitialised beyond the copied
+        pages.
     """
     num_pages, num_heads, page_size, dim = cache.shape
     batch, max_pages = block_table.shape
@@ -421,7 +452,7 @@ def _gather_pages(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
     whole = cache.new_empty(batch, num_heads, max_pages * page_size, dim)
     if whole.numel() == 0 or num_pages == 0:
         return whole
-    # Entries beyond a sequence's end may hold any value.
+    # Entries beyond the end of a sequence may be invalid page indices.
     table = block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
     pages = whole.view(batch, num_heads, max_pages, page_size, dim)
     pages[:, :, :used] = cache[table].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Public attention and norm functions; they build an unchecked call and dispatch it."""
+"""Public functions for attention, layer norm and RMS norm."""
 
 from __future__ import annotations
 
@@ -30,44 +30,49 @@ def scaled_dot_product_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * query @ key^T + mask) @ value without materializing the scores.
 
-    Drop-in replacement for `torch.nn.functional.scaled_dot_product_attention`. Kernels skip fully
-    masked tiles. Rows with no visible key return 0, never NaN. Keys and values that are masked for
-    every query may hold any values, NaN included. Differentiable in query, key, value, a float
-    mask, sinks and lse, to any order; on backend "sdpa" to first order only, as torch's fused
-    kernels are.
+    This is a drop-in replacement for `torch.nn.functional.scaled_dot_product_attention`. Kernels
+    skip fully masked tiles. The output of query rows with no visible key is 0, never NaN. Keys and
+    values that are masked for every query may be non-finite.
+
+    Gradients of any order are supported for query, key, value, a float mask and sinks, through out
+    and lse. Backend "sdpa" supports only first-order gradients, as torch's fused kernels do.
 
     Args:
-        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16 or float64. Also
-            accepted: (seqlen_q, head_dim), (batch, seqlen_q, head_dim), and extra leading batch
-            dimensions.
+        query: (batch, num_heads, seqlen_q, head_dim); float32, float16, bfloat16 or float64. The
+            shapes (seqlen_q, head_dim) and (batch, seqlen_q, head_dim), and extra leading batch
+            dimensions, are also accepted.
         key: (batch, num_heads_kv, seqlen_k, head_dim). Batch and heads broadcast as in torch.
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
-        attn_mask: a bool tensor (True = attend) or a float tensor (added to the scores; -inf
-            masks), broadcastable to (batch, num_heads, seqlen_q, seqlen_k), or a
-            `fused_attn.masks.Mask`.
+        attn_mask: a `fused_attn.masks.Mask`, or a tensor that is broadcastable to (batch,
+            num_heads, seqlen_q, seqlen_k). A bool tensor is True where a query attends to a key. A
+            float tensor is added to the scores, and -inf masks a position.
         dropout_p: probability of dropping an attention weight, in [0, 1], rounded to a multiple of
-            2^-16. Dropout always applies: pass 0.0 in evaluation.
-        is_causal: query i attends to keys j <= i (top-left); combines with attn_mask.
-        scale: multiplies query @ key^T; None means 1 / sqrt(head_dim).
+            2^-16. Dropout is applied whenever dropout_p > 0, so pass 0.0 in evaluation.
+        is_causal: apply a top-left causal mask (query i attends to keys j <= i), in addition to
+            attn_mask.
+        scale: factor of query @ key^T; None means 1 / sqrt(head_dim).
         enable_gqa: allow num_heads to be a multiple of num_heads_kv, without expanding key and
             value.
-        softcap: replaces the scores by softcap * tanh(scores / softcap) before the mask is added.
-        sinks: float (num_heads,): an extra logit for each head, without a value, in the softmax of
-            each row, as in GPT-OSS. Needs a backend that returns lse.
-        seed: dropout seed: a 64-bit int, or an int64 scalar tensor on query's device that must not
-            change before the backward. A seed determines the dropped positions, so use a different
-            one for each layer and step. None draws one from torch's generator. Not supported by
-            backend "sdpa".
-        return_lse: also return the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
+        softcap: replace scores by softcap * tanh(scores / softcap) before the mask is added; None
+            disables it.
+        sinks: float (num_heads,), a logit for each head that is added to the softmax denominator of
+            each row, as in GPT-OSS. Requires a backend that returns lse.
+        seed: dropout seed, a 64-bit int or an int64 scalar tensor on query's device. A tensor must
+            not change before the backward. Calls with the same seed drop the same positions, so use
+            a different seed for each layer and training step. None draws a seed from torch's
+            generator. Backend "sdpa" does not support a seed.
+        return_lse: also return lse, the natural log of the softmax denominator.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects a backend automatically.
 
     Returns:
-        out, with query's leading dimensions, head_dim_v, and query's memory layout, as in torch.
-        With return_lse also lse, (batch, num_heads, seqlen_q), float32 (float64 for float64), -inf
-        for rows with no visible key. lse includes the sinks.
+        out, (batch, num_heads, seqlen_q, head_dim_v), with the leading dimensions and the memory
+        layout of query, as in torch. With return_lse, also lse, (batch, num_heads, seqlen_q),
+        float32 (float64 for float64 inputs). lse includes the sinks. Without sinks, it is -inf for
+        query rows with no visible key.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message states expected and actual value.
+        ValueError, TypeError: an argument is invalid; the message states the expected and the
+            actual value.
         NotImplementedError: the requested backend does not support the call.
 
     Example:
@@ -104,28 +109,30 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the layer norm of residual + dropout(input) in one pass over memory.
 
-    Drop-in replacement for `torch.nn.functional.layer_norm`. Differentiable in input, residual,
-    weight and bias, to any order.
+    This is a drop-in replacement for `torch.nn.functional.layer_norm`. Gradients of any order are
+    supported for input, residual, weight and bias.
 
     Args:
         input: (*, *normalized_shape); float32, float16, bfloat16 or float64. Views with contiguous
-            rows are read in place: see docs/masks.md.
-        normalized_shape: the trailing dimensions that are normalised together.
-        weight, bias: (*normalized_shape), any of these dtypes; None omits them.
-        eps: added to the variance.
-        residual: same shape and dtype as input; added before the norm.
+            rows are read in place (see docs/masks.md).
+        normalized_shape: sizes of the trailing dimensions that are normalised together.
+        weight, bias: (*normalized_shape), any of the dtypes of input; None omits them.
+        eps: value added to the variance.
+        residual: same shape and dtype as input, added to dropout(input) before the norm; None
+            adds nothing.
         dropout_p: probability of dropping an element of input before the addition, in [0, 1],
             rounded to a multiple of 2^-16.
-        seed: as in scaled_dot_product_attention.
+        seed: dropout seed, as in scaled_dot_product_attention.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects a backend automatically.
 
     Returns:
-        out, with the shape and dtype of input. With return_residual also the sum, or input itself
-        if nothing is added or dropped.
+        out, with the shape and dtype of input. With return_residual, also residual +
+        dropout(input), which is input itself without a residual and dropout.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message states expected and actual value.
+        ValueError, TypeError: an argument is invalid; the message states the expected and the
+            actual value.
 
     Example:
         >>> sublayer, x = torch.randn(2, 128, 512), torch.randn(2, 128, 512)
@@ -162,29 +169,31 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the RMS norm of residual + dropout(input) in one pass over memory.
 
-    Drop-in replacement for `torch.nn.functional.rms_norm`. Differentiable in input, residual and
-    weight, to any order.
+    This is a drop-in replacement for `torch.nn.functional.rms_norm`. Gradients of any order are
+    supported for input, residual and weight.
 
     Args:
         input: (*, *normalized_shape); float32, float16, bfloat16 or float64. Views with contiguous
-            rows are read in place: see docs/masks.md.
-        normalized_shape: the trailing dimensions that are normalised together.
-        weight: (*normalized_shape), any of these dtypes; None omits it.
-        eps: added to the mean square; None means the machine epsilon of float32 (float64 for
-            float64), as in torch.
-        residual: same shape and dtype as input; added before the norm.
+            rows are read in place (see docs/masks.md).
+        normalized_shape: sizes of the trailing dimensions that are normalised together.
+        weight: (*normalized_shape), any of the dtypes of input; None omits it.
+        eps: value added to the mean square. None means the machine epsilon of float32 (of float64
+            for float64 inputs), as in torch.
+        residual: same shape and dtype as input, added to dropout(input) before the norm; None
+            adds nothing.
         dropout_p: probability of dropping an element of input before the addition, in [0, 1],
             rounded to a multiple of 2^-16.
-        seed: as in scaled_dot_product_attention.
+        seed: dropout seed, as in scaled_dot_product_attention.
         return_residual: also return residual + dropout(input).
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects one automatically.
+        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects a backend automatically.
 
     Returns:
-        out, with the shape and dtype of input. With return_residual also the sum, or input itself
-        if nothing is added or dropped.
+        out, with the shape and dtype of input. With return_residual, also residual +
+        dropout(input), which is input itself without a residual and dropout.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message states expected and actual value.
+        ValueError, TypeError: an argument is invalid; the message states the expected and the
+            actual value.
 
     Example:
         >>> x = torch.randn(2, 128, 512, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Attention within variable-length sequences that are packed along one dimension."""
+"""Attention for variable-length sequences that are packed along one dimension."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention within each of several packed sequences, without padding.
+    """Compute attention within each sequence of a packed batch, without padding.
 
-    The results and gradients equal those of `scaled_dot_product_attention` on the padded batch,
-    dropout included.
+    Results, gradients and dropped positions equal those of `scaled_dot_product_attention` on the
+    padded batch.
 
     Args:
         query: (total_q, num_heads, head_dim); float32, float16, bfloat16 or float64.
@@ -52,25 +52,26 @@ def varlen_attention(
         value: (total_k, num_heads_kv, head_dim_v).
         cu_seqlens_q: (batch + 1,) int32 or int64, cumulative lengths from 0 to total_q. Rows
             [cu_seqlens_q[b], cu_seqlens_q[b + 1]) are sequence b. Pass the same tensor to every
-            layer: values derived from it are cached until a torch operation changes it. Changes
-            through another library's kernel or `.data` are not detected.
-        cu_seqlens_k: as cu_seqlens_q, for key and value, up to total_k.
-        max_seqlen_q, max_seqlen_k: number of rows of the longest sequence, or an upper bound.
-        attn_mask: as in scaled_dot_product_attention, with positions relative to each sequence:
-            broadcastable to (batch, num_heads, max_seqlen_q, max_seqlen_k), or a
-            `fused_attn.masks.Mask`.
-        is_causal: query i of a sequence attends to its keys j <= i (top-left). For bottom-right, as
-            in decoding with a cache, pass masks.causal(align="bottom_right").
+            layer, because values derived from it are cached on it. In-place changes by torch
+            operations are detected. Changes by another library's kernel or through `.data` are not.
+        cu_seqlens_k: cumulative lengths of key and value, from 0 to total_k, as cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence, or an upper bound.
+        attn_mask: a `fused_attn.masks.Mask`, or a bool or float tensor as in
+            scaled_dot_product_attention, broadcastable to (batch, num_heads, max_seqlen_q,
+            max_seqlen_k). Positions are relative to the start of each sequence.
+        is_causal: apply a top-left causal mask: query i of a sequence attends to its keys j <= i.
+            For a bottom-right causal mask, as in decoding with a cache, pass
+            masks.causal(align="bottom_right") as attn_mask.
         dropout_p, scale, softcap, sinks, seed, backend: as in scaled_dot_product_attention.
-        return_lse: also return the natural log of the softmax denominator.
+        return_lse: also return lse, the natural log of the softmax denominator.
 
     Returns:
-        out, (total_q, num_heads, head_dim_v). With return_lse also lse, (num_heads, total_q),
-        float32 (float64 for float64).
+        out, (total_q, num_heads, head_dim_v). With return_lse, also lse, (num_heads, total_q),
+        float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message states the expected and actual
-            value. Values of cu_seqlens are checked on the CPU only.
+        ValueError, TypeError: an argument is invalid; the message states the expected and the
+            actual value. Values of cu_seqlens_q and cu_seqlens_k are checked only on the CPU.
         NotImplementedError: the requested backend does not support the call.
 
     Example:
@@ -83,7 +84,7 @@ def varlen_attention(
         >>> out.shape
         torch.Size([192, 8, 64])
 
-    Source: Dao 2023, "FlashAttention-2", section 3.2, for the layout.
+    Source: Dao 2023, "FlashAttention-2", section 3.2 (packed layout).
     """
     if type(query) is not Tensor or not query.dim() == key.dim() == value.dim() == 3:
         check_packed(query, key, value)
@@ -105,7 +106,10 @@ def _spec(
     mask: Mask | None,
     is_causal: bool,
 ) -> MaskSpec:
-    """Validate packed sequences and return their MaskSpec, cached to be shared by layers."""
+    """Validate cu_seqlens and maximum lengths, and return the MaskSpec of the packed call.
+
+    The result is cached on the mask, or on cu_seqlens_q without a mask, so all layers share it.
+    """
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     num_heads = query.shape[1]

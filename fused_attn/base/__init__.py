@@ -1,1 +1,4 @@
-"""Helpers without imports from this package: torch state, flattening, layouts, shapes, Philox."""
+"""Helpers for torch state, flattening, layouts, shapes and Philox.
+
+They import nothing from the rest of fused_attn.
+"""

@@ -1,4 +1,4 @@
-"""Casts that the ops apply under autocast."""
+"""Dtype casts of attention and norm inputs under autocast."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast float32 and 16-bit tensors to the autocast dtype, as torch does for attention.
+    """Cast float32, float16 and bfloat16 tensors to the autocast dtype, as torch does for SDPA.
 
-    Without autocast, and for other dtypes (also unsupported ones), tensors are returned unchanged.
+    Tensors of other dtypes are returned unchanged, as are all tensors if autocast is disabled for
+    the device of the first tensor.
     """
     device_type = tensors[0].device.type
     if not autocasts(device_type):
@@ -22,22 +23,25 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def autocast_norm(input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Cast to float32 under autocast on CUDA, as torch does for norms; the CPU keeps any dtype."""
+    """Cast the inputs of a norm to float32 under autocast on CUDA, as torch does.
+
+    float64 is not cast, and neither are tensors on other devices.
+    """
     device_type = input.device.type
     if device_type != "cuda" or not autocasts(device_type) or input.dtype == torch.float64:
         return input, residual
     return input.float(), None if residual is None else residual.float()
 
 
-# True if autocast is enabled for any device type; torch.compile cannot trace it.
+# Returns True if autocast is enabled for any device type. torch.compile cannot trace it.
 any_autocast = torch._C._is_any_autocast_enabled
 
 
 def autocasts(device_type: str) -> bool:
     """Return True if autocast is enabled for a device type."""
     if torch.compiler.is_compiling():
-        # torch.compile of 2.9 and 2.10 cannot trace is_autocast_available. Of the devices that it
-        # compiles for, only meta lacks autocast.
+        # torch.compile cannot trace is_autocast_available in torch 2.9 and 2.10. Of the devices
+        # that torch.compile supports, only meta has no autocast.
         available = device_type != "meta"
     else:
         available = torch.amp.is_autocast_available(device_type)

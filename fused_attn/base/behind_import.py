@@ -1,4 +1,4 @@
-"""Run a callback when a module is imported, without importing it."""
+"""Import hook that runs a callback after another module is imported."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ Action = Callable[[ModuleType], None]
 
 
 def behind_import(name: str, action: Action) -> None:
-    """Call action(module) now if the module is already imported, otherwise right after its import.
+    """Call action(module) now if the module is imported already, otherwise right after its import.
 
-    This does not import the module. The action is called again if the module is executed again.
+    This function does not trigger the import. If the module is executed again (reloaded), the
+    action is called again.
 
     Args:
         name: full name of the module, such as "torch.utils.flop_counter".
-        action: function of the imported module.
+        action: callback, which receives the module.
     """
     if name in sys.modules:
-        action(importlib.import_module(name))  # waits if another thread is importing it
+        action(importlib.import_module(name))  # blocks while another thread is importing it
     else:
         sys.meta_path.insert(0, _Finder(name, action))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that wraps the loader of one module to call the action."""
+    """Finder that wraps the loader of one module, to call the action after its execution."""
 
     def __init__(self, name: str, action: Action) -> None:
         self.name, self.action = name, action
@@ -44,7 +45,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that runs the original loader, restores it on the module, and calls the action."""
+    """Loader that executes a module with its original loader, and then calls the action.
+
+    The executed module has the original loader as its `__loader__` and `__spec__.loader`.
+    """
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

@@ -1,4 +1,4 @@
-"""Conversion between calls and the flat argument lists of torch.library ops."""
+"""Conversion between nested dataclasses and the flat argument lists of torch.library ops."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _TYPES = {
 
 
 class Flat:
-    """Base class of dataclasses that can be flattened, to expose their tensors to torch.
+    """Base class of dataclasses that convert to a flat argument list for torch.library ops.
 
-    The flat form lists the fields in order; the fields of a nested Flat replace it. `flattens`
-    compiles the conversions once per class from its fields, so a new field needs no other code.
+    The list has the values of the fields in order. A nested Flat is replaced by its fields. The
+    decorator `flattens` generates the conversions from the fields, once per class, so adding a
+    field needs no other change.
 
     Attributes:
         NAMES: names of all flattened fields.
         TENSORS: names of the fields that are a tensor or an optional tensor.
         SCHEMA: the fields as parameters of a torch.library schema.
-        DIFFERENTIABLE: names of the tensors with gradients, in the order of the op's gradients.
+        DIFFERENTIABLE: names of the differentiable tensors, in the order of the gradients that the
+            backward op returns.
     """
 
     NAMES: ClassVar[tuple[str, ...]]
@@ -49,15 +51,18 @@ class Flat:
 
     @classmethod
     def of_flat(cls: type[FlatT], values: Sequence[Any]) -> FlatT:
-        """Return the call for values that begin with its `flat()`."""
+        """Return the object for a list of values that starts with its `flat()`."""
         raise NotImplementedError
 
     def with_tensors(self: FlatT, tensors: Sequence[Tensor | None]) -> FlatT:
-        """Return this call with other tensors, in the order of `TENSORS`."""
+        """Return a copy with other tensors, given in the order of `TENSORS`."""
         raise NotImplementedError
 
     def without_tensors(self: FlatT) -> FlatT:
-        """Return this call without tensors, for a backward whose tensors autograd saves."""
+        """Return this object with None for every tensor.
+
+        An autograd.Function stores the result on ctx, and the tensors with save_for_backward.
+        """
         return self.with_tensors((None,) * len(self.TENSORS)) if self.has_tensors() else self
 
     def has_tensors(self) -> bool:
@@ -66,17 +71,17 @@ class Flat:
 
     @classmethod
     def by_tensor(cls, **values: Any) -> tuple[Any, ...]:
-        """Return the values in the order of `TENSORS`; None for those not given."""
+        """Return the keyword arguments as a tuple in the order of `TENSORS`, None if missing."""
         by_tensor = tuple([values.pop(name, None) for name in cls.TENSORS])
         assert not values, f"{cls.__name__} has no tensors {', '.join(values)}"
         return by_tensor
 
 
 def flattens(cls: type[FlatT]) -> type[FlatT]:
-    """Implement the methods of `Flat` for a dataclass (class decorator).
+    """Generate the methods of `Flat` for a dataclass (class decorator).
 
-    Treat instances as immutable. The dataclasses are not frozen, which would make construction
-    three times as slow.
+    Instances must be treated as immutable. The dataclasses are not frozen, because construction of
+    a frozen dataclass takes three times as long.
     """
     leaves = list(_leaves(cls, ""))
     names = [path.rpartition(".")[2] for path, _ in leaves]
@@ -118,12 +123,12 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
 def empty_strided(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate a tensor: the default of backends, and used by fake implementations."""
+    """Allocate an uninitialised tensor: the default allocator of calls (`calls.Empty`)."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _leaves(cls: type, prefix: str) -> Iterable[tuple[str, Any]]:
-    """Yield the paths and types of the fields, depth first."""
+    """Yield the dotted path and the type of each field, depth first."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -143,11 +148,14 @@ def _construction(
     scope: dict[str, Any],
     kept: Callable[[str], str] = lambda path: "",
 ) -> str:
-    """Return the source expression that constructs a `cls`, with value(path) for each leaf.
+    """Return Python source that constructs a `cls`, with value(path) for each leaf field.
 
     Args:
-        kept: maps the path of a nested Flat to the condition under which self's object is reused;
-            "" for never.
+        prefix: path of the object to construct, with a trailing dot; "" for the outermost.
+        value: returns the source expression of a leaf, for its path.
+        scope: globals of the generated source; receives the classes.
+        kept: returns, for the path of a nested Flat, the source of the condition under which the
+            nested object of self is reused; "" if never.
     """
     hints = typing.get_type_hints(cls)
     arguments = []

@@ -1,4 +1,4 @@
-"""Layouts of tensors: the strides that kernels read in place, and the strides of their outputs."""
+"""Tensor layouts: the strides that kernels read without a copy, and the strides of outputs."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import SymInt, Tensor
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 NOTHING: Layout = ((0,), (1,))
-_SHORT_ROW, _PAGE = 128, 4096  # bytes
-_MAX_ROWS = 1 << 31  # limit of kernels for rows addressed by two strides
+_SHORT_ROW, _PAGE = 128, 4096  # bytes; see `rows_in_place`
+_MAX_ROWS = 1 << 31  # maximum number of rows that norm kernels address by two strides
 
 
 def kernel_strides(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if its last stride is not 1 or it is a lazy negation."""
+    """Return the tensor, copied if its last stride is not 1 or its negative bit is set."""
     dense = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     return (tensor if dense else tensor.contiguous()).resolve_neg()
 
 
 def rows_in_place(tensor: Tensor) -> Tensor:
-    """View or copy (*, columns) as norm kernels read it.
+    """Return a (*, columns) tensor as a view that norm kernels can read, or as a copy.
 
     The result is (columns,), (rows, columns) or (runs, rows, columns), with last stride 1 and
-    arbitrary other strides. With four or more dimensions, leading dimensions are merged if their
-    strides allow it. The tensor is copied in four cases:
+    arbitrary other strides. If the tensor has four or more dimensions, leading dimensions are
+    merged where their strides allow it. The tensor is copied in four cases:
 
     - more than two leading dimensions remain;
-    - the stride of the columns is not 1;
-    - two strides address more rows than kernels support;
-    - rows are short and each is on a separate page. Reading them in place takes up to 1.5 times as
-      long (bfloat16, 512 x 512 rows of 32).
+    - the last stride is not 1;
+    - two leading dimensions have more rows than kernels can address;
+    - rows are shorter than 128 bytes and at least 4096 bytes (a page) apart. Reading such rows in
+      place takes up to 1.5 times as long (bfloat16, 512 x 512 rows of 32 elements).
 
     csrc/bind_norm.h implements the same rule.
     """
@@ -66,18 +66,19 @@ def contiguous(shape: Sequence[int]) -> Layout:
 
 
 def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
-    """Return a dense layout of `shape` with the dimension order of `like`, the last one innermost.
+    """Return a dense layout of `shape` whose dimensions are ordered in memory as those of `like`.
 
-    This is torch's rule for attention. A contiguous query has a contiguous output. The output for a
-    transposed (batch, seqlen, num_heads, dim) query is transposed too, so the projection that
-    follows reads it without a copy. csrc/bind_attention.h implements the same rule.
+    The last dimension is always innermost. This is torch's rule for the output of SDPA. The output
+    for a contiguous query is contiguous. For a query that is a transposed (batch, seqlen,
+    num_heads, head_dim) tensor, the output has the same order, so the output projection reads it
+    without a copy. csrc/bind_attention.h implements the same rule.
 
-    The strides are for a new tensor. A transposed view would be a view to autograd, which restricts
-    in-place operations on it.
+    Allocate the output with these strides instead of transposing a contiguous tensor: autograd
+    restricts in-place operations on views.
     """
     batch, heads, rows, last = strides = like.stride()
     if type(last) is not int or last != 1:
-        return contiguous(shape)  # kernels read a contiguous copy of `like`
+        return contiguous(shape)  # kernels read a contiguous copy of `like` (see `kernel_strides`)
     if type(batch) is type(heads) is type(rows) is int:
         _, num_heads, seqlen, dim = shape
         if batch >= heads >= rows:
@@ -85,7 +86,7 @@ def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
         if batch >= rows >= heads > 0:
             return shape, (seqlen * num_heads * dim, dim, num_heads * dim, 1)
     order = [0, 1, 2, 3]
-    for i in (0, 1, 0):  # three comparisons sort three
+    for i in (0, 1, 0):  # bubble sort of the three leading dimensions
         if _is_inner(strides[order[i]], strides[order[i + 1]]):
             order[i], order[i + 1] = order[i + 1], order[i]
     _, steps = contiguous([shape[dim] for dim in order])
@@ -93,13 +94,13 @@ def laid_out_like(like: Tensor, shape: tuple[int, ...]) -> Layout:
 
 
 def _is_inner(stride: int | SymInt, other: int | SymInt) -> bool:
-    """Return True if a dimension is inner to a later dimension, by its stride.
+    """Return True if the first stride is nonzero and smaller than the second.
 
-    Expanded dimensions are not reordered. Neither are symbolic strides whose order is not
-    statically known, as a comparison would add a guard.
+    A stride of 0 (expanded dimension) returns False. Symbolic strides return False if their order
+    is not statically known, because a comparison would add a guard.
     """
     if isinstance(stride, int) and isinstance(other, int):
         return 0 < stride < other
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
     return statically_known_true(stride > 0) and statically_known_true(stride < other)

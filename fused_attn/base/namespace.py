@@ -1,7 +1,7 @@
-"""Namespace of this package's ops in torch: the package's name.
+"""Namespace of this package's ops in torch.ops: the name of the package.
 
-The name differs if the package is loaded from the Hugging Face Hub, which allows several versions
-in one process.
+The Hugging Face Hub loads the package under a different name, so several versions can be loaded in
+one process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Philox4x32-7 in torch operations: the dropout masks of the kernels, for the reference.
+"""Philox4x32-7 dropout masks in torch operations, for the reference.
 
-Each counter yields eight 16-bit values for adjacent elements, so dropout_p is a multiple of 2^-16.
+Each counter yields eight 16-bit values for adjacent elements, so dropout_p is rounded to a multiple
+of 2^-16. The kernels use the same generator in C++ (csrc/philox.h). Tests check that both agree bit
+for bit.
 
-Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", who find that 7 rounds
-pass all of TestU01's BigCrush. csrc/philox.h is the same generator in C++; tests check that both
-agree bit for bit.
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". They find that 7 rounds
+    pass all tests of TestU01's BigCrush.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = 0xFFFFFFFF
 ROUNDS = 7
-DECISIONS = 8  # per counter: the lower and the upper half of each word
-STEPS = 1 << 16
+DECISIONS = 8  # 16-bit values per counter: the lower and the upper half of each of four words
+STEPS = 1 << 16  # dropout_p is rounded to a multiple of 1 / STEPS
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> list[Tensor]:
-    """Compute four 32-bit words (as int64) for each counter.
+    """Compute four 32-bit random words for each counter.
 
     Args:
-        counter: four int64 tensors below 2**32, broadcast against each other.
-        seed: int64 scalar; its low and high halves are the key.
+        counter: the four words of the counter, as int64 tensors with values in [0, 2**32), which
+            are broadcast against each other.
+        seed: int64 scalar tensor; its low and high 32 bits are the two words of the key.
+
+    Returns:
+        Four int64 tensors with values in [0, 2**32), of the broadcast shape.
     """
     words = list(torch.broadcast_tensors(*counter))
     key = [seed & _MASK32, (seed >> 32) & _MASK32]
@@ -48,14 +53,20 @@ def attention_keep(
     heads: slice = slice(None),
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention weights that dropout keeps, for the selected heads.
+    """Return the dropout mask of attention weights, for the selected heads.
 
-    The counter is (j / 8, i, batch * num_heads + head, 0), and j % 8 selects one of its values.
-    With offsets (row0, key0, head0) for each sequence (see shards.py), the counter is
-    (key0 / 8 + j / 8, row0 + i, head0 + head, 0).
+    The counter for query i, key j and head h of sequence b is (j / 8, i, b * num_heads + h, 0), and
+    j % 8 selects one of its eight values. With offsets, it is (key0 / 8 + j / 8, row0 + i,
+    head0 + h, 0).
+
+    Args:
+        seed: int64 scalar tensor.
+        heads: selects the heads of the result.
+        offsets: int64 (batch, 3), row0, key0 and head0 of each sequence (see call/shards.py), or
+            None.
 
     Returns:
-        bool (batch, num_heads, seqlen_q, seqlen_k), with only these heads.
+        bool (batch, number of selected heads, seqlen_q, seqlen_k), True = kept.
     """
     device = seed.device
     row = torch.arange(seqlen_q, device=device)[:, None]
@@ -75,10 +86,11 @@ def attention_keep(
 def norm_keep(
     seed: Tensor, dropout_p: float, rows: int, columns: int, *, offsets: Tensor | None = None
 ) -> Tensor:
-    """Return the elements of a norm's input that dropout keeps, as bool (rows, columns).
+    """Return the dropout mask of a norm's input: bool (rows, columns), True = kept.
 
-    The counter is (column / 8, row, 0, 1). With offsets (see shards.py) for runs of `length` rows,
-    row r uses offsets[r // length] + r % length instead.
+    The counter is (column / 8, row, 0, 1), and column % 8 selects one of its eight values. With
+    offsets (see call/shards.py), runs of n = rows / len(offsets) rows are numbered separately, and
+    row r of the call becomes offsets[r // n] + r % n in the counter.
     """
     row = torch.arange(rows, device=seed.device)[:, None]
     if offsets is not None:
@@ -88,18 +100,28 @@ def norm_keep(
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Return dropout_p * 2^16, rounded half to even; 16-bit values below it are dropped."""
+    """Return dropout_p * 2^16, rounded half to even.
+
+    An element is dropped if its 16-bit random value is below this threshold.
+    """
     return round(dropout_p * STEPS)
 
 
 def dropout_scale(dropout_p: float) -> float:
-    """Return the scale of elements that dropout keeps; 0 if all are dropped."""
+    """Return the factor for elements that dropout keeps: 1 / (1 - p) for the rounded dropout_p.
+
+    If all elements are dropped, it is 0.
+    """
     kept = STEPS - dropout_threshold(dropout_p)
     return STEPS / kept if kept else 0.0
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Draw a seed from the device's torch generator, on the device (no synchronisation)."""
+    """Draw a seed from the default generator of the device, without a synchronisation.
+
+    Returns:
+        int64 scalar tensor on the device.
+    """
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device)
 
 
@@ -112,8 +134,9 @@ def _keep(
     stream: int,
     octet0: Tensor | int = 0,
 ) -> Tensor:
-    # One octet more than needed, and no slice: torch.export keeps columns dynamic only if nothing
-    # tests whether there is one octet, or whether the octets cover more than the columns.
+    # Compute one octet more than needed, and select columns by index_select instead of a slice.
+    # torch.export keeps columns dynamic only if no operation tests if there is exactly one octet,
+    # or if the octets have more elements than there are columns.
     octet = torch.arange((columns + 2 * DECISIONS - 1) // DECISIONS, device=seed.device)
     stream_word = torch.full_like(octet, stream)
     octet, row, head = (octet0 + octet) & _MASK32, row & _MASK32, head & _MASK32
@@ -125,9 +148,9 @@ def _keep(
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the high and low 32 bits of a * b, for factors below 2**32.
+    """Return the high and low 32 bits of a * b, for factors in [0, 2**32).
 
-    The product itself would overflow int64.
+    The 64-bit product would overflow int64, so the factor a is split into 16-bit halves.
     """
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)

@@ -1,4 +1,4 @@
-"""Conversion of the shapes that attention accepts to the 4-D form for kernels."""
+"""Conversion of attention inputs to the 4-D shapes that kernels require."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Appended to error messages if heads and sequence length look transposed.
+# Hint for error messages, for inputs whose head and sequence dimensions look transposed.
 TRANSPOSED = (
     "; query, key and value must be (batch, num_heads, seqlen, head_dim), and look like (batch, "
     "seqlen, num_heads, head_dim): pass their .transpose(1, 2)"
@@ -16,25 +16,36 @@ TRANSPOSED = (
 
 
 class Canonical(NamedTuple):
-    """Tensors of (batch, num_heads, seqlen, head_dim), and the caller's leading dimensions."""
+    """Attention inputs in 4-D form, and the leading dimensions of the results.
+
+    Attributes:
+        query, key, value: (batch, num_heads or num_heads_kv, seqlen, head_dim or head_dim_v).
+        mask: the mask tensor, with at most 4 dimensions, or None.
+        leading: for the caller, out has shape (*leading, head_dim_v) and lse has shape leading.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    leading: tuple[int, ...]  # out is (*leading, head_dim_v), lse is leading
+    leading: tuple[int, ...]
 
 
 def canonical(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> Canonical:
-    """View the tensors as 4-D, with equal batch and compatible heads; 4-D inputs are not copied.
+    """Convert query, key, value and mask to 4-D tensors with equal batch and compatible heads.
 
-    2-D and 3-D inputs get a head dimension; several batch dimensions are merged into one. key and
-    value are not expanded if query's number of heads is a multiple of theirs.
+    A head dimension is added to 2-D and 3-D inputs, and several batch dimensions are merged into
+    one. 4-D inputs are not copied.
+
+    Args:
+        mask: mask tensor of the call, or None.
+        enable_gqa: allow num_heads to be a multiple of num_heads_kv. Key and value are then not
+            expanded.
 
     Raises:
-        ValueError: the batch dimensions or heads are incompatible.
+        ValueError: the batch dimensions or the heads are incompatible.
     """
     ndim = max(query.dim(), key.dim(), value.dim())
     if (
@@ -103,7 +114,7 @@ def _fit_heads(
 
 
 def _layout_hint(query: Tensor, key: Tensor) -> str:
-    """Return TRANSPOSED if the heads do not match but would after a transpose, else ""."""
+    """Return TRANSPOSED if the heads of query and key would match after a transpose, else ""."""
     (heads, seqlen_q), (heads_kv, seqlen_k) = query.shape[1:3], key.shape[1:3]
     heads_fit = heads_kv and heads % heads_kv == 0
     if heads_fit or seqlen_k == 0 or seqlen_q % seqlen_k:
@@ -112,7 +123,7 @@ def _layout_hint(query: Tensor, key: Tensor) -> str:
 
 
 def _mask(mask: Tensor, batch: tuple[int, ...], has_heads: bool) -> Tensor:
-    """Convert the mask tensor of a call that is not 4-D to the 4-D form."""
+    """Convert the mask tensor of a call whose inputs are not 4-D to at most 4 dimensions."""
     limit = len(batch) + (3 if has_heads else 2)
     if mask.dim() > limit:
         raise ValueError(f"attn_mask must have at most {limit} dimensions, got {mask.dim()}")

@@ -1,8 +1,11 @@
-"""Size limits below which torch's kernels compute calls, because the overhead of ours dominates.
+"""Size limits below which calls run on torch's kernels, because our overhead would dominate.
 
-The overhead of our calls is 6 us. In training it is 30 to 45 us more than torch's, as a call is an
-autograd Function in Python. All ratios are torch's time over ours, for float32 and bfloat16 on
-Intel with AMX, with one and two threads (benchmarks/calls.py).
+The overhead of our calls is 6 us. In training it exceeds torch's by 30 to 45 us, because a call is
+an autograd.Function in Python.
+
+Unless stated otherwise, the ratios below are torch's time divided by ours, so ours is faster above
+1. They were measured with benchmarks/calls.py on an Intel CPU with AMX, in float32 and bfloat16,
+with one and two threads.
 """
 
 from __future__ import annotations
@@ -11,31 +14,36 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Limits in elements or multiply-adds; a call above its limit runs on our kernels.
+    """Size limits of calls, in elements or multiply-adds; larger calls run on our kernels.
 
     Attributes:
-        norm_forward: elements of a layer norm without dropout: 0.6 to 1.1 for 2^14, 0.9 to 1.5 for
-            2^16. With a residual the limit is half: 0.7 to 1.0 for 2^13. torch's RMS norm is
-            several operations, and slower at every size.
-        norm_training: with gradients: 0.5 to 0.85 for 2^16, 0.7 to 1.1 for 2^17, 0.8 to 1.5 for
-            2^18.
-        activation_forward: elements of an activation after a linear layer, without dropout: 0.66
-            to 1.2 below 2^15, 0.9 to 1.2 above.
-        activation_training: with gradients: 0.56 to 0.97 below 2^18, 0.9 to 1.5 above.
+        norm_forward: elements of a layer norm without dropout. The ratio is 0.6 to 1.1 for 2^14
+            elements and 0.9 to 1.5 for 2^16. With a residual the limit is halved, as the ratio is
+            0.7 to 1.0 for 2^13. RMS norms have no limit, because torch's consists of several
+            operations and is slower at every size.
+        norm_training: as norm_forward, for calls with gradients. The ratio is 0.5 to 0.85 for 2^16
+            elements, 0.7 to 1.1 for 2^17 and 0.8 to 1.5 for 2^18.
+        activation_forward: elements of an activation after a linear layer, without dropout. The
+            ratio is 0.66 to 1.2 below 2^15 elements and 0.9 to 1.2 above.
+        activation_training: as activation_forward, for calls with gradients. The ratio is 0.56 to
+            0.97 below 2^18 elements and 0.9 to 1.5 above.
         attention_forward: multiply-adds of query @ key^T under `enable()`, without a mask or
-            dropout, in float32. One query and one key take 9 us through torch's dispatcher and back
-            to torch's kernel, 13 us with our kernel, 4 us without `enable()`.
-        attention_training: with gradients, also with a bool mask if torch has the same result. Our
-            kernels: 0.64 for 3 x 4 x 12 x 16, 0.79 for 2 x 4 x 64 x 32 (2^20). torch's kernels,
-            including dispatch and the check of mask values: 0.82 and 0.85.
+            dropout, in float32. A call with one query and one key takes 13 us on our kernel. It
+            takes 9 us if `enable()` passes it on to torch's kernel, and 4 us without `enable()`.
+        attention_training: as attention_forward, for calls with gradients. Bool masks are included
+            if torch returns the same result. On our kernels, the ratio is 0.64 for 3 x 4 x 12 x 16
+            and 0.79 for 2 x 4 x 64 x 32 (2^20 multiply-adds). If torch's kernels are called,
+            including dispatch and the check of mask values, it is 0.82 and 0.85.
         compiled_forward: multiply-adds of query @ key^T in a torch.compile graph on the CPU, for
-            `compile_pass()`. Inductor's code over ours: 0.72 for 2^17, 0.85 for 2^20, 1.08 for
-            2.5 * 2^20, 1.35 for 2^26.
-        compiled_training: with gradients: 0.7 for 2^17, 0.82 for 2^20, 0.97 for 2.5 * 2^20, 1.0 for
-            2^22, 1.2 for 2^26.
-        packing_forward: padding tokens times the squared width of a stack of encoder layers. Two
-            layers, padded over packed time: 0.8 for 2^17, 0.92 for 2^19, 1.0 for 2^20 to 2^22.
-        packing_training: with gradients: 0.9 for 2^17, 1.04 for 2^19, 1.14 for 2^21.
+            `compile_pass()`. The ratio of the time of Inductor's code to ours is 0.72 for 2^17,
+            0.85 for 2^20, 1.08 for 2.5 * 2^20 and 1.35 for 2^26.
+        compiled_training: as compiled_forward, for calls with gradients. The ratio is 0.7 for 2^17,
+            0.82 for 2^20, 0.97 for 2.5 * 2^20, 1.0 for 2^22 and 1.2 for 2^26.
+        packing_forward: padding tokens times the squared width of a stack of encoder layers, above
+            which the stack is packed. For two layers, the ratio of padded to packed time is 0.8 for
+            2^17, 0.92 for 2^19 and 1.0 for 2^20 to 2^22.
+        packing_training: as packing_forward, for calls with gradients. The ratio is 0.9 for 2^17,
+            1.04 for 2^19 and 1.14 for 2^21.
     """
 
     norm_forward: int
@@ -50,7 +58,7 @@ class Limits(NamedTuple):
     packing_training: int
 
 
-# Used by tests: every call runs on our kernels.
+# Tests use these limits to run every call on our kernels.
 NONE = Limits(*[-1] * len(Limits._fields))
 limits = Limits(
     1 << 14, 1 << 17, 1 << 15, 1 << 18, 1 << 12, 1 << 20, 1 << 21, 1 << 22, 1 << 20, 1 << 18

@@ -1,4 +1,4 @@
-"""Queries of torch's state: interception of calls, host-readable values, streams, dtypes."""
+"""Predicates on torch's global state and on tensors: interception, autograd, streams, dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-# torch has two kinds of batched tensors. Neither is visible in the Python type.
+# torch has two kinds of batched tensors, of autograd and of functorch. The Python type of both is
+# torch.Tensor.
 _batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 _batched_by_vmap = torch._C._functorch.is_batchedtensor
 
@@ -18,14 +19,17 @@ _CPU = torch.device("cpu")
 def plain_eager(*tensors: Tensor | None) -> bool:
     """Return True if nothing intercepts the call and no tensor is of a subclass.
 
-    Then a kernel may be called without going through ``torch.ops``.
+    In this case, a kernel may be called directly instead of through ``torch.ops``.
     """
     return not is_intercepted() and PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 def is_intercepted() -> bool:
-    """Return True under torch.compile, export, jit.trace, a dispatch or function mode, a functorch
-    transform, or forward-mode AD. Calls must then go through ``torch.ops`` or the reference."""
+    """Return True if torch intercepts calls, which must then use ``torch.ops`` or the reference.
+
+    Calls are intercepted under torch.compile, export, jit.trace, a dispatch or function mode, a
+    functorch transform, and forward-mode AD.
+    """
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -37,15 +41,16 @@ def is_intercepted() -> bool:
 
 
 def batched_by_autograd(tensor: Tensor, other: Tensor | None = None) -> bool:
-    """Return True if a tensor is batched by torch.autograd.grad with is_grads_batched.
+    """Return True if a tensor is batched by torch.autograd.grad with is_grads_batched=True.
 
-    jacobian and hessian use it with vectorize=True: one backward computes all gradients.
+    jacobian and hessian use this mode with vectorize=True, to compute all gradients in one
+    backward.
     """
     return _batched_by_autograd(tensor) or (other is not None and _batched_by_autograd(other))
 
 
 def batched(*tensors: Tensor | None) -> bool:
-    """Return True if any tensor is batched, by autograd or by torch.vmap."""
+    """Return True if any tensor is batched by autograd (is_grads_batched) or by torch.vmap."""
     return any(
         tensor is not None and (_batched_by_autograd(tensor) or _batched_by_vmap(tensor))
         for tensor in tensors
@@ -53,53 +58,61 @@ def batched(*tensors: Tensor | None) -> bool:
 
 
 def transformed() -> bool:
-    """Return True under a torch.func transform or forward-mode AD, but not torch.compile.
+    """Return True under a torch.func transform or forward-mode AD, which no kernel supports.
 
-    No kernel supports them.
+    Under torch.compile the result is False.
     """
     return not torch.compiler.is_compiling() and in_transform()
 
 
 def in_transform() -> bool:
-    """Return True as `transformed` does, in code that torch.compile does not trace into."""
+    """Return True under a torch.func transform or forward-mode AD.
+
+    In contrast to `transformed`, it does not test for torch.compile, which must not trace it.
+    """
     return (
         forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Return True if autograd records operations on these tensors."""
+    """Return True if grad mode is enabled and any of the tensors requires grad."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def host_readable(tensor: Tensor) -> bool:
-    """Return True if values can be read without a device synchronisation or a graph break."""
+    """Return True if values can be read on the host without a device sync or a graph break.
+
+    This requires an eager call and a tensor on the CPU.
+    """
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return False
     return plain_eager(tensor)
 
 
 def savable(tensor: Tensor) -> bool:
-    """Return True if autograd can save the tensor, or does not record operations.
+    """Return True if an autograd.Function may save the tensor for its backward.
 
-    It can save only a copy of a tensor created under torch.inference_mode.
+    False only if grad mode is enabled and the tensor was created under torch.inference_mode: such a
+    tensor must be cloned first.
     """
     return torch.compiler.is_compiling() or not tensor.is_inference() or not torch.is_grad_enabled()
 
 
 def captured(tensor: Tensor) -> bool:
-    """Return True if the tensor is on a GPU and the current stream captures a CUDA graph.
+    """Return True if the tensor is on a GPU and the current stream is capturing a CUDA graph.
 
-    The values may differ when the graph is replayed, so cached values must not be used in it.
+    The tensor may have other values when the graph is replayed, so values derived from it must be
+    computed in the graph, not read from a cache.
     """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the device's current stream, 0 on the CPU.
+    """Return the handle of the device's current CUDA stream; 0 for other devices.
 
-    Cached values are separate for each stream. On another stream a value may not be computed yet,
-    and its memory may be reused while it is read.
+    Caches have a separate entry for each stream. A value of another stream may not be computed yet,
+    and its memory may be reused while a kernel reads it.
     """
     if device == _CPU or device.type != "cuda":
         return 0
@@ -108,5 +121,5 @@ def stream_of(device: torch.device) -> int:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of lse, mean, rstd and accumulators."""
+    """Return the dtype of lse, mean, rstd and accumulators for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,1 +1,1 @@
-"""Attention and norm calls as values: validation, packed sequences, shards of global calls."""
+"""Attention and norm calls as objects: their validation, packed sequences, and shards."""

@@ -1,4 +1,4 @@
-"""Counts of attention calls: torch's function under `enable()`, and our functions in `stats()`."""
+"""Counters of attention calls, for `enable()`, `enabled()` and `stats()`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class CallKind(NamedTuple):
-    """A group of calls that share one count.
+    """Group of attention calls that are counted together.
 
     Attributes:
-        reason: why torch's kernels computed the calls; empty if ours did.
+        reason: why the calls ran on torch's kernels; empty if they ran on ours.
         query: shape of query.
         seqlen_k: number of keys.
-        site: file and line of the call; empty unless call sites are recorded.
+        site: "file:line" of the call; empty unless call sites are recorded.
     """
 
     reason: str
@@ -31,10 +31,10 @@ class CallKind(NamedTuple):
 class CallCounts:
     """Counts of attention calls, returned by `enable()`, `enabled()` and `stats()`.
 
-    Print it for a table of the counts. Calls in torch.compile graphs are not counted.
+    Printing the object shows a table of the counts. Calls in torch.compile graphs are not counted.
 
     Args:
-        call_sites: count each calling line separately, which takes one microsecond per call.
+        call_sites: count the calls of each source line separately. This adds 1 us per call.
 
     Example:
         >>> query = torch.randn(2, 4, 128, 32)
@@ -58,12 +58,12 @@ class CallCounts:
 
     @property
     def fused(self) -> int:
-        """Number of calls computed by our kernels."""
+        """Number of calls that ran on our kernels."""
         return sum(count for kind, count in self.kinds.items() if not kind.reason)
 
     @property
     def left_to_torch(self) -> int:
-        """Number of calls computed by torch's kernels."""
+        """Number of calls that ran on torch's kernels."""
         return self._counts.total() - self.fused
 
     def reset(self) -> None:
@@ -71,12 +71,17 @@ class CallCounts:
         self._counts.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all counts as JSON-serializable types."""
+        """Return all counts as a JSON-serializable dict, most frequent kinds first."""
         kinds = [{**kind._asdict(), "count": count} for kind, count in self.kinds.most_common()]
         return {"fused": self.fused, "left_to_torch": self.left_to_torch, "kinds": kinds}
 
     def add(self, reason: str, query: Tensor, key: Tensor) -> None:
-        """Count a call."""
+        """Count one call.
+
+        Args:
+            reason: why the call ran on torch's kernels; "" if it ran on ours.
+            query, key: only their shapes are used.
+        """
         seqlen_k = key.size(-2) if key.dim() > 1 else 0
         site = _call_site() if self.call_sites else ""
         self._counts[reason, query.shape, seqlen_k, site] += 1
@@ -91,7 +96,7 @@ class CallCounts:
 
 
 def _call_site() -> str:
-    """Return the innermost frame outside torch and this package, as file:line."""
+    """Return "file:line" of the innermost stack frame outside torch and fused_attn."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -101,19 +106,20 @@ def _call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-counting: list[CallCounts] = []  # those of active `stats()` blocks
+counting: list[CallCounts] = []  # counters of the `stats()` blocks that are currently open
 
 
 @contextlib.contextmanager
 def stats(*, call_sites: bool = False) -> Iterator[CallCounts]:
-    """Count the attention calls in a `with` block, by shape and by the kernels that computed them.
+    """Count the attention calls in a `with` block, by shape and by the kernels that ran them.
 
-    All calls of `scaled_dot_product_attention` and `varlen_attention` are counted, also those by
-    swapped modules, by models of transformers, and by torch's function under `enable()` if our
-    kernels compute it. Steps of `decode_attention` and calls in torch.compile graphs are not.
+    All calls of `scaled_dot_product_attention` and `varlen_attention` are counted. This includes
+    calls by swapped modules, by models of transformers, and by torch's function under `enable()` if
+    they run on our kernels. Calls of `decode_attention` and calls in torch.compile graphs are not
+    counted.
 
     Args:
-        call_sites: count each calling line separately.
+        call_sites: count the calls of each source line separately.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)

@@ -1,7 +1,7 @@
-"""Calls as values: all arguments of an operation, and the layouts of its outputs.
+"""Call objects, which hold all arguments of an operation and allocate its outputs.
 
-A call passes from the public function to the kernel as one object. It alone computes the shapes of
-outputs and gradients, for every backend and for torch.compile's fake implementations.
+A call passes from the public function to the kernel as one object. Its methods compute the shapes
+and strides of outputs and gradients for all backends and for the fake implementations of the ops.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fused_attn.masks.spec import MaskSpec
 
 
 class Empty(Protocol):
-    """A function that allocates an uninitialised tensor."""
+    """Function that allocates an uninitialised tensor with the given strides."""
 
     def __call__(
         self,
@@ -39,29 +39,29 @@ class Empty(Protocol):
 
 
 class AttentionOutputs(NamedTuple):
-    """Results of a forward.
+    """Results of an attention forward.
 
-    A missing result is None, or an empty tensor in ops of torch.library, which must return one.
+    A missing result is None. Ops of torch.library must return tensors, so they return an empty one.
 
     Attributes:
         out: (batch, num_heads, seqlen_q, head_dim_v), in query's layout (see `laid_out_like`).
-        lse: (batch, num_heads, seqlen_q), float32 (float64 for float64); missing if it is not
-            requested and no backward follows.
-        lse_residual: rounding error of lse, same shape and dtype; missing if no backward follows.
-        out_residual: rounding error of a 16-bit out, as int16 in the shape and layout of out (see
-            csrc/fields/attention.inc); missing if no backward follows or out is not rounded. The
-            backward computes its row sums from out and out_residual. In rows with few visible
-            keys, or with nearly all weight on one key, the rounding error of out alone would exceed
-            the gradients of the scores.
+        lse: (batch, num_heads, seqlen_q), float32 (float64 for float64 inputs). Missing if it is
+            not requested and no backward follows.
+        lse_residual: rounding error of lse, same shape and dtype. Missing if no backward follows.
+        out_residual: rounding error of a 16-bit out, encoded as int16 (csrc/fields/attention.inc),
+            in the shape and layout of out. Missing if no backward follows, or if out has a wider
+            dtype. The backward computes its row sums from out and out_residual. In query rows with
+            few visible keys, or with nearly all weight on one key, the rounding error of out alone
+            would exceed the gradients of the scores.
     """
 
     out: Tensor
-    lse: Any  # Tensor, or None; so are the next ones
+    lse: Any  # this and the following fields: Tensor | None
     lse_residual: Any
     out_residual: Any
 
     def kernel_layout(self) -> AttentionOutputs:
-        """Return the results of a forward for a backward, with strides that backwards support."""
+        """Return these results with the strides that backward kernels support."""
         low = self.out_residual
         return AttentionOutputs(
             kernel_strides(self.out),
@@ -83,12 +83,15 @@ class AttentionOutputs(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """Gradients of a call's tensors, in their dtypes; bias is empty or None if not requested."""
+    """Gradients of an attention call, each in the shape and dtype of its tensor.
+
+    The gradient of bias is None, or an empty tensor in torch.library ops, if it is not requested.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    bias: Any  # Tensor, or None
+    bias: Any  # Tensor | None
 
     def without_none(self) -> AttentionGradients:
         """Return these gradients with an empty tensor in place of None."""
@@ -99,15 +102,15 @@ class AttentionGradients(NamedTuple):
 @flattens
 @dataclass(eq=False)
 class AttentionCall(Flat):
-    """Attention: softmax(mask(scale * query @ key^T)) @ value.
+    """Validated attention call: softmax(mask(scale * query @ key^T)) @ value.
 
     Attributes:
-        query: (batch, num_heads, seqlen_q, head_dim). With packed sequences (see MaskSpec), batch
-            is 1 in query, key and value.
+        query: (batch, num_heads, seqlen_q, head_dim). For packed sequences (see MaskSpec), batch is
+            1 in query, key and value.
         key: (batch, num_heads_kv, seqlen_k, head_dim).
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
-        mask: the visible positions, and the terms added to the scores.
-        options: scale, softcap, dropout.
+        mask: the visible positions, and the bias added to the scores.
+        options: scale, softcap and dropout.
     """
 
     query: Tensor
@@ -118,16 +121,16 @@ class AttentionCall(Flat):
 
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("query", "key", "value", "bias")
     checked: ClassVar[bool] = True
-    enable_gqa: ClassVar[bool] = True  # num_heads_kv divides num_heads
+    enable_gqa: ClassVar[bool] = True  # validation ensures that num_heads_kv divides num_heads
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return batch, seqlen_q and seqlen_k; if packed, the count and maximum lengths."""
+        """Return (batch, seqlen_q, seqlen_k); for packed sequences see `MaskSpec.sizes`."""
         return self.mask.sizes(self.query, self.key)
 
     def kernel_layout(self) -> AttentionCall:
-        """Return this call with tensors in layouts that kernels support."""
-        # No generator expression: torch.compile of 2.14 restarts the trace of a backward when
-        # strides are read, and fails if a generator was suspended then.
+        """Return this call with all tensors in layouts that kernels support."""
+        # Do not use a generator expression here. torch.compile (2.14) restarts the trace of a
+        # backward when strides are read, and fails if a generator is suspended at that point.
         q, k = kernel_strides(self.query), kernel_strides(self.key)
         v = kernel_strides(self.value)
         mask, options = self.mask.kernel_layout(), with_dense_offsets(self.options)
@@ -144,7 +147,13 @@ class AttentionCall(Flat):
     def outputs(
         self, for_backward: bool, want_lse: bool = True, empty: Empty = empty_strided
     ) -> AttentionOutputs:
-        """Allocate uninitialised results; missing ones are empty."""
+        """Allocate uninitialised results; missing results are empty tensors.
+
+        Args:
+            for_backward: also allocate lse and the residuals, for a backward.
+            want_lse: also allocate lse.
+            empty: the allocator.
+        """
         query = self.query
         batch, num_heads, seqlen_q, _ = query.shape
         out = laid_out_like(query, (batch, num_heads, seqlen_q, self.value.shape[3]))
@@ -159,7 +168,11 @@ class AttentionCall(Flat):
         )
 
     def gradients(self, needs_bias: bool, empty: Empty = empty_strided) -> AttentionGradients:
-        """Allocate uninitialised gradients in the layouts of their tensors; bias is contiguous."""
+        """Allocate uninitialised gradients of query, key, value and bias.
+
+        Query, key and value gradients have the dimension order of their tensors. The bias gradient
+        is contiguous, or empty without needs_bias.
+        """
         query, bias = self.query, self.mask.bias
         wanted = bias if needs_bias else None
         q, k, v = (
@@ -176,8 +189,11 @@ class AttentionCall(Flat):
         )
 
     def weights(self, average: bool, empty: Empty = empty_strided) -> Tensor:
-        """Allocate uninitialised weights: (batch, num_heads, seqlen_q, seqlen_k), or (batch,
-        seqlen_q, seqlen_k) for their average over heads."""
+        """Allocate uninitialised attention weights in the dtype of query.
+
+        Their shape is (batch, num_heads, seqlen_q, seqlen_k), or (batch, seqlen_q, seqlen_k) if
+        they are averaged over heads.
+        """
         query = self.query
         return empty(*contiguous(self.weights_shape(average)), query.dtype, query.device)
 
@@ -189,17 +205,19 @@ class AttentionCall(Flat):
 
 
 class NormOutputs(NamedTuple):
-    """Results of a norm's forward; missing ones are None or empty, as in AttentionOutputs.
+    """Results of a norm forward; missing results are None or empty, as in AttentionOutputs.
 
     Attributes:
-        out: (*, columns), in the dtype of input, contiguous.
-        total: residual + dropout(input), as out; missing if it equals input or is not requested.
-        mean: (rows,), float32 (float64 for float64); missing for RMS norms.
-        rstd: (rows,), same dtype as mean.
+        out: (*, columns), contiguous, in the dtype of input.
+        total: residual + dropout(input); shape, layout and dtype as out. Missing if it equals input
+            or is not requested.
+        mean: (rows,), float32 (float64 for float64 inputs). Missing for RMS norms.
+        rstd: (rows,), reciprocal of the standard deviation (RMS norms: of the root mean square),
+            same dtype as mean.
     """
 
     out: Tensor
-    total: Any  # Tensor, or None; so are the next ones
+    total: Any  # this and the following fields: Tensor | None
     mean: Any
     rstd: Any
 
@@ -216,15 +234,16 @@ class NormOutputs(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradients of a norm call; missing ones are None or empty, as in AttentionOutputs.
+    """Gradients of a norm call; missing gradients are None or empty, as in AttentionOutputs.
 
     Attributes:
-        input: (*, columns), contiguous; missing if it equals that of `total` (no dropout).
-        total: (*, columns), contiguous; gradient of residual + dropout(input), and of residual.
-        weight, bias: (columns,) in the dtype of rstd; missing if not requested.
+        input: (*, columns), contiguous. Missing without dropout, as it then equals `total`.
+        total: (*, columns), contiguous; the gradient of residual + dropout(input), which is also
+            the gradient of residual.
+        weight, bias: (columns,), in the dtype of rstd. Missing if not requested.
     """
 
-    input: Any  # Tensor, or None; so are weight and bias
+    input: Any  # Tensor | None, as are weight and bias
     total: Tensor
     weight: Any
     bias: Any
@@ -244,13 +263,13 @@ class NormGradients(NamedTuple):
 @flattens
 @dataclass(eq=False)
 class NormCall(Flat):
-    """Layer norm or RMS norm: norm(residual + dropout(input)) of each row.
+    """Validated layer norm or RMS norm call: norm(residual + dropout(input)) of each row.
 
     Attributes:
-        input: (*, columns); all leading dimensions are rows.
-        residual: as input, or None.
+        input: (*, columns). Each vector along the last dimension is a row.
+        residual: same shape and dtype as input, or None.
         weight, bias: (columns,), or None.
-        options: eps, type of norm, dropout.
+        options: eps, type of norm, and dropout.
     """
 
     input: Tensor
@@ -269,18 +288,19 @@ class NormCall(Flat):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows: the product of the leading dimensions of input."""
         return math.prod(self.input.shape[:-1])
 
     @property
     def has_total(self) -> bool:
-        """True if the norm is applied to something other than input."""
+        """True if the call has a residual or dropout, so the sum differs from input."""
         return self.residual is not None or self.options.dropout_p > 0.0
 
     def kernel_layout(self) -> NormCall:
-        """Return this call in layouts that kernels support (see `rows_in_place`).
+        """Return this call with all tensors in layouts that kernels support.
 
-        Parameters become contiguous, in the dtype of the statistics.
+        Input and residual are views or copies (see `rows_in_place`). Weight and bias are converted
+        to contiguous tensors in the dtype of the statistics.
         """
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
         input, residual = rows_in_place(self.input), self.residual
@@ -299,7 +319,10 @@ class NormCall(Flat):
         return NormCall(input, residual, weight, bias, options)
 
     def contiguous_call(self) -> NormCall:
-        """Return this call with contiguous tensors, in the dtypes that kernels support."""
+        """Return this call with contiguous tensors in the dtypes that kernels support.
+
+        In contrast to `kernel_layout`, the shape of input is not changed.
+        """
         own, dtype = self.input.dtype, statistics_dtype(self.input.dtype)
         return NormCall(
             self.input.contiguous().resolve_neg(),
@@ -310,11 +333,15 @@ class NormCall(Flat):
         )
 
     def of_total(self, total: Tensor) -> NormCall:
-        """Return the call for the backward: `total` as the input, and no residual."""
+        """Return the call for the backward, with `total` as input and without a residual.
+
+        Args:
+            total: residual + dropout(input) of the forward.
+        """
         return NormCall(total, None, self.weight, self.bias, self.options)
 
     def outputs(self, empty: Empty = empty_strided) -> NormOutputs:
-        """Allocate uninitialised results."""
+        """Allocate uninitialised results; missing results are empty tensors."""
         like = self.input
         rows, dtype = self.rows, statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
@@ -328,7 +355,7 @@ class NormCall(Flat):
     def gradients(
         self, needs_weight: bool, needs_bias: bool, empty: Empty = empty_strided
     ) -> NormGradients:
-        """Allocate uninitialised gradients."""
+        """Allocate uninitialised gradients; missing gradients are empty tensors."""
         like = self.input
         columns, dtype = like.shape[-1], statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
@@ -344,12 +371,12 @@ CallT = TypeVar("CallT", AttentionCall, NormCall)
 
 
 def with_options(call: CallT, **options: Any) -> CallT:
-    """Return the call with the given options replaced."""
+    """Return a copy of the call with some options replaced."""
     return replace(call, options=replace(call.options, **options))
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor, or an empty one on the device of `like`."""
+    """Return the tensor, or an empty tensor on the device of `like` if it is None."""
     return like.new_empty(0, dtype=dtype) if tensor is None else tensor
 
 

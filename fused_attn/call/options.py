@@ -1,7 +1,7 @@
-"""Options of a call: all arguments except its main tensors and its mask.
+"""Options of attention and norm calls: all arguments except the input tensors and the mask.
 
-A new option needs a field here with its validation, an argument of the public functions, a line in
-csrc/fields/*_options.inc, and support in the kernels.
+To add an option, add a field and its validation here, an argument of the public functions, a line
+in csrc/fields/*_options.inc, and support in the kernels.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ OptionsT = TypeVar("OptionsT", "AttentionOptions", "NormOptions")
 
 
 def default_scale(head_dim: int) -> float:
-    """Return the default softmax scale, 1 / sqrt(head_dim)."""
+    """Return the default softmax scale, 1 / sqrt(head_dim); 1 if head_dim is 0."""
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """Return the default eps of RMS norms, as in torch."""
+    """Return the default eps of RMS norms: the machine epsilon of the statistics, as in torch."""
     return torch.finfo(statistics_dtype(dtype)).eps
 
 
 @flattens
 @dataclass(eq=False)
 class AttentionOptions(Flat):
-    """Options of an attention call; an unchecked call holds the caller's values.
+    """Options of an attention call.
+
+    In an unchecked call, the values are those that the caller passed.
 
     Attributes:
-        scale: multiplies query @ key^T; unchecked, None for the default.
-        softcap: 0 for none, else the scores become softcap * tanh(scores / softcap); unchecked,
-            None for none.
-        dropout_p: probability of dropping a weight.
-        seed: int64 scalar tensor, required if dropout_p > 0; unchecked, also an int or None.
-        dropout_offsets: int64 (batch, 3), the global offsets (row, key, head) of each sequence, see
-            call/shards.py. None if the call is not a shard.
+        scale: factor of query @ key^T. Unchecked, None means the default.
+        softcap: if not 0, scores become softcap * tanh(scores / softcap). Unchecked, None means no
+            softcap.
+        dropout_p: probability of dropping an attention weight.
+        seed: int64 scalar tensor, required if dropout_p > 0. Unchecked, it may be an int or None.
+        dropout_offsets: int64 (batch, 3), global offsets (row, key, head) of each sequence (see
+            call/shards.py). None if the call is not a shard of a global call.
     """
 
     scale: float
@@ -54,7 +56,11 @@ class AttentionOptions(Flat):
     dropout_offsets: Tensor | None = None
 
     def prepare(self, head_dim: int) -> bool:
-        """Set the default scale of an unchecked call; False if `checked` is needed."""
+        """Set the default scale of an unchecked call, and return True if all options are valid.
+
+        False means that `checked` must convert or reject an option. A given seed also returns
+        False.
+        """
         scale: Any = self.scale
         softcap: Any = self.softcap
         if scale is None:
@@ -67,7 +73,7 @@ class AttentionOptions(Flat):
         return type(dropout_p) in _NUMBERS and 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, head_dim: int, device: torch.device) -> AttentionOptions:
-        """Return the validated options for tensors with this head_dim and device.
+        """Validate and convert the options of an unchecked call.
 
         Raises:
             ValueError, TypeError: an option is invalid; the message states what was expected.
@@ -87,22 +93,29 @@ class AttentionOptions(Flat):
         )
 
     def for_backward(self) -> AttentionOptions:
-        """Return validated options from those of an accepted unchecked call, without the seed."""
+        """Return the validated options, without the seed, of an unchecked call that was run.
+
+        The backward restores the seed, which autograd saves with the other tensors.
+        """
         return AttentionOptions(float(self.scale), self.softcap or 0.0, float(self.dropout_p))
 
 
 @flattens
 @dataclass(eq=False)
 class NormOptions(Flat):
-    """Options of a norm call; an unchecked call holds the caller's values.
+    """Options of a norm call.
+
+    In an unchecked call, the values are those that the caller passed.
 
     Attributes:
-        eps: added to the variance, or to the mean square; unchecked, None for the default.
-        rms: RMS norm instead of layer norm.
+        eps: added to the variance, or to the mean square of an RMS norm. Unchecked, None means the
+            default.
+        rms: True for RMS norm, False for layer norm.
         dropout_p: probability of dropping an element of input.
-        seed: int64 scalar tensor, required if dropout_p > 0; unchecked, also an int or None.
-        dropout_offsets: int64 (runs,), the global index of the first row of each run of rows / runs
-            rows, see call/shards.py. None if the call is not a shard.
+        seed: int64 scalar tensor, required if dropout_p > 0. Unchecked, it may be an int or None.
+        dropout_offsets: int64 (runs,), global index of the first row of each run (see
+            call/shards.py). A run has rows / runs rows. None if the call is not a shard of a global
+            call.
     """
 
     eps: float
@@ -112,7 +125,11 @@ class NormOptions(Flat):
     dropout_offsets: Tensor | None = None
 
     def prepare(self, dtype: torch.dtype) -> bool:
-        """Set the default eps of an unchecked call; False if `checked` is needed."""
+        """Set the default eps of an unchecked call, and return True if all options are valid.
+
+        False means that `checked` must convert or reject an option. A given seed also returns
+        False.
+        """
         if self.eps is None:
             self.eps = default_eps(dtype)
         dropout_p = self.dropout_p
@@ -121,7 +138,7 @@ class NormOptions(Flat):
         return 0.0 <= dropout_p <= 1.0 and self.seed is None
 
     def checked(self, dtype: torch.dtype, device: torch.device) -> NormOptions:
-        """Return the validated options for tensors of this dtype and device.
+        """Validate and convert the options of an unchecked call.
 
         Raises:
             ValueError, TypeError: an option is invalid; the message states what was expected.
@@ -136,19 +153,25 @@ class NormOptions(Flat):
         )
 
     def for_backward(self) -> NormOptions:
-        """Return validated options from those of an accepted unchecked call, without the seed."""
+        """Return the validated options, without the seed, of an unchecked call that was run."""
         return NormOptions(self.eps, self.rms, float(self.dropout_p))
 
 
 def with_dense_offsets(options: OptionsT) -> OptionsT:
-    """Return the options with a contiguous dropout_offsets, as kernels read it."""
+    """Return the options with contiguous dropout_offsets, as kernels require."""
     offsets = options.dropout_offsets
     dense = offsets if offsets is None else offsets.contiguous()
     return options if dense is offsets else replace(options, dropout_offsets=dense)
 
 
 def checked_number(name: str, value: object) -> float:
-    """Convert a Python or NumPy number, or a scalar tensor, to a float."""
+    """Convert a Python or NumPy number, or a scalar tensor, to a float.
+
+    Symbolic numbers are returned unchanged.
+
+    Raises:
+        TypeError: the value is of another type, or requires grad.
+    """
     if type(value) is float:
         return value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
@@ -165,7 +188,7 @@ def checked_number(name: str, value: object) -> float:
 
 
 def checked_probability(dropout_p: float) -> float:
-    """Validate dropout_p and return it as a float in [0, 1]."""
+    """Convert dropout_p to a float; raise ValueError if it is not in [0, 1]."""
     dropout_p = checked_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
@@ -175,8 +198,13 @@ def checked_probability(dropout_p: float) -> float:
 def checked_seed(
     seed: int | Tensor | None, dropout_p: float, device: torch.device
 ) -> Tensor | None:
-    """Validate the seed and return it as a tensor; None if it must be drawn or there is no
-    dropout."""
+    """Validate a seed and convert it to an int64 scalar tensor on `device`.
+
+    The result is None if there is no dropout, or if the seed is None and must be drawn.
+
+    Raises:
+        ValueError, TypeError: the seed is invalid; the message states what was expected.
+    """
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.dim():
             got = f"{seed.dtype} tensor of shape {tuple(seed.shape)}"
@@ -190,7 +218,7 @@ def checked_seed(
             raise TypeError(
                 f"seed must be an int or an int64 scalar tensor, got {type(seed).__name__}"
             )
-        seed = seed if isinstance(seed, torch.SymInt) else int(seed)  # numpy's would overflow
+        seed = seed if isinstance(seed, torch.SymInt) else int(seed)  # NumPy ints may overflow
         if not -(1 << 63) <= seed < 1 << 64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
     if seed is None or dropout_p == 0.0:
@@ -199,5 +227,5 @@ def checked_seed(
         return seed
     # Reinterpret the bits as int64: seeds from 2^63 on become negative.
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    # torch.tensor would copy from the host: a device sync, and an error in a CUDA graph.
+    # torch.tensor would copy from the host, which synchronizes and fails in a CUDA graph.
     return torch.full((), signed, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Packed sequences: validation, masks, and conversion to a padded batch for the reference."""
+"""Packed sequences: validation of cu_seqlens, masks, and conversion to and from a padded batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
-    """Raise ValueError if the sequences do not cover the rows [0, total), or one is too long.
+    """Raise ValueError unless cu_seqlens divides rows [0, total) into sequences of valid length.
 
-    Values are checked only if they are host-readable: not on a GPU, and not in a graph.
+    Values are checked only if they are readable on the host, so neither on a GPU nor in a graph.
+
+    Args:
+        name: name of the argument, for error messages.
+        cu_seqlens: (batch + 1,) integers, cumulative lengths from 0 to total.
+        max_seqlen: maximum length of a sequence.
+        total: number of packed rows.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
@@ -44,7 +50,15 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, total: int)
 def with_lengths(
     mask: Mask | None, is_causal: bool, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> Mask:
-    """Return the mask limited to these lengths, cached so that layers share derived values."""
+    """Return the mask restricted to the lengths of packed sequences.
+
+    The result is cached, so all layers share it and the values derived from it.
+
+    Args:
+        mask: mask over the padded batch, or None.
+        is_causal: combine it with a top-left causal mask.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, cumulative lengths.
+    """
 
     def make() -> Mask:
         whole = masks.padding(cu_seqlens_k.diff(), cu_seqlens_q.diff())
@@ -60,7 +74,16 @@ def with_lengths(
 def over_padded(
     call: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Compute run(call) for packed sequences on the padded batch; return packed out and lse."""
+    """Run a packed call as a padded batch, and return its out and lse in packed form.
+
+    Args:
+        call: a call with packed sequences.
+        run: computes out and lse of a padded call.
+
+    Returns:
+        out, (1, num_heads, total_q, head_dim_v), and lse, (1, num_heads, total_q). An empty 1-D lse
+        is returned unchanged.
+    """
     spec = call.mask
     assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
     padded = replace(
@@ -77,7 +100,10 @@ def over_padded(
 
 
 def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Convert (1, heads, total, dim) to (batch, heads, max_seqlen, dim), with arbitrary padding."""
+    """Convert packed (1, heads, total, dim) to padded (batch, heads, max_seqlen, dim).
+
+    Padding rows are copies of other packed rows, or zeros.
+    """
     _, num_heads, total, dim = packed.shape
 
     def make() -> Tensor:
@@ -90,7 +116,7 @@ def pad(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def unpad(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """Convert (batch, heads, max_seqlen, ...) to (1, heads, total, ...)."""
+    """Convert padded (batch, heads, max_seqlen, ...) to packed (1, heads, total, ...)."""
     batch, num_heads, max_seqlen = padded.shape[:3]
 
     def make() -> Tensor:

@@ -1,8 +1,8 @@
-"""Global offsets of shards, with which a shard drops the same elements as the global call.
+"""Global offsets of shards, for dropout masks that do not depend on the sharding.
 
-Dropout depends on positions (philox.py), which start at 0 in each call. A call on a subset of the
-queries, keys, heads or sequences of a global call carries offsets, which are added to its
-positions.
+The dropout mask is a function of positions (base/philox.py), which start at 0 in each call. A shard
+is a call on some of the queries, keys, heads or sequences of a global call. Its offsets are added
+to its positions, so it drops the same elements as the global call.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ def attention_offsets(
     batch0: Positions = 0,
     device: torch.device | str,
 ) -> Tensor:
-    """Compute the `dropout_offsets` of an AttentionCall.
+    """Return the `dropout_offsets` of a shard of an attention call.
 
     Args:
-        batch: number of sequences, also if they are packed.
-        num_heads: number of heads of the call's query.
-        row0: position of the first query in its global sequence; one for all or for each sequence.
-        key0: as row0, for the first key; a multiple of 8, the keys that share a counter.
-        head0: index of the first head among the global heads.
-        num_heads_global: number of global heads; None means num_heads.
-        batch0: index of the first sequence in the global batch, if sequences are consecutive, or
-            the index of each sequence.
-        device: device of the call's query.
+        batch: number of sequences in the shard, padded or packed.
+        num_heads: number of query heads in the shard.
+        row0: global position of the first query; an int for all sequences, or one per sequence.
+        key0: global position of the first key, as row0. Must be a multiple of 8, because 8 adjacent
+            keys share a Philox counter.
+        head0: global index of the first head.
+        num_heads_global: number of heads of the global call; None means num_heads.
+        batch0: global index of the first sequence if sequences are consecutive, or the global index
+            of each sequence.
+        device: device of the shard's query.
 
     Returns:
-        int64 (batch, 3): row0, key0, and the counter of the first head,
-        batch0 * num_heads_global + head0. Counters use the lower 32 bits of these values.
+        int64 (batch, 3): row0, key0, and batch0 * num_heads_global + head0, the head word of the
+        Philox counter for the first head. Counters use the lower 32 bits of these values.
 
     Raises:
         ValueError: a value is negative, key0 is not a multiple of 8, the number of values is not
             batch, or a head index exceeds the global heads. Values of GPU tensors are not checked,
-            which would synchronise.
+            because reading them would synchronise.
         TypeError: a position is not an integer.
 
     Example:
@@ -80,17 +81,18 @@ def norm_offsets(
     batch0: Positions = 0,
     device: torch.device | str,
 ) -> Tensor:
-    """Compute the `dropout_offsets` of a NormCall.
+    """Return the `dropout_offsets` of a shard of a norm call.
 
     Args:
-        runs: number of sequences that the rows belong to, with equally many rows of each.
-        row0: position of the first row in its global sequence; one for all or for each sequence.
+        runs: number of sequences in the shard, which all have the same number of rows.
+        row0: global position of the first row in its sequence; an int for all sequences, or one per
+            sequence.
         row_stride: number of rows of a global sequence.
         batch0: as in `attention_offsets`.
-        device: device of the call's input.
+        device: device of the shard's input.
 
     Returns:
-        int64 (runs,): global index of the first row of each run, row0 + batch0 * row_stride.
+        int64 (runs,): global index of the first row of each sequence, row0 + batch0 * row_stride.
 
     Raises:
         ValueError, TypeError: as in `attention_offsets`.
@@ -102,7 +104,10 @@ def norm_offsets(
 
 
 def _numbers(name: str, given: Positions, count: int, device: torch.device | str) -> Tensor:
-    """Return the index of each sequence: as given, or consecutive from a given int."""
+    """Return the global index of each sequence, int64 (count,).
+
+    If an int is given, it is the index of the first of consecutive sequences.
+    """
     numbers = _of_each(name, given, count, device)
     if isinstance(given, Integral):
         return numbers + torch.arange(count, device=device)
@@ -112,11 +117,11 @@ def _numbers(name: str, given: Positions, count: int, device: torch.device | str
 def _of_each(
     name: str, given: Positions, count: int, device: torch.device | str, multiple_of: int = 1
 ) -> Tensor:
-    """Validate positions and return them as int64 (count,), one for each sequence."""
+    """Validate positions and convert them to int64 (count,), one for each sequence."""
     if isinstance(given, Integral) and not isinstance(given, bool):
         position = int(given)
         _check(name, position, multiple_of)
-        # A copy from the host would synchronise, and is not allowed in a CUDA graph.
+        # Fill on the device: a copy from the host would synchronise and fail in a CUDA graph.
         return torch.full((count,), position, dtype=torch.int64, device=device)
     positions = torch.as_tensor(given)
     if positions.dtype not in (torch.int32, torch.int64) and positions.numel() > 0:

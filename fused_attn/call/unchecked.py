@@ -1,8 +1,8 @@
-"""Unvalidated calls, as the public functions receive them.
+"""Unchecked calls, which hold the arguments of the public functions before validation.
 
-A backend's forward pass either runs an unchecked call or returns None. On None, validation
-(call/validation.py) raises an error or returns the validated call, which the pass then runs. Most
-small calls never reach validation, which takes longer than their kernel.
+A backend first runs its forward on the unchecked call. If it returns None, call/validation.py
+either raises an error or returns a validated call, which the backend then runs. Most small calls
+skip validation this way, because it takes longer than their kernel.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _TENSORS_OR_NONE = _TENSORS | {type(None)}
 
 
 class UncheckedAttention:
-    """The arguments of `scaled_dot_product_attention` or `varlen_attention`, not validated.
+    """Unvalidated arguments of `scaled_dot_product_attention` or `varlen_attention`.
 
-    It has every attribute that a pass reads from an AttentionCall.
+    The class has all attributes of AttentionCall that a backend's forward reads.
 
     Attributes:
-        query, key, value, is_causal, enable_gqa, options: as given. Packed sequences have shape
-            (total, num_heads, head_dim).
-        attn_mask: as given, or a MaskSpec for exactly this call. Packed sequences need a MaskSpec
-            with validated cu_seqlens.
-        mask: the MaskSpec that `resolve_mask` derived from attn_mask.
+        query, key, value, is_causal, enable_gqa, options: as passed by the caller. Packed sequences
+            have shape (total, num_heads, head_dim).
+        attn_mask: as passed by the caller, or a MaskSpec that fits the call. Packed sequences need
+            a MaskSpec with validated cu_seqlens.
+        mask: the MaskSpec that `resolve_mask` derived from attn_mask and is_causal, or None.
     """
 
     __slots__ = (
@@ -62,7 +62,11 @@ class UncheckedAttention:
         self.mask: Any = None
 
     def prepare(self) -> bool:
-        """Set the default scale and cast tensors under autocast; False if validation is needed."""
+        """Set the default scale, and cast tensors under autocast.
+
+        Returns:
+            False if the call needs validation.
+        """
         query = self.query
         if not _TENSORS.issuperset((type(query), type(self.key), type(self.value))):
             return False
@@ -73,7 +77,7 @@ class UncheckedAttention:
         return self.options.prepare(query.shape[-1])
 
     def resolve_mask(self) -> MaskSpec | None:
-        """Return the MaskSpec of attn_mask and is_causal; None if validation is needed."""
+        """Return the MaskSpec of attn_mask and is_causal, or None if the call needs validation."""
         given = self.attn_mask
         if self.mask is None:
             self.mask = (
@@ -84,11 +88,14 @@ class UncheckedAttention:
         return self.mask
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return batch, seqlen_q and seqlen_k of 4-D tensors, as `AttentionCall.sizes` does."""
+        """Return (batch, seqlen_q, seqlen_k), for 4-D tensors; see `AttentionCall.sizes`."""
         return self.mask.sizes(self.query, self.key)
 
     def draw_seed(self) -> Tensor:
-        """Draw the dropout seed; a pass calls this once it has accepted the call."""
+        """Draw a dropout seed, store it in the options and return it.
+
+        A backend calls this method after it has accepted the call.
+        """
         seed = self.options.seed = philox.new_seed(self.query.device)
         return seed
 
@@ -97,20 +104,20 @@ class UncheckedAttention:
         return (self.query, self.key, self.value, *self.mask.tensors(), *self.options.tensors())
 
     def without_tensors(self) -> AttentionCall:
-        """Return the AttentionCall without its tensors, for the backward."""
+        """Return an AttentionCall with all tensors None, for the backward to restore."""
         nothing: Any = None
         mask, options = self.mask.without_tensors(), self.options.for_backward()
         return AttentionCall(nothing, nothing, nothing, mask, options)
 
 
 class UncheckedNorm:
-    """The arguments of `layer_norm` or `rms_norm`, not validated.
+    """Unvalidated arguments of `layer_norm` or `rms_norm`.
 
-    It has every attribute that a pass reads from a NormCall.
+    The class has all attributes of NormCall that a backend's forward reads.
 
     Attributes:
-        input, weight, bias, residual, options: as given.
-        normalized_shape: as given, as a tuple.
+        input, weight, bias, residual, options: as passed by the caller.
+        normalized_shape: as passed by the caller, converted to a tuple.
     """
 
     __slots__ = ("bias", "input", "normalized_shape", "options", "residual", "weight")
@@ -136,11 +143,15 @@ class UncheckedNorm:
 
     @property
     def has_total(self) -> bool:
-        """True if the norm is applied to something other than input."""
+        """True if the call has a residual or dropout, so the sum differs from input."""
         return self.residual is not None or self.options.dropout_p > 0.0
 
     def prepare(self) -> bool:
-        """Set the default eps and cast under autocast; False if validation is needed."""
+        """Set the default eps, and cast input and residual under autocast.
+
+        Returns:
+            False if the call needs validation.
+        """
         if type(self.input) not in _TENSORS or not _TENSORS_OR_NONE.issuperset(
             (type(self.weight), type(self.bias), type(self.residual))
         ):
@@ -150,7 +161,10 @@ class UncheckedNorm:
         return self.options.prepare(self.input.dtype)
 
     def draw_seed(self) -> Tensor:
-        """Draw the dropout seed; a pass calls this once it has accepted the call."""
+        """Draw a dropout seed, store it in the options and return it.
+
+        A backend calls this method after it has accepted the call.
+        """
         seed = self.options.seed = philox.new_seed(self.input.device)
         return seed
 
@@ -159,6 +173,6 @@ class UncheckedNorm:
         return (self.input, self.residual, self.weight, self.bias, *self.options.tensors())
 
     def without_tensors(self) -> NormCall:
-        """Return the NormCall without its tensors, for the backward."""
+        """Return a NormCall with all tensors None, for the backward to restore."""
         nothing: Any = None
         return NormCall(nothing, None, None, None, self.options.for_backward())

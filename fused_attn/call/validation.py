@@ -1,4 +1,7 @@
-"""Validation of arguments; each error names the argument, and the expected and actual value."""
+"""Validation of the arguments of the public functions.
+
+Each error message names the argument, and states the expected and the actual value.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,11 @@ def check_max_seqlen(name: str, seqlen: int) -> None:
 
 
 def check_length(*seqlens: int) -> None:
-    """Raise ValueError if a sequence is too long; skipped under torch.compile.
+    """Raise ValueError if a sequence length is not below UNLIMITED.
 
-    A check of symbolic lengths would add a guard, and make export reject longer sequences. The ops
-    check lengths at run time instead.
+    Under torch.compile the check is skipped, and the ops check lengths at run time. A comparison of
+    symbolic lengths would add a guard, and programs from torch.export would reject longer
+    sequences.
     """
     if torch.compiler.is_compiling():
         return
@@ -79,7 +83,8 @@ def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Ten
     def converted() -> Tensor | None:
         check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
         starts = cu_seqlens.to(torch.int64).contiguous()
-        return None if starts is cu_seqlens else starts  # the cache must not hold its owner
+        # A cached value must not reference the tensor that owns the cache.
+        return None if starts is cu_seqlens else starts
 
     what = ("cu_seqlens", max_seqlen, rows.shape[0])
     starts = recall_on_tensor(cu_seqlens, what, (cu_seqlens,), converted)
@@ -124,11 +129,12 @@ def check_norm(
 def checked_attention(
     call: UncheckedAttention,
 ) -> tuple[AttentionCall, tuple[int, ...] | None]:
-    """Validate a call.
+    """Validate an unchecked attention call and convert it to an AttentionCall.
 
     Returns:
-        The AttentionCall, and the leading dimensions of the result: out is (*leading, head_dim_v),
-        lse is leading. They are None for packed sequences, which become one batch.
+        The AttentionCall, and the leading dimensions of the results: out has shape (*leading,
+        head_dim_v), and lse has shape leading. For packed sequences, which become one batch,
+        leading is None.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message states expected and actual
@@ -150,7 +156,7 @@ def checked_attention(
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise unless query, key and value are 3-D float tensors, as packed sequences must be."""
+    """Raise ValueError or TypeError unless query, key and value are 3-D float tensors."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_float(name, tensor)
         if tensor.dim() != 3:
@@ -158,7 +164,11 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Validate packed sequences and view them as one batch."""
+    """Validate packed (total, num_heads, head_dim) tensors and view them as 4-D tensors.
+
+    Returns:
+        Views of query, key and value, (1, num_heads, total, head_dim).
+    """
     check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     num_heads, num_heads_kv = query.shape[1], key.shape[1]
     check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
@@ -177,10 +187,15 @@ def attention_call(
     mask: Mask | MaskSpec | None,
     options: AttentionOptions,
 ) -> AttentionCall:
-    """Build the call for tensors in canonical form.
+    """Build the validated call for 4-D tensors, validating its options and mask.
+
+    Args:
+        query, key, value: valid 4-D tensors (see `base.shapes.canonical`).
+        mask: a Mask, a MaskSpec for exactly this call, or None.
+        options: unvalidated options.
 
     Raises:
-        ValueError, TypeError: an option is invalid, or the mask does not fit.
+        ValueError, TypeError: an option is invalid, or the mask does not fit the tensors.
     """
     batch, num_heads, seqlen_q, head_dim = query.shape
     options = options.checked(head_dim, query.device)
@@ -194,11 +209,14 @@ def attention_call(
     return AttentionCall(query, key, value, mask, options)
 
 
-_MAX_DIMS = 8  # maximum number of dimensions in csrc/tensors.h
+_MAX_DIMS = 8  # maximum number of dimensions that csrc/tensors.h supports
 
 
 def checked_norm(call: UncheckedNorm) -> NormCall:
-    """Validate a norm; return its NormCall, with the normalized dimensions merged into the last.
+    """Validate an unchecked norm call and convert it to a NormCall.
+
+    The normalized dimensions are merged into one. Leading dimensions are merged if there are more
+    than kernels support.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message states expected and actual

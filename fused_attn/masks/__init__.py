@@ -1,11 +1,11 @@
-"""Attention masks: their composition by users, and their forms for kernels and the reference.
+"""Attention masks: the public `Mask` type, and its conversion for kernels and the reference.
 
-Only this folder interprets masks.
+All code that interprets masks is in this package:
 
-    mask.py             `Mask`, the functions that create one, and `&`
+    mask.py             `Mask`, the functions that create one, and the operator `&`
     spec.py             `MaskSpec`, the form for kernels, and `normalize`, which creates it
-    materialize.py      dense tensors, for the reference
-    memo.py             the cache of derived values
+    materialize.py      dense tensors for the reference
+    memo.py             cache of values derived from tensors
     picture.py          plots of masks
     recognize.py        detection of torch.nn's causal mask
     torch_arguments.py  arguments for torch's scaled_dot_product_attention

@@ -1,10 +1,12 @@
-"""Masks as one interval of visible keys for each query, and the lists of visible blocks.
+"""Conversion of masks to one key interval per query, and to lists of visible blocks.
 
-Bands, lengths, prefixes, contiguous documents and packed sequences make the keys that a query
-attends to one run of keys. Two int32 tables describe such a mask exactly. Block-sparse engines such
-as FlexAttention take them as a mask function with two comparisons, and take the blocks computed
-here. Everything is computed on the mask's device, without a synchronization and without a tensor of
-seqlen_q x seqlen_k elements, unless the mask has a dense tensor.
+With bands, lengths, prefixes, contiguous documents and packed sequences, the visible keys of each
+query are contiguous. Two int32 tables, of the first key and the end, describe such a mask exactly.
+Block-sparse engines such as FlexAttention need these tables, as a mask function with two
+comparisons, and the block lists.
+
+All tables are computed on the mask's device without a synchronization. Unless the mask has a dense
+tensor, no tensor of seqlen_q x seqlen_k elements is allocated.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ Shape = tuple[int, int, int, int]
 
 
 class Rows(NamedTuple):
-    """Position of each query row in its sequence; needed for packed sequences only.
+    """Positions of packed rows of query or key in their sequences.
+
+    All attributes are int32 (total,), with one element per packed row.
 
     Attributes:
-        sequence: int32 (seqlen_q,), the index of the sequence.
-        position: int32 (seqlen_q,), the position in the sequence.
-        first_key: int32 (seqlen_q,), the row of key and value where the sequence begins.
+        sequence: index of the sequence of the row.
+        position: position of the row in its sequence.
+        first_key: packed row at which key and value of the sequence begin.
     """
 
     sequence: Tensor
@@ -39,15 +43,15 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """Visible keys of each query: those in [begin, end) that `rest` allows.
+    """Mask in which a query attends to the keys in [begin, end) that `rest` does not mask.
 
-    For packed sequences, seqlen_q and seqlen_k count the rows of all sequences.
+    For packed sequences, seqlen_q and seqlen_k are the total numbers of rows of all sequences.
 
     Attributes:
         begin, end: int32 (1 or batch, seqlen_q), contiguous; begin == end if no key is visible.
-        rest: the conditions that the interval does not express (documents that are not contiguous
-            runs, dense tensors, key masks, -inf in a bias); NO_MASK if there are none.
-        rows: positions of the rows of packed sequences, else None.
+        rest: conditions that an interval cannot express: documents that are not contiguous, dense
+            tensors, key masks, and -inf in a bias. NO_MASK if there are none.
+        rows: positions of the query rows if sequences are packed, else None.
         seqlen_k: number of keys.
     """
 
@@ -59,15 +63,18 @@ class Intervals:
 
     @property
     def exact(self) -> bool:
-        """True if the intervals alone are the mask."""
+        """True if the intervals express the complete mask, so `rest` is NO_MASK."""
         return self.rest is NO_MASK
 
 
 def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Intervals:
-    """Return the intervals of a mask.
+    """Return the key interval of each query, and the conditions that intervals cannot express.
 
     Args:
-        shape: (batch, num_heads, seqlen_q, seqlen_k) of query and key; batch is 1 if packed.
+        spec: the mask.
+        shape: (batch, num_heads, seqlen_q, seqlen_k) of query and key. For packed sequences batch
+            is 1, and seqlen_q and seqlen_k are total numbers of rows.
+        device: device of the intervals.
     """
     seqlen_q, seqlen_k = shape[2:]
     rows = keys = None
@@ -92,7 +99,13 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
 
 
 def _rows(starts: Tensor, starts_k: Tensor, total: int) -> Rows:
-    """Return the positions of `total` packed rows of sequences that begin at `starts`."""
+    """Return the positions of packed rows in their sequences.
+
+    Args:
+        starts: (batch + 1,), cumulative lengths of the rows (cu_seqlens_q or cu_seqlens_k).
+        starts_k: cu_seqlens_k.
+        total: number of packed rows.
+    """
     row = torch.arange(total, device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
     sequence = sequence.clamp(max=max(len(starts) - 2, 0))
@@ -101,15 +114,22 @@ def _rows(starts: Tensor, starts_k: Tensor, total: int) -> Rows:
 
 
 def _of_rows(table: Tensor, rows: Rows | None) -> Tensor:
-    """Return a table (1 or batch, seqlen, *) of sequences as one of packed rows, (1, total, *)."""
+    """Convert a table from (1 or batch, seqlen, *) to packed rows (1, total, *).
+
+    The table is returned unchanged if the sequences are not packed.
+    """
     if rows is None:
         return table
-    sequence = rows.sequence.clamp(max=table.shape[0] - 1)  # size 1: the same for each sequence
+    sequence = rows.sequence.clamp(max=table.shape[0] - 1)  # broadcasts a table of batch size 1
     return table[sequence, rows.position][None]
 
 
 def _of_keys(key_mask: Tensor | None, keys: Rows | None) -> Tensor | None:
-    """Return a key mask (1 or batch, heads, 1, 1 or seqlen_k) for packed keys."""
+    """Convert a key mask from (1 or batch, heads, 1, 1 or seqlen_k) to packed (1, heads, 1, total).
+
+    The mask is returned unchanged if it broadcasts over batch and keys, is None, or keys are not
+    packed.
+    """
     if key_mask is None or keys is None or key_mask.shape[3] == 1 == key_mask.shape[0]:
         return key_mask
     if key_mask.shape[3] == 1:
@@ -122,16 +142,18 @@ def _of_keys(key_mask: Tensor | None, keys: Rows | None) -> Tensor | None:
 def _of_bounds(
     spec: MaskSpec, rows: Rows | None, position: Tensor, seqlen_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the intervals that band, lengths and prefix allow, in [0, seqlen_k].
+    """Return begin and end of the keys that band, lengths and prefix allow, in [0, seqlen_k].
 
     Args:
+        rows: positions of the query rows if sequences are packed, else None.
         position: (1, seqlen_q), the position of each query in its sequence.
+        seqlen_k: number of keys, or the maximum per sequence if packed.
     """
     if spec.bounds is None:
         begin = (position + max(spec.band_lo, -UNLIMITED)).clamp(0, seqlen_k)
         end = (position + min(spec.band_hi, UNLIMITED) + 1).clamp(0, seqlen_k)
         return begin, end
-    # (8, batch, 1), or (8, 1, total_q) for packed rows.
+    # Shape (8, batch, 1), or (8, 1, total_q) for packed rows.
     columns = spec.bounds.T[:, :, None] if rows is None else spec.bounds[rows.sequence].T[:, None]
     bound = dict(zip(BOUNDS, columns, strict=True))
     begin, end = bound["key_begin"], bound["key_end"]
@@ -151,10 +173,12 @@ def _of_bounds(
 def _of_documents(
     spec: MaskSpec, rows: Rows | None, position: Tensor
 ) -> tuple[Tensor, Tensor, bool]:
-    """Return the first key of each query's document, the end of its last one, and whether all
-    documents are known to be contiguous runs of keys.
+    """Return the key interval that spans the document of each query.
 
-    On a GPU that is not known, as reading it would need a synchronization.
+    Returns:
+        The first key and the end (last key + 1), both (1 or batch, seqlen_q), and True if all
+        documents are known to be contiguous. The flag is always False on a GPU, because reading
+        the ids would synchronize.
     """
     queries, keys = spec.query_documents, spec.key_documents
     assert queries is not None and keys is not None
@@ -165,7 +189,8 @@ def _of_documents(
     ids, order = keys.expand(batch, -1).sort(dim=-1, stable=True)
     wanted = queries.expand(batch, -1).contiguous()
     below, above = torch.searchsorted(ids, wanted), torch.searchsorted(ids, wanted, right=True)
-    # The sort is stable, so the ends of a run of equal ids are the first and the last key.
+    # The sort is stable: the first and the last entry of a run of equal ids are the document's
+    # first and last key.
     first = order.gather(1, below.clamp(max=seqlen_k - 1))
     last = order.gather(1, (above - 1).clamp(min=0))
     begin = torch.where(below < above, first, 0)
@@ -178,18 +203,19 @@ def _of_documents(
 
 
 class BlockLists(NamedTuple):
-    """Visible blocks in the form of FlexAttention's BlockMask.
+    """Visible blocks of a mask, in the format of FlexAttention's BlockMask.
 
-    Each pair is the number of blocks, int32 (1 or batch, 1 or num_heads, blocks), and their
-    ascending indices, int32 (1 or batch, 1 or num_heads, blocks, maximum number). A partial block
-    needs the mask function. In a full block, which ends within the sequence, every position is
-    visible, or masked by a bias only.
+    Counts are int32 (1 or batch, 1 or num_heads, blocks). Indices are int32 (1 or batch, 1 or
+    num_heads, blocks, maximum number of blocks), in ascending order up to the count.
+
+    The mask function must be evaluated in partial blocks. In a full block, no position is masked,
+    except by -inf in a bias, and no position is beyond the end of the sequence.
 
     Attributes:
-        kv_num_blocks, kv_indices: partial KV blocks of each query block.
-        full_kv_num_blocks, full_kv_indices: its full KV blocks.
-        q_num_blocks, q_indices, full_q_num_blocks, full_q_indices: the transposed lists, of the
-            query blocks of each KV block.
+        kv_num_blocks, kv_indices: partial KV blocks for each query block.
+        full_kv_num_blocks, full_kv_indices: full KV blocks for each query block.
+        q_num_blocks, q_indices: partial query blocks for each KV block.
+        full_q_num_blocks, full_q_indices: full query blocks for each KV block.
     """
 
     kv_num_blocks: Tensor
@@ -203,13 +229,14 @@ class BlockLists(NamedTuple):
 
 
 def block_lists(intervals: Intervals, block_size: tuple[int, int]) -> BlockLists:
-    """Return the visible blocks of a mask, by O(seqlen_q + blocks) operations if it is exact.
+    """Return the visible blocks of a mask, in O(seqlen_q + blocks) operations if it is exact.
 
-    No visible block is missing and no full block has a masked position. If the mask is exact, no
-    other block is listed, and every block that could be full is.
+    Every block with a visible position is listed, and a block is full only if the intervals, key
+    masks and dense tensors mask none of its positions. For exact intervals, the lists contain no
+    fully masked block, and every block without masked positions is full.
 
     Args:
-        block_size: queries and keys of a block.
+        block_size: number of queries and keys per block.
     """
     visible, full = _block_matrices(intervals, block_size)
     partial = visible & ~full
@@ -222,9 +249,10 @@ def block_lists(intervals: Intervals, block_size: tuple[int, int]) -> BlockLists
 
 
 def _block_matrices(intervals: Intervals, block_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return which blocks have a visible position, and which have no masked one.
+    """Return the blocks with a visible position, and the blocks without a masked position.
 
-    Both are bool (1 or batch, 1 or num_heads, query blocks, KV blocks).
+    Both are bool (1 or batch, 1 or num_heads, query blocks, KV blocks). A bias is ignored for the
+    second.
     """
     block_q, block_k = block_size
     begin, end, seqlen_k = intervals.begin, intervals.end, intervals.seqlen_k
@@ -241,7 +269,7 @@ def _block_matrices(intervals: Intervals, block_size: tuple[int, int]) -> tuple[
     tensors = [rest.key_mask]
     if intervals.rows is None:
         tensors.append(rest.dense)
-    elif rest.dense is not None:  # indexed by the positions of single sequences
+    elif rest.dense is not None:  # not pooled: its indices are positions in single sequences
         full = torch.zeros_like(full)
     for tensor in tensors:
         if tensor is not None:
@@ -254,17 +282,19 @@ def _block_matrices(intervals: Intervals, block_size: tuple[int, int]) -> tuple[
 
 
 def _rows_covering(first: Tensor, last: Tensor, block_q: int, blocks_k: int) -> Tensor:
-    """Count, for each query block and KV block, the rows whose range of KV blocks contains it.
+    """Count the query rows of each query block whose range of KV blocks includes a KV block.
 
     Args:
-        first, last: (batch, seqlen_q), each row's range of KV blocks [first, last).
+        first, last: (batch, seqlen_q), the range of KV blocks [first, last) of each query row.
+        block_q: number of query rows per query block.
+        blocks_k: number of KV blocks.
 
     Returns:
         int32 (batch, query blocks, blocks_k).
     """
     batch, seqlen_q = first.shape
     blocks_q = -(-seqlen_q // block_q)
-    # The prefix sum of +1 where ranges begin and -1 where they end.
+    # Add +1 where ranges begin and -1 where they end; the prefix sum over KV blocks is the count.
     width = blocks_k + 1
     row = torch.arange(seqlen_q, device=first.device) // block_q * width
     changes = torch.zeros(batch, blocks_q * width, dtype=torch.int32, device=first.device)
@@ -275,9 +305,10 @@ def _rows_covering(first: Tensor, last: Tensor, block_q: int, blocks_k: int) -> 
 
 
 def _pooled(mask: Tensor, block_size: tuple[int, int], *, any_of: bool) -> Tensor:
-    """Reduce the blocks of a 4-D bool mask to whether any, or all, of their positions are True.
+    """Reduce each block of a 4-D bool mask with `any` (any_of=True) or `all` (any_of=False).
 
-    Positions beyond the edge are False. A dimension of size 1 is broadcast, and stays of size 1.
+    Positions beyond the edge count as False. Query and key dimensions of size 1 keep this size, as
+    they are broadcast.
     """
     sizes = mask.shape[2:]
     tile = [1 if size == 1 else block for size, block in zip(sizes, block_size, strict=True)]
@@ -287,13 +318,13 @@ def _pooled(mask: Tensor, block_size: tuple[int, int], *, any_of: bool) -> Tenso
 
 
 def unmasked_keys(intervals: Intervals, num_heads_kv: int) -> Tensor:
-    """Return which keys some query attends to, so that the others can be cleared.
+    """Return the keys that are visible to at least one query; all other keys may be zeroed.
 
-    Exact for intervals and key masks. For a dense tensor, a key counts as masked if the tensor
-    alone masks it for every query.
+    The result is exact for intervals and for key masks. A dense tensor masks a key only if the
+    tensor alone masks the key for every query.
 
     Returns:
-        bool (1 or batch, 1 or num_heads_kv, seqlen_k).
+        bool (1 or batch, 1 or num_heads_kv, seqlen_k), True = visible.
     """
     begin, end = intervals.begin, intervals.end
     changes = torch.zeros(
@@ -311,7 +342,10 @@ def unmasked_keys(intervals: Intervals, num_heads_kv: int) -> Tensor:
 
 
 def _of_kv_heads(mask: Tensor, num_heads_kv: int) -> Tensor:
-    """Combine the heads that share a KV head, in a mask (batch, 1 or num_heads, seqlen_k)."""
+    """Combine the query heads that share a KV head with `any`.
+
+    Converts a mask from (batch, 1 or num_heads, seqlen_k) to (batch, 1 or num_heads_kv, seqlen_k).
+    """
     if mask.shape[1] == 1:
         return mask
     return mask.unflatten(1, (num_heads_kv, -1)).any(2)

@@ -1,7 +1,8 @@
 """Composable attention masks.
 
-A `Mask` is a set of conditions combined with ``&``. A position is visible if all of them allow it.
-Float masks and ALiBi are added to the scores. spec.py converts a Mask to the form for kernels.
+A `Mask` is a set of conditions combined with ``&``. A position (query i, key j) is visible if all
+conditions allow it. Float masks and ALiBi are added to the scores. spec.py converts a Mask to a
+MaskSpec, the form for kernels.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from torch import Tensor
 from fused_attn.base.torch_state import host_readable
 from fused_attn.masks.memo import Memo, recall
 
-# Larger than any sequence, and small enough that sums of a few do not overflow int32, the type in
-# which kernels compare positions.
+# Exceeds every supported sequence length. Kernels compare positions in int32, and sums of up to
+# three such values do not overflow it.
 UNLIMITED = 1 << 29
 ALIGNMENTS = ("top_left", "bottom_right")
 
 
 @dataclass(frozen=True)
 class _Band:
-    """Band of visible keys: -left <= j - (i + offset) <= right, with the offset from `align`."""
+    """Diagonal band: key j is visible to query i if -left <= j - (i + offset) <= right.
+
+    The offset is 0 for "top_left" and len_k - len_q of the sequence for "bottom_right".
+    """
 
     left: int
     right: int
@@ -52,12 +56,12 @@ class _Alibi:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A composition of conditions on (batch, num_heads, seqlen_q, seqlen_k); combine with ``&``.
+    """An attention mask over (batch, num_heads, seqlen_q, seqlen_k), composed with ``&``.
 
-    Create one with the functions of this module. A Mask is immutable and caches values that kernels
-    derive from it (tile summaries), so pass the same object to every layer that uses it. In-place
-    changes of its tensors are detected if made by torch operations, but not through numpy or
-    `.data` (see `memo.recall`).
+    Create a Mask with the functions of this module. It is immutable and caches the values that are
+    derived from it (the MaskSpec, tile summaries), so pass the same object to every layer that uses
+    it. In-place changes to its tensors by torch operations are detected. Changes through numpy or
+    `.data` are not (see `memo.recall`).
     """
 
     bands: tuple[_Band, ...] = ()
@@ -68,8 +72,8 @@ class Mask:
     biases: tuple[Tensor, ...] = ()
     slopes: tuple[_Alibi, ...] = ()
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
-    _draw: ClassVar[Callable[..., Any]]  # set by picture.py, which imports this file
-    _tensors: ClassVar[list[Tensor] | None] = None  # set by tensors()
+    _draw: ClassVar[Callable[..., Any]]  # set by picture.py, to avoid a circular import
+    _tensors: ClassVar[list[Tensor] | None] = None  # cached per instance by tensors()
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, Tensor):
@@ -83,21 +87,21 @@ class Mask:
         pairs = zip(self.conditions(), other.conditions(), strict=True)
         return Mask(*(own + others for own, others in pairs))
 
-    __rand__ = __and__  # raises the message for tensor & mask
+    __rand__ = __and__  # tensor & mask raises the same TypeError as mask & tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without the memo, whose tensor versions are invalid for a copy."""
+        """Copy and pickle without the memo, because its tensor versions are invalid for a copy."""
         return Mask, self.conditions()
 
     def to(self, device: torch.device | str) -> Mask:
-        """Return this mask with its tensors on a device.
+        """Return this mask with all tensors moved to a device.
 
         Args:
             device: the device of query, key and value.
 
         Returns:
-            This mask if all of its tensors are on the device already; otherwise a new one, with an
-            empty cache.
+            This mask if all tensors are already on the device; otherwise a new mask with an empty
+            cache.
 
         Example:
             >>> query = torch.randn(2, 8, 128, 64)
@@ -107,7 +111,10 @@ class Mask:
         return self.mapped(lambda tensor: tensor.to(device))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Mask:
-        """Return a mask with function(tensor) for each tensor; this mask if no tensor changes."""
+        """Return a mask with each tensor replaced by function(tensor).
+
+        If function returns every tensor unchanged, this mask is returned, with its cache.
+        """
         mapped = Mask(*_mapped(self.conditions(), function))
         pairs = zip(self.tensors(), mapped.tensors(), strict=True)
         return self if all(one is other for one, other in pairs) else mapped
@@ -124,18 +131,18 @@ class Mask:
     ) -> Any:
         """Plot the mask of one sequence and head with matplotlib.
 
-        The plot shows the visible positions, and the skipped, partial and full tiles. A visible
-        position is darker the more a bias or ALiBi adds to its score.
+        The plot shows the visible positions, and the skipped, partial and full tiles. Visible
+        positions with a higher bias (including ALiBi) are darker.
 
         Args:
-            seqlen_q, seqlen_k: number of queries and keys; seqlen_k None means seqlen_q.
+            seqlen_q, seqlen_k: number of queries and keys. If seqlen_k is None, it equals seqlen_q.
             sequence, head: indices of the sequence and head to plot.
-            tile: queries and keys of a tile. Tile sizes of kernels differ: 64 x 64 on a CPU with
-                AMX.
+            tile: number of queries and keys per tile. The size depends on the kernel. On a CPU with
+                AMX it is 64 x 64.
             axes: matplotlib Axes to draw on; None creates a figure.
 
         Returns:
-            The Axes; `.figure.savefig(path)` writes the plot.
+            The matplotlib Axes. Save the plot with `.figure.savefig(path)`.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -150,9 +157,10 @@ class Mask:
 
     @property
     def is_relative(self) -> bool:
-        """True if the mask has only top-left bands and ALiBi.
+        """True if the mask consists only of top-left bands and top-left ALiBi.
 
-        Such a mask does not depend on sequence lengths, so packing sequences does not change it.
+        It then depends on j - i only, not on sequence lengths, so it is the same for packed
+        sequences.
         """
         others = replace(self, bands=(), slopes=()).conditions()
         aligns = [band.align for band in self.bands] + [alibi.align for alibi in self.slopes]
@@ -163,12 +171,12 @@ class Mask:
         return tuple([getattr(self, name) for name in _CONDITIONS])
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the conditions."""
+        """Return all tensors in the conditions, in field order."""
         if self._tensors is not None:
             return self._tensors
         tensors = _tensors_of(self.conditions())
         if not torch.compiler.is_compiling():
-            object.__setattr__(self, "_tensors", tensors)  # immutable
+            object.__setattr__(self, "_tensors", tensors)  # plain assignment fails: frozen
         return tensors
 
 
@@ -179,8 +187,8 @@ def causal(align: str = "top_left") -> Mask:
     """Create a causal mask: query i attends to keys j <= i.
 
     Args:
-        align: "top_left" compares i and j directly; "bottom_right" aligns the last query with the
-            last key of its sequence (offset len_k - len_q), as decoding with a cache needs.
+        align: "top_left" compares i and j directly. "bottom_right" aligns the last query with the
+            last key of its sequence (offset len_k - len_q); use it for decoding with a KV cache.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.3.
     """
@@ -188,12 +196,14 @@ def causal(align: str = "top_left") -> Mask:
 
 
 def sliding_window(left: int, right: int = 0, align: str = "top_left") -> Mask:
-    """Create a sliding-window mask: i + offset - left <= j <= i + offset + right is visible.
+    """Create a sliding-window mask: query i attends to the keys around position i.
+
+    Key j is visible if i + offset - left <= j <= i + offset + right.
 
     Args:
         left: number of visible keys before the diagonal; -1 means unlimited.
         right: number of visible keys after the diagonal; -1 means unlimited.
-        align: "top_left" (offset 0) or "bottom_right" (offset len_k - len_q of the sequence).
+        align: "top_left" (offset 0) or "bottom_right" (offset len_k - len_q for each sequence).
 
     Source: Beltagy et al. 2020, "Longformer", section 3.1.
     """
@@ -213,13 +223,13 @@ def padding(
     query_lengths: Tensor | Sequence[int] | None = None,
     side: str = "right",
 ) -> Mask:
-    """Create a padding mask for sequences that are shorter than the tensor.
+    """Create a padding mask, for a batch of sequences with different lengths.
 
     Args:
-        key_lengths: (batch,) integers, number of real keys of each sequence.
-        query_lengths: (batch,) integers, number of real queries; None means that all are real.
-            Attention returns 0 for padding queries.
-        side: side of the padding: "right" (real tokens first) or "left".
+        key_lengths: (batch,) integers, number of keys in each sequence, without padding.
+        query_lengths: (batch,) integers, number of queries in each sequence, without padding; None
+            means no padding queries. The output of padding queries is 0.
+        side: side of the padding: "right" (tokens first) or "left" (padding first).
 
     Example:
         >>> tokens = torch.tensor([[5, 8, 2, 0], [7, 2, 0, 0]])  # 0 is <pad>
@@ -239,7 +249,7 @@ def padding(
 
 
 def prefix_lm(prefix_lengths: Tensor | Sequence[int]) -> Mask:
-    """Create a prefix-LM mask: causal, but the prefix is visible to every query.
+    """Create a prefix-LM mask: a causal mask in which the prefix is visible to every query.
 
     Args:
         prefix_lengths: (batch,) integers, number of keys in the prefix of each sequence.
@@ -268,13 +278,11 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 
 def alibi(slopes: Tensor, align: str = "top_left") -> Mask:
-    """Create an ALiBi mask (attention with linear biases).
-
-    It adds -slope * |i + offset - j| to the scores.
+    """Create an ALiBi bias (attention with linear biases): add -slope * |i + offset - j| to scores.
 
     Args:
-        slopes: float (num_heads,) or (batch, num_heads); not differentiable.
-        align: determines the offset, as in `sliding_window`.
+        slopes: float (num_heads,) or (batch, num_heads). Gradients are not supported.
+        align: sets the offset, as in `sliding_window`.
 
     Example:
         >>> slopes = 2.0 ** -torch.arange(1, 9)  # of 8 heads
@@ -298,9 +306,9 @@ def dense(mask: Tensor) -> Mask:
     """Create a mask from a bool tensor.
 
     Args:
-        mask: True = attend; broadcastable to (batch, num_heads, seqlen_q, seqlen_k). A tensor that
-            does not depend on the query, such as (batch, 1, 1, seqlen_k), becomes a key mask and
-            costs O(seqlen_k).
+        mask: True = attend; broadcastable to (batch, num_heads, seqlen_q, seqlen_k). A tensor of
+            size 1 in the query dimension, such as (batch, 1, 1, seqlen_k), becomes a key mask of
+            O(seqlen_k) cost.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(
@@ -311,11 +319,11 @@ def dense(mask: Tensor) -> Mask:
 
 
 def bias(mask: Tensor) -> Mask:
-    """Create a mask from a float tensor that is added to the scaled and soft-capped scores.
+    """Create a mask from a float tensor that is added to the scores, after scale and softcap.
 
     Args:
-        mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); -inf masks a position. The
-            gradient has the shape of this tensor.
+        mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); -inf masks a position. If it
+            requires grad, the gradient has its shape.
     """
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         raise TypeError(
@@ -326,11 +334,12 @@ def bias(mask: Tensor) -> Mask:
 
 
 def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | None:
-    """Convert an `attn_mask` argument to a Mask; None if everything is visible.
+    """Convert an `attn_mask` argument to a Mask, or to None if every position is visible.
 
     Args:
-        attn_mask: a Mask, a bool tensor (True = attend), a float tensor, or None.
-        is_causal: combine it with `causal()`.
+        attn_mask: a Mask, a bool tensor (True = attend), a float tensor (added to the scores), or
+            None.
+        is_causal: combine attn_mask with `causal()`.
     """
     if attn_mask is None:
         mask = None
@@ -357,11 +366,12 @@ def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | 
     return recall(mask.memo, "causal", mask.tensors(), _CPU, lambda: mask & causal())
 
 
-_CPU = torch.device("cpu")  # combining conditions computes nothing, so no stream matters
+# Combining conditions launches no kernels, so the cached Mask does not depend on a CUDA stream.
+_CPU = torch.device("cpu")
 
 
 def _tensors_of(condition: Any) -> list[Tensor]:
-    """Return all tensors in a condition, or in nested tuples of conditions."""
+    """Return all tensors in a condition or in nested tuples of conditions."""
     if isinstance(condition, Tensor):
         return [condition]
     if is_dataclass(condition):
@@ -372,7 +382,7 @@ def _tensors_of(condition: Any) -> list[Tensor]:
 
 
 def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to each tensor of a condition, or of nested tuples of conditions."""
+    """Return a condition, or nested tuples of conditions, with function(tensor) for each tensor."""
     if isinstance(condition, Tensor):
         return function(condition)
     if isinstance(condition, tuple):
@@ -411,7 +421,7 @@ def _check_align(align: str) -> None:
 
 
 def _as_bool(mask: object) -> str:
-    """Return an error-message suffix that suggests .bool() for an integer tensor, else ""."""
+    """Return a hint for error messages to call .bool() on an integer mask; "" for other types."""
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         return ""
     return ": where 1 is to attend and 0 is not, pass its .bool()"

@@ -1,4 +1,4 @@
-"""Materialization of masks as (batch, num_heads, seqlen_q, seqlen_k), for the reference."""
+"""Materialization of masks as dense (batch, num_heads, seqlen_q, seqlen_k) tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ def materialize(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Materialize the mask as tensors.
+    """Materialize the mask as dense tensors on `device`.
+
+    Args:
+        dtype: dtype in which ALiBi biases are computed.
 
     Returns:
-        visible (bool) and the additive bias (float), both broadcastable to (batch, num_heads,
-        seqlen_q, seqlen_k). Each is None if not needed.
+        The visible positions (bool) and the additive bias (float), both broadcastable to (batch,
+        num_heads, seqlen_q, seqlen_k). The first is None if every position is visible, the second
+        if nothing is added to the scores.
     """
     row = torch.arange(seqlen_q, device=device)[None, None, :, None]
     column = torch.arange(seqlen_k, device=device)
@@ -38,7 +42,7 @@ def materialize(
         if spec.band_hi < UNLIMITED:
             conditions.append(distance <= spec.band_hi)
     else:
-        # Each column has shape (batch, 1, 1, 1).
+        # Each bound has shape (batch, 1, 1, 1).
         bound = dict(zip(BOUNDS, spec.bounds[:, :, None, None, None].unbind(1), strict=True))
         offset = bound["alibi_offset"]
         conditions = [(column >= bound["key_begin"]) & (column < bound["key_end"])]
@@ -63,7 +67,7 @@ def materialize(
 
 
 def of_head(spec: MaskSpec, h: int) -> MaskSpec:
-    """Return the spec of head h alone."""
+    """Return the spec restricted to head h; tensors are views, and tile summaries are dropped."""
     own: dict[str, Any] = {}
     for name in ("bias", "dense", "key_mask", "slopes"):
         tensor = getattr(spec, name)

@@ -1,4 +1,4 @@
-"""Cache of values derived from tensors, shared between calls."""
+"""Cache of values derived from tensors, shared between calls and layers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from fused_attn.base.torch_state import PLAIN_TYPES, captured, is_intercepted, s
 
 T = TypeVar("T")
 
-_LIMIT = 16  # entries per Mask: decoding changes seqlen_k in every step
-_LIMIT_OF_TENSOR = 1024  # entries per tensor: small values, such as a bool for each slice
+# Maximum entries per Mask. Decoding changes seqlen_k, and with it the key, in every step.
+_LIMIT = 16
+# Maximum entries per tensor. The limit is high because most values are small, such as one bool per
+# slice.
+_LIMIT_OF_TENSOR = 1024
 
 
 class Entry(NamedTuple):
-    """A cached value and its sources."""
+    """A cached value and the tensors that it was derived from.
 
-    sources: list[tuple[weakref.ref[Tensor], int, int]]  # tensors, their versions and addresses
+    Attributes:
+        sources: for each tensor a weak reference, its version counter and its data pointer.
+        value: the cached value.
+    """
+
+    sources: list[tuple[weakref.ref[Tensor], int, int]]
     value: object
 
 
-Memo = dict[Hashable, Entry]  # the cache of a Mask or a tensor; only `recall` fills it
+Memo = dict[Hashable, Entry]  # cache of one Mask or tensor; modified only in this file
 
 
 def recall(
@@ -35,24 +43,28 @@ def recall(
     make: Callable[[], T],
     limit: int = _LIMIT,
 ) -> T:
-    """Return the cached result of make(); compute it if missing or if the tensors changed.
+    """Return the cached result of make(); call it if there is no entry or the tensors changed.
 
     A cached value is reused for the same key, tensors, tensor versions, stream and inference mode.
-    The cache is bypassed in three cases: calls are intercepted (torch.compile, modes, subclasses);
-    a tensor requires grad, or has no version because it was created in inference mode; or a CUDA
-    graph is being captured, which must compute its values itself.
+    The cache is bypassed, and make() is called, in these cases:
 
-    Each in-place operation of torch changes the version of a tensor. Changes through numpy, `.data`
-    or another library's kernel do not, and are not detected: pass a new tensor after them.
+    - the call is intercepted (torch.compile, modes), or a tensor is of a subclass;
+    - a tensor requires grad;
+    - a tensor was created in inference mode, and therefore has no version counter;
+    - a CUDA graph is being captured, which must include the kernels that compute the value.
 
-    The memo holds weak references to the tensors. A value that references one keeps it alive for
-    the lifetime of the memo.
+    Every in-place operation of torch increments the version counter of the tensor. Changes through
+    numpy, `.data` or another library's kernel do not, so they are not detected. Pass a new tensor
+    after such a change.
+
+    The memo holds only weak references to the tensors. A value that references one of the tensors
+    keeps it alive as long as the entry exists.
 
     Args:
         memo: cache of a Mask or a tensor.
-        key: what the value depends on, other than the tensors.
+        key: everything that the value depends on, other than the tensors.
         tensors: tensors that the value is derived from.
-        device: device that uses the value; its current stream computes it.
+        device: device on which the value is computed and used, on the current stream.
         make: computes the value.
         limit: maximum number of entries; the oldest are evicted first.
     """
@@ -61,7 +73,8 @@ def recall(
     return recall_eager(memo, key, tensors, device, make, limit)
 
 
-# By the id of a tensor, which is unique while the reference is alive.
+# Maps id(tensor) to the memo of the tensor. An id is unique only while its tensor is alive, so
+# `memo_of` compares the referenced tensor.
 _of_tensors: dict[int, tuple[weakref.ref[Tensor], Memo]] = {}
 
 
@@ -72,7 +85,11 @@ def recall_on_tensor(
     make: Callable[[], T],
     limit: int | None = None,
 ) -> T:
-    """Call `recall` with the memo of `tensor`; the value must not hold a reference to it."""
+    """Call `recall` with the memo of `tensor`, which has the lifetime of the tensor.
+
+    The value must not reference `tensor`, or it would never be freed. The limit defaults to
+    _LIMIT_OF_TENSOR.
+    """
     if is_intercepted() or not cacheable(tensors):
         return make()
     limit = limit or _LIMIT_OF_TENSOR
@@ -80,7 +97,7 @@ def recall_on_tensor(
 
 
 def memo_of(tensor: Tensor) -> Memo:
-    """Return the memo of a tensor, which is deleted together with the tensor."""
+    """Return the memo of a tensor, creating it if missing; it is deleted with the tensor."""
     number = id(tensor)
     held = _of_tensors.get(number)
     if held is None or held[0]() is not tensor:
@@ -101,7 +118,10 @@ def recall_eager(
     make: Callable[[], T],
     limit: int = _LIMIT,
 ) -> T:
-    """Implement `recall` for tensors that are `cacheable`, in a call that is not intercepted."""
+    """Implement `recall` without its checks.
+
+    The caller ensures that the tensors are `cacheable` and the call is not intercepted.
+    """
     stream = 0 if device.type == "cpu" else stream_of(device)
     key = (key, stream, torch.is_inference_mode_enabled())
     entry = memo.get(key)
@@ -112,15 +132,17 @@ def recall_eager(
         else:
             return entry.value  # type: ignore[return-value]
     value = make()
-    memo.pop(key, None)  # reinsert as the newest entry
+    memo.pop(key, None)  # dicts are in insertion order: the new entry becomes the newest
     memo[key] = Entry([(weakref.ref(t), t._version, t.data_ptr()) for t in tensors], value)
-    while len(memo) > limit:  # the copy and the default: other threads may evict too
+    # Other threads may evict concurrently: iterate over a copy of the keys, and allow for an empty
+    # memo and for a key that is already gone.
+    while len(memo) > limit:
         memo.pop(next(iter(list(memo)), None), None)
     return value
 
 
 def cacheable(tensors: Sequence[Tensor]) -> bool:
-    """Return True if in-place changes of these tensors can be detected."""
+    """Return True if values derived from these tensors may be cached (see `recall`)."""
     for tensor in tensors:
         if type(tensor) not in PLAIN_TYPES or tensor.requires_grad or tensor.is_inference():
             return False

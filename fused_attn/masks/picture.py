@@ -1,4 +1,4 @@
-"""Plots of masks: visible positions, and the tiles that kernels skip."""
+"""Plots of masks, with the visible positions and the tiles that kernels skip."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fused_attn.masks.mask import Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import normalize
 
-# Colours: a skipped tile, a masked position in a partial tile, visible positions with the lowest
-# and highest bias, and lines between tiles.
+# Colours of skipped tiles, of masked positions in partial tiles, of visible positions with the
+# lowest and the highest bias, and of the lines between tiles.
 _SKIPPED, _HIDDEN, _LIGHT, _DARK, _LINE = "#e9ecef", "#ffffff", "#9ecae1", "#1f5f99", "#adb5bd"
 
 
 class Seen(NamedTuple):
-    """Mask of one head of one sequence.
+    """Dense mask of one head of one sequence, and the kinds of its tiles.
 
     Attributes:
-        visible: bool (seqlen_q, seqlen_k).
-        added: float32 (seqlen_q, seqlen_k), bias added to the scores, or None.
-        kinds: uint8 (tiles of queries, tiles of keys): 0 for skipped, 1 for partial and 2 for full
-            tiles.
+        visible: bool (seqlen_q, seqlen_k), True = visible.
+        added: float32 (seqlen_q, seqlen_k), the bias added to the scores, or None.
+        kinds: uint8 (number of query tiles, number of key tiles); 0 = skipped, 1 = partial,
+            2 = full.
     """
 
     visible: Tensor
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 def seen(
     mask: Mask, seqlen_q: int, seqlen_k: int, sequence: int, head: int, tile: tuple[int, int]
 ) -> Seen:
-    """Compute the mask of one head of one sequence, for `Mask.plot`."""
+    """Compute the dense mask of one head of one sequence, on the CPU."""
     batch, num_heads = _sizes(mask)
     sizes = max(batch, sequence + 1), max(num_heads, head + 1), seqlen_q, seqlen_k
     cpu = torch.device("cpu")
@@ -56,7 +56,7 @@ def plot(
     tile: tuple[int, int],
     axes: Any,
 ) -> Any:
-    """Plot a mask; see `Mask.plot`."""
+    """Implement `Mask.plot`."""
     try:
         from matplotlib import colors, patches, pyplot
     except ImportError:
@@ -97,7 +97,7 @@ Mask._draw = plot
 
 
 def _sizes(mask: Mask) -> tuple[int, int]:
-    """Return the number of sequences and heads that the mask distinguishes."""
+    """Return the batch size and the number of heads of the mask's tensors; 1 if broadcast."""
     batch, heads = [1], [1]
     batch += [len(p.key_lengths) for p in mask.paddings] + [len(p) for p in mask.prefixes]
     for pair in mask.document_pairs:
@@ -112,7 +112,7 @@ def _sizes(mask: Mask) -> tuple[int, int]:
 
 
 def _kinds(visible: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Compute `Seen.kinds`; the last tile of a row or column may be cut off."""
+    """Compute `Seen.kinds`; the last tile of each dimension may be smaller than `tile`."""
     rows, columns = (-(-size // step) for size, step in zip(visible.shape, tile, strict=True))
     counts = torch.zeros(2, rows * tile[0], columns * tile[1], dtype=torch.int64)
     counts[0, : visible.shape[0], : visible.shape[1]] = visible

@@ -11,19 +11,20 @@ from fused_attn.masks.memo import recall_on_tensor
 
 
 def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
-    """Return the hint, or True if `mask` is known to be the causal (L, L) mask of torch.nn.
+    """Return True if `mask` is known to be the causal (L, L) mask of torch.nn.
 
-    The values are compared once, and again after an in-place change by torch operations. As for
-    Masks, changes through numpy or `.data` are not detected. The result is cached for the lifetime
-    of the tensor, also for slices of it.
+    The result is cached for the lifetime of the tensor; results for slices are cached on their base
+    tensor. Values are compared again after an in-place change by a torch operation. Changes through
+    numpy or `.data` are not detected.
 
-    Only masks on the CPU are compared. On a GPU, reading values would synchronise. The mask is then
-    treated as dense, and its tile summary still lets kernels skip fully masked tiles. Masks are not
-    compared under torch.compile (graph break), or if they require grad.
+    Only masks on the CPU are compared, because reading values on a GPU would synchronise. A mask on
+    a GPU is treated as dense, and its tile summary still lets kernels skip fully masked tiles.
+    Masks that require grad are not compared. Under torch.compile no mask is compared, because that
+    would break the graph.
 
     Args:
         mask: (L, S), bool (True = ignored) or float (added to the scores).
-        hint: the result if the caller knows it; None to compare.
+        hint: returned unchanged if not None; the mask is then not compared.
     """
     if hint is not None:
         return hint
@@ -31,7 +32,7 @@ def is_causal_mask(mask: Tensor | Mask | None, hint: bool | None) -> bool:
         return False
     if mask.shape[0] != mask.shape[1] or not host_readable(mask):
         return False
-    # A slice is a new object in each call, so its result is cached in the memo of its base.
+    # A slice is a new tensor object in each call, so its result is cached in the memo of its base.
     owner = mask if mask._base is None else mask._base
     where = ("causal", mask.dtype, mask.data_ptr(), mask.shape, mask.stride())
     return recall_on_tensor(owner, where, [owner], lambda: _compare(mask))

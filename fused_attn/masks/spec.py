@@ -1,7 +1,7 @@
-"""Kernel-level form of masks: `normalize` converts a `Mask` to a `MaskSpec`.
+"""Kernel-level form of masks, and the conversion of a `Mask` to it.
 
-A diagonal band, a row of bounds for each sequence, document ids, dense tensors and slopes express
-every mask.
+`normalize` converts a `Mask` to a `MaskSpec`, which expresses every mask by a diagonal band, a row
+of bounds for each sequence, document ids, dense tensors and ALiBi slopes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fused_attn.base.torch_state import host_readable, plain_eager, savable, sta
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.memo import cacheable, recall, recall_eager
 
-# Columns of `MaskSpec.bounds`; the C++ struct SequenceBounds (csrc/params.h) has the same order.
+# Columns of `MaskSpec.bounds`. The order must match the C++ struct SequenceBounds (csrc/params.h).
 BOUNDS = (
     "key_begin",
     "key_end",
@@ -36,30 +36,32 @@ BOUNDS = (
 @flattens
 @dataclass(eq=False)
 class MaskSpec(Flat):
-    """Kernel-level form of a mask, and the packing of sequences.
+    """Kernel-level form of a mask, including the packing of sequences.
 
-    Field order is the argument order of the registered ops, and the C++ struct MaskParams
-    (csrc/params.h) has the same names.
+    The field order is the argument order of the registered ops. The C++ struct MaskParams
+    (csrc/params.h) uses the same names.
 
     Attributes:
-        bias: float tensor added to the scores; -inf masks. 4-D: each dimension of (batch,
-            num_heads, seqlen_q, seqlen_k) has its full size or 1.
-        bias_summary: uint8, see `with_summaries`.
-        dense: bool tensor, True = visible; broadcastable as `bias` is.
-        dense_summary: uint8, as `bias_summary`.
-        key_mask: bool tensor (batch or 1, num_heads or 1, 1, seqlen_k).
-        bounds: int64 (batch, 8), the columns of `BOUNDS`; replaces the three integers below.
-        query_documents: int64 (batch or 1, seqlen_q), with values in the range of int32.
-        key_documents: int64 (batch or 1, seqlen_k), as query_documents.
-        slopes: float32 (batch or 1, num_heads), ALiBi.
-        cu_seqlens_q, cu_seqlens_k: int64 (batch + 1); rows [cu_seqlens[b], cu_seqlens[b + 1]) of
-            query, key and value are sequence b, and their batch dimension is 1. All other fields
-            are per sequence, with the maxima below as seqlen_q and seqlen_k.
-        band_lo, band_hi: band_lo <= j - i <= band_hi is visible.
-        alibi_offset: ALiBi adds -slope * |i + alibi_offset - j|.
-        max_seqlen_q, max_seqlen_k: number of rows of the longest packed sequence.
-        by_query: False if `bounds` sets only key_begin and key_end; dense forms of the mask then
-            need no query dimension.
+        bias: float, 4-D, broadcastable to (batch, num_heads, seqlen_q, seqlen_k). Added to the
+            scores; -inf masks a position.
+        bias_summary: uint8 tile summary of bias, see `with_summaries`.
+        dense: bool, True = visible; shape as bias.
+        dense_summary: uint8 tile summary of dense.
+        key_mask: bool (batch or 1, num_heads or 1, 1, seqlen_k), True = visible.
+        bounds: int64 (batch, 8), with the columns of `BOUNDS`. If set, it replaces band_lo, band_hi
+            and alibi_offset.
+        query_documents: int64 (batch or 1, seqlen_q), document ids, which must fit into int32.
+        key_documents: int64 (batch or 1, seqlen_k), document ids as in query_documents.
+        slopes: float32 (batch or 1, num_heads), ALiBi slopes.
+        cu_seqlens_q, cu_seqlens_k: int64 (batch + 1,), set for packed sequences. Query, key and
+            value then have batch dimension 1, and their rows [cu_seqlens[b], cu_seqlens[b + 1]) are
+            sequence b. All other fields describe the padded batch, with seqlen_q = max_seqlen_q
+            and seqlen_k = max_seqlen_k.
+        band_lo, band_hi: key j is visible to query i if band_lo <= j - i <= band_hi.
+        alibi_offset: ALiBi adds -slope * |i + alibi_offset - j| to the scores.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths of packed sequences.
+        by_query: False if `bounds` restricts only key_begin and key_end. Dense forms of the mask
+            then need no query dimension.
     """
 
     bias: Tensor | None = None
@@ -82,8 +84,11 @@ class MaskSpec(Flat):
 
     @property
     def kind(self) -> str:
-        """Most expensive part of the mask: "none", "causal" (top-left), "structured" (bands,
-        lengths, documents, slopes), "dense" (a bool tensor) or "bias" (a float tensor)."""
+        """Most expensive part of the mask.
+
+        One of "none", "causal" (top-left), "structured" (bands, lengths, documents, slopes),
+        "dense" (a bool tensor) and "bias" (a float tensor), from cheapest to most expensive.
+        """
         if self.bias is not None:
             return "bias"
         if self.dense is not None or self.key_mask is not None:
@@ -96,18 +101,22 @@ class MaskSpec(Flat):
         return "causal" if self.band_hi == 0 else "structured"
 
     def hides(self) -> bool:
-        """Return True if any part other than `bias` may hide keys or add to the scores."""
+        """Return True if a part other than `bias` may mask positions or add to the scores."""
         whole = replace(self, bias=None, bias_summary=None, cu_seqlens_q=None, cu_seqlens_k=None)
         return whole.kind != "none"
 
     def added_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Return the dtype of the terms added to the scores for a query of `dtype`, or None."""
+        """Return the dtype of the bias added to the scores; None if nothing is added.
+
+        Args:
+            dtype: dtype of query.
+        """
         if self.slopes is not None:
             return statistics_dtype(dtype)
         return None if self.bias is None else self.bias.dtype
 
     def kernel_layout(self) -> MaskSpec:
-        """Return this spec with its index tensors contiguous, as kernels require."""
+        """Return this spec with contiguous index tensors, as kernels require."""
         if self.bounds is None and self.query_documents is None and self.cu_seqlens_q is None:
             return self
         names = ("bounds", "query_documents", "key_documents", "cu_seqlens_q", "cu_seqlens_k")
@@ -118,7 +127,10 @@ class MaskSpec(Flat):
         return replace(self, **apart) if apart else self
 
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
-        """Return batch, seqlen_q and seqlen_k; if packed, the count and maximum lengths."""
+        """Return (batch, seqlen_q, seqlen_k).
+
+        For packed sequences these are their number, max_seqlen_q and max_seqlen_k.
+        """
         if self.cu_seqlens_q is None:
             return query.shape[0], query.shape[2], key.shape[2]
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
@@ -135,7 +147,15 @@ _BIAS_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 def normalize(
     mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, query: Tensor
 ) -> MaskSpec:
-    """Return the MaskSpec of `mask` for this shape, cached on the Mask."""
+    """Return the MaskSpec of a Mask for this shape, cached on the Mask.
+
+    Args:
+        mask: None means that every position is visible.
+        query: only its device is used.
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the shape, or is on another device.
+    """
     if mask is None:
         return MaskSpec()
     shape, device = (batch, num_heads, seqlen_q, seqlen_k), query.device
@@ -144,15 +164,17 @@ def normalize(
 
 
 def bias_fits(spec: MaskSpec, dtype: torch.dtype) -> bool:
-    """Return True if the dtype of the bias is supported with a query of `dtype`."""
+    """Return True if there is no bias, or its dtype is supported with a query of `dtype`."""
     return spec.bias is None or spec.bias.dtype in (dtype, *_BIAS_TYPES)
 
 
 def spec_of(
     attn_mask: Tensor | Mask | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> MaskSpec | None:
-    """Return the MaskSpec of an unvalidated `attn_mask`, in a call that is not intercepted; None if
-    validation is needed."""
+    """Return the MaskSpec of an unvalidated `attn_mask`; None if full validation is needed.
+
+    The call must not be intercepted.
+    """
     if attn_mask is None:
         return _CAUSAL if is_causal else NO_MASK
     if is_causal or query.is_nested or key.is_nested or query.dim() != 4 or key.dim() != 4:
@@ -161,14 +183,14 @@ def spec_of(
     shape = (batch, num_heads, seqlen_q, key.shape[2])
     if isinstance(attn_mask, Mask):
         mask, tensors, device = attn_mask, attn_mask.tensors(), query.device
-        if not cacheable(tensors):  # requires grad, or a subclass: validation handles it
+        if not cacheable(tensors):  # for example, a bias that requires grad
             return None
         try:
             spec = recall_eager(
                 attn_mask.memo, (shape, device), tensors, device,
                 lambda: _normalize(mask, shape, device),
             )  # fmt: skip
-        except ValueError:  # validation may find an invalid tensor first
+        except ValueError:  # validation may report an error in an earlier argument instead
             return None
         return spec if spec.bias is None or bias_fits(spec, query.dtype) else None
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout != torch.strided:
@@ -223,7 +245,10 @@ def _normalize(mask: Mask, shape: tuple[int, int, int, int], device: torch.devic
 
 
 def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> dict:
-    """Return the fields for bands, lengths and prefixes: scalars, or the (batch, 8) bounds."""
+    """Return the MaskSpec fields for bands, lengths, prefixes and the ALiBi offset.
+
+    These are the scalar fields, or `bounds` and `by_query` if the mask has lengths or prefixes.
+    """
     batch, _, seqlen_q, seqlen_k = shape
     columns: dict[str, Any] = {
         "key_begin": 0,
@@ -258,16 +283,17 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         prefixes = [
             _sequence_lengths("prefix_lengths", p, batch, seqlen_k, device) for p in mask.prefixes
         ]
-        # Two prefix masks combine to the shorter prefix. In the table, 0 means "no prefix
-        # condition". An empty prefix (plain causal) is stored as 1, which is equivalent: key 0 is
-        # visible to query 0 anyway.
+        # Prefix masks combine to the shortest prefix. In bounds, a prefix_end of 0 means that there
+        # is no prefix condition. An empty prefix is therefore stored as 1, which is equivalent,
+        # because key 0 is visible to every query under a causal mask.
         columns["prefix_end"] = reduced(prefixes, torch.minimum).clamp(min=1)
     if mask.slopes:
         if len({a.align for a in mask.slopes}) > 1:
             raise ValueError("alibi masks that are combined must have the same align")
         if mask.slopes[0].align == "bottom_right":
             columns["alibi_offset"] = bottom_right
-    # Checking for tensors would not work: under torch.jit.trace sizes are 0-D tensors.
+    # Do not test columns with isinstance(_, Tensor) here: under torch.jit.trace, sizes are 0-D
+    # tensors.
     if not mask.paddings and not mask.prefixes:
         return {name: columns[name] for name in ("band_lo", "band_hi", "alibi_offset")}
     by_query = any(
@@ -284,9 +310,12 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
 
 
 def spec_of_ends(ends: Sequence[int], seqlen_q: int, is_causal: bool) -> MaskSpec:
-    """Build the spec for sequences with `ends` keys, optionally with a bottom-right causal mask.
+    """Build the MaskSpec of a decoding step on a CPU, faster than `normalize` does.
 
-    Equals the result of `normalize`, but is faster for small steps on CPUs.
+    Args:
+        ends: number of visible keys for each sequence.
+        seqlen_q: number of queries of each sequence.
+        is_causal: apply a bottom-right causal mask.
     """
     columns = {"query_end": seqlen_q, "band_lo": -UNLIMITED, "band_hi": UNLIMITED}
     rows = []
@@ -318,8 +347,8 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
             into.append(ids)
     if len(queries) == 1:
         return _numbered(queries[0], keys[0])
-    # With several document masks, ids must agree in all of them: each distinct tuple of ids becomes
-    # one new id, shared by queries and keys.
+    # With several document masks, a query and a key must have equal ids in all of them. Map each
+    # distinct tuple of ids to one new id.
     stacked = [
         torch.cat([q.expand(batch, -1), k.expand(batch, -1)], dim=1).to(torch.int64)
         for q, k in zip(queries, keys, strict=True)
@@ -330,10 +359,10 @@ def _documents_fields(mask: Mask, shape: tuple[int, int, int, int]) -> dict:
 
 
 def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
-    """Return the document fields with ids that fit into 32 bits, in which kernels compare them.
+    """Return the document fields, with ids in the range of int32, as kernels require.
 
-    Ids that are not known to fit become their first index in the sorted ids. That needs no host
-    read of GPU values.
+    If ids are not known to be in range, each is replaced by its first index in the sorted ids,
+    which does not synchronize with a GPU.
     """
     ids = [query_ids, key_ids]
     if not all(_fits(t) for t in ids):
@@ -345,7 +374,7 @@ def _numbered(query_ids: Tensor, key_ids: Tensor) -> dict:
 
 
 def _fits(ids: Tensor) -> bool:
-    """Return True if ids are known to fit into 32 bits."""
+    """Return True if all ids are known to be in the range of int32."""
     if ids.numel() == 0 or torch.iinfo(ids.dtype).max < 1 << 31:
         return True
     return host_readable(ids) and int(ids.min()) >= -(1 << 31) and int(ids.max()) < 1 << 31
@@ -368,14 +397,18 @@ def _slopes(mask: Mask, batch: int, num_heads: int, device: torch.device) -> Ten
 def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """Return a 4-D view in which all broadcast dimensions have size 1.
 
-    This includes expanded (stride-0) dimensions, unless the tensor requires grad.
+    Expanded (stride-0) dimensions are narrowed to size 1, too, unless the tensor requires grad.
+
+    Raises:
+        ValueError: the tensor is not broadcastable to `shape`.
     """
     if tensor.dim() > 4:
         raise ValueError(f"{name} must have at most 4 dimensions, got {tuple(tensor.shape)}")
     view = tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
     for dim, (have, want) in enumerate(zip(view.shape, shape, strict=True)):
         if have not in (1, want):
-            # In self-attention a transposed layout passes all earlier checks: it fails only here.
+            # In self-attention, a transposed layout passes all earlier checks. The mask is the
+            # first argument whose shape does not fit.
             swapped = shape[2] == shape[3] != shape[1] > 1
             fits = swapped and set(view.shape[2:]) in ({shape[1]}, {1, shape[1]})
             hint = TRANSPOSED if fits else ""
@@ -384,7 +417,7 @@ def _as_4d(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tenso
                 f"{shape}, got {tuple(tensor.shape)}{hint}"
             )
         if have > 1 and view.stride(dim) == 0:
-            # The gradient of an expanded tensor has the expanded shape, so materialize the tensor.
+            # The gradient must have the expanded shape, so materialize a tensor that requires grad.
             view = view.contiguous() if view.requires_grad else view.narrow(dim, 0, 1)
     return view.resolve_neg()
 
@@ -405,18 +438,20 @@ _SETTING = threading.Lock()
 
 
 def with_summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor | None]) -> MaskSpec:
-    """Return the spec with tile summaries of its dense tensors, computed once per spec.
+    """Compute the tile summaries of the spec's dense tensors, once per spec, and return the spec.
+
+    A summary classifies tiles of a mask, so that kernels can skip fully masked ones.
 
     Args:
-        summarize: the backend's kernel; returns None if the backend does not use summaries.
+        summarize: kernel of the backend; returns None if the backend does not use summaries.
     """
     if not plain_eager(spec.dense, spec.bias):
         return spec
     for name in ("dense", "bias"):
         tensor, summary = getattr(spec, name), getattr(spec, f"{name}_summary")
         if tensor is not None and summary is None:
-            # The only mutation of a spec: it caches the summary beside its source. A second thread
-            # must not replace the summary, as kernels of the first may be reading it.
+            # A spec is otherwise immutable. If two threads compute the summary, the first one to
+            # finish stores it; replacing it would free memory that a running kernel may read.
             summary = summarize(tensor.detach())
             with _SETTING:
                 if getattr(spec, f"{name}_summary") is None:
@@ -429,7 +464,7 @@ def _minimum(a: Any, b: Any) -> Any:
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
     if isinstance(b, Tensor):
         return b.clamp(max=a)
-    # min and max would compare symbolic values and add a guard on the result.
+    # min and max would add a guard on the comparison of symbolic values.
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 
@@ -442,7 +477,7 @@ def _maximum(a: Any, b: Any) -> Any:
 
 
 def reduced(tensors: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Combine all tensors; return None for an empty list."""
+    """Reduce the tensors to one with a binary function; return None for an empty list."""
     total = None
     for tensor in tensors:
         total = tensor if total is None else combine(total, tensor)

@@ -16,18 +16,20 @@ from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 
 Shape = tuple[int, int, int, int]
 
-_KEPT = 8  # cached values of a tensor and its slices: each may be as large as the tensor
+# Maximum number of cached values per tensor and its slices. Each may be as large as the tensor.
+_KEPT = 8
 
 
 class TorchArguments(NamedTuple):
-    """Arguments `attn_mask` and `is_causal` of torch's function, and the fully masked rows.
+    """Mask arguments for torch's scaled_dot_product_attention, and the fully masked rows.
 
     Attributes:
-        attn_mask: bool or in the dtype of query, broadcastable to (batch, num_heads, seqlen_q,
-            seqlen_k), without fully masked rows. None if everything is visible, or with is_causal.
-        is_causal: top-left causal, as in torch; never combined with attn_mask.
-        empty: bool, broadcastable to (batch, num_heads, seqlen_q, 1): the rows that are fully
-            masked in the original mask, whose output must be set to 0. None if there are none.
+        attn_mask: bool, or float in the dtype of query, broadcastable to (batch, num_heads,
+            seqlen_q, seqlen_k). Fully masked rows are made visible in it. None if every position is
+            visible or is_causal is True.
+        is_causal: apply a top-left causal mask, as in torch; never combined with attn_mask.
+        empty: bool, broadcastable to (batch, num_heads, seqlen_q, 1), True for query rows that are
+            fully masked. The caller must set their output to 0. None if there are no such rows.
     """
 
     attn_mask: Tensor | None = None
@@ -38,11 +40,13 @@ class TorchArguments(NamedTuple):
 def arguments_of(
     attn_mask: Tensor | Mask, is_causal: bool, query: Tensor, key: Tensor
 ) -> TorchArguments | None:
-    """Return the arguments for an `attn_mask`, cached on it, in a call that is not intercepted.
+    """Return torch's arguments for an unvalidated `attn_mask`; None if validation is needed.
 
-    The result is None if validation is needed.
+    The result is cached on attn_mask. The call must not be intercepted.
 
     Args:
+        attn_mask: a Mask, a bool tensor (True = attend), or a float tensor.
+        is_causal: combine attn_mask with a top-left causal mask.
         query, key: 4-D; only their shapes, dtype and device are used.
     """
     batch, num_heads, seqlen_q, _ = query.shape
@@ -51,7 +55,7 @@ def arguments_of(
     def spec() -> MaskSpec:
         made = normalize(as_mask(attn_mask, is_causal), *shape, query)
         if not bias_fits(made, query.dtype):
-            raise ValueError  # validation raises it with a message
+            raise ValueError  # caught below; validation raises it again, with a message
         return made
 
     what = ("torch", shape, query.dtype, query.device, is_causal)
@@ -66,12 +70,12 @@ def arguments_of(
         if attn_mask.is_inference() and not savable(attn_mask):
             return None
         return _of_tensor(attn_mask, what, spec, shape, query)
-    except (TypeError, ValueError):  # validation may find an invalid tensor first
+    except (TypeError, ValueError):  # validation may report an error in another argument first
         return None
 
 
 def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
-    """Return the arguments equivalent to the spec, cached on the spec's tensors.
+    """Return torch's arguments that are equivalent to a MaskSpec, cached on the spec's tensors.
 
     Args:
         shape: (batch, num_heads, seqlen_q, seqlen_k).
@@ -86,7 +90,8 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     whole = _tensor_of(spec)
     if whole is not None and len(tensors) == 1:
         return _of_tensor(whole, what, lambda: spec, shape, query)
-    # Cached on the first tensor, to be shared by specs of one mask with different packing.
+    # Cache the arguments on a tensor, not on the spec: specs of one mask share their tensors, even
+    # if they differ in packing.
     return recall_on_tensor(
         tensors[0], what, tensors, lambda: _arguments(spec, shape, query), _KEPT
     )
@@ -95,10 +100,11 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
 def _of_tensor(
     tensor: Tensor, what: Hashable, spec: Callable[[], MaskSpec], shape: Shape, query: Tensor
 ) -> TorchArguments:
-    """Return the arguments for a mask that is a single tensor, cached on the caller's tensor.
+    """Return torch's arguments for a mask that is a single tensor, cached on the caller's tensor.
 
-    A view is a new object in each call, so it is identified by its address, shape and strides. The
-    cached value must not hold the tensor: None is cached if torch accepts the tensor unchanged.
+    A view is a new object in each call, so the cache key is its address, shape and strides, in the
+    memo of its base. A cached value must not reference the tensor, so None is cached if torch
+    accepts the tensor unchanged.
     """
 
     def made() -> TorchArguments | None:
@@ -114,7 +120,7 @@ def _of_tensor(
         kept = recall_on_tensor(owner, place, (owner,), made, _KEPT)
     if kept is not None:
         return kept
-    # Other ranks would not take torch's fast path.
+    # torch's fused kernels accept only 2-D and 4-D masks.
     of_rank = tensor.dim() in (2, 4)
     return TorchArguments(tensor if of_rank else tensor[(None,) * (4 - tensor.dim())])
 
@@ -124,9 +130,10 @@ def _tensor_of(spec: MaskSpec) -> Tensor | None:
 
 
 def _limits_that_hide(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
-    """Return, for the lower and upper limit of the band, whether it hides any key.
+    """Return two flags: whether the lower and the upper limit of the band mask any position.
 
-    Under torch.compile a finite limit counts as hiding keys, as a comparison would add a guard.
+    Under torch.compile, every finite limit counts, because a comparison with symbolic sizes would
+    add a guard.
     """
     lo, hi = spec.band_lo > -UNLIMITED, spec.band_hi < UNLIMITED
     if torch.compiler.is_compiling():
@@ -165,7 +172,7 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
 
 
 def _no_row_fully_masked(spec: MaskSpec, shape: Shape) -> bool:
-    """Return True if every row is known to have a visible key, without reading values."""
+    """Return True if every query row has a visible key, as known without reading tensor values."""
     tables = (spec.bias, spec.dense, spec.key_mask, spec.bounds, spec.query_documents)
     if any(table is not None for table in tables):
         return False

@@ -1,8 +1,11 @@
-"""Fused dropout(activation(x + bias)): one pass forward, one backward, if a backend has a kernel.
+"""Fused dropout(activation(x + bias)), in one pass over memory each in forward and backward.
 
-torch needs four passes forward (the copy of the bias before the matmul, activation, random bits,
-multiplication) and two or three backward, over the widest tensor of a Transformer. It is not
-registered in torch.library: intercepted calls use torch's operations, which compilers fuse.
+The input is the widest tensor of a Transformer. torch's operations read or write it in four passes
+in the forward (copy of the bias before the matmul, activation, random bits, multiplication) and in
+two or three passes in the backward.
+
+The function is not registered in torch.library. Intercepted calls use torch's operations, which
+compilers can fuse.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from fused_attn.base.torch_state import (
 
 
 def supports_activation(input: Tensor) -> bool:
-    """Return True if `activation_pass` may accept this tensor, or a matmul of it."""
+    """Return True if `activation_pass` may accept this tensor, or the result of a matmul of it."""
     return _backend_of(input) is not None
 
 
@@ -38,13 +41,15 @@ def activation_pass(
     *,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """Compute dropout(activation(input + bias)); return None if torch must compute it.
+    """Compute dropout(activation(input + bias)), or return None if no backend supports the call.
 
     Args:
-        input: (*, columns).
-        bias: (columns,); cast to the dtype of input. The sum is not rounded.
+        input: (*, columns), contiguous.
+        bias: (columns,) or None; cast to the dtype of input. input + bias is not rounded to this
+            dtype.
         activation: one of `backends.base.ACTIVATIONS`.
-        overwrite: the result may overwrite input, which the caller does not use again.
+        dropout_p: probability of dropping an element, in [0, 1).
+        overwrite: allow the result to overwrite input. Ignored if a gradient is needed.
     """
     backend = _backend_of(input)
     if backend is None or input.dtype not in DTYPES or not 0.0 <= dropout_p < 1.0:
@@ -81,11 +86,11 @@ class _Activation(Function):
         call: tuple[str, float, Tensor | None],
         backend: Backend,
     ) -> Tensor:
-        # Not a view: autograd forbids changing views returned by a Function in place.
+        # Do not return a view: autograd forbids in-place operations on views from a Function.
         out = backend.activation(input, bias, *call)
         activation = call[0]
         if activation == "relu":
-            ctx.save_for_backward(out, None)  # positive where the gradient passes
+            ctx.save_for_backward(out, None)  # the gradient passes where out > 0
         elif activation != "identity":
             ctx.save_for_backward(input, bias)
         ctx.call, ctx.backend = call, backend
@@ -94,7 +99,7 @@ class _Activation(Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         grad_out = grad_out.resolve_neg().contiguous()
-        # Saved-tensor hooks may return tensors with another dtype or layout.
+        # Saved-tensor hooks may have changed the dtype or layout of the tensors.
         input, bias = (_as_given(t, grad_out) for t in ctx.saved_tensors or (grad_out, None))
         args = (input, bias, *ctx.call, grad_out)
         plain = plain_eager(grad_out, input) and not batched_by_autograd(grad_out)

@@ -1,7 +1,7 @@
-"""autograd.Functions of the ops.
+"""Execution of attention and norm calls, and the autograd.Functions of the ops.
 
-First-order gradients run on the kernels; second_order.py has the backward of a backward. `apply`
-receives the call, and also its tensors as separate arguments, for autograd and torch.compile.
+First-order gradients are computed by kernels; second_order.py differentiates a backward. `apply`
+receives the call, and its tensors again as arguments, which autograd and torch.compile track.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from fused_attn.ops.sinks import add_sinks, checked_sinks
 def attention(
     call: UncheckedAttention, want_lse: bool, named: str | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run an unvalidated call: first try the backend's pass on it, then validate and run it.
+    """Run an unchecked attention call, with validation only if the backend requires it.
 
     Args:
-        named: the backend that the caller named, or None.
-        sinks: see ops/sinks.py.
+        named: name of the backend that the caller requested, or None.
+        sinks: (num_heads,) or None; see ops/sinks.py.
 
     Returns:
-        out, and lse, which may be None without want_lse.
+        out and lse, in the caller's shapes. lse may be None without want_lse.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
-        NotImplementedError: the named backend does not support the problem.
+        ValueError, TypeError: an argument is invalid.
+        NotImplementedError: the named backend does not support the call.
     """
     if sinks is not None:
         out, lse = attention(call, True, named)
@@ -80,7 +80,7 @@ def attention(
 
 
 def _count(call: UncheckedAttention | AttentionCall, backend: Backend | None) -> None:
-    """Count a call in the open blocks of `stats()`."""
+    """Count a call in all open `stats()` blocks."""
     reason = f"backend {backend.name}" if backend is not None and backend.differentiable else ""
     for counts in counting:
         counts.add(reason, call.query, call.key)
@@ -89,7 +89,7 @@ def _count(call: UncheckedAttention | AttentionCall, backend: Backend | None) ->
 def _try_unchecked(
     call: UncheckedAttention, want_lse: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Run the backend's pass on an unvalidated call; return None if it refuses."""
+    """Run an unchecked call and return out and lse; return None if it needs validation."""
     backend = backend_for_unchecked(call, call.query.device, named) if call.prepare() else None
     if backend is None:
         return None
@@ -105,14 +105,14 @@ def _try_unchecked(
         or call.value.requires_grad
         or (spec.bias is not None and spec.bias.requires_grad)
     )
-    # A summary is cached on its spec. A raw tensor's spec lasts for one call, so without a backward
-    # the pass computes the summary itself.
+    # Tile summaries are cached on the spec. The spec of a mask tensor is used by this call alone,
+    # so compute its summaries here only for a backward. Otherwise the forward computes them.
     read = spec.dense is not None or spec.bias is not None
     if read and (needs_grad or not isinstance(call.attn_mask, Tensor)):
         with_summaries(spec, backend.tile_summary)
     packed = needs_grad and spec.cu_seqlens_q is not None and call.query.dim() == 3
     given = call.query, call.key, call.value
-    if packed:  # the backward needs packed sequences as a batch of 1
+    if packed:  # the backward supports packed sequences only as 4-D tensors with a batch of 1
         call.query, call.key, call.value = (t.transpose(0, 1)[None] for t in given)
     outputs = backend.attention_fwd(call, needs_grad, want_lse)
     if outputs is None:
@@ -132,7 +132,7 @@ def _try_unchecked(
 def attention_by(
     call: AttentionCall, backend: Backend, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a validated call on its selected backend; return out and lse as `attention` does."""
+    """Run a validated call on a backend and return out and lse, which may be None if not wanted."""
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.attention_fwd(call, False, want_lse)
@@ -149,7 +149,7 @@ def attention_by(
 def attention_with_weights(
     call: AttentionCall, average: bool, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Run a validated call; return out and its attention weights after dropout."""
+    """Run a validated call; return out, and its attention weights (see `AttentionCall.weights`)."""
     if counting and not torch.compiler.is_compiling():
         _count(call, backend)
     call = _seeded(call, backend)
@@ -162,7 +162,8 @@ def attention_with_weights(
         out, lse, lse_residual = _Attention.apply(call, backend, None, 3, *_leading_tensors(call))
     else:
         out, lse, lse_residual, _ = ops.attention_fwd(call, backend, True, True)
-    # The weights depend on query, key and bias only; lse is a precomputed value.
+    # Detach lse: the gradient of the weights with respect to query, key and bias already includes
+    # the path through lse.
     lse = lse.detach()
     if needs_grad:
         return out, _Weights.apply(call, lse, lse_residual, average, backend, *call.tensors())
@@ -170,16 +171,16 @@ def attention_with_weights(
 
 
 def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
-    """Run an unvalidated norm, as `attention` does; return out and residual + dropout(input).
+    """Run an unchecked norm call; return out and the sum residual + dropout(input).
 
-    The sum may be None without want_total.
+    The sum may be None without want_total. For `named`, see `attention`.
     """
     results = _try_unchecked_norm(call, want_total, named) if not is_intercepted() else None
     if results is not None:
         return results
     checked, shape = checked_norm(call), call.input.shape
     backend = select(problem_of(checked), named)
-    # Inductor can fuse torch's norm with neighbouring operations, but not our kernel.
+    # Under torch.compile, default to torch's norm, which Inductor fuses with adjacent operations.
     if torch.compiler.is_compiling() and not named and call.options.dropout_p == 0.0:
         backend = backend if wanted_backend() else backend_of_torch()
     out, total = norm_by(checked, backend, want_total)
@@ -191,7 +192,7 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
 def _try_unchecked_norm(
     call: UncheckedNorm, want_total: bool, named: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Run the backend's pass on an unvalidated norm; return None if it refuses."""
+    """Run an unchecked norm call and return as `norm` does, or None if it needs validation."""
     backend = backend_for_unchecked(call, call.input.device, named) if call.prepare() else None
     if backend is None:
         return None
@@ -206,7 +207,7 @@ def _try_unchecked_norm(
         )
     )
     if needs_grad and len(call.normalized_shape) != 1:
-        return None  # the backward supports one normalised dimension
+        return None  # the backward supports only one normalised dimension
     input = call.input
     if not input.is_nested and input.dim() > 0 and input.stride(-1) != 1:
         call.input = input.contiguous()
@@ -221,7 +222,7 @@ def _try_unchecked_norm(
 
 
 def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor, Tensor | None]:
-    """Run a validated norm on its selected backend; return as `norm` does."""
+    """Run a validated norm call on a backend; return out and the sum, as `norm` does."""
     call = _seeded(call, backend)
     if backend.differentiable:
         outputs = backend.norm_fwd(call, False, want_total)
@@ -236,7 +237,7 @@ def norm_by(call: NormCall, backend: Backend, want_total: bool) -> tuple[Tensor,
 
 
 def _seeded(call: Any, backend: Backend) -> Any:
-    """Return the call, with a new dropout seed if it needs one."""
+    """Return the call, with a new dropout seed if it has dropout and no seed."""
     options = call.options
     if options.dropout_p == 0.0 or options.seed is not None or backend.wraps_torch:
         return call
@@ -244,14 +245,14 @@ def _seeded(call: Any, backend: Backend) -> Any:
 
 
 def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:
-    """Return the call in `kernel_layout()`, with summaries of its dense masks."""
+    """Return the call in `kernel_layout()`, with tile summaries of its dense tensors."""
     call = call.kernel_layout()
     mask = with_summaries(call.mask, backend.tile_summary)
     return call if mask is call.mask else replace(call, mask=mask)
 
 
 def _without_aliases(call: FlatT) -> FlatT:
-    """Return the call without repeated tensors, which torch.compile rejects in a Function."""
+    """Return the call with views of repeated tensors, which torch.compile rejects in a Function."""
     tensors: list[Tensor | None] = []
     for tensor in call.tensors():
         if tensor is not None and any(tensor is other for other in tensors):
@@ -261,7 +262,7 @@ def _without_aliases(call: FlatT) -> FlatT:
 
 
 def _leading_tensors(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[Tensor | None, ...]:
-    """Return the call's tensors without trailing Nones: each argument of apply costs time."""
+    """Return the call's tensors without trailing Nones, as each argument of `apply` takes time."""
     tensors = call.tensors()
     count = len(tensors)
     while tensors[count - 1] is None:
@@ -270,12 +271,12 @@ def _leading_tensors(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[T
 
 
 def _rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
-    """Invert `_leading_tensors`: return the call with these tensors, and None for the rest."""
+    """Return the call with the given leading tensors, and None for all others."""
     return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
 
 
 def _plain(grad: Tensor | None, other: Tensor | None) -> bool:
-    """Return True if the backward can call the pass directly: eager, first order, unbatched."""
+    """Return True if a backward may call kernels directly: eager, first-order and unbatched."""
     return not torch.is_grad_enabled() and plain_eager(grad, other) and not batched(grad, other)
 
 
@@ -284,7 +285,7 @@ def _needs_grad(call: Flat) -> bool:
 
 
 def _needs_input_grad(ctx: Any, index: int) -> bool:
-    """Return True if autograd needs the gradient of the call's tensor number `index`."""
+    """Return True if autograd needs the gradient of tensor `index` of the call's TENSORS."""
     index += ctx.first
     return index < len(ctx.needs_input_grad) and ctx.needs_input_grad[index]
 
@@ -299,21 +300,21 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def _saved(ctx: Any) -> list[Any]:
-    """Return the tensors of `_save`, cast back if a saved-tensor hook changed their dtype."""
+    """Return the tensors saved by `_save`, cast back if a saved-tensor hook changed their dtype."""
     saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     return [t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in saved]
 
 
-# forward takes ctx: with a separate setup_context, apply inspects signatures on every call, which
-# takes longer than a small kernel. Only functorch transforms need it; they use the reference.
+# Do not define setup_context: `apply` would inspect signatures on every call, which takes longer
+# than a small kernel. Only functorch transforms require it, and they use the reference.
 
 
 class _Attention(Function):
-    """Attention forward; returns the first `count` outputs.
+    """Attention as a differentiable Function, which returns the first `count` of its outputs.
 
     Args:
-        outputs: outputs of a pass that has run. If None, forward runs the op, as torch.compile
-            requires.
+        outputs: outputs of a forward that has run already. If None, `forward` runs the op, as
+            torch.compile requires.
         tensors: see `_leading_tensors`.
     """
 
@@ -364,7 +365,7 @@ def _gradients(
     needs_bias: bool,
     backend: Backend,
 ) -> Any:
-    """Return differentiable gradients of query, key, value and bias."""
+    """Return the gradients of query, key, value and bias, differentiable with create_graph=True."""
 
     def run() -> Any:
         return ops.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias, backend)
@@ -411,7 +412,7 @@ class _Weights(Function):
 
 
 class _Norm(Function):
-    """Norm forward; returns out and total. `outputs` and `tensors` are as in _Attention."""
+    """Norm as a differentiable Function, which returns out and total; arguments as _Attention."""
 
     @staticmethod
     def forward(
@@ -425,8 +426,8 @@ class _Norm(Function):
             assert isinstance(call, NormCall)
             outputs = ops.norm_fwd(call, backend, True, True)
         ctx.set_materialize_grads(False)
-        # The kernel needs only the sum, which is input if nothing was added. Second order
-        # differentiates the reference, which needs input and residual.
+        # The backward kernel needs only the sum, which is input without residual and dropout.
+        # Second-order gradients differentiate the reference, which needs input and residual.
         total = outputs.total if call.has_total else call.input
         _save(ctx, total, outputs.mean, outputs.rstd, *tensors)
         ctx.call, ctx.backend, ctx.first = call.without_tensors(), backend, 3
@@ -437,7 +438,7 @@ class _Norm(Function):
         total, mean, rstd, *tensors = _saved(ctx)
         call, backend = _rebuilt(ctx.call, tensors), ctx.backend
         if not call.has_total:
-            grad_total = None  # total is empty; torch.compile passes zeros
+            grad_total = None  # total is empty; torch.compile passes zeros as its gradient
         if grad_out is None and grad_total is None:
             return (None,) * len(ctx.needs_input_grad)
         needs = _needs_input_grad(ctx, _NORM_WEIGHT), _needs_input_grad(ctx, _NORM_BIAS)
@@ -461,13 +462,13 @@ def _norm_gradients(
     needs: tuple[bool, bool],
     backend: Backend,
 ) -> Any:
-    """Return differentiable gradients of input, the sum, weight and bias."""
+    """Return gradients of input, sum, weight and bias, differentiable with create_graph=True."""
     mean, rstd = mean if mean is None else mean.contiguous(), rstd.contiguous()
 
     def run() -> Any:
         return ops.norm_bwd(of_total, mean, rstd, grad_out, grad_total, *needs, backend)
 
-    # Without dropout, the gradients of input and residual are both that of the sum.
+    # Without dropout, the gradients of input and residual both equal the gradient of the sum.
     dropped = call.options.dropout_p > 0.0
     of_sum = "residual" if call.residual is not None else None if dropped else "input"
     names = ("input" if dropped else None, of_sum, "weight", "bias")
@@ -477,7 +478,7 @@ def _norm_gradients(
 def _by_norm_tensor(
     call: NormCall, grads: Sequence[Tensor], needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a pass in the order of the call's tensors, in their dtypes."""
+    """Return the gradients of a norm in the order of `NormCall.TENSORS`, in their dtypes."""
     of_input, of_sum, of_weight, of_bias = grads
     weight, bias = call.weight, call.bias
     return (

@@ -1,7 +1,8 @@
 """Decompositions of the registered ops into torch operations, for ONNX export.
 
-Under torch.onnx.export, these replace the ops with the reference. They are not in torch's global
-decomposition table, because Inductor rejects ops that are (if CI is set).
+torch.onnx.export traces these functions, which call the reference, instead of the ops. They are not
+in torch's global decomposition table, because Inductor rejects ops in it if the environment
+variable CI is set.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, Nor
 
 
 def attention_fwd(call: AttentionCall) -> AttentionOutputs:
-    """Compute the outputs of an inference forward, which saves nothing for a backward."""
+    """Compute out and lse of the op `attention_fwd` with the reference, without residuals."""
     out, lse = reference.attention(call)
     return call.outputs(False)._replace(out=out, lse=lse)
 
 
 def attention_weights(call: AttentionCall, average: bool) -> Tensor:
-    """Compute the weights after dropout."""
+    """Compute the result of the op `attention_weights` with the reference."""
     return reference.attention_weights(call, average)
 
 
 def norm_fwd(call: NormCall) -> NormOutputs:
-    """Compute the outputs."""
+    """Compute out and total of the op `norm_fwd` with the reference, without statistics."""
     out, total = reference.norm(call)
     return call.outputs()._replace(out=out, total=total)
 
@@ -46,9 +47,9 @@ def _norm_fwd(*values: Any) -> tuple[Tensor, ...]:
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Any]:
-    """Return the decompositions to pass to `run_decompositions` of an exported program.
+    """Return a decomposition table for `ExportedProgram.run_decompositions`.
 
-    Update `torch.export.default_decompositions()` with them.
+    Merge it into `torch.export.default_decompositions()`.
     """
     return {
         OPS.attention_fwd.default: _attention_fwd,

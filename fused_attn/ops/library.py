@@ -1,7 +1,8 @@
-"""Registered ops (torch.library): schemas, checks, fakes; flops.py has their FLOP formulas.
+"""Registered ops (torch.library): schemas, argument checks and fake implementations.
 
 Plain eager calls go directly to the backend. Intercepted calls (torch.compile, export, FakeTensor,
-selective checkpointing, DTensor) use the ops, whose arguments are the flattened call.
+selective checkpointing, DTensor) go through the ops, whose arguments are the fields of the
+flattened call. The FLOP formulas of the ops are in flops.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from fused_attn.ops import decompositions, flops
 def attention_fwd(
     call: AttentionCall, backend: Backend, for_backward: bool, want_lse: bool
 ) -> AttentionOutputs:
-    """Compute the outputs. Without a backward, backends have faster kernels for few queries."""
+    """Compute the outputs of an attention forward.
+
+    Args:
+        for_backward: also compute what the backward needs. Without it, backends may use faster
+            kernels for calls with few queries.
+        want_lse: compute lse.
+    """
     if plain_eager(*call.tensors()):
         outputs = backend.attention_fwd(call, for_backward, want_lse)
         assert outputs is not None  # validated calls are not refused
@@ -52,7 +59,15 @@ def attention_bwd(
     needs_bias: bool,
     backend: Backend,
 ) -> AttentionGradients:
-    """Compute the gradients for grad_out and grad_lse."""
+    """Compute the gradients of query, key, value and bias.
+
+    Args:
+        call: the call of the forward, in `kernel_layout()`.
+        outputs: outputs of the forward, in `kernel_layout()`.
+        grad_out: gradient of out.
+        grad_lse: gradient of lse, or None.
+        needs_bias: compute the gradient of bias.
+    """
     if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
         grads = backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
         assert grads is not None  # the call is in kernel_layout()
@@ -64,7 +79,12 @@ def attention_bwd(
 def attention_weights(
     call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool, backend: Backend
 ) -> Tensor:
-    """Compute the weights after dropout, from the lse of `attention_fwd`."""
+    """Compute the attention weights after dropout.
+
+    Args:
+        lse, lse_residual: outputs of `attention_fwd` with for_backward.
+        average: average the weights over heads.
+    """
     if plain_eager(*call.tensors(), lse):
         return backend.attention_weights(call, lse, lse_residual, average)
     if torch.onnx.is_in_onnx_export():
@@ -82,7 +102,10 @@ def attention_weights_bwd(
     needs_bias: bool,
     backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `attention_weights`: query, key, bias (empty if not needed)."""
+    """Compute the gradients of query, key and bias for a gradient of `attention_weights`.
+
+    The gradient of bias is an empty tensor without needs_bias.
+    """
     args = (lse, lse_residual, grad_weights, average, needs_bias)
     if plain_eager(*call.tensors(), grad_weights) and not batched_by_autograd(grad_weights):
         return backend.attention_weights_bwd(call, *args)
@@ -90,7 +113,12 @@ def attention_weights_bwd(
 
 
 def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: bool) -> NormOutputs:
-    """Compute the outputs."""
+    """Compute the outputs of a norm forward.
+
+    Args:
+        for_backward: also compute the statistics, mean and rstd.
+        want_total: compute the sum residual + dropout(input).
+    """
     if plain_eager(*call.tensors()):
         outputs = backend.norm_fwd(call, for_backward, want_total)
         assert outputs is not None  # validated calls are not refused
@@ -110,7 +138,14 @@ def norm_bwd(
     needs_bias: bool,
     backend: Backend,
 ) -> NormGradients:
-    """Compute the gradients; call.input is the sum that was normalised, without a residual."""
+    """Compute the gradients of a norm.
+
+    Args:
+        call: the result of `NormCall.of_total`, so call.input is the sum that was normalised.
+        mean, rstd: statistics of the forward; mean is None for RMS norms.
+        grad_out: gradient of out.
+        grad_total: gradient of the sum, or None.
+    """
     needs = (needs_weight, needs_bias)
     eager = plain_eager(grad_out, grad_total, *call.tensors())
     if eager and not batched_by_autograd(grad_out, grad_total):
@@ -123,7 +158,7 @@ def norm_bwd(
 
 
 def _resolved(grad_out: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients with torch's lazy negation resolved."""
+    """Return the gradients without the negative bit, which kernels ignore."""
     return grad_out.resolve_neg(), None if grad_total is None else grad_total.resolve_neg()
 
 
@@ -137,7 +172,8 @@ def _run_attention_fwd(
     outputs = get_backend(backend).attention_fwd(call.kernel_layout(), for_backward, want_lse)
     assert outputs is not None  # validated calls are not refused
     if not for_backward and not want_lse:
-        outputs = outputs._replace(lse=None)  # some backends return it anyway; the fake does not
+        # Some backends return lse anyway. Drop it, to match the fake implementation.
+        outputs = outputs._replace(lse=None)
     return outputs.without_none()
 
 
@@ -230,7 +266,8 @@ def _run_norm_bwd(
     return results.without_none()
 
 
-# Checks for direct calls of torch.ops.fused_attn; `functional` validates before it calls the ops.
+# Argument checks of the ops, for users who call torch.ops.fused_attn directly. The public functions
+# validate their arguments before they call the ops.
 
 
 def _check_attention(call: AttentionCall) -> None:
@@ -257,7 +294,7 @@ def _check_attention(call: AttentionCall) -> None:
         if spec.cu_seqlens_k.shape[0] != batch + 1:
             raise ValueError(f"cu_seqlens_k must have shape ({batch + 1},)")
     full = (batch, num_heads, seqlen_q, seqlen_k)
-    for name, shape, broadcast in (  # `broadcast`: number of leading dimensions that may be 1
+    for name, shape, broadcast in (  # the first `broadcast` dimensions may have size 1
         ("bias", full, 4),
         ("dense", full, 4),
         ("key_mask", (batch, num_heads, 1, seqlen_k), 4),
@@ -339,9 +376,16 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _register(name: str, call: type[Flat], parameters: str, returns: str) -> None:
-    """Define an op whose arguments are a flattened call, `parameters`, and the backend.
+    """Register an op, with its fake implementation and its vmap rule.
 
-    The implementations _run_<name> and _fake_<name> receive the call as one object.
+    The arguments of the op are the fields of the flattened call, `parameters`, and the name of the
+    backend. The implementations _run_<name> and _fake_<name> receive the call as one object.
+
+    Args:
+        name: name of the op.
+        call: class of the call.
+        parameters: further parameters, in schema syntax, each followed by ", ".
+        returns: results, in schema syntax.
     """
     run, fake, size = globals()[f"_run_{name}"], globals()[f"_fake_{name}"], len(call.NAMES)
 
@@ -360,9 +404,10 @@ def _register(name: str, call: type[Flat], parameters: str, returns: str) -> Non
 
 
 def _vmap_rule(op: Any) -> Any:
-    """Return a torch.vmap rule that runs an op once per element of the batch.
+    """Return a torch.vmap rule that runs an op once for each element of the batch.
 
-    It serves backwards with batched gradients of unbatched tensors; forwards use the reference.
+    The rule is used by backward ops with batched gradients of unbatched tensors. Forwards under
+    vmap use the reference.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
-"""Second and higher order gradients: the backward of a backward differentiates the reference.
+"""Second-order and higher gradients, computed by differentiating the reference.
 
-The reference draws the same dropout mask from the call's seed.
+The reference computes the same dropout mask as the kernels from the seed of the call.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ def differentiated(
     grad_outputs: tuple[Tensor | None, ...],
     function: Reference,
 ) -> tuple[Any, ...]:
-    """Return run(), differentiable if the backward runs with create_graph=True.
+    """Return the gradients run(), as differentiable tensors if create_graph=True.
 
     Args:
-        run: computes gradients of function(call) for grad_outputs with the kernels.
-        names: for each result of run, the call's tensor that it is the gradient of; None for a
-            result to ignore.
-        grad_outputs: one per output of function, or None.
-        function: the forward as a differentiable function of the call.
+        run: computes the gradients of function(call) for grad_outputs with kernels.
+        call: the call of the forward.
+        names: for each result of run, the name of the call's tensor whose gradient it is; None for
+            a result to ignore.
+        grad_outputs: gradient of each output of function, or None.
+        function: the reference of the forward, a differentiable function of the call.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return run()
     if batched(*grad_outputs):
-        # A batched tensor wraps one that has the graph, to which a Function cannot add.
+        # A Function cannot extend the graph of a batched tensor, which belongs to the tensor that
+        # it wraps. Differentiate the reference directly.
         of_inputs, inputs = _of_tensors(call, function)
         with torch.autocast(_device_type(inputs), enabled=False):
             grads = _first_order(of_inputs, [_tracked(t) for t in inputs], grad_outputs)
@@ -49,7 +51,7 @@ def differentiated(
 
 
 class _Backward(Function):
-    """Backward pass on the kernels; its backward differentiates the reference."""
+    """Backward as a differentiable Function: `forward` runs kernels, `backward` the reference."""
 
     @staticmethod
     def forward(
@@ -84,7 +86,7 @@ class _Backward(Function):
 def _of_tensors(
     call: Flat, function: Reference
 ) -> tuple[Callable[..., Sequence[Tensor]], list[Tensor | None]]:
-    """Return `function` as a function of the call's differentiable tensors, and those tensors."""
+    """Return `function` as a function of the call's differentiable tensors, and these tensors."""
     tensors = list(call.tensors())
     indices = [call.TENSORS.index(name) for name in call.DIFFERENTIABLE]
 
@@ -101,12 +103,15 @@ def _first_order(
     inputs: Sequence[Tensor | None],
     grad_outputs: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of run(*inputs) for grad_outputs; None for None inputs.
+    """Return differentiable gradients of run(*inputs) with respect to inputs.
 
     Args:
         run: differentiable function of `inputs`, with as many outputs as `grad_outputs`.
-        inputs: tensors that require gradients, or None.
-        grad_outputs: tensors or None.
+        inputs: tensors that require grad, or None.
+        grad_outputs: gradient of each output of run, or None.
+
+    Returns:
+        One gradient per input. It is None if the input is None or run does not use it.
     """
     pairs = [(o, g) for o, g in zip(run(*inputs), grad_outputs, strict=True) if g is not None]
     grads = iter(
@@ -127,14 +132,14 @@ def _second_order(
     grad_outputs: Sequence[Tensor | None],
     grad_grads: Sequence[Tensor | None],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Differentiate the results of `_first_order`, weighted by grad_grads.
+    """Return the vector-Jacobian product of `_first_order` with grad_grads.
 
     Args:
-        run, inputs, grad_outputs: as in `_first_order`; inputs need not require gradients.
-        grad_grads: one per input, or None.
+        run, inputs, grad_outputs: as in `_first_order`, but inputs need not require grad.
+        grad_grads: gradient of each result of `_first_order`, or None.
 
     Returns:
-        Gradients for inputs and for grad_outputs.
+        The gradients with respect to inputs, and those with respect to grad_outputs.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(_device_type(inputs), enabled=False):
@@ -162,10 +167,11 @@ def _second_order(
 
 
 def _tracked(tensor: Tensor | None) -> Tensor | None:
-    """Return an alias of the tensor to differentiate with respect to, attached to its graph.
+    """Return an alias of the tensor, as a variable to differentiate with respect to.
 
-    grad_out may depend on query through that graph. The gradient with respect to query itself would
-    include that path.
+    The alias is attached to the graph of the tensor. grad_out may depend on query through this
+    graph. A gradient with respect to query itself would include that path, and a gradient with
+    respect to its alias does not.
     """
     if tensor is None:
         return None

@@ -1,8 +1,8 @@
-"""Attention sinks: a learned logit per head that enters the softmax but has no value.
+"""Attention sinks: a learned logit for each head that is added to the softmax, without a value.
 
-A sink adds exp(sink) to the softmax denominator of each row. The kernels are unchanged: each row of
-out is multiplied by exp(lse) / (exp(lse) + exp(sink)), and autograd derives all gradients through
-lse.
+A sink adds exp(sink) to the softmax denominator of each row. Kernels do not support sinks. Instead,
+each row of out is multiplied by exp(lse) / (exp(lse) + exp(sink)), and autograd computes the
+gradients of query, key and sinks through lse.
 
 Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2; Xiao et al. 2023,
     "Efficient Streaming Language Models with Attention Sinks".
@@ -17,10 +17,16 @@ from fused_attn.base.torch_state import is_intercepted
 
 
 def checked_sinks(sinks: object, lse: Tensor) -> Tensor:
-    """Return sinks after checking that they are float (num_heads,) and match lse.
+    """Validate sinks, which must be a float tensor (num_heads,) on the device of lse.
+
+    Args:
+        lse: (*, num_heads, seqlen_q).
+
+    Returns:
+        The sinks, unchanged.
 
     Raises:
-        ValueError, TypeError: sinks are anything else; the message says what was expected.
+        ValueError, TypeError: sinks are invalid; the message states what was expected.
     """
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
@@ -38,20 +44,22 @@ def checked_sinks(sinks: object, lse: Tensor) -> Tensor:
 def add_sinks(
     out: Tensor, lse: Tensor, sinks: Tensor, *, packed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of attention with sinks, computed from those without.
+    """Return out and lse of attention with sinks, given those of attention without sinks.
 
     Args:
-        out: (*, num_heads, seqlen_q, head_dim_v); changed in place if no gradient is wanted.
-        lse: (*, num_heads, seqlen_q).
-        sinks: (num_heads,). -inf is clamped to the lowest finite number, and adds nothing.
-        packed: out is (total_q, num_heads, head_dim_v).
+        out: (*, num_heads, seqlen_q, head_dim_v), or (total_q, num_heads, head_dim_v) if packed.
+            Overwritten if no gradient is needed and the call is not intercepted.
+        lse: (*, num_heads, seqlen_q), or (num_heads, total_q) if packed.
+        sinks: (num_heads,). A sink of -inf has no effect.
+        packed: the call has packed sequences.
     """
-    # Without the clamp, lse - logits is NaN in fully masked rows with a sink of -inf.
+    # Clamp sinks of -inf, because lse - logits would be NaN in fully masked rows (lse is -inf).
     logits = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]
     share = torch.sigmoid(lse - logits)
     factor = (share.mT if packed else share)[..., None]
     total = torch.logaddexp(lse, logits.expand_as(lse))
     differentiable = torch.is_grad_enabled() and (out.requires_grad or factor.requires_grad)
-    if differentiable or is_intercepted():  # vmap cannot write a batch into an unbatched out
+    # Under vmap, an unbatched out cannot be multiplied in place by a batched factor.
+    if differentiable or is_intercepted():
         return (out * factor).to(out.dtype), total
     return out.mul_(factor), total

@@ -1,4 +1,4 @@
-"""Small norms, computed by torch's own kernels."""
+"""Dispatch of small layer norms to torch's kernels, which have less overhead than ours."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ def layer_norm(
     eps: Any,
     residual: Any,
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute out and residual + input with torch's layer norm.
+    """Compute out and residual + input with torch's layer norm, if the call is small.
 
-    Return None if our kernels are faster or the arguments need validation. Both torch and our
-    kernels copy rows that are not contiguous.
+    Training calls are small up to limits.norm_training elements, and inference calls up to
+    limits.norm_forward (half of it with a residual). Inference calls whose rows are not contiguous
+    have the limit of training, because both torch and our kernels copy such rows.
+
+    Returns:
+        None if our kernels are faster or the arguments need validation.
     """
     if torch.compiler.is_compiling() or type(input) not in _PLAIN:
         return None
@@ -53,4 +57,4 @@ def layer_norm(
         total = input if residual is None else residual + input
         return torch.layer_norm(total, shape, weight, bias, eps), total  # type: ignore[arg-type]
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        return None  # validation raises it with a message
+        return None  # validation raises the error again, with a message

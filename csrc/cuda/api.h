@@ -1,5 +1,5 @@
-// Host entry points of the module fused_attn._cuda. Each throws LaunchError if a kernel cannot be
-// started.
+// Host entry points of the module fused_attn._cuda. The run_ functions enqueue kernels on
+// gpu.stream and do not wait for them. They throw LaunchError if a kernel cannot be started.
 #pragma once
 
 #include <stdexcept>
@@ -8,7 +8,8 @@
 
 namespace fused_attn {
 
-// Thrown if a kernel could not be started; bind_cuda.cpp adds the sizes of the call.
+// Thrown if a kernel could not be started. bind_cuda.cpp appends the sizes of the call to the
+// message.
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -19,13 +20,15 @@ void run_attention_decode(const AttentionParams& params, const CacheParams& cach
                           const GpuParams& gpu);
 void run_attention_weights(const AttentionWeightsParams& params, const GpuParams& gpu);
 void run_tile_summary(const SummaryParams& params, const GpuParams& gpu);
-// Fills query_id_ranges and key_id_ranges; does nothing without documents.
+// Fills gpu.query_id_ranges and gpu.key_id_ranges. Does nothing if there is no document mask.
 void run_id_ranges(const AttentionParams& params, const GpuParams& gpu);
 void run_norm_fwd(const NormParams& params, const GpuParams& gpu);
-// partial_sums: workspace, float (2, num_parts, columns), if grad_weight or grad_bias is requested.
+// partial_sums: float workspace of shape (2, num_parts, columns). Used only if grad_weight or
+// grad_bias is requested.
 void run_norm_bwd(const NormBwdParams& params, float* partial_sums, int64_t num_parts,
                   const GpuParams& gpu);
-// Returns the num_parts that suits a GPU. The summation order depends on it and on the shape.
+// Returns the num_parts of run_norm_bwd that fills a GPU with num_multiprocessors. The summation
+// order depends on num_parts and on the shape.
 int64_t norm_bwd_parts(int64_t rows, int64_t columns, int64_t num_multiprocessors);
 
 }  // namespace fused_attn

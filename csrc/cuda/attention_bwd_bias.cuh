@@ -1,9 +1,10 @@
-// Gradient of a float mask: dS before softcap's derivative, summed over the dimensions in which the
-// mask is broadcast.
+// Gradient of a float mask (bias): dS before the derivative of softcap, summed over the dimensions
+// in which the mask is broadcast.
 //
-// A block owns a tile of the gradient, for one batch entry and head of the mask. It loops over its
-// part of the heads that share them; the caller adds up the parts. Recomputing dS costs two
-// products per tile, but needs no (batch, num_heads, seqlen_q, seqlen_k) tensor.
+// Each block computes one tile of the gradient, for one batch entry and one head of the mask. The
+// (batch entry, head) pairs of the call that share this tile are divided into num_bias_parts parts.
+// A block accumulates one part, and the caller adds the parts. Recomputing dS costs two matmuls per
+// tile, but avoids a workspace of shape (batch, num_heads, seqlen_q, seqlen_k).
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"
@@ -28,8 +29,8 @@ struct BiasKernel {
     const int64_t own_batch = args.gpu.bias_sizes[0], own_heads = args.gpu.bias_sizes[1];
     const int64_t own = tile.rest % (own_batch * own_heads);
     const int64_t part = tile.rest / (own_batch * own_heads);
-    // In a dimension that the mask does not broadcast, nothing is shared: s does not advance along
-    // it.
+    // s enumerates the (batch entry, head) pairs that share the tile. If the mask is not broadcast
+    // along a dimension, s does not advance in that dimension.
     const int64_t shared_heads = p.num_heads / own_heads;
     const int64_t shared = p.batch / own_batch * shared_heads;
     const int64_t each = (shared + args.gpu.num_bias_parts - 1) / args.gpu.num_bias_parts;
@@ -43,12 +44,13 @@ struct BiasKernel {
   }
 
  private:
-  // Accumulates dS of one head.
+  // Adds dS of one head of one sequence to `total`.
   FUSED_ATTN_DEVICE void add(const Sequence& sequence) {
     const AttentionBwdParams& bwd = args.params;
     const Tile kind = tile.kind(sequence);
     if (kind == Tile::kSkip) return;
-    // No bounds check: the statistics are padded to kStatisticsTile rows, a multiple of this tile.
+    // No bounds check is needed: the statistics are padded to a multiple of kStatisticsTile rows,
+    // which is a multiple of kTile.
     const RowStatistics stats = row_statistics(bwd.fwd, args.gpu, sequence.b, sequence.h);
     LogSum log_sums[2];
     float delta[2];
@@ -72,12 +74,13 @@ struct BiasKernel {
     for_each(total, [&](float& sum, int m, int n, int e) {
       const float used = kept >> (4 * n + e) & 1 ? grads[m][n][e] * args.gpu.dropout_scale : 0.0f;
       const float weight = weights[m][n][e], grad = weight * (used - delta[e / 2]);
-      // Masked elements may be NaN, and 0 * NaN is NaN.
+      // Skip masked elements: their gradient may be NaN, and 0 * NaN is NaN.
       sum += weight == 0.0f ? 0.0f : grad;
     });
   }
 
-  // Stores the tile, or its sums over the rows or columns that the mask broadcasts.
+  // Stores the tile of the gradient, summed over rows if the mask is broadcast over queries, and
+  // over columns if it is broadcast over keys.
   FUSED_ATTN_DEVICE void store() {
     const AttentionParams& p = args.params.fwd;
     const bool own_rows = args.gpu.bias_sizes[2] > 1, own_columns = args.gpu.bias_sizes[3] > 1;
@@ -117,9 +120,10 @@ struct BiasKernel {
     }
   }
 
-  // Stores the sums over the warp's columns, its rows, or both to shared memory.
+  // Sums `total` over the warp's columns, its rows, or both, and stores the result to shared
+  // memory.
   FUSED_ATTN_DEVICE void store_sums(bool own_rows, bool own_columns) const {
-    sync_block();  // the tiles have been read
+    sync_block();  // the sums overwrite the tiles
     if (own_rows) {
       FUSED_ATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -147,14 +151,16 @@ struct BiasKernel {
     if (!own_columns && lane_id() == 0) store_shared(sum_at(warp_id(), 0), all);
   }
 
-  // Returns the sum over the lanes whose ids differ only in the bits from `first` to below `end`.
+  // Returns the sum of `value` over all lanes whose ids differ only in the bits first, 2 * first,
+  // ..., end / 2. first and end are powers of two.
   static FUSED_ATTN_DEVICE float add_lanes(float value, int first, int end) {
     FUSED_ATTN_UNROLL
     for (int lanes = first; lanes < end; lanes *= 2) value += shuffle_xor(value, lanes);
     return value;
   }
 
-  // Returns the shared-memory address of sum i of warp share `share`; the shares are added up.
+  // Returns the shared-memory address of partial sum i of share `share`. Warps with different
+  // shares cover different rows or columns of the tile; store() adds their partial sums.
   static FUSED_ATTN_DEVICE uint32_t sum_at(int share, int i) {
     return (share * Tiles::kTile + i) * sizeof(float);
   }

@@ -1,10 +1,11 @@
-// Gradients of keys and values. A block owns a tile of keys and loops over the queries that attend
-// to it, of all heads that share its KV head.
+// Gradients of keys and values. Each block owns a tile of keys of one KV head, and loops over the
+// queries that attend to them, for all query heads that share the KV head.
 //
-// Scores are (keys, queries) here, so the weights are in the layout of a left operand without a
-// transpose. Unless results must be deterministic, the block also adds its part of dQ atomically: 5
-// tile products in all, instead of 7 with a separate dQ kernel. (16-bit types only: Product<float>
-// has no product for it.)
+// Score tiles are transposed, (keys, queries), so that the weights can be the left operand of an
+// MMA without a transpose. Unless results must be deterministic, the block also adds its
+// contribution to dQ atomically (kAddsDq). This variant needs 5 matmuls per tile, instead of 7 with
+// a separate dQ kernel. It is compiled for 16-bit types with head_dim up to kMaxAddedHeadDim only;
+// Product<float> has no columns_by_columns.
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"
@@ -12,8 +13,9 @@
 
 namespace fused_attn {
 
-// Shared memory: keys and values of the block; stages of queries, gradients of out and statistics;
-// dS for dQ; scratch of the products; the list of tiles.
+// Shared-memory layout of a block, in this order: its keys and values; the pipeline stages, each
+// with queries, gradients of out and row statistics; dS for the dQ matmul; matmul scratch of each
+// warp; the tile list.
 template <class T, int kHeadDim, class Sizes, bool kAddsDq>
 struct KeyOwnerLayout {
   static constexpr int kRowBytes = kHeadDim * sizeof(T);
@@ -31,7 +33,7 @@ struct KeyOwnerLayout {
 
   static FUSED_ATTN_DEVICE uint32_t query(int stage) { return kStages + stage * kStageBytes; }
   static FUSED_ATTN_DEVICE uint32_t grad_out(int stage) { return query(stage) + kTileBytes; }
-  // kind: 0 lse, 1 factor, 2 delta.
+  // kind: 0 for lse, 1 for factor, 2 for delta (RowStatistics).
   static FUSED_ATTN_DEVICE uint32_t statistics(int stage, int kind) {
     return query(stage) + 2 * kTileBytes + kind * Sizes::kBlock * sizeof(float);
   }
@@ -46,8 +48,8 @@ struct DkdvKernel {
 
   const AttentionBwdArgs& args;
   Units<T, kGeneral> units;
-  // For wider heads, both accumulators do not fit into the registers: the kernel loops over the
-  // queries twice.
+  // If true, dK and dV are accumulated in one loop over the queries. With head_dim above 128 the
+  // registers hold only one of the two accumulators, so the kernel loops twice.
   static constexpr bool kBoth = kHeadDim <= 128;
   Accumulator<kM, kHeadDim> grad_key, grad_value;
 
@@ -74,7 +76,8 @@ struct DkdvKernel {
   }
 
  private:
-  // The first tiles of each head come first: under a causal mask they take longest.
+  // Returns the block's tile of keys. The first tiles of each head are scheduled first, because
+  // under a causal mask they take longest.
   static FUSED_ATTN_DEVICE OwnedTile owned_keys(const AttentionParams& p) {
     const int64_t num_n = (p.seqlen_k + Sizes::kRows - 1) / Sizes::kRows;
     const int64_t n = block_id() % num_n, bh = block_id() / num_n;
@@ -84,7 +87,8 @@ struct DkdvKernel {
     return own;
   }
 
-  // Computes the requested gradients from the queries of all heads that share the keys.
+  // Computes grad_key (kKeys) and grad_value (kValues) from the queries of all heads that share the
+  // KV head.
   template <bool kKeys, bool kValues>
   FUSED_ATTN_DEVICE void walk_heads(const OwnedTile& own) {
     const AttentionParams& p = args.params.fwd;
@@ -107,7 +111,8 @@ struct DkdvKernel {
         strides[2], own.count, static_cast<int>(head_dim),
         [&](int, float low, float high) { return pair_of<T>(low * scale, high * scale); });
   }
-  // Staged through the values' shared memory, which only the gradient of keys reads.
+  // Stages grad_key through the shared memory of the values. The loop for grad_value does not read
+  // the values, but may still read the keys.
   FUSED_ATTN_DEVICE void store_key(const OwnedTile& own) {
     const AttentionBwdParams& p = args.params;
     store(grad_key, Layout::kValue, p.grad_key, p.grad_key_strides, own, p.fwd.head_dim,
@@ -119,7 +124,7 @@ struct DkdvKernel {
           args.gpu.dropout_scale);
   }
 
-  // Accumulates the contributions of the queries of head h.
+  // Accumulates the contributions of the queries of head h to the requested gradients.
   template <bool kKeys, bool kValues>
   FUSED_ATTN_DEVICE void walk_queries(const OwnedTile& own, int h) {
     const AttentionParams& p = args.params.fwd;
@@ -133,9 +138,9 @@ struct DkdvKernel {
     const int tiles_begin = lo / kN;
     const int tiles_end = first > last || lo >= hi ? 0 : (hi + kN - 1) / kN;
 
-    // Keys past the end have a score of 0, and their weight can be infinite where lse is low. Their
-    // dS would make dQ NaN unless a mask hides them, so the classification includes them, which
-    // makes the tile partial.
+    // Keys past the end have a score of 0, so their weight is infinite if lse is very low, and
+    // their dS would make dQ NaN. Including them in the classified range makes the tile partial,
+    // and the partial path masks them.
     const int64_t j_owned = kAddsDq ? int64_t{own.begin} + Sizes::kRows : j_end;
     TileList list{Layout::kList, 0, 0, 0};
     FUSED_ATTN_ROLLED
@@ -163,14 +168,16 @@ struct DkdvKernel {
     }
   }
 
-  // Starts the copies of queries from i_begin on; only rows in [lo, hi) are visible and read.
+  // Starts the copies of a tile of query rows that begins at i_begin: query, grad_out and the row
+  // statistics. Rows of query and grad_out outside [lo, hi) attend to none of the keys and become
+  // 0.
   FUSED_ATTN_DEVICE void load(int stage, const OwnedTile& own, int h, int i_begin, int lo, int hi) {
     const AttentionParams& p = args.params.fwd;
     const int b = unhoisted(own.b);
     const SequenceRows rows = query_rows(p, b);
     const RowStatistics stats = row_statistics(p, args.gpu, b, h);
     const bool listed = has_listed_masks(p.mask);
-    // Do not load fully masked rows: they may hold NaN, and 0 * NaN is NaN.
+    // Fully masked rows are not loaded: they may contain NaN, and 0 * NaN is NaN.
     const auto sees = [&](int row) { return !listed || stats.lse[i_begin + row] != kInfinity; };
     const int64_t first = rows.first + i_begin;
     load_rows_async<T, kHeadDim, kN, kThreads>(
@@ -248,7 +255,7 @@ struct DkdvKernel {
           if constexpr (kKeys) {
             if constexpr (kGeneral) grad = keeps ? grad * args.gpu.dropout_scale : 0.0f;
             grad = weight * (grad - (e % 2 == 0 ? delta.low : delta.high));
-            // Masked elements may be NaN, and 0 * NaN is NaN.
+            // Skip masked elements: their gradient may be NaN, and 0 * NaN is NaN.
             if (kPartial && weight == 0.0f) grad = 0.0f;
             if constexpr (kGeneral) {
               const float tanh = cap_tanh[m][n][e];
@@ -271,10 +278,11 @@ struct DkdvKernel {
     }
   }
 
-  // Zeroes non-finite keys: keys that are masked for all queries may be NaN or infinite, and 0
-  // times that is NaN. A query that attends to one has an lse of NaN, and thereby gradients of NaN.
-  // The exception is an infinite key with a score of -inf, whose weight is computed as if the key
-  // were 0.
+  // Zeroes the non-finite elements of the keys, for dQ. Keys that are masked for all queries may be
+  // NaN or infinite, and 0 (their dS) times NaN or infinity is NaN. Zeroing does not hide the NaN
+  // of a visible key: a query that attends to it has an lse of NaN, and so do its gradients. The
+  // exception is an infinite key with a score of -inf, whose weight is computed as if the key were
+  // 0.
   FUSED_ATTN_DEVICE void zero_what_is_not_finite(uint32_t tile) {
     using Tile = SharedTile<T, kHeadDim>;
     copy_wait<0>();
@@ -291,15 +299,15 @@ struct DkdvKernel {
     sync_block();
   }
 
-  // Adds the block's part of dQ, dS K, to grad_query_sums. Each warp computes 16 queries and a part
-  // of the columns.
+  // Adds the block's contribution to dQ, dS K, to grad_query_sums. Each warp computes 16 query rows
+  // and kColumns columns.
   FUSED_ATTN_DEVICE void add_grad_query(const OwnedTile& own, int h, int i_begin,
                                         const Accumulator<kM, kN>& grads) {
     using Tile = SharedTile<T, kN>;
     constexpr int kRowTiles = kN / 16, kParts = Sizes::kWarps / kRowTiles;
     static_assert(kRowTiles * kParts == Sizes::kWarps, "each warp has a part");
     constexpr int kColumns = kHeadDim / kParts;
-    // Columns per step: more would take registers that the gradients of keys and values need.
+    // Columns per iteration. More would need registers that grad_key and grad_value occupy.
     constexpr int kAtOnce = kColumns % 32 == 0 ? 32 : 16;
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
     FUSED_ATTN_UNROLL

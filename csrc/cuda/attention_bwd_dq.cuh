@@ -1,4 +1,5 @@
-// Gradient of queries. A block owns a tile of queries and loops over the keys visible to them.
+// Gradient of queries. Each block owns a tile of query rows and loops over the KV tiles visible to
+// them.
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"
@@ -10,7 +11,7 @@ template <class T, int kHeadDim, bool kGeneral>
 struct DqKernel {
   using Sizes = DqSizes<sizeof(T), kHeadDim, kGeneral>;
   static constexpr int kM = Sizes::kRowTiles, kN = Sizes::kBlock;
-  // The owned tiles: queries, and the gradient of out.
+  // The block owns two tiles: its rows of query and of grad_out.
   using Layout = QueryOwnerLayout<T, kHeadDim, Sizes, 2>;
   static_assert(Layout::kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
   static constexpr uint32_t kGradOut = Layout::kOwned + Layout::kOwnedBytes;
@@ -19,13 +20,15 @@ struct DqKernel {
   Units<T, kGeneral> units;
   Accumulator<kM, kHeadDim> grad_query;
   float lse[2 * kM], factor[2 * kM], delta[2 * kM];
-  // Row sums of dS and P over the thread's columns.
+  // Row sums of dS (excess) and P (total) over the thread's columns. Computed only in the general
+  // case.
   float excess[2 * kM], total[2 * kM];
 
   FUSED_ATTN_DEVICE explicit DqKernel(const AttentionBwdArgs& a) : args(a), units(a.params.fwd) {}
 
-  // Returns true if delta is corrected for the gradient of a bias. A row of dS sums to dlse except
-  // for the rounding of out, which the bias gradient would expose. The correction restores the sum.
+  // Returns true if delta is corrected for the bias gradient. Each row of dS should sum to dlse,
+  // but the rounding error of out changes the sum, and the bias gradient would expose the
+  // difference. The correction restores the sum.
   FUSED_ATTN_DEVICE bool corrects() const {
     return kGeneral && args.gpu.grad_bias_parts != nullptr;
   }
@@ -109,7 +112,7 @@ struct DqKernel {
         grad = kept[m] >> (4 * n + e) & 1 ? grad * args.gpu.dropout_scale : 0.0f;
       }
       grad = weight * (grad - delta[r]);
-      // Masked elements may be NaN, and 0 * NaN is NaN.
+      // Skip masked elements: their gradient may be NaN, and 0 * NaN is NaN.
       if (kPartial && weight == 0.0f) grad = 0.0f;
       if constexpr (kGeneral) {
         excess[r] += grad;
@@ -123,6 +126,7 @@ struct DqKernel {
         args.gpu.tf32);
   }
 
+  // Stores the corrected delta of the block's rows to the row statistics, for the bias gradient.
   FUSED_ATTN_DEVICE void correct(const OwnedTile& own, const RowStatistics& stats) {
     const AttentionParams& p = args.params.fwd;
     const float* grad_lse = static_cast<const float*>(args.params.grad_lse);

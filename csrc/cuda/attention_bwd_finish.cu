@@ -1,4 +1,5 @@
-// Epilogue of the backward: converts the float32 sums of dQ to grad_query.
+// Epilogue of the nondeterministic backward: scales the float32 accumulators of dQ and converts
+// them to grad_query.
 #include "cuda/attention_bwd_rows.cuh"
 #include "cuda/attention_passes.h"
 
@@ -29,7 +30,7 @@ attention_bwd_finish_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
 
 void run_attention_bwd_finish(const AttentionBwdParams& p, const GpuParams& gpu) {
   for_element(p.fwd, [&](auto element) {
-    if constexpr (sizeof(element) == 2) {  // float32 is never accumulated atomically
+    if constexpr (sizeof(element) == 2) {  // dQ is accumulated atomically for 16-bit types only
       launch("attention_bwd_finish_kernel", attention_bwd_finish_kernel<decltype(element)>,
              statistics_blocks(p.fwd), kRowPassThreads, 0, AttentionBwdArgs{p, gpu},
              stream_of(gpu));

@@ -1,19 +1,19 @@
-// Prologue of the backward: computes the statistics of each query row, and zeroes the workspace in
-// which dQ is accumulated.
+// Prologue of the backward: computes the RowStatistics of each query row, and zeroes the workspace
+// in which dQ is accumulated atomically.
 #include "cuda/attention_bwd_rows.cuh"
 #include "cuda/attention_passes.h"
 
 namespace fused_attn {
 namespace {
 
-// Returns the sum over the lanes of a row.
+// Returns the sum of `own` over the kRowLanes lanes that share a row.
 FUSED_ATTN_DEVICE float sum_of_lanes(float own) {
   FUSED_ATTN_UNROLL
   for (int lanes = 1; lanes < kRowLanes; lanes *= 2) own += shuffle_xor(own, lanes);
   return own;
 }
 
-// Returns sum plus the values of the lanes of a row, added in lane order.
+// Returns `sum` plus the values of the lanes that share a row, added in lane order.
 FUSED_ATTN_DEVICE float add_in_order(float sum, float own) {
   const int first = lane_id() / kRowLanes * kRowLanes;
   FUSED_ATTN_UNROLL
@@ -21,18 +21,20 @@ FUSED_ATTN_DEVICE float add_in_order(float sum, float own) {
   return sum;
 }
 
-// Returns the dot product of a and b; low: rounding residual of a, or null.
+// Returns the dot product of a and b, which have `count` elements. low: rounding residual of a, or
+// null.
 //
-// In float32 it rounds like an element of dO V^T. In a row with one visible key, out is a row of V,
-// so the two are the same number and dS is 0. The ordered sum takes 8 shuffles per 32 elements,
-// instead of 3 in total, beside two 16-byte loads.
+// In float32 the dot product rounds like an element of dO V^T. In a row with one visible key, out
+// is a row of V, so both are the same number and dS is exactly 0. For every 32 elements, this
+// ordered sum needs 8 shuffles in addition to two 16-byte loads per lane. An unordered sum would
+// need 3 shuffles in total.
 template <class T>
 FUSED_ATTN_DEVICE float dot(const T* a, const int16_t* low, const T* b, int64_t count) {
   constexpr int kPerChunk = 16 / sizeof(T);
   constexpr bool kInOrder = sizeof(T) == 4;
   static_assert(!kInOrder || kPerChunk == kPartOfSum, "a chunk is a part, as in Product<float>");
   float sum = 0.0f;
-  FUSED_ATTN_UNROLL_BY(2)  // by more, loads in float32 take all registers
+  FUSED_ATTN_UNROLL_BY(2)  // unrolled further, the float32 loads exhaust the registers
   for (int64_t first = 0; first < count; first += kRowLanes * kPerChunk) {
     const int64_t c = first + lane_id() % kRowLanes * kPerChunk;
     float part = kInOrder ? 0.0f : sum;
@@ -74,8 +76,8 @@ attention_bwd_prepare_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
         row_of(static_cast<const T*>(p.out), p.out_strides, rows.batch, own.h, rows.first + read);
     const T* grad_out = row_of(static_cast<const T*>(args.params.grad_out),
                                args.params.grad_out_strides, rows.batch, own.h, rows.first + read);
-    // In a row with few visible keys, or with one that has nearly all the weight, the rounding
-    // residual of out exceeds all of dS.
+    // In a row with few visible keys, or with one dominant key, dS is smaller than the rounding
+    // residual of out. delta is therefore computed from out plus its residual.
     const int16_t* low = nullptr;
     if (p.out_residual != nullptr) {
       low = row_of(p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + read);

@@ -1,4 +1,4 @@
-// Distribution of query rows over blocks and lanes in attention_bwd_prepare.cu and
+// Distribution of query rows over blocks and lanes, used by attention_bwd_prepare.cu and
 // attention_bwd_finish.cu.
 #pragma once
 
@@ -7,12 +7,13 @@
 namespace fused_attn {
 
 constexpr int kRowPassThreads = 128;
-// Lanes that share a row: each reads 16 bytes of it at a time, together 64 16-bit elements.
+// Number of lanes that share a row. Each lane reads 16 bytes at a time, so together they read 64
+// 16-bit elements.
 constexpr int kRowLanes = 8;
 constexpr int kRowStep = kRowPassThreads / kRowLanes;
 
-// Returns the block's kStatisticsTile rows of a head of a sequence. The last tile may extend past
-// the end.
+// Returns the block's tile of up to kStatisticsTile query rows of one head. `count` is 0 or
+// negative if the tile begins past the end of a packed sequence.
 FUSED_ATTN_DEVICE OwnedTile owned_statistics(const AttentionParams& p) {
   const int64_t tiles = statistics_tiles(p.seqlen_q);
   const int64_t m = block_id() % tiles, bh = block_id() / tiles;
@@ -22,6 +23,7 @@ FUSED_ATTN_DEVICE OwnedTile owned_statistics(const AttentionParams& p) {
   return own;
 }
 
+// Returns the number of blocks that cover all query rows of a call.
 inline int64_t statistics_blocks(const AttentionParams& p) {
   return statistics_tiles(p.seqlen_q) * p.batch * p.num_heads;
 }

@@ -1,9 +1,10 @@
-// Definitions shared by the kernels of the backward.
+// Definitions shared by the backward kernels.
 //
-// With P = exp(S - lse), Z the dropout mask (1: kept, 0: dropped), c = dropout_scale(dropout_p) and
-// delta = rowsum(dO * O) - dlse:
+// Let P = exp(S - lse), Z the dropout mask (1: kept, 0: dropped), c = dropout_scale(dropout_p) and
+// delta = rowsum(dO * O) - dlse. Then
 //   dV = c (P Z)^T dO,  dS = P (c Z (dO V^T) - delta),  dK = scale dS^T Q,  dQ = scale dS K.
-// (Dao et al. 2022, FlashAttention, appendix B.4; Dao 2023, FlashAttention-2, section 3.1.)
+//
+// Sources: Dao et al. 2022, FlashAttention, appendix B.4; Dao 2023, FlashAttention-2, section 3.1.
 #pragma once
 
 #include "cuda/attention_tile.cuh"
@@ -15,11 +16,12 @@ struct AttentionBwdArgs {
   GpuParams gpu;
 };
 
-// Statistics of the query rows of a head, padded to a multiple of kStatisticsTile rows.
+// Pointers to the statistics of the query rows of one head, in the workspace row_statistics. Each
+// array is padded to a multiple of kStatisticsTile rows.
 struct RowStatistics {
-  float* lse;     // an exponent as of Units; inf for fully masked rows, which makes their P 0
-  float* factor;  // exp of the rounding error of lse; negligible and unused in the plain case
-  float* delta;
+  float* lse;     // in the units of Units::exponent; inf for fully masked rows, so that P is 0
+  float* factor;  // exp of the rounding error of lse; negligible and not read in the plain case
+  float* delta;   // rowsum(dO * O) - dlse
 };
 
 FUSED_ATTN_HOST_DEVICE int64_t statistics_tiles(int64_t rows) {
@@ -38,8 +40,8 @@ FUSED_ATTN_DEVICE RowStatistics row_statistics(const AttentionParams& p, const G
   return {lse, lse + array, lse + 2 * array};
 }
 
-// Returns the elements of a row of grad_query_sums, a multiple of 8: a lane adds 2 of each group of
-// 8 at a time.
+// Returns the row stride of grad_query_sums in elements: head_dim rounded up to a multiple of 8,
+// the number of columns of an MMA fragment.
 FUSED_ATTN_HOST_DEVICE int64_t grad_query_sums_stride(int64_t head_dim) {
   return (head_dim + 7) / 8 * 8;
 }

@@ -1,14 +1,14 @@
-// Attention of a few queries to many keys. Reading the keys dominates: the lower bound is the bytes
-// of keys and values, read once, over the memory bandwidth.
+// Attention of a few queries to many keys (decoding). Decoding is memory bound: the lower bound on
+// the time is the size of keys and values divided by the memory bandwidth.
 //
-// The rows of a block's tile are the queries of all heads that share keys. The keys are divided
-// into parts, one per block (split-KV), whose results decode_merge.cuh merges. Tiles are dealt to
-// the parts round-robin, which balances the tiles that a mask leaves, wherever they are. Each warp
-// has its slice of every KV tile, and its online softmax.
+// The rows of a block's tile are the queries of all heads that share a KV head. The keys are
+// divided into splits, one per block (split-KV), and decode_merge.cuh merges their results. KV
+// tiles are assigned to the splits round-robin, which balances the load wherever a mask leaves
+// visible tiles. Each warp processes its slice of every KV tile with a separate online softmax.
 //
-// To saturate memory, bandwidth times latency must be in flight: at 4.8 TB/s (H200, data sheet) and
-// an assumed latency of 1 us, 36 KB on each of 132 multiprocessors. The sizes in tile_sizes.h meet
-// this.
+// To saturate the memory bandwidth, bandwidth times latency bytes must be in flight. At 4.8 TB/s
+// (H200, data sheet) and an assumed latency of 1 us, this is 36 KB on each of 132 multiprocessors.
+// The sizes in tile_sizes.h satisfy this requirement.
 //
 // Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 #pragma once
@@ -19,8 +19,9 @@
 
 namespace fused_attn {
 
-// Shared memory: queries; stages of keys and values (reused for the warps' results); scratch of the
-// products; row addresses of two KV tiles; the list of tiles.
+// Shared-memory layout of a block, in this order: queries; pipeline stages of keys and values,
+// later overwritten by the results of the warps; matmul scratch of each warp; row addresses of two
+// KV tiles; the tile list.
 template <class T, int kHeadDim>
 struct DecodeLayout {
   using Sizes = DecodeSizes<sizeof(T), kHeadDim>;
@@ -37,8 +38,8 @@ struct DecodeLayout {
   static constexpr int kBytes = kList + TileList::kBytes;
   static_assert(kBytes <= kMaxSharedBytes, "tile_sizes.h: tiles are too large");
 
-  // Results of a warp: 16 rows of weighted values, offset by 8 banks each, and 16 of Pair (largest,
-  // sum).
+  // Results of a warp: 16 rows of float32 accumulators, and one Pair (maximum score, row sum) per
+  // row. Rows are padded by 8 floats, so that adjacent rows begin 8 banks apart.
   static constexpr int kResultBytes = (kHeadDim + 8) * 4;
   static constexpr uint32_t kResultsBytes = kDecodeRows * (kResultBytes + sizeof(Pair));
   static_assert(Sizes::kWarps * kResultsBytes <= kStagesBytes, "they lie in the stages");
@@ -106,12 +107,12 @@ struct DecodeKernel {
     copy_commit();
   }
 
-  // Loops over the tiles of the block's part of the keys.
+  // Loops over the KV tiles of the block's split.
   FUSED_ATTN_DEVICE void walk(int num_parts) {
     const DecodeRange range = range_of(own);
     const Sequence sequence = sequence_of(p, own.b, own.first_head);
     const SequenceBounds& bounds = sequence.bounds;
-    // Keys that the bounds make visible to any of the rows: no others are loaded.
+    // Load only keys in [lo, hi): the mask bounds hide all others from every row of the tile.
     const int64_t first = max64(range.i_begin, bounds.query_begin);
     const int64_t last = min64(range.i_end, bounds.query_end) - 1;
     const int lo = static_cast<int>(max64(0, visible_keys(bounds, first).lo));
@@ -123,8 +124,8 @@ struct DecodeKernel {
 
     const KeyValueRows<T> keys(args, own);
     TileList list{Layout::kList, 0, 0, 0};
-    // Computes each row's address once for all of its chunks. Those of tile t + 1 are computed
-    // while tile t is in flight.
+    // Computes the address of each row of tile t once, for all of its chunks. The addresses of tile
+    // t + 1 are computed while tile t is in flight.
     const auto find_rows = [&](int t) {
       if (t >= list.num_all || thread_id() >= kBlock) return;
       const int j = j_begin(list.tile(t)) + thread_id();
@@ -137,7 +138,7 @@ struct DecodeKernel {
                           static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)}});
     };
     const auto load = [&](int stage, int t) {
-      if (t < Sizes::kStages - 1) sync_block();  // prologue: before next() synchronizes
+      if (t < Sizes::kStages - 1) sync_block();  // in the prologue, next() has not synchronized yet
       load_tile(stage, t);
       find_rows(t + 1);
     };
@@ -181,7 +182,7 @@ struct DecodeKernel {
                                     int64_t head_dim) {
     const uint64_t row = uint64_t{high} << 32 | low;
     const bool read = row != 0 && chunk * Shared::kPerChunk < head_dim;
-    // copy_async needs a valid address even if nothing is read.
+    // copy_async requires a valid address even if it reads nothing.
     const T* const source = read ? reinterpret_cast<const T*>(row) + chunk * Shared::kPerChunk
                                  : static_cast<const T*>(p.query);
     copy_async(to, source, read);
@@ -189,7 +190,8 @@ struct DecodeKernel {
 
   template <bool kPartial>
   FUSED_ATTN_DEVICE void tile(int stage, int j_begin) {
-    // Recomputed for each tile: held across tiles, it would take registers that wide heads lack.
+    // Recomputed for each tile. Kept live across tiles, `sequence` would cause register spills with
+    // wide heads.
     const Sequence sequence = sequence_of(p, own.b, own.first_head);
     const FragmentRows<1> rows = fragment_rows(p, own);
     const int slice = warp_id() * kSlice, column = j_begin + slice;
@@ -211,6 +213,7 @@ struct DecodeKernel {
         kPartial ? seen_columns(p.mask, visible) : ~0u, Layout::scratch(), args.gpu.tf32);
   }
 
+  // Stores the accumulators, maximum scores and row sums of the warp to shared memory.
   FUSED_ATTN_DEVICE void put_results() {
     const int g = lane_id() / 4, t = lane_id() % 4;
     softmax.reduce();
@@ -229,7 +232,8 @@ struct DecodeKernel {
     }
   }
 
-  // Merges the warps' results for a row, and stores out and lse or the result of this part.
+  // Merges the results of the warps for a row. Stores out and lse if there is a single split, and
+  // the result of this split to the workspace otherwise.
   FUSED_ATTN_DEVICE void finish(int row, int num_parts) {
     Pair of_warp[Sizes::kWarps];
     Merged<T> merged(units);
@@ -278,7 +282,7 @@ attention_decode_kernel(FUSED_ATTN_ARGUMENT DecodeArgs args) {
 template <int kHeadDim>
 void run_attention_decode(const AttentionParams& p, const CacheParams& cache,
                           const GpuParams& gpu) {
-  // General case only: reading keys dominates, so its extra arithmetic is hidden.
+  // Only the general case is compiled: loading keys dominates and hides its extra arithmetic.
   for_element(p, [&](auto element) {
     using T = decltype(element);
     using Kernel = DecodeKernel<T, kHeadDim>;

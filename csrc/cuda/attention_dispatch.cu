@@ -1,4 +1,5 @@
-// The attention functions of api.h: dispatch each problem to the kernels of its head dimension.
+// Implements the attention functions of api.h, which dispatch a call to the kernels compiled for
+// its head dimension.
 #include <string>
 #include <type_traits>
 
@@ -21,7 +22,8 @@ void for_head_dim(const AttentionParams& p, F f) {
   throw LaunchError("no kernel has head_dim " + std::to_string(needed));
 }
 
-// Sets the kernels' form of dropout_p: integer threshold and float32 scale.
+// Returns `gpu` with dropout_p converted to the integer threshold and float32 scale that the
+// kernels use.
 GpuParams with_dropout(const AttentionParams& p, GpuParams gpu) {
   gpu.dropout_threshold = p.dropout_p > 0.0 ? dropout_threshold(p.dropout_p) : 0;
   gpu.dropout_scale = p.dropout_p > 0.0 ? static_cast<float>(dropout_scale(p.dropout_p)) : 1.0f;

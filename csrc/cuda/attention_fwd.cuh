@@ -1,4 +1,5 @@
-// Attention forward: online softmax over the KV tiles visible to a tile of queries.
+// Attention forward. Each block owns a tile of query rows, and computes the online softmax over the
+// KV tiles visible to them.
 //
 // Source: Dao 2023, "FlashAttention-2".
 #pragma once
@@ -20,7 +21,8 @@ struct FwdKernel {
   Units<T, kGeneral> units;
   Accumulator<kM, kHeadDim> acc;
   SoftmaxState<kM> softmax;
-  // Row sums of the rounded weights, for 16-bit types if a backward follows.
+  // Row sums of the rounded weights. Used for 16-bit types, if out_residual is requested for a
+  // backward.
   Accumulator<kM, 8> divisor;
 
   FUSED_ATTN_DEVICE explicit FwdKernel(const Args& a) : args(a), units(a.params) {}
@@ -45,7 +47,7 @@ struct FwdKernel {
   template <bool kPartial>
   FUSED_ATTN_DEVICE void tile(const OwnedTile& own, uint32_t key, uint32_t value, int j_begin) {
     const AttentionParams& p = args.params;
-    // Recomputed for each tile: held across tiles, it would take 24 registers.
+    // Recomputed for each tile. Kept live across tiles, `sequence` would occupy 24 registers.
     const Sequence sequence = sequence_of(p, unhoisted(own.b), own.h);
     const int warp_row = warp_id() * kM * 16;
     const FragmentRows<kM> rows = rows_from<kM>(own.begin + warp_row, own.h);
@@ -91,8 +93,9 @@ struct FwdKernel {
         }
       }
     }
-    // With 16-bit types, the backward's row sums need weights that add up to 1. In a row that one
-    // key dominates, 1.002 times its value would hide the contributions of all other keys.
+    // In 16-bit types, the backward needs rounded weights that sum to 1. If a row has one dominant
+    // key and its weights sum to 1.002, out is 1.002 times the value of that key, and this error
+    // hides the contributions of all other keys.
     const float scale = args.gpu.dropout_scale;
     float factor[2 * kM];
     FUSED_ATTN_UNROLL
@@ -112,8 +115,8 @@ struct FwdKernel {
                                 });
     if constexpr (sizeof(T) == 2) {
       if (p.out_residual == nullptr) return;
-      sync_warp();  // all rows have been read
-      // Stored as T: the tile only moves 16-bit patterns.
+      sync_warp();  // the residual overwrites the rows of out in shared memory
+      // The int16 residuals are stored as T, because store_rows only copies 16-bit patterns.
       T* const out_residual = reinterpret_cast<T*>(row_of(
           p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + own.begin));
       store_rows<T, kHeadDim, kM>(

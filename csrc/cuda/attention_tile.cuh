@@ -1,4 +1,5 @@
-// Building blocks of the kernels that own a tile of queries and loop over KV tiles.
+// Building blocks of the attention kernels: dispatch by type, storing and loading lse, and the loop
+// of a block that owns a tile of query rows over KV tiles.
 #pragma once
 
 #include <type_traits>
@@ -21,19 +22,19 @@ FUSED_ATTN_DEVICE T* row_of(T* data, const int64_t (&strides)[3], int64_t batch,
 
 inline Stream stream_of(const GpuParams& gpu) { return static_cast<Stream>(gpu.stream); }
 
-// Heads up to this wide have kernels for the plain case; for wider heads these are not worth the
+// Largest head_dim with kernels for the plain case. For wider heads, such kernels are not worth the
 // compile time.
 constexpr int kMaxPlainHeadDim = 128;
 
-// Returns true if the general kernel is required: scores are more than products times a positive
-// factor, weights may be dropped, or no plain kernel is compiled.
+// Returns true if a call requires the general kernel: if its scores are not QK^T times a positive
+// factor, if it has dropout, or if no plain kernel is compiled for its head_dim.
 inline bool is_general(const AttentionParams& p) {
   return p.softcap > 0.0 || p.dropout_p > 0.0 || p.scale <= 0.0 || p.mask.slopes != nullptr ||
          p.mask.bias.data != nullptr || p.head_dim > kMaxPlainHeadDim ||
          p.head_dim_v > kMaxPlainHeadDim;
 }
 
-// Calls f(T()) for the type of query.
+// Calls f(T()), with the element type T of query, key and value.
 template <class F>
 void for_element(const AttentionParams& p, F f) {
   if (p.dtype == DType::kFloat32) return f(float());
@@ -42,8 +43,9 @@ void for_element(const AttentionParams& p, F f) {
   throw LaunchError("kernels have float32, float16 and bfloat16 only");
 }
 
-// Calls f(T(), std::true_type or false_type: whether it is the general case). float is always
-// general: the rounding error of scale * log2(e) would show.
+// Calls f(T(), general), where `general` is std::true_type in the general case and std::false_type
+// in the plain case. float32 always uses the general case, because the rounding error of
+// scale * log2(e) would be visible in its results.
 template <int kHeadDim, class F>
 void for_type(const AttentionParams& p, F f) {
   for_element(p, [&](auto element) {
@@ -54,7 +56,8 @@ void for_type(const AttentionParams& p, F f) {
   });
 }
 
-// Returns the rounding residual of a number in T, an element of out_residual, in the lower half.
+// Returns the rounding residual of `value` in T, as an element of out_residual in the lower 16
+// bits: the float32 bit pattern of `value` minus that of the rounded value, clamped.
 template <class T>
 FUSED_ATTN_DEVICE uint32_t lost_bits(float value) {
   const int rounded = static_cast<int>(float_bits(to_float(from_float<T>(value))));
@@ -62,8 +65,9 @@ FUSED_ATTN_DEVICE uint32_t lost_bits(float value) {
   return static_cast<uint32_t>(lost > 0x7fff ? 0x7fff : lost < -0x7fff ? -0x7fff : lost) & 0xffffu;
 }
 
-// Stores a row's log-sum-exp (natural log), and its rounding residual if requested, at element
-// `at`.
+// Stores the log-sum-exp of a row (natural log) to element `at` of lse, and its rounding residual
+// to lse_residual unless that is null. exponent: the maximum score, from Units::exponent. sum: the
+// row sum of the weights; 0 if the row is fully masked.
 template <class U>
 FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exponent, float sum,
                                  const U& units) {
@@ -71,20 +75,20 @@ FUSED_ATTN_DEVICE void store_lse(const AttentionParams& p, int64_t at, float exp
   const float high = sum == 0.0f ? -kInfinity : static_cast<float>(scaled + log);
   static_cast<float*>(p.lse)[at] = high;
   if (p.lse_residual == nullptr) return;
-  // Subtract first: added to a maximum of float32's lowest value, the log would be lost.
+  // The order matters: if the maximum is the lowest float32 value, scaled + log loses the log.
   static_cast<float*>(p.lse_residual)[at] =
       sum == 0.0f ? 0.0f : static_cast<float>((scaled - high) + log);
 }
 
-// A row's log-sum-exp for Units::power: as an exponent, and the factor that corrects the weights
-// for the rounding of that exponent.
+// Log-sum-exp of a row for Units::power: an exponent, and the factor that corrects the weights for
+// the rounding of that exponent.
 struct LogSum {
   float exponent, factor;
 };
-// For fully masked rows: every power is 0.
+// The LogSum of a fully masked row. Units::power then returns 0 for every score.
 constexpr LogSum kSeesNothing{kInfinity, 0.0f};
 
-// Loads the log-sum-exp that store_lse stored.
+// Loads the log-sum-exp that store_lse stored to element `at`. Requires lse_residual.
 template <class U>
 FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U& units) {
   const float high = static_cast<const float*>(p.lse)[at];
@@ -95,13 +99,13 @@ FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U&
   return {exponent, units.power_of(static_cast<float>(units.from_natural(lost)))};
 }
 
-// A block's tile: rows [begin, begin + count) of head h of sequence b.
+// The tile that a block owns: rows [begin, begin + count) of head h of sequence b.
 struct OwnedTile {
   int b, h, begin, count;
 };
 
-// Returns the block's tile of queries. The last tiles of each head come first: under a causal mask
-// they take longest.
+// Returns the block's tile of up to `block` query rows. The last tiles of each head are scheduled
+// first, because under a causal mask they take longest.
 FUSED_ATTN_DEVICE OwnedTile owned_queries(const AttentionParams& p, int block) {
   const int64_t num_m = (p.seqlen_q + block - 1) / block;
   const int64_t m = num_m - 1 - block_id() % num_m, bh = block_id() / num_m;
@@ -111,9 +115,9 @@ FUSED_ATTN_DEVICE OwnedTile owned_queries(const AttentionParams& p, int block) {
   return own;
 }
 
-// Shared memory of a block that owns queries: kOwnedTiles tiles of its rows (query, and in the
-// backward the gradient of out), the stages of keys and values, scratch of the products, the list
-// of tiles.
+// Shared-memory layout of a block that owns query rows, in this order: kOwnedTiles tiles of its
+// rows (query and, in the backward, grad_out); the pipeline stages of keys and values; matmul
+// scratch of each warp; the tile list.
 template <class T, int kHeadDim, class Sizes, int kOwnedTiles>
 struct QueryOwnerLayout {
   static constexpr int kRowBytes = kHeadDim * sizeof(T);
@@ -131,8 +135,9 @@ struct QueryOwnerLayout {
   static FUSED_ATTN_DEVICE uint32_t scratch() { return kScratch + warp_id() * kScratchBytes; }
 };
 
-// Starts the copies of the owned rows of a tensor with dimensions (batch, head, row). rows: the
-// sequence in it; own.h: the head.
+// Starts the copies of the block's rows of a tensor to shared memory. strides: of the batch, head
+// and row dimensions. rows: location of the sequence in the tensor. own.h: head index in the
+// tensor.
 template <class T, int kHeadDim, class Sizes>
 FUSED_ATTN_DEVICE void load_owned(uint32_t tile, const void* tensor, const int64_t (&strides)[3],
                                   const SequenceRows& rows, const OwnedTile& own,
@@ -144,8 +149,9 @@ FUSED_ATTN_DEVICE void load_owned(uint32_t tile, const void* tensor, const int64
   copy_commit();
 }
 
-// Keeps kStages - 1 tiles in flight to shared memory while one is processed. load(stage, t) starts
-// the copies of the t-th tile.
+// Software pipeline that keeps kStages - 1 tiles in flight to shared memory while one is processed.
+// load(stage, t) starts the copies of the t-th tile. With kStages = 1, copies do not overlap
+// computation.
 template <int kStages, class Load>
 struct Pipeline {
   int count;
@@ -158,10 +164,11 @@ struct Pipeline {
       copy_commit();
     }
   }
-  // Waits for the t-th tile, starts the next one, and returns the stage of the t-th.
+  // Waits for the t-th tile, starts the copies of tile t + kStages - 1, and returns the stage of
+  // the t-th tile. All threads of the block must call it.
   FUSED_ATTN_DEVICE int next(int t) {
     if constexpr (kStages == 1) {
-      sync_block();  // the previous tile has been read
+      sync_block();  // the copies overwrite the previous tile
       load(0, t);
       copy_commit();
       copy_wait<0>();
@@ -169,7 +176,7 @@ struct Pipeline {
       return 0;
     } else {
       copy_wait<kStages - 2>();
-      sync_block();  // this tile is loaded for all threads, and the previous one has been read
+      sync_block();  // tile t is complete, and no thread still reads tile t - 1
       const int ahead = t + kStages - 1;
       if (ahead < count) load(ahead % kStages, ahead);
       copy_commit();
@@ -183,16 +190,16 @@ FUSED_ATTN_DEVICE Pipeline<kStages, Load> pipeline_of(int count, Load load) {
   return {count, load};
 }
 
-// Calls tile(std::true_type or false_type: whether it is partial, key, value, j_begin) for each KV
-// tile visible to the owned queries, with keys and values in shared memory. Copies that the caller
-// has committed are complete by then.
+// Calls tile(partial, key, value, j_begin) for each KV tile that is visible to the owned queries.
+// partial: std::true_type if the tile is partially masked, otherwise std::false_type. key, value:
+// shared-memory addresses. Copies that the caller has committed before are complete in `tile`.
 template <class T, int kHeadDim, class Sizes, class Layout, class F>
 FUSED_ATTN_DEVICE void walk_keys(const AttentionParams& p, const GpuParams& gpu,
                                  const OwnedTile& own, F tile) {
   constexpr int kBlock = Sizes::kBlock, kStages = Sizes::kStages;
   const Sequence sequence = sequence_of(p, own.b, own.h);
   const SequenceBounds& bounds = sequence.bounds;
-  // Keys that the bounds make visible to any of the rows: no others are loaded.
+  // Load only keys in [lo, hi): the mask bounds hide all others from every row of the tile.
   const int64_t i_end = own.begin + own.count;
   const int64_t first = max64(own.begin, bounds.query_begin);
   const int64_t last = min64(i_end, bounds.query_end) - 1;

@@ -1,7 +1,7 @@
-// Attention weights as an output: a second pass that computes them from query, key and lse.
+// Attention weights as an output. A pass after the forward computes them from query, key and lse.
 //
-// A block owns a tile of the result. If the result is the average, it loops over the heads and
-// accumulates them in registers.
+// Each block computes one tile of the weights. If the average over heads is requested, the block
+// loops over the heads and accumulates their weights in registers.
 #pragma once
 
 #include "cuda/score_tile.cuh"
@@ -33,7 +33,7 @@ struct WeightsKernel {
     for (int64_t head = tile.rest * heads; head < (tile.rest + 1) * heads; ++head) {
       add(sequence_of(p, head / p.num_heads, head % p.num_heads));
     }
-    sync_block();  // the tiles have been read
+    sync_block();  // store_rows overwrites the tiles
     const int row = tile.i_begin + Tiles::warp_row(), column = tile.first_column();
     T* const target =
         static_cast<T*>(params.weights) + (tile.rest * p.seqlen_q + row) * p.seqlen_k + column;
@@ -45,7 +45,7 @@ struct WeightsKernel {
   }
 
  private:
-  // Accumulates the weights of a head.
+  // Adds the weights of one head of one sequence to `total`.
   FUSED_ATTN_DEVICE void add(const Sequence& sequence) {
     const AttentionParams& p = params.fwd;
     const Tile kind = tile.kind(sequence);

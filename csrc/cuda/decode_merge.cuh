@@ -1,26 +1,27 @@
-// Merges the results that parts of the keys give for a row, by their maximum scores.
+// Merging of partial attention results of a row, from different warps or splits of split-KV.
 #pragma once
 
 #include "cuda/attention_tile.cuh"
 
 namespace fused_attn {
 
-// The maximum over parts, as an exponent, and the sum of weights relative to it.
+// Merged softmax statistics of a row. largest: the maximum score over all parts, in the units of
+// Units::exponent. sum: the sum of the weights relative to that maximum.
 template <class T>
 struct Merged {
   const Units<T, true>& units;
   float largest = -kInfinity, sum = 0.0f;
 
   FUSED_ATTN_DEVICE explicit Merged(const Units<T, true>& u) : units(u) {}
-  // Returns the factor that rescales the weights of a part with this maximum; call after setting
-  // `largest`.
+  // Returns the factor that rescales the weights of a part with maximum score `exponent`. `largest`
+  // must be set first.
   FUSED_ATTN_DEVICE float share(float exponent) const {
     return units.power_of(exponent - (largest == -kInfinity ? 0.0f : largest));
   }
 };
 
-// Positions of a query row: its index in lse, which also numbers the rows of splits, and its offset
-// in out.
+// Location of a query row. lse: its index in lse, which is also its row index in the workspace
+// `splits`. out: the offset of its first element in out.
 struct DecodedRow {
   int64_t lse, out;
 };
@@ -32,7 +33,8 @@ FUSED_ATTN_DEVICE DecodedRow decoded_row(const AttentionParams& p, int64_t b, in
                                       (rows.first + i) * p.out_strides[2]};
 }
 
-// Stores out and lse of a row with `count` threads, of which this is the `own`-th.
+// Stores out and lse of a row, using `count` threads. own: index of this thread among them.
+// value(column): merged accumulator of a column, not yet divided by the row sum.
 template <class T, class M, class U, class Value>
 FUSED_ATTN_DEVICE void store_decoded(const AttentionParams& p, const GpuParams& gpu,
                                      const DecodedRow& to, const M& merged, const U& units, int own,
@@ -47,7 +49,7 @@ FUSED_ATTN_DEVICE void store_decoded(const AttentionParams& p, const GpuParams& 
 
 constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * 32;
 
-// Each block merges one query row, and each of its warps every kMergeWarps-th part.
+// Merges the splits of one query row per block. Each warp processes every kMergeWarps-th split.
 template <class T, int kHeadDim>
 struct MergeKernel {
   static_assert(kHeadDim % 32 == 0, "each lane has as many columns");
@@ -103,7 +105,7 @@ struct MergeKernel {
   }
 
  private:
-  // Returns the n-th row of lse.
+  // Returns the location of the query row with index n in lse.
   static FUSED_ATTN_DEVICE DecodedRow row_at(const AttentionParams& p, int64_t n) {
     const int64_t head = n / p.total_q;
     return {n, head / p.num_heads * p.out_strides[0] + head % p.num_heads * p.out_strides[1] +

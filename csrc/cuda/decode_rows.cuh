@@ -1,5 +1,5 @@
-// Work of a decoding block: its rows, and the addresses of keys and values, which may be paged,
-// contiguous, packed, or not in the cache yet.
+// Rows of a decoding block, and addresses of its keys and values. These may be contiguous, packed,
+// in a paged cache, or new and not yet in the cache.
 #pragma once
 
 #include "cuda/attention_tile.cuh"
@@ -12,25 +12,27 @@ struct DecodeArgs {
   GpuParams gpu;
 };
 
-constexpr int kDecodeRows = 16;  // rows of a block: the smallest M of the tensor cores
+constexpr int kDecodeRows = 16;  // rows per block: the M dimension of the smallest MMA
 
-// A tile of rows: row r of a group of heads is query r % seqlen_q of head r / seqlen_q.
+// The tile of a decoding block. The query heads that share a KV head form a group. Row r of a group
+// is query r % seqlen_q of head first_head + r / seqlen_q.
 struct DecodeTile {
   int b, h_kv;
-  int first_head, seqlen_q;  // of the group; of the sequence
-  int first, count;          // rows [first, first + count)
-  int part;                  // of the keys
+  int first_head, seqlen_q;  // first head of the group; queries of the sequence
+  int first, count;          // rows [first, first + count) of the group
+  int part;                  // index of the split
 
   FUSED_ATTN_DEVICE int head(int row) const { return first_head + (first + row) / seqlen_q; }
   FUSED_ATTN_DEVICE int query(int row) const { return (first + row) % seqlen_q; }
   FUSED_ATTN_DEVICE bool is_first() const { return first == 0; }
 };
 
+// Returns the number of row tiles of a group of heads.
 inline int64_t row_tiles(const AttentionParams& p) {
   return (p.num_heads / p.num_heads_kv * p.seqlen_q + kDecodeRows - 1) / kDecodeRows;
 }
 
-// Returns the block's tile. Blocks with the same keys are adjacent.
+// Returns the block's tile. Blocks that read the same keys have adjacent indices.
 FUSED_ATTN_DEVICE DecodeTile decode_tile(const AttentionParams& p, int64_t num_splits) {
   const int group = static_cast<int>(p.num_heads / p.num_heads_kv);
   const int64_t num_m =
@@ -48,7 +50,7 @@ FUSED_ATTN_DEVICE DecodeTile decode_tile(const AttentionParams& p, int64_t num_s
   return own;
 }
 
-// Queries and heads of a tile's rows.
+// Queries [i_begin, i_end) and heads [h_begin, h_end) that cover the rows of a tile.
 struct DecodeRange {
   int i_begin, i_end, h_begin, h_end;
 };
@@ -59,7 +61,8 @@ FUSED_ATTN_DEVICE DecodeRange range_of(const DecodeTile& own) {
   return {own.query(0), own.query(own.count - 1) + 1, h_begin, h_end};
 }
 
-// Returns the thread's rows of the tile. For rows past the last one, the position masks all keys.
+// Returns the thread's rows of the tile. Rows past the last one have position seqlen_q, which masks
+// all keys.
 FUSED_ATTN_DEVICE FragmentRows<1> fragment_rows(const AttentionParams& p, const DecodeTile& own) {
   FragmentRows<1> rows;
   FUSED_ATTN_UNROLL
@@ -72,8 +75,8 @@ FUSED_ATTN_DEVICE FragmentRows<1> fragment_rows(const AttentionParams& p, const 
   return rows;
 }
 
-// Classifies a tile for all heads that share the keys: skipped if every head skips it, full if it
-// is full for every head.
+// Classifies a tile for all heads that share the keys. The tile is skipped (full) only if it is
+// skipped (full) for every head. In all other cases it is partial.
 FUSED_ATTN_DEVICE Tile classify_heads(const AttentionParams& p, const GpuParams& gpu, int64_t b,
                                       const DecodeRange& range, int64_t j_begin, int64_t j_end) {
   const MaskParams& mask = p.mask;
@@ -92,18 +95,19 @@ FUSED_ATTN_DEVICE Tile classify_heads(const AttentionParams& p, const GpuParams&
 
 // ---- keys and values ----------------------------------------------------------------------------
 
+// Addresses of the first elements of a key and of its value.
 template <class T>
 struct KeyValueRow {
   const T *key, *value;
 };
 
-// Keys and values of one KV head of a sequence.
+// Locates the keys and values of one KV head of a sequence, in the cache and in the new tensors.
 template <class T>
 struct KeyValueRows {
   const AttentionParams& p;
   const CacheParams& cache;
   int64_t b, h;
-  int length;  // keys from here on are new
+  int length;  // number of cached keys; the keys from index `length` on are new
 
   FUSED_ATTN_DEVICE KeyValueRows(const DecodeArgs& args, const DecodeTile& own)
       : p(args.params),
@@ -132,15 +136,15 @@ struct KeyValueRows {
     return j < length ? in_cache(j) : of_new(j - length);
   }
 
-  // Appends the new rows to the cache: every num_parts-th, starting with `part`. No block reads
-  // them from the cache in the same launch.
+  // Appends every num_parts-th new row to the cache, starting with row `part`. This needs no
+  // synchronization, because no block reads these rows from the cache in the same launch.
   template <int kHeadDim, int kThreads>
   FUSED_ATTN_DEVICE void append(int part, int num_parts) const {
     constexpr int kPerChunk = 16 / sizeof(T), kChunks = kHeadDim / kPerChunk;
     const int seqlen_new = static_cast<int>(cache.seqlen_new);
     for (int index = thread_id();; index += kThreads) {
       const int n = part + index / kChunks * num_parts, column = index % kChunks * kPerChunk;
-      if (n >= seqlen_new || n >= p.seqlen_k - length) return;  // or the cache is full
+      if (n >= seqlen_new || n >= p.seqlen_k - length) return;  // second condition: cache full
       const KeyValueRow<T> from = of_new(n), to = in_cache(length + n);
       if (column < p.head_dim) {
         store_chunk(const_cast<T*>(to.key) + column, load_chunk(from.key + column));

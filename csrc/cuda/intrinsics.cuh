@@ -1,8 +1,8 @@
 // Device primitives of the kernels: threads, barriers, shared memory, copies and tensor cores.
 //
-// nvcc compiles each of these to one or two instructions. A host compiler takes the same names from
-// tests/cuda_emulator instead, so that tests run the kernel sources without a GPU. Shared memory is
-// the block's dynamic shared memory, addressed by byte offsets from its start.
+// nvcc compiles most of them to one or two instructions. For a host compiler, tests/cuda_emulator
+// defines the same functions, so that tests can run the kernel sources without a GPU. Shared memory
+// means the block's dynamic shared memory. Its addresses are byte offsets from the start.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace fused_attn {
 
-// 16-bit floats as bits, for both compilers.
+// Bit patterns of 16-bit floats. They replace CUDA's types, which a host compiler lacks.
 struct Half {
   uint16_t bits;
 };
@@ -20,12 +20,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Two adjacent floats in shared memory.
+// Two adjacent floats with 8-byte alignment.
 struct alignas(8) Pair {
   float low, high;
 };
 
-// 16 bytes with 16-byte alignment.
+// 16 bytes with 16-byte alignment, the unit of copies and vector loads.
 struct alignas(16) Chunk {
   uint32_t word[4];
 };
@@ -54,12 +54,13 @@ FUSED_ATTN_DEVICE int64_t num_blocks() { return gridDim.x; }
 
 FUSED_ATTN_DEVICE void sync_block() { __syncthreads(); }
 FUSED_ATTN_DEVICE void sync_warp() { __syncwarp(); }
-// Waits for `threads` threads of the block (a multiple of 32) at barrier `id`, 1 to 15.
+// Waits at named barrier `id` (1 to 15) until `threads` threads of the block have arrived. threads:
+// a multiple of 32.
 FUSED_ATTN_DEVICE void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Every lane of the warp must take part in each of these.
+// The following three functions must be called by all lanes of the warp.
 template <class T>
 FUSED_ATTN_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
@@ -72,8 +73,8 @@ FUSED_ATTN_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xfffff
 
 FUSED_ATTN_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 
-// Returns the value unchanged, but opaque to the compiler. Computations that depend on it are not
-// hoisted out of a loop, where their results would occupy registers throughout.
+// Returns the value unchanged, but opaque to the compiler. The compiler then does not hoist
+// computations that depend on it out of a loop, where their results would occupy registers.
 FUSED_ATTN_DEVICE int unhoisted(int value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -87,7 +88,8 @@ FUSED_ATTN_DEVICE int64_t unhoisted(int64_t value) {
 
 extern __shared__ __align__(128) char shared_bytes[];
 
-// V has 1, 2, 4, 8 or 16 bytes, and `address` is a multiple of its size.
+// Load or store a value in shared memory. V has 1, 2, 4, 8 or 16 bytes, and `address` must be a
+// multiple of its size.
 template <class V>
 FUSED_ATTN_DEVICE V load_shared(uint32_t address) {
   return *reinterpret_cast<const V*>(shared_bytes + address);
@@ -96,15 +98,16 @@ template <class V>
 FUSED_ATTN_DEVICE void store_shared(uint32_t address, V value) {
   *reinterpret_cast<V*>(shared_bytes + address) = value;
 }
+// Returns the address of the block's shared memory in the shared state space of PTX.
 FUSED_ATTN_DEVICE uint32_t shared_window() {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
 }
-// Adds to an int32 in shared memory, and returns its previous value.
+// Adds `value` to an int32 in shared memory atomically, and returns the previous value.
 FUSED_ATTN_DEVICE int atomic_add_shared(uint32_t address, int value) {
   return atomicAdd(reinterpret_cast<int*>(shared_bytes + address), value);
 }
 
-// Loads from memory that is read-only for the duration of the kernel. V as above.
+// Loads from global memory that no thread writes while the kernel runs. V as in load_shared.
 template <class V>
 FUSED_ATTN_DEVICE V load_global(const V* address) {
   return __ldg(address);
@@ -119,7 +122,8 @@ FUSED_ATTN_DEVICE void store_chunk(void* address, const Chunk& value) {
   *static_cast<uint4*>(address) =
       make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
 }
-// Adds to two adjacent floats, aligned to 8 bytes.
+// Adds to two adjacent floats in global memory, each atomically. The address must be a multiple of
+// 8 bytes.
 FUSED_ATTN_DEVICE void atomic_add(float* address, Pair value) {
 #if __CUDA_ARCH__ >= 900
   atomicAdd(reinterpret_cast<float2*>(address), make_float2(value.low, value.high));
@@ -129,23 +133,24 @@ FUSED_ATTN_DEVICE void atomic_add(float* address, Pair value) {
 #endif
 }
 
-// Starts a copy of 16 bytes to shared memory, or writes zeros if not valid (reads nothing then).
+// Starts a copy of 16 bytes from global to shared memory. If `valid` is false, writes zeros and
+// does not read `source`.
 FUSED_ATTN_DEVICE void copy_async(uint32_t address, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_window() + address),
                "l"(source), "r"(valid ? 16 : 0)
                : "memory");
 }
-// Closes the thread's current group of copies.
+// Ends the thread's current group of copies and begins a new one.
 FUSED_ATTN_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until only the thread's kPending newest groups are in flight.
+// Waits until at most the thread's kPending newest groups of copies are in flight.
 template <int kPending>
 FUSED_ATTN_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- numbers ------------------------------------------------------------------------------------
+// ---- conversions and math -----------------------------------------------------------------------
 
-// Packs two floats, rounded to nearest even; `low` in the lower half.
+// Packs two floats as T into one word, rounded to nearest even. `low` is in the lower half.
 template <class T>
 FUSED_ATTN_DEVICE uint32_t pack(float low, float high);
 template <>
@@ -185,7 +190,7 @@ FUSED_ATTN_DEVICE BFloat16 from_float<BFloat16>(float value) {
 FUSED_ATTN_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
 FUSED_ATTN_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
 
-// Returns 2^x to 2 units in the last place, flushing denormals; exp2_fast(-inf) is 0.
+// Returns 2^x with an error of at most 2 ulp. Denormals are flushed to 0, and exp2_fast(-inf) is 0.
 FUSED_ATTN_DEVICE float exp2_fast(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -195,30 +200,32 @@ FUSED_ATTN_DEVICE float exp_exact(float x) { return expf(x); }
 FUSED_ATTN_DEVICE float tanh_exact(float x) { return tanhf(x); }
 FUSED_ATTN_DEVICE double log_exact(double x) { return log(x); }
 FUSED_ATTN_DEVICE float rsqrt_exact(float x) { return 1.0f / sqrtf(x); }
-// Rounds a float32 to the 10 bits of a tensor core's TF32, to nearest, ties away from 0.
+// Rounds a float32 to TF32, which has 10 mantissa bits. Rounds to nearest, ties away from zero.
 FUSED_ATTN_DEVICE uint32_t to_tf32(float value) {
   uint32_t result;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
   return result;
 }
 
-// ---- matrix units -------------------------------------------------------------------------------
+// ---- tensor cores -------------------------------------------------------------------------------
 
-// Loads four 8 x 8 matrices of 16-bit elements: lane l passes the address of row l % 8 of matrix l
-// / 8 (16 bytes each), and receives elements (l / 4, 2 (l % 4)) and the next of each matrix.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix
+// l / 8, a row of 16 bytes. It receives two elements of each matrix: (l / 4, 2 (l % 4)) and the
+// next one in the row.
 FUSED_ATTN_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_window() + address));
 }
-// As load_matrices, for the transposed matrices.
+// Like load_matrices, but transposes each matrix.
 FUSED_ATTN_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_window() + address));
 }
 
-// d += a b of 16 x 16 times 16 x 8. With g = lane / 4 and t = lane % 4:
+// Computes d += a b, for a of shape (16, 16) and b of shape (16, 8). With g = lane / 4 and
+// t = lane % 4, each lane holds the elements
 //   a[0..3]: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with the next column;
 //   b0, b1: (2t, g), (2t + 8, g), each with the next row;
 //   d[0..3]: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
@@ -244,8 +251,11 @@ FUSED_ATTN_DEVICE void mma_m16n8k16<BFloat16>(float (&d)[4], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d += a b of 16 x 8 times 8 x 8 in TF32; a[0..3]: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
-// b0, b1: (t, g), (t + 4, g); d as above.
+// Computes d += a b in TF32, for a of shape (16, 8) and b of shape (8, 8). Each lane holds the
+// elements
+//   a[0..3]: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
+//   b0, b1: (t, g), (t + 4, g);
+//   d[0..3]: as in mma_m16n8k16.
 FUSED_ATTN_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                         uint32_t b1) {
   asm volatile(
@@ -259,20 +269,20 @@ FUSED_ATTN_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], u
 
 using Stream = cudaStream_t;
 
-// Starts a kernel without waiting for it. Returns an error message, or null.
+// Starts a kernel without waiting for it. Returns an error message if that fails, otherwise null.
 template <class Args>
 const char* start_kernel(void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
                          const std::remove_const_t<Args>& args, Stream stream) {
-  constexpr int kWithoutAsking = 48 << 10;  // more dynamic shared memory is opt-in
+  constexpr int kWithoutAsking = 48 << 10;  // more dynamic shared memory than this is opt-in
   if (shared_size > kWithoutAsking) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_size);
     if (error != cudaSuccess) {
-      cudaGetLastError();  // clear it: reported here, it must not surface in later calls
+      cudaGetLastError();  // clear the error, so that later calls do not report it again
       return cudaGetErrorString(error);
     }
   }
-  // No <<<...>>> launch: clang-format breaks it apart.
+  // clang-format mangles the <<<...>>> launch syntax.
   void* arguments[] = {const_cast<std::remove_const_t<Args>*>(&args)};
   const cudaError_t error =
       cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments,
@@ -290,7 +300,7 @@ namespace fused_attn {
 
 constexpr float kInfinity = __builtin_huge_valf();
 
-// Returns the larger value; ignores a NaN.
+// Returns the larger value. If one value is NaN, returns the other one.
 FUSED_ATTN_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 FUSED_ATTN_DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 

@@ -1,4 +1,4 @@
-// Kernel launches and their error messages.
+// Kernel launches with error reporting.
 #pragma once
 
 #include <string>
@@ -9,11 +9,13 @@
 
 namespace fused_attn {
 
-// Starts `blocks` blocks of a kernel; does nothing if there are none. Throws LaunchError.
+// Starts `blocks` blocks of a kernel without waiting for them. Does nothing if `blocks` is 0.
+// Throws LaunchError if the kernel cannot be started. name: of the kernel, for messages.
+// shared_size: dynamic shared memory per block in bytes.
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
             const std::remove_const_t<Args>& args, Stream stream) {
-  constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;  // CUDA's limit of gridDim.x
+  constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;  // CUDA's limit on gridDim.x
   if (blocks == 0) return;
   if (launch_records != nullptr) {
     launch_records->push_back({name, blocks, threads, shared_size});

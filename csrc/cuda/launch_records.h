@@ -1,5 +1,5 @@
-// For tests and tools only: records the launches of a call, without a GPU. It ships because
-// `launch` itself does the recording.
+// Records of kernel launches, for tests and tools that run without a GPU. The header ships with the
+// module because `launch` does the recording.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,13 @@
 
 namespace fused_attn {
 
-// While a thread's list is set, its launches are recorded in it instead of started.
 struct LaunchRecord {
   const char* kernel;
   int64_t blocks;
   int threads, shared_size;
 };
+// While this pointer is set, `launch` appends the thread's launches to the list instead of starting
+// them. The caller owns the list.
 inline thread_local std::vector<LaunchRecord>* launch_records = nullptr;
 
 }  // namespace fused_attn

@@ -1,4 +1,4 @@
-// Selects the norm kernel, and distributes rows over blocks.
+// Host side of layer_norm and rms_norm: selects the kernels and distributes rows over blocks.
 #include <algorithm>
 
 #include "cuda/api.h"
@@ -11,9 +11,9 @@ namespace {
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Returns the fewest threads that hold a row in `accesses` accesses each. With single elements,
-// adjacent ones are spread over a full warp if the row has as many, since memory is read 32 bytes
-// at a time.
+// Returns the smallest number of threads (a valid Team::size) that hold a row with `accesses`
+// accesses of `width` elements each. Single-element accesses are spread over a full warp if the row
+// has enough columns, because memory is read in 32-byte sectors.
 int64_t team_size(int64_t columns, int width, int accesses) {
   const int64_t needed = div_up(columns, width);
   int64_t size = div_up(needed, accesses);
@@ -24,18 +24,21 @@ int64_t team_size(int64_t columns, int width, int accesses) {
   return power;
 }
 
-// Returns the rows of one block of `threads` threads, or of one team if a team is larger.
+// Returns the number of teams in a block of about `threads` threads, at least 1. `team` is the
+// number of threads of a team.
 int64_t teams_of(int64_t team, int64_t threads) { return std::max<int64_t>(1, threads / team); }
 
+// Returns true if all pointers are multiples of 16 bytes.
 bool aligned(std::initializer_list<const void*> pointers) {
   return std::all_of(pointers.begin(), pointers.end(), [](const void* pointer) {
     return reinterpret_cast<uintptr_t>(pointer) % sizeof(Chunk) == 0;
   });
 }
 
-// Calls run(element, width of an access): 16 bytes if every row begins at a multiple of 16 bytes,
-// else single elements. aligned: whether the pointers are; read: layouts of the matrices whose rows
-// need not be contiguous.
+// Calls run(T(), width), with the element type T and the number of elements per access as an
+// integral_constant. An access is 16 bytes if every row begins at a multiple of 16 bytes, and a
+// single element otherwise. aligned: true if all pointers are aligned. read: layouts of the input
+// matrices, whose rows need not be contiguous.
 template <class Run>
 void dispatch(const NormParams& p, bool aligned, std::initializer_list<RowLayout> read,
               const Run& run) {
@@ -90,9 +93,8 @@ void run_norm_fwd(const NormParams& params, const GpuParams& gpu) {
            {p.input_rows, p.residual_rows}, run);
 }
 
-// Returns the number of blocks that run concurrently, for blocks with 16-byte accesses. Blocks with
-// single-element accesses may process more or fewer rows at a time, which leaves some with less
-// work.
+// Returns the number of blocks that run concurrently if accesses are 16 bytes. With single-element
+// accesses, blocks may process more or fewer rows at a time, so some blocks may have less work.
 int64_t norm_bwd_parts(int64_t rows, int64_t columns, int64_t num_multiprocessors) {
   const int64_t team = team_size(columns, kBwdValues<4>, 1);
   if (team > kBwdTeam) return std::min(rows, 2 * num_multiprocessors);

@@ -1,15 +1,15 @@
 // layer_norm and rms_norm of residual + dropout(input) on a GPU: row layout and forward.
 //
-// The threads of a team share a row and keep it in registers, so that memory is read and written
-// once. Mean and variance take two passes over the registers, which avoids the cancellation of a
-// difference of two large sums. Sources: Ba et al. 2016, equation 4; Zhang and Sennrich 2019,
-// equation 4; for the variance of rows that are processed in stretches Chan et al. 1983, equation
-// 2.1.
+// The threads of a team share a row and hold it in registers, so that each element is read and
+// written once. Mean and variance are computed in two passes over the registers. This avoids the
+// cancellation in the difference of two large sums. Sources: Ba et al. 2016, equation 4; Zhang and
+// Sennrich 2019, equation 4. The variance of a row that is processed in stretches follows Chan et
+// al. 1983, equation 2.1.
 //
-// Lower bound: bytes moved over memory bandwidth. An H200 copies 4.3 TB/s, which needs 33 KB in
-// flight on each multiprocessor at 1 us of latency. Each element moves the input and out, and the
-// residual and total if present. A forward of 8192 rows of 4096 bfloat16 moves 134 MB, or 268 MB
-// with a residual: 31 and 62 us.
+// The kernels are memory bound: the lower bound on the time is the bytes moved divided by the
+// memory bandwidth. An H200 copies 4.3 TB/s, which needs 33 KB in flight on each multiprocessor at
+// a latency of 1 us. The forward reads input (and residual) and writes out (and total). For 8192
+// rows of 4096 bfloat16 elements this is 134 MB, or 31 us. With a residual it is 268 MB, or 62 us.
 #pragma once
 
 #include <type_traits>
@@ -23,32 +23,36 @@ namespace {
 
 // ---- threads and rows ---------------------------------------------------------------------------
 
-// A thread's accesses to a row: 16 bytes each, or single elements (kWidth 1).
+// Number of accesses that a thread makes to its row or stretch. kWidth: elements per access, either
+// kChunkWidth or 1.
 template <int kWidth>
 constexpr int kFwdAccesses = kWidth == 1 ? 8 : 4;
-// Up to 32 values and their temporaries fit into 80 registers, the limit at 768 threads on a
-// multiprocessor: 48 KB of a matrix in flight. Rows of more than 48 KB, or 6144 single elements,
-// are processed in stretches.
+// Maximum size of a team that holds a full row in registers. With 768 threads on a multiprocessor,
+// a thread has 80 registers, enough for 32 values and their temporaries, and 48 KB of loads are in
+// flight. Rows of more than 48 KB, or of more than 6144 elements with single-element accesses, are
+// processed in stretches.
 constexpr int kFwdTeam = 768;
-// Threads of a block for shorter rows: the smaller the block, the sooner the next one can start.
+// Threads per block for shorter rows. The smaller a block, the sooner the next one can start.
 constexpr int kFwdThreads = 128;
-// Two blocks per multiprocessor: one loads while the other waits at its barrier.
+// Threads per block for rows in stretches. Two such blocks fit on a multiprocessor, so that one can
+// load while the other waits at a barrier.
 constexpr int kFwdWideTeam = 384;
 
-// The threads that share a row: a power of two up to 32, or a multiple of 32.
+// The threads that share a row. size: a power of two up to 32, or a multiple of 32.
 struct Team {
   int size, index, rank;  // index: of the team in the block; rank: of the thread in the team
 };
 
 FUSED_ATTN_DEVICE Team team_of(int size) { return {size, thread_id() / size, thread_id() % size}; }
 
-// Shared memory for team sums that cross warps: two buffers, used alternately, so that one barrier
+// Shared memory for team sums across warps. Two buffers are used alternately, so that one barrier
 // per sum suffices.
 constexpr int kTeamSums = 2, kWarps = 32;
 constexpr int kTeamBytes = 2 * kWarps * kTeamSums * static_cast<int>(sizeof(float));
 
-// Sums values over the team, in a fixed order, and returns the sums in every thread of it. All
-// teams of the block must call it together. `turn` alternates between 0 and 1.
+// Replaces `values` in every thread by their sums over the team, added in a fixed order. All
+// threads of the block must call this function together. turn: 0 and 1 in alternate calls; selects
+// the buffer.
 template <int kSums>
 FUSED_ATTN_DEVICE void add_up_team(const Team& team, int turn, float (&values)[kSums]) {
   static_assert(kSums <= kTeamSums, "kTeamBytes has no room");
@@ -76,20 +80,21 @@ FUSED_ATTN_DEVICE void add_up_team(const Team& team, int turn, float (&values)[k
   }
 }
 
-// The columns of a row that a team processes together.
+// A range of columns of a row, which a team processes together.
 struct Stretch {
-  int64_t row, begin;  // the first column
-  int64_t offset;      // of that column in the output matrices
-  int count;           // columns; 0 if the matrix has no such row
+  int64_t row, begin;  // begin: first column
+  int64_t offset;      // offset of the first column in the contiguous output matrices
+  int count;           // number of columns; 0 if the row does not exist
 };
 
+// Returns the stretch of up to `most` columns of a row that starts at column `begin`.
 FUSED_ATTN_DEVICE Stretch stretch_of(const NormParams& p, int64_t row, int64_t begin, int most) {
   const int64_t left = p.columns - begin;
   const int count = static_cast<int>(left < most ? left : most);
   return {row, begin, row * p.columns + begin, row < p.rows ? count : 0};
 }
 
-// Returns the first column, within a stretch, of the thread's access number a.
+// Returns the first column of the thread's a-th access, relative to the start of the stretch.
 template <int kWidth>
 FUSED_ATTN_DEVICE int column_of(const Team& team, int a) {
   return (a * team.size + team.rank) * kWidth;
@@ -97,7 +102,7 @@ FUSED_ATTN_DEVICE int column_of(const Team& team, int a) {
 
 // ---- elements -----------------------------------------------------------------------------------
 
-// Unit of a thread's loads and stores: 16 bytes, or one element (kWidth 1).
+// Type of a load or store: 16 bytes, or one element if kWidth is 1.
 template <class T, int kWidth>
 using Raw = std::conditional_t<kWidth == 1, T, Chunk>;
 template <class T>
@@ -166,7 +171,7 @@ FUSED_ATTN_DEVICE Raw<T, kWidth> pack_raw(const float* values) {
   }
 }
 
-// Loads kWidth floats of a weight or bias.
+// Loads kWidth float32 elements of a weight or bias, from `column` on.
 template <int kWidth>
 FUSED_ATTN_DEVICE void load_floats(const void* source, int64_t column, float* values) {
   constexpr int kStep = kWidth == 1 ? 1 : 4;
@@ -177,7 +182,7 @@ FUSED_ATTN_DEVICE void load_floats(const void* source, int64_t column, float* va
   }
 }
 
-// Returns the address of a stretch's first column in an input matrix.
+// Returns the address of the first column of a stretch in an input matrix.
 template <class T>
 FUSED_ATTN_DEVICE const T* row_of(const void* matrix, const RowLayout& rows, const Stretch& s) {
   return static_cast<const T*>(matrix) + s.begin + row_offset(rows, unhoisted(s.row));
@@ -186,14 +191,14 @@ FUSED_ATTN_DEVICE const T* row_of(const void* matrix, const RowLayout& rows, con
 // ---- dropout ------------------------------------------------------------------------------------
 
 struct NormDropout {
-  const int64_t* seed;  // null: none
+  const int64_t* seed;  // null: no dropout
   uint32_t threshold;
   float scale;
-  const int64_t* offsets;  // of each run of rows; null: use the row indices unchanged
+  const int64_t* offsets;  // global index of the first row of each run; null: use row indices
   uint32_t run;            // rows per run
 };
 
-// Returns the row of a stretch in the coordinates of the dropout counters.
+// Returns the row index that the dropout counter uses for a stretch.
 FUSED_ATTN_DEVICE uint32_t counted_row(const NormDropout& dropout, const Stretch& s) {
   const uint32_t own = static_cast<uint32_t>(unhoisted(s.row));
   if (dropout.offsets == nullptr || s.count == 0) return own;
@@ -201,14 +206,15 @@ FUSED_ATTN_DEVICE uint32_t counted_row(const NormDropout& dropout, const Stretch
   return static_cast<uint32_t>(first) + own % dropout.run;
 }
 
-// Returns the keep bits of the thread's columns. row: in the coordinates of the dropout counters.
+// Returns the keep bits of the thread's columns in a stretch. Bit a * kWidth + e is element e of
+// access a. row: from counted_row.
 template <int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& team,
                                         const Stretch& s, uint32_t row) {
   static_assert(kWidth * kAccesses <= 32, "one word has no room");
   const uint64_t seed = static_cast<uint64_t>(load_global(dropout.seed));
   uint32_t kept = 0;
-  FUSED_ATTN_ROLLED  // unrolled, the draws exceed the registers
+  FUSED_ATTN_ROLLED  // unrolled, the Philox calls would cause register spills
       for (int a = 0; a < kAccesses; ++a) {
     const int64_t column = s.begin + column_of<kWidth>(team, a);
     FUSED_ATTN_UNROLL
@@ -231,8 +237,9 @@ struct NormFwdArgs {
   int team, teams;  // threads per team, teams per block
 };
 
-// Computes residual + dropout(input), 0 outside the stretch, rounded to T: the backward starts from
-// the rounded value.
+// Computes the thread's part of residual + dropout(input) in a stretch, and stores it to `total`
+// unless that is null. The sum is rounded to T, because the backward starts from the rounded value.
+// Elements outside the stretch are 0.
 template <class T, int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const Stretch& s,
                                 float (&x)[kWidth * kAccesses]) {
@@ -241,8 +248,8 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
   const T* const residual = row_of<T>(p.residual, p.residual_rows, s);
   T* const total = static_cast<T*>(p.total) + unhoisted(s.offset);
   const bool has_residual = p.residual != nullptr, drops = args.dropout.seed != nullptr;
-  // Compute the row before the loads, because the division needs registers. Recompute it for each
-  // stretch, because keeping it live would cost registers too.
+  // Computed before the loads, because the division needs registers. Recomputed for each stretch,
+  // because keeping the result live would occupy a register.
   const uint32_t row = drops ? counted_row(args.dropout, s) : 0;
   Raw<T, kWidth> raw[kAccesses], added[kAccesses];
   FUSED_ATTN_UNROLL
@@ -250,7 +257,8 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
     const int column = column_of<kWidth>(team, a);
     raw[a] = load_raw<kWidth>(input + column, column < s.count);
   }
-  // These loads are not in a branch: the compiler would wait for the input before it.
+  // The loads are predicated instead of in a branch. Before a branch, the compiler would wait for
+  // the input.
   FUSED_ATTN_UNROLL
   for (int a = 0; a < kAccesses; ++a) {
     const int column = column_of<kWidth>(team, a);
@@ -281,7 +289,8 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
   for (int a = 0; a < kAccesses; ++a) unpack<T, kWidth>(raw[a], x + a * kWidth);
 }
 
-// Loads what load_sum stored. Each thread reads only its own writes, so no barrier is needed.
+// Loads the thread's part of `total`, which load_sum stored. Each thread reads only elements that
+// it wrote itself, so no barrier is needed.
 template <class T, int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE void load_total(const NormParams& p, const Team& team, const Stretch& s,
                                   float (&x)[kWidth * kAccesses]) {
@@ -289,13 +298,13 @@ FUSED_ATTN_DEVICE void load_total(const NormParams& p, const Team& team, const S
   FUSED_ATTN_UNROLL
   for (int a = 0; a < kAccesses; ++a) {
     const int column = column_of<kWidth>(team, a);
-    Raw<T, kWidth> raw{};  // no load_raw: the kernel has written this memory
+    Raw<T, kWidth> raw{};  // load_raw would use read-only loads, but the kernel wrote this memory
     if (column < s.count) raw = *reinterpret_cast<const Raw<T, kWidth>*>(total + column);
     unpack<T, kWidth>(raw, x + a * kWidth);
   }
 }
 
-// Returns the sum of squared distances from a centre over the thread's columns.
+// Returns the sum of (x - centre)^2 over the thread's columns in a stretch.
 template <int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE float squares_off(const Team& team, const Stretch& s, float centre,
                                     const float (&x)[kWidth * kAccesses]) {
@@ -312,8 +321,8 @@ FUSED_ATTN_DEVICE float squares_off(const Team& team, const Stretch& s, float ce
   return squares;
 }
 
-// Returns 1 / sqrt(variance + eps) of a row from its sum of squares. The team's first thread stores
-// the row's statistics.
+// Returns 1 / sqrt(variance + eps) of a row. squares: sum of (x - mean)^2 over the row. The first
+// thread of the team stores mean and rstd, if requested.
 FUSED_ATTN_DEVICE float finish_statistics(const NormParams& p, const Team& team, int64_t row,
                                           float mean, float squares) {
   const float variance = squares / static_cast<float>(p.columns);
@@ -335,7 +344,7 @@ FUSED_ATTN_DEVICE void store_normalised(const NormParams& p, const Team& team, c
   for (int a = 0; a < kAccesses; ++a) {
     const int column = column_of<kWidth>(team, a);
     const bool inside = column < s.count;
-    // Loaded unconditionally: a branch would make one load wait for the other.
+    // Weight and bias are loaded unconditionally. With a branch, one load would wait for the other.
     const int64_t read = s.begin + (inside ? column : 0);
     float y[kWidth], parameter[kWidth];
     FUSED_ATTN_UNROLL
@@ -354,7 +363,7 @@ FUSED_ATTN_DEVICE void store_normalised(const NormParams& p, const Team& team, c
   }
 }
 
-// One row per team.
+// Forward of rows that fit into the registers of a team. Each team processes one row.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kFwdTeam, 1)
 norm_fwd_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
@@ -377,8 +386,9 @@ norm_fwd_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
   store_normalised<T, kWidth, kAccesses>(p, team, row, mean, rstd, x);
 }
 
-// One row per block, in stretches. Each thread updates the mean and squares of its columns as they
-// arrive. To normalise the row, the kernel reads it again, normally from L2.
+// Forward of longer rows. Each block processes one row, in stretches. Each thread updates the mean
+// and the sum of squares of its columns per stretch. A second loop over the row normalises it, and
+// usually reads it from L2.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kFwdWideTeam, 2)
 norm_fwd_wide_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
@@ -402,7 +412,7 @@ norm_fwd_wide_kernel(FUSED_ATTN_ARGUMENT NormFwdArgs args) {
       for (int v = 0; v < kValues; ++v) sum += x[v];
     }
     const float own = sum / more, step = own - centre, part = more / (count + more);
-    // Do not square step: while count is 0, the square may overflow.
+    // step * step is avoided: it may overflow while count is 0.
     const float apart = count * step * part * step;
     squares += squares_off<kWidth, kAccesses>(team, s, own, x) + apart;
     centre += step * part;

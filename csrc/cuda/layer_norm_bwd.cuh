@@ -1,14 +1,15 @@
 // Gradients of layer_norm and rms_norm on a GPU.
 //
-// With x the normalised row and g = weight * grad_out:
+// Let x be the normalised row and g = weight * grad_out. Then
 //   grad_residual = rstd (g - mean(g) - x mean(g x)) + grad_total, without mean(g) for rms_norm,
-// and grad_input is grad_residual times the dropout mask and scale. A block processes every
-// num_blocks()-th group of rows, and accumulates their parts of grad_weight and grad_bias. A second
-// kernel adds up the blocks' sums, in order.
+// and grad_input is grad_residual times the dropout mask and scale. Each block processes every
+// num_blocks()-th group of rows, and accumulates their contributions to grad_weight and grad_bias.
+// A second kernel adds the partial sums of the blocks in a fixed order.
 //
-// Lower bound: each element moves total, grad_out and grad_residual, and grad_total and grad_input
-// if present. 8192 rows of 4096 bfloat16 are 201 MB at least, 47 us on an H200 (layer_norm.cuh).
-// The sums of 264 blocks are 17 MB for 4096 columns, written and read once, in L2.
+// The kernels are memory bound. They read total, grad_out (and grad_total), and write grad_residual
+// (and grad_input). For 8192 rows of 4096 bfloat16 elements this is at least 201 MB, or 47 us on an
+// H200 (layer_norm.cuh). With 4096 columns and 264 blocks, writing and reading the partial sums
+// once moves another 17 MB in L2.
 #pragma once
 
 #include "cuda/layer_norm.cuh"
@@ -16,31 +17,34 @@
 namespace fused_attn {
 namespace {
 
-// 16 values each of the normalised row, of g and of the two sums take 64 of the 128 registers
-// available at 512 threads on a multiprocessor. (With those of weight as well, 20 to 52 bytes
-// spill.) Meanwhile the next row is in flight to shared memory: 32 KB for two matrices of 16-bit
-// types, 64 KB for float32. Single elements need more registers for addresses, and have 8 values.
+// Values per thread. With 512 threads on a multiprocessor, a thread has 128 registers. 16 values
+// each of the normalised row, of g and of the two sums occupy 64 of them. Holding the weight in
+// registers too would spill 20 to 52 bytes. Meanwhile the next row is in flight to shared memory:
+// 32 KB for two matrices in 16-bit types, 64 KB in float32. Single-element accesses need more
+// registers for addresses, so a thread has only 8 values.
 template <int kWidth>
 constexpr int kBwdValues = kWidth == 1 ? 8 : 16;
-// Rows of more than 8192 columns, or 4096 single elements, are therefore processed in stretches.
+// Maximum size of a team that holds a full row in registers. Rows of more than 8192 columns, or of
+// more than 4096 with single-element accesses, are processed in stretches.
 constexpr int kBwdTeam = 512;
-// Threads of a block for shorter rows: two blocks fill a multiprocessor, and one runs while the
-// other waits. More and smaller blocks would have more sums to store.
+// Threads per block for shorter rows. Two blocks fill a multiprocessor, so that one runs while the
+// other waits. More and smaller blocks would store more partial sums.
 constexpr int kBwdThreads = 256;
-// With stretches, no registers are left for sums. Those of the first kWideColumns columns are in
-// shared memory: with kTeamBytes 97 KB of the 99 KB available to a block on every GPU since sm_80;
-// an sm_90 holds two such blocks. Those of further columns are in the workspace, mostly in L2.
+// Number of columns whose partial sums are in shared memory if rows are processed in stretches,
+// when no registers are left for them. With kTeamBytes they occupy 97 KB. A block can use 99 KB on
+// every GPU since sm_80, and an sm_90 holds two such blocks. The sums of further columns are in the
+// workspace, mostly in L2.
 constexpr int kWideColumns = 12288;
-constexpr int kBwdWideTeam = 384;  // two blocks, 80 registers
+constexpr int kBwdWideTeam = 384;  // two blocks per multiprocessor, 80 registers per thread
 
 struct NormBwdArgs {
   NormBwdParams params;
   NormDropout dropout;
-  float* partial_sums;  // (2, num_blocks(), columns): grad_weight, grad_bias; null: neither
-  int team, teams;      // as in the forward
+  float* partial_sums;  // (2, num_blocks(), columns): grad_weight, grad_bias; null: not requested
+  int team, teams;      // threads per team, teams per block
 };
 
-enum { kTotal = 0, kGradOut = 1, kGradTotal = 2 };  // input matrices
+enum { kTotal = 0, kGradOut = 1, kGradTotal = 2 };  // input matrices of the backward
 
 template <class T>
 FUSED_ATTN_DEVICE const T* row_of(const NormBwdParams& bwd, int which, const Stretch& s) {
@@ -53,7 +57,8 @@ struct RowStatistics {
   float mean, rstd;
 };
 
-// Returns 0 for a row that does not exist, which then contributes nothing.
+// Loads the statistics of a row. Returns zeros for a row past the end, which then contributes 0 to
+// all sums.
 FUSED_ATTN_DEVICE RowStatistics load_statistics(const NormParams& p, int64_t row) {
   RowStatistics statistics = {0.0f, 0.0f};
   if (row >= p.rows) return statistics;
@@ -62,9 +67,10 @@ FUSED_ATTN_DEVICE RowStatistics load_statistics(const NormParams& p, int64_t row
   return statistics;
 }
 
-// Reads a thread's part of a row. 16-byte chunks are prefetched into the thread's slots in shared
-// memory. No other thread reads these slots, so copy_wait suffices. Single elements are too small
-// for this copy, and are loaded on use.
+// Reads the thread's part of a row of an input matrix. 16-byte chunks are prefetched into the
+// thread's slots in shared memory. No other thread reads these slots, so copy_wait suffices and no
+// barrier is needed. Single elements are too small for copy_async, and are loaded when they are
+// used.
 template <class T, int kWidth>
 struct RowReader {
   static constexpr int kAccesses = kBwdValues<kWidth> / kWidth;
@@ -96,7 +102,8 @@ struct RowReader {
   }
 };
 
-// Stores grad_residual and grad_input for one access of the thread. kept: its dropout bits.
+// Stores grad_residual for one access of the thread and, with dropout, grad_input. kept: keep bits
+// of the access.
 template <class T, int kWidth>
 FUSED_ATTN_DEVICE void store_gradients(const NormBwdArgs& args, const Stretch& s, int column,
                                        uint32_t kept, float (&grad)[kWidth]) {
@@ -112,7 +119,7 @@ FUSED_ATTN_DEVICE void store_gradients(const NormBwdArgs& args, const Stretch& s
   store_raw<kWidth>(input + column, pack_raw<T, kWidth>(grad));
 }
 
-// Sums over the block's teams, and stores the result to `part` (columns).
+// Adds `sums` over the teams of the block, and stores the result to `part`, of shape (columns).
 template <int kWidth>
 FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
                                   float (&sums)[kBwdValues<kWidth>], float* part) {
@@ -124,11 +131,11 @@ FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
     FUSED_ATTN_UNROLL
     for (int v = 0; v < kBwdValues<kWidth>; ++v) sums[v] += shuffle_xor(sums[v], mask);
   }
-  // The warp's sums are now in its first team.
+  // The first team of each warp now holds the sums of the warp.
   const bool first = lane_id() < team.size;
   const int places = team.size < 32 ? threads / 32 : args.teams;
   const int own = team.size < 32 ? warp_id() : team.index;
-  sync_block();  // the previous contents of this memory have been read
+  sync_block();  // the sums overwrite shared memory that other threads may still read
   FUSED_ATTN_UNROLL
   for (int v = 0; v < kBwdValues<kWidth>; v += kStep) {
     const int column = column_of<kWidth>(team, v / kWidth) + v % kWidth;
@@ -151,7 +158,7 @@ FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
   }
 }
 
-// Each team processes one row at a time.
+// Backward of rows that fit into the registers of a team. Each team processes one row at a time.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kBwdTeam, 1)
 norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
@@ -178,9 +185,9 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
     const Stretch next = stretch_of(p, first + step + team.index, 0, columns);
     const auto [mean, rstd] = statistics;
     float x[kValues], grad[kValues], sums[2] = {0.0f, 0.0f};
-    // Weight is loaded again for each row, from L1.
+    // unhoisted() makes each row reload the weight, from L1, instead of holding it in registers.
     const int64_t zero = unhoisted(0);
-    copy_wait<1>();  // all but grad_total
+    copy_wait<1>();  // total and grad_out
     FUSED_ATTN_UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       const int column = column_of<kWidth>(team, a);
@@ -215,7 +222,7 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
     add_up_team(team, turn, sums);
     turn ^= 1;
     const float along = sums[0] * share, across = p.rms ? 0.0f : sums[1] * share;
-    copy_wait<1>();  // grad_total too
+    copy_wait<1>();  // grad_total
     FUSED_ATTN_UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       float added[kWidth] = {}, result[kWidth];
@@ -241,13 +248,15 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
   }
 }
 
-// Returns the shared-memory address of a block's sum in the kernel with stretches. which: 0 for
+// Returns the shared-memory address of a column's partial sum in norm_bwd_wide_kernel. which: 0 for
 // grad_weight, 1 for grad_bias.
 FUSED_ATTN_DEVICE uint32_t wide_place(int which, int64_t column) {
   return kTeamBytes + static_cast<uint32_t>(which * kWideColumns + column) * sizeof(float);
 }
 
-// Adds terms to the block's sums. A column belongs to the same thread for every row.
+// Adds `terms` to the block's partial sums of kWidth columns. The same thread handles a column for
+// every row, so no synchronization is needed. begun: false for the first row, which initializes the
+// sums.
 template <int kWidth>
 FUSED_ATTN_DEVICE void add_to_sums(int which, int64_t column, float* part, bool begun,
                                    const float (&terms)[kWidth]) {
@@ -273,7 +282,8 @@ FUSED_ATTN_DEVICE void add_to_sums(int which, int64_t column, float* part, bool 
   }
 }
 
-// Loads the thread's part of a stretch: the normalised row and grad_out, 0 outside.
+// Loads the thread's part of a stretch: the normalised row (x) and grad_out (grad). Elements
+// outside the stretch are 0.
 template <class T, int kWidth>
 FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, const Stretch& s,
                                     const RowStatistics& statistics, float (&x)[kBwdValues<kWidth>],
@@ -300,7 +310,8 @@ FUSED_ATTN_DEVICE void load_stretch(const NormBwdParams& bwd, const Team& team, 
   }
 }
 
-// values *= weight, from an existing column on.
+// Multiplies kWidth values by the weight of the columns from `column` on, which must exist. Does
+// nothing without a weight.
 template <int kWidth>
 FUSED_ATTN_DEVICE void multiply_by_weight(const NormParams& p, int64_t column, float* values) {
   if (p.weight == nullptr) return;
@@ -310,8 +321,9 @@ FUSED_ATTN_DEVICE void multiply_by_weight(const NormParams& p, int64_t column, f
   for (int e = 0; e < kWidth; ++e) values[e] *= weight[e];
 }
 
-// One row per block at a time, in stretches. The first loop computes the sums over the row and
-// reads it from memory. The second computes everything else and reads it from L1 or L2 as a rule.
+// Backward of longer rows. Each block processes one row at a time, in stretches. The first loop
+// reads the row from memory and computes its sums. The second loop computes everything else, and
+// usually reads the row from L1 or L2.
 template <class T, int kWidth>
 FUSED_ATTN_KERNEL(kBwdWideTeam, 2)
 norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
@@ -392,17 +404,18 @@ norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
   }
 }
 
-// ---- sums of blocks -----------------------------------------------------------------------------
+// ---- reduction over blocks ----------------------------------------------------------------------
 
 struct NormSumArgs {
   const float* partial_sums;  // (2, parts, columns)
   int64_t parts, columns;
-  float* out[2];  // (columns); null: not requested
+  float* out[2];  // grad_weight and grad_bias, (columns); null: not requested
 };
 
 constexpr int kSumWarps = 32;
 
-// 32 columns per block: each warp sums every 32nd part, and the first warp adds up the warps' sums.
+// Adds the partial sums of the backward. Each block reduces 32 columns: each warp adds every
+// kSumWarps-th part, and the first warp adds the sums of the warps.
 FUSED_ATTN_KERNEL(kSumWarps * 32, 1)
 norm_sum_kernel(FUSED_ATTN_ARGUMENT NormSumArgs args) {
   const int64_t which = block_id() % 2, column = block_id() / 2 * 32 + lane_id();

@@ -1,4 +1,5 @@
-// Masking of a score tile that a warp holds in the register layout of mma.
+// Masking of a score tile that a warp holds in the register layout of mma.m16n8. A tile is
+// (queries, keys), or (keys, queries) if kKeysFirst.
 #pragma once
 
 #include "cuda/product.cuh"
@@ -6,15 +7,15 @@
 
 namespace fused_attn {
 
-// The thread's rows of its warp's tile: its r-th row is row r / 2 * 16 + r % 2 * 8 + lane / 4 of
-// the tile.
+// Positions and heads of the thread's rows. The thread's r-th row is row
+// r / 2 * 16 + r % 2 * 8 + lane / 4 of the warp's tile.
 template <int kM>
 struct FragmentRows {
-  int position[2 * kM];  // queries, or keys where the tile is (keys, queries)
+  int position[2 * kM];  // query index, or key index if kKeysFirst
   int head[2 * kM];
 };
 
-// Returns the thread's rows of a tile with rows first, first + 1, ... of head h.
+// Returns the thread's rows of a warp tile with positions first, first + 1, ... of head h.
 template <int kM>
 FUSED_ATTN_DEVICE FragmentRows<kM> rows_from(int first, int h) {
   FragmentRows<kM> rows;
@@ -27,7 +28,7 @@ FUSED_ATTN_DEVICE FragmentRows<kM> rows_from(int first, int h) {
   return rows;
 }
 
-// Adds ALiBi to the scaled scores.
+// Adds the ALiBi bias to the scaled scores. column: position of the warp tile's first column.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void add_alibi(Accumulator<kM, kN>& s, const MaskParams& mask,
                                  const Sequence& sequence, const FragmentRows<kM>& rows,
@@ -51,7 +52,8 @@ FUSED_ATTN_DEVICE void add_alibi(Accumulator<kM, kN>& s, const MaskParams& mask,
   }
 }
 
-// A row of a dense tensor, indexed by column of the tile.
+// One row of a tile of a dense tensor with elements V. operator[] takes a column relative to the
+// `column` passed to the constructor.
 template <bool kKeysFirst, class V>
 struct DenseRow {
   const V* data;
@@ -67,19 +69,20 @@ struct DenseRow {
   FUSED_ATTN_DEVICE V operator[](int column) const { return load_global(data + column * step); }
 };
 
-// Visible elements of the thread's rows: bit 2 n + e is column 8 n + 2 t + e.
+// Bit masks of the visible elements in each of the thread's rows. Bit 2 n + e is column
+// 8 n + 2 t + e, with t = lane % 4.
 template <int kM>
 struct Visible {
   uint32_t row[2 * kM];
 };
 
-// Clears the bits of columns for which hidden(column), relative to the thread's first column, is
-// true. Calls it for visible columns only.
+// Returns `visible` without the bits of columns for which hidden(column) is true. `column` is
+// relative to the thread's first column. `hidden` is called for visible columns only.
 template <int kN, class Hidden>
 FUSED_ATTN_DEVICE uint32_t hide(uint32_t visible, Hidden hidden) {
   uint32_t seen = visible;
-  // Not fully unrolled: the loads of a tile would take all registers. Bits can be indexed in a
-  // loop.
+  // Fully unrolled, the loads of a tile would exhaust the registers. A rolled loop is possible
+  // because bits, unlike registers, can be indexed at run time.
   FUSED_ATTN_UNROLL_BY(4)
   for (int bit = 0; bit < kN / 4; ++bit) {
     if ((visible >> bit & 1) && hidden(bit / 2 * 8 + bit % 2)) seen &= ~(1u << bit);
@@ -87,7 +90,7 @@ FUSED_ATTN_DEVICE uint32_t hide(uint32_t visible, Hidden hidden) {
   return seen;
 }
 
-// Returns the bits of the columns below `end`, relative to the thread's first column.
+// Returns the bit mask of the columns below `end`, which is relative to the thread's first column.
 template <int kN>
 FUSED_ATTN_DEVICE uint32_t columns_below(int end) {
   // Columns 8 n and 8 n + 1 are bits 2 n and 2 n + 1.
@@ -112,7 +115,7 @@ FUSED_ATTN_DEVICE void add_bias_of(Accumulator<kM, kN>& s, Visible<kM>& visible,
   }
 }
 
-// Adds the bias to visible scores, and masks those where it is -inf.
+// Adds the bias to the visible scores, and clears the bits of `visible` where the bias is -inf.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void add_bias(Accumulator<kM, kN>& s, Visible<kM>& visible,
                                 const MaskParams& mask, int64_t b, const FragmentRows<kM>& rows,
@@ -127,8 +130,8 @@ FUSED_ATTN_DEVICE void add_bias(Accumulator<kM, kN>& s, Visible<kM>& visible,
   }
 }
 
-// Returns the elements that everything but the bias leaves visible. Called before the tile's
-// products, while their registers are free.
+// Returns the elements that are visible under all masks except the bias. The kernels call it before
+// the matmuls of the tile, while the registers of the accumulators are free.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE Visible<kM> visible_of(const MaskParams& mask, const Sequence& sequence,
                                          const FragmentRows<kM>& rows, int column) {
@@ -184,10 +187,10 @@ FUSED_ATTN_DEVICE void apply_visible(Accumulator<kM, kN>& s, const Visible<kM>& 
   }
 }
 
-// Returns the columns that are visible to any row of the warp.
+// Returns the columns that are visible to any row of the warp's tile. All lanes must call it.
 template <int kM>
 FUSED_ATTN_DEVICE SeenColumns seen_columns(const MaskParams& mask, const Visible<kM>& visible) {
-  if (!has_listed_masks(mask)) return ~0u;  // keys outside the bounds were not loaded
+  if (!has_listed_masks(mask)) return ~0u;  // keys outside the bounds were loaded as 0
   SeenColumns seen = 0;
   FUSED_ATTN_UNROLL
   for (int r = 0; r < 2 * kM; ++r) seen |= visible.row[r];

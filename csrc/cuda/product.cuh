@@ -1,18 +1,18 @@
-// Tile products of one warp, for each element type.
+// Warp-level tile matmuls, for each element type.
 //
-// The warp computes kM times 16 rows of the result. Results, and left operands that are weights,
-// are in registers in the layout of mma.m16n8 (intrinsics.cuh), for every type.
+// A warp computes kM * 16 rows of the result. The accumulators, and left operands that are softmax
+// weights, are in registers, in the layout of mma.m16n8 (intrinsics.cuh) for every type.
 #pragma once
 
 #include "cuda/shared_tile.cuh"
 
 namespace fused_attn {
 
-// The warp's tile of a result: kM * 16 rows, kN columns.
+// A thread's part of a warp's accumulator tile, which has kM * 16 rows and kN columns.
 template <int kM, int kN>
 using Accumulator = float[kM][kN / 8][4];
 
-// Calls f(element, m, n, e) for each element of an Accumulator that the thread holds.
+// Calls f(element, m, n, e) for each of the thread's elements of an Accumulator.
 template <int kM, int kFragments, class F>
 FUSED_ATTN_DEVICE void for_each(float (&acc)[kM][kFragments][4], const F& f) {
   FUSED_ATTN_UNROLL
@@ -30,29 +30,32 @@ FUSED_ATTN_DEVICE void set_zero(Accumulator<kM, kN>& acc) {
   for_each(acc, [](float& element, int, int, int) { element = 0.0f; });
 }
 
-// Float32 products accumulate partial sums of one chunk each: one extra addition per four
-// multiply-adds. With a single running sum, the rounding error was 1.75 times the limit of the
-// numerics contract in gradients of rows with few visible keys (head_dim roundings), and 1.1 times
-// in out (seqlen_k roundings).
+// Number of terms that float32 matmuls add in a partial sum before they add it to the accumulator.
+// This costs one extra addition per four multiply-adds. With a single running sum, the rounding
+// error exceeded the limit of the numerics contract: 1.75 times the limit in gradients of rows with
+// few visible keys (head_dim roundings), and 1.1 times the limit in out (seqlen_k roundings).
 constexpr int kPartOfSum = 4;
 
-// Columns of a weight tile visible to any row of the warp: bit 2 n + e is column 8 n + 2 t + e.
+// Bit mask of the thread's columns of a weight tile that are visible to any row of the warp. Bit
+// 2 n + e is column 8 n + 2 t + e, with t = lane % 4.
 using SeenColumns = uint32_t;
 
-// Half and BFloat16: tensor cores.
+// Matmuls of Half and BFloat16, on tensor cores.
 template <class T>
 struct Product {
-  // Returns the bytes of shared memory that a warp needs to multiply weights of kK columns.
+  // Returns the bytes of scratch in shared memory that a warp needs for weights_by_columns with kK
+  // columns of weights.
   static constexpr int scratch_bytes(int /*kM*/, int /*kK*/) { return 0; }
 
-  // acc += a b^T, for tiles with kK columns in shared memory; a_row: the warp's first row of a.
+  // Computes acc += a b^T, for tiles a and b with kK columns in shared memory. a_row: the warp's
+  // first row of a.
   template <int kM, int kN, int kK>
   static FUSED_ATTN_DEVICE void rows_by_rows(Accumulator<kM, kN>& acc, uint32_t a, int a_row,
                                              uint32_t b, bool /*tf32*/) {
     using Tile = SharedTile<T, kK>;
     const int lane = unhoisted(lane_id());
-    // Unrolled less for wide heads: the compiler would load the fragments of full rows far ahead,
-    // which takes registers.
+    // Limits unrolling for wide heads. Otherwise the compiler would load the fragments of full rows
+    // far ahead, and they would occupy registers.
     [[maybe_unused]] constexpr int kAtOnce = kK > 128 ? 4 : 8;
     FUSED_ATTN_UNROLL_BY(kAtOnce)
     for (int k = 0; k < kK / 16; ++k) {
@@ -74,10 +77,11 @@ struct Product {
     }
   }
 
-  // Whether weights are rounded before the product.
+  // True if weights_by_columns rounds the weights to T.
   static constexpr bool kRoundsWeights = true;
 
-  // acc += the row sums of the rounded weights, in each column: a product with a tile of ones.
+  // Adds the row sums of the rounded weights to each column of acc, as a matmul with a tile of
+  // ones.
   template <int kM, int kK>
   static FUSED_ATTN_DEVICE void add_row_sums(Accumulator<kM, 8>& acc,
                                              const Accumulator<kM, kK>& weights) {
@@ -93,8 +97,8 @@ struct Product {
     }
   }
 
-  // acc += weights b, for a tile b with kK rows; kMasked: rows of b that are not visible count as
-  // 0.
+  // Computes acc += weights b, for a tile b with kK rows in shared memory. If kMasked, rows of b
+  // that are not in `seen` are treated as 0, because they may contain NaN.
   template <bool kMasked, int kM, int kN, int kK>
   static FUSED_ATTN_DEVICE void weights_by_columns(Accumulator<kM, kN>& acc,
                                                    const Accumulator<kM, kK>& weights, uint32_t b,
@@ -128,8 +132,8 @@ struct Product {
     }
   }
 
-  // acc += a^T b, for tiles with kK rows and kA and kB columns in shared memory; a_column,
-  // b_column: the first columns used.
+  // Computes acc += a^T b, for tiles with kK rows in shared memory. kA, kB: columns of a and b.
+  // a_column, b_column: first columns used.
   template <int kM, int kN, int kK, int kA, int kB>
   static FUSED_ATTN_DEVICE void columns_by_columns(Accumulator<kM, kN>& acc, uint32_t a,
                                                    int a_column, uint32_t b, int b_column) {
@@ -159,7 +163,7 @@ struct Product {
   }
 
  private:
-  // Packs columns 16 k to 16 k + 15 of weights as a left operand.
+  // Rounds columns 16 k to 16 k + 15 of the weights to T, and packs them as a left MMA operand.
   template <int kM, int kK>
   static FUSED_ATTN_DEVICE void pack_left(uint32_t (&left)[4], const Accumulator<kM, kK>& weights,
                                           int m, int k) {
@@ -170,13 +174,14 @@ struct Product {
     }
   }
 
+  // Returns a mask of the 16-bit halves of a word: bit 0 selects the lower half, bit 1 the upper.
   static FUSED_ATTN_DEVICE uint32_t kept_halves(uint32_t bits) {
     return (bits & 1 ? 0x0000ffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
   }
 };
 
-// float: multiply-adds, or tensor cores in TF32. Weights go through shared memory, so that loops
-// over their columns need not be unrolled.
+// Matmuls of float32, by multiply-adds or on tensor cores in TF32. The weights are staged through
+// shared memory, so that loops over their columns need not be unrolled.
 template <>
 struct Product<float> {
   static constexpr bool kRoundsWeights = false;
@@ -199,7 +204,7 @@ struct Product<float> {
                                                    SeenColumns seen, uint32_t scratch, bool tf32) {
     using Tile = SharedTile<float, kK>;
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
-    sync_warp();  // the previous product has been read
+    sync_warp();  // the weights overwrite scratch that other lanes may still read
     FUSED_ATTN_UNROLL
     for (int m = 0; m < kM; ++m) {
       FUSED_ATTN_UNROLL
@@ -222,7 +227,8 @@ struct Product<float> {
   }
 
  private:
-  // Elements (outer, k) of an operand, from the rows of a tile or from its columns.
+  // Operands of a matmul: element (outer, k) is read from row `outer` of a tile (ByRows) or from
+  // its column `outer` (ByColumns).
   template <int kColumns>
   struct ByRows {
     uint32_t tile;
@@ -233,7 +239,7 @@ struct Product<float> {
       FUSED_ATTN_UNROLL
       for (int e = 0; e < 4; ++e) x[e] = bits_float(c.word[e]);
     }
-    // Loads the quads of `outer` and outer + 1.
+    // Loads elements k to k + 3 of `outer` and of outer + 1.
     FUSED_ATTN_DEVICE void quads(float (&x)[2][4], int outer, int k) const {
       quad(x[0], outer, k);
       quad(x[1], outer + 1, k);
@@ -261,7 +267,8 @@ struct Product<float> {
     }
   };
 
-  // kMasked: skips terms with a weight of 0, since 0 * NaN is NaN.
+  // Computes acc += left right^T with multiply-adds. If kMasked, skips terms with a weight of 0,
+  // because 0 * NaN is NaN.
   template <bool kMasked, int kM, int kN, int kK, class Left, class Right>
   static FUSED_ATTN_DEVICE void multiply_float(Accumulator<kM, kN>& acc, Left left, Right right) {
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
@@ -294,8 +301,9 @@ struct Product<float> {
     }
   }
 
-  // Columns 2 t and 2 t + 1 of both operands serve as the hardware's columns t and t + 4. They are
-  // adjacent in memory, and in a tile of weights they belong to the thread.
+  // Computes acc += left right^T in TF32. Columns 2 t and 2 t + 1 of both operands are passed as
+  // columns t and t + 4 of the MMA. They are adjacent in memory, and they are the columns of the
+  // thread's bits in `seen`.
   template <bool kMasked, int kM, int kN, int kK, class Left, class Right>
   static FUSED_ATTN_DEVICE void multiply_tf32(Accumulator<kM, kN>& acc, Left left, Right right,
                                               SeenColumns seen) {

@@ -1,8 +1,7 @@
-// A tile of scores at a fixed position, for one head after the other.
+// Recomputation of one tile of the weights, for one head after the other.
 //
-// Each head takes at most two products, through the same shared memory: queries with keys,
-// gradients of out with values. Nothing is accumulated over keys here, so masked elements may hold
-// anything until the weight of 0 replaces it.
+// A head needs at most two matmuls, QK^T and dO V^T, which use the same shared memory. Their
+// results are not summed over keys, so masked elements may be NaN until their weight is set to 0.
 #pragma once
 
 #include "cuda/attention_tile.cuh"
@@ -10,6 +9,7 @@
 
 namespace fused_attn {
 
+// Returns the number of tiles of `tile` positions that cover a sequence.
 FUSED_ATTN_HOST_DEVICE int64_t count_tiles(int64_t seqlen, int64_t tile) {
   return (seqlen + tile - 1) / tile;
 }
@@ -18,7 +18,7 @@ template <class T, int kHeadDim>
 struct ScoreTile {
   using Sizes = ScoreSizes<sizeof(T)>;
   static constexpr int kTile = Sizes::kTile, kThreads = Sizes::kThreads;
-  static constexpr int kN = Sizes::kColumns;  // per warp
+  static constexpr int kN = Sizes::kColumns;  // columns per warp
   static constexpr uint32_t kRowBytes = kHeadDim * sizeof(T);
   static constexpr uint32_t kLeft = 0, kRight = kTile * kRowBytes;
   static constexpr int kBytes = 2 * kRight;
@@ -28,8 +28,8 @@ struct ScoreTile {
   const AttentionParams& p;
   const GpuParams& gpu;
   Units<T, true> units;
-  int64_t m, n, rest;  // of the tile, and the remainder of the block's index
-  int i_begin, j_begin;
+  int64_t m, n, rest;    // row and column of the tile, in tiles; index of the output
+  int i_begin, j_begin;  // first query and first key of the tile
 
   FUSED_ATTN_DEVICE ScoreTile(const AttentionParams& params, const GpuParams& gpu_params)
       : p(params), gpu(gpu_params), units(params) {
@@ -40,38 +40,41 @@ struct ScoreTile {
     i_begin = static_cast<int>(m * kTile);
     j_begin = static_cast<int>(n * kTile);
   }
+  // Returns the number of blocks for all tiles of `rest` outputs of shape (seqlen_q, seqlen_k).
   static int64_t blocks(const AttentionParams& p, int64_t rest) {
     return count_tiles(p.seqlen_q, kTile) * count_tiles(p.seqlen_k, kTile) * rest;
   }
 
-  // Returns the warp's first row and column in the tile.
+  // Return the warp's first row and first column in the tile.
   static FUSED_ATTN_DEVICE int warp_row() { return warp_id() % Sizes::kRowWarps * 16; }
   static FUSED_ATTN_DEVICE int warp_column() { return warp_id() / Sizes::kRowWarps * kN; }
-  // Returns the thread's r-th row in the tile, and its column of element e of fragment n.
+  // Return the thread's r-th row in the tile, and the column of element e of its fragment n.
   static FUSED_ATTN_DEVICE int row(int r) { return warp_row() + r * 8 + lane_id() / 4; }
   static FUSED_ATTN_DEVICE int column(int n, int e) {
     return warp_column() + n * 8 + 2 * (lane_id() % 4) + e % 2;
   }
-  // Positions of the warp's rows and columns in the sequence.
+  // Return the positions of the thread's rows, and of the warp's first column, in the sequence.
   FUSED_ATTN_DEVICE FragmentRows<1> rows(const Sequence& s) const {
     return rows_from<1>(i_begin + warp_row(), s.h);
   }
   FUSED_ATTN_DEVICE int first_column() const { return j_begin + warp_column(); }
 
+  // Classifies the tile for one head of a sequence.
   FUSED_ATTN_DEVICE Tile kind(const Sequence& s) const {
-    // A packed sequence may end before the tile.
+    // A packed sequence may end before the tile begins.
     if (i_begin >= s.seqlen_q || j_begin >= s.seqlen_k) return Tile::kSkip;
     return classify(p, gpu, s, i_begin, min64(i_begin + kTile, s.seqlen_q), j_begin,
                     j_begin + kTile);
   }
 
-  // Starts the copies of the tile's rows of two tensors: left by query, right by key.
+  // Starts the copies of the operands of a matmul: the rows of `left` at the tile's queries, and
+  // the rows of `right` at its keys. strides: of the batch, head and row dimensions.
   FUSED_ATTN_DEVICE void load(const Sequence& s, const void* left, const int64_t (&left_strides)[3],
                               const void* right, const int64_t (&right_strides)[3],
                               int64_t head_dim) const {
     const SequenceRows queries = query_rows(p, s.b), keys = key_rows(p, s.b);
     const int64_t h_kv = s.h / (p.num_heads / p.num_heads_kv);
-    sync_block();  // the previous product has been read
+    sync_block();  // the copies overwrite the operands of the previous matmul
     load_rows_async<T, kHeadDim, kTile, kThreads>(
         kLeft,
         row_of(static_cast<const T*>(left), left_strides, queries.batch, s.h,
@@ -84,7 +87,7 @@ struct ScoreTile {
     copy_commit();
   }
 
-  // Computes the products of the rows that load started to copy.
+  // Waits for the operands that load() copies, and computes left right^T.
   FUSED_ATTN_DEVICE void multiply(Scores& products) const {
     copy_wait<0>();
     sync_block();
@@ -93,8 +96,8 @@ struct ScoreTile {
         products, kLeft, warp_row(), kRight + warp_column() * kRowBytes, gpu.tf32);
   }
 
-  // Computes the products of queries and keys. Returns the elements that everything but the bias
-  // leaves visible.
+  // Computes QK^T. Returns the elements of a partial tile that are visible under all masks except
+  // the bias.
   FUSED_ATTN_DEVICE Visible<1> products(Scores& scores, const Sequence& s, Tile kind) const {
     load(s, p.query, p.query_strides, p.key, p.key_strides, p.head_dim);
     Visible<1> visible{};
@@ -105,11 +108,11 @@ struct ScoreTile {
     return visible;
   }
 
-  // Converts products to weights before dropout.
+  // Converts QK^T to softmax weights, before dropout.
   FUSED_ATTN_DEVICE void weigh(Scores& scores, Visible<1> visible, const Sequence& s, Tile kind,
                                const LogSum (&log_sums)[2]) const {
     scale_scores<false, 1, kN>(scores, p, s, rows(s), first_column());
-    // A runtime branch, so that the code is compiled once.
+    // A runtime branch instead of a template parameter, to compile the code only once.
     if (kind == Tile::kPartial) {
       mask_scores<true, false, 1, kN>(scores, visible, p, s, rows(s), first_column());
     }

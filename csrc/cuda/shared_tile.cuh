@@ -1,11 +1,11 @@
-// Row tiles in shared memory, and copies from and to tensors.
+// Tiles of rows in shared memory, and their copies from and to tensors in global memory.
 #pragma once
 
 #include "cuda/intrinsics.cuh"
 
 namespace fused_attn {
 
-// Returns element e of a chunk of T.
+// Returns element e of a chunk with elements of type T, as float32.
 template <class T>
 FUSED_ATTN_DEVICE float element(const Chunk& chunk, int e) {
   if constexpr (sizeof(T) == 4) {
@@ -15,8 +15,9 @@ FUSED_ATTN_DEVICE float element(const Chunk& chunk, int e) {
   }
 }
 
-// Rows of kHeadDim elements in chunks of 16 bytes. Chunks are permuted within each row: ldmatrix
-// reads the same chunk of 8 rows at a time, and these cover all 32 banks.
+// Layout of a tile with rows of kHeadDim elements in shared memory. The 16-byte chunks of each row
+// are swizzled, so that the same chunk of 8 adjacent rows, which ldmatrix reads together, covers
+// all 32 banks.
 template <class T, int kHeadDim>
 struct SharedTile {
   static constexpr int kPerChunk = 16 / sizeof(T);
@@ -25,7 +26,8 @@ struct SharedTile {
   static_assert(kChunks % 2 == 0, "rows must be whole pairs of chunks");
 
   static FUSED_ATTN_DEVICE uint32_t at(uint32_t tile, int row, int chunk) {
-    // Rows too short to fill all banks start at different banks; swizzle only for the rest.
+    // Rows whose size is not a multiple of 128 bytes start at different banks anyway, so the
+    // swizzle needs fewer bits of the row.
     const int swizzled = kChunks % 8 == 0   ? chunk ^ (row & 7)
                          : kChunks % 4 == 0 ? chunk ^ (row >> 1 & 3)
                                             : chunk ^ (row >> 2 & 1);
@@ -36,15 +38,16 @@ struct SharedTile {
   }
 };
 
-// Starts the copies of kRows rows of a tensor. Rows outside [begin, end), and elements from
-// head_dim on, become 0 and are not read. valid(row): whether a row in that range is read.
+// Starts the copies of kRows rows of a tensor to a tile. Rows outside [begin, end), rows for which
+// valid(row) is false, and elements from head_dim on are not read, and become 0 in the tile. The
+// caller commits the copies.
 template <class T, int kHeadDim, int kRows, int kThreads, class Valid>
 FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t row_stride,
                                        int begin, int end, int head_dim, Valid valid) {
   using Tile = SharedTile<T, kHeadDim>;
   static_assert(kRows * Tile::kChunks % kThreads == 0, "each thread copies as many chunks");
   const int thread = unhoisted(thread_id());
-  // Unrolled further, addresses would take registers of the surrounding loop.
+  // Unrolled further, the addresses would occupy registers that the surrounding loop needs.
   FUSED_ATTN_UNROLL_BY(2)
   for (int c = 0; c < kRows * Tile::kChunks / kThreads; ++c) {
     const int index = c * kThreads + thread;
@@ -68,7 +71,7 @@ FUSED_ATTN_DEVICE void load_rows_async(uint32_t tile, const T* source, int64_t r
                                                 AllRows());
 }
 
-// Returns two floats as adjacent elements of T.
+// Returns two floats converted to T, as a pair of adjacent elements.
 template <class T>
 FUSED_ATTN_DEVICE auto pair_of(float low, float high) {
   if constexpr (sizeof(T) == 4) {
@@ -78,9 +81,10 @@ FUSED_ATTN_DEVICE auto pair_of(float low, float high) {
   }
 }
 
-// Stores the warp's rows of a result tile from the layout of mma to a tensor, staged through the
-// warp's part of shared memory: rows [0, end) of the tile, head_dim elements each. `result(r, low,
-// high)` converts two adjacent elements of the thread's r-th row to the type of pair_of.
+// Stores the warp's rows of an accumulator tile to a tensor, staged through the warp's rows of
+// `tile` in shared memory. Only rows [0, end) of the tile and the first head_dim elements are
+// stored. result(r, low, high) converts two adjacent elements of the thread's r-th row to the type
+// of pair_of.
 template <class T, int kHeadDim, int kM, class Result>
 FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
                                   const float (&acc)[kM][kHeadDim / 8][4], T* target,

@@ -1,4 +1,4 @@
-// Conversion of products to scores and weights, and the online softmax over tiles.
+// Conversion of QK^T to scores and weights, and the online softmax over KV tiles.
 //
 // Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 #pragma once
@@ -11,10 +11,10 @@ namespace fused_attn {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr double kLn2 = 0.6931471805599453;
 
-// Units of a kernel's scores. If only a positive factor applies to the products, scores remain the
-// raw products, and the factor times log2(e) is part of the exponential's multiply-add. In the
-// general case scores are in natural units: a rounded log2(e) in the terms added to them would
-// scale them all.
+// Units of the scores in a kernel. In the plain case, where scores are QK^T times a positive
+// factor, the kernel leaves QK^T unscaled, and folds the factor times log2(e) into the multiply-add
+// of the exponential. In the general case scores are in natural units. A rounded log2(e), folded
+// into the terms that are added to QK^T, would scale all of them by its rounding error.
 template <class T, bool kGeneral>
 struct Units {
   float factor;
@@ -22,9 +22,10 @@ struct Units {
   FUSED_ATTN_DEVICE explicit Units(const AttentionParams& p)
       : factor(kGeneral ? 1.0f : static_cast<float>(p.scale * 1.4426950408889634)) {}
 
-  // Returns a score or maximum as an exponent of the exponential.
+  // Converts a score to an exponent: the argument of exp2 in the plain case, of exp in the general
+  // case.
   FUSED_ATTN_DEVICE float exponent(float score) const { return kGeneral ? score : score * factor; }
-  // Returns exp(score - log_sum), with log_sum as an exponent.
+  // Returns the weight exp(score - log_sum). log_sum is an exponent, score is not.
   FUSED_ATTN_DEVICE float power(float score, float log_sum) const {
     if constexpr (!kGeneral) {
       return exp2_fast(multiply_add(score, factor, -log_sum));
@@ -32,7 +33,7 @@ struct Units {
       return power_of(score - log_sum);
     }
   }
-  // Returns exp of a difference of exponents.
+  // Returns the ratio of two weights whose exponents differ by `difference`.
   FUSED_ATTN_DEVICE float power_of(float difference) const {
     if constexpr (!kGeneral) {
       return exp2_fast(difference);
@@ -42,13 +43,13 @@ struct Units {
       return exp2_fast(difference * kLog2E);
     }
   }
-  // Convert natural logarithms to an exponent's units, and back.
+  // Convert natural logarithms to exponents, and back.
   FUSED_ATTN_DEVICE double from_natural(double x) const { return kGeneral ? x : x / kLn2; }
   FUSED_ATTN_DEVICE double to_natural(double x) const { return kGeneral ? x : x * kLn2; }
 };
 
-// Converts products to scores in the general case: scaled, capped, with ALiBi added. cap_tanh:
-// receives softcap's tanh, if not null.
+// Converts QK^T to scores in the general case: applies the scale and softcap, and adds the ALiBi
+// bias. cap_tanh: receives the tanh of softcap for the backward, unless null.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void scale_scores(Accumulator<kM, kN>& s, const AttentionParams& p,
                                     const Sequence& sequence, const FragmentRows<kM>& rows,
@@ -65,8 +66,8 @@ FUSED_ATTN_DEVICE void scale_scores(Accumulator<kM, kN>& s, const AttentionParam
   if (p.mask.slopes != nullptr) add_alibi<kKeysFirst, kM, kN>(s, p.mask, sequence, rows, column);
 }
 
-// Adds the bias of a partial tile, and sets masked scores to -inf. Clears from `visible` the
-// elements that the bias masks.
+// Adds the bias to the scores of a partial tile, and sets masked scores to -inf. Also clears the
+// bits of `visible` where the bias is -inf.
 template <bool kGeneral, bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void mask_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
                                    const AttentionParams& p, const Sequence& sequence,
@@ -77,7 +78,8 @@ FUSED_ATTN_DEVICE void mask_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
   apply_visible<kM, kN>(s, visible);
 }
 
-// Applies scale_scores in the general case, and mask_scores to partial tiles.
+// Converts QK^T to scores: applies scale_scores in the general case, and mask_scores to partial
+// tiles.
 template <bool kGeneral, bool kPartial, bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void finish_scores(Accumulator<kM, kN>& s, Visible<kM>& visible,
                                      const AttentionParams& p, const Sequence& sequence,
@@ -89,8 +91,8 @@ FUSED_ATTN_DEVICE void finish_scores(Accumulator<kM, kN>& s, Visible<kM>& visibl
   }
 }
 
-// The maximum score and the sum of weights of each of the thread's rows. Until reduce(), a sum
-// covers the thread's columns only.
+// State of the online softmax: the maximum score and the sum of the weights of each of the thread's
+// rows. Before reduce(), a sum covers only the thread's columns.
 template <int kM>
 struct SoftmaxState {
   float maximum[2 * kM], sum[2 * kM];
@@ -103,7 +105,8 @@ struct SoftmaxState {
     }
   }
 
-  // Converts scores to weights. Returns in rescale the factors for earlier sums.
+  // Updates the state with a tile of scores, and converts the scores to weights. rescale: receives
+  // the factor of each row by which the caller multiplies its accumulators.
   template <bool kPartial, int kN, class T, bool kGeneral>
   FUSED_ATTN_DEVICE void update(Accumulator<kM, kN>& s, const Units<T, kGeneral>& units,
                                 float (&rescale)[2 * kM]) {
@@ -117,7 +120,7 @@ struct SoftmaxState {
       }
       largest = larger(largest, shuffle_xor(largest, 1));
       largest = larger(largest, shuffle_xor(largest, 2));
-      // Rows without a visible key so far: -inf - -inf is NaN.
+      // Rows without a visible key so far use a shift of 0, because -inf - -inf is NaN.
       const float shift = units.exponent(kPartial && largest == -kInfinity ? 0.0f : largest);
       rescale[r] = units.power(maximum[r], shift);
       maximum[r] = largest;
@@ -135,7 +138,7 @@ struct SoftmaxState {
     }
   }
 
-  // Adds up the sums of the four lanes that share rows.
+  // Adds the sums of the four lanes that share a row.
   FUSED_ATTN_DEVICE void reduce() {
     FUSED_ATTN_UNROLL
     for (int r = 0; r < 2 * kM; ++r) {
@@ -145,7 +148,8 @@ struct SoftmaxState {
   }
 };
 
-// Returns the keep bits of the weights that the thread holds of the fragments (m, n): bits 4 n + e.
+// Returns the dropout keep bits of the thread's weights in row m of fragments. Bit 4 n + e is
+// element e of fragment (m, n). column: position of the warp tile's first column.
 template <bool kKeysFirst, int kN, int kM>
 FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRows<kM>& rows, int m,
                                         int column) {

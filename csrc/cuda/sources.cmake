@@ -1,7 +1,9 @@
-# What the CUDA kernels are compiled from, for the module and for its emulation in the tests.
+# Sets cuda_sources to the source files of the CUDA kernels, for the module and for its emulation in
+# the tests.
 #
-# Each pass of attention_passes.h is defined in <pass>.cuh, and compiled once for each line of
-# head_dims.inc in a file of its own: compilers take minutes for all of them, and know one core.
+# Each pass in cuda_passes is a template in <pass>.cuh. For each head dimension in head_dims.inc, a
+# generated source file instantiates it. Compiling all instantiations takes minutes on one core, and
+# separate files let the build use all cores.
 set(cuda_passes attention_fwd attention_decode attention_weights
                 attention_bwd_dq attention_bwd_dkdv attention_bwd_bias)
 set(cuda_params_attention_fwd AttentionParams)
@@ -16,7 +18,7 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_dir}/head_
 file(STRINGS ${cuda_dir}/head_dims.inc cuda_head_dims REGEX "^FUSED_ATTN_HEAD_DIM\\(")
 list(TRANSFORM cuda_head_dims REPLACE "^FUSED_ATTN_HEAD_DIM\\(([0-9]+)\\).*" "\\1")
 
-# Writes the instantiations, into the build directory, and lists them with what is written by hand.
+# Generates the instantiations in the build directory, and appends them to the list of *.cu files.
 file(GLOB cuda_sources CONFIGURE_DEPENDS ${cuda_dir}/*.cu)
 foreach(pass IN LISTS cuda_passes)
   set(arguments "")

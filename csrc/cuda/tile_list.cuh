@@ -1,5 +1,6 @@
-// The tiles that a block visits. Its threads classify tiles together, by block_ranges.h and mask
-// summaries, and list the visible ones, so that the loops over tiles skip all others.
+// List of the tiles that a block processes. The threads of the block classify tiles in parallel
+// (block_ranges.h), using the mask bounds and summaries, and list the visible ones. The loops over
+// tiles then skip fully masked tiles.
 #pragma once
 
 #include "block_ranges.h"
@@ -8,7 +9,7 @@
 
 namespace fused_attn {
 
-// A head of a sequence: its index, lengths and mask bounds.
+// One head of a sequence: batch and head index, sequence lengths and mask bounds.
 struct Sequence {
   int b, h, seqlen_q, seqlen_k;
   SequenceBounds bounds;
@@ -19,14 +20,15 @@ FUSED_ATTN_DEVICE Sequence sequence_of(const AttentionParams& p, int b, int h) {
           sequence_bounds(p.mask, b, p.seqlen_q, p.seqlen_k)};
 }
 
-// Returns true if anything but bounds masks positions.
+// Returns true if any mask other than the bounds applies.
 FUSED_ATTN_DEVICE bool has_listed_masks(const MaskParams& mask) {
   return mask.query_documents != nullptr || mask.key_mask.data != nullptr ||
          mask.dense.data != nullptr || mask.bias.data != nullptr;
 }
 
-// Returns the smallest and largest id of positions [begin, end). It combines ranges of kIdRangeTile
-// positions, which may include a few more.
+// Returns the smallest and largest document id of positions [begin, end), of one sequence's ranges.
+// Ranges cover kIdRangeTile positions each, so the result may include positions next to the
+// interval.
 FUSED_ATTN_DEVICE IdRange id_range(const int32_t* ranges, int64_t begin, int64_t end) {
   IdRange all{INT32_MAX, INT32_MIN};
   FUSED_ATTN_ROLLED
@@ -37,14 +39,17 @@ FUSED_ATTN_DEVICE IdRange id_range(const int32_t* ranges, int64_t begin, int64_t
   return all;
 }
 
+// Like id_range, for sequence b of all ranges. stride: batch stride of the ids; if 0, all sequences
+// share the ranges.
 FUSED_ATTN_DEVICE IdRange id_range_of(const int32_t* ranges, int64_t stride, int64_t seqlen,
                                       int64_t b, int64_t begin, int64_t end) {
   const int64_t count = (seqlen + kIdRangeTile - 1) / kIdRangeTile;
   return id_range(ranges + (stride == 0 ? 0 : b * count * 2), begin, end);
 }
 
-// Classifies queries [i_begin, i_end) against keys [j_begin, j_end). Positions past the sequence
-// make a tile partial, unless the caller clamps the range.
+// Classifies the tile of queries [i_begin, i_end) and keys [j_begin, j_end) as skipped, partial or
+// full. A tile that extends past the end of the sequence is partial, unless the caller clamps the
+// range.
 FUSED_ATTN_DEVICE Tile classify(const AttentionParams& p, const GpuParams& gpu, const Sequence& s,
                                 int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t j_end) {
   Tile kind = classify_bounds(s.bounds, i_begin, i_end, j_begin, j_end);
@@ -64,21 +69,22 @@ FUSED_ATTN_DEVICE Tile classify(const AttentionParams& p, const GpuParams& gpu, 
   return combine(kind, classify_dense(mask.bias, s.b, s.h, i_begin, i_end, j_begin, j_end));
 }
 
-// A list of up to kCapacity tiles in shared memory: full ones from slot 0 on, partial ones from
-// slot kCapacity on, each in order.
+// List of up to kCapacity tiles in shared memory. Full tiles are stored from slot 0 on, partial
+// tiles from slot kCapacity on, both in ascending order.
 struct TileList {
-  static constexpr int kCapacity = 512;  // 512 tiles of 64: 32,768 positions, 2.6 KB
+  static constexpr int kCapacity = 512;  // 32,768 positions with tiles of 64; 2.6 KB
   static constexpr int kBytes = kCapacity * 5 + 16;
 
-  uint32_t base;
+  uint32_t base;  // shared-memory address
   int first, num_full, num_all;
 
-  // Lists tiles [begin, begin + count), count at most kCapacity; kind(tile) classifies a tile.
+  // Classifies tiles [begin, begin + count) and lists the visible ones. count: at most kCapacity.
+  // kind(tile): returns the class of a tile. All threads of the block must call it.
   template <class Kind>
   FUSED_ATTN_DEVICE void build(int begin, int count, int num_threads, Kind kind) {
     first = begin;
     const uint32_t kinds = base + kCapacity * 4, counts = kinds + kCapacity;
-    sync_block();  // the previous list has been read
+    sync_block();  // the new list overwrites the previous one
     FUSED_ATTN_ROLLED
     for (int n = thread_id(); n < count; n += num_threads) {
       store_shared(kinds + n, static_cast<uint8_t>(kind(first + n)));
@@ -109,7 +115,7 @@ struct TileList {
     num_all = load_shared<int>(counts + 4);
   }
 
-  // Returns the t-th tile, full ones first.
+  // Returns the index of the t-th listed tile. Full tiles come first.
   FUSED_ATTN_DEVICE int tile(int t) const {
     const int slot = t < num_full ? t : t - num_full + kCapacity;
     return first + load_shared<uint16_t>(base + slot * 2);

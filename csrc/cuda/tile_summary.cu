@@ -1,3 +1,4 @@
+// Host side of the pre-passes in tile_summary.cuh.
 #include "cuda/api.h"
 #include "cuda/launch.cuh"
 #include "cuda/tile_summary.cuh"
@@ -5,7 +6,7 @@
 namespace fused_attn {
 namespace {
 
-// One warp per item.
+// Returns the number of blocks that contain `warps` warps.
 int64_t blocks_of(int64_t warps) { return (warps + kSummaryWarps - 1) / kSummaryWarps; }
 
 template <class T>

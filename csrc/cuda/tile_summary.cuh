@@ -1,5 +1,5 @@
-// Pre-passes over masks: visibility summaries of a dense tensor's tiles, and ranges of document
-// ids.
+// Pre-passes over masks, for classify() in tile_list.cuh: visibility summaries of the tiles of a
+// dense mask, and ranges of document ids.
 #pragma once
 
 #include "block_ranges.h"
@@ -11,12 +11,13 @@ namespace {
 
 constexpr int kSummaryThreads = 128;
 constexpr int kSummaryWarps = kSummaryThreads / 32;
-constexpr int64_t kRowsAtOnce = 8;  // 16 loads of a lane are in flight together
+constexpr int64_t kRowsAtOnce = 8;  // rows per iteration, so that a lane has 16 loads in flight
 
-// One warp per tile: lane l reads columns l and l + 32, so that a row of the tile is read together.
+// Each warp summarizes one tile. Lane l reads columns l and l + 32, so that loads are coalesced.
 static_assert(kSummaryTileN == 64, "two columns a lane");
 
-// An element of a boolean mask. is_masked: not visible; is_plain: visible, with nothing to add.
+// An element of a boolean mask. is_masked(x) returns true if x hides a position. is_plain(x)
+// returns true if the position is visible and x adds nothing to its score.
 struct Flag {
   uint8_t bits;
 };
@@ -33,7 +34,7 @@ FUSED_ATTN_DEVICE bool is_plain(T x) {
 
 struct TileSummaryArgs {
   SummaryParams params;
-  int64_t tiles;  // total
+  int64_t tiles;  // number of tiles of all batch entries and heads
 };
 
 template <class T>
@@ -43,7 +44,7 @@ tile_summary_kernel(FUSED_ATTN_ARGUMENT TileSummaryArgs args) {
   const int64_t rows = (p.sizes[2] + kSummaryTileM - 1) / kSummaryTileM;
   const int64_t columns = (p.sizes[3] + kSummaryTileN - 1) / kSummaryTileN;
   const int64_t tile = block_id() * kSummaryWarps + warp_id();
-  if (tile >= args.tiles) return;  // the full warp
+  if (tile >= args.tiles) return;  // uniform within the warp
   const int64_t head = tile / (rows * columns);
   const int64_t i_begin = tile / columns % rows * kSummaryTileM;
   const int64_t i_end = min64(i_begin + kSummaryTileM, p.sizes[2]);
@@ -66,20 +67,20 @@ tile_summary_kernel(FUSED_ATTN_ARGUMENT TileSummaryArgs args) {
 }
 
 struct IdRangesArgs {
-  const int64_t* ids;
-  int64_t stride;  // of batch
+  const int64_t* ids;  // document ids, (batch, seqlen)
+  int64_t stride;      // batch stride of ids; 0 if all sequences share them
   int64_t seqlen;
-  int64_t runs;     // total, each of kIdRangeTile positions
-  int32_t* ranges;  // (batch or 1, runs of a sequence, 2)
+  int64_t runs;     // number of runs of kIdRangeTile positions, of all sequences
+  int32_t* ranges;  // (batch or 1, runs of a sequence, 2): smallest and largest id
 };
 
-// One warp per run.
+// Computes the range of document ids of each run. Each warp reduces one run.
 FUSED_ATTN_KERNEL(kSummaryThreads, 1)
 id_ranges_kernel(FUSED_ATTN_ARGUMENT IdRangesArgs args) {
   static_assert(kIdRangeTile == 32, "a position a lane");
   const int64_t runs_of_sequence = (args.seqlen + kIdRangeTile - 1) / kIdRangeTile;
   const int64_t run = block_id() * kSummaryWarps + warp_id();
-  if (run >= args.runs) return;  // the full warp
+  if (run >= args.runs) return;  // uniform within the warp
   // Lanes past the end read the last position again.
   const int64_t position =
       min64(run % runs_of_sequence * kIdRangeTile + lane_id(), args.seqlen - 1);

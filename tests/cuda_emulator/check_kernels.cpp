@@ -1,4 +1,5 @@
-// Small kernels for the tests of the emulator, each with the mistakes that it has to catch.
+// Small kernels for the tests of the emulator. Each can be run with mistakes that the emulator must
+// detect.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,13 +17,14 @@ constexpr int kWarp = 32;
 struct CheckArgs {
   void* pointers[4];
   int64_t sizes[4];
-  const char* mistake;  // "": none
+  const char* mistake;  // name of the mistake to make; "" for none
 
   bool makes(const char* name) const { return std::string(mistake) == name; }
 };
 
-// c = a b, a tile of 64 x 64 of c for each block, of 16 rows for each warp; 3 stages of copies. a
-// is (m, k) and b is (k, n), n a multiple of 64 and k of 32.
+// Computes c = a b in 16-bit types, with a of shape (m, k) and b of shape (k, n). n must be a
+// multiple of 64, and k a multiple of 32. Each block computes a 64 x 64 tile of c, and each warp 16
+// of its rows. The copies are pipelined in 3 stages.
 template <class T>
 FUSED_ATTN_KERNEL(128, 1)
 matmul_16_bits(FUSED_ATTN_ARGUMENT CheckArgs args) {
@@ -64,7 +66,7 @@ matmul_16_bits(FUSED_ATTN_ARGUMENT CheckArgs args) {
         mma_m16n8k16<T>(sums[column / 8 + 1], left, right[2], right[3]);
       }
     }
-    // Into the stage that other warps may still read.
+    // Mistake: overwrites the stage that other warps may still read.
     if (args.makes("early copy")) load_stage(step + kStages);
   }
   for (int i = 0; i < 32; ++i) {
@@ -74,7 +76,8 @@ matmul_16_bits(FUSED_ATTN_ARGUMENT CheckArgs args) {
   }
 }
 
-// c = a b of (16, k) and (k, 8), by one warp.
+// Computes c = a b in TF32 with one warp, for a of shape (16, k) and b of shape (k, 8). The
+// operands are rounded to TF32 if sizes[1] is not 0.
 FUSED_ATTN_KERNEL(32, 1) matmul_tf32(FUSED_ATTN_ARGUMENT CheckArgs args) {
   const int64_t k = args.sizes[0];
   const bool round = args.sizes[1] != 0;
@@ -94,7 +97,8 @@ FUSED_ATTN_KERNEL(32, 1) matmul_tf32(FUSED_ATTN_ARGUMENT CheckArgs args) {
   for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i];
 }
 
-// What the lanes of each warp tell each other, and what all threads add up.
+// Stores the results of shuffles, a ballot and an atomic sum over the block, 4 per thread, and adds
+// to a global sum atomically.
 FUSED_ATTN_KERNEL(1024, 1) collectives(FUSED_ATTN_ARGUMENT CheckArgs args) {
   const int thread = thread_id(), lane = lane_id();
   int* out = static_cast<int*>(args.pointers[0]) + (block_id() * args.sizes[0] + thread) * 4;
@@ -109,8 +113,8 @@ FUSED_ATTN_KERNEL(1024, 1) collectives(FUSED_ATTN_ARGUMENT CheckArgs args) {
   out[3] = load_shared<int>(0);
 }
 
-// Two pairs of warps that hand values over, each pair at a barrier of its own; mistakes in how they
-// wait, or in how shared memory is used.
+// Two pairs of warps exchange values through shared memory. Each pair uses separate named barriers.
+// The mistakes are in synchronization and in the use of shared memory.
 FUSED_ATTN_KERNEL(128, 1) pairs(FUSED_ATTN_ARGUMENT CheckArgs args) {
   const int thread = thread_id(), pair = warp_id() / 2, lane = lane_id();
   const int partner = thread ^ kWarp;
@@ -123,7 +127,7 @@ FUSED_ATTN_KERNEL(128, 1) pairs(FUSED_ATTN_ARGUMENT CheckArgs args) {
   }
   static_cast<int*>(args.pointers[0])[thread] = sum;
   sync_block();
-  // Neighbouring bytes and halves of one word are no race.
+  // Writes to neighbouring bytes and halves of one word are not a race.
   store_shared<uint16_t>(thread * 2, static_cast<uint16_t>(thread));
   store_shared<uint8_t>(512 + thread, static_cast<uint8_t>(thread));
   if (!args.makes("no sync_warp")) sync_warp();
@@ -142,10 +146,11 @@ FUSED_ATTN_KERNEL(128, 1) pairs(FUSED_ATTN_ARGUMENT CheckArgs args) {
   if (args.makes("deadlock") && warp_id() != 2) sync_named(5, 128);
   if (args.makes("deadlock")) sync_block();
   if (args.makes("lanes apart")) sync_named(1 + lane / 16, 64);
-  sync_warp();  // the end
+  sync_warp();
 }
 
-// What becomes of float32: of each, as half, bfloat16, TF32, exp2_fast and back.
+// Stores the results of six conversions of each float32 value: via half, bfloat16 and TF32 back to
+// float32, exp2_fast, and the bit patterns of pack<Half> and pack<BFloat16>.
 FUSED_ATTN_KERNEL(32, 1) conversions(FUSED_ATTN_ARGUMENT CheckArgs args) {
   const float* in = static_cast<const float*>(args.pointers[0]);
   float* out = static_cast<float*>(args.pointers[1]);
@@ -169,6 +174,8 @@ const std::map<std::string, void (*)(CheckArgs)> kKernels = {
     {"pairs", pairs},
     {"conversions", conversions}};
 
+// Runs one of the kernels. pointers: addresses of the operands. Throws LaunchError with the error
+// that the emulator detects.
 void run(const std::string& kernel, const std::vector<uintptr_t>& pointers,
          const std::vector<int64_t>& sizes, int64_t blocks, int threads, int shared_size,
          const std::string& mistake) {

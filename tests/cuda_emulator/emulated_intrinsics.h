@@ -1,7 +1,8 @@
-// The host's half of csrc/cuda/intrinsics.cuh: the same names, on the threads of machine.h.
+// Host implementation of the primitives in csrc/cuda/intrinsics.cuh, on the emulated threads of
+// machine.h. See there for documentation.
 //
-// Every place that can be wrong takes where it was called from, so that errors name a kernel's
-// line.
+// Each function that can detect an error has the location of its caller as a parameter, so that the
+// error message contains the line of the kernel.
 #pragma once
 
 #include <type_traits>
@@ -10,9 +11,11 @@
 #include "numbers.h"
 #include "schedule.h"
 
-// Where an operation stands in a kernel.
+// Parameters with the source location of the caller.
 #define FUSED_ATTN_SITE int line = __builtin_LINE(), const char *file = __builtin_FILE()
 
+// For functions that call Machine::meet, and may switch to another fiber. They are inlined for
+// switch_context (fibers.h).
 #define FUSED_ATTN_MEETS __attribute__((always_inline)) inline
 
 namespace fused_attn {
@@ -105,6 +108,7 @@ FUSED_ATTN_DEVICE int atomic_add_shared(uint32_t address, int value, FUSED_ATTN_
 }
 
 namespace emulator {
+// Fails the launch if a global address is null or not a multiple of kSize.
 template <int kSize>
 void check_global(const void* address, Site site) {
   if (address == nullptr || reinterpret_cast<uintptr_t>(address) % kSize != 0) {
@@ -148,7 +152,7 @@ FUSED_ATTN_DEVICE void copy_wait() {
   emulator::machine->wait_for_copies(kPending);
 }
 
-// ---- numbers ------------------------------------------------------------------------------------
+// ---- conversions and math -----------------------------------------------------------------------
 
 FUSED_ATTN_DEVICE float to_float(float value) { return value; }
 FUSED_ATTN_DEVICE float to_float(Half value) {
@@ -197,15 +201,17 @@ FUSED_ATTN_DEVICE uint32_t to_tf32(float value) {
   return (bits + 0x1000u) & 0xffffe000u;
 }
 
-// ---- matrix units -------------------------------------------------------------------------------
+// ---- tensor cores -------------------------------------------------------------------------------
 
 namespace emulator {
 
+// Operand of a lane in load_matrices.
 struct MatrixOperand {
   uint32_t* result;
   uint32_t address;
 };
 
+// Executes load_matrices for all lanes of the current warp.
 template <bool kTransposed>
 void load_matrices_of_warp(void* const* operands) {
   Machine& m = *machine;
@@ -214,7 +220,7 @@ void load_matrices_of_warp(void* const* operands) {
     const uint32_t address = static_cast<const MatrixOperand*>(operands[lane])->address;
     const int thread = m.warp->id * 32 + lane;
     m.check_address<16>(address, thread, m.warp->site);
-    // Read by all lanes: what one of them has written needs sync_warp before.
+    // All lanes read the row, so sync_warp must separate this read from earlier writes by any lane.
     m.note_read<16>(address, thread, {m.warp->id, Shadow::kSeveral}, m.warp->site);
     std::memcpy(matrices[lane / 8][lane % 8], m.shared + address, 16);
   }
@@ -262,7 +268,8 @@ FUSED_ATTN_MEETS void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], ui
 
 using Stream = void*;
 
-// Runs all blocks before it returns; what went wrong, or null.
+// Runs all blocks of a kernel before it returns. Returns an error message, valid until the thread's
+// next launch, or null.
 template <class Args>
 const char* start_kernel(void (*kernel)(Args), int64_t blocks, int threads, int shared_size,
                          const std::remove_const_t<Args>& args, Stream) {
@@ -281,7 +288,8 @@ const char* start_kernel(void (*kernel)(Args), int64_t blocks, int threads, int 
 
 }  // namespace fused_attn
 
-// For tests, by ctypes.
+// Sets the seed of the schedule and enables or disables the race check, for all later launches of
+// the module. Tests call it through ctypes.
 extern "C" __attribute__((used, visibility("default"))) inline void cuda_emulator_settings(
     uint64_t seed, bool race_check) {
   fused_attn::emulator::settings = {seed, fused_attn::emulator::settings.generation + 1,

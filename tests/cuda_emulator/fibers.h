@@ -1,4 +1,4 @@
-// Threads of a block as fibers of one thread of the host: stacks, and switching between them.
+// Fibers, which run the threads of a block on one host thread: stacks and context switches.
 #pragma once
 
 #include <sys/mman.h>
@@ -7,7 +7,8 @@
 #include <cstdint>
 #include <new>
 
-// Other CPUs take the slower switch of the C library; so can this one, to try it.
+// CPUs other than x86-64 use the slower context switch of the C library. Define FUSED_ATTN_UCONTEXT
+// to use it on x86-64 too.
 #if !defined(__x86_64__) && !defined(FUSED_ATTN_UCONTEXT)
 #define FUSED_ATTN_UCONTEXT
 #endif
@@ -19,11 +20,13 @@ namespace fused_attn::emulator {
 
 #if !defined(FUSED_ATTN_UCONTEXT)
 
-// A fiber that does not run: its stack, with the address where it goes on at the top.
+// A suspended fiber. The top of its stack is the address at which it resumes.
 struct Context {
   void** stack;
 };
 
+// Initializes `context` to call entry() on the stack of `size` bytes at `low`. entry() must not
+// return.
 inline void start_context(Context& context, char* low, size_t size, void (*entry)()) {
   void** top = reinterpret_cast<void**>(low + size);
   *--top = nullptr;  // the return address of `entry`, which does not return
@@ -40,13 +43,15 @@ inline void start_context(Context& context, char* low, size_t size, void (*entry
 #define FUSED_ATTN_AVX512_REGISTERS
 #endif
 
-// Inline, so that the compiler saves what is live and no more, and that each place has a jump of
-// its own to predict: the lanes of a warp all come from the same place.
+// Suspends the running fiber in `from` and resumes `to`.
+//
+// Inlining lets the compiler save only live registers, and gives each call site a separate jump.
+// The jump is well predicted, because all lanes of a warp switch at the same call site.
 __attribute__((always_inline)) inline void switch_context(Context& from, const Context& to) {
   void*** save = &from.stack;
   void** stack = to.stack;
   asm volatile(
-      "leaq -128(%%rsp), %%rsp\n\t"  // what the ABI lets functions use below their stack pointer
+      "leaq -128(%%rsp), %%rsp\n\t"  // skip the red zone
       "pushq %%rbp\n\t"
       "leaq 1f(%%rip), %%rax\n\t"
       "pushq %%rax\n\t"
@@ -79,7 +84,8 @@ inline void switch_context(Context& from, const Context& to) { swapcontext(&from
 
 #endif
 
-// Stacks for the threads of one block, kept from launch to launch.
+// Stacks for the threads of one block. They are allocated on first use and reused by later
+// launches.
 class Stacks {
  public:
   static constexpr int kMaxThreads = 1024;
@@ -90,7 +96,8 @@ class Stacks {
   }
   void start(Context& context, int thread, void (*entry)()) {
     if (base_ == nullptr) allocate();
-    // The same depth of each stack lies in other sets of the caches.
+    // Staggers the stacks, so that equal stack depths of different threads map to different cache
+    // sets.
     const size_t spread = size_t{2112} * thread % kSpread / 64 * 64;
     start_context(context, base_ + thread * kSize + kGuard, kSize - kGuard - spread, entry);
   }

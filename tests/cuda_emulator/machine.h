@@ -1,4 +1,5 @@
-// A block of threads: whose turn it is, where warps and blocks meet, and what is an error.
+// The emulated machine: executes the threads of a block as fibers, implements barriers and warp
+// collectives, and detects errors.
 #pragma once
 
 #include <cstdarg>
@@ -12,16 +13,17 @@
 
 namespace fused_attn::emulator {
 
-// For all launches of the module.
+// Settings for all launches of the module.
 struct Settings {
-  uint64_t seed = 0;   // of whose turn it is and when copies complete
-  int generation = 0;  // counts the changes
+  uint64_t seed = 0;   // determines the order of warps and blocks, and when copies complete
+  int generation = 0;  // incremented by each change
   bool race_check = true;
 };
-// Not shared with other modules of the process, which may be of another build.
+// Hides a variable from other modules of the process, which may come from a different build.
 #define FUSED_ATTN_OF_MODULE __attribute__((visibility("hidden")))
 FUSED_ATTN_OF_MODULE inline Settings settings;
 
+// Source location of an operation in a kernel.
 struct Site {
   int line;
   const char* file;
@@ -32,51 +34,57 @@ inline const char* base_name(const char* file) {
   return slash == nullptr ? file : slash + 1;
 }
 
+// Kinds of warp-collective operations. All lanes of a warp must execute the same one together.
 enum class Meeting { kBarrier, kWarp, kShuffle, kBallot, kLoadMatrices, kMma };
 
+// An asynchronous copy of 16 bytes to shared memory.
 struct Copy {
   uint32_t address;
-  const void* source;  // null: zeros
+  const void* source;  // null: write zeros
   int group;
   bool complete;
   Site site;
 };
 
+// Copies of one thread.
 struct Copies {
-  std::vector<Copy> copies;  // in the order of their groups
-  size_t begin = 0;          // those before have been waited for
-  int group = 0;             // of the next copy
+  std::vector<Copy> copies;  // in ascending order of groups
+  size_t begin = 0;          // index of the first copy that has not been waited for
+  int group = 0;             // group of the next copy
 };
 
 struct Warp {
   Context contexts[32];
-  void* operands[32];  // what the lanes bring to a meeting
-  Meeting meeting;
-  Site site;  // where they meet
-  int arrived, ended;
-  int lane;  // whose turn it is, was and will be
+  void* operands[32];  // operand of each lane in the current collective
+  Meeting meeting;     // the current collective
+  Site site;           // location of the current collective
+  int arrived, ended;  // lanes that have reached the collective; lanes whose thread has ended
+  int lane;            // the running lane or, while the warp is suspended, the lane to resume
   int id;
 };
 
+// Operand of a lane at a barrier.
 struct BarrierOperand {
-  int id, threads;  // 0: all that have not ended
+  int id, threads;  // threads: number of threads to wait for; 0: all that have not ended
 };
 
 struct Barrier {
-  uint32_t waiting;  // a bit for each warp
-  int threads;       // for how many they wait
+  uint32_t waiting;  // one bit per warp
+  int threads;       // number of threads to wait for; 0: all that have not ended
 };
 
-// A kernel and its arguments, whose types `run` knows.
+// A kernel and its arguments, type-erased. run(kernel, arguments) calls the kernel.
 struct Call {
   void* kernel;
   const void* arguments;
   void (*run)(void* kernel, const void* arguments);
 };
 
+// State of the emulator for one host thread. It runs one block at a time, and one fiber at a time.
+// Member functions are called from fibers, except for run.
 class Machine {
  public:
-  static constexpr int kMaxShared = 227 << 10;  // of a block on sm_90
+  static constexpr int kMaxShared = 227 << 10;  // maximum shared memory of a block on sm_90
 
   Warp* warp = nullptr;
   int64_t block = 0, num_blocks = 0;
@@ -95,7 +103,9 @@ class Machine {
     return random_ * 0x2545f4914f6cdd1du >> 32;
   }
 
-  // All lanes of the warp meet; the last one to come runs `compute` for all.
+  // Executes a warp-collective operation. The calling lane suspends until all lanes of the warp
+  // have called meet(). The last lane then calls compute(operands) for the whole warp. Fails the
+  // launch if the lanes are at different operations.
   template <class Compute>
   __attribute__((always_inline)) void meet(Meeting meeting, void* operand, Site site,
                                            Compute compute) {
@@ -127,6 +137,7 @@ class Machine {
          [this](void* const* operands) { wait_for_warps(operands); });
   }
 
+  // Fails the launch if an access of kSize bytes to shared memory is misaligned or out of bounds.
   template <int kSize>
   void check_address(uint32_t address, int thread, Site site) {
     if (address % kSize != 0) {
@@ -136,6 +147,7 @@ class Machine {
       fail(thread, site, "%d bytes at shared address %u, of %d bytes", kSize, address, shared_size);
     }
   }
+  // Record an access of kSize bytes to shared memory. Fail the launch if the access is a race.
   template <int kSize>
   void note_read(uint32_t address, int thread, Access me, Site site) {
     if (!race_check) return;
@@ -152,6 +164,7 @@ class Machine {
     shadow.write<kSize>(address, access(), atomic, site.line);
   }
 
+  // Starts a copy, which completes at a random time: either now or when it is waited for.
   void start_copy(uint32_t address, const void* source, Site site) {
     if (race_check) {
       check_write<16>(address, false, site);
@@ -161,6 +174,7 @@ class Machine {
     mine.copies.push_back({address, source, mine.group, false, site});
     if (random() % 2 == 0) complete(mine.copies.back());
   }
+  // Completes all copies of the thread except for the `pending` newest groups.
   void wait_for_copies(int pending) {
     Copies& mine = copies();
     for (; mine.begin < mine.copies.size(); ++mine.begin) {
@@ -173,7 +187,8 @@ class Machine {
     mine.begin = 0;
   }
 
-  // Ends the launch with an error: the fibers are never switched to again.
+  // Ends the launch with an error message. The fibers are abandoned, so destructors of objects on
+  // their stacks do not run.
   template <class... Values>
   [[noreturn]] __attribute__((noinline, cold)) void fail(int thread, Site site, const char* format,
                                                          Values... values) {
@@ -183,7 +198,8 @@ class Machine {
     append(size, format, values...);
     leave();
   }
-  // What the kernel does wrong, until the next launch; or null.
+  // Runs all blocks of a kernel. Returns the error that was detected, valid until the next launch,
+  // or null.
   const char* run(int64_t blocks, int threads, int shared_bytes, const Call& call);
 
  private:
@@ -200,6 +216,7 @@ class Machine {
     std::vsnprintf(error_ + size, sizeof(error_) - size, format, values);
     va_end(values);
   }
+  // Returns to run_block on the stack of the host.
   [[noreturn]] void leave() {
     Context abandoned;
     switch_context(abandoned, host_);
@@ -228,10 +245,10 @@ class Machine {
   Warp warps_[kMaxWarps];
   Copies copies_[kMaxWarps * 32];
   Barrier barriers_[16];
-  uint32_t ready_ = 0, alive_ = 0;  // a bit for each warp
-  int until_yield_ = 1;
+  uint32_t ready_ = 0, alive_ = 0;  // one bit per warp: can run; has not ended
+  int until_yield_ = 1;             // collectives until the next yield()
   uint64_t random_ = 1;
-  int generation_ = -1;  // of the settings whose seed `random_` comes from
+  int generation_ = -1;  // generation of the settings that seeded random_
   Stacks stacks_;
   std::vector<char> memory_;
   Context host_;
@@ -239,7 +256,8 @@ class Machine {
   char error_[4096] = "";
 };
 
-// Of this thread; found without a call (there is room for a few such variables).
+// The machine of this host thread. With the initial-exec model, accesses need no function call. The
+// loader reserves space for a few such variables in modules loaded at run time.
 __attribute__((
     tls_model("initial-exec"))) FUSED_ATTN_OF_MODULE inline thread_local Machine* machine = nullptr;
 

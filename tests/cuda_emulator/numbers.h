@@ -1,4 +1,4 @@
-// Types of 16 bits and the products of tensor cores, in arithmetic of the host.
+// Conversions of 16-bit floats and MMAs of tensor cores, computed on the host.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,8 @@ inline float float_of(uint32_t bits) {
 constexpr uint32_t kInfinity = 0x7f800000u;
 inline bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > kInfinity; }
 
-// To nearest, ties to even; NaN to the one NaN that the hardware makes.
+// Round a float32 to 16 bits, to nearest, ties to even. Any NaN becomes 0x7fff, the canonical NaN
+// of the hardware.
 inline uint16_t bfloat16_of(float value) {
   const uint32_t bits = bits_of(value);
   if (is_nan(bits)) return 0x7fff;
@@ -35,21 +36,21 @@ inline uint16_t half_of(float value) {
   const uint32_t sign = bits >> 16 & 0x8000u;
   if (is_nan(bits)) return 0x7fff;
   if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and above
-  if (magnitude < 0x38800000u) {  // below 2^-14: counted in units of 2^-24, by adding 0.5
+  if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 rounds to a multiple of 2^-24
     return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
   }
   const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1);
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-// How a type's bits, in the upper half of a word, become float32.
+// Expand four 16-bit floats, each in the upper half of a word, to the bit patterns of float32.
 struct ExpandBFloat16 {
   static Words4 expand(Words4 upper) { return upper; }
 };
 struct ExpandHalf {
   static Words4 expand(Words4 upper) {
     const Words4 magnitude = (upper & 0x7fff0000u) >> 3;
-    const Words4 scaled = (Words4)((Floats4)magnitude * 0x1p112f);  // exact, denormals as well
+    const Words4 scaled = (Words4)((Floats4)magnitude * 0x1p112f);  // exact, also for denormals
     const Words4 special = (Words4)(magnitude >= 0x0f800000u) & kInfinity;
     return scaled | special | (upper & 0x80000000u);
   }
@@ -61,16 +62,18 @@ float float_of_16_bits(uint16_t bits) {
   return float_of(Expand::expand(Words4{word, word, word, word})[0]);
 }
 
-// What a lane brings to a product: a has the layout that intrinsics.cuh tells.
+// Operands of a lane in an MMA, in the layout described in intrinsics.cuh.
 struct MmaOperand {
   float* d;
   const uint32_t* a;
   uint32_t b[2];
 };
 
+// Adds a b to the accumulators d of all lanes of a warp.
 template <int kDepth>
 void multiply(void* const* operands, const float (&a)[16][kDepth], const float (&b)[kDepth][8]) {
-  // A row of sums in two halves, and four rows at once: their additions wait for nothing.
+  // Processes four rows in two halves each. The eight sums are independent, which hides the latency
+  // of the additions.
   alignas(16) float sums[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const float* d = static_cast<const MmaOperand*>(operands[lane])->d;
@@ -116,7 +119,7 @@ void multiply_16_bits(void* const* operands) {
 }
 
 inline void multiply_tf32(void* const* operands) {
-  constexpr uint32_t kRead = 0xffffe000u;  // the low 13 bits are not looked at
+  constexpr uint32_t kRead = 0xffffe000u;  // tensor cores ignore the low 13 bits
   float a[16][8], b[8][8];
   for (int lane = 0; lane < 32; ++lane) {
     const MmaOperand& mine = *static_cast<const MmaOperand*>(operands[lane]);

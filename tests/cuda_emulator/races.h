@@ -1,8 +1,11 @@
-// Who wrote and read each byte of shared memory, and whether a barrier lies between.
+// Race detection in shared memory: records the last write and the last reads of each byte, and
+// checks that a barrier separates conflicting accesses.
 //
-// Each meeting of a warp takes a new number. An access is in the past of all that its warp does
-// after its next meeting, and in the past of another warp once both took part in barriers in
-// between; each warp keeps up to which number it has others' accesses in its past.
+// This is a vector clock algorithm. Each meeting (warp-collective operation) gets a new number, and
+// an access is stamped with the number of its warp's last meeting. An access happens before
+// everything that its warp does after the warp's next meeting. It happens before the accesses of
+// another warp once a chain of barriers connects the two warps. Each warp's clock stores, for every
+// other warp, the number up to which the accesses of that warp happened before.
 #pragma once
 
 #include <algorithm>
@@ -15,22 +18,24 @@ constexpr int kMaxWarps = 32;
 
 struct WarpClock {
   int32_t now = 0;               // number of the last meeting
-  int32_t past[kMaxWarps] = {};  // accesses of other warps up to here lie in the past
-  int32_t everyone = 0;          // the least of `past`
+  int32_t past[kMaxWarps] = {};  // per warp: number up to which its accesses happened before
+  int32_t everyone = 0;          // minimum of `past` over the other warps
 };
 
 struct Access {
-  int32_t warp, lane;  // lane: 32 for several
+  int32_t warp, lane;  // lane: Shadow::kSeveral if more than one lane
 };
 
+// Shadow memory: the recorded accesses to the shared memory of a block. A stamp is the number of a
+// meeting times kLanes, plus the lane.
 class Shadow {
  public:
   static constexpr int kLanes = 64, kSeveral = 32;
-  static constexpr int32_t kUnderWay = INT32_MAX;  // what a copy is about to write
-  static constexpr int32_t kMeetings = INT32_MAX / kLanes - 4096;
+  static constexpr int32_t kUnderWay = INT32_MAX;  // stamp of bytes that a pending copy writes
+  static constexpr int32_t kMeetings = INT32_MAX / kLanes - 4096;  // keeps stamps within int32
   WarpClock clocks[kMaxWarps];
 
-  // A new block, to whose threads all that was lies in the past.
+  // Starts a new block with `size` bytes of shared memory. All earlier accesses happened before it.
   void start(int size, int warps) {
     size_ = size;
     warps_ = warps;
@@ -51,16 +56,18 @@ class Shadow {
       clocks[warp].everyone = before;
     }
   }
+  // Clears all recorded accesses.
   void forget() {
     meetings_ = 0;
     std::fill(written_.begin(), written_.end(), 0);
     std::fill(read_.begin(), read_.end(), 0);
   }
 
-  // Whether the numbers of meetings will soon not fit.
+  // Returns true if the numbers of meetings are about to overflow.
   bool full() const { return meetings_ > kMeetings; }
+  // Records a meeting of a warp.
   void meet(int warp) { clocks[warp].now = ++meetings_; }
-  // The warps of a bit mask have waited for each other.
+  // Records a barrier of the warps in a bit mask.
   void join(uint32_t warps) {
     int32_t past[kMaxWarps];
     for (int other = 0; other < warps_; ++other) {
@@ -82,7 +89,8 @@ class Shadow {
     }
   }
 
-  // What a race with one of kSize bytes is called; null: none. `by`: whom with.
+  // Return a description of the race between an access of kSize bytes and an earlier access, or
+  // null if there is none. by, line: receive the thread and the source line of the earlier access.
   template <int kSize>
   const char* write_race(uint32_t address, Access me, bool atomic, Access* by, int* line) const {
     const int32_t limit = clocks[me.warp].everyone * kLanes + kLanes - 1;
@@ -109,6 +117,7 @@ class Shadow {
     return find_writer<kSize>(address, me, false, by, line);
   }
 
+  // Record an access of kSize bytes, or the start of a copy.
   template <int kSize>
   void write(uint32_t address, Access me, bool atomic, int line) {
     fill<kSize>(&written_[address], stamp(me));
@@ -134,6 +143,7 @@ class Shadow {
 
  private:
   int32_t stamp(Access access) const { return clocks[access.warp].now * kLanes + access.lane; }
+  // Returns true if the access with `stamp` by a warp happened before the current access of `me`.
   bool in_past(int32_t stamp, int warp, Access me) const {
     if (warp != me.warp) return stamp / kLanes <= clocks[me.warp].past[warp];
     return stamp / kLanes < clocks[warp].now || stamp % kLanes == me.lane;
@@ -177,7 +187,8 @@ class Shadow {
 
   int size_ = 0, warps_ = 0;
   int32_t meetings_ = 0;
-  // Of each byte: the last write, its warp and line, each warp's last read and its line.
+  // Per byte: stamp of the last write; its line, atomicity and warp; stamp and line of the last
+  // read by each warp.
   std::vector<int32_t> written_, writers_, read_, readers_;
 };
 

@@ -1,4 +1,5 @@
-// How a launch runs: blocks one after another, warps in an order of chance, and what ends it early.
+// Execution of a launch: blocks run one after another, and warps interleave in a random order. Any
+// error ends the launch early.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +69,7 @@ inline void Machine::release_if_complete(Barrier& barrier) {
   barrier.waiting = 0;
 }
 
-// Lets a warp go on that can, maybe this one.
+// Switches to a randomly chosen warp that can run, which may be the current one.
 inline void Machine::yield() {
   if (race_check && shadow.full()) fail(thread(), warp->site, "too many meetings in one block");
   if (ready_ == 0) {
@@ -83,7 +84,7 @@ inline void Machine::yield() {
 }
 
 inline void Machine::fail_deadlock() {
-  char where[3072] = "";  // no std::string: nothing is destroyed in a fiber that is left
+  char where[3072] = "";  // not a std::string: destructors do not run in an abandoned fiber
   int size = 0;
   for (int id = 0; id < 16; ++id) {
     for (int w = 0; w < kMaxWarps; ++w) {
@@ -123,7 +124,7 @@ inline void Machine::end_fiber() {
 }
 
 inline void Machine::run_block(int warps) {
-  std::memset(shared, 0xff, shared_size);  // NaN, in every type
+  std::memset(shared, 0xff, shared_size);  // NaN in every floating-point type
   std::memset(barriers_, 0, sizeof(barriers_));
   shadow.start(shared_size, warps);
   for (int id = 0; id < warps; ++id) {
@@ -156,19 +157,21 @@ inline const char* Machine::run(int64_t blocks, int threads, int shared_bytes, c
   num_blocks = blocks;
   call_ = &call;
   error_[0] = '\0';
-  // No block may count on those before it: they come in an order of chance.
+  // Kernels must not depend on the order of blocks, so the first block and the direction are
+  // random.
   const int64_t first = random() % blocks, direction = random() % 2 == 0 ? 1 : blocks - 1;
   for (int64_t i = 0; i < blocks; ++i) {
     block = (first + i * direction) % blocks;
     run_block(threads / 32);
     if (error_[0] != '\0') {
-      shadow.forget();  // copies may be under way
+      shadow.forget();  // pending copies have left kUnderWay stamps
       return error_;
     }
   }
   return nullptr;
 }
 
+// Returns the machine of the host thread, which is created on first use.
 FUSED_ATTN_OF_MODULE inline Machine& machine_of_thread() {
   static thread_local std::unique_ptr<Machine> mine;
   if (mine == nullptr) mine = std::make_unique<Machine>();

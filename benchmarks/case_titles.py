@@ -8,6 +8,7 @@ _MASKS = {
     "blocks": "block-diagonal",
     "ragged_blocks": "ragged block-diagonal",
     "prefix": "prefix LM",
+    "window": "sliding window",
     "causal+alibi": "causal, ALiBi",
     "causal_bottom_right": "causal",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-# Examples in the order of the page. The plots of an example are sorted by file name.
+# Examples in the order of their sections in examples/README.md.
 NAMES = ("translate", "rnn", "bert", "transfer", "vit", "gpt")
 
 
@@ -20,7 +20,7 @@ def markdown(folder: Path, relative: str) -> str:
     machine, versions = runs[NAMES[0]]["machine"], runs[NAMES[0]]["versions"]
     lines = [
         f"{machine['cpu']}, {machine['threads']} threads, `{machine['isa']}` kernels, torch "
-        f"{versions['torch']}, float32 (bert.py: products in bfloat16), seed "
+        f"{versions['torch']}, float32 (bert.py: bfloat16 matmuls), seed "
         f"{runs[NAMES[0]]['seed']}."
     ]
     for name, run in runs.items():

@@ -10,7 +10,7 @@ from tables import length_of
 
 COLORS = {"eager": "tab:gray", "sdpa": "tab:orange", "fused_attn": "tab:blue"}
 STYLES = {"none": "o-", "causal": "s--", "documents": "^:", "window": "v-."}
-LABELS = {"eager": "eager", "sdpa": "torch", "fused_attn": "ours"}
+LABELS = {"eager": "eager", "sdpa": "torch", "fused_attn": "fused_attn"}
 # Lines that are drawn. Masks make eager and torch only somewhat slower, so few of theirs are drawn.
 DRAWN = [("eager", "none"), *(("sdpa", mask) for mask in ("none", "causal", "window"))]
 DRAWN += [("fused_attn", mask) for mask in STYLES]
@@ -29,7 +29,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         told = [(n, bytes / 1e6) for n, bytes in taken if bytes is not None]
         right.plot(*zip(*told, strict=True), STYLES[mask], **options)
     ticks = sorted({length_of(record) for record in results["records"]})
-    for axis, what in ((left, "ms"), (right, "MB at the peak")):
+    for axis, what in ((left, "time, ms"), (right, "peak memory, MB")):
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=what)
         axis.set_xticks(ticks, ticks)
         axis.minorticks_off()

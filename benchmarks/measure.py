@@ -121,7 +121,7 @@ class CpuMeter:
 
 
 class GpuMeter:
-    """Meter for a GPU, which times calls by CUDA events after the host has queued them."""
+    """Meter for a GPU: `seconds` times queued calls with CUDA events, which excludes host time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

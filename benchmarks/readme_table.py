@@ -11,8 +11,8 @@ DTYPES = ("float32", "bfloat16")
 # Title of a row, then group and name of its record in the results of `make bench`.
 ROWS = (
     ("forward, B2 H8 L2048 D64", "forward", "long"),
-    ("backward, the same", "backward", "long"),
-    ("padded batch, forward, B8 H8 L1024, 62 % real", "forward", "padding"),
+    ("backward, B2 H8 L2048 D64", "backward", "long"),
+    ("padded batch (62 % real tokens), forward, B8 H8 L1024", "forward", "padding"),
     ("sliding window, forward, L2048", "forward", "window"),
     ("packed sequences, training, L256 to 1024", "packed", "packed"),
     ("dropout 0.1, training, B4 H8 L512", "training", "dropout"),
@@ -26,7 +26,7 @@ def markdown(cpus: list[dict[str, Any]], models: dict[str, Any]) -> str:
         cpus: results of `make bench`, one entry per CPU.
         models: results of `make bench-models`.
     """
-    header = ["attention, times as fast as torch"]
+    header = ["attention, speedup over torch"]
     columns = []
     for results in cpus:
         machine = results["machine"]
@@ -58,8 +58,9 @@ def _models(results: dict[str, Any]) -> str:
     sentences = (
         f"Whole models on padded batches, float32, {machine['threads']} threads of "
         f"{machine['cpu']} (`{machine['isa']}`), torch {machine['torch']}: "
-        "a training step of `nn.TransformerEncoder` is "
-        f"{tables.over_torch(training):.1f} times as fast after the swap ({training['source']}), "
-        f"inference {tables.over_torch(inference):.1f} times ({inference['source']})."
+        "after the swap, the speedup over torch is "
+        f"{tables.over_torch(training):.1f}x for a training step of `nn.TransformerEncoder` "
+        f"({training['source']}), and {tables.over_torch(inference):.1f}x for inference "
+        f"({inference['source']})."
     )
     return textwrap.fill(sentences, 118, break_on_hyphens=False)

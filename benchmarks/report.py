@@ -51,7 +51,7 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
     )
     axes.set(
         yscale="log",
-        ylabel="times as fast as torch",
+        ylabel="speedup over torch",
         title=f"{group} on {results['machine']['cpu']}",
     )
     axes.legend(frameon=False)
@@ -89,7 +89,7 @@ def plot_name(name: str, group: str) -> str:
 
 def shown(name: str, results: dict[str, Any]) -> str:
     """Return Markdown with a CPU's table, its first two plots, and links to the others."""
-    alt = "times as fast as torch, by case and type"
+    alt = "speedup over torch, by case and dtype"
     at = {group: f"../benchmarks/results/{plot_name(name, group)}" for group in GROUPS}
     drawn = [f"![{group}: {alt}]({at[group]})" for group in GROUPS[:2]]
     others = ", ".join(f"[{group}]({at[group]})" for group in GROUPS[2:])

@@ -14,12 +14,12 @@ from fused_attn.tools.terminal import aligned
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _CACHES = {shape.name: shape for shape in DECODE_STEPS}
 LENGTH_WAYS = ("eager", "sdpa", "fused_attn")
-GPU_HEADER = ["case", "ms", "rate", "of ceiling", "best peer", "ratio", "aims"]
-_AIMS = {
+GPU_HEADER = ["case", "ms", "throughput", "% of ceiling", "fastest peer", "speedup", "targets"]
+_TARGETS = {
     "gflops": "{:,.0f} GFLOP/s",
-    "share_of_unmasked": "{:.0%} of unmasked",
-    "share_of_copy": "{:.0%} of copy",
-    "times_sdpa": "{:.1f}x sdpa",
+    "share_of_unmasked": "{:.0%} of the unmasked FLOP/s",
+    "share_of_copy": "{:.0%} of copy bandwidth",
+    "times_sdpa": "{:.1f}x speedup over sdpa",
 }
 
 
@@ -30,18 +30,19 @@ def cpu(results: dict[str, Any]) -> str:
     for record in results["records"]:
         by_case.setdefault((record["group"], record["name"]), {})[record["dtype"]] = record
     about = (
-        f"{_cpu_machine(results)}. Ceilings in the same run, GFLOP/s of products: "
+        f"{_cpu_machine(results)}. Ceilings measured in the same run: matmul "
         f"{', '.join(f'{ceilings[dtype]:,.0f} {short}' for dtype, short in DTYPES.items())} "
-        f"({ceilings['multiply_add']:.0f} of float32 multiply-add); GB/s: {ceilings['read']:.0f} "
-        f"read, {ceilings['copy']:.0f} copied."
+        f"GFLOP/s (float32 FMA {ceilings['multiply_add']:.0f}); read {ceilings['read']:.0f} GB/s, "
+        f"copy {ceilings['copy']:.0f} GB/s."
     )
     rows = [
         [title(group, name), *(_cpu_cell(records.get(dtype), ceilings) for dtype in DTYPES)]
         for (group, name), records in by_case.items()
     ]
     below = (
-        "Milliseconds, speedup over torch, and share of the ceiling: of products of that type, of "
-        "reading (decode) or of copying (norms). Problems: benchmarks/shapes.py."
+        "Cells show milliseconds, speedup over torch, and percent of the ceiling: matmul of that "
+        "type, read bandwidth (decode) or copy bandwidth (norms). The shapes are in "
+        "benchmarks/shapes.py."
     )
     return _page(about, ["case", *DTYPES], rows, below)
 
@@ -84,7 +85,7 @@ def models(results: dict[str, Any]) -> str:
         name = f"{record['group']}, {record['name']} ({record['source']})"
         rows.append([name, peer, f"{theirs:.4g}", f"{ours:.4g}", f"{speedup:.2f}"])
     about = f"{_cpu_machine(results)}, float32; 44 % of each batch is padding."
-    return _page(about, ["model", "compared with", "torch, ms", "fused_attn, ms", "speedup"], rows)
+    return _page(about, ["model", "baseline", "torch, ms", "fused_attn, ms", "speedup"], rows)
 
 
 def busy(results: dict[str, Any]) -> str:
@@ -112,13 +113,19 @@ def lengths(results: dict[str, Any]) -> str:
         cells += [f"{faster[way]:.1f}" for way in ("eager", "sdpa")]
         rows.append(cells + [_megabytes(memory[way]) for way in LENGTH_WAYS])
     header = ["mask", "length", "eager, ms", "torch, ms", "fused_attn, ms"]
-    header += ["speedup over eager", "over torch", "eager, MB", "torch, MB", "fused_attn, MB"]
+    header += [
+        "speedup over eager",
+        "speedup over torch",
+        "eager, MB",
+        "torch, MB",
+        "fused_attn, MB",
+    ]
     source = results["records"][0]["source"].capitalize()
     return _page(f"{_cpu_machine(results)}, float32. {source}.", header, rows, numbers=True)
 
 
 def length_of(record: dict[str, Any]) -> int:
-    """Return the number of tokens in a record of benchmarks/test_lengths.py."""
+    """Return the sequence length, in tokens, of a record of benchmarks/test_lengths.py."""
     return int(record["group"].removeprefix("length "))
 
 
@@ -152,7 +159,7 @@ def gpu_text(results: dict[str, Any]) -> str:
     table = [GPU_HEADER, *map(_gpu_row, results["records"])]
     lines = [_gpu_machine(results), "", aligned(table[0], table[1:])]
     lines += [
-        f"{record['group']} {record['name']}: {name} is not there: {reason}"
+        f"{record['group']} {record['name']}: {name} is not available: {reason}"
         for record in results["records"]
         for name, reason in record.get("not_available", {}).items()
     ]
@@ -162,7 +169,7 @@ def gpu_text(results: dict[str, Any]) -> str:
 def gpu(results: dict[str, Any]) -> str:
     """Return a Markdown table of GPU results."""
     rows = [_gpu_row(record) for record in results["records"]]
-    below = "The ratio is to the fastest peer. Sizes: benchmarks/shapes.py."
+    below = "Speedups are over the fastest peer. The shapes are in benchmarks/shapes.py."
     return _page(_gpu_machine(results), GPU_HEADER, rows, below)
 
 
@@ -180,13 +187,13 @@ def _gpu_row(record: dict[str, Any]) -> list[str]:
     if record["speedup"]:
         peer, speedup = min(record["speedup"].items(), key=lambda item: item[1])
         ratio = f"{speedup:.2f}x"
-    aims = [
-        f"{_AIMS[name].format(record[name])} ({'met' if aim['met'] else 'NOT MET'}: "
-        f"{_AIMS[name].format(aim['wanted'])})"
+    targets = [
+        f"{_TARGETS[name].format(record[name])} ({'met' if aim['met'] else 'NOT MET'}: "
+        f"{_TARGETS[name].format(aim['wanted'])})"
         for name, aim in record["aims"].items()
     ]
     ours = record["milliseconds"]["fused_attn"]
-    return [case, f"{ours:.4g}", rate, share, peer, ratio, ", ".join(aims)]
+    return [case, f"{ours:.4g}", rate, share, peer, ratio, ", ".join(targets)]
 
 
 def _gpu_machine(results: dict[str, Any]) -> str:
@@ -194,6 +201,6 @@ def _gpu_machine(results: dict[str, Any]) -> str:
     machine, limits = results["machine"], results["ceilings"]
     return (
         f"{machine['gpu']}, `{results['backend']}` kernels, torch {machine['torch']}, Triton "
-        f"{machine['triton']}. Ceilings in the same run: {limits['matmul'] / 1e3:.0f} TFLOP/s of a "
-        f"bfloat16 product, {limits['copy']:.0f} GB/s copied."
+        f"{machine['triton']}. Ceilings measured in the same run: {limits['matmul'] / 1e3:.0f} "
+        f"TFLOP/s bfloat16 matmul, {limits['copy']:.0f} GB/s copy."
     )

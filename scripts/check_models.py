@@ -35,16 +35,16 @@ PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- models-check: begin -->", "<!-- models-check: end -->"
 SECONDS = 180
 
-# Meaning of each verdict, in the order of the page.
+# Meaning of each verdict, in the order of the table in docs/models.md.
 MEANINGS = {
-    "agrees": "as eager, forward and backward",
-    "agrees with sdpa": "as the library's own sdpa attention, where that and eager differ",
-    "declined": "keeps its own attention, and the report says why",
-    "no attention": "none that goes through the library's interface",
-    "eager NaN": "NaN or infinity, as with eager attention",
+    "agrees": "matches eager, forward and backward",
+    "agrees with sdpa": "matches the library's sdpa attention, which differs from eager",
+    "declined": "runs its original attention; the report states the reason",
+    "no attention": "runs unchanged: no attention uses the library's interface",
+    "eager NaN": "returns NaN or infinity, as with eager attention",
     "no model": "not applicable: the type is only a component of other models",
-    "not run": "unknown: no small config or inputs could be built that run with eager",
-    "FAILS": "crashes, differs, or is reported as fused but is not",
+    "not run": "unknown: no small config and inputs could be built that run with eager",
+    "FAILS": "crashes, differs from eager, or is reported as fused but is not",
 }
 
 
@@ -174,8 +174,8 @@ def with_summary(page: str, verdicts: dict[str, Any]) -> str:
         "|---|---|---|",
         *rows,
         "",
-        f"Of those that agree, {left} were also run with left padding, and {cached} for one",
-        "token behind a cache.",
+        f"Of those that agree, {left} were also run with left padding, and {cached} with one new",
+        "token and a cache.",
         END,
     ]
     start, rest = page.split(BEGIN)

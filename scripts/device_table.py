@@ -69,18 +69,21 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     ours, torchs = fa.scaled_dot_product_attention, F.scaled_dot_product_attention
     return {
         "attention": (lambda: ours(q, k, v), lambda: torchs(q, k, v)),
-        "causal": (lambda: ours(q, k, v, is_causal=True), lambda: torchs(q, k, v, is_causal=True)),
-        "padded": (lambda: ours(q, k, v, padding), lambda: torchs(q, k, v, visible)),
+        "causal mask": (
+            lambda: ours(q, k, v, is_causal=True),
+            lambda: torchs(q, k, v, is_causal=True),
+        ),
+        "padding mask": (lambda: ours(q, k, v, padding), lambda: torchs(q, k, v, visible)),
         "float mask": (lambda: ours(q, k, v, bias), lambda: torchs(q, k, v, bias)),
         "dropout": (lambda: ours(q, k, v, None, 0.1), lambda: torchs(q, k, v, None, 0.1)),
         "layer_norm": (lambda: fa.layer_norm(x, 64, w, w), lambda: F.layer_norm(x, (64,), w, w)),
         "rms_norm": (lambda: fa.rms_norm(x, 64, w), lambda: F.rms_norm(x, (64,), w)),
-        "norm of a sum": (
+        "norm with residual": (
             lambda: fa.layer_norm(x, 64, w, w, residual=x),
             lambda: F.layer_norm(x + x, (64,), w, w),
         ),
         "softcap": (lambda: ours(q, k, v, softcap=30.0), lambda: None),
-        "weights": (
+        "need_weights": (
             lambda: weights.attention_with_weights(q, k, v),
             lambda: ((q * 0.1) @ k.mT).softmax(-1) @ v,
         ),
@@ -112,7 +115,7 @@ def row(device_type: str, kind: str) -> tuple[str, int, int, str]:
 def table() -> str:
     """Return the table as Markdown."""
     rows = [
-        "| call | backend on CUDA, MPS and XPU | calls into torch | of the same call in torch |",
+        "| call | backend on CUDA, MPS and XPU | torch ops | torch ops of the same call in torch |",
         "|---|---|---|---|",
     ]
     for kind in calls():

@@ -42,12 +42,13 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "`need_weights=True`",
-        "every mask, averaged or not, dropout, gradients, second order",
+        "all masks, averaged or per-head weights, dropout, gradients, second derivatives",
         {"test_nn_weights": ("test_module_against_torch", "test_memory")},
     ),
     (
         "padding removed end to end",
-        "TransformerEncoder with a bool `src_key_padding_mask`, BERT and its like; training too",
+        "TransformerEncoder with a bool `src_key_padding_mask`, BERT and similar models; "
+        "inference and training",
         {"test_nn_packing": (), "test_transformers_packing": ("test_results_are_those_of_eager",)},
     ),
     (
@@ -57,12 +58,13 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "known defects of torch.nn",
-        "not shared",
+        "fixed",
         {"test_torch_defects": ()},
     ),
     (
         "`fused_attn.enable()`",
-        "F.scaled_dot_product_attention under any name; unsupported calls stay torch's",
+        "F.scaled_dot_product_attention, also if imported under another name; unsupported calls "
+        "fall back to torch",
         {"test_enable": (), "test_enable_switch": (), "test_enable_compile": ()},
     ),
     (
@@ -78,12 +80,12 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "transformers, models with custom attention",
-        "warn and keep it",
+        "not replaced, with a warning",
         {"test_transformers_families": ("test_models_with_their_own_attention_decline",)},
     ),
     (
         "transformers, every model type",
-        "`make models-check`: agrees with eager, or declines with a reason",
+        "`make models-check`: matches eager, or is declined with a reason",
         {
             "test_transformers_types": ("test_model_type",),
             "test_transformers_families": ("test_models_that_use_their_masks",),
@@ -91,42 +93,42 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "sentence-transformers",
-        "MiniLM by `model_kwargs` and by `swap_modules`, encoding and training",
+        "MiniLM with `model_kwargs` or `swap_modules`, encoding and training",
         {"test_sentence_transformers": ()},
     ),
     (
         "timm",
-        "ViT, DeiT, Swin: `enable()`, LayerNorm swapped",
+        "ViT, DeiT, Swin: attention with `enable()`, LayerNorm swapped",
         {"test_timm": ("test_forward_and_backward",)},
     ),
     (
         "torchvision",
-        "ViT swapped; of Swin the LayerNorms",
+        "ViT: attention and LayerNorm; Swin: LayerNorm",
         {"test_torchvision": ()},
     ),
     (
         "diffusers",
-        "UNet, DiT, SD3, Flux, VAE: `enable()`, norms of torch.nn swapped",
+        "UNet, DiT, SD3, Flux, VAE: attention with `enable()`, torch.nn norms swapped",
         {"test_diffusers": ()},
     ),
     (
         "peft",
-        "LoRA before and after the swap, merged",
+        "LoRA adapters added before or after the swap, and merged",
         {"test_peft": ()},
     ),
     (
         "accelerate, Trainer, Lightning",
-        "losses of 20 steps are those of eager",
+        "losses of 20 training steps match eager",
         {"test_trainers": ()},
     ),
     (
         "torchao",
-        "int8 weights before and after the swap",
+        "int8 weights, quantized before or after the swap",
         {"test_torchao": ()},
     ),
     (
         "torch.compile, export, checkpointing, autocast",
-        "functions, modules, transformers",
+        "functions, modules, models of transformers",
         {
             "test_ops": ("test_export", "test_checkpoint", "test_autocast"),
             "test_nn_compile": (),
@@ -134,13 +136,13 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         },
     ),
     (
-        "Attention written out by hand",
+        "hand-written attention",
         "`compile_pass()` under torch.compile, forward and backward, masks and biases",
         {"test_compile_pass": ("test_ways_to_write_it", "test_a_bias_has_its_gradient")},
     ),
     (
         "torch.onnx.export(dynamo=True)",
-        "functions, modules, transformers, as ONNX's own ops",
+        "functions, modules, models of transformers; as standard ONNX ops",
         {"test_onnx": ("test_attention", "test_swapped_model_of_transformers")},
     ),
     (
@@ -150,12 +152,12 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
     ),
     (
         "`fused-attn doctor`, `compare`, `bench`",
-        "tables, JSON, PNG",
+        "output as tables, JSON or PNG",
         {"test_cli": (), "test_bench": ()},
     ),
     (
         "`fused-attn verify`",
-        "verdicts stored, read, chosen, forgotten; wrong kernels refused",
+        "storing, reading, applying and deleting verdicts; rejecting wrong kernels",
         {"test_verify": (), "test_verdicts": ()},
     ),
 ]
@@ -167,7 +169,7 @@ def table() -> str:
     Raises:
         ValueError: SURFACES names a test that does not exist.
     """
-    rows = ["| surface | what is supported | tests |", "|---|---|---|"]
+    rows = ["| API or library | supported | tests |", "|---|---|---|"]
     for surface, supported, tests in SURFACES:
         where = []
         for file, functions in tests.items():

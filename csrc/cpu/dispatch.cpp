@@ -202,7 +202,7 @@ bool wants_vectors(const AttentionParams& p) {
   return most <= kPartOfBlock * p.batch && max64(p.seqlen_q, p.seqlen_k) <= kLongestOfParts;
 }
 
-// The selected kernel table, and the table for the float32 problems of wants_vectors().
+// The selected kernel table, and the table for problems for which wants_vectors() returns true.
 struct Choice {
   const KernelTable *table, *few_products;
 };

@@ -36,9 +36,9 @@ const KernelTable& kernels();
 // use the same kernels.
 const KernelTable& attention_kernels(const AttentionParams& p);
 
-// Selects the entry of isas.inc that kernels() returns; "" restores the default. For tests. Must
-// not be called while kernels run. Throws std::invalid_argument if the entry cannot run on this
-// CPU.
+// Selects the entry of isas.inc that kernels() returns; "" restores the default. Throws
+// std::invalid_argument if the entry does not exist or cannot run on this CPU. This function is for
+// tests, and must not be called while kernels run.
 void set_isa(const char* isa);
 
 }  // namespace fused_attn

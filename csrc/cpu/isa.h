@@ -1,9 +1,9 @@
-// Namespaces for the sources of one instruction set (kernels*.cpp), and the choice of passes that
-// it compiles.
+// Namespaces for the sources of one instruction set (kernels*.cpp), and macros that select the
+// passes that these sources compile.
 //
-// The sources are compiled once for each line of isas.inc. For most dtypes, most instruction sets
-// would compile to the same code as their base, the second name of the line. They call the base's
-// kernels instead.
+// The sources are compiled once for each line of isas.inc. For most dtypes, the kernels of most
+// instruction sets would be the same machine code as those of the base, the second name of the
+// line. For these dtypes, the sources call the base's kernels and compile none.
 #pragma once
 
 #include "cpu/dispatch.h"

@@ -1,10 +1,10 @@
-// Gradient of a float mask (bias): dS before the derivative of softcap, summed over the dimensions
-// in which the mask is broadcast.
+// Gradient of a float mask (bias): dS before multiplication by the derivative of softcap, summed
+// over the dimensions in which the mask is broadcast.
 //
-// Each block computes one tile of the gradient, for one batch entry and one head of the mask. The
-// (batch entry, head) pairs of the call that share this tile are divided into num_bias_parts parts.
-// A block accumulates one part, and the caller adds the parts. Recomputing dS costs two matmuls per
-// tile, but avoids a workspace of shape (batch, num_heads, seqlen_q, seqlen_k).
+// A tile of the gradient belongs to one batch entry and one head of the mask. The (batch entry,
+// head) pairs of the call that share the tile are divided into num_bias_parts parts. Each block
+// sums dS over one part, and the caller adds up the sums of all parts. Recomputing dS costs two
+// matmuls per tile, but avoids a workspace of shape (batch, num_heads, seqlen_q, seqlen_k).
 #pragma once
 
 #include "cuda/attention_bwd_tile.cuh"

@@ -1,5 +1,5 @@
 // Building blocks of the attention kernels: dispatch by type, storing and loading lse, and the loop
-// of a block that owns a tile of query rows over KV tiles.
+// over KV tiles in a block that owns a tile of query rows.
 #pragma once
 
 #include <type_traits>
@@ -22,8 +22,8 @@ FUSED_ATTN_DEVICE T* row_of(T* data, const int64_t (&strides)[3], int64_t batch,
 
 inline Stream stream_of(const GpuParams& gpu) { return static_cast<Stream>(gpu.stream); }
 
-// Largest head_dim with kernels for the plain case. For wider heads, such kernels are not worth the
-// compile time.
+// Largest head_dim and head_dim_v for which plain kernels are compiled (see is_general). For wider
+// heads, plain kernels are not worth the compile time.
 constexpr int kMaxPlainHeadDim = 128;
 
 // Returns true if a call requires the general kernel: if its scores are not QK^T times a positive

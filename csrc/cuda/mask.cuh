@@ -130,8 +130,8 @@ FUSED_ATTN_DEVICE void add_bias(Accumulator<kM, kN>& s, Visible<kM>& visible,
   }
 }
 
-// Returns the elements that are visible under all masks except the bias. The kernels call it before
-// the matmuls of the tile, while the registers of the accumulators are free.
+// Returns the elements that are visible under all masks except the bias. Kernels call this function
+// before the matmuls of the tile, while the registers of the accumulators are free.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE Visible<kM> visible_of(const MaskParams& mask, const Sequence& sequence,
                                          const FragmentRows<kM>& rows, int column) {

@@ -138,7 +138,7 @@ struct SoftmaxState {
     }
   }
 
-  // Adds the sums of the four lanes that share a row.
+  // Adds up `sum` over the four lanes that share a row. All four lanes receive the total.
   FUSED_ATTN_DEVICE void reduce() {
     FUSED_ATTN_UNROLL
     for (int r = 0; r < 2 * kM; ++r) {

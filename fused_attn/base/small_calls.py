@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Size limits of calls, in elements or multiply-adds; larger calls run on our kernels.
+    """Size limits of calls, in the units below; larger calls run on our kernels or are packed.
 
     Attributes:
         norm_forward: elements of a layer norm without dropout. The ratio is 0.6 to 1.1 for 2^14
             elements and 0.9 to 1.5 for 2^16. With a residual the limit is halved, as the ratio is
-            0.7 to 1.0 for 2^13. RMS norms have no limit, because torch's consists of several
-            operations and is slower at every size.
+            0.7 to 1.0 for 2^13. RMS norms have no limit, because torch's RMS norm consists of
+            several operations and is slower at every size.
         norm_training: as norm_forward, for calls with gradients. The ratio is 0.5 to 0.85 for 2^16
             elements, 0.7 to 1.1 for 2^17 and 0.8 to 1.5 for 2^18.
         activation_forward: elements of an activation after a linear layer, without dropout. The
@@ -31,9 +31,10 @@ class Limits(NamedTuple):
             dropout, in float32. A call with one query and one key takes 13 us on our kernel. It
             takes 9 us if `enable()` passes it on to torch's kernel, and 4 us without `enable()`.
         attention_training: as attention_forward, for calls with gradients. Bool masks are included
-            if torch returns the same result. On our kernels, the ratio is 0.64 for 3 x 4 x 12 x 16
-            and 0.79 for 2 x 4 x 64 x 32 (2^20 multiply-adds). If torch's kernels are called,
-            including dispatch and the check of mask values, it is 0.82 and 0.85.
+            if torch returns the same result. On our kernels, the ratio is 0.64 for (batch,
+            num_heads, seqlen, head_dim) = (3, 4, 12, 16) and 0.79 for (2, 4, 64, 32), which has
+            2^20 multiply-adds. If torch's kernels are called, including dispatch and the check of
+            mask values, it is 0.82 and 0.85.
         compiled_forward: multiply-adds of query @ key^T in a torch.compile graph on the CPU, for
             `compile_pass()`. The ratio of the time of Inductor's code to ours is 0.72 for 2^17,
             0.85 for 2^20, 1.08 for 2.5 * 2^20 and 1.35 for 2^26.

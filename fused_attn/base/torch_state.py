@@ -68,7 +68,8 @@ def transformed() -> bool:
 def in_transform() -> bool:
     """Return True under a torch.func transform or forward-mode AD.
 
-    In contrast to `transformed`, it does not test for torch.compile, which must not trace it.
+    In contrast to `transformed`, this function does not test for torch.compile. It must not be
+    called in code that torch.compile traces.
     """
     return (
         forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
@@ -111,8 +112,8 @@ def captured(tensor: Tensor) -> bool:
 def stream_of(device: torch.device) -> int:
     """Return the handle of the device's current CUDA stream; 0 for other devices.
 
-    Caches have a separate entry for each stream. A value of another stream may not be computed yet,
-    and its memory may be reused while a kernel reads it.
+    Caches have a separate entry for each stream, because a value cached on another stream might not
+    be computed yet, and its memory might be reused while a kernel reads it.
     """
     if device == _CPU or device.type != "cuda":
         return 0

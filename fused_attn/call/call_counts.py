@@ -114,9 +114,9 @@ def stats(*, call_sites: bool = False) -> Iterator[CallCounts]:
     """Count the attention calls in a `with` block, by shape and by the kernels that ran them.
 
     All calls of `scaled_dot_product_attention` and `varlen_attention` are counted. This includes
-    calls by swapped modules, by models of transformers, and by torch's function under `enable()` if
-    they run on our kernels. Calls of `decode_attention` and calls in torch.compile graphs are not
-    counted.
+    calls by swapped modules and by models of transformers. It also includes calls of torch's
+    `scaled_dot_product_attention` under `enable()` if they run on our kernels. Calls of
+    `decode_attention` and calls in torch.compile graphs are not counted.
 
     Args:
         call_sites: count the calls of each source line separately.

@@ -28,7 +28,7 @@ def default_scale(head_dim: int) -> float:
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """Return the default eps of RMS norms: the machine epsilon of the statistics, as in torch."""
+    """Return the default eps of RMS norms, as in torch: the statistics dtype's machine epsilon."""
     return torch.finfo(statistics_dtype(dtype)).eps
 
 

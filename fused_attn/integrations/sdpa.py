@@ -59,10 +59,11 @@ _enabled_counts: CallCounts | None = None
 def enable(*, call_sites: bool = False) -> CallCounts:
     """Patch torch.nn.functional.scaled_dot_product_attention to run this package's kernels.
 
-    The patch applies process-wide, without changes to callers. It covers all modules that call the
-    function under any name, timm, diffusers, torch.nn.MultiheadAttention and the torch.nn
-    Transformer layers. The torch.nn modules bypass the function with need_weights=True, and on
-    their C++ inference path, which torch.backends.mha.set_fastpath_enabled(False) disables.
+    The patch applies process-wide, without changes to callers. It covers all code that calls the
+    function, under any name, including timm, diffusers, torch.nn.MultiheadAttention and the
+    torch.nn Transformer layers. MultiheadAttention bypasses the function if need_weights=True.
+    The torch.nn modules also bypass it on their C++ inference path, which
+    torch.backends.mha.set_fastpath_enabled(False) disables.
     `disable()` undoes the patch. Repeated calls of `enable()` return the same counts.
 
     Results differ from torch's in two cases. Fully masked rows give 0, where torch gives 0 or NaN

@@ -127,8 +127,8 @@ def _of_rows(table: Tensor, rows: Rows | None) -> Tensor:
 def _of_keys(key_mask: Tensor | None, keys: Rows | None) -> Tensor | None:
     """Convert a key mask from (1 or batch, heads, 1, 1 or seqlen_k) to packed (1, heads, 1, total).
 
-    The mask is returned unchanged if it broadcasts over batch and keys, is None, or keys are not
-    packed.
+    The mask is returned unchanged if it is None, if it broadcasts over both batch and keys, or if
+    `keys` is None because the keys are not packed. total: number of packed keys.
     """
     if key_mask is None or keys is None or key_mask.shape[3] == 1 == key_mask.shape[0]:
         return key_mask

@@ -17,8 +17,8 @@ from torch import Tensor
 from fused_attn.base.torch_state import host_readable
 from fused_attn.masks.memo import Memo, recall
 
-# Exceeds every supported sequence length. Kernels compare positions in int32, and sums of up to
-# three such values do not overflow it.
+# Exceeds every supported sequence length. Kernels compute positions in int32, which a sum of up to
+# three values of this size does not overflow.
 UNLIMITED = 1 << 29
 ALIGNMENTS = ("top_left", "bottom_right")
 

@@ -48,7 +48,7 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         num_layers: number of layers.
         norm: module to apply after the last layer, or None.
         enable_nested_tensor: if False, packing is disabled and padded rows match those of torch.
-        mask_check: as in torch; read only where torch's inference path runs or is reproduced.
+        mask_check: as in torch. It matters only if torch's inference path runs or is reproduced.
 
     Example:
         >>> layer = fused_attn.nn.TransformerEncoderLayer(64, 4, batch_first=True)

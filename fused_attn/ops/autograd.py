@@ -271,7 +271,7 @@ def _leading_tensors(call: Flat | UncheckedAttention | UncheckedNorm) -> tuple[T
 
 
 def _rebuilt(call: FlatT, present: Sequence[Tensor | None]) -> FlatT:
-    """Return the call with the given leading tensors, and None for all others."""
+    """Return a copy of the call with `present` as its first tensors and None for the others."""
     return call.with_tensors([*present, *(None,) * (len(call.TENSORS) - len(present))])
 
 

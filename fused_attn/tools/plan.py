@@ -197,11 +197,21 @@ def attention_classes(
     hidden: int = HIDDEN,
     cached: int = CACHED,
 ) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """Yield each class of attention problems with its probes.
+    """Yield each class of attention problems with its two probes.
 
     Probes use the largest head_dim of their class, at which neither implementation pads columns.
-    The first probe has two sequences of half the longest length, where host time matters. The
-    second has many sequences of the longest length.
+    The first probe is small, so that host time matters: two sequences, just longer than half the
+    longest length of the class. The second has at least two sequences of the longest length.
+
+    Probes of the class of few queries have one query per sequence. The first has 16 sequences with
+    cached // 8 keys each, and the second has two sequences with `cached` keys each.
+
+    Args:
+        widths: largest head_dim of each class.
+        ends: longest sequence length of each class.
+        tokens: batch * seqlen of the second probe, unless that is fewer than two sequences.
+        hidden: num_heads * head_dim.
+        cached: number of keys of the second probe with few queries.
     """
     for dtype, width in itertools.product(dtypes, widths):
         heads = max(1, hidden // width)
@@ -237,7 +247,11 @@ def norm_classes(
     ends: Sequence[int] = (*verdicts.COLUMNS, MANY_COLUMNS),
     elements: int = NORM_ELEMENTS,
 ) -> Iterator[tuple[ProblemClass, Sequence[Probe]]]:
-    """Yield each class of norms with two probes: few rows, and many rows of the longest length."""
+    """Yield each class of norms with two probes.
+
+    The first probe has few rows of just over half the class's largest number of columns. The second
+    has many rows of the largest number.
+    """
     for dtype, end, rms in itertools.product(dtypes, ends, (False, True)):
         for (feature, options), direction in itertools.product(_NORMS.items(), DIRECTIONS):
             common: Options = {"dtype": dtype, "rms": rms, "gradients": direction == "training"}

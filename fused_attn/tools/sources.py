@@ -46,12 +46,14 @@ def load(source: str, batch: int | None = None, seqlen: int | None = None, seed:
         source: a folder with a Hugging Face config.json and optionally weights, which are random
             otherwise; or "module:function", where the function takes no arguments and returns
             (model, args) or (model, args, kwargs).
-        batch, seqlen: input sizes for the model of a folder. None selects `DEFAULT_BATCH`, and the
-            smaller of `DEFAULT_SEQLEN` and the model's maximum.
+        batch: number of sequences for the model of a folder. None selects `DEFAULT_BATCH`.
+        seqlen: number of tokens per sequence for the model of a folder. None selects the smaller of
+            `DEFAULT_SEQLEN` and the model's maximum.
         seed: seed of random inputs, of random weights and of the function.
 
     Raises:
-        ValueError: `source` names neither a usable folder nor a function, or sizes do not apply.
+        ValueError: `source` names neither a usable folder nor a function, or names a function
+            although batch or seqlen is given.
         TypeError: the function's return value has another form.
     """
     torch.manual_seed(seed)

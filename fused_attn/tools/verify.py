@@ -141,10 +141,10 @@ class Report:
         return rows
 
     def speedups(self, norms: bool) -> list[tuple[str, ...]]:
-        """Return table rows: op, dtype, sizes and direction of classes, and one cell per feature.
+        """Return table rows: op, dtype, sizes, direction, and one cell per feature.
 
-        A cell contains the speedup, in brackets if the class is not usable. Without a speedup, it
-        contains "wrong" or "-".
+        A cell shows the verdict on the class with this feature: the speedup, in brackets if the
+        class is not usable; without a speedup, "wrong" or "-". It is empty if there is no verdict.
         """
         features = NORM_FEATURES if norms else (*KINDS, *OPTIONS)
         rows: dict[tuple[str, ...], dict[str, str]] = {}

@@ -145,7 +145,7 @@ def test_calls_go_where_the_verdict_says(stand_in):
 
 
 def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
-    """By calls of ours and of torch's function."""
+    """Both in our `scaled_dot_product_attention` and in torch's, under `enable()`."""
     constant = NAME._replace(feature="bias", direction="training")
     seen = []
     stand_in.hurt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)

@@ -1,7 +1,7 @@
 """diffusers' models with random weights: attention by `enable()`, norms by `swap_modules`.
 
-They take their attention from torch's function. Group norms stay torch's, and so do diffusers' RMS
-norms, which are modules of its own.
+Their attention calls torch's `scaled_dot_product_attention`. Neither torch's group norms nor the
+RMS norms, which are diffusers' own modules, are swapped.
 """
 
 from __future__ import annotations

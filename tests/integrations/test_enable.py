@@ -43,7 +43,7 @@ def qkv(dtype=torch.float64, grad=True, heads_kv=HEADS):
 
 
 def with_gradients(*tensors, **options):
-    """out of torch's function, and the gradients of the tensors that have one."""
+    """Return out of torch's attention function, and the gradients of tensors that require one."""
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
     out = F.scaled_dot_product_attention(*leaves, **options)
     out.backward(torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).view(out.shape))

@@ -1,7 +1,7 @@
 """timm's ViT, DeiT and Swin, with random weights, on our kernels against torch's.
 
-They take their attention from torch's function, which `enable()` takes over, and their norms from
-modules that `swap_modules` takes.
+Their attention calls torch's `scaled_dot_product_attention`, which `enable()` replaces. Their norms
+are modules that `swap_modules` replaces.
 """
 
 from __future__ import annotations

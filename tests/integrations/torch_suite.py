@@ -6,7 +6,7 @@ runs them on torch as it is, and with ours in its place, and compares what becom
 Every difference is listed in docs/compatibility.md with its reason: exit status 1 if another is
 found, or if one that is listed is not, unless its reason begins with "On some CPUs". Nothing is
 fetched: /path/to/pytorch is a checkout, or a folder with the files that `FILES` names, of a
-version near to the torch that is installed.
+version close to that of the installed torch.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# Model classes of types that have no base model and whose class name does not follow the config's.
+# Model class by model type, for types without a base model whose class name cannot be derived from
+# the name of the config class.
 CLASSES: dict[str, str] = {
     "pop2piano": "Pop2PianoForConditionalGeneration",
     "slanet": "SLANetForTableRecognition",

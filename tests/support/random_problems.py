@@ -128,7 +128,7 @@ KINDS = (
 
 
 def problem(number: int, dtype: torch.dtype | None = None) -> Problem:
-    """Return the problem with a number, equal in every process; dtype None draws a 16-bit dtype."""
+    """Return problem `number`, the same in every process; dtype None draws a 16-bit dtype."""
     draw = random.Random(number)
     heads_kv = draw.choice([1, 2, 2, 3])
     head_dim = draw.choice([16, 32, 64, 80, 96, 128, 256])

@@ -37,7 +37,8 @@ _KERNELS = [
 ]
 _PARALLEL = ["-n", "2", "--dist", "worksteal"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Folders with tests that run on several backends. Others are omitted to save collection time.
+# Folders with tests that run on several backends. The stages of a single backend collect only
+# these, which saves time.
 _BACKENDS = [f"tests/{folder}" for folder in ("ops", "backends", "nn", "tools")]
 _NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
 STAGES = [

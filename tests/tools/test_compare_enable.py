@@ -1,4 +1,4 @@
-"""compare(enable=True): attention by torch's function, counted, and what the report shows."""
+"""compare(enable=True) on calls of torch's attention function: call counts and the report."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fused_attn.tools.compare import compare
 
 
 class Attention(torch.nn.Module):
-    """One projection and torch's function, as most libraries write it."""
+    """One projection and torch's `scaled_dot_product_attention`, as in most libraries."""
 
     def __init__(self, dim=64, heads=4):
         super().__init__()

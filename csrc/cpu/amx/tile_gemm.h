@@ -38,7 +38,8 @@ struct PartProducts<3> {
   static constexpr int kOfA[] = {2, 1, 1, 0, 0, 0}, kOfB[] = {0, 0, 1, 1, 2, 0};
 };
 
-// Accumulates MMAs [kFirst, kLast) of all K steps in tile registers 0 to 3.
+// For each K step, accumulates MMAs [kFirst, kLast) of PartProducts<kParts>. The accumulators are
+// tile registers 0 and 1 or, with kTwo, 0 to 3.
 template <int kParts, bool kTwo, int kFirst, int kLast, class Meanwhile>
 inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part,
                           const uint32_t* b, int64_t ldb, int64_t b_part, Meanwhile& meanwhile) {

@@ -108,7 +108,8 @@ class ActivationPass {
     });
   }
 
-  // Computes row r of the result with compute(), applies dropout, and stores it.
+  // Stores row r of the result, with dropout if kDropout. compute(c, count) returns its elements
+  // [c, c + count) before dropout.
   template <bool kDropout, class Compute>
   FUSED_ATTN_INLINE void write(int64_t r, const Compute& compute) const {
     T* const out = const_cast<T*>(row(p_.out, r));

@@ -145,7 +145,8 @@ class AttentionBwd : BwdTile<T> {
                bwd_.grad_value_strides, b, h_kv);
   }
 
-  // Accumulates the gradients of the KV block at key j over the query tiles of the chunk.
+  // Accumulates dK and dV of the KV block that begins at key j over the query tiles of the chunk,
+  // and adds the contribution of the block to grad_query.
   void block(int64_t b, int64_t h, int64_t h_kv, int64_t begin, int64_t j, int64_t end,
              int64_t slots, A* grad_query) {
     const int64_t n = min64(kBlockN, end - j);

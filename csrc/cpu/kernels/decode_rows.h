@@ -286,8 +286,8 @@ class DecodeRows {
     }
   }
 
-  // Replaces a row of scores by exp(score - maximum). Updates the running maximum and sum, and
-  // rescales out if the maximum increased.
+  // Replaces a row of n scores by exp(score - maximum). Updates the running maximum and sum. If the
+  // maximum increased, rescales `out` to it.
   void softmax_row(int64_t n, A* scores, A* out, A* maximum, A* sum) const {
     for (int64_t t = n; t < round_up(n, kLane); ++t) scores[t] = -infinity();
     Vec<A> highest = broadcast<A>(-infinity()), total{};
@@ -304,7 +304,7 @@ class DecodeRows {
     *sum += horizontal_sum<A>(total);
   }
 
-  // Rescales out and sum to the new maximum `top`.
+  // Rescales `out` and `sum` from the old maximum to the new maximum `top`, and stores `top`.
   void rescale(A top, A* out, A* maximum, A* sum) const {
     const Vec<A> alpha = exp_nonpositive<A>(broadcast<A>(*maximum - top), unit_);
     for (int64_t d = 0; d < shape_.wide; d += kLane) store(out + d, load(out + d) * alpha);

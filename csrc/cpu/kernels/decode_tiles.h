@@ -257,8 +257,8 @@ class DecodeTiles {
     }
   }
 
-  // Converts the scores of a query tile to weights: applies mask, softmax and dropout. Rescales out
-  // in rows whose shift changed.
+  // Converts the scores of a query tile and keys [j, j + n) to weights: applies mask, softmax and
+  // dropout. Multiplies the rows of `out` whose softmax shift changed by their rescale factors.
   void weigh(QueryTile* query_tile, int64_t j, int64_t n) {
     for (int64_t g = 0; g < query_tile->heads; ++g) {
       const Tile kind = kinds_[query_tile->head + g];

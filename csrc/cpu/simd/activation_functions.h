@@ -27,8 +27,9 @@ class Gelu {
   // Phi(-a) is set to 0 for a >= kCap, where it is subnormal or nearly so.
   static constexpr A kCap = sizeof(A) == 4 ? A(12.9) : A(37);
 
-  // Returns Phi(x). Computes Phi(-a) as exp(-a^2 / 2) times Mills' ratio, which is smooth. The
-  // relative error is that of a^2 in this precision.
+  // Returns Phi(x), given a = |x| and power = exp(-a^2 / 2). Computes Phi(-a) as power times
+  // mills_ratio(a), which is smooth. For large a, the relative error of Phi(-a) is about the
+  // absolute rounding error of a^2 / 2.
   FUSED_ATTN_INLINE Vec<A> chance_of_less(Vec<A> x, Vec<A> a, Vec<A> power) const {
     const Vec<A> product = mills_ratio(a) * power;
     const Vec<A> tail = a >= kCap ? Vec<A>{} : product;

@@ -74,7 +74,7 @@ class AttentionPass(CustomGraphPass):
         return __version__, small_calls.limits, get_hash_for_files((__file__, *files))
 
     def __repr__(self) -> str:
-        lines = [f"{self.fused} of {len(self.found)} softmaxes fused with their products"]
+        lines = [f"{self.fused} of {len(self.found)} softmaxes fused with their matmuls"]
         lines += [
             f"  scores {softmax.shape}  {softmax.reason or 'fused'}  {softmax.site}"
             for softmax in self.found

@@ -18,7 +18,8 @@ from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, replaces
 
 # Maps an original, (module under transformers.models, class name), to the base class of its
-# replacement and additional class attributes. Each entry covers all copies of the original.
+# replacement and additional class attributes. Each entry also covers the classes of other models
+# that have the same code as the original.
 _KNOWN: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     **{name: (TransformersNorm, {"style": style}) for name, style in STYLES.items()},
     ("bert.modeling_bert", "BertIntermediate"): (Widening, {}),

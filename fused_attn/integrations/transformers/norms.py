@@ -1,4 +1,4 @@
-"""Fused RMS norms for Hugging Face transformers; by_code.py finds all copies of the originals."""
+"""Fused RMS norms for Hugging Face transformers; by_code.py finds all classes with their code."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _of_half_weight(input: dtype, weight: dtype) -> dtype:
     return weight if half else torch.promote_types(input, weight)
 
 
-# Maps (module under transformers.models, class name) to the style of the class. Each entry covers
-# all copies of the class.
+# Maps (module under transformers.models, class name) to the style of the class. Each entry also
+# covers the classes of other models that have the same code (see by_code.py).
 STYLES = {
     ("llama.modeling_llama", "LlamaRMSNorm"): Style("variance_epsilon", 0.0, _promoted),
     ("gemma2.modeling_gemma2", "Gemma2RMSNorm"): Style("eps", 1.0, _of_input),

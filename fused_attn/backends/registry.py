@@ -15,6 +15,7 @@ from fused_attn.backends.base import Backend
 from fused_attn.backends.cpp import CppBackend, environment
 from fused_attn.backends.cuda import CudaBackend
 from fused_attn.backends.eager import EagerBackend
+from fused_attn.backends.flex import FlexBackend
 from fused_attn.backends.problem import Problem, problem_of
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
@@ -23,7 +24,14 @@ from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 # In order of preference. eager supports every problem, so it is last.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (CppBackend(), CudaBackend(), TritonBackend(), SdpaBackend(), EagerBackend())
+    for backend in (
+        CppBackend(),
+        CudaBackend(),
+        TritonBackend(),
+        FlexBackend(),
+        SdpaBackend(),
+        EagerBackend(),
+    )
 }
 
 _VARIABLE = "FUSED_ATTN_BACKEND"
@@ -58,7 +66,7 @@ def use_backend(name: str) -> Iterator[None]:
     The selection is process-wide, so it also applies to calls on other threads.
 
     Args:
-        name: "cpp", "cuda", "triton", "sdpa" or "eager".
+        name: "cpp", "cuda", "triton", "flex", "sdpa" or "eager".
 
     Raises:
         ValueError: no backend has that name.

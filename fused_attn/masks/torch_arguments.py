@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
 from fused_attn.masks.mask import UNLIMITED, Mask, as_mask
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.memo import Memo, recall, recall_on_tensor
+from fused_attn.masks.memo import recall, recall_on_spec, recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 
 Shape = tuple[int, int, int, int]
@@ -84,16 +84,11 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     tensors = [t for t in spec.tensors() if t is not None]
     numbers = (spec.band_lo, spec.band_hi, spec.alibi_offset, spec.by_query)
     what = ("torch", shape, query.dtype, query.device, numbers)
-    if not tensors:
-        memo: Memo = vars(spec).setdefault("memo", {})
-        return recall(memo, what, tensors, query.device, lambda: _arguments(spec, shape, query))
     whole = _tensor_of(spec)
     if whole is not None and len(tensors) == 1:
         return _of_tensor(whole, what, lambda: spec, shape, query)
-    # Cache the arguments on a tensor, not on the spec: specs of one mask share their tensors, even
-    # if they differ in packing.
-    return recall_on_tensor(
-        tensors[0], what, tensors, lambda: _arguments(spec, shape, query), _KEPT
+    return recall_on_spec(
+        spec, what, tensors, query.device, lambda: _arguments(spec, shape, query), _KEPT
     )
 
 

@@ -330,7 +330,7 @@ def _first_of_torch(
     Unverified calls run on this backend.
     """
     for name, backend in BACKENDS.items():
-        if backend.differentiable:
+        if backend.differentiable and name not in verdicts.KERNELS:
             with contextlib.suppress(NotImplementedError):
                 return name, _timed(contract.by(name, call), leaves, training)
     raise NotImplementedError("no backend of torch operations takes it")

@@ -1,0 +1,157 @@
+"""Backend "flex": torch's FlexAttention, with masks from structure.
+
+FlexAttention generates a Triton kernel for each kind of mask (Dong et al. 2024, "Flex Attention").
+It skips fully masked blocks, returns a differentiable lse, and computes the gradient of a bias. A
+block mask of torch's create_block_mask needs all seqlen_q x seqlen_k positions. Here it is computed
+from intervals (masks/intervals.py).
+
+    operands.py     the tensors of a mask, cached on it
+    functions.py    mask_mod, score_mod and the call of FlexAttention
+    compiled.py     compiled functions
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fused_attn.backends import reference, verdicts
+from fused_attn.backends.base import Backend, Extent
+from fused_attn.backends.problem import NormProblem, Problem, kernel_limits, too_old
+from fused_attn.base.torch_state import is_intercepted, needs_grad
+from fused_attn.call.calls import AttentionCall, AttentionOutputs
+
+if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports them
+    from fused_attn.backends.flex.functions import Variant
+    from fused_attn.backends.flex.operands import Operands
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEVICES = ("cuda", "xpu", "cpu")
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_TORCH = (2, 13)
+
+
+class FlexBackend(Backend):
+    """torch's FlexAttention, differentiated by autograd."""
+
+    name = "flex"
+    differentiable = True
+
+    def unavailable(self) -> list[str]:
+        if torch.__version__ < MIN_TORCH:  # type: ignore[operator]
+            return [f"needs torch {'.'.join(map(str, MIN_TORCH))}, not {torch.__version__}"]
+        return []
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        reasons = self.unavailable()
+        if isinstance(problem, NormProblem):
+            return [*reasons, "has no norms"]
+        device = problem.device.type
+        if device not in DEVICES:
+            reasons.append(f"runs on {', '.join(DEVICES)}, not on {device}")
+        elif device != "cpu":
+            reasons += _no_triton()
+            if device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+                reasons += too_old(problem.device)
+        elif problem.needs_grad:
+            reasons.append("has no gradients on the CPU")
+        elif problem.result == "lse":
+            reasons.append("gives no lse on the CPU")
+        reasons += kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
+        if min(problem.head_dim, problem.head_dim_v) < MIN_HEAD_DIM:
+            small = min(problem.head_dim, problem.head_dim_v)
+            reasons.append(f"takes head_dim from {MIN_HEAD_DIM}, not {small}")
+        if problem.dropout:
+            reasons.append("has no dropout")
+        if problem.result == "weights":
+            reasons.append("gives no weights")
+        if problem.learned_bias and torch.are_deterministic_algorithms_enabled():
+            reasons.append("adds up the gradient of a bias in no fixed order")
+        return reasons
+
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
+        return verdicts.reasons_against(self.name, problem)
+
+    def default_for(self, device_type: str) -> Extent:
+        return "some" if verdicts.any_usable(self.name, device_type) else "none"
+
+    def attention_fwd(
+        self, call: AttentionCall, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs:
+        from fused_attn.backends.flex import compiled, functions
+
+        query, key, value = call.query, call.key, call.value
+        nothing = query.new_empty(0)
+        if 0 in query.shape or 0 in key.shape or 0 in value.shape:
+            return AttentionOutputs(*reference.attention(call), nothing, nothing)
+        variant, operands = variant_of(call, want_lse)
+        if torch.compiler.is_compiling():
+            out, lse = functions.attend(variant, query, key, value, operands)
+        elif is_intercepted():  # traced without compilation, where FlexAttention ignores blocks
+            out, lse = reference.attention(call)
+        elif compiled.at_limit(variant):
+            _warn_of_limit()
+            out, lse = reference.attention(call)
+        else:
+            out, lse = compiled.run(variant, query, key, value, operands)
+        return AttentionOutputs(out, lse, nothing, nothing)
+
+
+def variant_of(call: AttentionCall, want_lse: bool) -> tuple[Variant, Operands]:
+    """Return the variant of a call, and its operands."""
+    from fused_attn.backends.flex.functions import Variant
+    from fused_attn.backends.flex.operands import operands_of
+
+    query, key, value = call.query, call.key, call.value
+    operands, pattern = operands_of(call)
+    bias, options = operands.bias, call.options
+    variant = Variant(
+        pattern,
+        float(options.scale),
+        float(options.softcap),
+        want_lse,
+        needs_grad(query, key, value, bias),
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        value.shape[3],
+        query.dtype,
+        query.device.type,
+        None if bias is None else bias.dtype,
+        _ones(query, key, operands),
+    )
+    return variant, operands
+
+
+def _ones(query: Tensor, key: Tensor, operands: Operands) -> tuple[bool, ...]:
+    sizes = [query.shape[0], query.shape[2], key.shape[2]]
+    if operands.lists is not None:
+        sizes += operands.lists.kv_indices.shape[2:]  # the pattern determines the others
+    return tuple([size == 1 for size in sizes])
+
+
+def _no_triton() -> list[str]:
+    return [] if importlib.util.find_spec("triton") is not None else ["triton is not installed"]
+
+
+def _warn_of_limit() -> None:
+    from fused_attn.backends.flex.compiled import MAX_VARIANTS
+
+    warnings.warn(
+        f'backend "flex" has compiled {MAX_VARIANTS} kinds of calls, its limit: other kinds run on '
+        'backend "eager"',
+        stacklevel=2,
+    )
+
+
+def _kernel_files() -> Iterator[Path]:
+    return Path(__file__).parent.glob("*.py")
+
+
+verdicts.KERNELS[FlexBackend.name] = _kernel_files

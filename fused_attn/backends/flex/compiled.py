@@ -1,0 +1,91 @@
+"""Compiled FlexAttention: one function for each variant, and a limit on their number.
+
+Without compilation, FlexAttention materializes the scores and ignores the blocks. torch.compile
+does that silently when a function reaches its limit of recompilations, unless the graph must be
+full. So each variant is a function of its own, with a full graph, for which only the sizes of batch
+and sequences vary: torch.compile makes at most a few versions of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
+from torch.fx.experimental import _config
+
+from fused_attn.backends.flex.functions import Variant, attend
+from fused_attn.backends.flex.operands import Operands, dimensions
+
+# Compiling takes 10 to 60 s on a GPU. A model needs one variant for each kind of mask, in training
+# and in evaluation.
+MAX_VARIANTS = 64
+
+_functions: dict[Variant, Any] = {}
+
+
+def variants() -> tuple[Variant, ...]:
+    """Return the variants that were compiled, oldest first."""
+    return tuple(_functions)
+
+
+def at_limit(variant: Variant) -> bool:
+    """Return True if a variant is new, and no more may be compiled."""
+    return variant not in _functions and len(_functions) >= MAX_VARIANTS
+
+
+def run(
+    variant: Variant, query: Tensor, key: Tensor, value: Tensor, operands: Operands
+) -> tuple[Tensor, Tensor | None]:
+    """Run the compiled `attend` of a variant; compile it for any sizes if the variant is new."""
+    function = _functions.get(variant)
+    if function is not None:
+        return function(query, key, value, operands)
+    function = _functions[variant] = _compiled(variant)
+    if variant.device_type == "cpu":
+        return function(query, key, value, operands)
+    # Without duck shapes, sizes that are equal in this call may differ in others.
+    marked = [(tensor, "bhq") for tensor in (query, key, value)]
+    marked += [(tensor, "bhqk") for tensor in operands.lists or ()]
+    marked += dimensions(variant.pattern, operands)
+    config: Any = _config
+    with config.patch(use_duck_shape=False), _any_size(marked):
+        return function(query, key, value, operands)
+
+
+def _compiled(variant: Variant) -> Any:
+    def attention(query: Tensor, key: Tensor, value: Tensor, operands: Operands) -> Any:
+        return attend(variant, query, key, value, operands)
+
+    # torch.compile counts recompilations by code object.
+    code = attention.__code__.replace(co_name=f"flex_attention_{len(_functions)}")
+    own = FunctionType(code, attention.__globals__, code.co_name, None, attention.__closure__)
+    # Inductor's C++ code for FlexAttention supports constant sizes only (torch 2.13), so on the CPU
+    # each size is compiled for.
+    dynamic = False if variant.device_type == "cpu" else None
+    return torch.compile(own, fullgraph=True, dynamic=dynamic)
+
+
+@contextlib.contextmanager
+def _any_size(tensors: list[tuple[Tensor, str]]) -> Iterator[None]:
+    """Mark the sizes of batch and sequences as dynamic within the block.
+
+    Otherwise torch.compile would first compile for constants, and again for each size that changes
+    in a later call. Heads and head dimensions stay constant. So do sizes of 1, see `Variant.ones`.
+
+    Args:
+        tensors: each with the letters of its dimensions; those of "h" stay constant.
+    """
+    for tensor, letters in tensors:
+        sizes = zip(letters, tensor.shape, strict=False)
+        maybe_mark_dynamic(tensor, [d for d, (x, n) in enumerate(sizes) if x != "h" and n > 1])
+    try:
+        yield
+    finally:
+        for tensor, _ in tensors:
+            for name in ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"):
+                vars(tensor).pop(name, None)

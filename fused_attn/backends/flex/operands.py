@@ -1,0 +1,225 @@
+"""Tensors that FlexAttention's mask and score functions read, for a call's mask.
+
+Everything that a mask contains becomes a tensor, so that new values or lengths need no compilation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_attn.call.calls import AttentionCall
+from fused_attn.masks.intervals import (
+    BlockLists,
+    Intervals,
+    Rows,
+    block_lists,
+    intervals_of,
+    unmasked_keys,
+)
+from fused_attn.masks.memo import recall_on_spec
+from fused_attn.masks.spec import MaskSpec
+
+# FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
+BLOCK_SIZE = (128, 128)
+_CACHED = 8  # shapes cached for a mask; the block lists are small
+
+
+class Operands(NamedTuple):
+    """Tensors that mask_mod and score_mod index; None if the mask does not need one.
+
+    Each is indexed by the dimensions that `Pattern` names for it: its dimensions of size 1 are
+    removed.
+
+    Attributes:
+        lists: visible blocks; None if every position is visible.
+        begin, end: the interval of visible keys of each query row.
+        query_documents, key_documents, key_mask, dense: conditions that the intervals do not
+            express, see `Intervals.rest`.
+        bias: added to the scores.
+        slopes, diagonal: ALiBi adds -slopes * |diagonal - key|.
+        sequence, position, first_key: see `masks.intervals.Rows`; for packed sequences if `dense`,
+            `bias` or `slopes` is indexed by sequence.
+        unmasked: bool (1 or batch, 1 or num_heads_kv, seqlen_k), False for keys that no query
+            attends to; None if no such key can have a NaN that reaches a result.
+    """
+
+    lists: BlockLists | None = None
+    begin: Tensor | None = None
+    end: Tensor | None = None
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    key_mask: Tensor | None = None
+    dense: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    diagonal: Tensor | None = None
+    sequence: Tensor | None = None
+    position: Tensor | None = None
+    first_key: Tensor | None = None
+    unmasked: Tensor | None = None
+
+
+class Pattern(NamedTuple):
+    """Operands that a mask has: the dimensions that index each, as letters of "bhqk".
+
+    "" means that the mask does not have the operand. It is part of the key of compiled functions.
+    """
+
+    begin: str = ""
+    query_documents: str = ""
+    key_documents: str = ""
+    key_mask: str = ""
+    dense: str = ""
+    bias: str = ""
+    slopes: str = ""
+    diagonal: str = ""
+    packed: bool = False
+    clears: bool = False
+
+
+class _Structure(NamedTuple):
+    """Values derived from a mask's tensors, without a reference to one of them.
+
+    Attributes:
+        intervals: see masks/intervals.py; `rest` has only tensors that were made for packed rows.
+        rest: the names of all fields of `Intervals.rest`.
+        lists, unmasked: see Operands.
+    """
+
+    intervals: Intervals
+    rest: frozenset[str]
+    lists: BlockLists
+    unmasked: Tensor | None
+
+
+_CONDITIONS = ("query_documents", "key_documents", "key_mask", "dense")
+
+
+def operands_of(call: AttentionCall) -> tuple[Operands, Pattern]:
+    """Return the tensors that a call's mask needs, and their pattern."""
+    spec, rows = call.mask, None
+    lists = unmasked = None
+    tensors: dict[str, Tensor] = {}
+    if _masks_positions(spec, call):
+        structure = _structure_of(spec, call)
+        intervals, lists, unmasked = structure.intervals, structure.lists, structure.unmasked
+        rows = intervals.rows
+        tensors["begin"], tensors["end"] = intervals.begin, intervals.end
+        for name in _CONDITIONS:
+            if name in structure.rest:
+                made = getattr(intervals.rest, name)
+                tensors[name] = getattr(spec, name) if made is None else made
+    elif spec.cu_seqlens_q is not None:
+        rows = _structure_of(spec, call).intervals.rows
+    if spec.bias is not None:
+        tensors["bias"] = spec.bias
+    if spec.slopes is not None:
+        tensors["slopes"], tensors["diagonal"] = spec.slopes, _diagonal(spec, call, rows)
+    by_sequence = rows is not None and not tensors.keys().isdisjoint(("dense", "bias", "slopes"))
+    found: dict[str, Tensor] = {}
+    letters: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        found[name], letters[name] = _without_ones(tensor, _LETTERS[name], call)
+    letters.pop("end", None)
+    pattern = Pattern(**letters, packed=by_sequence, clears=unmasked is not None)
+    if by_sequence and rows is not None:
+        found.update(rows._asdict())
+    return Operands(lists=lists, unmasked=unmasked, **found), pattern
+
+
+_LETTERS = {
+    "begin": "bq",
+    "end": "bq",
+    "query_documents": "bq",
+    "key_documents": "bk",
+    "key_mask": "bhqk",
+    "dense": "bhqk",
+    "bias": "bhqk",
+    "slopes": "bh",
+    "diagonal": "bq",
+}
+
+
+def dimensions(pattern: Pattern, operands: Operands) -> list[tuple[Tensor, str]]:
+    """Return each operand, except `lists`, with the letters of its dimensions."""
+    letters = {
+        **pattern._asdict(),
+        "end": pattern.begin,
+        **dict.fromkeys(Rows._fields, "q"),
+        "unmasked": "bhk",
+    }
+    given = operands._asdict().items()
+    return [(t, letters[name]) for name, t in given if isinstance(t, Tensor)]
+
+
+def _masks_positions(spec: MaskSpec, call: AttentionCall) -> bool:
+    """Return True if anything other than the bias can mask a position."""
+    return spec.cu_seqlens_q is not None or replace(spec, bias=None, slopes=None).kind != "none"
+
+
+def _structure_of(spec: MaskSpec, call: AttentionCall) -> _Structure:
+    """Return the structure of a call's mask, cached on the mask's tensors."""
+    query, key = call.query, call.key
+    shape = (*query.shape[:3], key.shape[2])
+    heads, device = key.shape[1], query.device
+    # A learned bias changes in each training step; its -inf is applied by score_mod alone.
+    bias = None if spec.bias is None or spec.bias.requires_grad else spec.bias
+    spec = replace(spec, bias=bias, bias_summary=None, dense_summary=None, slopes=None)
+
+    def make() -> _Structure:
+        intervals = intervals_of(spec, shape, device)
+        rest = intervals.rest
+        names = frozenset(n for n in _CONDITIONS if getattr(rest, n) is not None)
+        made = {n: getattr(rest, n) for n in names if getattr(rest, n) is not getattr(spec, n)}
+        unmasked = unmasked_keys(intervals, heads) if _clears(spec, shape) else None
+        lists = block_lists(intervals, BLOCK_SIZE)
+        return _Structure(replace(intervals, rest=MaskSpec(**made)), names, lists, unmasked)
+
+    tensors = [t for t in spec.tensors() if t is not None]
+    what = ("flex", shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
+    return recall_on_spec(spec, what, tensors, device, make, _CACHED)
+
+
+def _clears(spec: MaskSpec, shape: tuple[int, ...]) -> bool:
+    """Return True if a key that no query attends to may be in a block with visible positions.
+
+    FlexAttention multiplies its value by a weight of 0, and 0 * NaN is NaN. Packed sequences have
+    no padding.
+    """
+    if spec.cu_seqlens_q is not None:
+        return spec.key_mask is not None
+    tables = spec.bounds, spec.query_documents, spec.key_mask, spec.dense
+    if any(table is not None for table in tables):
+        return True
+    return spec.band_lo > 0 or shape[2] - 1 + spec.band_hi < shape[3] - 1
+
+
+def _diagonal(spec: MaskSpec, call: AttentionCall, rows: Rows | None) -> Tensor:
+    """Return the key without ALiBi penalty of each query, int32 (1 or batch, seqlen_q)."""
+    device = call.query.device
+    offset = spec.alibi_offset if spec.bounds is None else spec.bounds[:, -1:]
+    if rows is None:
+        return (torch.arange(call.query.shape[2], device=device)[None] + offset).to(torch.int32)
+    if isinstance(offset, Tensor):
+        offset = offset[rows.sequence, 0]
+    return (rows.position + rows.first_key + offset).to(torch.int32)[None]
+
+
+def _without_ones(tensor: Tensor, letters: str, call: AttentionCall) -> tuple[Tensor, str]:
+    """Return the tensor without its dimensions of size 1, and the letters of the others.
+
+    A tensor of one element keeps its last dimension, expanded to the number of keys if that is the
+    dimension of keys: FlexAttention cannot index a 0-D tensor that requires grad.
+    """
+    sizes = tensor.shape
+    kept = [dim for dim, size in enumerate(sizes) if size > 1]
+    if not kept:
+        kept = [len(sizes) - 1]
+        if letters[-1] == "k":
+            tensor = tensor.expand(*sizes[:-1], call.key.shape[2])
+    named = "".join(letters[dim] for dim in kept)
+    return tensor.reshape([tensor.shape[dim] for dim in kept]), named

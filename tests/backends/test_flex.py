@@ -1,0 +1,309 @@
+"""Backend "flex": its mask and score functions, its values, and what it refuses.
+
+The values come from FlexAttention's eager higher-order op, which has gradients on the CPU, and from
+its compiled CPU kernel. tests/backends/test_flex_triton.py runs its Triton kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from helpers import assert_like_eager, attention, random_qkv
+from mask_cases import MASKS
+from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem, visible_of
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_mask
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.backends import AttentionProblem, flex, get_backend
+from fused_attn.backends.flex import compiled, variant_of
+from fused_attn.backends.flex import operands as operands_file
+from fused_attn.backends.flex.functions import attend, mask_function, score_function
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.spec import normalize
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    bool(get_backend("flex").unavailable()), reason="reason: needs a newer torch"
+)
+
+
+def problem(number):
+    """Return a call with random masks: structured, dense, biased, with ALiBi, packed."""
+    draw = random.Random(number)
+    heads_kv = draw.choice([1, 2])
+    if number % 4 == 3:
+        spec, shape, _ = packed_problem(number)
+    else:
+        heads = heads_kv * draw.choice([1, 2])
+        shape = (draw.choice([1, 2, 3]), heads, draw.randint(1, 70), draw.randint(1, 70))
+        mask = drawn_mask(number, (*STRUCTURED, *OTHERS), shape)
+        generator = torch.Generator().manual_seed(number)
+        if draw.random() < 0.3:
+            slopes = torch.rand(*draw.choice([(), (shape[0],)]), heads, generator=generator)
+            mask = mask & masks.alibi(slopes, draw.choice(["top_left", "bottom_right"]))
+        if draw.random() < 0.4:
+            sizes = [draw.choice([1, size]) for size in shape]
+            mask = mask & masks.bias(torch.randn(*sizes, generator=generator))
+        spec = normalize(mask, *shape, torch.empty(0))
+    batch, heads, seqlen_q, seqlen_k = shape
+    query = torch.randn(batch, heads, seqlen_q, 16)
+    key, value = torch.randn(2, batch, heads_kv, seqlen_k, 16)
+    return AttentionCall(query, key, value, spec, AttentionOptions(0.25, draw.choice([0.0, 4.0])))
+
+
+def at_each_position(function, shape):
+    """Evaluate a function of (batch, head, query, key) at every position."""
+    for dim in (3, 2, 1, 0):
+        dims = [None] * 4
+        dims[dim] = 0
+        function = torch.vmap(function, in_dims=tuple(dims))
+    return function(*(torch.arange(n) for n in shape))
+
+
+@pytest.mark.parametrize("start", range(0, 1000, 200))
+def test_masks_position_by_position(start):
+    """1,000 random masks: mask_mod equals the dense mask, score_mod the terms of the reference."""
+    for number in range(start, start + 200):
+        call = problem(number)
+        variant, operands = variant_of(call, False)
+        shape, cap = (*call.query.shape[:3], call.key.shape[2]), call.options.softcap
+        want = torch.full(shape, cap * math.tanh(0.7 / cap) if cap > 0.0 else 0.7)
+        score_mod, got = score_function(variant, operands), torch.full(shape, 0.7)
+        if score_mod is not None:
+            mod = lambda *place, own=score_mod: own(torch.tensor(0.7), *place)  # noqa: E731
+            got = at_each_position(mod, shape)
+        if call.mask.cu_seqlens_q is None:
+            _, bias = materialize(call.mask, *shape, CPU, torch.float32)
+            want = want if bias is None else want + bias
+            torch.testing.assert_close(got, want)
+            visible = visible_of(call.mask, shape)
+        else:
+            visible = packed_problem(number)[2]
+        visible_here = got > float("-inf")
+        if operands.lists is not None:
+            mask_mod = mask_function(variant.pattern, operands)
+            visible_here = visible_here & create_mask(mask_mod, *shape, device="cpu")
+        assert torch.equal(visible_here, visible), number
+
+
+@pytest.fixture
+def by_eager_op(monkeypatch):
+    """Run FlexAttention's eager op, which has gradients on the CPU, in place of Inductor's code."""
+
+    def without_inductor(variant):
+        def run(*arguments):
+            torch._dynamo.reset()
+            own = torch.compile(
+                lambda *a: attend(variant, *a), backend="eager", fullgraph=True, dynamic=False
+            )
+            return own(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex.FlexBackend, "unsupported", lambda self, problem: [])
+    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(compiled, "_compiled", without_inductor)
+
+
+@pytest.mark.usefixtures("by_eager_op")
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name):
+    """Out, lse, and the gradients for both, within the numerics contract."""
+    shape = 2, 4, 2, 45, 53, 16
+    mask = MASKS[name](*shape[:2], *shape[3:5])
+    function = attention(mask, enable_gqa=True)
+    assert_like_eager(function, random_qkv(*shape, head_dim_v=24), torch.float32, "flex")
+
+
+BIASES = [(1, 4, 45, 53), (2, 1, 1, 53), (45, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.usefixtures("by_eager_op")
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *((sizes, torch.float32) for sizes in BIASES),
+        # The eager op sums a 16-bit gradient over broadcast rows; its Triton kernel does not.
+        *((sizes, dtype) for sizes in BIASES[:2] for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=str,
+)
+def test_learned_bias(sizes, dtype):
+    """The gradient of a bias has its broadcast shape, with softcap and a structured mask."""
+    shape = 2, 4, 2, 45, 53, 16
+    mask = masks.causal("bottom_right") & masks.padding([53, 20])
+    function = attention(mask, enable_gqa=True, softcap=3.0, scale=0.4)
+    tensors = {**random_qkv(*shape), "bias": torch.randn(sizes)}
+    assert_like_eager(function, tensors, dtype, "flex")
+
+
+@pytest.mark.usefixtures("by_eager_op")
+def test_packed_sequences():
+    """As one batch of global rows, with lse, a learned bias of each sequence, and ALiBi."""
+    lengths = torch.tensor([20, 0, 33, 7])
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    mask = masks.causal() & masks.alibi(torch.rand(4, 4, generator=torch.Generator()))
+
+    def function(backend):
+        def call(query, key, value, bias):
+            return fused_attn.varlen_attention(
+                *(t[0].transpose(0, 1) for t in (query, key, value)),
+                starts, starts, 33, 33, mask & masks.bias(bias), return_lse=True, backend=backend,
+            )  # fmt: skip
+
+        return call
+
+    tensors = {**random_qkv(1, 4, 2, 60, 60, 16), "bias": torch.randn(4, 1, 33, 33)}
+    assert_like_eager(function, tensors, torch.float32, "flex")
+
+
+# ---- compiled for the CPU -----------------------------------------------------------------------
+
+COMPILED = {
+    "window_padding": lambda: masks.sliding_window(40, 9) & masks.padding([260, 100], [300, 250]),
+    "documents_shuffled": lambda: masks.documents(torch.arange(300) % 3, torch.arange(260) % 4),
+    "dense_bias": lambda: (
+        masks.dense(torch.rand(2, 1, 300, 260) < 0.5) & masks.bias(torch.randn(2, 1, 1, 260))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_forward(name, monkeypatch):
+    """Inductor's CPU kernel: right, blocks are really skipped, and no compilation for values."""
+    query, key, value = (t.detach() for t in random_qkv(2, 4, 2, 300, 260, 32).values())
+    mask, options = COMPILED[name](), {"enable_gqa": True, "softcap": 20.0}
+    if name == "window_padding":  # NaN in padding reaches no result
+        key, value = key.clone(), value.clone()
+        key[1, :, 100:] = value[1, :, 100:] = float("nan")
+    out = fused_attn.scaled_dot_product_attention(
+        query, key, value, mask, backend="flex", **options
+    )
+    want = fused_attn.scaled_dot_product_attention(
+        query, key, value, mask, backend="eager", **options
+    )
+    torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
+    number = len(compiled.variants())
+    lists = operands_file.block_lists
+
+    def without_blocks(intervals, block_size):
+        made = lists(intervals, block_size)
+        return made._replace(
+            kv_num_blocks=made.kv_num_blocks * 0, full_kv_num_blocks=made.full_kv_num_blocks * 0
+        )
+
+    monkeypatch.setattr(operands_file, "block_lists", without_blocks)
+    again = COMPILED[name]()
+    skipped = fused_attn.scaled_dot_product_attention(
+        query, key, value, again, backend="flex", **options
+    )
+    assert not skipped.any()
+    assert len(compiled.variants()) == number
+
+
+def test_compilations_are_bounded(monkeypatch):
+    """50 shapes with every mask: as on a GPU, about one compilation for each kind of mask."""
+    counter, compile_ = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend=counter, **kw))
+    monkeypatch.setattr(compiled, "_functions", {})
+    draw = random.Random(0)
+    for _ in range(50):
+        shape = (draw.choice([1, 2, 3, 4]), 2, draw.randint(129, 600), draw.randint(129, 600))
+        query, key = torch.zeros(*shape[:3], 16), torch.zeros(*shape[:2], shape[3], 16)
+        for name in MASKS:
+            call = AttentionCall(
+                query,
+                key,
+                key,
+                normalize(MASKS[name](*shape), *shape, query),
+                AttentionOptions(0.25),
+            )
+            with torch.no_grad():
+                variant, operands = variant_of(call, False)
+                variant = variant._replace(device_type="cuda")
+                assert not compiled.at_limit(variant)
+                compiled.run(variant, query, key, key, operands)
+    number = len(compiled.variants())
+    assert number <= 2 * len(MASKS) <= compiled.MAX_VARIANTS
+    assert counter.frame_count <= 1.2 * number
+
+
+# ---- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("properties", "reason"),
+    [
+        ({}, None),
+        ({"mask": "bias", "bias_dtype": torch.float32, "learned_bias": True}, None),
+        ({"softcap": True, "result": "lse", "needs_grad": True, "packed": True}, None),
+        ({"dropout": True}, "has no dropout"),
+        ({"head_dim": 8, "head_dim_v": 8}, "takes head_dim from 16, not 8"),
+        ({"head_dim": 512}, "takes head_dim up to 256, not 512"),
+        ({"dtype": torch.float64}, "has no torch.float64"),
+        ({"transformed": True}, "has no derivatives under torch.func and in forward mode"),
+        ({"result": "weights"}, "gives no weights"),
+        ({"device": torch.device("mps")}, "runs on cuda, xpu, cpu, not on mps"),
+        ({"device": CPU, "needs_grad": True}, "has no gradients on the CPU"),
+        ({"device": CPU, "result": "lse"}, "gives no lse on the CPU"),
+    ],
+    ids=str,
+)
+def test_refusals(properties, reason):
+    there = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
+    properties = {**there, "head_dim_v": 64, **properties}
+    reasons = get_backend("flex").unsupported(AttentionProblem(**properties))
+    assert reasons == ([] if reason is None else [reason])
+
+
+def test_gradient_of_a_bias_is_refused_if_it_must_be_deterministic():
+    learned = AttentionProblem(torch.device("cuda"), torch.float32, 64, 64, learned_bias=True)
+    assert not get_backend("flex").unsupported(learned)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert get_backend("flex").unsupported(learned)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_limit_of_compilations(monkeypatch):
+    """At the limit, new kinds of calls run on the reference, with a warning; nothing compiles."""
+    monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
+    monkeypatch.setattr(compiled, "_functions", {})
+    query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
+    with pytest.warns(UserWarning, match="has compiled 0 kinds of calls"):
+        out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
+    want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
+    assert torch.equal(out, want)
+    assert not compiled.variants()
+
+
+def test_without_positions():
+    """Empty tensors need no kernel."""
+    query, key = torch.empty(2, 2, 0, 16), torch.empty(2, 2, 5, 16)
+    out = fused_attn.scaled_dot_product_attention(query, key, key, backend="flex")
+    assert out.shape == query.shape
+    out = fused_attn.scaled_dot_product_attention(key, query, query, backend="flex")
+    assert not out.any()
+
+
+def test_selected_by_name_only():
+    """On the CPU, and on a GPU where it is not verified, other backends are the default."""
+    query = torch.randn(1, 2, 40, 16)
+    assert "flex" in fused_attn.available_backends()
+    there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64, mask="structured")
+    assert get_backend("flex").opt_in_reasons(there)
+    assert get_backend("flex").default_for("cuda") == "none"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused_attn.scaled_dot_product_attention(query, query, query)

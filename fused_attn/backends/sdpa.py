@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_attn.backends import reference
+from fused_attn.backends import denylist, reference
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, too_old
+from fused_attn.base.torch_state import needs_grad
 from fused_attn.call import packed
 from fused_attn.call.calls import (
     AttentionCall,
@@ -209,11 +213,64 @@ def _attention(
     grouped: bool,
 ) -> Tensor:
     mask, is_causal, empty = arguments
-    out = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+    with _without_cudnn() if _cudnn_is_denied(query, key, value, mask) else _AS_SET:
+        out = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     if empty is None:
         return out
     # In place only if no gradient is needed, because torch's backward reads out.
     return out.masked_fill(empty, 0.0) if out.requires_grad else out.masked_fill_(empty, 0.0)
+
+
+# ---- cuDNN --------------------------------------------------------------------------------------
+
+_AS_SET = contextlib.nullcontext()
+
+
+def _cudnn_is_denied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return True if torch must not choose cuDNN for a call."""
+    if query.device.type != "cuda" or (mask is None and query.shape[2] != 1):
+        return False
+    if not needs_grad(query, key, value, mask):
+        return False
+    feature = denylist.ONE_QUERY_WITH_GRADIENTS if mask is None else denylist.MASK_WITH_GRADIENTS
+    return denylist.is_denied("cudnn", feature, query.device)
+
+
+def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch's function chooses any of its enabled kernels but cuDNN's.
+
+    The forward makes the choice; its backward runs on the same kernels.
+    """
+    if not torch.compiler.is_compiling():
+        return _CudnnOff()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    enabled = zip(kernels, _enabled_kernels(), strict=True)
+    return sdpa_kernel([kernel for kernel, is_enabled in enabled if is_enabled])
+
+
+def _enabled_kernels() -> tuple[bool, bool, bool]:
+    """Return whether flash, memory-efficient and math attention are enabled."""
+    flags = torch.backends.cuda
+    return flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()
+
+
+# torch.compile calls the function while tracing, and treats the result as a constant.
+_enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _CudnnOff:
+    """Context that switches cuDNN attention off, in less time than torch's `sdpa_kernel`."""
+
+    def __enter__(self) -> None:
+        self.enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        if self.enabled:
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def __exit__(self, *error: object) -> None:
+        if self.enabled:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 # ---- lse ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from helpers import random_qkv
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_attn as fa
-from fused_attn.backends import AttentionProblem, get_backend, sdpa
+from fused_attn.backends import AttentionProblem, denylist, get_backend, sdpa
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -87,3 +87,104 @@ def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
     for got, expected in zip(gradients("sdpa"), gradients("eager"), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert seen == [24]
+
+
+# ---- defects of cuDNN ---------------------------------------------------------------------------
+
+
+def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True):
+    """Return whether cuDNN is enabled while torch's function runs on CUDA tensors.
+
+    Without a GPU: they are stand-ins, as autograd cannot record operations on CUDA tensors there.
+    """
+    flags = []
+
+    def noted(query, *arguments, **options):
+        flags.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torch.empty(())
+
+    monkeypatch.setattr(sdpa, "attend", noted)
+    query, key, value = (
+        SimpleNamespace(
+            device=torch.device("cuda"), shape=(2, 4, n, 32), requires_grad=requires_grad
+        )
+        for n in (seqlen_q, 64, 64)
+    )
+    sdpa._attention(query, key, value, arguments, 0.0, None, False)
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # as it was
+    return flags[0]
+
+
+def test_cudnn_gets_no_mask_with_gradients(monkeypatch):
+    """Its gradient of query can be NaN: https://github.com/pytorch/pytorch/issues/196678."""
+    masked = sdpa.TorchArguments(torch.ones(64, 64, dtype=torch.bool))
+    assert not cudnn_is_enabled(monkeypatch, masked)
+    assert cudnn_is_enabled(monkeypatch, masked, requires_grad=False)
+    learned = sdpa.TorchArguments(torch.zeros(64, 64, requires_grad=True))
+    assert not cudnn_is_enabled(monkeypatch, learned, requires_grad=False)
+    with torch.no_grad():
+        assert cudnn_is_enabled(monkeypatch, masked)
+
+
+def test_cudnn_without_a_mask_tensor(monkeypatch):
+    """It is left out for one query with gradients only."""
+    for arguments in (sdpa.TorchArguments(), sdpa.TorchArguments(is_causal=True)):
+        assert cudnn_is_enabled(monkeypatch, arguments)
+        assert not cudnn_is_enabled(monkeypatch, arguments, seqlen_q=1)
+        assert cudnn_is_enabled(monkeypatch, arguments, seqlen_q=1, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "denied"),
+    [
+        ((9, 0), "2.13.0+cu130", True),
+        ((9, 0), "2.12.0a0+git1", True),
+        ((9, 0), "2.10.1", False),
+        ((8, 0), "2.13.0", False),
+        ((10, 0), "2.13.0", False),
+    ],
+    ids=str,
+)
+def test_denylist(capability, version, denied, monkeypatch):
+    """An entry holds for versions and architectures, and names its source."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "__version__", version)
+    found = denylist.defects("cudnn", denylist.MASK_WITH_GRADIENTS, torch.device("cuda"))
+    assert bool(found) == denied
+    assert all(defect.source.startswith("https://") for defect in denylist.DEFECTS)
+
+
+def test_a_kernel_that_the_user_switched_off_stays_off(monkeypatch):
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with sdpa._CudnnOff():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_cudnn_under_compile(monkeypatch):
+    """The graph switches cuDNN off around torch's function; other kernels stay as they are set."""
+    monkeypatch.setattr(sdpa, "_cudnn_is_denied", lambda *tensors: True)
+    nodes = []
+
+    def backend(graph, inputs):
+        nodes.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    x = torch.randn(1, 2, 16, 16)
+    mask = torch.rand(16, 16) < 0.9
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def call(x, mask):
+        return fa.scaled_dot_product_attention(x, x, x, mask, backend="sdpa")
+
+    want = torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
+    torch.testing.assert_close(call(x, mask).nan_to_num(), want.nan_to_num())
+    switch = torch.nn.attention._sdpa_kernel
+    assert nodes.count(switch) == 2
+    between = nodes[nodes.index(switch) : len(nodes) - nodes[::-1].index(switch)]
+    assert torch._C._nn.scaled_dot_product_attention in between
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -406,8 +406,8 @@ def _zero_beyond_ends(call: AttentionCall, ends: Tensor) -> AttentionCall:
 
     torch's kernels multiply masked values by 0, so non-finite ones would become NaN.
     """
-    behind = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
-    keys, values = (t.masked_fill(behind[..., None], 0.0) for t in (call.key, call.value))
+    beyond_end = torch.arange(call.key.shape[2], device=ends.device) >= ends[:, None, None]
+    keys, values = (t.masked_fill(beyond_end[..., None], 0.0) for t in (call.key, call.value))
     return replace(call, key=keys, value=values)
 
 

@@ -26,11 +26,11 @@ from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.torch_arguments import TorchArguments, arguments_of, torch_arguments
 
 _aten = torch.ops.aten
-_NOTHING = torch.empty(0)  # placeholder for outputs that torch does not return
-_NO_LSE = (_NOTHING, _NOTHING, _NOTHING)
+_EMPTY = torch.empty(0)  # placeholder for outputs that torch does not return
+_NO_LSE = (_EMPTY, _EMPTY, _EMPTY)
 
 # torch's implementation. `enable()` patches F.scaled_dot_product_attention and sets this variable.
-attend = F.scaled_dot_product_attention
+torch_sdpa = F.scaled_dot_product_attention
 _NO_MASK, _CAUSAL = TorchArguments(), TorchArguments(is_causal=True)
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
@@ -85,7 +85,7 @@ class SdpaBackend(Backend):
             out = _unchecked_attention(call)
             return None if out is None else AttentionOutputs(out, *_NO_LSE)
         out, lse = _out_and_lse(call, want_lse)
-        return AttentionOutputs(out, lse, _NOTHING, _NOTHING)
+        return AttentionOutputs(out, lse, _EMPTY, _EMPTY)
 
     def attention_with_weights(self, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
         query, key, value = call.query, call.key, call.value
@@ -122,7 +122,7 @@ class SdpaBackend(Backend):
             total = call.residual + total
         out = reference.norm_of(total, call)
         total = total.contiguous() if call.has_total else out.new_empty(0)
-        return NormOutputs(out, total, _NOTHING, _NOTHING)
+        return NormOutputs(out, total, _EMPTY, _EMPTY)
 
 
 def _unchecked_attention(call: UncheckedAttention) -> Tensor | None:
@@ -162,7 +162,7 @@ def _unchecked_norm(call: UncheckedNorm) -> NormOutputs | None:
         out = torch.rms_norm(input, shape, call.weight, eps)
     else:
         out = torch.layer_norm(input, shape, call.weight, call.bias, eps)
-    return NormOutputs(out, input, _NOTHING, _NOTHING)
+    return NormOutputs(out, input, _EMPTY, _EMPTY)
 
 
 def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -180,7 +180,7 @@ def _out_and_lse(call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor]:
     out = _attention(
         query, key, value, arguments, call.options.dropout_p, call.options.scale, grouped
     )
-    return out, _NOTHING
+    return out, _EMPTY
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool | None:
@@ -214,7 +214,9 @@ def _attention(
 ) -> Tensor:
     mask, is_causal, empty = arguments
     with _without_cudnn() if _cudnn_is_denied(query, key, value, mask) else _AS_SET:
-        out = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+        out = torch_sdpa(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+        )
     if empty is None:
         return out
     # In place only if no gradient is needed, because torch's backward reads out.

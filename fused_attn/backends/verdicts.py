@@ -295,14 +295,14 @@ def _path(identity: Mapping[str, str]) -> Path:
 
 def _read(backend: str, device: torch.device) -> _Table:
     """Read the verdict for this machine. In each class, only the fastest backend is usable."""
-    own = _load(backend, device)
-    if isinstance(own, str):
-        return _Table({}, own)
-    reasons = {name: _against(name, verdict) for name, verdict in own.items()}
+    verdicts = _load(backend, device)
+    if isinstance(verdicts, str):
+        return _Table({}, verdicts)
+    reasons = {name: _against(name, verdict) for name, verdict in verdicts.items()}
     for other in KERNELS.keys() - {backend}:
-        theirs = _load(other, device)
-        for name, verdict in theirs.items() if isinstance(theirs, dict) else ():
-            if name in own and own[name].usable and verdict.rate > own[name].rate:
+        other_verdicts = _load(other, device)
+        for name, verdict in other_verdicts.items() if isinstance(other_verdicts, dict) else ():
+            if name in verdicts and verdicts[name].usable and verdict.rate > verdicts[name].rate:
                 reasons[name] = f"`fused-attn verify` found {other} faster for {name}"
     nowhere = "`fused-attn verify` found no class of problems in which it is the one to choose"
     return _Table(reasons, "" if "" in reasons.values() else nowhere)

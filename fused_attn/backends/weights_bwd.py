@@ -55,12 +55,12 @@ def attention_weights_bwd(
         if options.dropout_p > 0.0:
             assert options.seed is not None
             sizes = (batch, num_heads, seqlen_q, seqlen_k)
-            own_head = slice(h, h + 1)
+            one_head = slice(h, h + 1)
             keep = philox.attention_keep(
                 options.seed,
                 options.dropout_p,
                 *sizes,
-                heads=own_head,
+                heads=one_head,
                 offsets=options.dropout_offsets,
             )
             grad = grad * (keep[:, 0].to(dtype) * philox.dropout_scale(options.dropout_p))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import SymInt, Tensor
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
-NOTHING: Layout = ((0,), (1,))
+EMPTY_LAYOUT: Layout = ((0,), (1,))
 _SHORT_ROW, _PAGE = 128, 4096  # bytes; see `rows_in_place`
 _MAX_ROWS = 1 << 31  # maximum number of rows that norm kernels address by two strides
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_attn.base.flat import Flat, empty_strided, flattens
 from fused_attn.base.layout import (
-    NOTHING,
+    EMPTY_LAYOUT,
     contiguous,
     kernel_strides,
     laid_out_like,
@@ -162,9 +162,9 @@ class AttentionCall(Flat):
         rounds = for_backward and query.dtype.itemsize == 2
         return AttentionOutputs(
             empty(*out, query.dtype, device),
-            empty(*(rows if for_backward or want_lse else NOTHING), dtype, device),
-            empty(*(rows if for_backward else NOTHING), dtype, device),
-            empty(*(out if rounds else NOTHING), torch.int16, device),
+            empty(*(rows if for_backward or want_lse else EMPTY_LAYOUT), dtype, device),
+            empty(*(rows if for_backward else EMPTY_LAYOUT), dtype, device),
+            empty(*(out if rounds else EMPTY_LAYOUT), torch.int16, device),
         )
 
     def gradients(self, needs_bias: bool, empty: Empty = empty_strided) -> AttentionGradients:
@@ -183,7 +183,7 @@ class AttentionCall(Flat):
             q,
             k,
             v,
-            empty(*NOTHING, query.dtype, query.device)
+            empty(*EMPTY_LAYOUT, query.dtype, query.device)
             if wanted is None
             else empty(*contiguous(wanted.shape), wanted.dtype, wanted.device),
         )
@@ -347,7 +347,7 @@ class NormCall(Flat):
         matrix = contiguous(like.shape)
         return NormOutputs(
             empty(*matrix, like.dtype, like.device),
-            empty(*(matrix if self.has_total else NOTHING), like.dtype, like.device),
+            empty(*(matrix if self.has_total else EMPTY_LAYOUT), like.dtype, like.device),
             empty((0 if self.options.rms else rows,), (1,), dtype, like.device),
             empty((rows,), (1,), dtype, like.device),
         )
@@ -360,7 +360,9 @@ class NormCall(Flat):
         columns, dtype = like.shape[-1], statistics_dtype(like.dtype)
         matrix = contiguous(like.shape)
         return NormGradients(
-            empty(*(matrix if self.options.dropout_p > 0.0 else NOTHING), like.dtype, like.device),
+            empty(
+                *(matrix if self.options.dropout_p > 0.0 else EMPTY_LAYOUT), like.dtype, like.device
+            ),
             empty(*matrix, like.dtype, like.device),
             empty((columns if needs_weight else 0,), (1,), dtype, like.device),
             empty((columns if needs_bias else 0,), (1,), dtype, like.device),

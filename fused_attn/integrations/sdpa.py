@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
-from fused_attn.backends import sdpa as torchs
+from fused_attn.backends import sdpa as sdpa_backend
 from fused_attn.backends.cpp import masks_like_torch
 from fused_attn.backends.registry import backend_is_set, choose
 from fused_attn.base import small_calls
@@ -153,7 +153,7 @@ def _switch(on: bool | None = None, blocks: int = 0) -> None:
             _library = _registered()
         elif not (switched_on or open_blocks > 0) and _library is not None:
             _library = None  # torch unregisters the kernels of a deleted library
-            torchs.attend = torch.nn.functional.scaled_dot_product_attention
+            sdpa_backend.torch_sdpa = torch.nn.functional.scaled_dot_product_attention
             _forget_dispatch()
         _switched_on, _open_blocks = switched_on, open_blocks
 
@@ -174,7 +174,7 @@ def _registered() -> Library:
         raise
     _forget_dispatch()
     _cached_fallback_reason.cache_clear()
-    torchs.attend = _torch_implementation
+    sdpa_backend.torch_sdpa = _torch_implementation
     return library
 
 

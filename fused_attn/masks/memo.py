@@ -128,15 +128,15 @@ def recall_on_spec(
 def memo_of(tensor: Tensor) -> Memo:
     """Return the memo of a tensor, creating it if missing; it is deleted with the tensor."""
     number = id(tensor)
-    held = _of_tensors.get(number)
-    if held is None or held[0]() is not tensor:
+    entry = _of_tensors.get(number)
+    if entry is None or entry[0]() is not tensor:
 
         def forget(ref: weakref.ref[Tensor]) -> None:
             if _of_tensors.get(number, (None,))[0] is ref:
                 del _of_tensors[number]
 
-        held = _of_tensors[number] = weakref.ref(tensor, forget), {}
-    return held[1]
+        entry = _of_tensors[number] = weakref.ref(tensor, forget), {}
+    return entry[1]
 
 
 def recall_eager(

@@ -16,7 +16,7 @@ from fused_attn.masks.spec import normalize
 _SKIPPED, _HIDDEN, _LIGHT, _DARK, _LINE = "#e9ecef", "#ffffff", "#9ecae1", "#1f5f99", "#adb5bd"
 
 
-class Seen(NamedTuple):
+class DenseHeadMask(NamedTuple):
     """Dense mask of one head of one sequence, and the kinds of its tiles.
 
     Attributes:
@@ -31,9 +31,9 @@ class Seen(NamedTuple):
     kinds: Tensor
 
 
-def seen(
+def dense_head_mask(
     mask: Mask, seqlen_q: int, seqlen_k: int, sequence: int, head: int, tile: tuple[int, int]
-) -> Seen:
+) -> DenseHeadMask:
     """Compute the dense mask of one head of one sequence, on the CPU."""
     batch, num_heads = _sizes(mask)
     sizes = max(batch, sequence + 1), max(num_heads, head + 1), seqlen_q, seqlen_k
@@ -44,7 +44,7 @@ def seen(
     of_head = visible.expand(sizes)[sequence, head]
     if added is not None:
         added = added.detach().float().expand(sizes)[sequence, head]
-    return Seen(of_head, added, _kinds(of_head, tile))
+    return DenseHeadMask(of_head, added, _kinds(of_head, tile))
 
 
 def plot(
@@ -61,11 +61,11 @@ def plot(
         from matplotlib import colors, patches, pyplot
     except ImportError:
         raise ImportError("plot needs matplotlib: pip install 'fused-attn[cli]'") from None
-    of_head = seen(mask, seqlen_q, seqlen_k, sequence, head, tile)
+    of_head = dense_head_mask(mask, seqlen_q, seqlen_k, sequence, head, tile)
     axes = pyplot.subplots(figsize=(4.5, 4.5), layout="constrained")[1] if axes is None else axes
     image = torch.empty(seqlen_q, seqlen_k, 3)
-    worked_on = of_head.kinds.bool().repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)
-    for color, where in ((_SKIPPED, ~worked_on), (_HIDDEN, worked_on)):
+    computed = of_head.kinds.bool().repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)
+    for color, where in ((_SKIPPED, ~computed), (_HIDDEN, computed)):
         image[where[:seqlen_q, :seqlen_k]] = torch.tensor(colors.to_rgb(color))
     shades = colors.LinearSegmentedColormap.from_list("visible", [_LIGHT, _DARK])
     strength = torch.ones(seqlen_q, seqlen_k)
@@ -112,7 +112,7 @@ def _sizes(mask: Mask) -> tuple[int, int]:
 
 
 def _kinds(visible: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Compute `Seen.kinds`; the last tile of each dimension may be smaller than `tile`."""
+    """Compute `DenseHeadMask.kinds`; the last tile of each dimension may be smaller than `tile`."""
     rows, columns = (-(-size // step) for size, step in zip(visible.shape, tile, strict=True))
     counts = torch.zeros(2, rows * tile[0], columns * tile[1], dtype=torch.int64)
     counts[0, : visible.shape[0], : visible.shape[1]] = visible

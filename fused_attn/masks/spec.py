@@ -100,10 +100,12 @@ class MaskSpec(Flat):
             return "none"
         return "causal" if self.band_hi == 0 else "structured"
 
-    def hides(self) -> bool:
+    def has_other_terms(self) -> bool:
         """Return True if a part other than `bias` may mask positions or add to the scores."""
-        whole = replace(self, bias=None, bias_summary=None, cu_seqlens_q=None, cu_seqlens_k=None)
-        return whole.kind != "none"
+        without_bias = replace(
+            self, bias=None, bias_summary=None, cu_seqlens_q=None, cu_seqlens_k=None
+        )
+        return without_bias.kind != "none"
 
     def added_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the dtype of the bias added to the scores; None if nothing is added.

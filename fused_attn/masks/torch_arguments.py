@@ -17,7 +17,7 @@ from fused_attn.masks.spec import MaskSpec, bias_fits, normalize
 Shape = tuple[int, int, int, int]
 
 # Maximum number of cached values per tensor and its slices. Each may be as large as the tensor.
-_KEPT = 8
+_MAX_CACHED = 8
 
 
 class TorchArguments(NamedTuple):
@@ -84,11 +84,11 @@ def torch_arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArgumen
     tensors = [t for t in spec.tensors() if t is not None]
     numbers = (spec.band_lo, spec.band_hi, spec.alibi_offset, spec.by_query)
     what = ("torch", shape, query.dtype, query.device, numbers)
-    whole = _tensor_of(spec)
-    if whole is not None and len(tensors) == 1:
-        return _of_tensor(whole, what, lambda: spec, shape, query)
+    mask_tensor = _tensor_of(spec)
+    if mask_tensor is not None and len(tensors) == 1:
+        return _of_tensor(mask_tensor, what, lambda: spec, shape, query)
     return recall_on_spec(
-        spec, what, tensors, query.device, lambda: _arguments(spec, shape, query), _KEPT
+        spec, what, tensors, query.device, lambda: _arguments(spec, shape, query), _MAX_CACHED
     )
 
 
@@ -102,19 +102,19 @@ def _of_tensor(
     accepts the tensor unchanged.
     """
 
-    def made() -> TorchArguments | None:
+    def compute() -> TorchArguments | None:
         of = spec()
         arguments = _arguments(of, shape, query)
         return None if arguments.attn_mask is _tensor_of(of) else arguments
 
     if tensor.requires_grad or not plain_eager(tensor):
-        kept = made()
+        cached = compute()
     else:
         owner = tensor if tensor._base is None else tensor._base
         place = (what, tensor.shape, tensor.stride(), tensor.data_ptr())
-        kept = recall_on_tensor(owner, place, (owner,), made, _KEPT)
-    if kept is not None:
-        return kept
+        cached = recall_on_tensor(owner, place, (owner,), compute, _MAX_CACHED)
+    if cached is not None:
+        return cached
     # torch's fused kernels accept only 2-D and 4-D masks.
     of_rank = tensor.dim() in (2, 4)
     return TorchArguments(tensor if of_rank else tensor[(None,) * (4 - tensor.dim())])
@@ -124,7 +124,7 @@ def _tensor_of(spec: MaskSpec) -> Tensor | None:
     return next((t for t in (spec.dense, spec.key_mask, spec.bias) if t is not None), None)
 
 
-def _limits_that_hide(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
+def _masking_limits(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
     """Return two flags: whether the lower and the upper limit of the band mask any position.
 
     Under torch.compile, every finite limit counts, because a comparison with symbolic sizes would
@@ -138,15 +138,15 @@ def _limits_that_hide(spec: MaskSpec, shape: Shape) -> tuple[bool, bool]:
 
 def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     if all(tensor is None for tensor in spec.tensors()):
-        lo_hides, hi_hides = _limits_that_hide(spec, shape)
-        if not lo_hides and not hi_hides:
+        lo_masks, hi_masks = _masking_limits(spec, shape)
+        if not lo_masks and not hi_masks:
             return TorchArguments()
-        if not lo_hides and spec.band_hi == 0:
+        if not lo_masks and spec.band_hi == 0:
             return TorchArguments(is_causal=True)
     lowest = float("-inf")
     visible: Tensor | None = None
     empty: Tensor | None
-    if spec.bias is not None and not spec.hides():
+    if spec.bias is not None and not spec.has_other_terms():
         bias: Tensor | None = spec.bias
         empty = (spec.bias == lowest).all(-1, keepdim=True)
     else:
@@ -157,8 +157,8 @@ def _arguments(spec: MaskSpec, shape: Shape, query: Tensor) -> TorchArguments:
     ):
         empty = None
     if bias is None:
-        seen = visible if visible is None or empty is None else visible | empty
-        return TorchArguments(seen, empty=empty)
+        nonempty_rows = visible if visible is None or empty is None else visible | empty
+        return TorchArguments(nonempty_rows, empty=empty)
     if visible is not None:
         bias = bias.masked_fill(~visible, lowest)
     if empty is not None:

@@ -142,7 +142,7 @@ def can_pack(
         return False
     if not saves_time(src, ignored):  # before the module checks, which take 30 us per layer
         return False
-    if norm is not None and not (type(norm) in _NORMS and alone(norm)):
+    if norm is not None and not (type(norm) in _NORMS and is_unmodified(norm)):
         return False
     return all(_is_tokenwise(layer) for layer in layers)
 
@@ -191,7 +191,7 @@ def _is_tokenwise(layer: Module) -> bool:
         return False
     return all(
         (type(module) in TOKENWISE_MODULES or module is layer or module is attention)
-        and alone(module)
+        and is_unmodified(module)
         for module in layer.modules()
     )
 
@@ -220,7 +220,7 @@ def _methods_of(kind: type[Module]) -> frozenset[str]:
 _methods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def alone(module: Module) -> bool:
+def is_unmodified(module: Module) -> bool:
     """Return True if a module has no hooks and no methods overridden on the instance.
 
     A norm must also normalise over a single dimension.

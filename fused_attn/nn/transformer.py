@@ -16,7 +16,7 @@ from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
-from fused_attn.nn.packing import Packing, alone, can_pack, packing_of
+from fused_attn.nn.packing import Packing, can_pack, is_unmodified, packing_of
 from fused_attn.nn.transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -268,7 +268,7 @@ class TransformerDecoder(FromTorch, torch.nn.TransformerDecoder):
                     "layers must be fused_attn.nn.TransformerDecoderLayer with its own attention, "
                     f"without add_bias_kv and add_zero_attn, got {type(layer).__name__}"
                 )
-            if not all(alone(m) for m in (layer, layer.self_attn, layer.multihead_attn)):
+            if not all(is_unmodified(m) for m in (layer, layer.self_attn, layer.multihead_attn)):
                 raise TypeError(
                     "layers and their attention must have no hooks and no methods of their own, "
                     "which steps would not call"

@@ -118,19 +118,21 @@ def measure(
     )  # fmt: skip
     chosen = select(problem, backend).name
     # Naming a backend disables the fast path of small calls, so the default backend is not named.
-    asks = chosen != select(problem).name
-    context = use_backend(chosen) if asks else contextlib.nullcontext()
+    not_default = chosen != select(problem).name
+    context = use_backend(chosen) if not_default else contextlib.nullcontext()
     visible, bias = tensors_of(own_mask, shape, device)
     part = shape.reduced().part_of(shape)
-    seen, added = (None if t is None else part(t) for t in (visible, bias))
+    sample_visible, sample_bias = (None if t is None else part(t) for t in (visible, bias))
 
     def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _attend(query, key, value, own_mask)
 
     def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        own_bias = None if added is None else added.to(statistics_dtype(query.dtype))
+        bias_of_dtype = (
+            None if sample_bias is None else sample_bias.to(statistics_dtype(query.dtype))
+        )
         with use_backend("eager"):
-            return _attend(query, key, value, as_dense_mask(seen, own_bias))
+            return _attend(query, key, value, as_dense_mask(sample_visible, bias_of_dtype))
 
     peer = _peer(shape, mask == "causal", visible, bias, torch_dtype)
     with context:
@@ -145,14 +147,14 @@ def measure(
             return result
         leaves = [t.requires_grad_(backward) for t in operands.values()]
         with torch.set_grad_enabled(backward):
-            ways = {OURS: _timed(own, leaves)}
+            calls = {OURS: _timed(own, leaves)}
             try:
-                agrees = verdict.agrees(_of_seen_rows(peer(*leaves), visible))
-                ways |= {PEER: _timed(peer, leaves)} if agrees else {}
+                agrees = verdict.agrees(_zero_masked_rows(peer(*leaves), visible))
+                calls |= {PEER: _timed(peer, leaves)} if agrees else {}
                 result.note = "" if agrees else "SDPA computes something else"
             except RuntimeError as error:  # SDPA rejects the call
                 result.note = f"SDPA: {error}"
-            seconds = timing.medians(ways, device, rounds, advance)
+            seconds = timing.medians(calls, device, rounds, advance)
     result.milliseconds = {name: 1e3 * s for name, s in seconds.items()}
     if limits is not None:
         products = 5 if backward else 2
@@ -169,11 +171,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Ten
     return cast(Tensor, out)
 
 
-def _timed(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
+def _timed(call: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
     """Return a callable that runs the backward alone, or the forward if gradients are disabled."""
     if not torch.is_grad_enabled():
-        return lambda: way(*leaves)
-    out = way(*leaves)
+        return lambda: call(*leaves)
+    out = call(*leaves)
     grad = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
@@ -193,7 +195,7 @@ def _peer(
     return peer
 
 
-def _of_seen_rows(out: Tensor, visible: Tensor | None) -> Tensor:
+def _zero_masked_rows(out: Tensor, visible: Tensor | None) -> Tensor:
     """Zero the fully masked rows, for which SDPA may return values other than fused_attn's 0."""
     return out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 

@@ -44,7 +44,7 @@ def shortest(flops: float, nbytes: float, dtype: str, ceilings: dict[str, float]
     return max(flops / ceilings[dtype], nbytes / ceilings["read"])
 
 
-def said(ceilings: dict[str, float]) -> str:
+def format_ceilings(ceilings: dict[str, float]) -> str:
     """Format the ceilings on one line."""
     rates = [f"{ceilings[name_of(t)] / 1e9:,.0f} GFLOP/s {name_of(t)}" for t in _TYPES]
     return ", ".join([*rates, f"{ceilings['read'] / 1e9:.0f} GB/s read"])

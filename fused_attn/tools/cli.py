@@ -102,9 +102,9 @@ def _verify(options: argparse.Namespace) -> int:
         names = [name for name in names if not verify.against(name)] or names
     reports: list[verify.Report] = []
     for name in names:
-        made = plan(options.quick, graphs=verify.device_of(name).type == "cuda")
-        with progress(f"verifying {name}", made.steps) as advance:
-            reports.append(verify.verify(name, made, advance))
+        check_plan = plan(options.quick, graphs=verify.device_of(name).type == "cuda")
+        with progress(f"verifying {name}", check_plan.steps) as advance:
+            reports.append(verify.verify(name, check_plan, advance))
         if reports[-1].lost:
             break
     facts = {"versions": doctor.versions(), "machine": doctor.machine()}
@@ -222,15 +222,15 @@ def _bench(options: argparse.Namespace) -> int:
             bad=[i for i, result in enumerate(results) if not result.ok],
         )  # fmt: skip
         if limits is not None:
-            print(f"ceilings: {ceilings.said(limits)}")
+            print(f"ceilings: {ceilings.format_ceilings(limits)}")
         print("all within the numerics contract" if ok else "NOT within the numerics contract")
     return OK if ok else FAILED
 
 
 def _bench_row(result: bench.Result) -> tuple[str, ...]:
     times = [
-        f"{result.milliseconds[way]:.4g}" if way in result.milliseconds else "-"
-        for way in (bench.OURS, bench.PEER)
+        f"{result.milliseconds[name]:.4g}" if name in result.milliseconds else "-"
+        for name in (bench.OURS, bench.PEER)
     ]
     speedup = "-" if result.speedup is None else f"{result.speedup:.2f}"
     share = "-" if result.share is None else f"{result.share:.0%}"

@@ -42,10 +42,10 @@ def plot_comparison(report: ComparisonReport, path: Path) -> None:
 def plot_bench(results: Sequence[Result], path: Path) -> None:
     """Plot the milliseconds of fused_attn and SDPA for each measurement, and the speedup."""
     figure, axis = _figure(9, 1.5 + 0.4 * len(results))
-    for way in (OURS, PEER):
-        timed = [i for i, result in enumerate(results) if way in result.milliseconds]
-        times = [results[i].milliseconds[way] for i in timed]
-        axis.plot(times, timed, "o", color=_COLORS[way], label=way)
+    for name in (OURS, PEER):
+        timed = [i for i, result in enumerate(results) if name in result.milliseconds]
+        times = [results[i].milliseconds[name] for i in timed]
+        axis.plot(times, timed, "o", color=_COLORS[name], label=name)
     for i, result in enumerate(results):
         if result.speedup is not None:
             times = list(result.milliseconds.values())

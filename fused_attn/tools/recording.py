@@ -130,7 +130,7 @@ class Recorder:
         module: Any
         for module in model.modules():
             if isinstance(module, TransformerEncoder):
-                self._note_packing(module)
+                self._record_packing(module)
             if type(module) is torch.nn.ReLU:
                 module.__dict__["forward"] = self._relu
             elif module.__dict__.get("activation") in (F.relu, torch.relu):
@@ -148,15 +148,15 @@ class Recorder:
 
     _relu.pointwise = True  # type: ignore[attr-defined]
 
-    def _note_packing(self, stack: Any) -> None:
+    def _record_packing(self, stack: Any) -> None:
         """Record the packing of a stack, which `_relu` applies to signs of the padded batch."""
         packing_of = stack._packing
 
-        def noting(*args: Any) -> Packing | None:
+        def recording_packing(*args: Any) -> Packing | None:
             self._packing = packing_of(*args)
             return self._packing
 
-        stack._packing = noting
+        stack._packing = recording_packing
 
 
 def device_of(model: Module) -> torch.device:

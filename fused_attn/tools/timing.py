@@ -64,20 +64,20 @@ def row_seconds(call: Call) -> float:
 
 
 def medians(
-    ways: Mapping[str, Call], device: torch.device, rounds: int, advance: Callable[[], None]
+    calls: Mapping[str, Call], device: torch.device, rounds: int, advance: Callable[[], None]
 ) -> dict[str, float]:
     """Return the median time in seconds of each implementation of a call.
 
     Args:
-        ways: calls by name. Each round measures all of them, so that noise affects them equally.
+        calls: calls by name. Each round measures all of them, so that noise affects them equally.
         device: device that the calls run on.
         rounds: number of rounds. A round times one call of each implementation on a CPU, and
             CALLS_A_ROUND calls on a GPU.
         advance: callback that is called after each round, outside the measurements.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, way in ways.items():
-            taken[name] += gpu_seconds([way]) if device.type == "cuda" else [cpu_seconds(way)]
+        for name, call in calls.items():
+            taken[name] += gpu_seconds([call]) if device.type == "cuda" else [cpu_seconds(call)]
         advance()
     return {name: statistics.median(seconds) for name, seconds in taken.items()}

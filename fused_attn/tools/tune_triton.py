@@ -82,8 +82,8 @@ def shared_bytes(kind: str, config: Config, element_size: int, head_dim: int) ->
     own, other = config.block_m, config.block_n
     if kind.startswith("dkdv"):
         own, other = other, own
-    own_tiles = 2 if kind.startswith(("dq", "dkdv")) else 1
-    rows = own_tiles * own + 2 * config.num_stages * other
+    resident_tiles = 2 if kind.startswith(("dq", "dkdv")) else 1
+    rows = resident_tiles * own + 2 * config.num_stages * other
     return rows * head_dim * element_size
 
 

@@ -291,14 +291,14 @@ def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
     leaves = [t.requires_grad_(check.gradients) for t in operands.values()]
     own = _timed(contract.by(report.backend, call), leaves, check.gradients)
     peer, others = _first_of_torch(call, leaves, check.gradients)
-    ways = {report.backend: own, peer: others}
-    measured = [timing.medians(ways, report.device, rounds, lambda: None)]
+    calls = {report.backend: own, peer: others}
+    measured = [timing.medians(calls, report.device, rounds, lambda: None)]
     if report.device.type == "cuda":
         # The launch overhead on the host, not the GPU time, limits models with short kernels.
-        rows: dict[str, list[float]] = {name: [] for name in ways}
+        rows: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
-            for name, way in ways.items():
-                rows[name].append(timing.row_seconds(way))
+            for name, timed in calls.items():
+                rows[name].append(timing.row_seconds(timed))
         measured.append({name: statistics.median(seconds) for name, seconds in rows.items()})
     return min(seconds[peer] / seconds[report.backend] for seconds in measured), peer
 

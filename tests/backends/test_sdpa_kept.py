@@ -104,7 +104,7 @@ def test_decode_reads_caches_in_place(lengths, seqlen_q, pages, monkeypatch):
         seen.append((key, value))
         return F.scaled_dot_product_attention(query, key, value, *args, **options)
 
-    monkeypatch.setattr(sdpa, "attend", attend)
+    monkeypatch.setattr(sdpa, "torch_sdpa", attend)
     q, new = torch.randn(2, 4, seqlen_q, 16), torch.randn(2, 2, 4, seqlen_q, 16).unbind()
     caches = [torch.full((2, 4, 32, 16), float("nan")) for _ in range(2)]
     for cache in caches:

@@ -64,7 +64,7 @@ def test_what_has_lse_on_cuda(properties, reason):
 def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
     """On CUDA torch pads head_dim to a multiple of 8, and its kernels see that many columns; some
     want as many heads of keys."""
-    kernel, seen = sdpa.attend, []
+    kernel, seen = sdpa.torch_sdpa, []
 
     def attend(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
         dim, group = query.shape[3], query.shape[1] // key.shape[1]
@@ -74,7 +74,7 @@ def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
         scale = dim**-0.5 if scale is None else scale
         return kernel(*padded, mask, dropout_p, is_causal, scale=scale)[..., :dim]
 
-    monkeypatch.setattr(sdpa, "attend", attend)
+    monkeypatch.setattr(sdpa, "torch_sdpa", attend)
     shape = 2, 4, num_heads_kv, 33, 47, 20
     q, k, v = (t.requires_grad_() for t in random_qkv(*shape).values())
     given = torch.randn(2, 4, 33, 20)
@@ -103,7 +103,7 @@ def cudnn_is_enabled(monkeypatch, arguments, *, seqlen_q=64, requires_grad=True)
         flags.append(torch.backends.cuda.cudnn_sdp_enabled())
         return torch.empty(())
 
-    monkeypatch.setattr(sdpa, "attend", noted)
+    monkeypatch.setattr(sdpa, "torch_sdpa", noted)
     query, key, value = (
         SimpleNamespace(
             device=torch.device("cuda"), shape=(2, 4, n, 32), requires_grad=requires_grad

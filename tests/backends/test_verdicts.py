@@ -130,7 +130,7 @@ def test_the_choice_is_by_class(stand_in):
 def test_calls_go_where_the_verdict_says(stand_in):
     """Those without gradients too, which another backend may compute at once."""
     seen = []
-    stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])
+    stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     short, long = (torch.randn(1, 2, length, 16) for length in (100, 200))
     for x in (short, long):
         F.scaled_dot_product_attention(x, x, x)
@@ -148,7 +148,7 @@ def test_learned_and_constant_biases_are_chosen_for_apart(stand_in):
     """Both in our `scaled_dot_product_attention` and in torch's, under `enable()`."""
     constant = NAME._replace(feature="bias", direction="training")
     seen = []
-    stand_in.hurt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
+    stand_in.corrupt = lambda call, outputs: seen.append(call.mask.bias.requires_grad)
     x = torch.randn(1, 2, 100, 16, requires_grad=True)
 
     def calls():
@@ -199,7 +199,7 @@ def test_unchecked_and_checked_calls_are_the_same_problem(name, needs_grad):
 def test_calls_under_autocast_are_of_its_type(stand_in):
     """The choice is by what the kernels will see."""
     seen = []
-    stand_in.hurt = lambda call, outputs: seen.append(call.query.dtype)
+    stand_in.corrupt = lambda call, outputs: seen.append(call.query.dtype)
     stored([NAME._replace(dtype="bfloat16")])
     x = torch.randn(1, 2, 100, 16)
     F.scaled_dot_product_attention(x, x, x)
@@ -225,7 +225,7 @@ def test_who_verified_is_not_told_to(stand_in, found, monkeypatch):
 def test_enable_goes_where_the_verdict_says(stand_in):
     """torch's own function, taken over: kernels for the classes that they are usable in."""
     seen = []
-    stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])
+    stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     names = [NAME._replace(feature=feature) for feature in ("none", "causal")]
     stored([*names, NAME._replace(feature="bias", direction="training")])
     function, eye = torch.nn.functional.scaled_dot_product_attention, torch.eye(100)
@@ -466,7 +466,7 @@ def test_a_compiled_call_in_one_graph(stand_in):
     stored([NAME._replace(direction="training")])
     torch.compiler.reset()
     seen = []
-    stand_in.hurt = lambda call, outputs: seen.append(call.query.shape[2])
+    stand_in.corrupt = lambda call, outputs: seen.append(call.query.shape[2])
     call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     tensors = [torch.randn(1, 2, 100, 16, requires_grad=True) for _ in "qkv"]
     call(*tensors).sum().backward()

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from fused_attn.integrations.transformers.blocks import ResidualNorm, Widening
+from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.nn import activation
 from fused_attn.swap import swap_modules
 
@@ -62,7 +62,7 @@ def test_layers_are_swapped(kind):
     swapped = copy.deepcopy(model)
     report = swap_modules(swapped)
     layer = swapped.encoder.layer[0]
-    assert isinstance(layer.intermediate, Widening)
+    assert isinstance(layer.intermediate, FeedForwardHidden)
     assert isinstance(layer.output, ResidualNorm)
     assert isinstance(layer.attention.output, ResidualNorm)
     assert "encoder.layer.1.intermediate" in {s.name for s in report.swapped}

@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 
 
 class StandIn(CppBackend):
-    """Backend whose outputs a test can corrupt by setting `hurt`, called as hurt(call, outputs)."""
+    """Backend whose outputs a test can corrupt by setting `corrupt(call, outputs)`."""
 
     name = "stand_in"
     accepts_unchecked = False
 
     def __init__(self):
-        self.hurt = lambda call, outputs: None
+        self.corrupt = lambda call, outputs: None
 
     def opt_in_reasons(self, problem):
         return verdicts.reasons_against(self.name, problem)
@@ -32,7 +32,7 @@ class StandIn(CppBackend):
 
     def attention_fwd(self, call, for_backward, want_lse):
         outputs = super().attention_fwd(call, for_backward, want_lse)
-        self.hurt(call, outputs)
+        self.corrupt(call, outputs)
         return outputs
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fused_attn import masks
 from fused_attn.backends import cpp
-from fused_attn.masks.picture import seen
+from fused_attn.masks.picture import dense_head_mask
 from fused_attn.masks.spec import normalize
 
 LENGTHS = torch.tensor([200, 70])
@@ -25,7 +25,7 @@ def test_tiles_are_those_of_the_kernels(mask):
     spec = normalize(mask, 2, 1, 200, 200, torch.empty(0))
     kinds, tile = cpp.tile_kinds(spec, 2, 1, 200, 200, torch.float32)
     for sequence in range(2):
-        ours = seen(mask, 200, 200, sequence, 0, tile).kinds
+        ours = dense_head_mask(mask, 200, 200, sequence, 0, tile).kinds
         kernels = kinds[sequence, 0]
         # Kernels may see less than there is, never more.
         assert not (kernels == 0)[ours > 0].any()
@@ -36,11 +36,14 @@ def test_tiles_are_those_of_the_kernels(mask):
 def test_what_is_visible_and_added():
     slopes = torch.tensor([0.0, 0.5])
     mask = masks.causal() & masks.alibi(slopes) & masks.padding(torch.tensor([3, 5]))
-    of_head = seen(mask, 4, 6, 1, 1, (2, 2))
+    of_head = dense_head_mask(mask, 4, 6, 1, 1, (2, 2))
     assert torch.equal(of_head.visible, torch.ones(4, 6).tril().bool())
     assert of_head.added is not None and of_head.added[3, 1] == -1.0
     assert of_head.kinds.tolist() == [[1, 0, 0], [2, 1, 0]]
-    assert seen(masks.Mask(), 3, 5, 0, 0, (2, 2)).kinds.tolist() == [[2, 2, 2], [2, 2, 2]]
+    assert dense_head_mask(masks.Mask(), 3, 5, 0, 0, (2, 2)).kinds.tolist() == [
+        [2, 2, 2],
+        [2, 2, 2],
+    ]
 
 
 def test_picture(tmp_path):

@@ -64,7 +64,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(timing, "medians", medians)
 
 
-def hurt(monkeypatch, backend, when, how):
+def corrupt(monkeypatch, backend, when, how):
     """Makes a backend's attention do something to the outputs of calls like these."""
     run = type(backend).attention_fwd
 
@@ -138,7 +138,7 @@ def problem_of_probe(probe):
 @pytest.mark.parametrize("kind", ["causal", "none"])
 def test_a_wrong_kernel_is_refused(backend, kind, monkeypatch, capsys):
     """The class is not stored as usable, others are; what is shown shows it again."""
-    hurt(monkeypatch, backend, of_kind(kind), lambda outputs: outputs.out.mul_(1.01))
+    corrupt(monkeypatch, backend, of_kind(kind), lambda outputs: outputs.out.mul_(1.01))
     report = verify.verify(backend.name, small_plan())
     other = {"causal": "none", "none": "causal"}[kind]
     stored = json.loads(report.path.read_text())["classes"]
@@ -176,7 +176,7 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
     """Checks that come late tell of classes that came before."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
-    hurt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
+    corrupt(monkeypatch, backend, long, lambda outputs: outputs.out.fill_(float("nan")))
     report = verify.verify(backend.name, small_plan())
     found = {name: verdict.usable for name, verdict in report.classes.items()}
     assert not any(usable for name, usable in found.items() if name.feature == "causal")
@@ -189,7 +189,7 @@ def test_dropout_that_keeps_others_is_wrong(backend, monkeypatch):
     def one_more(outputs):
         outputs.out[0, 0, 0].fill_(1.0)
 
-    hurt(monkeypatch, backend, lambda call: call.options.dropout_p > 0.0, one_more)
+    corrupt(monkeypatch, backend, lambda call: call.options.dropout_p > 0.0, one_more)
     made = small_plan(["dropout"])
     made = Plan([check for check in made.checks if check.how == "bits"], made.classes, 1)
     report = verify.verify(backend.name, made)
@@ -201,7 +201,7 @@ def test_dropout_that_keeps_others_is_wrong(backend, monkeypatch):
 @pytest.mark.usefixtures("fast")
 def test_results_that_do_not_repeat_are_wrong(backend, monkeypatch):
     noise = iter(range(10000))
-    hurt(
+    corrupt(
         monkeypatch, backend, of_kind("causal"),
         lambda outputs: outputs.out[0, 0, 0].mul_(1.0 + 2.0**-22 * (next(noise) % 7)),
     )  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
     def fail(outputs):
         raise RuntimeError("misaligned address")
 
-    hurt(monkeypatch, backend, of_kind("causal"), fail)
+    corrupt(monkeypatch, backend, of_kind("causal"), fail)
     report = verify.verify(backend.name, small_plan())
     assert report.wrong[0].problem() == "RuntimeError: misaligned address"
     assert not report.lost
@@ -230,7 +230,7 @@ def test_after_a_gpu_stops_nothing_is_usable(backend, monkeypatch):
         monkeypatch.setattr(verify, "_alive", lambda device: False)
         raise RuntimeError("illegal memory access")
 
-    hurt(monkeypatch, backend, of_kind("causal"), fail)
+    corrupt(monkeypatch, backend, of_kind("causal"), fail)
     report = verify.verify(backend.name, small_plan())
     assert report.lost and len(report.wrong) == 1 and report.usable == []
     stored = json.loads(report.path.read_text())["classes"]
@@ -439,7 +439,7 @@ def test_command_with_a_wrong_kernel(command):
         if call.mask.kind == "causal":
             outputs.out.mul_(1.01)
 
-    command.backend.hurt = wrong
+    command.backend.corrupt = wrong
     status, out, _ = command("--backend", "stand_in")
     assert status == 1
     assert "AttentionCheck(shape='2,4/2,21,37,16', mask='causal', dtype='float32', seed=0)" in out

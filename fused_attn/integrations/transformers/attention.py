@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fused_attn import functional, masks, varlen
-from fused_attn.integrations.transformers.model_mask import handed_on
+from fused_attn.integrations.transformers.model_mask import mask_of_tensor
 from fused_attn.masks import Mask
 from fused_attn.nn.packing import Packing
 
@@ -84,13 +84,13 @@ def attention_forward(
     _refuse(kwargs)
     if isinstance(attention_mask, Packing):
         return _attend_packed(query, key, value, attention_mask, dropout, scaling), None
-    sees_all = is_causal is False and attention_mask is None
+    is_unmasked = is_causal is False and attention_mask is None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask = attention_mask
     if isinstance(mask, Tensor):
-        mask = handed_on(mask, query, key)
+        mask = mask_of_tensor(mask, query, key)
     _check_packing(mask, kwargs.get("cu_seq_lens_q"))
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = mask.to(torch.bool)[:, None, None, :]
@@ -101,7 +101,7 @@ def attention_forward(
                 "attention_mask must have shape (batch, seqlen_k) or (batch, num_heads or 1, "
                 f"seqlen_q or 1, seqlen_k), got {tuple(mask.shape)}"
             )
-    elif sliding_window is not None and seqlen_k > sliding_window and not sees_all:
+    elif sliding_window is not None and seqlen_k > sliding_window and not is_unmasked:
         raise NotImplementedError(
             f"attention_mask must not be None with sliding_window {sliding_window} and "
             f"{seqlen_k} keys: fused_attn expects the window in the mask"

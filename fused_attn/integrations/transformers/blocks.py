@@ -20,7 +20,7 @@ from fused_attn.nn.activation import NAMES_OF_MODULES, feed_forward_hidden
 from fused_attn.nn.norm import residual_norm
 
 
-class Widening(FromTorch):
+class FeedForwardHidden(FromTorch):
     """First half of a feed-forward block: activation(dense(hidden_states))."""
 
     dense: Linear

@@ -13,16 +13,16 @@ from typing import Any, cast
 
 from torch.nn import Module
 
-from fused_attn.integrations.transformers.blocks import ResidualNorm, Widening
+from fused_attn.integrations.transformers.blocks import FeedForwardHidden, ResidualNorm
 from fused_attn.integrations.transformers.norms import STYLES, TransformersNorm
 from fused_attn.nn._from_torch import REPLACEMENTS, FromTorch, replaces
 
 # Maps an original, (module under transformers.models, class name), to the base class of its
 # replacement and additional class attributes. Each entry also covers the classes of other models
 # that have the same code as the original.
-_KNOWN: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
+_FUSED_BLOCKS: dict[tuple[str, str], tuple[type[FromTorch], dict[str, Any]]] = {
     **{name: (TransformersNorm, {"style": style}) for name, style in STYLES.items()},
-    ("bert.modeling_bert", "BertIntermediate"): (Widening, {}),
+    ("bert.modeling_bert", "BertIntermediate"): (FeedForwardHidden, {}),
     ("bert.modeling_bert", "BertOutput"): (ResidualNorm, {}),
 }
 _ENDINGS = ("Norm", "Intermediate", "Output")  # of class names; other classes are not compared
@@ -32,7 +32,7 @@ def register(model: Module) -> None:
     """Register fused replacements for the transformers classes in `model` with known code."""
     for module in model.modules():
         for cls in type(module).__mro__:
-            if cls not in REPLACEMENTS and _may_be_known(cls) and _code(cls) in _by_code():
+            if cls not in REPLACEMENTS and _is_candidate(cls) and _code(cls) in _by_code():
                 _replace(cls)
 
 
@@ -55,7 +55,7 @@ def _unpickled(source: type[Module]) -> Module:
     return fused.__new__(fused)
 
 
-def _may_be_known(cls: type) -> bool:
+def _is_candidate(cls: type) -> bool:
     """Return True if `_by_code()` may contain a class; cheap, because it imports no models."""
     library = cls.__module__.partition(".")[0]
     return (
@@ -67,11 +67,11 @@ def _may_be_known(cls: type) -> bool:
 
 @functools.cache
 def _by_code() -> dict[Any, tuple[type[FromTorch], dict[str, Any]]]:
-    known = {}
-    for (module, name), replacement in _KNOWN.items():
+    fused = {}
+    for (module, name), replacement in _FUSED_BLOCKS.items():
         cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-        known[_code(cls)] = replacement
-    return known
+        fused[_code(cls)] = replacement
+    return fused
 
 
 def _code(cls: type) -> Any:

@@ -18,7 +18,7 @@ from torch.nn import Module, ModuleList
 from fused_attn.nn.packing import (
     TOKENWISE_MODULES,
     Packing,
-    alone,
+    is_unmodified,
     must_stay_padded,
     packing_of,
     saves_time,
@@ -140,7 +140,7 @@ def _is_tokenwise(module: Module, stack: Any) -> bool:
     if getattr(module, "chunk_size_feed_forward", 0):
         return False
     known = (stack.library, "transformers.activations")
-    return alone(module) and (
+    return is_unmodified(module) and (
         module is stack
         or type(module) in (*TOKENWISE_MODULES, ModuleList)
         or getattr(type(module), "source", type(module)).__module__ in known

@@ -218,7 +218,7 @@ def stand_in(
     return tensor
 
 
-def handed_on(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | Mask:
+def mask_of_tensor(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | Mask:
     """Return the Mask that a model's mask tensor carries, or the tensor if it carries none.
 
     Raises:

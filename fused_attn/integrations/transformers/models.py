@@ -87,7 +87,7 @@ def _obstacle(kind: type[PreTrainedModel]) -> str | None:
             if _is_table(table) and NAME not in table:
                 return f"{part.__name__} picks its attention by name from {', '.join(table)}"
         if _INTERFACE in names:
-            if any(map(_finds_eager_alone, _methods(part))):
+            if any(map(_resolves_to_eager, _methods(part))):
                 return f"{part.__name__} finds no implementation but eager attention"
             keywords = _keywords(part)
             for argument, meaning in REFUSED.items():
@@ -200,7 +200,7 @@ def _parts(kind: Any) -> list[Any]:
     return found
 
 
-def _finds_eager_alone(code: types.CodeType) -> bool:
+def _resolves_to_eager(code: types.CodeType) -> bool:
     """Return True if code looks up implementations by `getattr` on the interface.
 
     Implementations are dictionary entries, so `getattr` always returns its default, eager.

@@ -69,7 +69,7 @@ TRITON = [
     Mutant(
         "dropout of other heads",
         f"{_TRITON}attention_tile.py",
-        "head = first_head + sequence[1]",
+        "head = first_head + sequence.h",
         "head = first_head",
     ),
     Mutant(
@@ -81,20 +81,20 @@ TRITON = [
     Mutant(
         "NaN of unseen values",
         f"{_TRITON}attention_tile.py",
-        "return tl.where((seen != 0)[:, None], tile, 0.0)",
+        "return tl.where((any_visible != 0)[:, None], tile, 0.0)",
         "return tile",
     ),
     Mutant(
         "the last key hidden",
         f"{_TRITON}masks.py",
-        "hi = tl.minimum(key_end, i + band_hi + 1)",
-        "hi = tl.minimum(key_end - 1, i + band_hi + 1)",
+        "hi = tl.minimum(bounds.key_end, i + bounds.band_hi + 1)",
+        "hi = tl.minimum(bounds.key_end - 1, i + bounds.band_hi + 1)",
     ),
     Mutant(
         "a band that is one key too wide",
         f"{_TRITON}masks.py",
-        "return tl.maximum(key_begin, i + band_lo), hi",
-        "return tl.maximum(key_begin, i + band_lo - 1), hi",
+        "return tl.maximum(bounds.key_begin, i + bounds.band_lo), hi",
+        "return tl.maximum(bounds.key_begin, i + bounds.band_lo - 1), hi",
     ),
     Mutant(
         "prefixes that are ignored",
@@ -123,7 +123,7 @@ TRITON = [
 ]
 
 
-def hurt(mutant: Mutant, tree: Path) -> None:
+def mutate(mutant: Mutant, tree: Path) -> None:
     """Apply a mutation to a copy of the tree."""
     path = tree / mutant.path
     text = path.read_text()
@@ -152,7 +152,7 @@ def main() -> None:
             shutil.rmtree(tree, ignore_errors=True)
             ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*_output")
             shutil.copytree(ROOT, tree, ignore=ignored)
-            hurt(mutant, tree)
+            mutate(mutant, tree)
             begin = time.monotonic()
             by = first_failure(tree)
             results[mutant.name] = by

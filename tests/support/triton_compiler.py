@@ -84,8 +84,8 @@ def compiling_for(arch: str) -> Iterator[list[Compiled]]:
     def launch(kernel: Any, device: torch.device, grid: Any, *args: Any, **meta: Any) -> None:
         kernel.device_caches.clear()  # may contain kernels for another target
         compiled = kernel.warmup(*args, grid=grid, **meta)
-        cut = meta.get("cut")
-        rows = 0 if cut is None else cut.BLOCK_N if "dkdv" in kernel.__name__ else cut.BLOCK_M
+        const = meta.get("const")
+        rows = 0 if const is None else const.BLOCK_N if "dkdv" in kernel.__name__ else const.BLOCK_M
         done.append(_describe(kernel.__name__, int(rows), compiled))
 
     modules: tuple[ModuleType, ...] = (attention, norm_host)

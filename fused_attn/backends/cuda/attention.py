@@ -102,9 +102,9 @@ def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seq
     """Return the number of KV splits, chosen to fill all multiprocessors in a single wave."""
     rows = decode_rows(query, key, seqlen_q)
     blocks = batch * key.shape[1] * -(-rows // DECODE_BLOCK_ROWS)
-    at_once = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
+    resident_blocks = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
     longest = -(-seqlen_k // MIN_KEYS_PER_SPLIT)
-    return max(1, min(longest, at_once // blocks))
+    return max(1, min(longest, resident_blocks // blocks))
 
 
 def attention_bwd(
@@ -243,18 +243,19 @@ def _statistics_rows(call: AttentionCall) -> int:
 def _bias_parts(bias: Tensor, call: AttentionCall) -> Tensor:
     """Allocate the workspace for partial sums of the bias gradient.
 
-    The shape is (num_parts, own_batch, own_heads, rows, columns), in float32. The heads that share
-    an element of bias are divided into num_parts groups, enough to occupy all multiprocessors. If
-    bias is broadcast over queries or keys, the workspace has one row or column per tile.
+    The shape is (num_parts, bias_batch, bias_heads, rows, columns), in float32. The heads that
+    share an element of bias are divided into num_parts groups, enough to occupy all
+    multiprocessors. If bias is broadcast over queries or keys, the workspace has one row or column
+    per tile.
     """
-    own_batch, own_heads, own_rows, own_columns = bias.shape
+    bias_batch, bias_heads, bias_rows, bias_columns = bias.shape
     query, (batch, seqlen_q, seqlen_k) = call.query, call.sizes()
     tile = compiled().score_tile(query.element_size())
     num_m, num_n = -(-seqlen_q // tile), -(-seqlen_k // tile)
-    shared = batch * query.shape[1] // (own_batch * own_heads)
-    blocks = own_batch * own_heads * num_m * num_n
+    shared = batch * query.shape[1] // (bias_batch * bias_heads)
+    blocks = bias_batch * bias_heads * num_m * num_n
     return torch.empty(
-        min(shared, times_to_fill(blocks, query.device)), own_batch, own_heads,
-        seqlen_q if own_rows > 1 else num_m, seqlen_k if own_columns > 1 else num_n,
+        min(shared, times_to_fill(blocks, query.device)), bias_batch, bias_heads,
+        seqlen_q if bias_rows > 1 else num_m, seqlen_k if bias_columns > 1 else num_n,
         dtype=torch.float32, device=query.device,
     )  # fmt: skip

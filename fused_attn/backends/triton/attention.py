@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_attn.backends.triton import tiles
-from fused_attn.backends.triton.attention_tile import Cut, Rows, Settings
+from fused_attn.backends.triton.attention_tile import KernelConstants, Rows, Settings
 from fused_attn.backends.triton.backward import (
     RowStatistics,
     attention_bwd_dkdv_kernel,
@@ -58,13 +58,13 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     if sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
         _decode(args, out, lse)
         return
-    cut = args.config("fwd", with_out_residual=out_residual.numel() > 0)
-    num_m = -(-sizes.seqlen_q // cut.block_m)
+    config = args.config("fwd", with_out_residual=out_residual.numel() > 0)
+    num_m = -(-sizes.seqlen_q // config.block_m)
     launch(
         attention_fwd_kernel, args.device, (num_m * sizes.batch * sizes.num_heads,),
         *args.qkv, _rows(out), lse, lse_residual if for_backward else None,
-        _rows(out_residual) if out_residual.numel() else None, *args.common, args.lists(cut),
-        *sizes, args.settings, **args.compiled_for(cut),
+        _rows(out_residual) if out_residual.numel() else None, *args.common, args.lists(config),
+        *sizes, args.settings, **args.compiled_for(config),
     )  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
     """Compute out and lse for a few queries with split-KV, for calls without a backward."""
     sizes = args.sizes
     rows = sizes.num_heads // sizes.num_heads_kv * sizes.seqlen_q
-    cut = args.config("decode")
-    num_m = -(-rows // cut.block_m)
+    config = args.config("decode")
+    num_m = -(-rows // config.block_m)
     programs = sizes.batch * sizes.num_heads_kv * num_m
     wanted = -(-PROGRAMS_PER_CORE * arch_of(args.device).num_cores // programs)
     longest = -(-sizes.seqlen_k // DECODE_KEYS_PER_PART)
@@ -81,14 +81,14 @@ def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
     maximum, total = (lse.new_empty(lse.numel(), num_parts) for _ in range(2))
     weighted = lse.new_empty(lse.numel(), num_parts, args.head_dim_v)
     parts = Parts(maximum, total, weighted)
-    compiled_for = args.compiled_for(cut, packed_heads=True)
+    compiled_for = args.compiled_for(config, packed_heads=True)
     launch(
         attention_decode_kernel, args.device, (programs * num_parts,), *args.qkv, parts,
         *args.common, _NO_LISTS, *args.sizes, args.settings, num_parts, **compiled_for,
     )  # fmt: skip
     launch(
         merge_parts_kernel, args.device, (lse.numel(),), parts, _rows(out), lse,
-        sizes.num_heads, sizes.total_q, args.settings, num_parts, cut=compiled_for["cut"],
+        sizes.num_heads, sizes.total_q, args.settings, num_parts, const=compiled_for["const"],
         num_warps=1,
     )  # fmt: skip
 
@@ -118,29 +118,29 @@ def attention_bwd(
     factor = torch.empty_like(lse) if exact else None
     stats = RowStatistics(torch.empty_like(lse), factor, torch.empty_like(lse), grad_lse)
     heads = sizes.batch * sizes.num_heads
-    cut = args.config("statistics")
-    num_m = -(-sizes.seqlen_q // cut.block_m)
+    config = args.config("statistics")
+    num_m = -(-sizes.seqlen_q // config.block_m)
     launch(
         row_statistics_kernel, args.device, (num_m * heads,), out_rows, residual_rows,
         grad_out_rows, lse, lse_residual, stats, args.cu_seqlens_q, *args.sizes,
-        **args.compiled_for(cut),
+        **args.compiled_for(config),
     )  # fmt: skip
-    cut = args.config("dq")
-    num_m = -(-sizes.seqlen_q // cut.block_m)
+    config = args.config("dq")
+    num_m = -(-sizes.seqlen_q // config.block_m)
     launch(
         attention_bwd_dq_kernel, args.device, (num_m * heads,), *args.qkv, grad_out_rows,
-        _rows(grads.query), *args.common, args.lists(cut), *args.sizes,
-        args.settings, stats, CONSISTENT=needs_bias, **args.compiled_for(cut),
+        _rows(grads.query), *args.common, args.lists(config), *args.sizes,
+        args.settings, stats, CONSISTENT=needs_bias, **args.compiled_for(config),
     )  # fmt: skip
     if needs_bias:
         _grad_bias(args, grad_out_rows, stats, grads.bias)
-    cut = args.config("dkdv")
-    num_n = -(-sizes.seqlen_k // cut.block_n)
+    config = args.config("dkdv")
+    num_n = -(-sizes.seqlen_k // config.block_n)
     launch(
         attention_bwd_dkdv_kernel, args.device, (num_n * sizes.batch * sizes.num_heads_kv,),
         *args.qkv, grad_out_rows, _rows(grads.key), _rows(grads.value), *args.common,
-        args.lists(cut, of_keys=True), *args.sizes, args.settings, stats,
-        GROUP=sizes.num_heads // sizes.num_heads_kv, **args.compiled_for(cut),
+        args.lists(config, of_keys=True), *args.sizes, args.settings, stats,
+        GROUP=sizes.num_heads // sizes.num_heads_kv, **args.compiled_for(config),
     )  # fmt: skip
 
 
@@ -149,25 +149,25 @@ def _grad_bias(
 ) -> None:
     """Compute the gradient of the float mask, and write it to `grad_bias`."""
     sizes = args.sizes
-    own_batch, own_heads, own_rows, own_columns = grad_bias.shape
-    cut = args.config("bias")
-    kinds = tile_kinds(args.spec, sizes, cut.block_m, cut.block_n, args.device)
+    bias_batch, bias_heads, bias_rows, bias_columns = grad_bias.shape
+    config = args.config("bias")
+    kinds = tile_kinds(args.spec, sizes, config.block_m, config.block_n, args.device)
     _, kinds_heads, num_m, num_n = kinds.shape
-    tiles_of_mask = num_m * num_n * own_batch * own_heads
-    shared = sizes.batch * sizes.num_heads // (own_batch * own_heads)
+    tiles_of_mask = num_m * num_n * bias_batch * bias_heads
+    shared = sizes.batch * sizes.num_heads // (bias_batch * bias_heads)
     wanted = -(-PROGRAMS_PER_CORE * arch_of(args.device).num_cores // tiles_of_mask)
     num_parts = max(1, min(shared, wanted))
-    rows, columns = own_rows > 1, own_columns > 1
+    rows, columns = bias_rows > 1, bias_columns > 1
     parts = torch.empty(
-        num_parts, own_batch, own_heads,
+        num_parts, bias_batch, bias_heads,
         sizes.seqlen_q if rows else num_m, sizes.seqlen_k if columns else num_n,
         dtype=torch.float32, device=args.device,
     )  # fmt: skip
     launch(
         attention_bwd_bias_kernel, args.device, (tiles_of_mask * num_parts,), *args.qkv,
         grad_out, *args.common, kinds, kinds_heads, *args.sizes, args.settings, stats,
-        parts, own_batch, own_heads, num_parts, OWN_ROWS=rows, OWN_COLUMNS=columns,
-        **args.compiled_for(cut),
+        parts, bias_batch, bias_heads, num_parts, PER_ROW=rows, PER_COLUMN=columns,
+        **args.compiled_for(config),
     )  # fmt: skip
     broadcast = [0] * (num_parts > 1) + [3] * (not rows) + [4] * (not columns)
     total = parts.sum(broadcast) if broadcast else parts
@@ -183,14 +183,14 @@ def attention_weights(
     if weights.numel() == 0 or sizes.num_heads == 0:
         weights.zero_()
         return
-    cut = args.config("bias")
-    kinds = tile_kinds(call.mask, sizes, cut.block_m, cut.block_n, args.device)
+    config = args.config("bias")
+    kinds = tile_kinds(call.mask, sizes, config.block_m, config.block_n, args.device)
     owners = math.prod(weights.shape[:-2])
     seed, _, _, mask = args.common
     launch(
         attention_weights_kernel, args.device, (owners * math.prod(kinds.shape[2:]),),
         *args.qkv[:2], lse.contiguous(), lse_residual.contiguous(), weights, seed, mask, kinds,
-        kinds.shape[1], *sizes, args.settings, AVERAGE=average, **args.compiled_for(cut),
+        kinds.shape[1], *sizes, args.settings, AVERAGE=average, **args.compiled_for(config),
     )  # fmt: skip
 
 
@@ -282,25 +282,25 @@ class LaunchArguments:
     def compiled_for(self, config: Config, packed_heads: bool = False) -> dict[str, Any]:
         """Return the compile-time arguments of a kernel launch."""
         tf32 = self.dtype == torch.float32 and not self.accurate
-        cut = (
+        constants = (
             self.head_dim, self.head_dim_v, padded(self.head_dim), padded(self.head_dim_v),
             config.block_m, config.block_n, self.softcapped, self.natural, self.accurate,
             "tf32" if tf32 else "ieee", packed_heads,
         )  # fmt: skip
         return {
-            "cut": Cut(*map(tl.constexpr, cut)),
+            "const": KernelConstants(*map(tl.constexpr, constants)),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
 
-    def lists(self, cut: Config, of_keys: bool = False) -> TileLists:
+    def lists(self, config: Config, of_keys: bool = False) -> TileLists:
         """List the visible tiles of each query tile, or of each KV block if of_keys.
 
         Returns _NO_LISTS if ranges of tiles suffice.
         """
         if not self.has_lists:
             return _NO_LISTS
-        kinds = tile_kinds(self.spec, self.sizes, cut.block_m, cut.block_n, self.device)
+        kinds = tile_kinds(self.spec, self.sizes, config.block_m, config.block_n, self.device)
         batch, heads, num_m, num_n = kinds.shape
         owners, others = (num_n, num_m) if of_keys else (num_m, num_n)
         strides = (1, num_n) if of_keys else (num_n, 1)

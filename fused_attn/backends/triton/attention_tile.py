@@ -1,7 +1,7 @@
 """Device functions for one query tile and one KV block, shared by forward and backward.
 
 The functions share these arguments:
-    cut         compile-time constants, see `Cut`
+    const       compile-time constants, see `KernelConstants`
     sequence    the sequence and head of the tile, and the mask bounds, see `masks.Sequence`
     keys        the keys and values of the tile, see `Keys`
     draws       dropout seed and counter offsets, see `dropout_counters`; None without dropout
@@ -21,9 +21,9 @@ from fused_attn.backends.triton.masks import (
     Sequence,
     add_alibi,
     apply_mask,
-    seen_keys,
     sequence_bounds,
     softcapped,
+    tile_key_range,
 )
 from fused_attn.backends.triton.philox import keep_tile
 from fused_attn.backends.triton.tiles import key_tiles
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     dropout_offsets: Any  # int64 (batch, 3): offsets of query, key and head; or None
 
 
-class Cut(NamedTuple):
+class KernelConstants(NamedTuple):
     """Compile-time constants of a kernel. Each field is a tl.constexpr."""
 
     HEAD_DIM: Any
@@ -99,14 +99,16 @@ def head_rows(rows, batch, h, first):
 
 
 @triton.jit
-def keys_of_tile(key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut: tl.constexpr):
+def keys_of_tile(
+    key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, const: tl.constexpr
+):
     """Return the Sequence and Keys of a query tile, and its KV block ranges from `key_tiles`."""
     h_kv = h // (sizes.num_heads // sizes.num_heads_kv)
     batch, first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
     bounds = sequence_bounds(mask, sizes, b)
-    i_end = tl.minimum(i_begin + cut.BLOCK_M, seqlen_q)
-    ranges = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, cut.BLOCK_N)
-    begin, end = seen_keys(bounds, i_begin, i_end, seqlen_k)
+    i_end = tl.minimum(i_begin + const.BLOCK_M, seqlen_q)
+    ranges = key_tiles(bounds, i_begin, i_end, sizes.seqlen_k, const.BLOCK_N)
+    begin, end = tile_key_range(bounds, i_begin, i_end, seqlen_k)
     key_at, value_at = head_rows(key, batch, h_kv, first), head_rows(value, batch, h_kv, first)
     sequence = Sequence(b, h, seqlen_q, seqlen_k, bounds)
     return sequence, Keys(key_at, value_at, begin, end), ranges
@@ -148,22 +150,23 @@ def store_tile(
 
 
 @triton.jit
-def load_key_value(keys, key, value, j_begin, j, cut: tl.constexpr, PARTIAL: tl.constexpr):
+def load_key_value(keys, key, value, j_begin, j, const: tl.constexpr, PARTIAL: tl.constexpr):
     """Load a KV block. If PARTIAL, keys and values outside [keys.begin, keys.end) are 0."""
-    seen = (j >= keys.begin) & (j < keys.end) if PARTIAL else None
+    in_range = (j >= keys.begin) & (j < keys.end) if PARTIAL else None
     k = load_tile(
-        keys.key_at, key.stride_row, j_begin, seen, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D
+        keys.key_at, key.stride_row, j_begin, in_range, const.HEAD_DIM, const.BLOCK_N, const.BLOCK_D
     )
     v = load_tile(
-        keys.value_at, value.stride_row, j_begin, seen, cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV
-    )
+        keys.value_at, value.stride_row, j_begin, in_range,
+        const.HEAD_DIM_V, const.BLOCK_N, const.BLOCK_DV,
+    )  # fmt: skip
     return k, v
 
 
 @triton.jit
 def finish_scores(
     products, i, j, sequence, mask, settings,
-    cut: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    const: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Apply scale, softcap, ALiBi, bias and mask to QK^T.
 
@@ -174,24 +177,24 @@ def finish_scores(
     scale * log2(e) would matter (ACCURATE). Otherwise they are in units of ln(2), which folds
     log2(e) into the multiplication by scale.
     """
-    if cut.SOFTCAP:
+    if const.SOFTCAP:
         scores, cap_tanh = softcapped(products * settings.softmax_scale, settings.softcap)
-    elif cut.NATURAL:
+    elif const.NATURAL:
         scores, cap_tanh = products * settings.softmax_scale, products
     else:
         scores, cap_tanh = products * (settings.softmax_scale * LOG2E), products
-    scores = add_alibi(scores, i, j, sequence, mask, cut, KEYS_FIRST)
+    scores = add_alibi(scores, i, j, sequence, mask, const, KEYS_FIRST)
     if PARTIAL:
-        scores, visible = apply_mask(scores, i, j, sequence, mask, cut, KEYS_FIRST)
+        scores, visible = apply_mask(scores, i, j, sequence, mask, const, KEYS_FIRST)
         return scores, visible, tl.where(visible, cap_tanh, 0.0)
     else:
         return scores, scores == scores, cap_tanh
 
 
 @triton.jit
-def power(difference, cut: tl.constexpr):
+def power(difference, const: tl.constexpr):
     """Return exp of score differences that are in the units of `finish_scores`."""
-    if cut.ACCURATE:
+    if const.ACCURATE:
         # exp2(x * log2(e)) rounds its argument. At x = -8, the relative error of the result is
         # 5e-7. It has the same sign for all keys if scores are equal. Instead, decompose
         # x = whole * ln(2) + rest, with ln(2) split into a 10-bit constant and a small correction
@@ -201,7 +204,7 @@ def power(difference, cut: tl.constexpr):
         rest = (x - whole * 0.693359375) - whole * -2.12194440e-4
         return tl.exp2(rest * LOG2E) * tl.exp2(whole)
     else:
-        return tl.exp2(difference * LOG2E if cut.NATURAL else difference)
+        return tl.exp2(difference * LOG2E if const.NATURAL else difference)
 
 
 @triton.jit
@@ -219,12 +222,12 @@ def dropout_counters(seed, settings, sizes, b):
 
 
 @triton.jit
-def kept(draws, i, j_begin, sequence, settings, cut: tl.constexpr):
+def dropout_keep(draws, i, j_begin, sequence, settings, const: tl.constexpr):
     """Return a bool mask (queries, BLOCK_N) of the weights of queries i that dropout keeps."""
     seed, first_octet, first_query, first_head = draws
-    octet = first_octet + j_begin // 8 + tl.arange(0, cut.BLOCK_N // 8)[None, :]
+    octet = first_octet + j_begin // 8 + tl.arange(0, const.BLOCK_N // 8)[None, :]
     head = first_head + sequence.h
-    if cut.PACKED_HEADS:
+    if const.PACKED_HEADS:
         head = head[:, None]
     query = first_query + i[:, None]
     return keep_tile(seed, query, octet, head, 0, settings.dropout_threshold)
@@ -242,7 +245,7 @@ def zero_fully_masked(tile, visible, mask):
         or mask.dense is not None
         or mask.bias is not None
     ):
-        seen = tl.max(visible.to(tl.int32), 0)
-        return tl.where((seen != 0)[:, None], tile, 0.0)
+        any_visible = tl.max(visible.to(tl.int32), 0)
+        return tl.where((any_visible != 0)[:, None], tile, 0.0)
     else:
         return tile

@@ -21,9 +21,9 @@ import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
     dropout_counters,
+    dropout_keep,
     finish_scores,
     head_rows,
-    kept,
     keys_of_tile,
     load_key_value,
     load_tile,
@@ -57,35 +57,35 @@ class RowStatistics(NamedTuple):
 def row_statistics_kernel(
     out, out_residual, grad_out, lse, lse_residual, stats, cu_seqlens_q,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
-    cut: tl.constexpr,
+    const: tl.constexpr,
 ):  # fmt: skip
     """Compute RowStatistics, except grad_lse, for BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
-    num_m = tl.cdiv(seqlen_q, cut.BLOCK_M)
+    num_m = tl.cdiv(seqlen_q, const.BLOCK_M)
     pid = tl.program_id(0)
     m, bh = pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
     batch, first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
-    i_begin = m * cut.BLOCK_M
+    i_begin = m * const.BLOCK_M
     if i_begin >= seqlen_q:
         return
-    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    i = i_begin + tl.arange(0, const.BLOCK_M)
     inside = i < seqlen_q
     at = statistics_at(sizes, batch, h, first) + i
-    rounded, factor = lse_in_units(lse, lse_residual, at, inside, cut)
-    sees = rounded != float("inf")
+    rounded, factor = lse_in_units(lse, lse_residual, at, inside, const)
+    has_keys = rounded != float("inf")
     tl.store(stats.lse + at, rounded, inside)
     if stats.lse_factor is not None:
         tl.store(stats.lse_factor + at, factor, inside)
     o = load_tile(
         head_rows(out, batch, h, first), out.stride_row, i_begin, inside,
-        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+        const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
     )  # fmt: skip
     do = load_tile(
         head_rows(grad_out, batch, h, first), grad_out.stride_row, i_begin, inside,
-        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+        const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
     )  # fmt: skip
     o = o.to(tl.float32)
     if out_residual is not None:
@@ -93,25 +93,25 @@ def row_statistics_kernel(
         # rounding residual of out exceeds dS.
         low = load_tile(
             head_rows(out_residual, batch, h, first), out_residual.stride_row, i_begin, inside,
-            cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+            const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
         )  # fmt: skip
         o = (o.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True)
-    products = tl.where(sees[:, None], o * do.to(tl.float32), 0.0)
+    products = tl.where(has_keys[:, None], o * do.to(tl.float32), 0.0)
     tl.store(stats.delta + at, tl.sum(products, 1), inside)
 
 
 @triton.jit
-def lse_in_units(lse, lse_residual, at, inside, cut: tl.constexpr):
+def lse_in_units(lse, lse_residual, at, inside, const: tl.constexpr):
     """Return RowStatistics.lse and lse_factor, from lse in natural units and its residual."""
-    unit = 1.0 if cut.NATURAL else LOG2E
+    unit = 1.0 if const.NATURAL else LOG2E
     high = tl.load(lse + at, inside, float("-inf")).to(tl.float64)
-    sees = high != float("-inf")
+    has_keys = high != float("-inf")
     high *= unit
-    low = tl.load(lse_residual + at, inside, 0.0).to(tl.float64) * unit
-    rounded = tl.where(sees, high + low, float("inf")).to(tl.float32)
-    # Subtract in two steps: if high is near float32's lowest value, high + low loses low.
-    lost = tl.where(sees, (rounded.to(tl.float64) - high) - low, 0.0)
-    return rounded, power(lost.to(tl.float32), cut)
+    residual = tl.load(lse_residual + at, inside, 0.0).to(tl.float64) * unit
+    rounded = tl.where(has_keys, high + residual, float("inf")).to(tl.float32)
+    # Subtract in two steps: if high is near float32's lowest value, high + residual loses residual.
+    lost = tl.where(has_keys, (rounded.to(tl.float64) - high) - residual, 0.0)
+    return rounded, power(lost.to(tl.float32), const)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -119,7 +119,7 @@ def attention_bwd_dq_kernel(
     query, key, value, grad_out, grad_query, seed, cu_seqlens_q, cu_seqlens_k,
     mask, lists,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
-    settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr,
+    settings, stats, const: tl.constexpr, CONSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ for BLOCK_M queries of a head.
 
@@ -130,43 +130,43 @@ def attention_bwd_dq_kernel(
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
-    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
+    num_m, num_n = tl.cdiv(seqlen_q, const.BLOCK_M), tl.cdiv(seqlen_k, const.BLOCK_N)
     pid = tl.program_id(0)
     m, bh = num_m - 1 - pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
-    i_begin = m * cut.BLOCK_M
+    i_begin = m * const.BLOCK_M
     if i_begin >= seqlen_q:
         return
     sequence, keys, ranges = keys_of_tile(
-        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
+        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, const
     )
     tiles = visible_tiles(ranges, lists, b, h, m, num_m, num_n)
 
-    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    i = i_begin + tl.arange(0, const.BLOCK_M)
     at = statistics_at(sizes, query_batch, h, query_first)
     q, do, statistics = load_queries(
-        query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, cut
+        query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, const
     )
     draws = None
     if seed is not None:
         draws = dropout_counters(tl.load(seed), settings, sizes, b)
-    dq = tl.zeros((cut.BLOCK_M, cut.BLOCK_D), tl.float32)
-    excess = tl.zeros((cut.BLOCK_M,), tl.float32)
-    total = tl.zeros((cut.BLOCK_M,), tl.float32)
+    dq = tl.zeros((const.BLOCK_M, const.BLOCK_D), tl.float32)
+    excess = tl.zeros((const.BLOCK_M,), tl.float32)
+    total = tl.zeros((const.BLOCK_M,), tl.float32)
     for t in tl.range(0, tiles[0]):
         dq, excess, total = _dq_tile(
-            dq, excess, total, q, do, statistics, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys,
-            sequence, key, value, draws, mask, settings, stats, cut, CONSISTENT, False,
+            dq, excess, total, q, do, statistics, i, full_tile(t, tiles, lists) * const.BLOCK_N,
+            keys, sequence, key, value, draws, mask, settings, stats, const, CONSISTENT, False,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
         dq, excess, total = _dq_tile(
-            dq, excess, total, q, do, statistics, i, partial_tile(t, tiles, lists) * cut.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, stats, cut, CONSISTENT, True,
+            dq, excess, total, q, do, statistics, i, partial_tile(t, tiles, lists) * const.BLOCK_N,
+            keys, sequence, key, value, draws, mask, settings, stats, const, CONSISTENT, True,
         )  # fmt: skip
     store_tile(
         head_rows(grad_query, query_batch, h, query_first), grad_query.stride_row, i_begin,
-        seqlen_q, dq * settings.softmax_scale, cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
+        seqlen_q, dq * settings.softmax_scale, const.HEAD_DIM, const.BLOCK_M, const.BLOCK_D,
     )  # fmt: skip
     if CONSISTENT:
         if stats.grad_lse is not None:
@@ -178,45 +178,45 @@ def attention_bwd_dq_kernel(
 @triton.jit
 def _dq_tile(
     dq, excess, total, q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask,
-    settings, stats, cut: tl.constexpr, CONSISTENT: tl.constexpr, PARTIAL: tl.constexpr,
+    settings, stats, const: tl.constexpr, CONSISTENT: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Accumulate one KV block into dQ and the row sums of dS and P."""
     grads, weights, cap_tanh, k = grad_scores(
         q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
-        stats, cut, PARTIAL,
+        stats, const, PARTIAL,
     )  # fmt: skip
     if CONSISTENT:
         excess += tl.sum(grads, 1)
         total += tl.sum(weights, 1)
-    if cut.SOFTCAP:
+    if const.SOFTCAP:
         grads *= 1.0 - cap_tanh * cap_tanh
-    return tl.dot(grads.to(k.dtype), k, dq, input_precision=cut.PRECISION), excess, total
+    return tl.dot(grads.to(k.dtype), k, dq, input_precision=const.PRECISION), excess, total
 
 
 @triton.jit
 def grad_scores(
     q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings, stats,
-    cut: tl.constexpr, PARTIAL: tl.constexpr,
+    const: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Return dS and P, both (queries, keys), the tanh of softcap, and the keys of a KV block.
 
     dS does not include the derivative of softcap.
     """
     lse, lse_factor, delta, grad_lse = statistics
-    j = j_begin + tl.arange(0, cut.BLOCK_N)
-    k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
-    products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
+    j = j_begin + tl.arange(0, const.BLOCK_N)
+    k, v = load_key_value(keys, key, value, j_begin, j, const, PARTIAL)
+    products = tl.dot(q, tl.trans(k), input_precision=const.PRECISION)
     scores, visible, cap_tanh = finish_scores(
-        products, i, j, sequence, mask, settings, cut, PARTIAL, False
+        products, i, j, sequence, mask, settings, const, PARTIAL, False
     )
     if PARTIAL:  # NaN in v only affects masked columns, which are zeroed below
         k = zero_fully_masked(k, visible, mask)
-    weights = power(scores - lse[:, None], cut)
+    weights = power(scores - lse[:, None], const)
     if stats.lse_factor is not None:
         weights *= lse_factor[:, None]
-    grads = tl.dot(do, tl.trans(v), input_precision=cut.PRECISION)
+    grads = tl.dot(do, tl.trans(v), input_precision=const.PRECISION)
     if draws is not None:
-        keep = kept(draws, i, j_begin, sequence, settings, cut)
+        keep = dropout_keep(draws, i, j_begin, sequence, settings, const)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
     grads -= delta[:, None]
     if stats.grad_lse is not None:
@@ -232,39 +232,39 @@ def attention_bwd_dkdv_kernel(
     query, key, value, grad_out, grad_key, grad_value, seed, cu_seqlens_q, cu_seqlens_k,
     mask, lists,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
-    settings, stats, cut: tl.constexpr, GROUP: tl.constexpr,
+    settings, stats, const: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV for BLOCK_N keys of a KV head, summed over the GROUP heads sharing it."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
-    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
+    num_m, num_n = tl.cdiv(seqlen_q, const.BLOCK_M), tl.cdiv(seqlen_k, const.BLOCK_N)
     pid = tl.program_id(0)
     n, bh = pid % num_n, pid // num_n
     b, h_kv = bh // sizes.num_heads_kv, bh % sizes.num_heads_kv
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
     key_batch, key_first, seqlen_k = sequence_rows(cu_seqlens_k, b, sizes.seqlen_k)
-    j_begin = n * cut.BLOCK_N
+    j_begin = n * const.BLOCK_N
     if j_begin >= seqlen_k:
         return
     bounds = sequence_bounds(mask, sizes, b)
     ranges = query_tiles(
-        bounds, j_begin, j_begin + cut.BLOCK_N, sizes.seqlen_q, sizes.seqlen_k, cut.BLOCK_M
+        bounds, j_begin, j_begin + const.BLOCK_N, sizes.seqlen_q, sizes.seqlen_k, const.BLOCK_M
     )
-    j = j_begin + tl.arange(0, cut.BLOCK_N)
+    j = j_begin + tl.arange(0, const.BLOCK_N)
     k = load_tile(
         head_rows(key, key_batch, h_kv, key_first), key.stride_row, j_begin, j < seqlen_k,
-        cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D,
+        const.HEAD_DIM, const.BLOCK_N, const.BLOCK_D,
     )  # fmt: skip
     v = load_tile(
         head_rows(value, key_batch, h_kv, key_first), value.stride_row, j_begin, j < seqlen_k,
-        cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV,
+        const.HEAD_DIM_V, const.BLOCK_N, const.BLOCK_DV,
     )  # fmt: skip
     draws = None
     if seed is not None:
         draws = dropout_counters(tl.load(seed), settings, sizes, b)
-    dk = tl.zeros((cut.BLOCK_N, cut.BLOCK_D), tl.float32)
-    dv = tl.zeros((cut.BLOCK_N, cut.BLOCK_DV), tl.float32)
+    dk = tl.zeros((const.BLOCK_N, const.BLOCK_D), tl.float32)
+    dv = tl.zeros((const.BLOCK_N, const.BLOCK_DV), tl.float32)
     for g in range(GROUP):
         h = h_kv * GROUP + g
         tiles = visible_tiles(ranges, lists, b, h, n, num_n, num_m)
@@ -274,68 +274,71 @@ def attention_bwd_dkdv_kernel(
         at = statistics_at(sizes, query_batch, h, query_first)
         for t in tl.range(0, tiles[0]):
             dk, dv = _dkdv_tile(
-                dk, dv, k, v, full_tile(t, tiles, lists) * cut.BLOCK_M, j_begin, j, query_at,
+                dk, dv, k, v, full_tile(t, tiles, lists) * const.BLOCK_M, j_begin, j, query_at,
                 grad_out_at, at, sequence, query, grad_out, draws, mask, settings, stats,
-                cut, False,
+                const, False,
             )  # fmt: skip
         for t in tl.range(0, tiles[1]):
             dk, dv = _dkdv_tile(
-                dk, dv, k, v, partial_tile(t, tiles, lists) * cut.BLOCK_M, j_begin, j, query_at,
+                dk, dv, k, v, partial_tile(t, tiles, lists) * const.BLOCK_M, j_begin, j, query_at,
                 grad_out_at, at, sequence, query, grad_out, draws, mask, settings, stats,
-                cut, True,
+                const, True,
             )  # fmt: skip
     store_tile(
         head_rows(grad_key, key_batch, h_kv, key_first), grad_key.stride_row, j_begin, seqlen_k,
-        dk * settings.softmax_scale, cut.HEAD_DIM, cut.BLOCK_N, cut.BLOCK_D,
+        dk * settings.softmax_scale, const.HEAD_DIM, const.BLOCK_N, const.BLOCK_D,
     )  # fmt: skip
     store_tile(
         head_rows(grad_value, key_batch, h_kv, key_first), grad_value.stride_row, j_begin, seqlen_k,
-        dv * settings.dropout_scale, cut.HEAD_DIM_V, cut.BLOCK_N, cut.BLOCK_DV,
+        dv * settings.dropout_scale, const.HEAD_DIM_V, const.BLOCK_N, const.BLOCK_DV,
     )  # fmt: skip
 
 
 @triton.jit
 def _dkdv_tile(
     dk, dv, k, v, i_begin, j_begin, j, query_at, grad_out_at, at, sequence, query, grad_out, draws,
-    mask, settings, stats, cut: tl.constexpr, PARTIAL: tl.constexpr,
+    mask, settings, stats, const: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Accumulate one query tile into dK and dV.
 
     Scores are (keys, queries) here, so that P and dS are left operands without a transpose.
     """
     seqlen_q = sequence.seqlen_q
-    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    i = i_begin + tl.arange(0, const.BLOCK_M)
     lse, lse_factor, delta, grad_lse = load_statistics(stats, at, i, seqlen_q)
     # Do not load fully masked rows. They may contain NaN, and 0 * NaN is NaN.
-    sees = lse != float("inf") if PARTIAL else i < seqlen_q
-    q = load_tile(query_at, query.stride_row, i_begin, sees, cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D)
+    valid = lse != float("inf") if PARTIAL else i < seqlen_q
+    q = load_tile(
+        query_at, query.stride_row, i_begin, valid, const.HEAD_DIM, const.BLOCK_M, const.BLOCK_D
+    )
     do = load_tile(
-        grad_out_at, grad_out.stride_row, i_begin, sees, cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV
-    )
-    products = tl.dot(k, tl.trans(q), input_precision=cut.PRECISION)
+        grad_out_at, grad_out.stride_row, i_begin, valid,
+        const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
+    )  # fmt: skip
+    products = tl.dot(k, tl.trans(q), input_precision=const.PRECISION)
     scores, visible, cap_tanh = finish_scores(
-        products, i, j, sequence, mask, settings, cut, PARTIAL, True
+        products, i, j, sequence, mask, settings, const, PARTIAL, True
     )
-    weights = power(scores - lse[None, :], cut)
+    weights = power(scores - lse[None, :], const)
     if stats.lse_factor is not None:
         weights *= lse_factor[None, :]
-    grads = tl.dot(v, tl.trans(do), input_precision=cut.PRECISION)
+    grads = tl.dot(v, tl.trans(do), input_precision=const.PRECISION)
     used = weights
     if draws is not None:
-        keep = kept(draws, i, j_begin, sequence, settings, cut)
+        keep = dropout_keep(draws, i, j_begin, sequence, settings, const)
         keep = tl.trans(keep.to(tl.int8)) != 0
         used = tl.where(keep, weights, 0.0)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
-    dv = tl.dot(used.to(do.dtype), do, dv, input_precision=cut.PRECISION)
+    dv = tl.dot(used.to(do.dtype), do, dv, input_precision=const.PRECISION)
     grads -= delta[None, :]
     if stats.grad_lse is not None:
         grads += grad_lse[None, :]
     grads *= weights
     if PARTIAL:
         grads = tl.where(visible, grads, 0.0)
-    if cut.SOFTCAP:
+    if const.SOFTCAP:
         grads *= 1.0 - cap_tanh * cap_tanh
-    return tl.dot(grads.to(q.dtype), q, dk, input_precision=cut.PRECISION), dv
+    return tl.dot(grads.to(q.dtype), q, dk, input_precision=const.PRECISION), dv
 
 
 @triton.jit
@@ -364,16 +367,16 @@ def load_statistics(stats, at, i, seqlen_q):
 
 @triton.jit
 def load_queries(
-    query, grad_out, stats, at, batch, h, first, i_begin, i, seqlen_q, cut: tl.constexpr
+    query, grad_out, stats, at, batch, h, first, i_begin, i, seqlen_q, const: tl.constexpr
 ):
     """Load a query tile, the corresponding tile of grad_out, and the row statistics."""
     inside = i < seqlen_q
     q = load_tile(
         head_rows(query, batch, h, first), query.stride_row, i_begin, inside,
-        cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
+        const.HEAD_DIM, const.BLOCK_M, const.BLOCK_D,
     )  # fmt: skip
     do = load_tile(
         head_rows(grad_out, batch, h, first), grad_out.stride_row, i_begin, inside,
-        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+        const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
     )  # fmt: skip
     return q, do, load_statistics(stats, at, i, seqlen_q)

@@ -19,54 +19,54 @@ from fused_attn.backends.triton.masks import SIZES, Sizes
 from fused_attn.backends.triton.tiles import SKIP
 
 
-@triton.jit(do_not_specialize=[*SIZES, "own_batch", "num_parts"])
+@triton.jit(do_not_specialize=[*SIZES, "bias_batch", "num_parts"])
 def attention_bwd_bias_kernel(
     query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, kinds, kinds_heads,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
-    settings, stats, parts, own_batch, own_heads, num_parts,
-    cut: tl.constexpr, OWN_ROWS: tl.constexpr, OWN_COLUMNS: tl.constexpr,
+    settings, stats, parts, bias_batch, bias_heads, num_parts,
+    const: tl.constexpr, PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Compute one partial sum of one tile of the mask gradient.
 
-    parts: float32 (num_parts, own_batch, own_heads, rows, columns), with a row per query if
-    OWN_ROWS and a column per key if OWN_COLUMNS. If the mask is broadcast over queries or keys,
+    parts: float32 (num_parts, bias_batch, bias_heads, rows, columns), with a row per query if
+    PER_ROW and a column per key if PER_COLUMN. If the mask is broadcast over queries or keys,
     parts has a row per query tile or a column per KV block instead.
     """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
-    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
+    num_m, num_n = tl.cdiv(seqlen_q, const.BLOCK_M), tl.cdiv(seqlen_k, const.BLOCK_N)
     pid = tl.program_id(0)
     n, rest = pid % num_n, pid // num_n
     m, rest = rest % num_m, rest // num_m
-    own, part = rest % (own_batch * own_heads), rest // (own_batch * own_heads)
-    own_b, own_h = own // own_heads, own % own_heads
-    shared_heads = sizes.num_heads // own_heads
-    shared = sizes.batch // own_batch * shared_heads
+    bias_head, part = rest % (bias_batch * bias_heads), rest // (bias_batch * bias_heads)
+    bias_b, bias_h = bias_head // bias_heads, bias_head % bias_heads
+    shared_heads = sizes.num_heads // bias_heads
+    shared = sizes.batch // bias_batch * shared_heads
     each = tl.cdiv(shared, num_parts)
-    i_begin, j_begin = m * cut.BLOCK_M, n * cut.BLOCK_N
+    i_begin, j_begin = m * const.BLOCK_M, n * const.BLOCK_N
     if seed is not None:
         seed = tl.load(seed)
-    total = tl.zeros((cut.BLOCK_M, cut.BLOCK_N), tl.float32)
+    total = tl.zeros((const.BLOCK_M, const.BLOCK_N), tl.float32)
     for s in range(part * each, tl.minimum(part * each + each, shared)):
         # In a dimension that the mask does not broadcast, the term with s is 0.
-        b, h = own_b + s // shared_heads, own_h + s % shared_heads
+        b, h = bias_b + s // shared_heads, bias_h + s % shared_heads
         at = ((b.to(tl.int64) * kinds_heads + h % kinds_heads) * num_m + m) * num_n + n
         if tl.load(kinds + at) != SKIP:
             total += _tile_of_head(
                 query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, sizes,
-                settings, stats, b, h, i_begin, j_begin, cut,
+                settings, stats, b, h, i_begin, j_begin, const,
             )  # fmt: skip
-    i, j = i_begin + tl.arange(0, cut.BLOCK_M), j_begin + tl.arange(0, cut.BLOCK_N)
-    rows = sizes.seqlen_q if OWN_ROWS else num_m
-    columns = sizes.seqlen_k if OWN_COLUMNS else num_n
+    i, j = i_begin + tl.arange(0, const.BLOCK_M), j_begin + tl.arange(0, const.BLOCK_N)
+    rows = sizes.seqlen_q if PER_ROW else num_m
+    columns = sizes.seqlen_k if PER_COLUMN else num_n
     head = parts + rest.to(tl.int64) * rows * columns
-    if OWN_ROWS and OWN_COLUMNS:
+    if PER_ROW and PER_COLUMN:
         inside = (i < rows)[:, None] & (j < columns)[None, :]
         tl.store(head + i.to(tl.int64)[:, None] * columns + j[None, :], total, inside)
-    elif OWN_ROWS:
+    elif PER_ROW:
         tl.store(head + i.to(tl.int64) * columns + n, tl.sum(total, 1), i < rows)
-    elif OWN_COLUMNS:
+    elif PER_COLUMN:
         tl.store(head + m * columns + j, tl.sum(total, 0), j < columns)
     else:
         tl.store(head + m * columns + n, tl.sum(tl.sum(total, 1), 0))
@@ -75,7 +75,7 @@ def attention_bwd_bias_kernel(
 @triton.jit
 def _tile_of_head(
     query, key, value, grad_out, seed, cu_seqlens_q, cu_seqlens_k, mask, sizes, settings, stats,
-    b, h, i_begin, j_begin, cut: tl.constexpr,
+    b, h, i_begin, j_begin, const: tl.constexpr,
 ):  # fmt: skip
     """Return dS of one tile of a head, without the derivative of softcap."""
     draws = None
@@ -83,15 +83,15 @@ def _tile_of_head(
         draws = dropout_counters(seed, settings, sizes, b)
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
     sequence, keys, _ = keys_of_tile(
-        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
+        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, const
     )
-    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    i = i_begin + tl.arange(0, const.BLOCK_M)
     at = statistics_at(sizes, query_batch, h, query_first)
     q, do, statistics = load_queries(
-        query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, cut
+        query, grad_out, stats, at, query_batch, h, query_first, i_begin, i, seqlen_q, const
     )
     grads, _, _, _ = grad_scores(
         q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
-        stats, cut, True,
+        stats, const, True,
     )  # fmt: skip
     return grads

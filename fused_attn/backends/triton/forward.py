@@ -13,9 +13,9 @@ import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
     dropout_counters,
+    dropout_keep,
     finish_scores,
     head_rows,
-    kept,
     keys_of_tile,
     load_key_value,
     load_tile,
@@ -33,47 +33,48 @@ def attention_fwd_kernel(
     query, key, value, out, lse, lse_residual, out_residual, seed, cu_seqlens_q, cu_seqlens_k,
     mask, lists,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
-    settings, cut: tl.constexpr,
+    settings, const: tl.constexpr,
 ):  # fmt: skip
     """Compute out, lse, and their residuals unless None, for BLOCK_M queries of a head."""
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
-    num_m, num_n = tl.cdiv(seqlen_q, cut.BLOCK_M), tl.cdiv(seqlen_k, cut.BLOCK_N)
+    num_m, num_n = tl.cdiv(seqlen_q, const.BLOCK_M), tl.cdiv(seqlen_k, const.BLOCK_N)
     pid = tl.program_id(0)
     # Process the last query tiles first, because they take longest under a causal mask.
     m, bh = num_m - 1 - pid % num_m, pid // num_m
     b, h = bh // sizes.num_heads, bh % sizes.num_heads
     query_batch, query_first, seqlen_q = sequence_rows(cu_seqlens_q, b, sizes.seqlen_q)
-    i_begin = m * cut.BLOCK_M
+    i_begin = m * const.BLOCK_M
     if i_begin >= seqlen_q:
         return
     sequence, keys, ranges = keys_of_tile(
-        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, cut
+        key, value, cu_seqlens_k, mask, sizes, b, h, i_begin, seqlen_q, const
     )
     tiles = visible_tiles(ranges, lists, b, h, m, num_m, num_n)
 
-    i = i_begin + tl.arange(0, cut.BLOCK_M)
+    i = i_begin + tl.arange(0, const.BLOCK_M)
     q = load_tile(
         head_rows(query, query_batch, h, query_first), query.stride_row, i_begin, i < seqlen_q,
-        cut.HEAD_DIM, cut.BLOCK_M, cut.BLOCK_D,
+        const.HEAD_DIM, const.BLOCK_M, const.BLOCK_D,
     )  # fmt: skip
     draws = None
     if seed is not None:
         draws = dropout_counters(tl.load(seed), settings, sizes, b)
-    maximum = tl.full((cut.BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((cut.BLOCK_M,), tl.float32)
-    acc = tl.zeros((cut.BLOCK_M, cut.BLOCK_DV), tl.float32)
-    multiplied = tl.zeros((cut.BLOCK_M,), tl.float32)
+    maximum = tl.full((const.BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((const.BLOCK_M,), tl.float32)
+    acc = tl.zeros((const.BLOCK_M, const.BLOCK_DV), tl.float32)
+    multiplied = tl.zeros((const.BLOCK_M,), tl.float32)
     for t in tl.range(0, tiles[0]):
         acc, maximum, total, multiplied = fwd_tile(
-            acc, maximum, total, multiplied, q, i, full_tile(t, tiles, lists) * cut.BLOCK_N, keys,
-            sequence, key, value, draws, mask, settings, cut, False, out_residual is not None,
+            acc, maximum, total, multiplied, q, i, full_tile(t, tiles, lists) * const.BLOCK_N, keys,
+            sequence, key, value, draws, mask, settings, const, False, out_residual is not None,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
         acc, maximum, total, multiplied = fwd_tile(
-            acc, maximum, total, multiplied, q, i, partial_tile(t, tiles, lists) * cut.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, cut, True, out_residual is not None,
+            acc, maximum, total, multiplied, q, i, partial_tile(t, tiles, lists) * const.BLOCK_N,
+            keys, sequence, key, value, draws, mask, settings, const, True,
+            out_residual is not None,
         )  # fmt: skip
 
     empty = total == 0.0
@@ -84,7 +85,7 @@ def attention_fwd_kernel(
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
     store_tile(
         head_rows(out, query_batch, h, query_first), out.stride_row, i_begin, seqlen_q, acc,
-        cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+        const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
     )  # fmt: skip
     if out_residual is not None:
         rounded = acc.to(q.dtype).to(tl.float32)
@@ -92,16 +93,16 @@ def attention_fwd_kernel(
         lost = tl.minimum(tl.maximum(lost, -0x7FFF), 0x7FFF)
         store_tile(
             head_rows(out_residual, query_batch, h, query_first), out_residual.stride_row, i_begin,
-            seqlen_q, lost, cut.HEAD_DIM_V, cut.BLOCK_M, cut.BLOCK_DV,
+            seqlen_q, lost, const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
         )  # fmt: skip
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first
-    store_lse(lse, lse_residual, at + i, i < seqlen_q, maximum, total, cut)
+    store_lse(lse, lse_residual, at + i, i < seqlen_q, maximum, total, const)
 
 
 @triton.jit
-def store_lse(lse, lse_residual, at, inside, maximum, total, cut: tl.constexpr):
+def store_lse(lse, lse_residual, at, inside, maximum, total, const: tl.constexpr):
     """Store lse in natural units, and its rounding residual unless lse_residual is None."""
-    scaled = maximum.to(tl.float64) * (1.0 if cut.NATURAL else LN2)
+    scaled = maximum.to(tl.float64) * (1.0 if const.NATURAL else LN2)
     log = tl.log(total.to(tl.float64))
     empty = total == 0.0
     high = tl.where(empty, float("-inf"), scaled + log).to(tl.float32)
@@ -115,32 +116,32 @@ def store_lse(lse, lse_residual, at, inside, maximum, total, cut: tl.constexpr):
 @triton.jit
 def fwd_tile(
     acc, maximum, total, multiplied, q, i, j_begin, keys, sequence, key, value, draws, mask,
-    settings, cut: tl.constexpr, PARTIAL: tl.constexpr, ROUNDED: tl.constexpr,
+    settings, const: tl.constexpr, PARTIAL: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Accumulate one KV block into acc, the row maxima and the row sums of the weights.
 
     If ROUNDED, also accumulate `multiplied`, the row sums of the weights rounded for the PV matmul.
     """
-    j = j_begin + tl.arange(0, cut.BLOCK_N)
-    k, v = load_key_value(keys, key, value, j_begin, j, cut, PARTIAL)
-    products = tl.dot(q, tl.trans(k), input_precision=cut.PRECISION)
+    j = j_begin + tl.arange(0, const.BLOCK_N)
+    k, v = load_key_value(keys, key, value, j_begin, j, const, PARTIAL)
+    products = tl.dot(q, tl.trans(k), input_precision=const.PRECISION)
     scores, visible, _ = finish_scores(
-        products, i, j, sequence, mask, settings, cut, PARTIAL, False
+        products, i, j, sequence, mask, settings, const, PARTIAL, False
     )
     largest = tl.maximum(maximum, tl.max(scores, 1))
     # Rows without a visible key so far would compute -inf - -inf, which is NaN.
     shift = tl.where(largest == float("-inf"), 0.0, largest) if PARTIAL else largest
-    weights = power(scores - shift[:, None], cut)
-    rescale = power(maximum - shift, cut)
+    weights = power(scores - shift[:, None], const)
+    rescale = power(maximum - shift, const)
     total = total * rescale + tl.sum(weights, 1)
     if ROUNDED:
         # This adds two instructions per weight to about twelve. A matmul with a matrix of ones
         # would add fewer, but needs eight registers per thread, which makes some kernels spill.
         multiplied = multiplied * rescale + tl.sum(weights.to(v.dtype).to(tl.float32), 1)
     if draws is not None:
-        keep = kept(draws, i, j_begin, sequence, settings, cut)
+        keep = dropout_keep(draws, i, j_begin, sequence, settings, const)
         weights = tl.where(keep, weights, 0.0)
     if PARTIAL:
         v = zero_fully_masked(v, visible, mask)
-    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=cut.PRECISION)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=const.PRECISION)
     return acc, largest, total, multiplied

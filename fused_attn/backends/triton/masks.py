@@ -162,7 +162,7 @@ def visible_queries(bounds, j):
 
 
 @triton.jit
-def seen_keys(bounds, i_begin, i_end, seqlen_k):
+def tile_key_range(bounds, i_begin, i_end, seqlen_k):
     """Return the range of keys structurally visible to any of the queries [i_begin, i_end).
 
     Kernels do not load other keys.
@@ -182,12 +182,12 @@ def across(vector, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def add_alibi(scores, i, j, sequence, mask, const: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Return the scores with ALiBi added, if the mask has slopes. Scores are in natural units."""
     if mask.slopes is not None:
         at = sequence.b * mask.slopes_stride_b + sequence.h * mask.slopes_stride_h
         slope = tl.load(mask.slopes + at)
-        if cut.PACKED_HEADS:
+        if const.PACKED_HEADS:
             slope = slope[:, None]
         position = across(i + sequence.bounds.alibi_offset, False, KEYS_FIRST)
         distance = tl.abs(position - across(j, True, KEYS_FIRST))
@@ -197,7 +197,7 @@ def add_alibi(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.co
 
 
 @triton.jit
-def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def apply_mask(scores, i, j, sequence, mask, const: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Add the bias to the scores of a partial tile and mask them; return scores and visibility.
 
     Masked scores become -inf, even if they were NaN. Vectors are loaded as vectors and then
@@ -222,14 +222,16 @@ def apply_mask(scores, i, j, sequence, mask, cut: tl.constexpr, KEYS_FIRST: tl.c
         query_ids = tl.load(query_at, i < sequence.seqlen_q, 0).to(tl.int32)
         key_ids = tl.load(key_at, j < seqlen_k, 0).to(tl.int32)
         visible &= across(query_ids, False, KEYS_FIRST) == across(key_ids, True, KEYS_FIRST)
-    head = h[:, None] if cut.PACKED_HEADS else h
+    head = h[:, None] if const.PACKED_HEADS else h
     if mask.key_mask is not None:
         at = mask.key_mask + b * mask.key_mask_stride_b + head * mask.key_mask_stride_h
-        if cut.PACKED_HEADS:
+        if const.PACKED_HEADS:
             visible &= tl.load(at + column.to(tl.int64) * mask.key_mask_stride_k, visible, 0) != 0
         else:
-            seen = tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, j < seqlen_k, 0) != 0
-            visible &= across(seen, True, KEYS_FIRST)
+            key_visible = (
+                tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, j < seqlen_k, 0) != 0
+            )
+            visible &= across(key_visible, True, KEYS_FIRST)
     if mask.dense is not None:
         at = mask.dense + b * mask.dense_stride_b + head * mask.dense_stride_h
         at += row.to(tl.int64) * mask.dense_stride_q + column.to(tl.int64) * mask.dense_stride_k

@@ -189,8 +189,8 @@ def tile_kinds_kernel(
         full &= (query_min == query_max) & (key_min == key_max)
     if mask.key_mask is not None:
         at = mask.key_mask + b * mask.key_mask_stride_b + h * mask.key_mask_stride_h
-        seen = tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, exists, 0) != 0
-        count = tl.sum(seen.to(tl.int32), 1)
+        key_visible = tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, exists, 0) != 0
+        count = tl.sum(key_visible.to(tl.int32), 1)
         visible &= count > 0
         full &= count == BLOCK_N
     if summaries.dense is not None:

@@ -146,7 +146,7 @@ FUSED_ATTN_KERNEL(128, 1) pairs(FUSED_ATTN_ARGUMENT CheckArgs args) {
   if (args.makes("deadlock") && warp_id() != 2) sync_named(5, 128);
   if (args.makes("deadlock")) sync_block();
   if (args.makes("lanes apart")) sync_named(1 + lane / 16, 64);
-  sync_warp();
+  sync_warp();  // the end
 }
 
 // Stores the results of six conversions of each float32 value: via half, bfloat16 and TF32 back to

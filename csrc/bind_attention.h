@@ -159,7 +159,7 @@ bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py
     return false;
   }
   for (const TensorView* const view : {&lse, &lse_residual, &of_lse}) {
-    if (view->there &&
+    if (view->is_present &&
         (view->dtype() != statistics || view->ndim != 3 ||
          !std::equal(q.shape, q.shape + 3, view->shape) || !contiguous_from(*view, 0))) {
       return false;
@@ -167,7 +167,7 @@ bool read_results(const py::tuple& outputs, const py::handle& grad_out, const py
   }
   if (q.bits == 16) {
     const TensorView out_residual = view_of(outputs[3]);
-    if (!out_residual.there || out_residual.code != kDLInt || out_residual.bits != 16 ||
+    if (!out_residual.is_present || out_residual.code != kDLInt || out_residual.bits != 16 ||
         !read_rows_like(q, dim, out_residual, p->fwd.out_residual_strides)) {
       return false;
     }

@@ -36,7 +36,7 @@ void check_dense(const TensorView& view, const char* name, int first_dim) {
 // most two strided dimensions. Throws if the tensor has another layout.
 template <class T>
 void read_matrix(const TensorView& view, const char* name, T** data, RowLayout* rows) {
-  if (!view.there || view.numel() == 0) return;
+  if (!view.is_present || view.numel() == 0) return;
   const int last = view.ndim - 1;
   if (last < 0 || last > 2) throw std::invalid_argument(std::string(name) + " must be a matrix");
   check_dense(view, name, last);
@@ -90,7 +90,7 @@ class Fields {
       return;
     }
     const TensorView view = view_of(py::handle(value));
-    if (!view.there || view.numel() == 0) return;
+    if (!view.is_present || view.numel() == 0) return;
     check_dense(view, name, 0);
     *out = static_cast<T*>(view.data);
   }
@@ -98,7 +98,7 @@ class Fields {
   template <class T>
   void rows(const char* name, T** out, int64_t (&strides)[3]) {
     const TensorView view = tensor(name);
-    if (!view.there || view.numel() == 0) return;
+    if (!view.is_present || view.numel() == 0) return;
     check_dense(view, name, 3);
     *out = static_cast<T*>(view.data);
     for (int i = 0; i < 3; ++i) strides[i] = view.strides[i];
@@ -187,7 +187,7 @@ void read(Fields& fields, SummaryParams* p) {
 // ---- masks and operands -------------------------------------------------------------------------
 
 void read_broadcast(const TensorView& view, DenseTensor* out) {
-  if (!view.there) return;
+  if (!view.is_present) return;
   out->data = view.data;
   for (int i = 0; i < 4; ++i) out->strides[i] = view.broadcast_stride(i);
 }
@@ -196,7 +196,7 @@ void read_broadcast(const TensorView& view, DenseTensor* out) {
 // is 0. The mask's size decides this, because a dimension of the summary may have size 1 without
 // being broadcast.
 void read_summary(const TensorView& mask, const TensorView& summary, DenseTensor* out) {
-  if (!mask.there || !summary.there) return;
+  if (!mask.is_present || !summary.is_present) return;
   out->summary = static_cast<const uint8_t*>(summary.data);
   for (int i = 0; i < 4; ++i) {
     out->summary_strides[i] = mask.shape[i] == 1 ? 0 : summary.strides[i];
@@ -211,37 +211,37 @@ T integer(const py::handle& value) {
 // Reads a MaskSpec (fused_attn/masks/spec.py).
 void read_mask(const py::handle& spec, MaskParams* p) {
 #define FIELD(type, name) p->name = integer<type>(FUSED_ATTN_ATTRIBUTE(spec, #name));
-#define POINTER(type, name)                                                             \
-  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.there) { \
-    check_dense(view, #name, 0);                                                        \
-    p->name = static_cast<type*>(view.data);                                            \
+#define POINTER(type, name)                                                                  \
+  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
+    check_dense(view, #name, 0);                                                             \
+    p->name = static_cast<type*>(view.data);                                                 \
   }
 #define ROWS(type, name)
 #define SIZES(name)
 #define BROADCAST(name)                                               \
   const TensorView name = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); \
   read_broadcast(name, &p->name);
-#define BY_SEQUENCE(type, name)                                                         \
-  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.there) { \
-    check_dense(view, #name, 1);                                                        \
-    p->name = static_cast<type*>(view.data);                                            \
-    p->name##_stride = view.broadcast_stride(0);                                        \
+#define BY_SEQUENCE(type, name)                                                              \
+  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
+    check_dense(view, #name, 1);                                                             \
+    p->name = static_cast<type*>(view.data);                                                 \
+    p->name##_stride = view.broadcast_stride(0);                                             \
   }
-#define BY_HEAD(type, name)                                                             \
-  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.there) { \
-    p->name = static_cast<type*>(view.data);                                            \
-    for (int i = 0; i < 2; ++i) p->name##_strides[i] = view.broadcast_stride(i);        \
+#define BY_HEAD(type, name)                                                                  \
+  if (const TensorView view = view_of(FUSED_ATTN_ATTRIBUTE(spec, #name)); view.is_present) { \
+    p->name = static_cast<type*>(view.data);                                                 \
+    for (int i = 0; i < 2; ++i) p->name##_strides[i] = view.broadcast_stride(i);             \
   }
   // clang-format off: the order matters
 #include "fields/mask.inc"
 #include "fields/end.inc"
   // clang-format on
-  if (bias.there) {
+  if (bias.is_present) {
     if (!bias.is_float()) throw std::invalid_argument("bias must be a float tensor");
     p->bias_dtype = bias.dtype();
     read_summary(bias, view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias_summary")), &p->bias);
   }
-  if (dense.there) {
+  if (dense.is_present) {
     read_summary(dense, view_of(FUSED_ATTN_ATTRIBUTE(spec, "dense_summary")), &p->dense);
   }
 }
@@ -280,7 +280,7 @@ void read_operands(const TensorView& query, const TensorView& key, const TensorV
 // none.
 bool read_packing(const py::handle& spec, AttentionParams* p) {
   const TensorView ends_q = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_q"));
-  if (!ends_q.there) return false;
+  if (!ends_q.is_present) return false;
   const TensorView ends_k = view_of(FUSED_ATTN_ATTRIBUTE(spec, "cu_seqlens_k"));
   check_dense(ends_q, "cu_seqlens_q", 0);
   check_dense(ends_k, "cu_seqlens_k", 0);
@@ -326,11 +326,11 @@ void read_offsets(const TensorView& view, int64_t numel, const Offsets** offsets
 // Reads dropout_offsets from the options. The sizes in *p must be set already.
 void read_offsets(const py::handle& options, AttentionParams* p) {
   const TensorView offsets = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_offsets"));
-  if (offsets.there) read_offsets(offsets, p->batch * 3, &p->dropout_offsets);
+  if (offsets.is_present) read_offsets(offsets, p->batch * 3, &p->dropout_offsets);
 }
 void read_offsets(const py::handle& options, NormParams* p) {
   const TensorView offsets = view_of(FUSED_ATTN_ATTRIBUTE(options, "dropout_offsets"));
-  if (!offsets.there || p->rows == 0) return;
+  if (!offsets.is_present || p->rows == 0) return;
   const int64_t runs = offsets.ndim == 1 ? offsets.numel() : 0;
   if (runs == 0 || p->rows % runs != 0) {
     throw std::invalid_argument("dropout_offsets must have one dimension, whose size divides rows");

@@ -79,7 +79,8 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
   constexpr int64_t kAlignment = 64;
   const int64_t size = (numel * type.bits / 8 + kAlignment) / kAlignment * kAlignment;
   managed->pooled = size >= kPooledFrom;
-  void* const data = managed->pooled ? take_workspace(size) : std::aligned_alloc(kAlignment, size);
+  void* const data =
+      managed->pooled ? acquire_workspace(size) : std::aligned_alloc(kAlignment, size);
   if (data == nullptr) throw std::bad_alloc();
   managed->base = {
       1,
@@ -87,7 +88,7 @@ py::object new_tensor(const int64_t* shape, const int64_t* strides, int ndim, Nu
       nullptr,
       [](DLManagedTensorVersioned* self) {
         auto* const own = reinterpret_cast<Managed*>(self);
-        own->pooled ? give_workspace(self->tensor.data) : std::free(self->tensor.data);
+        own->pooled ? return_workspace(self->tensor.data) : std::free(self->tensor.data);
         delete own;
       },
       0,

@@ -30,7 +30,7 @@ void run_entry(bool (*KernelTable::*entry)(const Params&), const Params& params)
 class Summaries {
  public:
   void complete(const TensorView& mask, int64_t num_threads, DenseTensor* tensor) {
-    if (!mask.there || tensor->summary != nullptr) return;
+    if (!mask.is_present || tensor->summary != nullptr) return;
     SummaryParams p{};
     int64_t step = 1;
     for (int i = 3; i >= 0; --i) {

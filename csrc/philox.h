@@ -58,8 +58,8 @@ FUSED_ATTN_HOST_DEVICE uint32_t dropout_threshold(double dropout_p) {
 
 // Returns the scale of kept elements, or 0 if no element is kept.
 FUSED_ATTN_HOST_DEVICE double dropout_scale(double dropout_p) {
-  const uint32_t kept = kDropoutSteps - dropout_threshold(dropout_p);
-  return kept == 0 ? 0.0 : static_cast<double>(kDropoutSteps) / kept;
+  const uint32_t kept_steps = kDropoutSteps - dropout_threshold(dropout_p);
+  return kept_steps == 0 ? 0.0 : static_cast<double>(kDropoutSteps) / kept_steps;
 }
 
 // Returns the global offsets of sequence b. Each offset must fit in 32 bits, because a counter word
@@ -71,12 +71,12 @@ FUSED_ATTN_HOST_DEVICE DropoutOffsets dropout_offsets(const AttentionParams& p, 
 
 // Returns a bit mask in which bit e is set if decision e keeps its element.
 FUSED_ATTN_HOST_DEVICE uint32_t kept_decisions(const Philox4& random, uint32_t threshold) {
-  uint32_t kept = 0;
+  uint32_t keep_mask = 0;
   FUSED_ATTN_UNROLL
   for (int e = 0; e < kDecisions; ++e) {
-    kept |= half_word(random.word[e / 2], e % 2) >= threshold ? 1u << e : 0u;
+    keep_mask |= half_word(random.word[e / 2], e % 2) >= threshold ? 1u << e : 0u;
   }
-  return kept;
+  return keep_mask;
 }
 
 }  // namespace

@@ -77,7 +77,7 @@ struct TensorView {
   int device_type = 0, ndim = 0;
   uint8_t code = 0, bits = 0;
   int64_t shape[kMaxDims], strides[kMaxDims];
-  bool there = false;  // false if the Python object is None
+  bool is_present = false;  // false if the Python object is None
 
   DType dtype() const {
     if (code == kDLBfloat) return DType::kBFloat16;
@@ -108,7 +108,7 @@ void copy_shape(const int64_t* shape, const int64_t* strides, int ndim, TensorVi
 // Views a tensor through Python attributes, for torch versions before 2.10.
 TensorView view_by_attributes(const py::handle& tensor) {
   TensorView view;
-  view.there = true;
+  view.is_present = true;
   view.data = reinterpret_cast<void*>(py::cast<uintptr_t>(tensor.attr("data_ptr")()));
   const py::tuple shape = tensor.attr("shape"), strides = tensor.attr("stride")();
   int64_t sizes[TensorView::kMaxDims], steps[TensorView::kMaxDims];
@@ -128,7 +128,7 @@ TensorView view_by_attributes(const py::handle& tensor) {
 
 TensorView view_of(const DLTensor& raw) {
   TensorView view;
-  view.there = true;
+  view.is_present = true;
   view.data = static_cast<char*>(raw.data) + raw.byte_offset;
   view.device_type = raw.device_type;
   view.code = raw.code;

@@ -42,9 +42,10 @@ bool runs_neon_bf16(bool = false) {
   constexpr unsigned long kBFloat16 = 1ul << 14;  // HWCAP2_BF16 of asm/hwcap.h
   return (getauxval(AT_HWCAP2) & kBFloat16) != 0;
 #elif defined(__APPLE__)
-  int there = 0;
-  size_t size = sizeof(there);
-  return sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, nullptr, 0) == 0 && there != 0;
+  int supported = 0;
+  size_t size = sizeof(supported);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &supported, &size, nullptr, 0) == 0 &&
+         supported != 0;
 #else
   return false;
 #endif
@@ -107,15 +108,15 @@ bool runs_tdpfp16ps() {
     config[48 + tile] = 1;
   }
   // volatile, because it is read after siglongjmp.
-  volatile bool there = false;
+  volatile bool supported = false;
   if (sigsetjmp(after_trap, 1) == 0) {
     asm volatile("ldtilecfg (%0)" : : "r"(config) : "memory");
     asm volatile(".byte 0xC4, 0xE2, 0x6B, 0x5C, 0xC1");  // tdpfp16ps tmm0, tmm1, tmm2
-    there = true;
+    supported = true;
   }
   asm volatile(".byte 0xC4, 0xE2, 0x78, 0x49, 0xC0");  // tilerelease
   sigaction(SIGILL, &before, nullptr);
-  return there;
+  return supported;
 }
 #endif
 
@@ -126,8 +127,8 @@ bool runs_amx_fp16(bool by_name) {
   if ((cpuid_register(7, 1, 0) >> 21 & 1) != 0) return true;
 #if defined(__linux__)
   if (!by_name) return false;
-  static const bool there = runs_tdpfp16ps();
-  return there;
+  static const bool supported = runs_tdpfp16ps();
+  return supported;
 #else
   return by_name && false;
 #endif

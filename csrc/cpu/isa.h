@@ -30,14 +30,14 @@
 
 namespace fused_attn {
 
-// Attention passes in tile registers, for the dtypes that AMX multiplies. The takes_ functions
+// Attention passes in tile registers, for the dtypes that AMX multiplies. The supports_ functions
 // return true if the corresponding pass supports the problem.
 struct TilePasses {
   bool (*forward)(const AttentionParams&);
-  bool (*takes_decode)(const AttentionParams&);
+  bool (*supports_decode)(const AttentionParams&);
   bool (*decode)(const AttentionParams&);
-  bool (*takes_backward)(const AttentionBwdParams&);
-  bool (*takes_bias)(const AttentionBwdParams&);  // the backward also computes the bias gradient
+  bool (*supports_backward)(const AttentionBwdParams&);
+  bool (*supports_bias)(const AttentionBwdParams&);  // the backward also computes the bias gradient
   bool (*backward)(const AttentionBwdParams&);
 };
 

@@ -35,7 +35,7 @@ template <class T>
 struct Forward {
   static bool run(const TilePasses* tiles, const AttentionParams& p) {
     if (AttentionDecode<T>::pays_off(p)) {
-      if (tiles != nullptr && tiles->takes_decode(p)) return tiles->decode(p);
+      if (tiles != nullptr && tiles->supports_decode(p)) return tiles->decode(p);
       return own::attention_decode(p);
     }
     if (tiles != nullptr && wants_tiles(p)) return tiles->forward(p);
@@ -47,8 +47,8 @@ template <class T>
 struct Backward {
   static bool run(const TilePasses* tiles, const AttentionBwdParams& p) {
     if (p.grad_weights != nullptr && !WeightRowSums<T>::run(p)) return false;
-    if (tiles != nullptr && wants_tiles(p.fwd) && tiles->takes_backward(p)) {
-      return tiles->backward(p) && (tiles->takes_bias(p) || run_bias(p));
+    if (tiles != nullptr && wants_tiles(p.fwd) && tiles->supports_backward(p)) {
+      return tiles->backward(p) && (tiles->supports_bias(p) || run_bias(p));
     }
     return AttentionBwd<T>::run(p) && run_bias(p);
   }

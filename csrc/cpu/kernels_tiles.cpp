@@ -25,7 +25,7 @@ struct Forward {
 
 template <class T>
 struct TakesDecode {
-  static bool run(const AttentionParams& p) { return AttentionDecode<T>::takes_tiles(p); }
+  static bool run(const AttentionParams& p) { return AttentionDecode<T>::supports_tiles(p); }
 };
 
 template <class T>

@@ -15,7 +15,7 @@ struct Takes {
 
 template <class T>
 struct TakesBias {
-  static bool run(const AttentionBwdParams& p) { return AttentionBwdTiles<T>::takes_bias(p); }
+  static bool run(const AttentionBwdParams& p) { return AttentionBwdTiles<T>::supports_bias(p); }
 };
 
 }  // namespace

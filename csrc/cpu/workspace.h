@@ -14,7 +14,7 @@ class Arena {
   Arena() = default;
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
-  ~Arena() { give_workspace(base_); }
+  ~Arena() { return_workspace(base_); }
 
   template <class T>
   T* take(int64_t count) {
@@ -28,7 +28,7 @@ class Arena {
   template <class Place>
   bool layout(const Place& place) {
     place();
-    base_ = static_cast<char*>(take_workspace(used_));
+    base_ = static_cast<char*>(acquire_workspace(used_));
     used_ = 0;
     if (base_ == nullptr) return false;
     place();

@@ -57,7 +57,7 @@ const void* this_thread() {
 
 }  // namespace
 
-void* take_workspace(int64_t size) {
+void* acquire_workspace(int64_t size) {
   Pool& p = pool();
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
@@ -94,7 +94,7 @@ void* take_workspace(int64_t size) {
   return block + kHeader;
 }
 
-void give_workspace(void* workspace) {
+void return_workspace(void* workspace) {
   if (workspace == nullptr) return;
   char* block = static_cast<char*>(workspace) - kHeader;
   info(block).owner = this_thread();

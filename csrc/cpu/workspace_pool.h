@@ -9,11 +9,11 @@ namespace fused_attn {
 
 // Returns a block of at least `size` bytes, aligned to 64 bytes, or null if out of memory. The
 // contents are arbitrary. Thread-safe.
-void* take_workspace(int64_t size);
+void* acquire_workspace(int64_t size);
 
 // Returns a block to the pool, which caches up to kMaxPooledBlocks blocks and kMaxPooledBytes bytes
 // and frees the others. Null is ignored. Thread-safe.
-void give_workspace(void* block);
+void return_workspace(void* block);
 
 // Frees all cached blocks. Thread-safe.
 void release_workspace();

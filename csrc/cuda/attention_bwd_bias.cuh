@@ -26,19 +26,19 @@ struct BiasKernel {
 
   FUSED_ATTN_DEVICE void run() {
     const AttentionParams& p = args.params.fwd;
-    const int64_t own_batch = args.gpu.bias_sizes[0], own_heads = args.gpu.bias_sizes[1];
-    const int64_t own = tile.rest % (own_batch * own_heads);
-    const int64_t part = tile.rest / (own_batch * own_heads);
+    const int64_t bias_batch = args.gpu.bias_sizes[0], bias_heads = args.gpu.bias_sizes[1];
+    const int64_t bias_head = tile.rest % (bias_batch * bias_heads);
+    const int64_t part = tile.rest / (bias_batch * bias_heads);
     // s enumerates the (batch entry, head) pairs that share the tile. If the mask is not broadcast
     // along a dimension, s does not advance in that dimension.
-    const int64_t shared_heads = p.num_heads / own_heads;
-    const int64_t shared = p.batch / own_batch * shared_heads;
+    const int64_t shared_heads = p.num_heads / bias_heads;
+    const int64_t shared = p.batch / bias_batch * shared_heads;
     const int64_t each = (shared + args.gpu.num_bias_parts - 1) / args.gpu.num_bias_parts;
     set_zero<1, kN>(total);
     FUSED_ATTN_ROLLED
     for (int64_t s = part * each; s < min64((part + 1) * each, shared); ++s) {
-      add(sequence_of(p, static_cast<int>(own / own_heads + s / shared_heads),
-                      static_cast<int>(own % own_heads + s % shared_heads)));
+      add(sequence_of(p, static_cast<int>(bias_head / bias_heads + s / shared_heads),
+                      static_cast<int>(bias_head % bias_heads + s % shared_heads)));
     }
     store();
   }
@@ -66,13 +66,14 @@ struct BiasKernel {
               bwd.fwd.head_dim_v);
     tile.weigh(weights, visible, sequence, kind, log_sums);
     tile.multiply(grads);
-    uint32_t kept = ~0u;
+    uint32_t keep_mask = ~0u;
     if (bwd.fwd.dropout_p > 0.0) {
-      kept = kept_weights<false, kN, 1>(dropout_of(bwd.fwd, args.gpu, sequence.b),
-                                        tile.rows(sequence), 0, tile.first_column());
+      keep_mask = kept_weights<false, kN, 1>(dropout_of(bwd.fwd, args.gpu, sequence.b),
+                                             tile.rows(sequence), 0, tile.first_column());
     }
     for_each(total, [&](float& sum, int m, int n, int e) {
-      const float used = kept >> (4 * n + e) & 1 ? grads[m][n][e] * args.gpu.dropout_scale : 0.0f;
+      const float used =
+          keep_mask >> (4 * n + e) & 1 ? grads[m][n][e] * args.gpu.dropout_scale : 0.0f;
       const float weight = weights[m][n][e], grad = weight * (used - delta[e / 2]);
       // Skip masked elements: their gradient may be NaN, and 0 * NaN is NaN.
       sum += weight == 0.0f ? 0.0f : grad;
@@ -83,27 +84,27 @@ struct BiasKernel {
   // over columns if it is broadcast over keys.
   FUSED_ATTN_DEVICE void store() {
     const AttentionParams& p = args.params.fwd;
-    const bool own_rows = args.gpu.bias_sizes[2] > 1, own_columns = args.gpu.bias_sizes[3] > 1;
-    const int64_t num_rows = own_rows ? p.seqlen_q : count_tiles(p.seqlen_q, Tiles::kTile);
-    const int64_t num_columns = own_columns ? p.seqlen_k : count_tiles(p.seqlen_k, Tiles::kTile);
-    const int64_t first_row = own_rows ? tile.i_begin : tile.m;
-    const int64_t first_column = own_columns ? tile.j_begin : tile.n;
+    const bool per_row = args.gpu.bias_sizes[2] > 1, per_column = args.gpu.bias_sizes[3] > 1;
+    const int64_t num_rows = per_row ? p.seqlen_q : count_tiles(p.seqlen_q, Tiles::kTile);
+    const int64_t num_columns = per_column ? p.seqlen_k : count_tiles(p.seqlen_k, Tiles::kTile);
+    const int64_t first_row = per_row ? tile.i_begin : tile.m;
+    const int64_t first_column = per_column ? tile.j_begin : tile.n;
     float* const target =
         args.gpu.grad_bias_parts + (tile.rest * num_rows + first_row) * num_columns + first_column;
     const int64_t rows = num_rows - first_row, columns = num_columns - first_column;
-    if (own_rows && own_columns) {
+    if (per_row && per_column) {
       store_tile(target, rows, columns);
     } else {
-      store_sums(own_rows, own_columns);
-      const int shares = own_rows      ? Tiles::Sizes::kColumnWarps
-                         : own_columns ? Tiles::Sizes::kRowWarps
-                                       : Tiles::Sizes::kWarps;
-      const int64_t count = own_rows ? rows : own_columns ? columns : 1;
+      store_sums(per_row, per_column);
+      const int shares = per_row      ? Tiles::Sizes::kColumnWarps
+                         : per_column ? Tiles::Sizes::kRowWarps
+                                      : Tiles::Sizes::kWarps;
+      const int64_t count = per_row ? rows : per_column ? columns : 1;
       sync_block();
       for (int i = thread_id(); i < min64(count, Tiles::kTile); i += Tiles::kThreads) {
         float sum = 0.0f;
         for (int share = 0; share < shares; ++share) sum += load_shared<float>(sum_at(share, i));
-        target[own_rows ? i * num_columns : i] = sum;
+        target[per_row ? i * num_columns : i] = sum;
       }
     }
   }
@@ -122,9 +123,9 @@ struct BiasKernel {
 
   // Sums `total` over the warp's columns, its rows, or both, and stores the result to shared
   // memory.
-  FUSED_ATTN_DEVICE void store_sums(bool own_rows, bool own_columns) const {
+  FUSED_ATTN_DEVICE void store_sums(bool per_row, bool per_column) const {
     sync_block();  // the sums overwrite the tiles
-    if (own_rows) {
+    if (per_row) {
       FUSED_ATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
         float sum = 0.0f;
@@ -144,11 +145,11 @@ struct BiasKernel {
         const float sum = add_lanes(total[0][n][e] + total[0][n][e + 2], 4, 32);
         all += sum;
         const int share = Tiles::warp_row() / 16;
-        if (own_columns && lane_id() < 4) store_shared(sum_at(share, Tiles::column(n, e)), sum);
+        if (per_column && lane_id() < 4) store_shared(sum_at(share, Tiles::column(n, e)), sum);
       }
     }
     all = add_lanes(all, 1, 4);
-    if (!own_columns && lane_id() == 0) store_shared(sum_at(warp_id(), 0), all);
+    if (!per_column && lane_id() == 0) store_shared(sum_at(warp_id(), 0), all);
   }
 
   // Returns the sum of `value` over all lanes whose ids differ only in the bits first, 2 * first,

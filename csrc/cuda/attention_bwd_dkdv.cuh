@@ -235,12 +235,13 @@ struct DkdvKernel {
       Product<T>::template rows_by_rows<kM, kN, kHeadDim>(grads, Layout::kValue, warp_row, grad_out,
                                                           args.gpu.tf32);
     }
-    uint32_t kept[kM];
+    uint32_t keep_mask[kM];
     FUSED_ATTN_UNROLL
     for (int m = 0; m < kM; ++m) {
-      kept[m] = ~0u;
+      keep_mask[m] = ~0u;
       if (kGeneral && p.dropout_p > 0.0) {
-        kept[m] = kept_weights<true, kN, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, i_begin);
+        keep_mask[m] =
+            kept_weights<true, kN, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, i_begin);
       }
     }
     FUSED_ATTN_UNROLL
@@ -250,7 +251,7 @@ struct DkdvKernel {
       for (int m = 0; m < kM; ++m) {
         FUSED_ATTN_UNROLL
         for (int e = 0; e < 4; ++e) {
-          const bool keeps = kept[m] >> (4 * n + e) & 1;
+          const bool keeps = keep_mask[m] >> (4 * n + e) & 1;
           float &weight = weights[m][n][e], &grad = grads[m][n][e];
           if constexpr (kKeys) {
             if constexpr (kGeneral) grad = keeps ? grad * args.gpu.dropout_scale : 0.0f;
@@ -308,7 +309,7 @@ struct DkdvKernel {
     static_assert(kRowTiles * kParts == Sizes::kWarps, "each warp has a part");
     constexpr int kColumns = kHeadDim / kParts;
     // Columns per iteration. More would need registers that grad_key and grad_value occupy.
-    constexpr int kAtOnce = kColumns % 32 == 0 ? 32 : 16;
+    constexpr int kColumnsPerStep = kColumns % 32 == 0 ? 32 : 16;
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
     FUSED_ATTN_UNROLL
     for (int m = 0; m < kM; ++m) {
@@ -331,10 +332,10 @@ struct DkdvKernel {
     const int64_t lse_at = lse_begin(p, b, h) + i_begin;
     const int64_t end = query_rows(p, b).count - i_begin;
     FUSED_ATTN_ROLLED
-    for (int column = first_column; column < first_column + kColumns; column += kAtOnce) {
-      Accumulator<1, kAtOnce> part;
-      set_zero<1, kAtOnce>(part);
-      Product<T>::template columns_by_columns<1, kAtOnce, Sizes::kRows, kN, kHeadDim>(
+    for (int column = first_column; column < first_column + kColumns; column += kColumnsPerStep) {
+      Accumulator<1, kColumnsPerStep> part;
+      set_zero<1, kColumnsPerStep>(part);
+      Product<T>::template columns_by_columns<1, kColumnsPerStep, Sizes::kRows, kN, kHeadDim>(
           part, Layout::kGradScores, first_row, Layout::kKey, column);
       FUSED_ATTN_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -342,7 +343,7 @@ struct DkdvKernel {
         if (row >= end) continue;
         float* const sums = args.gpu.grad_query_sums + (lse_at + row) * stride + column + 2 * t;
         FUSED_ATTN_UNROLL
-        for (int n = 0; n < kAtOnce / 8; ++n) {
+        for (int n = 0; n < kColumnsPerStep / 8; ++n) {
           if (column + n * 8 >= stride) continue;
           atomic_add(sums + n * 8, Pair{part[0][n][2 * half], part[0][n][2 * half + 1]});
         }

@@ -96,12 +96,12 @@ struct DqKernel {
     set_zero<kM, kN>(grads);
     Product<T>::template rows_by_rows<kM, kN, kHeadDim>(grads, kGradOut, warp_row, value,
                                                         args.gpu.tf32);
-    uint32_t kept[kM];
+    uint32_t keep_mask[kM];
     FUSED_ATTN_UNROLL
     for (int m = 0; m < kM; ++m) {
-      kept[m] = ~0u;
+      keep_mask[m] = ~0u;
       if (kGeneral && p.dropout_p > 0.0) {
-        kept[m] =
+        keep_mask[m] =
             kept_weights<false, kN, kM>(dropout_of(p, args.gpu, sequence.b), rows, m, j_begin);
       }
     }
@@ -109,7 +109,7 @@ struct DqKernel {
       const int r = 2 * m + e / 2;
       const float weight = weights[m][n][e];
       if constexpr (kGeneral) {
-        grad = kept[m] >> (4 * n + e) & 1 ? grad * args.gpu.dropout_scale : 0.0f;
+        grad = keep_mask[m] >> (4 * n + e) & 1 ? grad * args.gpu.dropout_scale : 0.0f;
       }
       grad = weight * (grad - delta[r]);
       // Skip masked elements: their gradient may be NaN, and 0 * NaN is NaN.
@@ -122,8 +122,8 @@ struct DqKernel {
       }
     });
     Product<T>::template weights_by_columns<kPartial, kM, kHeadDim, kN>(
-        grad_query, grads, key, kPartial ? seen_columns(p.mask, visible) : ~0u, Layout::scratch(),
-        args.gpu.tf32);
+        grad_query, grads, key, kPartial ? visible_columns(p.mask, visible) : ~0u,
+        Layout::scratch(), args.gpu.tf32);
   }
 
   // Stores the corrected delta of the block's rows to the row statistics, for the bias gradient.

@@ -21,15 +21,15 @@ FUSED_ATTN_DEVICE float add_in_order(float sum, float own) {
   return sum;
 }
 
-// Returns the dot product of a and b, which have `count` elements. low: rounding residual of a, or
-// null.
+// Returns the dot product of a and b, which have `count` elements. residual: rounding residual of
+// a, or null.
 //
 // In float32 the dot product rounds like an element of dO V^T. In a row with one visible key, out
 // is a row of V, so both are the same number and dS is exactly 0. For every 32 elements, this
 // ordered sum needs 8 shuffles in addition to two 16-byte loads per lane. An unordered sum would
 // need 3 shuffles in total.
 template <class T>
-FUSED_ATTN_DEVICE float dot(const T* a, const int16_t* low, const T* b, int64_t count) {
+FUSED_ATTN_DEVICE float dot(const T* a, const int16_t* residual, const T* b, int64_t count) {
   constexpr int kPerChunk = 16 / sizeof(T);
   constexpr bool kInOrder = sizeof(T) == 4;
   static_assert(!kInOrder || kPerChunk == kPartOfSum, "a chunk is a part, as in Product<float>");
@@ -42,16 +42,16 @@ FUSED_ATTN_DEVICE float dot(const T* a, const int16_t* low, const T* b, int64_t 
       const Chunk x = load_chunk(a + c), y = load_chunk(b + c);
       Chunk lost{};
       if constexpr (sizeof(T) == 2) {
-        if (low != nullptr) lost = load_chunk(low + c);
+        if (residual != nullptr) lost = load_chunk(residual + c);
       }
       FUSED_ATTN_UNROLL
       for (int e = 0; e < kPerChunk; ++e) {
-        float whole = element<T>(x, e);
+        float unrounded = element<T>(x, e);
         if constexpr (sizeof(T) == 2) {
           const int bits = static_cast<int16_t>(lost.word[e / 2] >> (e % 2 * 16));
-          whole = bits_float(float_bits(whole) + static_cast<uint32_t>(bits));
+          unrounded = bits_float(float_bits(unrounded) + static_cast<uint32_t>(bits));
         }
-        part = multiply_add(whole, element<T>(y, e), part);
+        part = multiply_add(unrounded, element<T>(y, e), part);
       }
     }
     sum = kInOrder ? add_in_order(sum, part) : part;
@@ -78,13 +78,14 @@ attention_bwd_prepare_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
                                args.params.grad_out_strides, rows.batch, own.h, rows.first + read);
     // In a row with few visible keys, or with one dominant key, dS is smaller than the rounding
     // residual of out. delta is therefore computed from out plus its residual.
-    const int16_t* low = nullptr;
+    const int16_t* residual = nullptr;
     if (p.out_residual != nullptr) {
-      low = row_of(p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + read);
+      residual =
+          row_of(p.out_residual, p.out_residual_strides, rows.batch, own.h, rows.first + read);
     }
-    const float product = dot(out, low, grad_out, p.head_dim_v);
+    const float product = dot(out, residual, grad_out, p.head_dim_v);
     if (lane_id() % kRowLanes == 0) {
-      const LogSum log_sum = inside ? load_lse(p, lse_at + row, units) : kSeesNothing;
+      const LogSum log_sum = inside ? load_lse(p, lse_at + row, units) : kFullyMasked;
       float delta = 0.0f;
       if (log_sum.exponent != kInfinity) {
         const float* grad_lse = static_cast<const float*>(args.params.grad_lse);

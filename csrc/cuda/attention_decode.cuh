@@ -210,7 +210,7 @@ struct DecodeKernel {
     }
     Product<T>::template weights_by_columns<kPartial, 1, kHeadDim, kSlice>(
         acc, s, Layout::value(stage) + slice * Layout::kRowBytes,
-        kPartial ? seen_columns(p.mask, visible) : ~0u, Layout::scratch(), args.gpu.tf32);
+        kPartial ? visible_columns(p.mask, visible) : ~0u, Layout::scratch(), args.gpu.tf32);
   }
 
   // Stores the accumulators, maximum scores and row sums of the warp to shared memory.

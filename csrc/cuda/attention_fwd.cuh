@@ -75,7 +75,7 @@ struct FwdKernel {
         drop<false, kM, kN>(s, dropout_of(p, args.gpu, sequence.b), rows, j_begin);
     }
     Product<T>::template weights_by_columns<kPartial, kM, kHeadDim, kN>(
-        acc, s, value, kPartial ? seen_columns(p.mask, visible) : ~0u, Layout::scratch(),
+        acc, s, value, kPartial ? visible_columns(p.mask, visible) : ~0u, Layout::scratch(),
         args.gpu.tf32);
   }
 

@@ -86,16 +86,16 @@ struct LogSum {
   float exponent, factor;
 };
 // The LogSum of a fully masked row. Units::power then returns 0 for every score.
-constexpr LogSum kSeesNothing{kInfinity, 0.0f};
+constexpr LogSum kFullyMasked{kInfinity, 0.0f};
 
 // Loads the log-sum-exp that store_lse stored to element `at`. Requires lse_residual.
 template <class U>
 FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U& units) {
   const float high = static_cast<const float*>(p.lse)[at];
-  if (high == -kInfinity) return kSeesNothing;
-  const double low = static_cast<const float*>(p.lse_residual)[at];
-  const float exponent = static_cast<float>(units.from_natural(high + low));
-  const double lost = (units.to_natural(exponent) - high) - low;
+  if (high == -kInfinity) return kFullyMasked;
+  const double residual = static_cast<const float*>(p.lse_residual)[at];
+  const float exponent = static_cast<float>(units.from_natural(high + residual));
+  const double lost = (units.to_natural(exponent) - high) - residual;
   return {exponent, units.power_of(static_cast<float>(units.from_natural(lost)))};
 }
 

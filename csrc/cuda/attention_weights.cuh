@@ -55,7 +55,7 @@ struct WeightsKernel {
     FUSED_ATTN_UNROLL
     for (int r = 0; r < 2; ++r) {
       const bool inside = tile.i_begin + Tiles::row(r) < sequence.seqlen_q;
-      log_sums[r] = inside ? load_lse(p, lse_at + Tiles::row(r), tile.units) : kSeesNothing;
+      log_sums[r] = inside ? load_lse(p, lse_at + Tiles::row(r), tile.units) : kFullyMasked;
     }
     typename Tiles::Scores weights;
     const Visible<1> visible = tile.products(weights, sequence, kind);

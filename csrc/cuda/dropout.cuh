@@ -43,12 +43,12 @@ struct Dropout {
     const int t = lane_id() % 4, odd = t % 2, fragment = t / 2 % kCount;
     const uint32_t own =
         kept_keys(j / 8 + fragment, odd ? i.lower : i.upper, odd ? head.lower : head.upper);
-    uint32_t kept = 0;
+    uint32_t keep_mask = 0;
     FUSED_ATTN_UNROLL
     for (int r = 0; r < 2 * kCount; ++r) {
-      kept |= (shuffle(own, lane_id() - t + r) >> (2 * t) & 3) << (2 * r);
+      keep_mask |= (shuffle(own, lane_id() - t + r) >> (2 * t) & 3) << (2 * r);
     }
-    return kept;
+    return keep_mask;
   }
 
   // Like kept_by_query, but for kCount adjacent fragments of 16 keys x 8 queries of one head. j:
@@ -60,10 +60,10 @@ struct Dropout {
     const int g = lane_id() / 4, t = lane_id() % 4, element = g % 4, fragment = g / 4 % kCount;
     const uint32_t own =
         kept_keys(j / 8 + element / 2, i + 8 * fragment + 2 * t + element % 2, head);
-    uint32_t kept = 0;
+    uint32_t keep_mask = 0;
     FUSED_ATTN_UNROLL
-    for (int e = 0; e < 4 * kCount; ++e) kept |= (shuffle(own, 4 * e + t) >> g & 1) << e;
-    return kept;
+    for (int e = 0; e < 4 * kCount; ++e) keep_mask |= (shuffle(own, 4 * e + t) >> g & 1) << e;
+    return keep_mask;
   }
 };
 

@@ -213,7 +213,7 @@ FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& 
                                         const Stretch& s, uint32_t row) {
   static_assert(kWidth * kAccesses <= 32, "one word has no room");
   const uint64_t seed = static_cast<uint64_t>(load_global(dropout.seed));
-  uint32_t kept = 0;
+  uint32_t keep_mask = 0;
   FUSED_ATTN_ROLLED  // unrolled, the Philox calls would cause register spills
       for (int a = 0; a < kAccesses; ++a) {
     const int64_t column = s.begin + column_of<kWidth>(team, a);
@@ -223,10 +223,10 @@ FUSED_ATTN_DEVICE uint32_t kept_columns(const NormDropout& dropout, const Team& 
       const uint32_t decisions =
           kept_decisions(philox4x32(octet, row, 0, 1, seed), dropout.threshold);
       constexpr uint32_t kMine = (1u << (kWidth < kDecisions ? kWidth : kDecisions)) - 1;
-      kept |= (decisions >> ((column + e) % kDecisions) & kMine) << (a * kWidth + e);
+      keep_mask |= (decisions >> ((column + e) % kDecisions) & kMine) << (a * kWidth + e);
     }
   }
-  return kept;
+  return keep_mask;
 }
 
 // ---- forward ------------------------------------------------------------------------------------
@@ -264,10 +264,10 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
     const int column = column_of<kWidth>(team, a);
     added[a] = load_raw<kWidth>(residual + column, has_residual && column < s.count);
   }
-  uint32_t kept = ~0u;
+  uint32_t keep_mask = ~0u;
   float scale = 1.0f;
   if (drops) {
-    kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s, row);
+    keep_mask = kept_columns<kWidth, kAccesses>(args.dropout, team, s, row);
     scale = args.dropout.scale;
   }
   if (drops || has_residual || p.total != nullptr) {
@@ -279,7 +279,7 @@ FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const
       unpack<T, kWidth>(added[a], other);
       FUSED_ATTN_UNROLL
       for (int e = 0; e < kWidth; ++e) {
-        sum[e] = (kept >> (a * kWidth + e) & 1) != 0 ? sum[e] * scale + other[e] : other[e];
+        sum[e] = (keep_mask >> (a * kWidth + e) & 1) != 0 ? sum[e] * scale + other[e] : other[e];
       }
       raw[a] = pack_raw<T, kWidth>(sum);
       if (p.total != nullptr && column < s.count) store_raw<kWidth>(total + column, raw[a]);

@@ -102,11 +102,11 @@ struct RowReader {
   }
 };
 
-// Stores grad_residual for one access of the thread and, with dropout, grad_input. kept: keep bits
-// of the access.
+// Stores grad_residual for one access of the thread and, with dropout, grad_input. keep_mask: keep
+// bits of the access.
 template <class T, int kWidth>
 FUSED_ATTN_DEVICE void store_gradients(const NormBwdArgs& args, const Stretch& s, int column,
-                                       uint32_t kept, float (&grad)[kWidth]) {
+                                       uint32_t keep_mask, float (&grad)[kWidth]) {
   if (column >= s.count) return;
   T* const residual = static_cast<T*>(args.params.grad_residual) + unhoisted(s.offset);
   store_raw<kWidth>(residual + column, pack_raw<T, kWidth>(grad));
@@ -114,7 +114,7 @@ FUSED_ATTN_DEVICE void store_gradients(const NormBwdArgs& args, const Stretch& s
   T* const input = static_cast<T*>(args.params.grad_input) + unhoisted(s.offset);
   FUSED_ATTN_UNROLL
   for (int e = 0; e < kWidth; ++e) {
-    grad[e] = (kept >> e & 1) != 0 ? grad[e] * args.dropout.scale : 0.0f;
+    grad[e] = (keep_mask >> e & 1) != 0 ? grad[e] * args.dropout.scale : 0.0f;
   }
   store_raw<kWidth>(input + column, pack_raw<T, kWidth>(grad));
 }
@@ -214,9 +214,9 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
     reader.fetch(kTotal, next);
     reader.fetch(kGradOut, next);
     copy_commit();
-    uint32_t kept = 0;
+    uint32_t keep_mask = 0;
     if (args.dropout.seed != nullptr) {
-      kept =
+      keep_mask =
           kept_columns<kWidth, kAccesses>(args.dropout, team, row, counted_row(args.dropout, row));
     }
     add_up_team(team, turn, sums);
@@ -232,7 +232,7 @@ norm_bwd_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
         const int v = a * kWidth + e;
         result[e] = rstd * (grad[v] - across - x[v] * along) + added[e];
       }
-      store_gradients<T, kWidth>(args, row, column_of<kWidth>(team, a), kept >> (a * kWidth),
+      store_gradients<T, kWidth>(args, row, column_of<kWidth>(team, a), keep_mask >> (a * kWidth),
                                  result);
     }
     if (bwd.grad_total != nullptr) reader.fetch(kGradTotal, next);
@@ -363,9 +363,10 @@ norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
     for (int64_t begin = 0; begin < p.columns; begin += kColumns) {
       const Stretch s = stretch_of(p, row, begin, kColumns);
       load_stretch<T, kWidth>(bwd, team, s, statistics, x, grad);
-      uint32_t kept = 0;
+      uint32_t keep_mask = 0;
       if (args.dropout.seed != nullptr) {
-        kept = kept_columns<kWidth, kAccesses>(args.dropout, team, s, counted_row(args.dropout, s));
+        keep_mask =
+            kept_columns<kWidth, kAccesses>(args.dropout, team, s, counted_row(args.dropout, s));
       }
       FUSED_ATTN_UNROLL
       for (int a = 0; a < kAccesses; ++a) {
@@ -392,7 +393,7 @@ norm_bwd_wide_kernel(FUSED_ATTN_ARGUMENT NormBwdArgs args) {
           const int v = a * kWidth + e;
           terms[e] = statistics.rstd * (grad[v] - across - x[v] * along) + added[e];
         }
-        store_gradients<T, kWidth>(args, s, column, kept >> (a * kWidth), terms);
+        store_gradients<T, kWidth>(args, s, column, keep_mask >> (a * kWidth), terms);
       }
     }
   }

@@ -80,14 +80,14 @@ struct Visible {
 // relative to the thread's first column. `hidden` is called for visible columns only.
 template <int kN, class Hidden>
 FUSED_ATTN_DEVICE uint32_t hide(uint32_t visible, Hidden hidden) {
-  uint32_t seen = visible;
+  uint32_t remaining = visible;
   // Fully unrolled, the loads of a tile would exhaust the registers. A rolled loop is possible
   // because bits, unlike registers, can be indexed at run time.
   FUSED_ATTN_UNROLL_BY(4)
   for (int bit = 0; bit < kN / 4; ++bit) {
-    if ((visible >> bit & 1) && hidden(bit / 2 * 8 + bit % 2)) seen &= ~(1u << bit);
+    if ((visible >> bit & 1) && hidden(bit / 2 * 8 + bit % 2)) remaining &= ~(1u << bit);
   }
-  return seen;
+  return remaining;
 }
 
 // Returns the bit mask of the columns below `end`, which is relative to the thread's first column.
@@ -189,14 +189,15 @@ FUSED_ATTN_DEVICE void apply_visible(Accumulator<kM, kN>& s, const Visible<kM>& 
 
 // Returns the columns that are visible to any row of the warp's tile. All lanes must call it.
 template <int kM>
-FUSED_ATTN_DEVICE SeenColumns seen_columns(const MaskParams& mask, const Visible<kM>& visible) {
+FUSED_ATTN_DEVICE VisibleColumns visible_columns(const MaskParams& mask,
+                                                 const Visible<kM>& visible) {
   if (!has_listed_masks(mask)) return ~0u;  // keys outside the bounds were loaded as 0
-  SeenColumns seen = 0;
+  VisibleColumns columns = 0;
   FUSED_ATTN_UNROLL
-  for (int r = 0; r < 2 * kM; ++r) seen |= visible.row[r];
+  for (int r = 0; r < 2 * kM; ++r) columns |= visible.row[r];
   FUSED_ATTN_UNROLL
-  for (int lanes = 4; lanes < 32; lanes *= 2) seen |= shuffle_xor(seen, lanes);
-  return seen;
+  for (int lanes = 4; lanes < 32; lanes *= 2) columns |= shuffle_xor(columns, lanes);
+  return columns;
 }
 
 }  // namespace fused_attn

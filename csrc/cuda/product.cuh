@@ -38,7 +38,7 @@ constexpr int kPartOfSum = 4;
 
 // Bit mask of the thread's columns of a weight tile that are visible to any row of the warp. Bit
 // 2 n + e is column 8 n + 2 t + e, with t = lane % 4.
-using SeenColumns = uint32_t;
+using VisibleColumns = uint32_t;
 
 // Matmuls of Half and BFloat16, on tensor cores.
 template <class T>
@@ -56,8 +56,8 @@ struct Product {
     const int lane = unhoisted(lane_id());
     // Limits unrolling for wide heads. Otherwise the compiler would load the fragments of full rows
     // far ahead, and they would occupy registers.
-    [[maybe_unused]] constexpr int kAtOnce = kK > 128 ? 4 : 8;
-    FUSED_ATTN_UNROLL_BY(kAtOnce)
+    [[maybe_unused]] constexpr int kUnroll = kK > 128 ? 4 : 8;
+    FUSED_ATTN_UNROLL_BY(kUnroll)
     for (int k = 0; k < kK / 16; ++k) {
       uint32_t left[kM][4];
       FUSED_ATTN_UNROLL
@@ -98,11 +98,11 @@ struct Product {
   }
 
   // Computes acc += weights b, for a tile b with kK rows in shared memory. If kMasked, rows of b
-  // that are not in `seen` are treated as 0, because they may contain NaN.
+  // that are not in `visible` are treated as 0, because they may contain NaN.
   template <bool kMasked, int kM, int kN, int kK>
   static FUSED_ATTN_DEVICE void weights_by_columns(Accumulator<kM, kN>& acc,
                                                    const Accumulator<kM, kK>& weights, uint32_t b,
-                                                   SeenColumns seen, uint32_t /*scratch*/,
+                                                   VisibleColumns visible, uint32_t /*scratch*/,
                                                    bool /*tf32*/) {
     using Tile = SharedTile<T, kN>;
     const int lane = unhoisted(lane_id());
@@ -111,17 +111,17 @@ struct Product {
       uint32_t left[kM][4];
       FUSED_ATTN_UNROLL
       for (int m = 0; m < kM; ++m) pack_left<kM, kK>(left[m], weights, m, k);
-      const uint32_t keep_low = kept_halves(seen >> (4 * k));
-      const uint32_t keep_high = kept_halves(seen >> (4 * k + 2));
+      const uint32_t mask_low = visible_halves(visible >> (4 * k));
+      const uint32_t mask_high = visible_halves(visible >> (4 * k + 2));
       FUSED_ATTN_UNROLL
       for (int n = 0; n < kN / 16; ++n) {
         uint32_t right[4];
         load_matrices_transposed(right, Tile::at(b, k * 16 + lane % 16, 2 * n + lane / 16));
         if (kMasked) {
-          right[0] &= keep_low;
-          right[1] &= keep_high;
-          right[2] &= keep_low;
-          right[3] &= keep_high;
+          right[0] &= mask_low;
+          right[1] &= mask_high;
+          right[2] &= mask_low;
+          right[3] &= mask_high;
         }
         FUSED_ATTN_UNROLL
         for (int m = 0; m < kM; ++m) {
@@ -175,7 +175,7 @@ struct Product {
   }
 
   // Returns a mask of the 16-bit halves of a word: bit 0 selects the lower half, bit 1 the upper.
-  static FUSED_ATTN_DEVICE uint32_t kept_halves(uint32_t bits) {
+  static FUSED_ATTN_DEVICE uint32_t visible_halves(uint32_t bits) {
     return (bits & 1 ? 0x0000ffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
   }
 };
@@ -201,7 +201,8 @@ struct Product<float> {
   template <bool kMasked, int kM, int kN, int kK>
   static FUSED_ATTN_DEVICE void weights_by_columns(Accumulator<kM, kN>& acc,
                                                    const Accumulator<kM, kK>& weights, uint32_t b,
-                                                   SeenColumns seen, uint32_t scratch, bool tf32) {
+                                                   VisibleColumns visible, uint32_t scratch,
+                                                   bool tf32) {
     using Tile = SharedTile<float, kK>;
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
     sync_warp();  // the weights overwrite scratch that other lanes may still read
@@ -220,7 +221,7 @@ struct Product<float> {
     const ByRows<kK> left{scratch, 0};
     const ByColumns<kN> right{b};
     if (tf32) {
-      multiply_tf32<kMasked, kM, kN, kK>(acc, left, right, seen);
+      multiply_tf32<kMasked, kM, kN, kK>(acc, left, right, visible);
     } else {
       multiply_float<kMasked, kM, kN, kK>(acc, left, right);
     }
@@ -303,10 +304,10 @@ struct Product<float> {
 
   // Computes acc += left right^T in TF32. Columns 2 t and 2 t + 1 of both operands are passed as
   // columns t and t + 4 of the MMA. They are adjacent in memory, and they are the columns of the
-  // thread's bits in `seen`.
+  // thread's bits in `visible`.
   template <bool kMasked, int kM, int kN, int kK, class Left, class Right>
   static FUSED_ATTN_DEVICE void multiply_tf32(Accumulator<kM, kN>& acc, Left left, Right right,
-                                              SeenColumns seen) {
+                                              VisibleColumns visible) {
     const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
     FUSED_ATTN_ROLLED
     for (int k = 0; k < kK; k += 8) {
@@ -320,7 +321,7 @@ struct Product<float> {
           a[m][half + 2] = to_tf32(p.high);
         }
       }
-      const uint32_t bits = seen >> (k / 4);
+      const uint32_t bits = visible >> (k / 4);
       FUSED_ATTN_UNROLL
       for (int n = 0; n < kN / 8; ++n) {
         const Pair p = right.pair(n * 8 + g, k + 2 * t);

@@ -106,14 +106,14 @@ FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
   }
   sync_warp();
   const uint64_t misaligned = reinterpret_cast<uint64_t>(target) | row_stride * sizeof(T);
-  const bool whole = misaligned % 16 == 0 && head_dim % Tile::kPerChunk == 0;
+  const bool whole_chunks = misaligned % 16 == 0 && head_dim % Tile::kPerChunk == 0;
   FUSED_ATTN_ROLLED
   for (int index = lane; index < kM * 16 * Tile::kChunks; index += 32) {
     const int row = warp_row + index / Tile::kChunks, chunk = index % Tile::kChunks;
     const int column = chunk * Tile::kPerChunk;
     if (row >= end || column >= head_dim) continue;
     T* const to = target + row * row_stride + column;
-    if (whole) {
+    if (whole_chunks) {
       store_chunk(to, load_shared<Chunk>(Tile::at(tile, row, chunk)));
     } else {
       FUSED_ATTN_ROLLED

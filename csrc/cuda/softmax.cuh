@@ -156,7 +156,7 @@ FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRo
   const int upper = rows.position[2 * m], lower = rows.position[2 * m + 1];
   constexpr int kCount = kN % 16 == 0 ? 2 : 1;
   static_assert(kN <= 64, "one word has no room");
-  uint32_t kept = 0;
+  uint32_t keep_mask = 0;
   FUSED_ATTN_UNROLL
   for (int n = 0; n < kN / 8; n += kCount) {
     const int at = column + n * 8;
@@ -167,22 +167,22 @@ FUSED_ATTN_DEVICE uint32_t kept_weights(const Dropout& dropout, const FragmentRo
       own = dropout.kept_by_query<kCount>({upper, lower}, {rows.head[2 * m], rows.head[2 * m + 1]},
                                           at);
     }
-    kept |= own << (4 * n);
+    keep_mask |= own << (4 * n);
   }
-  return kept;
+  return keep_mask;
 }
 
 // Sets dropped weights to 0.
 template <bool kKeysFirst, int kM, int kN>
 FUSED_ATTN_DEVICE void drop(Accumulator<kM, kN>& weights, const Dropout& dropout,
                             const FragmentRows<kM>& rows, int column) {
-  uint32_t kept[kM];
+  uint32_t keep_mask[kM];
   FUSED_ATTN_UNROLL
   for (int m = 0; m < kM; ++m) {
-    kept[m] = kept_weights<kKeysFirst, kN, kM>(dropout, rows, m, column);
+    keep_mask[m] = kept_weights<kKeysFirst, kN, kM>(dropout, rows, m, column);
   }
   for_each(weights, [&](float& weight, int m, int n, int e) {
-    if (!(kept[m] >> (4 * n + e) & 1)) weight = 0.0f;
+    if (!(keep_mask[m] >> (4 * n + e) & 1)) weight = 0.0f;
   });
 }
 

@@ -83,15 +83,15 @@ class WholeRows {
 
   // Reads 32 elements of a type with one part.
   FUSED_ATTN_INLINE __m512i numbers(const T* row, int64_t begin) {
-    return seen(_mm512_loadu_si512(row + begin));
+    return track(_mm512_loadu_si512(row + begin));
   }
 
   // Reads 16 elements as float32.
   FUSED_ATTN_INLINE __m512 floats(const T* row, int64_t begin) {
     if constexpr (sizeof(T) == 4) {
-      return (__m512)seen(_mm512_loadu_si512(row + begin));
+      return (__m512)track(_mm512_loadu_si512(row + begin));
     } else {
-      return (__m512)seen((__m512i)load_as<T>(row + begin));
+      return (__m512)track((__m512i)load_as<T>(row + begin));
     }
   }
 
@@ -106,7 +106,7 @@ class WholeRows {
   }
 
  private:
-  FUSED_ATTN_INLINE __m512i seen(__m512i x) {
+  FUSED_ATTN_INLINE __m512i track(__m512i x) {
     if constexpr (F::kParts == 1) {
       const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
       largest_ = _mm512_max_epu16(largest_, magnitude);

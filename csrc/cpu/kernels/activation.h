@@ -116,12 +116,12 @@ class ActivationPass {
     const bool streaming = p_.out != p_.input && streams<T>(p_.rows * p_.columns, out);
     const RowDropout<A> dropout = dropout_;
     const uint32_t counter = dropout.counter_row(r);
-    uint64_t kept = 0;
+    uint64_t keep_mask = 0;
     for_each_vector<A>(0, p_.columns, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       Vec<A> result = compute(c, count);
       if constexpr (kDropout) {
-        if (c % RowDropout<A>::kColumns == 0) kept = dropout.keep(counter, c);
-        result = dropout.left(kept, c, result);
+        if (c % RowDropout<A>::kColumns == 0) keep_mask = dropout.keep(counter, c);
+        result = dropout.left(keep_mask, c, result);
       }
       write_part<T>(result, count, streaming, out + c);
     });

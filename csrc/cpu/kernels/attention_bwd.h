@@ -70,8 +70,10 @@ class AttentionBwd : BwdTile<T> {
         const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;
         const int64_t begin = min64(split * per_split * kBlockN, num_keys);
         const int64_t end = min64(begin + per_split * kBlockN, num_keys);
-        A* const own = splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
-        self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, own, splits * part);
+        A* const split_grad_query =
+            splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
+        self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, split_grad_query,
+                  splits * part);
       });
       if (splits > 1) {
 #pragma omp barrier
@@ -92,7 +94,7 @@ class AttentionBwd : BwdTile<T> {
  private:
   using Base::Base;
 
-  void place(int64_t query_tiles, int64_t keys, bool own_grad_query) {
+  void place(int64_t query_tiles, int64_t keys, bool has_grad_query) {
     const int64_t query_tile_size =
         2 * (P::right_size(wide_, kRows) + P::right_size(wide_v_, kRows));
     const int64_t fit =
@@ -102,7 +104,7 @@ class AttentionBwd : BwdTile<T> {
     const int64_t rows = round_up(keys, kBlockN);
     grad_key_ = arena_.template take<A>(rows * wide_);
     grad_value_ = arena_.template take<A>(rows * wide_v_);
-    grad_query_ = arena_.template take<A>(own_grad_query ? query_tiles * wide_ * kRows : 0);
+    grad_query_ = arena_.template take<A>(has_grad_query ? query_tiles * wide_ * kRows : 0);
     key_columns_buffer_ = arena_.template take<LeftElement>(P::columns_size(kBlockN, wide_));
     kept_ = arena_.template take<LeftElement>(P::kParts * kPlane);
     grads_ = arena_.template take<LeftElement>(P::kParts * kPlane);
@@ -110,8 +112,8 @@ class AttentionBwd : BwdTile<T> {
     rows_ = arena_.template take<A>(kRows * p_.head_dim);
   }
 
-  bool allocate(int64_t query_tiles, int64_t keys, bool own_grad_query) {
-    return arena_.layout([&] { place(query_tiles, keys, own_grad_query); });
+  bool allocate(int64_t query_tiles, int64_t keys, bool has_grad_query) {
+    return arena_.layout([&] { place(query_tiles, keys, has_grad_query); });
   }
 
   // Computes dK and dV of keys [begin, end) of a key/value head, and the contribution of these keys

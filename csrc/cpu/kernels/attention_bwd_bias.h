@@ -27,17 +27,17 @@ class AttentionBwdBias : BwdTile<T> {
     if (!mask.init(p)) return false;
     const int64_t* const strides = p.mask.bias.strides;
     const int64_t query_tiles = div_up(p.seqlen_q, kRows);
-    const int64_t own_batch = strides[0] == 0 ? min64(1, p.batch) : p.batch;
-    const int64_t own_heads = strides[1] == 0 ? min64(1, p.num_heads) : p.num_heads;
-    const int64_t own_query_tiles = strides[2] == 0 ? 1 : query_tiles;
-    const int64_t tasks = own_batch * own_heads * own_query_tiles;
+    const int64_t bias_batch = strides[0] == 0 ? min64(1, p.batch) : p.batch;
+    const int64_t bias_heads = strides[1] == 0 ? min64(1, p.num_heads) : p.num_heads;
+    const int64_t bias_query_tiles = strides[2] == 0 ? 1 : query_tiles;
+    const int64_t tasks = bias_batch * bias_heads * bias_query_tiles;
     return run_team(p.num_threads, tasks, [&] {
       AttentionBwdBias self(bwd, mask);
       const bool ok = self.allocate();
 #pragma omp for schedule(dynamic) nowait
       for (int64_t task = 0; task < tasks; ++task) {
-        const int64_t own = task / own_query_tiles, query_tile = task % own_query_tiles;
-        const int64_t b = own / own_heads, h = own % own_heads;
+        const int64_t bias_head = task / bias_query_tiles, query_tile = task % bias_query_tiles;
+        const int64_t b = bias_head / bias_heads, h = bias_head % bias_heads;
         if (!ok) continue;
         self.begin();
         for (int64_t bb = b; bb < (strides[0] == 0 ? p.batch : b + 1); ++bb) {
@@ -48,7 +48,7 @@ class AttentionBwdBias : BwdTile<T> {
             }
           }
         }
-        self.write(own, query_tile);
+        self.write(bias_head, query_tile);
       }
       return ok;
     });
@@ -129,19 +129,19 @@ class AttentionBwdBias : BwdTile<T> {
   }
 
   // Writes an accumulated query tile to grad_bias, reduced over broadcast rows or columns.
-  void write(int64_t own, int64_t query_tile) {
+  void write(int64_t bias_head, int64_t query_tile) {
     const int64_t* const strides = p_.mask.bias.strides;
     const int64_t columns = strides[3] == 0 ? 1 : p_.seqlen_k;
-    const int64_t own_rows = strides[2] == 0 ? 1 : p_.seqlen_q;
+    const int64_t bias_rows = strides[2] == 0 ? 1 : p_.seqlen_q;
     const int64_t i = query_tile * kRows;
     const int64_t rows = strides[2] == 0 ? 1 : min64(kRows, p_.seqlen_q - i);
-    A* const out = static_cast<A*>(bwd_.grad_bias) + (own * own_rows + i) * columns;
+    A* const out = static_cast<A*>(bwd_.grad_bias) + (bias_head * bias_rows + i) * columns;
     for (int64_t j = 0; j < columns; ++j) {
       Wide<A> all = 0;
       for (int64_t l = 0; l < kRows; ++l) {
-        const Wide<A> own = strides[3] == 0 ? row_sum_[l] : Wide<A>(sum_[j * kRows + l]);
-        all += own;
-        if (strides[2] != 0 && l < rows) out[l * columns + j] = static_cast<A>(own);
+        const Wide<A> sum = strides[3] == 0 ? row_sum_[l] : Wide<A>(sum_[j * kRows + l]);
+        all += sum;
+        if (strides[2] != 0 && l < rows) out[l * columns + j] = static_cast<A>(sum);
       }
       if (strides[2] == 0) out[j] = static_cast<A>(all);
     }

@@ -128,8 +128,8 @@ class BwdQueryTiles {
     }
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
     const float length = longest(value, p_.value_strides[2], keys.count);
-    const double kept = dropout_scale(p_.dropout_p);
-    const double bound = 2 * kept * static_cast<double>(grad_out) * length + grad_lse;
+    const double scale = dropout_scale(p_.dropout_p);
+    const double bound = 2 * scale * static_cast<double>(grad_out) * length + grad_lse;
     constexpr int kLargest = 15;  // 2^15 is finite in float16
     int exponent = 0;
     (void)__builtin_frexp(bound, &exponent);  // bound <= 2^exponent
@@ -221,11 +221,11 @@ class BwdQueryTiles {
       rows.lse_lost[r] = rows.grad_lse[r] = 0;
       if (lse == -infinity) continue;
       query_tile->alive |= uint32_t{1} << r;
-      const float low = static_cast<const float*>(p_.lse_residual)[at + r];
+      const float residual = static_cast<const float*>(p_.lse_residual)[at + r];
       // Unless kFull, exponents have base 2: lse is stored in units of score * unit_.high.
       const double step = TileGradients<T>::kFull ? 1 : 1 / static_cast<double>(unit_.high);
       const double natural = scores_.units.natural * step;
-      in_units(lse, low, natural, &rows.lse[r], &rows.lse_lost[r]);
+      in_units(lse, residual, natural, &rows.lse[r], &rows.lse_lost[r]);
       if (bwd_.grad_lse != nullptr) {
         rows.grad_lse[r] = static_cast<const float*>(bwd_.grad_lse)[at + r];
       }
@@ -251,18 +251,18 @@ class BwdQueryTiles {
     PendingSums pending;
     TileSchedule<F, NoWork>(&pending, {}).template multiply<false, 0>(quad);
     pending.flush();
-    const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
+    const float scale = static_cast<float>(dropout_scale(p_.dropout_p));
     const int64_t head = lse_begin(p_, query_tile->b, query_tile->h) + query_tile->first;
     for (int64_t r = 0; r < kTileQueries; ++r) {
       query_tile->rows.delta[r] = 0;
-      if ((query_tile->alive >> r & 1) == 0 || kept == 0) continue;
+      if ((query_tile->alive >> r & 1) == 0 || scale == 0) continue;
       float delta = products_[r / 16 * kPairSums + r * 16 + r % 16];
       if constexpr (sizeof(T) == 2) {
         if (p_.out_residual != nullptr)
           delta += delta_residual<T>(bwd_, queries, query_tile->h, query_tile->first + r);
       }
       if (bwd_.row_sums != nullptr) delta += static_cast<const float*>(bwd_.row_sums)[head + r];
-      query_tile->rows.delta[r] = delta / kept;
+      query_tile->rows.delta[r] = delta / scale;
     }
   }
 

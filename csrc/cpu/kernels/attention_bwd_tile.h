@@ -92,7 +92,7 @@ class BwdTile {
     const typename P::Left out = P::rows(stage_, wide_v_, kRows, wide_v_, nullptr, out_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(kRows, p_.head_dim_v, out,
                                                                           grad_out, scores_, kRows);
-    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int64_t l = 0; l < kRows; ++l) {
       A delta = scores_[l * kRows + l];
       if constexpr (sizeof(T) == 2) {
@@ -102,7 +102,7 @@ class BwdTile {
       if (bwd_.row_sums != nullptr && alive_[l]) {
         delta += static_cast<const A*>(bwd_.row_sums)[head + l];
       }
-      delta_[at + l] = kept == 0 ? A(0) : delta / kept;
+      delta_[at + l] = scale == 0 ? A(0) : delta / scale;
     }
   }
 

@@ -20,16 +20,16 @@
 //
 // Invariants:
 // - added_ counts tiles. Adding tile i runs step i-1: it computes S and dP of pending_job_ (tile
-//   i-1) and P and dS of current_, and queues dQ if last_ ends a run. So four jobs are live, and
+//   i-1) and P and dS of scored_, and queues dQ if weighted_ ends a run. So four jobs are live, and
 //   score_tiles_ and grad_tiles_ are double-buffered by the parity of i.
 // - pending_job_ is issued by the next add_tile() or drain(), which first sets its ends_* flags.
 // - last_block_ is the previous block of the current query tile in this epoch, or -1. A run is a
-//   maximal sequence of adjacent visible blocks. Its dQ is queued when its final tile is last_.
+//   maximal sequence of adjacent visible blocks. Its dQ is queued when its final tile is weighted_.
 // - group_open_ is true if the current group has a tile. dK and dV are queued at the end of the
-//   step in which current_ ends the group.
+//   step in which scored_ ends the group.
 // - tile_count_ counts (epoch, query tile) pairs; its parity selects grad_rows_. The step in which
-//   current_ ends a query tile empties the dQ queue, because the next query tile overwrites its
-//   operands. weight_pairs and grad_pairs are double-buffered by group. The step in which current_
+//   scored_ ends a query tile empties the dQ queue, because the next query tile overwrites its
+//   operands. weight_pairs and grad_pairs are double-buffered by group. The step in which scored_
 //   ends a group therefore empties the queue of dK and dV.
 // - epoch_ counts epochs with a visible tile; its parity selects blocks_. dQ reads the blocks last,
 //   up to kBlocks steps after P and dS of the last tile of the epoch. After an epoch with fewer
@@ -76,7 +76,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   // Returns true if run() also computes the bias gradient. The separate pass of
   // attention_bwd_bias.h computes it if the bias is broadcast over queries or keys, or if BiasRows
   // requires all keys of a row but the keys would be split.
-  static bool takes_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
+  static bool supports_bias(const AttentionBwdParams& bwd) { return Work(bwd).bias; }
 
   // Returns true if run() does not support the call: weight gradients are unbounded, so in formats
   // with a short exponent range no scale excludes overflow of dS.
@@ -320,7 +320,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
       advance(pending_job_);
     }
     pending_job_ = nullptr;
-    while (current_ != nullptr || last_ != nullptr || sums_.waiting()) advance(nullptr);
+    while (scored_ != nullptr || weighted_ != nullptr || sums_.waiting()) advance(nullptr);
     pending_sums_.flush();
     group_open_ = false;
     last_block_ = -1;
@@ -328,25 +328,25 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
 
   // Runs one pipeline step. Not inlined: the body is large, and a tile takes thousands of cycles.
   __attribute__((noinline)) void advance(Job* next) {
-    if (current_ != nullptr) open(*current_);
+    if (scored_ != nullptr) open(*scored_);
     if (next != nullptr) add_products(*next);
-    if (last_ != nullptr && last_->ends_run) sums_.add_query_sums(*last_);
-    sums_.take_due(current_);
+    if (weighted_ != nullptr && weighted_->ends_run) sums_.add_query_sums(*weighted_);
+    sums_.take_due(scored_);
     if (plain_) {
       multiply<true>(next != nullptr);
     } else {
       multiply<false>(next != nullptr);
     }
-    if (current_ != nullptr && work_.bias) {
-      bias_.add(tile_at(*current_), (current_->query_tile - this->query_tiles_) * kTileQueries,
-                current_->query_tile->count, current_->grads, current_->scores);
+    if (scored_ != nullptr && work_.bias) {
+      bias_.add(tile_at(*scored_), (scored_->query_tile - this->query_tiles_) * kTileQueries,
+                scored_->query_tile->count, scored_->grads, scored_->scores);
     }
-    const bool nonfinite = last_ != nullptr && last_->block->keys.num_nonfinite > 0;
+    const bool nonfinite = weighted_ != nullptr && weighted_->block->keys.num_nonfinite > 0;
     if (sums_.num_due == 0 || nonfinite) pending_sums_.flush();
-    if (nonfinite) add_nonfinite(*last_);
-    if (current_ != nullptr && current_->ends_group) sums_.add_key_sums(*current_->group);
-    last_ = current_;
-    current_ = next;
+    if (nonfinite) add_nonfinite(*weighted_);
+    if (scored_ != nullptr && scored_->ends_group) sums_.add_key_sums(*scored_->group);
+    weighted_ = scored_;
+    scored_ = next;
   }
 
   static TileAt tile_at(const Job& job) {
@@ -401,7 +401,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   __attribute__((noinline)) void multiply_beside(bool products) {
     constexpr int kSumUnits = kUnits == 1 ? 1 : kUnits / 2;
     using Stream = typename Gradients::template Stream<kPlain>;
-    TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, current_ != nullptr));
+    TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, scored_ != nullptr));
     if (products) {
       for (const TileQuad& quad : products_) schedule.template multiply<false, kUnits>(quad);
     }
@@ -484,7 +484,7 @@ class AttentionBwdTiles : BwdQueryTiles<T> {
   int64_t epoch_tiles_ = 0;                         // added_ when the latest epoch began
   int64_t last_block_ = -1;                         // previous block of the query tile, or -1
   bool group_open_ = false;                         // the current group has a tile
-  Job *pending_job_ = nullptr, *current_ = nullptr, *last_ = nullptr;
+  Job *pending_job_ = nullptr, *scored_ = nullptr, *weighted_ = nullptr;
   TileQuad products_[kKeyTiles];  // quads of this step: S and dP
   Sums sums_;
   PendingSums pending_sums_;

@@ -44,10 +44,10 @@ struct ScoreUnits {
 template <class A>
 inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maximum, A sum) {
   if (p.lse == nullptr) return;
-  A high = -static_cast<A>(__builtin_inf()), low = 0;
-  if (sum != 0) log_sum_exp(maximum, unit, sum, &high, &low);
+  A high = -static_cast<A>(__builtin_inf()), residual = 0;
+  if (sum != 0) log_sum_exp(maximum, unit, sum, &high, &residual);
   static_cast<A*>(p.lse)[at] = high;
-  if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = low;
+  if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = residual;
 }
 
 // Returns the correction of delta = rowsum(dO * O) for the rounding of out to 16 bits. Without it,
@@ -210,7 +210,7 @@ inline bool fit_caches(int64_t bytes) { return bytes <= int64_t{1} << 20; }
 // one or two busy ones, the 90th-percentile time is 0.8 to 1.2 times torch's with static scheduling
 // and 0.5 to 1.6 times with dynamic scheduling (batch 8, 12 heads, 128 tokens, head_dim 32 in
 // float32, AMD Zen 3).
-inline bool sees_all(const AttentionParams& p) {
+inline bool is_unmasked(const AttentionParams& p) {
   const MaskParams& mask = p.mask;
   return p.cu_seqlens_q == nullptr && mask.bias.data == nullptr && mask.dense.data == nullptr &&
          mask.key_mask.data == nullptr && mask.bounds == nullptr &&

@@ -41,7 +41,7 @@ class AttentionDecode {
   static bool run(const AttentionParams& p) { return run_by<DecodeRows<T>>(p); }
 
 #if defined(__AMX_BF16__)
-  static bool takes_tiles(const AttentionParams& p) {
+  static bool supports_tiles(const AttentionParams& p) {
     if constexpr (kTiles) return DecodeShape<A>(p).rows >= DecodeTiles<T>::kMinRows;
     return false;
   }
@@ -119,16 +119,16 @@ class AttentionDecode {
 
   void write(int64_t b, int64_t h_kv, const DecodePart<A>& part) const {
     const SequenceRows queries = query_rows(p_, b);
-    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int64_t r = 0; r < shape_.rows; ++r) {
       const int64_t h = h_kv * shape_.group + r / p_.seqlen_q, i = r % p_.seqlen_q;
       if (i >= queries.count) continue;
       A* const row = part.out + r * shape_.wide;
       const A sum = part.sum[r] == 0 ? A(1) : part.sum[r];  // fully masked rows stay 0
-      const A factor = kept / sum;
+      const A factor = scale / sum;
       for (int64_t d = 0; d < shape_.wide; d += kLane) {
         // float64 uses a division, which is slower but saves one rounding.
-        store(row + d, sizeof(A) == 8 ? load(row + d) / sum * kept : load(row + d) * factor);
+        store(row + d, sizeof(A) == 8 ? load(row + d) / sum * scale : load(row + d) * factor);
       }
       T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));
       store_row(row, p_.head_dim_v, out + i * p_.out_strides[2]);

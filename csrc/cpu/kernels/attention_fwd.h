@@ -57,7 +57,7 @@ struct SoftmaxStream {
     for (int v = first; v < first + kVectors; ++v) {
       const Vec<A> below = shift[v];
       Vec<A> x[kKeys];
-      typename P::Weight weight[kKeys], whole[kKeys];  // weights after and before dropout
+      typename P::Weight weight[kKeys], undropped[kKeys];  // weights after and before dropout
       for (int r = 0; r < kKeys; ++r) {
         A* const score = from + r * kPanel<A> + v * kLane;
         x[r] = exp_nonpositive<A, kPrecision<T>>(load(score) - below, exp_unit);
@@ -66,13 +66,13 @@ struct SoftmaxStream {
           if (dropout != nullptr) kept = where<A>(own[r] >> (v * kLane), kept, Vec<A>{});
           if (in_place) store(score, kept);
         }
-        whole[r] = P::weight(x[r]);
-        weight[r] = kPlain ? whole[r] : P::weight(kept);
+        undropped[r] = P::weight(x[r]);
+        weight[r] = kPlain ? undropped[r] : P::weight(kept);
       }
       for (int r = 0; r < kKeys; r += 2) {
         sum[v] += x[r] + x[r + 1];
         if constexpr (P::kRoundsWeights) {
-          rounded_sum[v] = P::add_rounded(rounded_sum[v], whole[r], whole[r + 1]);
+          rounded_sum[v] = P::add_rounded(rounded_sum[v], undropped[r], undropped[r + 1]);
         }
         P::store_right(weights, P::right_size(kBlockN, kPanel<A>) / P::kParts, t + r, v, weight[r],
                        weight[r + 1]);
@@ -116,11 +116,11 @@ class AttentionFwd {
       AttentionFwd self(p, mask);
       const bool ok = self.allocate(min64(per_task, num_query_tiles));
       // Start with the last query tiles: under a causal mask they take longest.
-      share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
+      share_tasks(tasks, is_unmasked(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t head = task / per_head, group = per_head - 1 - task % per_head;
         const int64_t b = head / p.num_heads, first = group * per_task;
-        const int64_t own_query_tiles = div_up(query_rows(p, b).count, kRows);
-        const int64_t count = min64(per_task, own_query_tiles - first);
+        const int64_t sequence_query_tiles = div_up(query_rows(p, b).count, kRows);
+        const int64_t count = min64(per_task, sequence_query_tiles - first);
         if (ok && count > 0) self.head_query_tiles(b, head % p.num_heads, first, count);
       });
       return ok;
@@ -340,18 +340,18 @@ class AttentionFwd {
 
   void end_query_tile(int64_t b, int64_t h, int64_t i, const QueryTile& query_tile) {
     const int64_t rows = min64(kRows, queries_.count - i);
-    const A kept = static_cast<A>(dropout_scale(p_.dropout_p));
+    const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
     for (int v = 0; v < 2; ++v) {
       // Normalize by the sum of the rounded weights in 16-bit types. The backward computes delta
       // from out, and delta is accurate only if the weights of PV sum to 1. If one key dominates a
       // row, a sum of 1.002 would hide the contributions of all other keys.
       const Vec<A> sum = load(query_tile.divisor + v * kLanes<A>);
       const Vec<A> divisor = sum == 0 ? broadcast<A>(1) : sum;  // fully masked rows stay 0
-      const Vec<A> factor = kept / divisor;
+      const Vec<A> factor = scale / divisor;
       for (int64_t d = 0; d < p_.head_dim_v; ++d) {
         A* const at = query_tile.out + d * kRows + v * kLane;
         // float64 uses a division, which takes 16 cycles but saves one rounding.
-        store(at, sizeof(A) == 8 ? load(at) / divisor * kept : load(at) * factor);
+        store(at, sizeof(A) == 8 ? load(at) / divisor * scale : load(at) * factor);
       }
     }
     T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries_, h));
@@ -369,12 +369,12 @@ class AttentionFwd {
   // Writes the rounding residuals of `rows` rows of out. Requires the unrounded rows in rows_,
   // where write_query_tile() stores them.
   void write_out_residual(int64_t h, int64_t i, int64_t rows, const T* out) {
-    int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
-                             p_.out_residual, p_.out_residual_strides, queries_, h)) +
-                         i * p_.out_residual_strides[2];
+    int16_t* const residuals = const_cast<int16_t*>(at_head<int16_t>(
+                                   p_.out_residual, p_.out_residual_strides, queries_, h)) +
+                               i * p_.out_residual_strides[2];
     for (int64_t l = 0; l < rows; ++l) {
       store_residual_row(rows_ + l * p_.head_dim_v, out + l * p_.out_strides[2], p_.head_dim_v,
-                         low + l * p_.out_residual_strides[2]);
+                         residuals + l * p_.out_residual_strides[2]);
     }
   }
 

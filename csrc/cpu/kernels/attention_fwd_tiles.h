@@ -13,22 +13,22 @@
 // Invariants:
 // - The call of add_tile() for tile i runs step i-1. Until then, tile i-1 is pending_job_: its
 //   QK^T is not yet issued, and query_tile_keys() may still set its `last`.
-// - A step computes the scores of `next`, the weights of current_ and PV of last_. Each of them may
-//   be null in the prologue or epilogue.
-// - Four jobs are live in add_tile(): the new job, pending_job_, current_ and last_. So jobs_ has
-//   four slots. Scores and weights are double-buffered by the parity of the tile index.
+// - A step computes the scores of `next`, the weights of scored_ and PV of weighted_. Each of them
+//   may be null in the prologue or epilogue.
+// - Four jobs are live in add_tile(): the new job, pending_job_, scored_ and weighted_. So jobs_
+//   has four slots. Scores and weights are double-buffered by the parity of the tile index.
 // - At most three query tiles are in flight when another begins, so kAlive slots suffice for a
 //   single chunk. With more chunks, each query tile of the task occupies a slot until the final
 //   chunk.
 // - Packed blocks stay valid for one (head, chunk), even across tasks of the same thread. Each
 //   chunk ends with drain(), so no job still reads a block when begin_chunk() invalidates it.
 // - After a step, tile registers 0 to 3 hold the accumulators of its last quad, normally of PV of
-//   last_. The next quad stores them. They are flushed earlier if their memory is read or scaled
-//   before: the step had no PV (last_ is null), last_ ends its query tile, or a row of current_ is
-//   rescaled. Steps with non-finite values and drain() also flush.
+//   weighted_. The next quad stores them. They are flushed earlier if their memory is read or
+//   scaled before: the step had no PV (weighted_ is null), weighted_ ends its query tile, or a row
+//   of scored_ is rescaled. Steps with non-finite values and drain() also flush.
 // - `out` of a query tile is uninitialized until its first PV, which overwrites it (Job::first).
-// - A rescale covers all earlier tiles of the query tile. PV of last_ is issued in the same step,
-//   before the rescale, and the weights of current_ already use the new shift.
+// - A rescale covers all earlier tiles of the query tile. PV of weighted_ is issued in the same
+//   step, before the rescale, and the weights of scored_ already use the new shift.
 // - A query tile ends in the step that issues PV of its job with `last` set. If it has no visible
 //   tile in the final chunk, query_tiles() ends it, because none of its jobs is in flight.
 //
@@ -74,7 +74,7 @@ class AttentionFwdTiles {
       AttentionFwdTiles self(p, mask, per_task);
       const bool ok = self.allocate();
       // Start with the last query tiles: under a causal mask they take longest.
-      share_tasks(tasks, sees_all(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
+      share_tasks(tasks, is_unmasked(p) || fit_caches(operand_bytes<T>(p)), [&](int64_t task) {
         const int64_t first = (per_head - 1 - task % per_head) * per_task;
         if (ok) self.query_tiles(task / per_head, first, min64(first + per_task, query_tiles));
       });
@@ -263,22 +263,22 @@ class AttentionFwdTiles {
   void drain() {
     if (pending_job_ != nullptr) advance(pending_job_);
     pending_job_ = nullptr;
-    while (current_ != nullptr || last_ != nullptr) advance(nullptr);
+    while (scored_ != nullptr || weighted_ != nullptr) advance(nullptr);
     pending_sums_.flush();  // query_tiles() may read `out` without issuing another quad
   }
 
   // Runs one pipeline step. Not inlined: the body is large, and a tile takes thousands of cycles.
   __attribute__((noinline)) void advance(Job* next) {
-    if (current_ != nullptr) open(*current_);
+    if (scored_ != nullptr) open(*scored_);
     softmax_.template finish<kDrops>(tile_, multiply(next));
-    const bool nonfinite = last_ != nullptr && last_->block->num_nonfinite > 0;
-    const bool ended = last_ != nullptr && last_->last;
-    if (last_ == nullptr || nonfinite || ended || softmax_.rescaled != 0) pending_sums_.flush();
-    if (nonfinite) add_nonfinite(*last_);
-    if (ended) end_query_tile(last_->query_tile);
-    if (softmax_.rescaled != 0) rescale(current_->query_tile);
-    last_ = current_;
-    current_ = next;
+    const bool nonfinite = weighted_ != nullptr && weighted_->block->num_nonfinite > 0;
+    const bool ended = weighted_ != nullptr && weighted_->last;
+    if (weighted_ == nullptr || nonfinite || ended || softmax_.rescaled != 0) pending_sums_.flush();
+    if (nonfinite) add_nonfinite(*weighted_);
+    if (ended) end_query_tile(weighted_->query_tile);
+    if (softmax_.rescaled != 0) rescale(scored_->query_tile);
+    weighted_ = scored_;
+    scored_ = next;
   }
 
   static TileAt tile_at(const Job& job) {
@@ -296,8 +296,8 @@ class AttentionFwdTiles {
     if (kDrops) dropout_.begin(p_, tile_at(job));
   }
 
-  // Computes QK^T of `next` and PV of last_, interleaved with the softmax of tile_. Returns a bit
-  // mask of the rows that the interleaved softmax left to finish().
+  // Computes QK^T of `next` and PV of weighted_, interleaved with the softmax of tile_. Returns a
+  // bit mask of the rows that the interleaved softmax left to finish().
   uint32_t multiply(const Job* next) {
     num_products_ = num_sums_ = 0;
     if (next != nullptr) {
@@ -305,9 +305,9 @@ class AttentionFwdTiles {
                        products_);
       num_products_ = kScoreTiles / 2;
     }
-    if (last_ != nullptr) {
-      sum_quads<F>(last_->weights, last_->block->value, 2, 2 * steps_v_, last_->query_tile->out,
-                   sums_);
+    if (weighted_ != nullptr) {
+      sum_quads<F>(weighted_->weights, weighted_->block->value, 2, 2 * steps_v_,
+                   weighted_->query_tile->out, sums_);
       num_sums_ = steps_v_;
     }
     const int64_t steps = 2 * steps_ + 2 * steps_v_;
@@ -320,9 +320,9 @@ class AttentionFwdTiles {
   template <int kRows>
   __attribute__((noinline)) uint32_t multiply_beside() {
     using Stream = typename Softmax::template Stream<kDrops>;
-    TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, current_ != nullptr));
+    TileSchedule<F, Stream> schedule(&pending_sums_, Stream(tile_, scored_ != nullptr));
     // The first PV of a query tile overwrites `out` instead of accumulating into a zeroed buffer.
-    const bool adds = num_sums_ > 0 && !last_->first;
+    const bool adds = num_sums_ > 0 && !weighted_->first;
     const int64_t num_stored = num_products_ + (adds ? 0 : num_sums_);
     for (int64_t q = 0; q < num_stored; ++q) {
       schedule.template multiply<false, kRows>(
@@ -374,7 +374,7 @@ class AttentionFwdTiles {
     free_[num_free_++] = ended;
     const QueryTile& query_tile = *ended;
     const QueryTileRows& state = query_tile.rows;
-    const float kept = static_cast<float>(dropout_scale(p_.dropout_p));
+    const float scale = static_cast<float>(dropout_scale(p_.dropout_p));
     const float unit = 1 << F::kWeightExponent;
     const int64_t at = lse_begin(p_, query_tile.b, query_tile.h) + query_tile.first;
     alignas(64) float factors[kTileQueries], sums[kTileQueries];
@@ -384,7 +384,7 @@ class AttentionFwdTiles {
       // row, a sum of 1.002 would hide the contributions of all other keys.
       const Vec<float> divisor = row_sums((F::kRounds ? state.rounded : state.sum) + half);
       // Fully masked rows stay 0.
-      store(factors + half, kept / (divisor == 0 ? Vec<float>{} + 1.f : divisor));
+      store(factors + half, scale / (divisor == 0 ? Vec<float>{} + 1.f : divisor));
       if (kSum) store(sums + half, F::kRounds ? row_sums(state.sum + half) : divisor);
     }
     for (int64_t r = 0; r < query_tile.count; ++r) {
@@ -419,12 +419,13 @@ class AttentionFwdTiles {
     }
     if constexpr (sizeof(T) == 2) {
       if (p_.out_residual == nullptr) return;
-      int16_t* const low = const_cast<int16_t*>(at_head<int16_t>(
-                               p_.out_residual, p_.out_residual_strides, queries, query_tile.h)) +
-                           query_tile.first * p_.out_residual_strides[2];
+      int16_t* const residuals =
+          const_cast<int16_t*>(
+              at_head<int16_t>(p_.out_residual, p_.out_residual_strides, queries, query_tile.h)) +
+          query_tile.first * p_.out_residual_strides[2];
       for (int64_t r = 0; r < query_tile.count; ++r) {
         store_residual_row(rows_ + r * wide_v_, out + r * p_.out_strides[2], p_.head_dim_v,
-                           low + r * p_.out_residual_strides[2]);
+                           residuals + r * p_.out_residual_strides[2]);
       }
     }
   }
@@ -443,8 +444,8 @@ class AttentionFwdTiles {
   int64_t added_ = 0;
   Job jobs_[4];
   Job* pending_job_ = nullptr;
-  Job *current_ = nullptr, *last_ = nullptr;    // scores are computed; weights are computed
-  TileQuad products_[kScoreTiles / 2], *sums_;  // quads of the step: QK^T, PV
+  Job *scored_ = nullptr, *weighted_ = nullptr;  // scores are computed; weights are computed
+  TileQuad products_[kScoreTiles / 2], *sums_;   // quads of the step: QK^T, PV
   int64_t num_products_ = 0, num_sums_ = 0;
   PendingSums pending_sums_;
   QueryTile* query_tiles_;

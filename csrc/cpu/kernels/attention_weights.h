@@ -128,12 +128,12 @@ class AttentionWeights : WeightTiles<T> {
     T* const out = weights_ + (b * p_.num_heads + h) / heads_ * p_.seqlen_q * p_.seqlen_k;
     for (int64_t j = 0; j < p_.seqlen_k; j += kBlockN) {
       const int64_t n = min64(kBlockN, p_.seqlen_k - j);
-      bool seen[kQueryTiles] = {};
+      bool visible[kQueryTiles] = {};
       this->zero(sums_, count * kBlockN * kRows);
       for (int64_t g = 0; g < heads_; ++g) {
         this->head_tiles(b, h + g, first, count, j, n, g * kQueryTiles,
                          [&](int64_t x, int64_t t, const auto&, const auto& kept, const auto&) {
-                           seen[x] = true;
+                           visible[x] = true;
                            for (int r = 0; r < 2; ++r) {
                              for (int v = 0; v < 2; ++v) {
                                A* const at = sums_ + (x * kBlockN + t + r) * kRows + v * kLane;
@@ -144,16 +144,16 @@ class AttentionWeights : WeightTiles<T> {
       }
       for (int64_t x = 0; x < count; ++x) {
         const int64_t i = (first + x) * kRows;
-        write(x, seen[x], n, i, out + i * p_.seqlen_k + j);
+        write(x, visible[x], n, i, out + i * p_.seqlen_k + j);
       }
     }
   }
 
   // Divides an accumulated tile by the number of heads and writes it. Writes 0 if the tile is fully
   // masked in all heads.
-  void write(int64_t x, bool seen, int64_t n, int64_t i, T* out) {
+  void write(int64_t x, bool visible, int64_t n, int64_t i, T* out) {
     const int64_t rows = min64(kRows, p_.seqlen_q - i);
-    if (!seen) {
+    if (!visible) {
       for (int64_t l = 0; l < rows; ++l) memset(out + l * p_.seqlen_k, 0, n * sizeof(T));
       return;
     }

@@ -52,9 +52,9 @@ class BiasRows {
       const float* const own = grads + r * 16;
       float* const out = row(at.b, at.h, at.i + r) + at.j;
       for (int64_t v = 0; v * 16 < at.n; ++v) {
-        const __mmask16 there = lanes16(at.n, v * 16);
-        const __m512 sum = _mm512_maskz_loadu_ps(there, out + v * 16);
-        _mm512_mask_storeu_ps(out + v * 16, there,
+        const __mmask16 valid = lanes16(at.n, v * 16);
+        const __m512 sum = _mm512_maskz_loadu_ps(valid, out + v * 16);
+        _mm512_mask_storeu_ps(out + v * 16, valid,
                               _mm512_add_ps(sum, (__m512)load(own + v * kPairSums)));
       }
       if (kWholeRows) add_to_row(first + r, at.j, own, weights + r * 16);

@@ -111,7 +111,7 @@ class DecodeRows {
     ahead_ = {keys_at + kDecodeKeys * key_stride, key_stride, p_.head_dim};
     // A masked value may be NaN, and 0 * NaN is NaN.
     if (partial && !rows_finite(value, value_stride, n, p_.head_dim_v)) {
-      for (int64_t r = 0; r < shape_.rows; ++r) add_seen_values(value, value_stride, n, r);
+      for (int64_t r = 0; r < shape_.rows; ++r) add_visible_values(value, value_stride, n, r);
       return;
     }
     for_rows([&](auto count, int64_t r) { add_values<count>(value, value_stride, n, r); });
@@ -357,7 +357,7 @@ class DecodeRows {
   }
 
   // Accumulates PV of one query row into out, skipping keys with weight 0.
-  void add_seen_values(const T* value, int64_t stride, int64_t n, int64_t row) {
+  void add_visible_values(const T* value, int64_t stride, int64_t n, int64_t row) {
     A* const out = part_.out + row * shape_.wide;
     for (int64_t t = 0; t < n; ++t) {
       const A weight = scores_[row * kDecodeKeys + t];

@@ -116,13 +116,15 @@ class MaskView {
   Tile classify_key_mask(int64_t b, int64_t h, int64_t j_begin, int64_t j_end) const {
     const DenseTensor& t = mask_->key_mask;
     const uint8_t* row = static_cast<const uint8_t*>(t.data) + b * t.strides[0] + h * t.strides[1];
-    int64_t seen = 0;
+    int64_t num_visible = 0;
     if (t.strides[3] == 1) {  // this loop vectorizes
-      for (int64_t j = j_begin; j < j_end; ++j) seen += row[j] != 0;
+      for (int64_t j = j_begin; j < j_end; ++j) num_visible += row[j] != 0;
     } else {
-      for (int64_t j = j_begin; j < j_end; ++j) seen += row[j * t.strides[3]] != 0;
+      for (int64_t j = j_begin; j < j_end; ++j) num_visible += row[j * t.strides[3]] != 0;
     }
-    return seen == 0 ? Tile::kSkip : seen == j_end - j_begin ? Tile::kFull : Tile::kPartial;
+    return num_visible == 0                 ? Tile::kSkip
+           : num_visible == j_end - j_begin ? Tile::kFull
+                                            : Tile::kPartial;
   }
 
   void add_bias(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n, A* scores,
@@ -199,9 +201,9 @@ class MaskView {
     if (query_ids_ != nullptr) and_documents(b, i_begin, j_begin, n, words);
     const DenseTensor& keys = mask_->key_mask;
     if (keys.data != nullptr) {
-      const uint8_t* const seen = static_cast<const uint8_t*>(keys.data) + b * keys.strides[0] +
-                                  h * keys.strides[1] + j_begin * keys.strides[3];
-      for (int64_t t = 0; t < n; ++t) words[t] = seen[t * keys.strides[3]] != 0 ? words[t] : 0;
+      const uint8_t* const visible = static_cast<const uint8_t*>(keys.data) + b * keys.strides[0] +
+                                     h * keys.strides[1] + j_begin * keys.strides[3];
+      for (int64_t t = 0; t < n; ++t) words[t] = visible[t * keys.strides[3]] != 0 ? words[t] : 0;
     }
     if (mask_->dense.data != nullptr) and_dense(b, h, i_begin, j_begin, n, words);
   }
@@ -262,11 +264,11 @@ class MaskView {
     transpose(rows[0], kQuads, kQueries, kQuads, quads[0], kQueries);
     for (int64_t j = 0; j < n; ++j) {
       const uint32_t byte = 0xFFu << (8 * (j % 4));
-      uint32_t seen = 0;
+      uint32_t visible = 0;
       for (int64_t l = 0; l < kQueries; l += kLanes<float>) {
-        seen |= to_bits((load(quads[j / 4] + l) & byte) != 0) << l;
+        visible |= to_bits((load(quads[j / 4] + l) & byte) != 0) << l;
       }
-      words[j] &= seen;
+      words[j] &= visible;
     }
   }
 

@@ -183,13 +183,13 @@ class NormFwd {
     const bool streaming = streams<T>(p_.rows * p_.columns, total);
     const RowDropout<A> dropout = dropout_;
     const uint32_t row = drops ? dropout.counter_row(r) : 0;
-    uint64_t kept = 0;
+    uint64_t keep_mask = 0;
     A sum;
     const auto add = [&](int64_t c, int64_t count) __attribute__((always_inline)) -> Terms<A, 1> {
       Vec<A> own = load_part(input + c, count);
       if (drops) {
-        if (c % RowDropout<A>::kColumns == 0) kept = dropout.keep(row, c);
-        own *= dropout.factor(kept, c);
+        if (c % RowDropout<A>::kColumns == 0) keep_mask = dropout.keep(row, c);
+        own *= dropout.factor(keep_mask, c);
       }
       if (residual != nullptr) own += load_part(residual + c, count);
       if (total != nullptr) {
@@ -374,15 +374,15 @@ class NormBwd {
       const bool streaming = wide && streams<T>(p_.rows * p_.columns, grad_residual);
       const bool streaming_input = wide && streams<T>(p_.rows * p_.columns, grad_input);
       const uint32_t counter = drops ? dropout_.counter_row(first + k) : 0;
-      uint64_t kept = 0;
+      uint64_t keep_mask = 0;
       for_each_vector<A>(0, n, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
         const Vec<A> g = weight_at(c, count) * load_part(grad_out[k] + c, count);
         Vec<A> grad = rstd[k] * (g - across[k] - normalised(k, c, count) * along[k]);
         if (grad_total != nullptr) grad += load_part(grad_total + c, count);
         write_part<T>(grad, count, streaming, grad_residual + c);
         if (!drops) return;
-        if (c % RowDropout<A>::kColumns == 0) kept = dropout_.keep(counter, c);
-        write_part<T>(grad * dropout_.factor(kept, c), count, streaming_input, grad_input + c);
+        if (c % RowDropout<A>::kColumns == 0) keep_mask = dropout_.keep(counter, c);
+        write_part<T>(grad * dropout_.factor(keep_mask, c), count, streaming_input, grad_input + c);
       });
     }
   }

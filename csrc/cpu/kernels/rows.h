@@ -100,13 +100,14 @@ class RowDropout {
   }
 
   // Returns the dropout factors, each scale or 0, of the vector of columns at c.
-  FUSED_ATTN_INLINE Vec<A> factor(uint64_t kept, int64_t c) const {
-    return where<A>(static_cast<uint32_t>(kept >> (c % kColumns)), broadcast<A>(scale_), Vec<A>{});
+  FUSED_ATTN_INLINE Vec<A> factor(uint64_t keep_mask, int64_t c) const {
+    return where<A>(static_cast<uint32_t>(keep_mask >> (c % kColumns)), broadcast<A>(scale_),
+                    Vec<A>{});
   }
 
   // Returns x, the vector of columns at c, after dropout. Dropped elements are 0, even if x is NaN.
-  FUSED_ATTN_INLINE Vec<A> left(uint64_t kept, int64_t c, Vec<A> x) const {
-    return where<A>(static_cast<uint32_t>(kept >> (c % kColumns)), x * scale_, Vec<A>{});
+  FUSED_ATTN_INLINE Vec<A> left(uint64_t keep_mask, int64_t c, Vec<A> x) const {
+    return where<A>(static_cast<uint32_t>(keep_mask >> (c % kColumns)), x * scale_, Vec<A>{});
   }
 
  private:

@@ -85,8 +85,8 @@ class TileGradients {
                                     Vec32* grad_parts) const {
       const uint32_t e = r * 16 + v * static_cast<uint32_t>(kPairSums);
       const Vec<float> lse = broadcast(tile_.rows->lse[r]), score = load(tile_.scores + e);
-      // Applies the rounding residuals of lse and of score - lse as a factor, exp(-low) = 1 - low.
-      // If added to the exponent, they would be lost in rounding.
+      // Applies the rounding residuals of lse and of score - lse as a factor, exp(-residual) = 1 -
+      // residual. If added to the exponent, they would be lost in rounding.
       Vec<float> rounded, lost = broadcast(tile_.rows->lse_lost[r]);
       if (kFull) {
         const Vec<float> below = score - lse;

@@ -130,7 +130,7 @@ class TableWeights {
     static_assert(!kDrops, "dropout wants an lse");
     const __m512 steps_a = _mm512_fmadd_ps((__m512)a, unit_, start_);
     const __m512 steps_b = _mm512_fmadd_ps((__m512)b, unit_, start_);
-    const __m512i steps = _mm512_packus_epi32(whole(steps_a), whole(steps_b));  // negative: 0
+    const __m512i steps = _mm512_packus_epi32(to_int(steps_a), to_int(steps_b));  // negative: 0
     const __m512i over = _mm512_maskz_permutex2var_epi8(0x5555555555555555, low_, steps, high_);
     const __m512i weights = _mm512_sub_epi16(steps, over);
     _mm512_store_si512(to, weights);
@@ -156,7 +156,7 @@ class TableWeights {
     return x;
   }
 
-  FUSED_ATTN_INLINE __m512i whole(__m512 steps) const {
+  FUSED_ATTN_INLINE __m512i to_int(__m512 steps) const {
     return _mm512_sub_epi32(_mm512_castps_si512(steps), round_);
   }
 
@@ -341,14 +341,14 @@ class TileSoftmax {
     float top = -infinity();
     for (int l = 0; l < 16; ++l) top = highest[l] > top ? highest[l] : top;
     const float old = rows.shift[r];
-    const bool seen = old == old;
-    const bool any = seen || top > -infinity();
+    const bool has_shift = old == old;
+    const bool any = has_shift || top > -infinity();
     if (any) {
       const float wanted = wanted_shift(broadcast(top), tile.unit.high)[0];
       Vec<float> shift = broadcast(old >= wanted ? old : wanted);
       rows.start[r] = Weights::start(tile.unit, &shift)[0];
       rows.shift[r] = shift[0];
-      if (seen && rows.shift[r] != old) {
+      if (has_shift && rows.shift[r] != old) {
         const Vec<float> alpha = exp_nonpositive<float>(broadcast(old - rows.shift[r]), tile.unit);
         store(rows.sum[r], load(rows.sum[r]) * alpha);
         store(rows.rounded[r], load(rows.rounded[r]) * alpha);

@@ -227,7 +227,7 @@ inline void store_row<BFloat16>(const float* src, int64_t n, BFloat16* dst) {
 // ---- residuals of rounding to 16 bits, as differences of float32 bits
 // (AttentionParams::out_residual)
 
-typedef int16_t Lows __attribute__((vector_size(kVectorBytes / 2)));
+typedef int16_t Residuals __attribute__((vector_size(kVectorBytes / 2)));
 
 // Stores the rounding residuals of a row of n elements. `rounded` is the row as it was stored, and
 // must be complete. Residuals saturate at 16 bits.
@@ -236,34 +236,36 @@ inline void store_residual_row(const float* src, const T* rounded, int64_t n, in
   constexpr int32_t kMost = 0x7FFF;
   int64_t i = 0;
   for (; i + kLanes<float> <= n; i += kLanes<float>) {
-    Vec<int32_t> low = (Vec<int32_t>)load(src + i) - (Vec<int32_t>)load_as<T>(rounded + i);
-    low = low > kMost ? Vec<int32_t>{} + kMost : low;
-    low = low < -kMost ? Vec<int32_t>{} - kMost : low;
-    const Lows lows = __builtin_convertvector(low, Lows);
-    memcpy(dst + i, &lows, sizeof(lows));
+    Vec<int32_t> residual = (Vec<int32_t>)load(src + i) - (Vec<int32_t>)load_as<T>(rounded + i);
+    residual = residual > kMost ? Vec<int32_t>{} + kMost : residual;
+    residual = residual < -kMost ? Vec<int32_t>{} - kMost : residual;
+    const Residuals residuals = __builtin_convertvector(residual, Residuals);
+    memcpy(dst + i, &residuals, sizeof(residuals));
   }
   for (; i < n; ++i) {
-    const int32_t low = bit_cast<int32_t>(src[i]) - bit_cast<int32_t>(to_acc(rounded[i]));
-    dst[i] = static_cast<int16_t>(low > kMost ? kMost : low < -kMost ? -kMost : low);
+    const int32_t residual = bit_cast<int32_t>(src[i]) - bit_cast<int32_t>(to_acc(rounded[i]));
+    dst[i] = static_cast<int16_t>(residual > kMost ? kMost : residual < -kMost ? -kMost : residual);
   }
 }
 
 // Returns the dot product of the rounding residuals of one row and the elements of another row.
 template <class T>
-inline float dot_residual_row(const T* rounded, const int16_t* low, const T* other, int64_t n) {
+inline float dot_residual_row(const T* rounded, const int16_t* residual, const T* other,
+                              int64_t n) {
   Vec<float> sum{};
   int64_t i = 0;
   for (; i + kLanes<float> <= n; i += kLanes<float>) {
-    Lows lows;
-    memcpy(&lows, low + i, sizeof(lows));
+    Residuals residuals;
+    memcpy(&residuals, residual + i, sizeof(residuals));
     const Vec<float> x = load_as<T>(rounded + i);
-    const Vec<int32_t> whole = (Vec<int32_t>)x + __builtin_convertvector(lows, Vec<int32_t>);
-    sum += ((Vec<float>)whole - x) * load_as<T>(other + i);
+    const Vec<int32_t> unrounded =
+        (Vec<int32_t>)x + __builtin_convertvector(residuals, Vec<int32_t>);
+    sum += ((Vec<float>)unrounded - x) * load_as<T>(other + i);
   }
   float result = horizontal_sum<float>(sum);
   for (; i < n; ++i) {
     const float x = to_acc(rounded[i]);
-    result += (bit_cast<float>(bit_cast<int32_t>(x) + low[i]) - x) * to_acc(other[i]);
+    result += (bit_cast<float>(bit_cast<int32_t>(x) + residual[i]) - x) * to_acc(other[i]);
   }
   return result;
 }

@@ -69,9 +69,9 @@ FUSED_ATTN_INLINE uint64_t kept_bytes(const Vec<uint64_t> word[4], uint32_t thre
   };
   const __m256i first = both(word[0], word[1]), second = both(word[2], word[3]);
   const __m256i least = _mm256_set1_epi16(static_cast<int16_t>(threshold));
-  const auto kept = [&](__m256i x) { return _mm256_cmpeq_epi16(_mm256_max_epu16(x, least), x); };
-  const __m256i bytes = _mm256_packs_epi16(kept(_mm256_unpacklo_epi64(first, second)),
-                                           kept(_mm256_unpackhi_epi64(first, second)));
+  const auto keep = [&](__m256i x) { return _mm256_cmpeq_epi16(_mm256_max_epu16(x, least), x); };
+  const __m256i bytes = _mm256_packs_epi16(keep(_mm256_unpacklo_epi64(first, second)),
+                                           keep(_mm256_unpackhi_epi64(first, second)));
   const uint32_t bits = static_cast<uint32_t>(_mm256_movemask_epi8(bytes));
   return threshold == kDropoutSteps ? 0 : bits;
 #else
@@ -79,9 +79,9 @@ FUSED_ATTN_INLINE uint64_t kept_bytes(const Vec<uint64_t> word[4], uint32_t thre
   for (int half = 0; half < 2; ++half) {
     for (int w = 0; w < 4; ++w) {
       const Vec<uint64_t> own = half == 0 ? word[w] & 0xFFFFu : word[w] >> 16 & 0xFFFFu;
-      const uint32_t kept = to_bits(own >= Vec<uint64_t>{} + threshold);
+      const uint32_t keep = to_bits(own >= Vec<uint64_t>{} + threshold);
       for (int l = 0; l < kPhiloxLanes; ++l) {
-        bytes |= static_cast<uint64_t>(kept >> l & 1) << (8 * l + 2 * w + half);
+        bytes |= static_cast<uint64_t>(keep >> l & 1) << (8 * l + 2 * w + half);
       }
     }
   }
@@ -149,13 +149,13 @@ class DropoutColumns {
   Vec<uint64_t> column_1_, column_2_, column_3_, third_;
 };
 
-// Computes which of eight columns are kept in kRows rows. Bit r of kept[c] is set if column + c is
-// kept in row + r. `column` must be a multiple of 8.
+// Computes which of eight columns are kept in kRows rows. Bit r of keep_mask[c] is set if column +
+// c is kept in row + r. `column` must be a multiple of 8.
 template <int kRows>
 inline void keep_rows(const PhiloxKeys& keys, uint32_t threshold, int64_t column, uint32_t row,
-                      uint32_t c2, uint32_t c3, uint32_t kept[kDecisions]) {
+                      uint32_t c2, uint32_t c3, uint32_t keep_mask[kDecisions]) {
   const Vec<uint64_t> zero{};
-  for (int c = 0; c < kDecisions; ++c) kept[c] = 0;
+  for (int c = 0; c < kDecisions; ++c) keep_mask[c] = 0;
   static_assert(kRows <= 32 && kRows % kPhiloxLanes == 0, "a bit each, and whole vectors");
   for (int first = 0; first < kRows; first += kPhiloxLanes) {
     Vec<uint64_t> word[4] = {zero + static_cast<uint64_t>(column / kDecisions), zero + row,
@@ -164,8 +164,8 @@ inline void keep_rows(const PhiloxKeys& keys, uint32_t threshold, int64_t column
     philox_rounds<0>(keys, word);
     for (int w = 0; w < 4; ++w) {
       const Vec<uint64_t> low = word[w] & 0xFFFFu, high = word[w] >> 16 & 0xFFFFu;
-      kept[2 * w] |= to_bits(low >= zero + threshold) << first;
-      kept[2 * w + 1] |= to_bits(high >= zero + threshold) << first;
+      keep_mask[2 * w] |= to_bits(low >= zero + threshold) << first;
+      keep_mask[2 * w + 1] |= to_bits(high >= zero + threshold) << first;
     }
   }
 }

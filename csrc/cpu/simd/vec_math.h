@@ -196,27 +196,28 @@ inline Vec<T> tanh(Vec<T> x) {
 }
 
 // Computes maximum * unit + log(sum). Stores the rounded value in *high and its rounding residual
-// in *low.
-inline void log_sum_exp(float maximum, double unit, float sum, float* high, float* low) {
+// in *residual.
+inline void log_sum_exp(float maximum, double unit, float sum, float* high, float* residual) {
   const double scaled = maximum * unit, log = __builtin_log(static_cast<double>(sum));
   *high = static_cast<float>(scaled + log);
-  *low = static_cast<float>((scaled - static_cast<double>(*high)) + log);
+  *residual = static_cast<float>((scaled - static_cast<double>(*high)) + log);
 }
 
-inline void log_sum_exp(double maximum, double unit, double sum, double* high, double* low) {
+inline void log_sum_exp(double maximum, double unit, double sum, double* high, double* residual) {
   const long double scaled = static_cast<long double>(maximum) * unit;
   const long double log = __builtin_logl(static_cast<long double>(sum));
   *high = static_cast<double>(scaled + log);
-  *low = static_cast<double>((scaled - static_cast<long double>(*high)) + log);
+  *residual = static_cast<double>((scaled - static_cast<long double>(*high)) + log);
 }
 
-// Converts lse = high + low to score units. Stores the rounded value in *high_unit. Stores in *lost
-// the factor minus 1 that corrects exp(score - lse) for the rounding. With a bias of -1e8, lse is a
-// multiple of 8, so low is not small and would be lost if added to high.
+// Converts lse = high + residual to score units. Stores the rounded value in *high_unit. Stores in
+// *lost the factor minus 1 that corrects exp(score - lse) for the rounding. With a bias of -1e8,
+// lse is a multiple of 8, so residual is not small and would be lost if added to high.
 template <class A>
-inline void in_units(A high, A low, double unit, A* high_unit, A* lost) {
-  *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + low) / unit);
-  const Wide<A> rest = (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + low;
+inline void in_units(A high, A residual, double unit, A* high_unit, A* lost) {
+  *high_unit = static_cast<A>((static_cast<Wide<A>>(high) + residual) / unit);
+  const Wide<A> rest =
+      (static_cast<Wide<A>>(high) - static_cast<Wide<A>>(*high_unit) * unit) + residual;
   // exp(-rest) - 1. A library call would take a tenth of the time of a backward with 128 keys and D
   // 32.
   const double r = static_cast<double>(rest);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import runpy
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from fused_attn.backends.triton import attention, norm_host
@@ -95,6 +97,31 @@ def compiling_for(arch: str) -> Iterator[list[Compiled]]:
             stack.enter_context(mock.patch.object(module, "launch", launch))
             stack.enter_context(mock.patch.object(module, "arch_of", return_value=Arch(arch, 132)))
         yield done
+
+
+def compile_source(name: str, source: str, options: dict[str, Any], arch: str) -> Compiled:
+    """Compile a kernel that Inductor generated.
+
+    Args:
+        source: a module with the kernel, without Inductor's decorators.
+        options: "signature", the types of the arguments; "num_warps" and "num_stages".
+    """
+    target = GPUTarget("cuda", int(arch[3:]), 32)
+    signature = options["signature"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, f"{name}.py")
+        with open(path, "w") as file:
+            file.write(source)
+        names = runpy.run_path(path)
+        with mock.patch.object(driver, "_active", _Driver(target)):
+            # Blocks of elementwise kernels, which Inductor would tune.
+            blocks = {k: 256 for k, kind in signature.items() if kind == "constexpr"}
+            made = triton.compile(
+                ASTSource(names[name], signature, blocks),
+                target=target,
+                options={k: v for k, v in options.items() if k != "signature"},
+            )
+    return _describe(name, 0, made)
 
 
 def _describe(name: str, rows: int, kernel: Any) -> Compiled:

@@ -1,0 +1,125 @@
+"""FlexAttention's kernels for a pretended H100: generate, run in Triton's interpreter, compile.
+
+Each step is a process of its own: lower_for_h100.py and run_for_h100.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lower_for_h100 import Lowering
+from torch import Tensor
+
+from fused_attn.backends.flex import variant_of
+from fused_attn.call.calls import AttentionCall
+
+HERE = Path(__file__).parent
+_HEURISTICS = re.compile(r"@triton_heuristics\.\w+\((.*?)\n\)\n(?=@triton\.jit)", re.DOTALL)
+
+
+def flat_tensors(call: AttentionCall, want_lse: bool = True) -> tuple[Any, list[Any]]:
+    """Return the variant that a GPU would compile, and query, key, value and all operands."""
+    variant, operands = variant_of(call, want_lse)
+    lists = operands.lists or (None,) * 8
+    return variant._replace(device_type="cuda"), [
+        call.query, call.key, call.value, *lists, *operands[1:],
+    ]  # fmt: skip
+
+
+def lower(calls: Sequence[AttentionCall], folder: Path) -> list[Lowering]:
+    """Generate the code of each call, for out and lse."""
+    problems = []
+    for call in calls:
+        variant, tensors = flat_tensors(call)
+        described = [t if t is None else _described(t) for t in tensors]
+        problems.append({"variant": variant, "tensors": described})
+    torch.save(problems, folder / "problems.pt")
+    _run("lower_for_h100.py", _guard(folder), folder / "problems.pt", folder / "lowered.pt")
+    # The process saved its own class, as that of its main module.
+    sys.modules["__main__"].Lowering = Lowering  # type: ignore[attr-defined]
+    return torch.load(folder / "lowered.pt", weights_only=False)
+
+
+def interpret(
+    lowered: Sequence[Lowering],
+    problems: Sequence[tuple[list[Any], list[Tensor]]],
+    folder: Path,
+) -> list[list[Any]]:
+    """Run generated code.
+
+    Args:
+        problems: `flat_tensors` of each call, and the gradients of out and lse.
+
+    Returns:
+        out, lse, and the gradients by place in `flat_tensors`, for each call.
+    """
+    detached = [
+        ([None if t is None else t.detach() for t in tensors], grads) for tensors, grads in problems
+    ]
+    torch.save(list(lowered), folder / "run.pt")
+    torch.save(detached, folder / "tensors.pt")
+    files = [folder / name for name in ("run.pt", "tensors.pt", "results.pt")]
+    _run("run_for_h100.py", *files, TRITON_INTERPRET="1")
+    return torch.load(files[2], weights_only=False)
+
+
+def kernels_of(lowering: Lowering) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return name, source and launch constants of each kernel in generated code."""
+    found = []
+    for code in lowering.code:
+        for name, source in re.findall(
+            r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL
+        ):
+            (options,) = _HEURISTICS.findall(source)
+            (signature,) = re.findall(r"'signature': (\{.*?\})", options)
+            constants = dict(re.findall(r"\b(num_stages|num_warps)=(\d+)", options))
+            plain = _HEURISTICS.sub("", source).replace("triton_helpers.set_driver_to_gpu()", "")
+            described = {"signature": eval(signature), **{k: int(v) for k, v in constants.items()}}
+            found.append((name, plain, described))
+    return found
+
+
+def _described(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "size": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def _guard(folder: Path) -> Path:
+    """Build the library that lets autograd record CUDA tensors."""
+    library, root = folder / "libguard.so", Path(torch.__file__).parent
+    includes = [f"-I{root / 'include' / part}" for part in ("", "torch/csrc/api/include")]
+    command = [
+        "g++", "-std=c++20", "-O0", "-shared", "-fPIC", "-w", *includes,
+        f"-I{sysconfig.get_path('include')}", str(HERE / "cuda_guard.cpp"), "-o", str(library),
+        f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return library
+
+
+def _run(script: str, *arguments: Path, **environment: str) -> None:
+    """Run a script of this folder."""
+    cache = arguments[0].parent / "inductor"
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+        "TRITON_INTERPRET": "0",
+        **environment,
+    }
+    command = [sys.executable, str(HERE / script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
@@ -64,6 +65,10 @@ class Backend:
     accepts_unchecked: ClassVar[bool] = False
     wraps_torch: ClassVar[bool] = False
 
+    def verifying(self) -> AbstractContextManager[None]:
+        """Return a context for `fused-attn verify`, which makes many kinds of calls."""
+        return nullcontext()
+
     def unavailable(self) -> list[str]:
         """Return the reasons why this backend cannot run on this machine; empty if it can."""
         return []
@@ -79,6 +84,10 @@ class Backend:
     def fallback_warning(self, device_type: str) -> str | None:
         """Return the warning to emit once if this backend is selected by default, or None."""
         return None
+
+    def replaces_eager(self, problem: Problem) -> bool:
+        """Return True if a backend that is opt-in for a problem goes before the reference."""
+        return False
 
     def default_for(self, device_type: str) -> Extent:
         """Return if this backend can be the default for all, some or none of the problems.

@@ -13,6 +13,8 @@ from fused_attn.base.torch_state import transformed
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 
+LARGE_SCORES = 256 << 20  # bytes
+
 AnyCall = AttentionCall | NormCall | UncheckedAttention | UncheckedNorm
 
 
@@ -30,6 +32,8 @@ class AttentionProblem:
         sharded: True if the call is a shard whose dropout uses global offsets.
         needs_grad: True if any tensor requires a gradient.
         transformed: True under a torch.func transform or forward-mode AD.
+        large_scores: True if softcap or lse excludes torch's SDPA and the float32 score matrix
+            takes more than LARGE_SCORES bytes. Not computed on the CPU.
     """
 
     device: torch.device
@@ -49,6 +53,7 @@ class AttentionProblem:
     learned_bias: bool = False
     needs_grad: bool = False
     transformed: bool = False
+    large_scores: bool = False
 
     def __repr__(self) -> str:
         learned = "learned " if self.learned_bias else ""
@@ -129,7 +134,10 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
             transformed=transformed(),
         )
     query, mask = call.query, call.mask
-    _, seqlen_q, seqlen_k = call.sizes()
+    batch, seqlen_q, seqlen_k = call.sizes()
+    large_scores = False
+    if query.device.type != "cpu" and (call.options.softcap or result == "lse"):
+        large_scores = 4 * batch * query.shape[1] * seqlen_q * seqlen_k > LARGE_SCORES
     return AttentionProblem(
         query.device,
         query.dtype,
@@ -148,6 +156,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
         learned_bias=needs_grad and mask.bias is not None and mask.bias.requires_grad,
         needs_grad=needs_grad,
         transformed=transformed(),
+        large_scores=large_scores,
     )
 
 

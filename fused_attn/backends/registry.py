@@ -217,11 +217,15 @@ def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None
     source = _source_of(backend)
     candidates = (get_backend(wanted, source),) if wanted else tuple(BACKENDS.values())
     refusals: Refusals = []
+    instead_of_eager: Backend | None = None
     for candidate in candidates:
         reasons = candidate.unsupported(problem)
         if not wanted:
+            if not reasons and candidate.replaces_eager(problem):
+                instead_of_eager = instead_of_eager or candidate
             reasons = reasons + candidate.opt_in_reasons(problem)
         if not reasons:
-            return candidate, refusals
+            is_last = candidate is candidates[-1]
+            return (instead_of_eager or candidate) if is_last else candidate, refusals
         refusals.append((candidate.name, reasons))
     return None, refusals

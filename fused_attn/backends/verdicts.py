@@ -160,6 +160,12 @@ def reasons_against(backend: str, problem: Problem) -> list[str]:
     return []
 
 
+def found_wrong(backend: str, problem: Problem) -> bool:
+    """Return True if a check of a class of the problem failed on this machine."""
+    names = classes_of(problem)
+    return any(_reason(backend, problem.device, *name) == _against(name, _WRONG) for name in names)
+
+
 def any_usable(backend: str, device_type: str) -> bool:
     """Return True if a backend is usable in at least one class on a device of this type."""
     return any(not _table(backend, device).general for device in _devices(device_type))
@@ -336,6 +342,10 @@ def _load(backend: str, device: torch.device) -> dict[ProblemClass, ClassVerdict
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+WRONG = "wrong"  # `ClassVerdict.found` of a class with a failed check
+_WRONG = ClassVerdict(False, None, WRONG)
 
 
 def _against(name: ProblemClass, verdict: ClassVerdict) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_attn.backends import AttentionProblem, NormProblem
+from fused_attn.backends import AttentionProblem, NormProblem, verdicts
 from fused_attn.backends.problem import Problem
-from fused_attn.backends.registry import choose
+from fused_attn.backends.registry import BACKENDS, choose
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,35 @@ def choices(device_type: str, dtype: torch.dtype = torch.float32) -> list[Choice
     return rows
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Reason for which an opt-in backend rejects kinds of calls on a device.
+
+    Attributes:
+        calls: descriptions of the kinds of calls.
+    """
+
+    backend: str
+    device: str
+    reason: str
+    calls: list[str]
+
+
+def refusals(device_type: str, dtype: torch.dtype = torch.bfloat16) -> list[Refusal]:
+    """Return what each opt-in backend that can run here rejects on a device, norms excepted."""
+    rows = []
+    for name in verdicts.KERNELS:
+        backend, reasons = BACKENDS[name], dict[str, list[str]]()
+        if backend.unavailable():
+            continue
+        for call, problem in _kinds(torch.device(device_type), dtype):
+            if isinstance(problem, AttentionProblem):
+                for reason in backend.unsupported(problem)[:1]:
+                    reasons.setdefault(reason, []).append(call)
+        rows += [Refusal(name, device_type, reason, calls) for reason, calls in reasons.items()]
+    return rows
+
+
 def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]]:
     def attention(**properties: object) -> AttentionProblem:
         sizes = {"seqlen_q": 1024, "seqlen_k": 1024}
@@ -63,6 +92,10 @@ def _kinds(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Problem]
         ),
         ("attention, dropout", attention(dropout=True, needs_grad=True)),
         ("attention, softcap", attention(softcap=True)),
+        (
+            "attention, softcap, 1 GiB of scores",
+            attention(softcap=True, large_scores=device.type != "cpu"),
+        ),
         ("attention, packed", attention(mask="structured", packed=True)),
         ("attention, with lse", attention(result="lse")),
         ("attention, with weights", attention(result="weights")),

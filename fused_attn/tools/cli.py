@@ -45,6 +45,11 @@ def _doctor(options: argparse.Namespace) -> int:
         ("device", "call", "backend", "reason"),
         [tuple(call.values()) for call in facts["calls"]],
     )
+    show_table(
+        "Not supported by opt-in backends, bfloat16",
+        ("backend", "device", "reason", "calls"),
+        [(*list(row.values())[:3], "; ".join(row["calls"])) for row in facts["refusals"]],
+    )
     checks = facts["self_check"]
     show_table(
         f"Self-check, {facts['self_check_seconds']:.1f} s: forward and backward against float64",
@@ -77,6 +82,8 @@ def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "GPU", f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}"
     if not machine["gpus"]:
         yield "GPU", "torch sees none"
+    if machine["cudnn"]:
+        yield "cuDNN", str(machine["cudnn"])
 
 
 def _availability(entry: dict[str, Any]) -> str:

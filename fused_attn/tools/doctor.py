@@ -28,11 +28,14 @@ from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_atten
 from fused_attn.masks import Mask
 from fused_attn.tools import contract
 from fused_attn.tools.cases import Shape, make_mask
-from fused_attn.tools.choices import Choice, choices, device_types
+from fused_attn.tools.choices import Choice, Refusal, choices, device_types
+from fused_attn.tools.choices import refusals as rejected
 from fused_attn.version import __version__
 
 # fused_attn uses these packages if they are installed.
-OPTIONAL_PACKAGES = ("triton", "transformers", "timm", "rich", "matplotlib")
+OPTIONAL_PACKAGES = (
+    "triton", "flash-attn", "flash-attn-4", "transformers", "timm", "rich", "matplotlib",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:
@@ -53,6 +56,7 @@ def machine() -> dict[str, Any]:
         "FUSED_ATTN_CPU_ISA": os.environ.get("FUSED_ATTN_CPU_ISA") or None,
         "threads": torch.get_num_threads(),
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
     }
 
 
@@ -76,6 +80,11 @@ def backends() -> list[dict[str, Any]]:
 def calls() -> list[Choice]:
     """Return the selected backend for each kind of call and each device type of this machine."""
     return [choice for device_type in device_types() for choice in choices(device_type)]
+
+
+def refusals() -> list[Refusal]:
+    """Return what the opt-in backends reject on each device type, with the reasons."""
+    return [row for device_type in device_types() for row in rejected(device_type)]
 
 
 # ---- self-check ---------------------------------------------------------------------------------
@@ -221,6 +230,7 @@ def diagnose(backend: str | None = None) -> dict[str, Any]:
         "machine": machine(),
         "backends": backends(),
         "calls": [dataclasses.asdict(choice) for choice in calls()],
+        "refusals": [dataclasses.asdict(refusal) for refusal in refusals()],
         "self_check": [dataclasses.asdict(check) for check in checks],
         "self_check_seconds": round(time.perf_counter() - start, 3),
     }

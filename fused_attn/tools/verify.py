@@ -19,7 +19,14 @@ from torch import Tensor
 
 from fused_attn.backends import AttentionProblem, get_backend, verdicts
 from fused_attn.backends.registry import BACKENDS
-from fused_attn.backends.verdicts import KINDS, NORM_FEATURES, OPTIONS, ClassVerdict, ProblemClass
+from fused_attn.backends.verdicts import (
+    KINDS,
+    NORM_FEATURES,
+    OPTIONS,
+    WRONG,
+    ClassVerdict,
+    ProblemClass,
+)
 from fused_attn.tools import contract, timing
 from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
@@ -27,7 +34,6 @@ from fused_attn.tools.plan import Plan, Probe
 
 # Smaller speedups cannot be distinguished from the noise between two runs.
 MIN_SPEEDUP = 1.05
-WRONG = "wrong"  # `ClassVerdict.found` of a class with a failed check
 
 
 @dataclass
@@ -176,7 +182,7 @@ def candidates() -> list[str]:
 
 def device_of(backend: str) -> torch.device:
     """Return the current GPU, or the CPU for a backend whose kernels are emulated there."""
-    on_cpu = AttentionProblem(torch.device("cpu"), torch.float32, 8, 8)
+    on_cpu = AttentionProblem(torch.device("cpu"), torch.float32, 64, 64, needs_grad=True)
     if not get_backend(backend).unsupported(on_cpu):
         return on_cpu.device
     index = torch.cuda.current_device() if torch.cuda.is_available() else 0
@@ -185,9 +191,14 @@ def device_of(backend: str) -> torch.device:
 
 def against(backend: str) -> list[str]:
     """Return the reasons why a backend cannot be verified on this machine; empty if it can."""
-    own = get_backend(backend)
-    problem = AttentionProblem(device_of(backend), torch.float32, 8, 8)
-    return own.unavailable() or own.unsupported(problem)
+    own, device = get_backend(backend), device_of(backend)
+    reasons = own.unavailable()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        reasons = reasons or ["torch sees no GPU"]
+    # Engines support 16-bit types only.
+    dtypes = torch.float32, torch.bfloat16
+    against = [own.unsupported(AttentionProblem(device, dtype, 64, 64)) for dtype in dtypes]
+    return reasons or (against[0] if all(against) else [])
 
 
 def verify(backend: str, plan: Plan, advance: Callable[[], None] = lambda: None) -> Report:
@@ -207,13 +218,14 @@ def verify(backend: str, plan: Plan, advance: Callable[[], None] = lambda: None)
         raise ValueError(f"{backend} cannot be verified: {'; '.join(reasons)}")
     device = device_of(backend)
     report = Report(backend, device, verdicts.identity(backend, device))
-    for check in plan.checks:
-        _try(check, report)
-        advance()
-    for name, probes in plan.classes.items():
-        if not _is_wrong(name, report):
-            report.classes[name] = _judged(probes, plan.rounds, report)
-        advance()
+    with get_backend(backend).verifying():
+        for check in plan.checks:
+            _try(check, report)
+            advance()
+        for name, probes in plan.classes.items():
+            if not _is_wrong(name, report):
+                report.classes[name] = _judged(probes, plan.rounds, report)
+            advance()
     for name in plan.classes:  # a later check may rule out an earlier class
         if _is_wrong(name, report):
             report.classes[name] = ClassVerdict(False, None, WRONG)

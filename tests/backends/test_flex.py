@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 import fused_attn
 from fused_attn import masks
-from fused_attn.backends import AttentionProblem, flex, get_backend
+from fused_attn.backends import AttentionProblem, flex, get_backend, problem_of, registry, verdicts
 from fused_attn.backends.flex import compiled, variant_of
 from fused_attn.backends.flex import operands as operands_file
 from fused_attn.backends.flex.functions import attend, mask_function, score_function
@@ -307,3 +308,64 @@ def test_selected_by_name_only():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fused_attn.scaled_dot_product_attention(query, query, query)
+
+
+# ---- the default --------------------------------------------------------------------------------
+
+
+def large(**properties):
+    """Return a problem on a GPU that torch's SDPA does not support, with 1 GiB of scores."""
+    sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "softcap": True, "large_scores": True}
+    return AttentionProblem(
+        torch.device("cuda"), torch.bfloat16, 64, 64, **{**sizes, "mask": "causal", **properties}
+    )
+
+
+def test_default_in_place_of_large_scores():
+    """flex runs what would materialize the scores, unless it refuses; small scores stay eager."""
+    for problem in (large(), large(softcap=False, result="lse", needs_grad=True)):
+        assert registry.choose(problem)[0].name == "flex"
+        assert registry.choose(replace(problem, large_scores=False))[0].name == "eager"
+        assert registry.choose(problem, "eager")[0].name == "eager"
+    assert registry.choose(large(dropout=True))[0].name == "eager"
+    assert registry.choose(large(softcap=False))[0].name == "sdpa"
+
+
+def test_not_the_default_where_it_was_found_wrong(monkeypatch):
+    table = {
+        name: verdicts.ClassVerdict(False, None, verdicts.WRONG)
+        for name in verdicts.classes_of(large())
+    }
+    monkeypatch.setattr(verdicts, "_load", lambda backend, device: table)
+    verdicts.read_again()
+    try:
+        assert registry.choose(large())[0].name == "eager"
+    finally:
+        monkeypatch.undo()
+        verdicts.read_again()
+
+
+def test_large_scores_are_counted():
+    """From the sizes of the call, on devices other than the CPU, where SDPA has no kernel."""
+    call = problem(0)
+    there = replace(call, query=torch.empty(2, 8, 4096, 64, device="meta"))
+    there = replace(there, key=torch.empty(2, 8, 4096, 64, device="meta"), value=there.query)
+    there = replace(there, mask=normalize(None, 2, 8, 4096, 4096, there.query))
+    for cap, result, expected in ((0.0, "out", False), (5.0, "out", True), (0.0, "lse", True)):
+        options = AttentionOptions(0.1, cap)
+        assert problem_of(replace(there, options=options), result).large_scores == expected
+    short = replace(there, query=there.query[:, :, :100], options=AttentionOptions(0.1, 5.0))
+    assert not problem_of(short).large_scores
+
+
+def test_warning_of_the_default():
+    """It is shown once, and says that kernels are compiled."""
+    assert "compiles a kernel" in get_backend("flex").fallback_warning("cuda")
+
+
+def test_verification_has_no_limit(monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_VARIANTS", 0)
+    variant = variant_of(problem(0), False)[0]
+    with get_backend("flex").verifying():
+        assert not compiled.at_limit(variant)
+    assert compiled.at_limit(variant._replace(scale=0.77))

@@ -174,7 +174,11 @@ def test_doctor_json(capsys, tmp_path):
     assert (status, facts["ok"]) == (0, True)
     assert facts["versions"]["torch"] == torch.__version__
     assert {"transformers", "timm", "triton"} < facts["versions"].keys()
-    assert facts["machine"].keys() == {"cpu", "isa", "FUSED_ATTN_CPU_ISA", "threads", "gpus"}
+    assert facts["machine"].keys() == {
+        "cpu", "isa", "FUSED_ATTN_CPU_ISA", "threads", "gpus", "cudnn"
+    }  # fmt: skip
+    flex = [row for row in facts["refusals"] if row["backend"] == "flex"]
+    assert {row["reason"] for row in flex} >= {"has no gradients on the CPU"}
     available = [entry["name"] for entry in facts["backends"] if entry["available"]]
     assert tuple(available) == fused_attn.available_backends()
     assert {check["dtype"] for check in facts["self_check"]} == set(bench.DTYPES)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,18 @@ class FlexBackend(Backend):
 
     name = "flex"
     differentiable = True
+
+    def fallback_warning(self, device_type: str) -> str | None:
+        return (
+            "fused_attn computes attention with a large score matrix by FlexAttention (backend "
+            '"flex"), as no other kernel of torch supports the call. It compiles a kernel for each '
+            "kind of call, which takes up to a minute"
+        )
+
+    def verifying(self) -> AbstractContextManager[None]:
+        from fused_attn.backends.flex import compiled
+
+        return compiled.without_limit()
 
     def unavailable(self) -> list[str]:
         if torch.__version__ < MIN_TORCH:  # type: ignore[operator]
@@ -77,6 +90,11 @@ class FlexBackend(Backend):
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
         return verdicts.reasons_against(self.name, problem)
+
+    def replaces_eager(self, problem: Problem) -> bool:
+        if isinstance(problem, NormProblem) or not problem.large_scores:
+            return False
+        return not verdicts.found_wrong(self.name, problem)
 
     def default_for(self, device_type: str) -> Extent:
         return "some" if verdicts.any_usable(self.name, device_type) else "none"

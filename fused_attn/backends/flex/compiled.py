@@ -26,6 +26,7 @@ from fused_attn.backends.flex.operands import Operands, dimensions
 MAX_VARIANTS = 64
 
 _functions: dict[Variant, Any] = {}
+_limited = True
 
 
 def variants() -> tuple[Variant, ...]:
@@ -35,7 +36,20 @@ def variants() -> tuple[Variant, ...]:
 
 def at_limit(variant: Variant) -> bool:
     """Return True if a variant is new, and no more may be compiled."""
-    return variant not in _functions and len(_functions) >= MAX_VARIANTS
+    return _limited and variant not in _functions and len(_functions) >= MAX_VARIANTS
+
+
+@contextlib.contextmanager
+def without_limit() -> Iterator[None]:
+    """Compile any number of variants within the block, and forget them afterwards."""
+    global _limited
+    before, _limited = (dict(_functions), _limited), False
+    try:
+        yield
+    finally:
+        functions, _limited = before
+        _functions.clear()
+        _functions.update(functions)
 
 
 def run(

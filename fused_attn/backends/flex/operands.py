@@ -20,7 +20,7 @@ from fused_attn.masks.intervals import (
     intervals_of,
     unmasked_keys,
 )
-from fused_attn.masks.memo import recall_on_spec
+from fused_attn.masks.memo import Memo, recall, recall_on_spec
 from fused_attn.masks.spec import MaskSpec
 
 # FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
@@ -100,7 +100,18 @@ _CONDITIONS = ("query_documents", "key_documents", "key_mask", "dense")
 
 
 def operands_of(call: AttentionCall) -> tuple[Operands, Pattern]:
-    """Return the tensors that a call's mask needs, and their pattern."""
+    """Return the tensors that a call's mask needs, and their pattern; cached on the MaskSpec.
+
+    A Mask keeps its MaskSpec, so the layers of a model share the operands.
+    """
+    spec, key = call.mask, call.key
+    memo: Memo = vars(spec).setdefault("memo", {})
+    what = ("flex operands", call.query.shape[:3], key.shape[1], key.shape[2])
+    tensors = [t for t in spec.tensors() if t is not None]
+    return recall(memo, what, tensors, key.device, lambda: _operands(call))
+
+
+def _operands(call: AttentionCall) -> tuple[Operands, Pattern]:
     spec, rows = call.mask, None
     lists = unmasked = None
     tensors: dict[str, Tensor] = {}

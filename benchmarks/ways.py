@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fused_attn
+from fused_attn.backends import get_backend
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.masks import UNLIMITED, Mask
+from fused_attn.tools import verify
 from fused_attn.tools.cases import as_dense_mask, as_one_tensor
 
 OURS = "fused_attn"
-COMPILING = ("flex", "compiled")  # peers whose first call compiles for seconds
+# Peers whose first call compiles for seconds.
+COMPILING = ("flex", "compiled", f"{OURS}, flex", f"{OURS}, flex_flash")
 EAGER_SCORES = 2**26  # maximum number of scores that fit in memory with eager attention
 Way = Callable[..., Any]  # operands -> a tensor or a tuple of tensors
 MaskMod = Callable[..., Tensor]  # mask_mod of FlexAttention: (batch, head, query, key) -> bool
@@ -102,6 +105,11 @@ def attention_peers(
         }
     if shape.dropout_p == 0.0:
         peers["flex"] = lambda: flex(shape, device)
+    peers |= {
+        f"{OURS}, {name}": lambda name=name: attention(shape, name, device)
+        for name in verify.candidates()
+        if name != backend and not get_backend(name).unavailable()
+    }
     mask = shape.own_mask(device)
     if mask is not None and mask.dense_masks:
         own, (dense,) = attention(shape, backend, device), mask.dense_masks

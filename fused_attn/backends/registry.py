@@ -16,6 +16,7 @@ from fused_attn.backends.cpp import CppBackend, environment
 from fused_attn.backends.cuda import CudaBackend
 from fused_attn.backends.eager import EagerBackend
 from fused_attn.backends.flex import FlexBackend
+from fused_attn.backends.flex.flash import FlexFlashBackend
 from fused_attn.backends.problem import Problem, problem_of
 from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.backends.triton import TritonBackend
@@ -28,6 +29,7 @@ BACKENDS: dict[str, Backend] = {
         CppBackend(),
         CudaBackend(),
         TritonBackend(),
+        FlexFlashBackend(),
         FlexBackend(),
         SdpaBackend(),
         EagerBackend(),
@@ -66,7 +68,7 @@ def use_backend(name: str) -> Iterator[None]:
     The selection is process-wide, so it also applies to calls on other threads.
 
     Args:
-        name: "cpp", "cuda", "triton", "flex", "sdpa" or "eager".
+        name: "cpp", "cuda", "triton", "flex_flash", "flex", "sdpa" or "eager".
 
     Raises:
         ValueError: no backend has that name.

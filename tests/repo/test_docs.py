@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -105,3 +106,13 @@ def _attributes(method: ast.FunctionDef) -> set[str]:
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     }
+
+
+def test_table_of_block_lists_is_up_to_date(monkeypatch):
+    """`python benchmarks/block_lists.py` measures it and writes the page."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import block_lists
+
+    page = block_lists.PAGE.read_text("utf-8")
+    facts = json.loads(block_lists.RESULTS.read_text("utf-8"))
+    assert block_lists.with_table(page, facts) == page

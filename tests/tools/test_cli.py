@@ -158,7 +158,7 @@ def test_doctor(capsys):
         assert all(reason in row for reason in module.unavailable()[:1])
     assert re.search(r"^cpu  +attention, causal  +cpp  +first in order$", out, re.MULTILINE)
     assert fused_attn.backends.cpp.isa() in out
-    assert "right: cpp on cpu; not checked: cuda, triton, flex, sdpa, eager" in out
+    assert "right: cpp on cpu; not checked: cuda, triton, flex_flash, flex, sdpa, eager" in out
 
 
 def test_doctor_says_how_to_get_what_was_not_built(capsys):

@@ -8,6 +8,7 @@ from intervals (masks/intervals.py).
     operands.py     the tensors of a mask, cached on it
     functions.py    mask_mod, score_mod and the call of FlexAttention
     compiled.py     compiled functions
+    flash.py        backend "flex_flash": FlashAttention-4's kernels, which FlexAttention generates
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from fused_attn.backends import reference, verdicts
 from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.problem import NormProblem, Problem, kernel_limits, too_old
 from fused_attn.base.torch_state import is_intercepted, needs_grad
-from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
 
 if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports them
     from fused_attn.backends.flex.functions import Variant
@@ -36,6 +37,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cuda", "xpu", "cpu")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_TORCH = (2, 13)
+# FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
+BLOCK_SIZE = (128, 128)
 
 
 class FlexBackend(Backend):
@@ -43,6 +46,11 @@ class FlexBackend(Backend):
 
     name = "flex"
     differentiable = True
+    engine: ClassVar[str] = "TRITON"
+
+    def block_size(self, call: AttentionCall) -> tuple[int, int]:
+        """Return the queries and keys of a block."""
+        return BLOCK_SIZE
 
     def fallback_warning(self, device_type: str) -> str | None:
         return (
@@ -64,7 +72,7 @@ class FlexBackend(Backend):
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = self.unavailable()
         if isinstance(problem, NormProblem):
-            return [*reasons, "has no norms"]
+            return reasons
         device = problem.device.type
         if device not in DEVICES:
             reasons.append(f"runs on {', '.join(DEVICES)}, not on {device}")
@@ -89,6 +97,8 @@ class FlexBackend(Backend):
         return reasons
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:
+        if isinstance(problem, NormProblem):
+            return ["has no norms of its own"]
         return verdicts.reasons_against(self.name, problem)
 
     def replaces_eager(self, problem: Problem) -> bool:
@@ -108,7 +118,7 @@ class FlexBackend(Backend):
         nothing = query.new_empty(0)
         if 0 in query.shape or 0 in key.shape or 0 in value.shape:
             return AttentionOutputs(*reference.attention(call), nothing, nothing)
-        variant, operands = variant_of(call, want_lse)
+        variant, operands = variant_of(call, want_lse, self.engine, self.block_size(call))
         if torch.compiler.is_compiling():
             out, lse = functions.attend(variant, query, key, value, operands)
         elif is_intercepted():  # traced without compilation, where FlexAttention ignores blocks
@@ -120,14 +130,26 @@ class FlexBackend(Backend):
             out, lse = compiled.run(variant, query, key, value, operands)
         return AttentionOutputs(out, lse, nothing, nothing)
 
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
+        """Compute the norm by torch operations, so that a model can run on this backend alone."""
+        out, total = reference.norm(call)
+        nothing = out.new_empty(0)
+        total = total.contiguous() if call.has_total else nothing
+        return NormOutputs(out, total, nothing, nothing)
 
-def variant_of(call: AttentionCall, want_lse: bool) -> tuple[Variant, Operands]:
+
+def variant_of(
+    call: AttentionCall,
+    want_lse: bool,
+    engine: str = "TRITON",
+    block_size: tuple[int, int] = BLOCK_SIZE,
+) -> tuple[Variant, Operands]:
     """Return the variant of a call, and its operands."""
     from fused_attn.backends.flex.functions import Variant
     from fused_attn.backends.flex.operands import operands_of
 
     query, key, value = call.query, call.key, call.value
-    operands, pattern = operands_of(call)
+    operands, pattern = operands_of(call, block_size)
     bias, options = operands.bias, call.options
     variant = Variant(
         pattern,
@@ -142,6 +164,8 @@ def variant_of(call: AttentionCall, want_lse: bool) -> tuple[Variant, Operands]:
         query.dtype,
         query.device.type,
         None if bias is None else bias.dtype,
+        engine,
+        block_size,
         _ones(query, key, operands),
     )
     return variant, operands
@@ -168,8 +192,8 @@ def _warn_of_limit() -> None:
     )
 
 
-def _kernel_files() -> Iterator[Path]:
+def kernel_files() -> Iterator[Path]:
     return Path(__file__).parent.glob("*.py")
 
 
-verdicts.KERNELS[FlexBackend.name] = _kernel_files
+verdicts.KERNELS[FlexBackend.name] = kernel_files

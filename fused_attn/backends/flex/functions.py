@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.backends.flex.operands import BLOCK_SIZE, Operands, Pattern
+from fused_attn.backends.flex.operands import Operands, Pattern
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -28,6 +28,8 @@ class Variant(NamedTuple):
         trains: gradients are computed.
         num_heads, num_heads_kv, head_dim, head_dim_v, dtype, device_type: of query, key and value.
         bias_dtype: of the bias, or None.
+        engine: FlexAttention's kernel_options["BACKEND"], "TRITON" or "FLASH".
+        block_size: queries and keys of a block.
         ones: which sizes of query, key and block lists are 1, for which torch.compile specializes.
     """
 
@@ -43,6 +45,8 @@ class Variant(NamedTuple):
     dtype: torch.dtype
     device_type: str
     bias_dtype: torch.dtype | None
+    engine: str
+    block_size: tuple[int, int]
     ones: tuple[bool, ...]
 
 
@@ -59,7 +63,11 @@ def attend(
     if operands.lists is not None:
         mask_mod = mask_function(variant.pattern, operands)
         sizes = (query.shape[2], key.shape[2])
-        block_mask = BlockMask(sizes, *operands.lists, BLOCK_SIZE=BLOCK_SIZE, mask_mod=mask_mod)
+        block_mask = BlockMask(
+            sizes, *operands.lists, BLOCK_SIZE=variant.block_size, mask_mod=mask_mod
+        )
+    # "AUTO" would choose another kernel for fewer than 128 queries.
+    options: Any = {"BACKEND": variant.engine}
     results: Any = flex_attention(
         query,
         key,
@@ -69,6 +77,7 @@ def attend(
         variant.scale,
         enable_gqa=variant.num_heads != variant.num_heads_kv,
         return_aux=AuxRequest(lse=True) if variant.want_lse else None,
+        kernel_options=options,
     )
     if not variant.want_lse:
         return results, None

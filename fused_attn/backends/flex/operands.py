@@ -23,8 +23,7 @@ from fused_attn.masks.intervals import (
 from fused_attn.masks.memo import Memo, recall, recall_on_spec
 from fused_attn.masks.spec import MaskSpec
 
-# FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
-BLOCK_SIZE = (128, 128)
+BlockSize = tuple[int, int]
 _CACHED = 8  # shapes cached for a mask; the block lists are small
 
 
@@ -99,24 +98,24 @@ class _Structure(NamedTuple):
 _CONDITIONS = ("query_documents", "key_documents", "key_mask", "dense")
 
 
-def operands_of(call: AttentionCall) -> tuple[Operands, Pattern]:
+def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pattern]:
     """Return the tensors that a call's mask needs, and their pattern; cached on the MaskSpec.
 
     A Mask keeps its MaskSpec, so the layers of a model share the operands.
     """
     spec, key = call.mask, call.key
     memo: Memo = vars(spec).setdefault("memo", {})
-    what = ("flex operands", call.query.shape[:3], key.shape[1], key.shape[2])
+    what = ("flex operands", block_size, call.query.shape[:3], key.shape[1], key.shape[2])
     tensors = [t for t in spec.tensors() if t is not None]
-    return recall(memo, what, tensors, key.device, lambda: _operands(call))
+    return recall(memo, what, tensors, key.device, lambda: _operands(call, block_size))
 
 
-def _operands(call: AttentionCall) -> tuple[Operands, Pattern]:
+def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pattern]:
     spec, rows = call.mask, None
     lists = unmasked = None
     tensors: dict[str, Tensor] = {}
     if _masks_positions(spec, call):
-        structure = _structure_of(spec, call)
+        structure = _structure_of(spec, call, block_size)
         intervals, lists, unmasked = structure.intervals, structure.lists, structure.unmasked
         rows = intervals.rows
         tensors["begin"], tensors["end"] = intervals.begin, intervals.end
@@ -125,7 +124,7 @@ def _operands(call: AttentionCall) -> tuple[Operands, Pattern]:
                 made = getattr(intervals.rest, name)
                 tensors[name] = getattr(spec, name) if made is None else made
     elif spec.cu_seqlens_q is not None:
-        rows = _structure_of(spec, call).intervals.rows
+        rows = _structure_of(spec, call, block_size).intervals.rows
     if spec.bias is not None:
         tensors["bias"] = spec.bias
     if spec.slopes is not None:
@@ -172,7 +171,7 @@ def _masks_positions(spec: MaskSpec, call: AttentionCall) -> bool:
     return spec.cu_seqlens_q is not None or replace(spec, bias=None, slopes=None).kind != "none"
 
 
-def _structure_of(spec: MaskSpec, call: AttentionCall) -> _Structure:
+def _structure_of(spec: MaskSpec, call: AttentionCall, block_size: BlockSize) -> _Structure:
     """Return the structure of a call's mask, cached on the mask's tensors."""
     query, key = call.query, call.key
     shape = (*query.shape[:3], key.shape[2])
@@ -187,11 +186,11 @@ def _structure_of(spec: MaskSpec, call: AttentionCall) -> _Structure:
         names = frozenset(n for n in _CONDITIONS if getattr(rest, n) is not None)
         made = {n: getattr(rest, n) for n in names if getattr(rest, n) is not getattr(spec, n)}
         unmasked = unmasked_keys(intervals, heads) if _clears(spec, shape) else None
-        lists = block_lists(intervals, BLOCK_SIZE)
+        lists = block_lists(intervals, block_size)
         return _Structure(replace(intervals, rest=MaskSpec(**made)), names, lists, unmasked)
 
     tensors = [t for t in spec.tensors() if t is not None]
-    what = ("flex", shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
+    what = ("flex", block_size, shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
     return recall_on_spec(spec, what, tensors, device, make, _CACHED)
 
 

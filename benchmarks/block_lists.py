@@ -1,0 +1,128 @@
+"""Time the block lists of structured masks against FlexAttention's create_block_mask, on one core.
+
+    python benchmarks/block_lists.py [--longest 32768] [--json FILE]
+
+create_block_mask evaluates seqlen_q x seqlen_k positions, so it is timed up to 8192 tokens only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import CpuMeter
+from torch.nn.attention.flex_attention import create_block_mask
+
+from fused_attn import masks
+from fused_attn.masks import Mask
+from fused_attn.masks.intervals import block_lists, intervals_of
+from fused_attn.masks.spec import normalize
+
+BLOCK_SIZE = (128, 128)
+LONGEST_DENSE = 8192
+PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
+RESULTS = Path(__file__).parent / "results" / "block-lists.json"
+MaskMod = Callable[..., torch.Tensor]
+
+
+def cases(length: int) -> dict[str, tuple[Mask, MaskMod]]:
+    """Return masks, and the functions that FlexAttention's users write for them."""
+    ids = torch.arange(length) // 700
+    lengths = torch.tensor([length * 3 // 4])
+    return {
+        "causal": (masks.causal(), lambda b, h, q, k: q >= k),
+        "sliding window 512": (
+            masks.sliding_window(512),
+            lambda b, h, q, k: (q >= k) & (q - k <= 512),
+        ),
+        "causal, padding": (
+            masks.causal() & masks.padding(lengths),
+            lambda b, h, q, k: (q >= k) & (k < lengths[b]),
+        ),
+        "causal, documents": (
+            masks.causal() & masks.documents(ids[None]),
+            lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]),
+        ),
+    }
+
+
+def milliseconds(function: Callable[[], Any], rounds: int = 5) -> float:
+    """Return the median time of a call, after a first one."""
+    function()
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+def rows(longest: int) -> list[dict[str, Any]]:
+    """Time each mask at each length."""
+    found = []
+    for length in (2048, 4096, 8192, 16384, 32768):
+        if length > longest:
+            break
+        shape = (1, 1, length, length)
+        for name, (mask, mask_mod) in cases(length).items():
+            spec = normalize(mask, *shape, torch.empty(0))
+            ours = milliseconds(
+                lambda: block_lists(intervals_of(spec, shape, torch.device("cpu")), BLOCK_SIZE)  # noqa: B023
+            )
+            row = {"mask": name, "length": length, "ours_ms": round(ours, 2), "torch_ms": None}
+            if length <= LONGEST_DENSE:
+                theirs = milliseconds(
+                    lambda: create_block_mask(mask_mod, 1, None, length, length, "cpu"),  # noqa: B023
+                    rounds=1 if length > 4096 else 3,
+                )
+                row["torch_ms"] = round(theirs, 1)
+            found.append(row)
+    return found
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return the page's table of results."""
+    machine = facts["machine"]
+    lines = [
+        f"Milliseconds on one core of {machine['cpu']}, torch {machine['torch']}; "
+        "blocks of 128 x 128.",
+        "",
+        "| mask | tokens | from intervals | create_block_mask |",
+        "|---|---|---|---|",
+    ]
+    for row in facts["rows"]:
+        if row["length"] in (4096, LONGEST_DENSE, 32768):
+            theirs = "not timed" if row["torch_ms"] is None else f"{row['torch_ms']:,.0f}"
+            lines.append(f"| {row['mask']} | {row['length']:,} | {row['ours_ms']:.1f} | {theirs} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, facts: dict[str, Any]) -> str:
+    """Return the text of the page with the current table."""
+    begin, end = (f"<!-- block lists: {word} -->" for word in ("begin", "end"))
+    before, after = page.partition(begin)[0], page.partition(end)[2]
+    return f"{before}{begin}\n{table(facts)}\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--longest", type=int, default=32768)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    facts = {"machine": CpuMeter().machine(), "rows": rows(args.longest)}
+    args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if args.json == RESULTS:
+        PAGE.write_text(with_table(PAGE.read_text("utf-8"), facts), "utf-8")
+    for row in facts["rows"]:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

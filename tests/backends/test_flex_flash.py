@@ -1,0 +1,133 @@
+"""Backend "flex_flash", without a GPU: what it refuses, and that torch packs our masks.
+
+FlashAttention-4 evaluates a mask function for 32 keys at once on Blackwell if torch's analysis
+finds that it is a union of intervals of keys.
+"""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from fused_attn import masks
+from fused_attn.backends import AttentionProblem, get_backend
+from fused_attn.backends.flex import flash, variant_of
+from fused_attn.backends.flex.functions import mask_function
+from fused_attn.backends.flex.operands import dimensions
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
+from fused_attn.masks.spec import normalize
+from fused_attn.varlen import _spec
+
+packing = pytest.importorskip(
+    "torch._inductor.kernel.flex.interval_mask_packing", reason="reason: needs torch 2.13"
+)
+
+
+@pytest.fixture
+def _hopper(monkeypatch):
+    """Pretend that flash-attn-4 and an H100 are present."""
+    monkeypatch.setattr(flash, "_installed", lambda: flash.MIN_VERSION)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(
+    ("properties", "reason"),
+    [
+        ({}, None),
+        ({"mask": "structured", "softcap": True, "packed": True, "needs_grad": True}, None),
+        ({"result": "lse"}, None),
+        ({"result": "lse", "needs_grad": True}, "has no gradient of lse"),
+        ({"learned_bias": True, "mask": "bias"}, "has no gradient of a bias"),
+        ({"dtype": torch.float32}, "has no torch.float32"),
+        ({"head_dim": 20}, "takes head_dim in multiples of 8 up to 128, not 20"),
+        ({"head_dim_v": 192}, "takes head_dim_v in multiples of 8 up to 128, not 192"),
+        ({"dropout": True}, "has no dropout"),
+    ],
+    ids=str,
+)
+def test_refusals(properties, reason):
+    given = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, **properties}
+    reasons = get_backend("flex_flash").unsupported(AttentionProblem(torch.device("cuda"), **given))
+    assert reasons == ([] if reason is None else [reason])
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(
+    ("capability", "reason"), [((8, 0), "not on capability 8"), ((12, 0), "not on capability 12")]
+)
+def test_refuses_other_gpus(capability, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    problem = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
+    assert get_backend("flex_flash").unsupported(problem)[0].endswith(reason)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(
+    ("capability", "seqlen_q", "size"),
+    [((9, 0), 300, (128, 128)), ((10, 0), 300, (256, 128)), ((10, 0), 100, (128, 128))],
+)
+def test_block_size(capability, seqlen_q, size, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    call = types.SimpleNamespace(query=torch.empty(1, 1, seqlen_q, 64))
+    assert get_backend("flex_flash").block_size(call) == size
+
+
+def test_not_available_without_the_package():
+    if flash._installed() is None:
+        assert "flash-attn-4 is not installed" in get_backend("flex_flash").unavailable()
+
+
+def operands_of(mask, batch):
+    """Return variant and operands of a mask; "packed" is three packed sequences, causal."""
+    query = torch.empty(batch, 2, 300, 16)
+    if mask == "packed":
+        starts = torch.tensor([0, 100, 150, 300])
+        like = query[0].transpose(0, 1)
+        spec = _spec(like, like, starts, starts, 150, 150, masks.causal(), False)
+    else:
+        spec = normalize(mask, batch, 2, 300, 300, query)
+    call = AttentionCall(query, query, query, spec, AttentionOptions(0.25))
+    return variant_of(call, False)
+
+
+MASKS = {
+    "causal": (masks.causal(), 2),
+    "window": (masks.sliding_window(64, 3), 1),
+    "padding": (masks.padding([300, 100]), 2),
+    "padding_left_causal": (masks.causal() & masks.padding([300, 100], side="left"), 2),
+    "prefix": (masks.prefix_lm([10, 0]), 2),
+    "documents": (masks.documents(torch.arange(300) // 70), 1),
+    "packed": ("packed", 1),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_torch_packs_the_mask(name):
+    """Each kind of interval: two bounds, which torch turns into one word for 32 keys."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    variant, operands = operands_of(*MASKS[name])
+    named = {id(tensor) for tensor, _ in dimensions(variant.pattern, operands)}
+    tables = [t for t in (operands.begin, operands.end) if id(t) in named]
+
+    def function(b, h, q, k, begin, end):
+        with TransformGetItemToIndex():
+            mod = mask_function(variant.pattern, operands._replace(begin=begin, end=end))
+            return mod(b, h, q, k)
+
+    place = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    with TransformGetItemToIndex():
+        graph = make_fx(function, tracing_mode="fake")(*place, *tables)
+    graph.graph.eliminate_dead_code()
+    stand_in = types.SimpleNamespace(sizevars=SizeVarAllocator())
+    with V.set_graph_handler(stand_in):
+        intervals = packing.select_packed_mask_intervals(graph)
+    assert intervals is not None and len(intervals) == 1

@@ -123,8 +123,6 @@ def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pat
             if name in structure.rest:
                 made = getattr(intervals.rest, name)
                 tensors[name] = getattr(spec, name) if made is None else made
-    elif spec.cu_seqlens_q is not None:
-        rows = _structure_of(spec, call, block_size).intervals.rows
     if spec.bias is not None:
         tensors["bias"] = spec.bias
     if spec.slopes is not None:

@@ -390,7 +390,8 @@ def test_without_the_module():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     refusal, backends = done.stdout.splitlines()
     assert "cpp: fused_attn._cpu cannot be imported" in refusal
-    assert backends == "('sdpa', 'eager')", done.stderr
+    others = [name for name in fused_attn.available_backends() if name != "cpp"]
+    assert backends == str(tuple(others)), done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

@@ -32,7 +32,7 @@ MaskMod = Callable[..., torch.Tensor]
 
 
 def cases(length: int) -> dict[str, tuple[Mask, MaskMod]]:
-    """Return masks, and the functions that FlexAttention's users write for them."""
+    """Return masks by name, each with the equivalent mask_mod of FlexAttention."""
     ids = torch.arange(length) // 700
     lengths = torch.tensor([length * 3 // 4])
     return {

@@ -299,7 +299,7 @@ NORMS: Problems = {
 
 
 def cases(problems: Problems) -> list[Any]:
-    """Return the parameters of a test. GPU problems are marked `gpu`."""
+    """Return one `pytest.param` per problem. Those of GPU problems have the mark `gpu`."""
     return [
         pytest.param(*problem, id=_id(problem), marks=[pytest.mark.gpu] if on == "gpu" else [])
         for on, listed in problems.items()

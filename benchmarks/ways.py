@@ -82,10 +82,14 @@ def _on(shape: Attention, mask: Mask | None, backend: str | None) -> Way:
 def attention_peers(
     shape: Attention, dtype: torch.dtype, backend: str | None, device: Device, *, gpu: bool
 ) -> Peers:
-    """Return the peers: SDPA, and eager attention on a CPU or other GPU kernels on a GPU.
+    """Return SDPA and the other peers of fused_attn's attention on a device.
+
+    On a CPU, the other peer is eager attention, if its scores fit in memory. On a GPU, the others
+    are torch's kernels, the other fused_attn backends and, if the mask is dense, `backend` with the
+    mask passed as a tensor.
 
     Args:
-        backend: fused_attn backend of the variant that receives the mask as a tensor.
+        backend: fused_attn backend to compare with the peers.
     """
     peers: Peers = {"sdpa": lambda: sdpa(shape, dtype, device)}
     if not gpu:

@@ -83,7 +83,8 @@ struct TensorView {
     if (code == kDLBfloat) return DType::kBFloat16;
     return bits == 32 ? DType::kFloat32 : bits == 64 ? DType::kFloat64 : DType::kFloat16;
   }
-  // Returns true if the element type has a DType.
+  // Returns true if the element type is one of the floating-point types in DType. Otherwise, the
+  // result of dtype() is meaningless.
   bool is_float() const {
     return code == kDLBfloat ? bits == 16
                              : code == kDLFloat && (bits == 16 || bits == 32 || bits == 64);

@@ -33,7 +33,9 @@ BEAMS, LENGTH_PENALTY = 4, 0.6
 
 
 class Translator(torch.nn.Module):
-    """Transformer of section 3, with norms after the residual additions and none after the stacks.
+    """Transformer of Vaswani et al. 2017, section 3.
+
+    Norms follow the residual additions. No norm follows the encoder or decoder stack.
 
     Args:
         vocabulary: number of tokens, shared by both languages.

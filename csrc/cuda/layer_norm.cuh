@@ -237,9 +237,9 @@ struct NormFwdArgs {
   int team, teams;  // threads per team, teams per block
 };
 
-// Computes the thread's part of residual + dropout(input) in a stretch, and stores it to `total`
-// unless that is null. The sum is rounded to T, because the backward starts from the rounded value.
-// Elements outside the stretch are 0.
+// Computes the thread's part of residual + dropout(input) in stretch s. Writes it to x, and also to
+// args.params.total unless that is null. The sum is rounded to T, because the backward starts from
+// the rounded value. Elements of x outside the stretch are 0.
 template <class T, int kWidth, int kAccesses>
 FUSED_ATTN_DEVICE void load_sum(const NormFwdArgs& args, const Team& team, const Stretch& s,
                                 float (&x)[kWidth * kAccesses]) {

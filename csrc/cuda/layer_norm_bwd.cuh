@@ -131,7 +131,7 @@ FUSED_ATTN_DEVICE void store_part(const NormBwdArgs& args, const Team& team,
     FUSED_ATTN_UNROLL
     for (int v = 0; v < kBwdValues<kWidth>; ++v) sums[v] += shuffle_xor(sums[v], mask);
   }
-  // The first team of each warp now holds the sums of the warp.
+  // Every team of a warp now holds the column sums of the warp. Only the first team stores them.
   const bool first = lane_id() < team.size;
   const int places = team.size < 32 ? threads / 32 : args.teams;
   const int own = team.size < 32 ? warp_id() : team.index;

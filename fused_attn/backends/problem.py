@@ -33,7 +33,7 @@ class AttentionProblem:
         needs_grad: True if any tensor requires a gradient.
         transformed: True under a torch.func transform or forward-mode AD.
         large_scores: True if softcap or lse excludes torch's SDPA and the float32 score matrix
-            takes more than LARGE_SCORES bytes. Not computed on the CPU.
+            takes more than LARGE_SCORES bytes. Always False on the CPU.
     """
 
     device: torch.device

@@ -161,7 +161,7 @@ def reasons_against(backend: str, problem: Problem) -> list[str]:
 
 
 def found_wrong(backend: str, problem: Problem) -> bool:
-    """Return True if a check of a class of the problem failed on this machine."""
+    """Return True if `fused-attn verify` found a backend wrong in any class of the problem."""
     names = classes_of(problem)
     return any(_reason(backend, problem.device, *name) == _against(name, _WRONG) for name in names)
 

@@ -44,7 +44,7 @@ def _is_softmax(module: Module) -> bool:
 
 
 def _codes(cls: type) -> Iterator[types.CodeType]:
-    """Yield the code of a class's methods, except those of bases from torch and this package."""
+    """Yield the code objects of a class's methods, except methods of torch and this package."""
     for base in cls.__mro__:
         if base is Module or base.__module__.startswith(("torch.", "fused_attn.")):
             continue

@@ -310,7 +310,7 @@ def _saved(ctx: Any) -> list[Any]:
 
 
 class _Attention(Function):
-    """Attention as a differentiable Function, which returns the first `count` of its outputs.
+    """Autograd Function of attention. Returns the first `count` fields of AttentionOutputs.
 
     Args:
         outputs: outputs of a forward that has run already. If None, `forward` runs the op, as
@@ -412,7 +412,7 @@ class _Weights(Function):
 
 
 class _Norm(Function):
-    """Norm as a differentiable Function, which returns out and total; arguments as _Attention."""
+    """Autograd Function of a norm. Returns out and total. For the arguments, see `_Attention`."""
 
     @staticmethod
     def forward(

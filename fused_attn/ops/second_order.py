@@ -51,7 +51,7 @@ def differentiated(
 
 
 class _Backward(Function):
-    """Backward as a differentiable Function: `forward` runs kernels, `backward` the reference."""
+    """Autograd Function of a backward. `backward` differentiates the reference implementation."""
 
     @staticmethod
     def forward(

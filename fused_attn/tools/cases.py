@@ -75,7 +75,10 @@ class Shape:
     def operands(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> dict[str, Tensor]:
-        """Return random query, key and value by name. Equal seeds give equal tensors."""
+        """Return random query, key and value, each (batch, heads, seqlen, head_dim), by name.
+
+        Equal seeds give equal tensors on the same device and in the same dtype.
+        """
         generator = torch.Generator(device).manual_seed(seed)
         # On a GPU, draw in dtype: a float32 copy of a long 16-bit KV cache needs twice its memory.
         drawn = dtype if generator.device.type == "cuda" else torch.float32

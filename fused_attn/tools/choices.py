@@ -47,7 +47,7 @@ def choices(device_type: str, dtype: torch.dtype = torch.float32) -> list[Choice
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason for which an opt-in backend rejects kinds of calls on a device.
+    """The kinds of calls that an opt-in backend rejects on a device for the same reason.
 
     Attributes:
         calls: descriptions of the kinds of calls.

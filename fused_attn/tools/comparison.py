@@ -131,7 +131,7 @@ class ComparisonReport:
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as types that JSON can represent."""
+        """Return the report as a dict of JSON-serializable values."""
         return {
             "ok": self.ok,
             "dtype": str(self.dtype).removeprefix("torch."),

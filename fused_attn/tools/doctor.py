@@ -49,7 +49,10 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the CPU, torch's use of it, and the GPUs. No value identifies the machine."""
+    """Return the CPU model, instruction set, torch's number of threads, GPUs and cuDNN version.
+
+    No value is unique to this machine.
+    """
     return {
         "cpu": cpu_model(),
         "isa": _isa(),
@@ -217,7 +220,7 @@ def _checked(case: _Case, backend: str) -> SelfCheck:
 
 
 def diagnose(backend: str | None = None) -> dict[str, Any]:
-    """Return all diagnostic facts as types that JSON can represent.
+    """Return all diagnostic facts as a dict of JSON-serializable values.
 
     Args:
         backend: see `self_check`.

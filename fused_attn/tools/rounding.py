@@ -11,9 +11,10 @@ with standard deviation
     1.25 u (|r| + sqrt(n) / 3 sqrt(r^2 + ||terms||_2^2))    sums and matmuls, n > 1
     1.25 u |r|                                              all other arithmetic
 
-and is 0 if r needs no rounding. The standard deviation is over twice the error of round-to-nearest
-summation, a random walk of n steps: 0.4 u sqrt(n / 2) ||terms||_2 for terms of random sign, and
-0.4 u sqrt(n / 3) |r| for terms of one sign.
+and is 0 if r needs no rounding. For large n, the standard deviation is about twice that of
+round-to-nearest summation, whose error is a random walk of n steps. The standard deviation of this
+random walk is 0.4 u sqrt(n / 2) ||terms||_2 for terms of random sign, and 0.4 u sqrt(n / 3) |r| for
+terms of one sign.
 
 The expected error of a problem is the maximum over RUNS such runs. Discrete decisions (comparisons,
 integer results of float inputs, the sign of a ReLU input) are taken from a run without random

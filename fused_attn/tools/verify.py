@@ -106,7 +106,7 @@ class Report:
         return [name for name, verdict in self.classes.items() if verdict.usable]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as types that JSON can represent."""
+        """Return the report as a dict of JSON-serializable values."""
         return {
             "ok": not self.wrong,
             "identity": self.identity,

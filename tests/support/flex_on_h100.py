@@ -53,13 +53,17 @@ def interpret(
     problems: Sequence[tuple[list[Any], list[Tensor]]],
     folder: Path,
 ) -> list[list[Any]]:
-    """Run generated code.
+    """Run generated code on CPU tensors with Triton's interpreter.
 
     Args:
-        problems: `flat_tensors` of each call, and the gradients of out and lse.
+        lowered: code of each call, as returned by `lower`.
+        problems: for each call, the list of tensors from `flat_tensors`, and the gradients of out
+            and lse.
+        folder: folder for temporary files.
 
     Returns:
-        out, lse, and the gradients by place in `flat_tensors`, for each call.
+        For each call, the list [out, lse, grads]. grads maps the index of a tensor in
+        `flat_tensors` to its gradient. It is absent if only a forward was generated.
     """
     detached = [
         ([None if t is None else t.detach() for t in tensors], grads) for tensors, grads in problems

@@ -134,7 +134,14 @@ def _guessed(
 
 
 def _patches(model: Any, parameters: Any, grid: str, tensors: _Tensors) -> Iterator[dict[str, Any]]:
-    """Yield the patches of one image as a sequence, together with their grid."""
+    """Yield alternative inputs of a model that takes an image as a sequence of patches.
+
+    Each input has all patches of one image and the size of its patch grid. The alternatives differ
+    in the shapes of both tensors, which depend on the model.
+
+    Args:
+        grid: name of the parameter for the grid.
+    """
     config = model.config
     name = next(iter(parameters))
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))

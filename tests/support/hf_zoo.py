@@ -101,7 +101,7 @@ def judge(model_type: str) -> Verdict:
 
 
 def _noise(eager: Any, inputs: dict[str, Any], reference: dict[str, Results]) -> float:
-    """Return the change of the results when the parameters are perturbed by about 1e-7 of them."""
+    """Return the largest error after random relative changes of about 1e-7 in all parameters."""
     kept = copy.deepcopy(eager.state_dict())
     for parameter in eager.parameters():
         parameter.data *= 1 + 1e-7 * torch.randn_like(parameter)

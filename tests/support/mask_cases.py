@@ -82,7 +82,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Mask]] = {
         torch.full((m, n), float("-inf")).triu(1)  # kernels need not read tiles of zeros
     ),
 }
-# Masks that each set another field of MaskSpec (for lengths, those of keys and of queries). They
+# Each of these masks sets different fields of MaskSpec or columns of its `bounds`. Together, they
 # cover the distinct code paths of the kernels.
 FIELDS = (
     "window", "ragged_left", "prefix", "documents_shuffled", "dense_full", "key_mask_head",

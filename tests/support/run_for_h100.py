@@ -2,9 +2,9 @@
 
     TRITON_INTERPRET=1 python tests/support/run_for_h100.py LOWERED TENSORS OUTPUT
 
-TENSORS and OUTPUT are files of torch.save, with an entry for each problem: its tensors in the order
-of `Lowering.inputs`' places and the gradients of out and lse; and out, lse and the gradients of
-query, key, value and bias.
+TENSORS and OUTPUT are files written by torch.save, with one entry per problem. An entry of TENSORS
+is the list of tensors that `Lowering.inputs` indexes, and the gradients of out and lse. An entry of
+OUTPUT is the result of `run`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REPLACED = {
 _HEURISTICS = re.compile(r"@triton_heuristics\.\w+\(.*?\n\)\n(?=@triton\.jit)", re.DOTALL)
 # The interpreter has no libdevice.
 _TANH = "@triton.jit\ndef _tanh(x):\n    return 2 * tl.sigmoid(2 * x) - 1\n\n\n"
-_BLOCK = 256  # elements of a program, in kernels whose number Inductor would tune
+_BLOCK = 256  # elements per program in kernels whose block size Inductor would tune
 
 
 class Interpreted:
@@ -97,7 +97,7 @@ def load(code: str, folder: Path) -> Any:
 
 
 def run(lowering: Any, tensors: list[Any], grads: list[torch.Tensor], folder: Path) -> list[Any]:
-    """Return out, lse, and the gradients by the place of their tensor."""
+    """Return [out, lse, grads], where grads maps the index of a tensor to its gradient."""
     inputs = [tensors[place] for place in lowering.inputs]
     results = load(lowering.code[0], folder)(list(inputs))
     if len(lowering.code) == 1:

@@ -28,8 +28,8 @@ inline __mmask32 lanes32(int64_t dim, int64_t d) {
 }
 inline __mmask16 lanes16(int64_t dim, int64_t d) { return static_cast<__mmask16>(lanes32(dim, d)); }
 
-// Writes the addresses of rows [begin, begin + n) of a head to `rows`, followed by null up to
-// `count`.
+// Writes the addresses of rows [begin, begin + n) of a head to `rows`, and pads `rows` with null
+// pointers to `count` entries.
 template <class T>
 inline void list_rows(const T* head, int64_t stride, int64_t begin, int64_t n, int64_t count,
                       const T** rows) {
@@ -166,11 +166,11 @@ template <class T>
 class TilePack {
   using F = TileFormat<T>;
   static constexpr int kParts = F::kParts;
-  static constexpr int64_t kStep = kParts * kTileNumbers;  // elements per 16 rows and K step
+  static constexpr int64_t kStep = kParts * kTileNumbers;  // uint16_t per 16 rows and K step
 
  public:
-  // Returns the packed size, in elements, of rows with `steps` * 32 features. It is the same for
-  // all layouts below.
+  // Returns the number of uint16_t in `rows` packed rows of `steps` * 32 features. It is the same
+  // for all layouts below. `rows` must be a multiple of 16.
   static int64_t size(int64_t rows, int64_t steps) { return rows / 16 * steps * kStep; }
 
   // Packs 32 rows as left tiles (steps, parts, 2) of 16 rows x 32 features. Calls meanwhile() once

@@ -43,7 +43,8 @@ class BwdQueryTiles {
         scores_(p_),
         unit_(scores_.units.natural),
         steps_(div_up(p_.head_dim, kTileSteps)),
-        // head_dim_v is 0 in the backward of the weights alone. dP is then computed from zeros.
+        // head_dim_v is 0 in the backward of the attention weights, which does not use the values.
+        // dP is then computed from zeros.
         steps_v_(max64(div_up(p_.head_dim_v, kTileSteps), 1)) {}
 
   static int64_t query_tile_bytes(int64_t steps, int64_t steps_v) {

@@ -50,9 +50,9 @@ inline void write_lse(const AttentionParams& p, double unit, int64_t at, A maxim
   if (p.lse_residual != nullptr) static_cast<A*>(p.lse_residual)[at] = residual;
 }
 
-// Returns the correction of delta = rowsum(dO * O) for the rounding of out to 16 bits. Without it,
-// the error of delta exceeds dS in rows with few visible keys or with nearly all the weight on one
-// key.
+// Returns the term that must be added to delta = rowsum(dO * O) because O is stored in 16 bits.
+// Without this term, the error of delta exceeds dS in rows with few visible keys or with nearly all
+// the weight on one key.
 template <class T>
 inline float delta_residual(const AttentionBwdParams& bwd, const SequenceRows& queries, int64_t h,
                             int64_t i) {

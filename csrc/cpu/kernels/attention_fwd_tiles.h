@@ -47,7 +47,7 @@ namespace {
 // AMX forward kernel.
 //
 // kSum: also sum the unrounded weights, which lse requires.
-// kDrops: apply dropout; implies kSum.
+// kDrops: apply dropout; requires kSum.
 template <class T, bool kSum, bool kDrops = false>
 class AttentionFwdTiles {
   using F = TileFormat<T>;

@@ -9,7 +9,8 @@
 namespace fused_attn {
 namespace {
 
-// Keys of a KV block. Its scores for 32 queries take 16 KiB, half of L1.
+// Number of keys in a KV block. Its float32 scores for 32 queries take 16 KiB, half of a 32 KiB L1
+// cache.
 constexpr int64_t kBlockN = 128;
 
 template <class A>

@@ -17,8 +17,8 @@ struct GradientRows {
   alignas(64) float delta[kTileQueries], grad_lse[kTileQueries];
 };
 
-// Keys of a block. With 64, the scores and dP of two tiles would fill L1. Each evicted cache line
-// costs about as much as a vector multiply-add.
+// Number of keys in a block. With 64, the scores and dP of two tiles would fill L1. Each evicted
+// cache line costs about as much as a vector multiply-add.
 constexpr int64_t kGradientKeys = 32;
 
 // Stores P and dS as pairs of queries (for dV and dK), and dS also in rows (for dQ).

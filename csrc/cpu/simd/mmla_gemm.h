@@ -35,7 +35,7 @@ inline bfloat16x8_t zip_words(Vec32 a, Vec32 b, bool upper) {
 }
 
 // Computes kPairs pairs of rows of C. If `last_is_one`, the second row of the last pair is read
-// from A but not written to C. `words` must be a multiple of 4.
+// from A but not written to C. `words` must be even.
 template <int kPairs, Into kInto>
 inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
                       float* c, int64_t ldc, const float* scale, bool last_is_one) {

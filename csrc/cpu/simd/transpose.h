@@ -122,9 +122,10 @@ __attribute__((noinline)) void transpose(const E* src, int64_t src_stride, int64
   }
 }
 
-// Shuffle indices of one level of lane_sums(). Lane l selects the lane at distance kStep with
-// paired(), and lane l itself with own(). Both select from the second vector, numbered from kLane
-// on, if bit kStep of l is set.
+// Shuffle indices of one level of lane_sums(), for lane l of the result. own() selects lane l, and
+// paired() selects lane l ^ kStep. Both select from the second vector if bit kStep of l is set, and
+// otherwise from the first. kLane is the number of lanes of a vector. Indices from kLane on refer
+// to the second vector.
 template <int kLane, int kStep>
 constexpr int paired(int l) {
   return (l & kStep) != 0 ? kLane + (l ^ kStep) : l ^ kStep;

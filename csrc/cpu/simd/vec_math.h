@@ -131,8 +131,8 @@ struct ExpUnit {
 };
 
 #if defined(__AVX512DQ__)
-// Returns 2^y for y <= 0 or NaN; y may be slightly positive. If 2^y is subnormal, the result may be
-// any smaller number, because MMAs flush subnormals.
+// Returns 2^y with the error of Exp2Poly. y must be NaN or at most slightly positive. If 2^y is
+// subnormal, the result may be any number from 0 to 2^y, because MMAs flush subnormals to 0.
 template <Precision kPrecision>
 FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
   constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
@@ -145,12 +145,11 @@ FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
 }
 #endif
 
-// Returns exp(x * unit) for x <= 0 or NaN; x may be slightly positive. Results that would be
-// subnormal are 0.
+// Returns exp(x * unit). x must be NaN or at most slightly positive.
 //
-// With kFull, the result is as accurate as x at any magnitude, because x * unit is not rounded.
-// With less precision, a result that would be subnormal may be any smaller number, because MMAs
-// flush subnormals.
+// With kFull, the result is as accurate as x at any magnitude, because x * unit is not rounded. If
+// the exact result is subnormal, 0 is returned. With less precision, any number from 0 to the exact
+// result may then be returned, because MMAs flush subnormals to 0.
 template <class A, Precision kPrecision = Precision::kFull>
 FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
 #if defined(__AVX512DQ__)

@@ -75,7 +75,7 @@ def _compiled(variant: Variant) -> Any:
     def attention(query: Tensor, key: Tensor, value: Tensor, operands: Operands) -> Any:
         return attend(variant, query, key, value, operands)
 
-    # torch.compile counts recompilations by code object.
+    # torch.compile limits recompilations per code object, so each variant gets its own.
     code = attention.__code__.replace(co_name=f"flex_attention_{len(_functions)}")
     own = FunctionType(code, attention.__globals__, code.co_name, None, attention.__closure__)
     # Inductor's C++ code for FlexAttention supports constant sizes only (torch 2.13), so on the CPU

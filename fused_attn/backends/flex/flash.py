@@ -20,7 +20,8 @@ from fused_attn.call.calls import AttentionCall
 PACKAGE, MODULE = "flash-attn-4", "flash_attn.cute"
 MIN_VERSION = Version("4.0.0b17")  # from here on, functions may read scalars
 HOPPER, BLACKWELL = 9, (10, 11)
-# Beyond it, the tiles of forward and backward differ, so no block size suits both.
+# For a larger head_dim, the tiles of forward and backward differ, so no BlockMask block size suits
+# both.
 MAX_HEAD_DIM = 128
 
 
@@ -71,7 +72,7 @@ class FlexFlashBackend(FlexBackend):
         block_q, block_k = BLOCK_SIZE
         if call.query.shape[2] <= block_q or not torch.cuda.is_available():
             return BLOCK_SIZE
-        # A program of Blackwell's forward has two query tiles.
+        # On Blackwell, each thread block of the forward processes two query tiles.
         major = torch.cuda.get_device_capability(call.query.device)[0]
         return (2 * block_q, block_k) if major in BLACKWELL else BLOCK_SIZE
 

@@ -223,7 +223,10 @@ def dropout_counters(seed, settings, sizes, b):
 
 @triton.jit
 def dropout_keep(draws, i, j_begin, sequence, settings, const: tl.constexpr):
-    """Return a bool mask (queries, BLOCK_N) of the weights of queries i that dropout keeps."""
+    """Return a bool mask (queries, BLOCK_N), True where dropout keeps the weight.
+
+    i contains the query of each row. j_begin is the key of the first column, a multiple of 8.
+    """
     seed, first_octet, first_query, first_head = draws
     octet = first_octet + j_begin // 8 + tl.arange(0, const.BLOCK_N // 8)[None, :]
     head = first_head + sequence.h

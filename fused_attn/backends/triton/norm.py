@@ -89,7 +89,8 @@ def norm_fwd_kernel(
     tile = _tile(row, 0, rows, COLUMNS, BLOCK_COLS)
     x = _sum_tile(input, residual, dropout, runs, total, tile)
 
-    # Mean of each tile element over the chunks, and squared deviations from it (rms_norm: from 0).
+    # For each position of the tile: the mean over the chunks, and the sum of squared deviations
+    # from it. rms_norm has no mean, so its deviations are from 0.
     centre = x
     squares = x * x if mean is None else tl.zeros_like(x)
     for start in range(BLOCK_COLS, COLUMNS, BLOCK_COLS):

@@ -88,7 +88,8 @@ class _Search:
         self._check(product, output)
         operands = (*operands_of(product)[:2], values_of(output))
         value, order = _values(output)
-        # A matmul returns a contiguous tensor, but the fused function returns the layout of query.
+        # The output of a matmul is contiguous, but that of the fused function has the layout of
+        # query. Users in ANY_LAYOUT accept both.
         contiguous = any(user.target not in ANY_LAYOUT for user in output.users)
         arguments = (
             operands, (*_factors(product), value), tuple(self.steps), self.dropout_p, order,
@@ -256,10 +257,11 @@ class _Search:
         self.dropout_p = float(p) if training else 0.0
 
     def _zero_rows(self, node: Node) -> None:
-        """Handle a masked_fill that sets weights to 0 where scores were replaced.
+        """Fold a masked_fill of the weights into the scores; raise NotFusedError if impossible.
 
-        This is equivalent to replacing these scores by -inf, for which the fused function returns 0
-        in fully masked rows.
+        The masked_fill must set weights to 0 exactly where scores were replaced. This is equivalent
+        to replacing these scores by -inf, because the fused function returns 0 for fully masked
+        rows.
         """
         mask, value = argument(node, 1, "mask"), argument(node, 2, "value")
         same = [step for step in self.steps if step[0] == "fill" and step[1] is mask]
@@ -269,9 +271,10 @@ class _Search:
         self.steps = [("fill", mask, -math.inf) if step in same else step for step in self.steps]
 
     def _without_nan(self) -> None:
-        """Handle nan_to_num of the weights.
+        """Drop a nan_to_num of the weights; raise NotFusedError if it is not redundant.
 
-        Only fully masked rows are NaN, and the fused function returns 0 for these rows anyway.
+        If all masks set scores to -inf, only fully masked rows are NaN. The fused function returns
+        0 for these rows anyway.
         """
         if any(step[0] in ("fill", "keep") and step[2] != -math.inf for step in self.steps):
             raise NotFusedError("nan_to_num behind a mask of finite numbers")

@@ -231,7 +231,10 @@ def _keywords(kind: type) -> frozenset[str]:
 
 
 def _methods(kind: type) -> Iterator[types.CodeType]:
-    """Yield the code of a class and its bases, except torch's classes and PreTrainedModel."""
+    """Yield the code objects of the methods of a class and its bases, with nested functions.
+
+    Methods of torch's classes and PreTrainedModel are omitted.
+    """
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "torch" or base is PreTrainedModel:
             continue

@@ -53,9 +53,10 @@ class Problem:
         softcap=0.0,
         bias=None,
         packed=(),
+        batch=2,
     ):
         self.dtype, self.softcap, self.packed, self.mask = dtype, softcap, packed, mask
-        batch, sizes = (1, (sum(packed), sum(packed))) if packed else (2, sizes)
+        batch, sizes = (1, (sum(packed), sum(packed))) if packed else (batch, sizes)
         self.tensors = {
             "query": draw(batch, heads[0], sizes[0], 16),
             "key": draw(batch, heads[1], sizes[1], 16),
@@ -172,6 +173,16 @@ def test_values_and_gradients(name, lowered, tmp_path):
     results = interpret([lowered(name)], [problem.to_run()], tmp_path)[0]
     got = problem.named(results)
     for finding in Reference(problem.of_reference, problem.dtype).findings(got):
+        assert finding.ok, str(finding)
+
+
+def test_other_sizes(lowered, tmp_path):
+    """The code that was generated for one batch size and lengths is right for others."""
+    mask = masks.sliding_window(30, 9) & masks.padding([290, 0, 77], [200, 150, 200])
+    other = Problem(mask, sizes=(200, 290), batch=3)
+    results = interpret([lowered("window_lengths")], [other.to_run()], tmp_path)[0]
+    got = other.named(results)
+    for finding in Reference(other.of_reference, other.dtype).findings(got):
         assert finding.ok, str(finding)
 
 

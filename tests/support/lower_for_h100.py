@@ -12,6 +12,7 @@ GUARD_LIBRARY is built from cuda_guard.cpp. PROBLEMS and OUTPUT are files of tor
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import types
 from dataclasses import dataclass, field
@@ -48,11 +49,11 @@ class Lowering:
 
     Attributes:
         inputs: for each argument of the forward's `call`, its place in [query, key, value,
-            *operands], where the block lists are expanded.
+            *operands], where the block lists are expanded; or (place, dim) for a size.
         code: source of the forward, and of the backward if there is one.
     """
 
-    inputs: list[int] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
 
 
@@ -157,7 +158,7 @@ def lower(problem: dict[str, Any]) -> Lowering:
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fused_attn.backends.flex.functions import attend
+    from fused_attn.backends.flex import compiled
     from fused_attn.backends.flex.operands import Operands
     from fused_attn.masks.intervals import BlockLists
 
@@ -172,8 +173,15 @@ def lower(problem: dict[str, Any]) -> Lowering:
 
     def backend(graph: Any, inputs: Any) -> Any:
         places = {id(tensor): i for i, tensor in enumerate(flat) if tensor is not None}
-        names = [node.meta["grapharg"].example for node in graph.graph.find_nodes(op="placeholder")]
-        found.inputs = [places[id(tensor)] for tensor in names]
+        nodes = graph.graph.find_nodes(op="placeholder")
+        arguments = [node.meta["grapharg"] for node in nodes]
+        of_source = {a.source.name: places.get(id(a.example)) for a in arguments}
+        found.inputs = [
+            places.get(id(a.example))
+            if isinstance(a.example, torch.Tensor)
+            else (of_source[a.source.base.name], a.source.idx)
+            for a in arguments
+        ]
         return compile_fx(graph, inputs)
 
     with FakeTensorMode():
@@ -187,12 +195,16 @@ def lower(problem: dict[str, Any]) -> Lowering:
         query, key, value, *rest = flat
         lists = BlockLists(*rest[:8]) if rest[0] is not None else None  # type: ignore[arg-type]
         operands = Operands(lists, *rest[8:])
-        run = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
+        compiled._functions.clear()
+        compile_ = torch.compile
+        torch.compile = functools.partial(compile_, backend=backend)  # type: ignore[assignment]
         try:
-            run(problem["variant"], query, key, value, operands)
+            compiled.run(problem["variant"], query, key, value, operands)
         except Exception:  # the generated code is not loaded; all that matters is that it is there
             if len(found.code) != count:
                 raise
+        finally:
+            torch.compile = compile_  # type: ignore[assignment]
     torch._dynamo.reset()
     return found
 

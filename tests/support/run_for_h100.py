@@ -98,13 +98,19 @@ def load(code: str, folder: Path) -> Any:
 
 def run(lowering: Any, tensors: list[Any], grads: list[torch.Tensor], folder: Path) -> list[Any]:
     """Return [out, lse, grads], where grads maps the index of a tensor to its gradient."""
-    inputs = [tensors[place] for place in lowering.inputs]
+    inputs = [
+        tensors[own] if isinstance(own, int) else tensors[own[0]].shape[own[1]]
+        for own in lowering.inputs
+    ]
     results = load(lowering.code[0], folder)(list(inputs))
     if len(lowering.code) == 1:
         return list(results)
-    found = load(lowering.code[1], folder)([*results[2:], *grads])
+    saved = [x for x in results[2:] if isinstance(x, torch.Tensor)]
+    sizes = [x for x in results[2:] if not isinstance(x, torch.Tensor)]
+    found = load(lowering.code[1], folder)([*sizes, *saved, *grads])
     places = zip(lowering.inputs, found, strict=True)
-    by_place = {place: grad for place, grad in places if grad is not None}
+    by_place = {place: grad for place, grad in places if isinstance(place, int)}
+    by_place = {place: grad for place, grad in by_place.items() if grad is not None}
     return [*results[:2], by_place]
 
 

@@ -196,12 +196,12 @@ def _clears(spec: MaskSpec, shape: tuple[int, ...]) -> bool:
     """Return True if a key that no query attends to may be in a block with visible positions.
 
     FlexAttention multiplies its value by a weight of 0, and 0 * NaN is NaN. Packed sequences have
-    no padding.
+    no padding, and each document of a self-attention attends to its own keys: clearing would read
+    and write key and value for nothing.
     """
     if spec.cu_seqlens_q is not None:
         return spec.key_mask is not None
-    tables = spec.bounds, spec.query_documents, spec.key_mask, spec.dense
-    if any(table is not None for table in tables):
+    if any(table is not None for table in (spec.bounds, spec.key_mask, spec.dense)):
         return True
     return spec.band_lo > 0 or shape[2] - 1 + spec.band_hi < shape[3] - 1
 

@@ -58,6 +58,9 @@ def decode_attention(
     bytes. Otherwise new keys and values are appended first, and pages are copied into a contiguous
     tensor. If the lengths are on a GPU, all pages in block_table are copied.
 
+    Backend "flash" does the same with flash-attn 2, for pages of a multiple of 256 positions. It
+    requires a head_dim that is a multiple of 8.
+
     Backend "sdpa" reads the cache in place if there is no attn_mask, and all lengths are equal and
     readable on the host (integers, or a tensor on the CPU). Otherwise it copies the cache. If the
     lengths are readable on the host, the copy ends at the longest sequence.
@@ -93,7 +96,8 @@ def decode_attention(
             disables it.
         sinks: as in scaled_dot_product_attention, but not differentiable.
         return_lse: also return lse, the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton", "sdpa" or "eager"; None selects a backend automatically.
+        backend: "cpp", "cuda", "triton", "flash", "flex", "sdpa" or "eager"; None selects a backend
+            automatically.
 
     Returns:
         out, (batch, num_heads, seqlen_q, head_dim_v). With return_lse, also lse, (batch, num_heads,

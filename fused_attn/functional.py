@@ -62,8 +62,8 @@ def scaled_dot_product_attention(
             a different seed for each layer and training step. None draws a seed from torch's
             generator. Backend "sdpa" does not support a seed.
         return_lse: also return lse, the natural log of the softmax denominator.
-        backend: "cpp", "cuda", "triton", "flex_flash", "flex", "sdpa" or "eager"; None
-            selects a backend automatically.
+        backend: "cpp", "cuda", "triton", "flash", "flex_flash", "flex", "sdpa" or
+            "eager"; None selects a backend automatically.
 
     Returns:
         out, (batch, num_heads, seqlen_q, head_dim_v), with the leading dimensions and the memory

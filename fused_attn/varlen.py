@@ -120,9 +120,15 @@ def _spec(
         check_same("cu_seqlens_k", "shape", starts_k.shape, starts_q.shape, "cu_seqlens_q")
         within = packed.with_lengths(mask, is_causal, cu_seqlens_q, cu_seqlens_k)
         batch = starts_q.shape[0] - 1
+        spec = normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query)
+        band = spec.band
+        if band is not None:  # lengths other than those of the sequences need `bounds`
+            same = 0 if cu_seqlens_q is cu_seqlens_k else None
+            band = band._replace(offset=same) if band.lengths == 1 else None
         # A cached value must not hold a reference to the tensor that owns the cache.
         return replace(
-            normalize(within, batch, num_heads, max_seqlen_q, max_seqlen_k, query),
+            spec,
+            band=band,
             cu_seqlens_q=starts_q.clone() if starts_q is cu_seqlens_q else starts_q,
             cu_seqlens_k=starts_k.clone() if starts_k is cu_seqlens_q else starts_k,
             max_seqlen_q=max_seqlen_q,

@@ -40,6 +40,9 @@ class Defect:
 
 MASK_WITH_GRADIENTS = "mask tensor with gradients"
 ONE_QUERY_WITH_GRADIENTS = "one query with gradients"
+CAUSAL_WITH_GRADIENTS = "causal with gradients"
+HEAD_DIM_192_128_WITH_GRADIENTS = "head_dim 192 and head_dim_v 128 with gradients"
+HEAD_DIM_256_WITH_GRADIENTS = "head_dim 256 with gradients"
 
 DEFECTS = (
     Defect(
@@ -60,6 +63,34 @@ DEFECTS = (
         "the gradients of key and value are NaN if lse is far below 0",
         "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
     ),
+    # No release is known to have fixed the defects of flash-attn-4.
+    Defect(
+        "flash-attn-4",
+        CAUSAL_WITH_GRADIENTS,
+        "flash-attn-4",
+        SpecifierSet(">=4.0.0b1"),
+        (9,),
+        "has wrong causal gradients on H200",
+        "https://github.com/Dao-AILab/flash-attention/issues/1915",
+    ),
+    Defect(
+        "flash-attn-4",
+        HEAD_DIM_192_128_WITH_GRADIENTS,
+        "flash-attn-4",
+        SpecifierSet(">=4.0.0b1"),
+        (9,),
+        "fails to compile the backward of head_dim 192 with head_dim_v 128 on Hopper",
+        "https://github.com/Dao-AILab/flash-attention/issues/2087",
+    ),
+    Defect(
+        "flash-attn-4",
+        HEAD_DIM_256_WITH_GRADIENTS,
+        "flash-attn-4",
+        SpecifierSet(">=4.0.0b1"),
+        (10, 11),
+        "has wrong gradients of batches with head_dim 256 on Blackwell",
+        "https://github.com/NVIDIA/TransformerEngine/issues/3216",
+    ),
 )
 
 
@@ -75,7 +106,7 @@ def defects(engine: str, feature: str, device: torch.device) -> tuple[Defect, ..
         for defect in DEFECTS
         if (defect.engine, defect.feature) == (engine, feature)
         and (capability is None or not defect.capabilities or capability in defect.capabilities)
-        and _version(defect.package) in defect.versions
+        and defect.versions.contains(_version(defect.package), prereleases=True)
     )
 
 
@@ -85,8 +116,15 @@ def is_denied(engine: str, feature: str, device: torch.device) -> bool:
     return bool(defects(engine, feature, device))
 
 
-# torch.compile calls the function while tracing, and treats the result as a constant.
+def reason_against(engine: str, feature: str, device: torch.device) -> str:
+    """Return the first known defect that affects calls with a feature; empty if there is none."""
+    known = defects(engine, feature, device)
+    return f"{known[0].effect} ({known[0].source})" if known else ""
+
+
+# torch.compile calls the functions while tracing, and treats the results as constants.
 is_denied._dynamo_marked_constant = True  # type: ignore[attr-defined]
+reason_against._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _capability(device: torch.device) -> int | None:
@@ -97,6 +135,7 @@ def _capability(device: torch.device) -> int | None:
 
 
 def _version(package: str) -> Version:
-    """Return the release of a package, without its pre-release and local parts."""
-    name = torch.__version__ if package == "torch" else metadata.version(package)
-    return Version(Version(name).base_version)
+    """Return the version of a package; of torch, the release that a nightly build precedes."""
+    if package == "torch":
+        return Version(Version(torch.__version__).base_version)
+    return Version(metadata.version(package))

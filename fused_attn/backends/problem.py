@@ -12,6 +12,7 @@ import torch
 from fused_attn.base.torch_state import transformed
 from fused_attn.call.calls import AttentionCall, NormCall
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.masks.band import Band, band_of
 
 LARGE_SCORES = 256 << 20  # bytes
 
@@ -34,6 +35,7 @@ class AttentionProblem:
         transformed: True under a torch.func transform or forward-mode AD.
         large_scores: True if softcap or lse excludes torch's SDPA and the float32 score matrix
             takes more than LARGE_SCORES bytes. Always False on the CPU.
+        band: the Band of a "structured" mask, or None if it has other conditions.
     """
 
     device: torch.device
@@ -54,6 +56,7 @@ class AttentionProblem:
     needs_grad: bool = False
     transformed: bool = False
     large_scores: bool = False
+    band: Band | None = None
 
     def __repr__(self) -> str:
         learned = "learned " if self.learned_bias else ""
@@ -138,13 +141,14 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
     large_scores = False
     if query.device.type != "cpu" and (call.options.softcap or result == "lse"):
         large_scores = 4 * batch * query.shape[1] * seqlen_q * seqlen_k > LARGE_SCORES
+    kind = mask.kind
     return AttentionProblem(
         query.device,
         query.dtype,
         query.shape[3],
         call.value.shape[3],
         mask.added_dtype(query.dtype),
-        mask=mask.kind,
+        mask=kind,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         packed=mask.cu_seqlens_q is not None,
@@ -157,6 +161,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
         needs_grad=needs_grad,
         transformed=transformed(),
         large_scores=large_scores,
+        band=band_of(mask) if kind == "structured" else None,
     )
 
 

@@ -15,6 +15,7 @@ from fused_attn.backends.base import Backend
 from fused_attn.backends.cpp import CppBackend, environment
 from fused_attn.backends.cuda import CudaBackend
 from fused_attn.backends.eager import EagerBackend
+from fused_attn.backends.flash import FlashBackend
 from fused_attn.backends.flex import FlexBackend
 from fused_attn.backends.flex.flash import FlexFlashBackend
 from fused_attn.backends.problem import Problem, problem_of
@@ -29,6 +30,7 @@ BACKENDS: dict[str, Backend] = {
         CppBackend(),
         CudaBackend(),
         TritonBackend(),
+        FlashBackend(),
         FlexFlashBackend(),
         FlexBackend(),
         SdpaBackend(),
@@ -68,7 +70,7 @@ def use_backend(name: str) -> Iterator[None]:
     The selection is process-wide, so it also applies to calls on other threads.
 
     Args:
-        name: "cpp", "cuda", "triton", "flex_flash", "flex", "sdpa" or "eager".
+        name: "cpp", "cuda", "triton", "flash", "flex_flash", "flex", "sdpa" or "eager".
 
     Raises:
         ValueError: no backend has that name.

@@ -12,6 +12,9 @@ from torch import Tensor
 
 FlatT = TypeVar("FlatT", bound="Flat")
 
+# Metadata of a field that is not flattened: a copy has its value, `of_flat` its default.
+HOST = {"host": True}
+
 _TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -24,7 +27,8 @@ _TYPES = {
 class Flat:
     """Base class of dataclasses that convert to a flat argument list for torch.library ops.
 
-    The list has the values of the fields in order. A nested Flat is replaced by its fields. The
+    The list has the values of the fields in order, except those with the metadata HOST, which must
+    come last. A nested Flat is replaced by its fields. The
     decorator `flattens` generates the conversions from the fields, once per class, so adding a
     field needs no other change.
 
@@ -111,7 +115,7 @@ def flattens(cls: type[FlatT]) -> type[FlatT]:
         f"def has_tensors(self): return not ({' is '.join(f'self.{p}' for p in tensors)} is None)\n"
         f"def of_flat(values): return {_construction(cls, '', of_values, scope)}\n"
         "def with_tensors(self, tensors): return "
-        f"{_construction(cls, '', of_tensors, scope, without_tensors)}\n"
+        f"{_construction(cls, '', of_tensors, scope, without_tensors, with_host=True)}\n"
     )
     exec(source, scope)
     for name in ("flat", "tensors", "has_tensors", "with_tensors"):
@@ -131,6 +135,8 @@ def _leaves(cls: type, prefix: str) -> Iterable[tuple[str, Any]]:
     """Yield the dotted path and the type of each field, depth first."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
+        if "host" in field.metadata:
+            continue
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _leaves(typing.cast(type, hints[field.name]), f"{prefix}{field.name}.")
         else:
@@ -147,6 +153,7 @@ def _construction(
     value: Callable[[str], str],
     scope: dict[str, Any],
     kept: Callable[[str], str] = lambda path: "",
+    with_host: bool = False,
 ) -> str:
     """Return Python source that constructs a `cls`, with value(path) for each leaf field.
 
@@ -156,15 +163,21 @@ def _construction(
         scope: globals of the generated source; receives the classes.
         kept: returns, for the path of a nested Flat, the source of the condition under which the
             nested object of self is reused; "" if never.
+        with_host: copy the fields with the metadata HOST from self.
     """
     hints = typing.get_type_hints(cls)
     arguments = []
     for field in dataclasses.fields(cls):
         type_, path = hints[field.name], prefix + field.name
+        if "host" in field.metadata:
+            if with_host:
+                arguments.append(f"{field.name}=self.{path}")
+            continue
         if not dataclasses.is_dataclass(type_):
             arguments.append(value(path))
             continue
-        new = _construction(typing.cast(type, type_), f"{path}.", value, scope, kept)
+        nested = typing.cast(type, type_)
+        new = _construction(nested, f"{path}.", value, scope, kept, with_host)
         condition = kept(path)
         arguments.append(f"self.{path} if {condition} else {new}" if condition else new)
     scope[cls.__name__] = cls

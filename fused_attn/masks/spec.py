@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_attn.base.flat import Flat, flattens
+from fused_attn.base.flat import HOST, Flat, flattens
 from fused_attn.base.shapes import TRANSPOSED
 from fused_attn.base.torch_state import host_readable, plain_eager, savable, statistics_dtype
+from fused_attn.masks.band import Band, band_with_lengths
 from fused_attn.masks.mask import UNLIMITED, Mask
 from fused_attn.masks.memo import cacheable, recall, recall_eager
 
@@ -62,6 +63,8 @@ class MaskSpec(Flat):
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths of packed sequences.
         by_query: False if `bounds` restricts only key_begin and key_end. Dense forms of the mask
             then need no query dimension.
+        band: what `bounds` was computed from, as far as the host knows it; see masks/band.py. It is
+            not an argument of the ops.
     """
 
     bias: Tensor | None = None
@@ -81,6 +84,7 @@ class MaskSpec(Flat):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     by_query: bool = True
+    band: Band | None = field(default=None, metadata=HOST)
 
     @property
     def kind(self) -> str:
@@ -308,7 +312,8 @@ def _bounds_fields(mask: Mask, shape: tuple[int, int, int, int], device: torch.d
         for column in (columns[name] for name in BOUNDS)
     ]
     bounds = torch.stack([column.expand(batch) for column in whole], dim=1)
-    return {"bounds": bounds, "by_query": by_query}
+    described = band_with_lengths(mask, seqlen_q, seqlen_k)
+    return {"bounds": bounds, "by_query": by_query, "band": described}
 
 
 def spec_of_ends(ends: Sequence[int], seqlen_q: int, is_causal: bool) -> MaskSpec:

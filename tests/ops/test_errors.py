@@ -232,7 +232,7 @@ CASES = {
     ),
     "backend": (
         lambda: sdpa(backend="fast"), ValueError,
-        "backend must be one of cpp, cuda, triton, sdpa, eager, got 'fast'",
+        "backend must be one of cpp, cuda, triton, flash, flex, sdpa, eager, got 'fast'",
     ),
     "backend_context": (
         lambda: fused_attn.use_backend("fast").__enter__(), ValueError, "backend must be one of",

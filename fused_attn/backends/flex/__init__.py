@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
-from fused_attn.backends.base import Backend, Extent
+from fused_attn.backends.engine import EngineBackend
 from fused_attn.backends.problem import NormProblem, Problem, kernel_limits, too_old
 from fused_attn.base.torch_state import is_intercepted, needs_grad
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.call.calls import AttentionCall, AttentionOutputs
 
 if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports them
     from fused_attn.backends.flex.functions import Variant
@@ -41,11 +41,10 @@ MIN_TORCH = (2, 13)
 BLOCK_SIZE = (128, 128)
 
 
-class FlexBackend(Backend):
+class FlexBackend(EngineBackend):
     """torch's FlexAttention, differentiated by autograd."""
 
     name = "flex"
-    differentiable = True
     engine: ClassVar[str] = "TRITON"
 
     def block_size(self, call: AttentionCall) -> tuple[int, int]:
@@ -96,18 +95,10 @@ class FlexBackend(Backend):
             reasons.append("adds up the gradient of a bias in no fixed order")
         return reasons
 
-    def opt_in_reasons(self, problem: Problem) -> list[str]:
-        if isinstance(problem, NormProblem):
-            return ["has no norms of its own"]
-        return verdicts.reasons_against(self.name, problem)
-
     def replaces_eager(self, problem: Problem) -> bool:
         if isinstance(problem, NormProblem) or not problem.large_scores:
             return False
         return not verdicts.found_wrong(self.name, problem)
-
-    def default_for(self, device_type: str) -> Extent:
-        return "some" if verdicts.any_usable(self.name, device_type) else "none"
 
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
@@ -129,13 +120,6 @@ class FlexBackend(Backend):
         else:
             out, lse = compiled.run(variant, query, key, value, operands)
         return AttentionOutputs(out, lse, nothing, nothing)
-
-    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
-        """Compute the norm by torch operations, so that a model can run on this backend alone."""
-        out, total = reference.norm(call)
-        nothing = out.new_empty(0)
-        total = total.contiguous() if call.has_total else nothing
-        return NormOutputs(out, total, nothing, nothing)
 
 
 def variant_of(

@@ -1,0 +1,31 @@
+"""Base class of backends that run attention kernels of other projects."""
+
+from __future__ import annotations
+
+from fused_attn.backends import reference, verdicts
+from fused_attn.backends.base import Backend, Extent
+from fused_attn.backends.problem import NormProblem, Problem
+from fused_attn.call.calls import NormCall, NormOutputs
+
+
+class EngineBackend(Backend):
+    """Backend whose kernels are differentiable functions of other projects.
+
+    It is opt-in until `fused-attn verify` finds it right and faster. Norms run on torch operations,
+    so that a model can run on this backend alone, but the backend is never their default.
+    """
+
+    differentiable = True
+
+    def opt_in_reasons(self, problem: Problem) -> list[str]:
+        if isinstance(problem, NormProblem):
+            return ["has no kernels for norms"]
+        return verdicts.reasons_against(self.name, problem)
+
+    def default_for(self, device_type: str) -> Extent:
+        return "some" if verdicts.any_usable(self.name, device_type) else "none"
+
+    def norm_fwd(self, call: NormCall, for_backward: bool, want_total: bool) -> NormOutputs:
+        out, total = reference.norm(call)
+        nothing = out.new_empty(0)
+        return NormOutputs(out, total.contiguous() if call.has_total else nothing, nothing, nothing)

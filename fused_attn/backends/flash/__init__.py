@@ -1,0 +1,280 @@
+"""Backend "flash": FlashAttention 4, 3 and 2, and torch's varlen_attn.
+
+These engines have the fastest published kernels for few masks: bands, lengths, packed sequences and
+ALiBi. The backend chooses the first installed engine that takes a problem. It refuses every mask
+that a window and sequence lengths cannot express, from what the host knows of it.
+
+    plan.py           the window and the sequences of a mask
+    engine_base.py    limits of engines, and the arguments of a call
+    engines.py        the four engines
+    decode.py         appending to a KV cache
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.backends import reference, verdicts
+from fused_attn.backends.base import CacheUpdate
+from fused_attn.backends.engine import EngineBackend
+from fused_attn.backends.flash import engine_base
+from fused_attn.backends.flash.decode import decode
+from fused_attn.backends.flash.engine_base import Arguments, Engine, Results
+from fused_attn.backends.flash.engines import ENGINES, FlashAttention2
+from fused_attn.backends.flash.plan import Layout, Plan, layout_of, plan_of
+from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
+from fused_attn.backends.sdpa import SdpaBackend
+from fused_attn.base.torch_state import is_intercepted, needs_grad
+from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.masks import band
+
+DTYPES = (torch.float16, torch.bfloat16)
+DEVICES = ("cuda",)
+
+
+class FlashBackend(EngineBackend):
+    """FlashAttention's kernels, which are differentiable functions of their packages."""
+
+    name = "flash"
+
+    def unavailable(self) -> list[str]:
+        missing = [engine.unavailable() for engine in ENGINES]
+        return engine_base.no_gpu() or ([] if [] in missing else [*chain(*missing)])
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        reasons = self.unavailable()
+        if isinstance(problem, NormProblem):
+            return reasons
+        if problem.device.type not in DEVICES:
+            reasons.append(f"runs on {', '.join(DEVICES)}, not on {problem.device.type}")
+        if reasons:
+            return reasons
+        reasons = _common_refusals(problem)
+        plan = _plan(problem)
+        if not isinstance(plan, Plan):
+            reasons.append(plan)
+        elif not reasons and not any(not e.refusals(problem, plan) for e in ENGINES):
+            reasons = [engine.refusals(problem, plan)[0] for engine in ENGINES]
+        return reasons
+
+    def attention_fwd(
+        self, call: AttentionCall, for_backward: bool, want_lse: bool
+    ) -> AttentionOutputs:
+        problem = problem_of(call, "lse" if want_lse else "out")
+        assert isinstance(problem, AttentionProblem)
+        query = call.query
+        nothing = query.new_empty(0)
+        sizes = query.shape, call.key.shape, call.value.shape
+        if any(0 in shape for shape in sizes):
+            return AttentionOutputs(*reference.attention(call), nothing, nothing)
+        choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
+        chosen = choose(problem, is_intercepted())
+        if chosen is None:
+            return _fallback(call, problem, want_lse)
+        engine, plan = chosen
+        if plan.empty:
+            out, lse = reference.attention(call)
+        else:
+            out, lse = _run(engine, plan, call, want_lse)
+        return AttentionOutputs(out, lse, nothing, nothing)
+
+    def attention_decode(
+        self, call: AttentionCall, update: CacheUpdate
+    ) -> tuple[Tensor, Tensor] | None:
+        problem = problem_of(call, "lse")
+        assert isinstance(problem, AttentionProblem)
+        plan = _plan(problem)
+        for engine in ENGINES:
+            if isinstance(engine, FlashAttention2) and isinstance(plan, Plan):
+                return None if engine.refusals(problem, plan) else decode(engine, call, update)
+        return None
+
+
+def _common_refusals(problem: AttentionProblem) -> list[str]:
+    """Return the reasons why no engine takes a problem, whatever its mask."""
+    reasons = [] if problem.dtype in DTYPES else [f"has no {problem.dtype}"]
+    if problem.transformed:
+        reasons.append("has no derivatives under torch.func and in forward mode")
+    if problem.dropout:
+        reasons.append("drops by the engine's generator, not by Philox")
+    if problem.result == "weights":
+        reasons.append("gives no weights")
+    return reasons
+
+
+def _plan(problem: AttentionProblem) -> Plan | str:
+    """Return the plan for the mask of a problem, or the reason why there is none."""
+    if problem.mask in ("dense", "bias"):
+        return f"takes no {'bool' if problem.mask == 'dense' else 'float'} mask tensor"
+    own = problem.band if problem.mask == "structured" else band.of_kind(problem.mask)
+    if own is None:
+        return "takes bands, lengths and ALiBi only, not this mask"
+    return plan_of(own, problem.packed, problem.seqlen_q, problem.seqlen_k)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, Plan] | None:
+    """Return the first engine that takes a problem, and the plan; None if there is none.
+
+    Args:
+        traced: consider only the engines that can be traced.
+    """
+    plan = _plan(problem)
+    if not isinstance(plan, Plan) or _common_refusals(problem):
+        return None
+    for engine in ENGINES:
+        if (engine.traceable or not traced) and not engine.refusals(problem, plan):
+            return engine, plan
+    return None
+
+
+def _fallback(call: AttentionCall, problem: AttentionProblem, want_lse: bool) -> AttentionOutputs:
+    """Run a call that no engine takes on torch's kernels if these take it, else in eager math.
+
+    The registry does not select this backend for such calls. They occur if the engine that takes
+    the problem cannot be traced by torch.compile.
+    """
+    sdpa = SdpaBackend()
+    if not problem.dropout and not sdpa.unsupported(problem):
+        outputs = sdpa.attention_fwd(call, False, want_lse)
+        assert outputs is not None
+        return outputs
+    nothing = call.query.new_empty(0)
+    return AttentionOutputs(*reference.attention(call), nothing, nothing)
+
+
+# ---- the pass -----------------------------------------------------------------------------------
+
+
+def _run(engine: Engine, plan: Plan, call: AttentionCall, want_lse: bool) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a call; lse is empty unless want_lse."""
+    query, key, value = call.query, call.key, call.value
+    if needs_grad(query, key, value) and not is_intercepted():
+        query, key, value = _FirstOrder.apply(query, key, value)
+    spec, sizes = call.mask, call.sizes()
+    is_packed = spec.cu_seqlens_q is not None
+    layout: Layout | None = None
+    if not is_packed and spec.bounds is None:
+        key, value = (t[:, :, plan.key_begin : plan.key_end] for t in (key, value))
+        sizes = (*sizes[:2], plan.key_end - plan.key_begin)
+    if is_packed or spec.bounds is not None or not engine.dense:
+        layout = layout_of(spec, plan, sizes, query)
+    query, key, value = [_aligned(t.transpose(1, 2)) for t in (query, key, value)]
+    max_seqlen_q = sizes[1]
+    if layout is not None:
+        query, key, value = _as_rows(query, key, value, layout)
+        # For a maximum of 1, flash-attn 2 assumes one row for each sequence, but some are empty.
+        max_seqlen_q = max(max_seqlen_q, 2)
+    results: list[Results] = []
+    for sequences in (None,) if layout is None else layout.calls:
+        arguments = Arguments(
+            query,
+            key,
+            value,
+            sequences,
+            max_seqlen_q,
+            sizes[2],
+            plan.left,
+            None if results else plan.right,  # the second call of a square plan has no window
+            float(call.options.scale),
+            float(call.options.softcap),
+            _slopes(spec.slopes, 1 if sequences is None else sequences.copies),
+            want_lse,
+        )
+        results.append(engine.run(arguments))
+    out, lse = _merged(results)
+    if layout is not None:
+        batch = call.query.shape[0]
+        out = out.unflatten(0, (batch, -1))
+        lse = lse if lse is None else lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    return out.transpose(1, 2), call.query.new_empty(0) if lse is None else lse
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return a (batch, seqlen, num_heads, dim) tensor that kernels can load 16 bytes at a time."""
+    unit, strides = 16 // tensor.itemsize, tensor.stride()
+    if tensor.shape[3] % unit:
+        return tensor  # the engine pads it
+    remainders = [stride % unit for stride in strides[:3]]
+    fits = strides[3] == 1 and not any(remainders)
+    if fits and not is_intercepted():  # torch.compile cannot trace storage_offset
+        fits = tensor.storage_offset() % unit == 0
+    return tensor if fits else tensor.contiguous()
+
+
+def _as_rows(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value as rows of all sequences, (batch * seqlen, num_heads, dim).
+
+    Padding keys are set to 0. Kernels load whole tiles, and multiply values behind the end of a
+    sequence by weights of 0, which is NaN for values that are not finite.
+    """
+    if layout.real_keys is not None:
+        real = layout.real_keys[:, :, None, None]
+        key, value = torch.where(real, key, 0.0), torch.where(real, value, 0.0)
+    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+
+
+def _slopes(slopes: Tensor | None, copies: int) -> Tensor | None:
+    """Return ALiBi slopes for sequences of which each of the batch has `copies`."""
+    if slopes is None or slopes.shape[0] == 1:
+        return slopes if slopes is None else slopes[0].contiguous()
+    return slopes.repeat_interleave(copies, 0) if copies > 1 else slopes.contiguous()
+
+
+def _merged(results: list[Results]) -> Results:
+    """Return the results of one call, or of two in which each row has keys in at most one."""
+    if len(results) == 1:
+        return results[0]
+    (out, lse), (out_after, lse_after) = results
+    if lse is None or lse_after is None:
+        return out + out_after, None
+    return out + out_after, torch.maximum(lse, lse_after)
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Identity, whose gradients raise an error if they are differentiated.
+
+    The engines' backwards are kernels without derivatives. Without this Function, second
+    derivatives would lack terms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return grads
+        present = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+        fail = torch._C._functions.DelayedError(_NO_SECOND_ORDER, len(present))
+        failing = iter(fail(*present) if len(present) > 1 else (fail(*present),))
+        return tuple(None if grad is None else next(failing) for grad in grads)
+
+
+_NO_SECOND_ORDER = 'backend "flash" has no second derivatives: use "eager"'
+
+
+def _kernel_files() -> Iterator[Path]:
+    """Yield the files of this backend, and one of each engine that changes with its version."""
+    yield from Path(__file__).parent.glob("*.py")
+    for engine in ENGINES:
+        try:
+            files = metadata.distribution(engine.name).files or []
+        except metadata.PackageNotFoundError:
+            continue
+        yield from (Path(str(file.locate())) for file in files if file.name == "METADATA")
+
+
+verdicts.KERNELS[FlashBackend.name] = _kernel_files

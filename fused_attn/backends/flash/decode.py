@@ -1,0 +1,74 @@
+"""Decoding with flash-attn 2, which appends to a KV cache and reads its pages in the kernel.
+
+It loads nothing behind the end of a sequence, where a cache may hold values that are not finite.
+flash-attn 4 requires finite values there, and flash-attn 3 promises nothing, so both are not used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_attn.backends.base import CacheUpdate
+from fused_attn.backends.flash.engine_base import window_of
+from fused_attn.backends.flash.engines import FlashAttention2
+from fused_attn.backends.flash.plan import Plan, plan_of
+from fused_attn.call.calls import AttentionCall
+from fused_attn.masks.band import band_of
+from fused_attn.masks.memo import recall_on_tensor
+
+PAGE_MULTIPLE = 256  # positions; flash-attn 2 refuses other pages
+
+
+def decode(
+    engine: FlashAttention2, call: AttentionCall, update: CacheUpdate
+) -> tuple[Tensor, Tensor] | None:
+    """Append to the caches and attend to them; None if the kernel does not support the call.
+
+    Arguments and results are those of `Backend.attention_decode`. The engine takes the problem.
+    """
+    query, key, value, spec = call.query, call.key, call.value, call.mask
+    table, band = update.block_table, band_of(call.mask)
+    if band is None or band.left or band.lengths != 1:  # the lengths are those of the cache alone
+        return None
+    if any(0 in t.shape for t in (query, key, value)) or query.shape[3] % 8:
+        return None
+    page_size = key.shape[2]
+    if table is not None and (page_size % PAGE_MULTIPLE or table.shape[1] == 0):
+        return None
+    capacity = page_size if table is None else page_size * table.shape[1]
+    plan = plan_of(band, False, query.shape[2], capacity)
+    if not isinstance(plan, Plan) or plan.square:
+        return None
+    causal, window = window_of(plan.left, plan.right, -1)
+    new = [t if t is None else t.transpose(1, 2) for t in (update.key, update.value)]
+    slopes = spec.slopes
+    if slopes is not None:
+        slopes = (slopes[0] if slopes.shape[0] == 1 else slopes).contiguous()
+    out, lse = engine.function("flash_attn_with_kvcache")(
+        q=query.transpose(1, 2),
+        k_cache=key.transpose(1, 2),
+        v_cache=value.transpose(1, 2),
+        k=new[0],
+        v=new[1],
+        cache_seqlens=_int32(update.lengths),
+        block_table=None if table is None else _int32(table),
+        softmax_scale=float(call.options.scale),
+        causal=causal,
+        window_size=window,
+        softcap=float(call.options.softcap),
+        alibi_slopes=slopes,
+        return_softmax_lse=True,
+    )
+    return out.transpose(1, 2), lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+def _int32(integers: Tensor) -> Tensor:
+    """Return integers as contiguous int32, converted once for all layers."""
+    if integers.dtype == torch.int32:
+        return integers.contiguous()
+
+    def make() -> Tensor:
+        return integers.to(torch.int32).contiguous()
+
+    return recall_on_tensor(integers, "flash int32", (integers,), make)

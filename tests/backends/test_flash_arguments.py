@@ -1,0 +1,233 @@
+"""Backend "flash": the arguments that the engines receive, and options of the calls."""
+
+from __future__ import annotations
+
+import flash_models
+import pytest
+import torch
+from flash_models import installer
+
+import fused_attn
+from fused_attn import masks
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Return a function that makes only some engines installed."""
+    yield from installer(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "flash-attn-4"])
+@pytest.mark.parametrize(
+    ("mask", "sizes", "expected"),
+    [
+        (None, (5, 9), (False, None, None, 9)),
+        (masks.causal(), (5, 5), (True, None, None, 5)),
+        (masks.causal("bottom_right"), (5, 9), (True, None, None, 9)),
+        (masks.causal(), (5, 9), (True, None, None, 5)),  # keys after the last query are cropped
+        (masks.causal(), (9, 5), (False, None, 4, 5)),
+        (masks.sliding_window(9, 3, "bottom_right"), (3, 20), (False, 9, None, 12)),
+        (masks.sliding_window(3, 0), (9, 9), (False, 3, 0, 9)),
+        (masks.sliding_window(3, 0, "bottom_right"), (2, 9), (False, 3, 0, 5)),
+        (masks.sliding_window(2, 1), (4, 9), (False, 3, 0, 5)),
+        (masks.sliding_window(2, -1), (9, 9), (False, 2, None, 9)),
+        (masks.sliding_window(50, 50), (9, 9), (False, None, None, 9)),
+    ],
+    ids=str,
+)
+def test_windows(install, name, mask, sizes, expected):
+    """Bands relative to the last query and key, and None or -1, as the engine has it, for none."""
+    install(name)
+    query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in sizes)
+    arguments = query, key, key, mask
+    out = fused_attn.scaled_dot_product_attention(*arguments, backend="flash")
+    torch.testing.assert_close(
+        out, fused_attn.scaled_dot_product_attention(*arguments, backend="eager")
+    )
+    given, unlimited = flash_models.calls[-1], None if name == "flash-attn-4" else -1
+    causal, *sides, keys = expected
+    assert given["causal"] is causal and given["k"].shape[1] == keys
+    assert given["window_size"] == tuple(unlimited if side is None else side for side in sides)
+
+
+def test_no_key_is_visible(install):
+    install("flash-attn")
+    query, key = (torch.randn(1, 2, n, 16, dtype=torch.float64) for n in (3, 20))
+    mask = masks.sliding_window(-1, 0) & masks.sliding_window(0, -1, "bottom_right")
+    out, lse = fused_attn.scaled_dot_product_attention(
+        query, key, key, mask, return_lse=True, backend="flash"
+    )
+    assert not out.any() and (lse == float("-inf")).all()
+    assert not flash_models.calls
+
+
+def test_rows_stay_in_place(install):
+    """Padding becomes sequences of its own, cached on the mask; no seqused, no gather."""
+    install("flash-attn-3")
+    query = torch.randn(2, 10, 2, 16, dtype=torch.float64).transpose(1, 2)
+    lengths = torch.tensor([4, 7])
+    mask = masks.padding(lengths, lengths) & masks.causal()
+    for _ in range(2):
+        fused_attn.scaled_dot_product_attention(query, query, query, mask, backend="flash")
+    first, second = flash_models.calls
+    assert first["cu_seqlens_q"] is second["cu_seqlens_q"]
+    assert first["cu_seqlens_q"].tolist() == [0, 4, 10, 10, 17, 20, 20]
+    assert first["cu_seqlens_k"].tolist() == [0, 4, 4, 10, 17, 17, 20]
+    assert first["q"].data_ptr() == query.data_ptr()
+    assert first["seqused_q"] is None and first["seqused_k"] is None and first["causal"]
+
+
+def test_top_left_causal_over_padding_keys(install):
+    """Padding queries attend to all real keys: two calls, each row has keys in at most one."""
+    install("flash-attn")
+    query = torch.randn(2, 2, 10, 16, dtype=torch.float64)
+    mask = masks.causal() & masks.padding([4, 10])
+    fused_attn.scaled_dot_product_attention(query, query, query, mask, backend="flash")
+    first, second = flash_models.calls
+    assert first["causal"] and not second["causal"]
+    counts = [[c[f"cu_seqlens_{side}"].diff().tolist() for side in "qk"] for c in (first, second)]
+    assert counts[0] == [[4, 6, 0, 0, 10, 0, 0, 0], [4, 0, 0, 6, 10, 0, 0, 0]]
+    assert counts[1] == [[4, 6, 0, 0, 10, 0, 0, 0], [0, 4, 0, 6, 0, 10, 0, 0]]
+
+
+@pytest.mark.parametrize("sides", [(9, 5), (9, -1), (-1, 4)], ids=str)
+@pytest.mark.parametrize("seqlen_k", [12, 15])
+def test_top_left_window_over_left_padding(install, sides, seqlen_k):
+    """All sequences end at the last position, so the offset of their ends is known."""
+    install("flash-attn-4")
+    query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (12, seqlen_k))
+    mask = masks.sliding_window(*sides) & masks.padding([5, 11], side="left")
+    got, wanted = (
+        fused_attn.scaled_dot_product_attention(query, key, key, mask, backend=name)
+        for name in ("flash", "eager")
+    )
+    torch.testing.assert_close(got, wanted)
+    offset, (left, right) = seqlen_k - 12, flash_models.calls[-1]["window_size"]
+    assert left == (None if sides[0] < 0 else sides[0] + offset)
+    assert right == (None if sides[1] < 0 else sides[1] - offset)
+
+
+def test_one_query(install):
+    """flash-attn 2 turns groups of heads into queries, and then assumes a row for each sequence."""
+    install("flash-attn")
+    query, key = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 9)))
+    got, wanted = (
+        fused_attn.scaled_dot_product_attention(
+            query, key, key, masks.padding([4, 9]), enable_gqa=True, backend=name
+        )
+        for name in ("flash", "eager")
+    )
+    torch.testing.assert_close(got, wanted)
+    assert flash_models.calls[-1]["max_seqlen_q"] == 2
+
+
+def test_misaligned_rows_are_copied(install):
+    """Kernels load 16 bytes at a time."""
+    install("flash-attn")
+    rows = torch.randn(1, 9, 2, 3 * 16 + 1, dtype=torch.float64).transpose(1, 2)
+    query, key = rows[..., :16], rows[..., 1:17]
+    fused_attn.scaled_dot_product_attention(query, key, query, backend="flash")
+    call = flash_models.calls[-1]
+    assert all(call[name].is_contiguous() for name in "qkv")
+
+
+def test_deterministic(install):
+    install("flash-attn")
+    query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
+    assert [call["deterministic"] for call in flash_models.calls] == [True, False]
+
+
+def test_early_flash_attn_3(install, monkeypatch):
+    """Builds without return_attn_probs, which return (out, lse) always."""
+    install("flash-attn-3")
+
+    def early(q, k, v, softmax_scale, causal, window_size, softcap, deterministic):
+        return flash_models.fa3_func(
+            q, k, v, softmax_scale, causal, window_size=window_size, return_attn_probs=True
+        )
+
+    monkeypatch.setattr(flash_models.MODULES["flash-attn-3"], "flash_attn_func", early)
+    query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
+    for want_lse in (False, True):
+        got, wanted = (
+            fused_attn.scaled_dot_product_attention(
+                query, query, query, return_lse=want_lse, backend=name
+            )
+            for name in ("flash", "eager")
+        )
+        torch.testing.assert_close(got, wanted)
+
+
+def test_second_derivatives_are_an_error(install):
+    install("flash-attn")
+    query = torch.randn(1, 2, 8, 16, dtype=torch.float64, requires_grad=True)
+    out = fused_attn.scaled_dot_product_attention(query, query, query, backend="flash")
+    (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        grad.square().sum().backward()
+
+
+def test_sinks(install):
+    """They are added outside, to out and lse."""
+    install("flash-attn")
+    query, key = (torch.randn(2, 2, n, 16, dtype=torch.float64) for n in (3, 9))
+    got, wanted = (
+        fused_attn.scaled_dot_product_attention(query, key, key, sinks=torch.ones(2), backend=name)
+        for name in ("flash", "eager")
+    )
+    torch.testing.assert_close(got, wanted)
+    assert len(flash_models.calls) == 1
+
+
+def test_torch_compile(install):
+    """An engine that cannot be traced is passed over; without another one, torch's kernels run."""
+    query = torch.randn(1, 2, 8, 16, dtype=torch.float64)
+
+    def attend(query):
+        return fused_attn.scaled_dot_product_attention(
+            query, query, query, is_causal=True, backend="flash"
+        )
+
+    install("flash-attn-4")
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query), attend(query))
+    assert len(flash_models.calls) == 1
+
+
+def traceable_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options):
+    """Causal or full attention over packed rows in torch operations, as one graph."""
+    rows = [torch.arange(len(t)) for t in (q, k)]
+    ends = [c[1:].contiguous() for c in (cu_seqlens_q, cu_seqlens_k)]
+    ids = [torch.searchsorted(e, row, right=True) for e, row in zip(ends, rows, strict=True)]
+    end_q, end_k = (e[ids[0]] for e in ends)
+    distance = (rows[1] - end_k[:, None]) - (rows[0] - end_q)[:, None]
+    visible = (ids[0][:, None] == ids[1]) & (distance <= 0 if causal else True)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    weights = scores.masked_fill(~visible, -1e30).softmax(-1) * visible
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_graph(install, monkeypatch, dynamic):
+    """Masks with lengths, and their gradients, under torch.compile(fullgraph=True)."""
+    install("flash-attn")
+    module = flash_models.MODULES["flash-attn"]
+    monkeypatch.setattr(module, "flash_attn_varlen_func", traceable_varlen)
+    query = torch.randn(2, 2, 8, 16, dtype=torch.float64, requires_grad=True)
+
+    def attend(query, lengths, backend):
+        mask = masks.causal() & masks.padding(lengths, lengths)
+        return fused_attn.scaled_dot_product_attention(query, query, query, mask, backend=backend)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    lengths = torch.tensor([3, 8])
+    got, wanted = compiled(query, lengths, "flash"), attend(query, lengths, "eager")
+    torch.testing.assert_close(got, wanted)
+    grads = [torch.autograd.grad(out.square().sum(), query)[0] for out in (got, wanted)]
+    torch.testing.assert_close(*grads)

@@ -1,0 +1,65 @@
+"""Backend "flash": decoding with a KV cache, on stand-ins for the engines."""
+
+from __future__ import annotations
+
+import random
+
+import flash_models
+import pytest
+import torch
+from flash_models import installer
+
+import fused_attn
+from fused_attn import masks
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Return a function that makes only some engines installed."""
+    yield from installer(monkeypatch)
+
+
+def decoding(number, name):
+    """Return out, lse and the caches of a random decoding step on a backend."""
+    draw = random.Random(number)
+    torch.manual_seed(number)
+    heads_kv, batch, capacity = draw.choice([1, 2]), draw.choice([1, 3]), 512
+    heads, seqlen_q = heads_kv * draw.choice([1, 3]), draw.choice([1, 1, 4])
+    query = torch.randn(batch, heads, seqlen_q, 16, dtype=torch.float64)
+    new = torch.randn(2, batch, heads_kv, seqlen_q, 16, dtype=torch.float64)
+    pages = draw.choice([None, None, 256, 128])
+    rows = (batch, capacity) if pages is None else (batch * capacity // pages, pages)
+    caches = torch.randn(2, rows[0], heads_kv, rows[1], 16, dtype=torch.float64)
+    table = None if pages is None else torch.randperm(rows[0]).view(batch, -1)
+    lengths = torch.tensor([draw.choice([0, draw.randint(0, 300)]) for _ in range(batch)])
+    mask = draw.choice(
+        [None, masks.sliding_window(9, align="bottom_right"), masks.padding([7] * batch)]
+    )
+    if draw.random() < 0.3:
+        slopes = masks.alibi(torch.rand(heads), "bottom_right")
+        mask = slopes if mask is None else mask & slopes
+    key, value = (None, None) if draw.random() < 0.2 else new
+    results = fused_attn.decode_attention(
+        query, *caches, cache_lengths=lengths, key=key, value=value, block_table=table,
+        attn_mask=mask, scale=0.3, softcap=draw.choice([None, 3.0]), return_lse=True, backend=name,
+    )  # fmt: skip
+    return *results, caches
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "flash-attn-4"])
+def test_decoding(install, name):
+    """flash-attn 2 appends to the cache and reads pages of 256; other calls run on the pass."""
+    install(name)
+    count = taken = 0
+    for number in range(60):
+        flash_models.calls.clear()
+        wanted = decoding(number, "eager")
+        try:
+            got = decoding(number, "flash")
+        except NotImplementedError:
+            assert name == "flash-attn-4"  # ALiBi
+            continue
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        count += 1
+        taken += "cache_seqlens" in flash_models.calls[-1]
+    assert count >= 30 and (20 <= taken < count if name == "flash-attn" else taken == 0)

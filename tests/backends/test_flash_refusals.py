@@ -1,0 +1,219 @@
+"""Backend "flash": what it refuses, on which GPUs, and the signatures of its engines."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from importlib import metadata
+
+import flash_models
+import pytest
+import torch
+from flash_models import ENGINES, VERSIONS, installer
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.backends import AttentionProblem, denylist, flash, get_backend, verdicts
+from fused_attn.backends.flash import engine_base
+from fused_attn.backends.problem import NormProblem
+from fused_attn.masks.band import Band, band_of
+from fused_attn.masks.spec import normalize
+
+FLASH = get_backend("flash")
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Return a function that makes only some engines installed."""
+    yield from installer(monkeypatch)
+
+
+# ---- signatures ---------------------------------------------------------------------------------
+
+
+def arguments_of(source, name):
+    """Return the arguments of a function in source code, with their defaults as text."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            positional = node.args.posonlyargs + node.args.args
+            missing = [None] * (len(positional) - len(node.args.defaults))
+            defaults = missing + [ast.unparse(d) for d in node.args.defaults]
+            return {a.arg: d for a, d in zip(positional, defaults, strict=True)}
+    raise AssertionError(f"no function {name}")
+
+
+@pytest.mark.parametrize("name", flash_models.FILES)
+def test_signatures(name):
+    """The stand-ins have the arguments of the originals, where these are installed."""
+    try:
+        original = metadata.distribution(name).locate_file(flash_models.FILES[name]).read_text()
+    except (metadata.PackageNotFoundError, FileNotFoundError):
+        pytest.skip(f"reason: {name} is not installed")
+    for function, model in vars(flash_models.MODULES[name]).items():
+        if not callable(model):
+            continue
+        own = arguments_of(inspect.getsource(sys.modules[model.__module__]), model.__name__)
+        assert own == arguments_of(original, function)
+
+
+def test_signature_of_torch():
+    if ENGINES["torch.nn.attention.varlen"].unavailable():
+        pytest.skip("reason: needs a newer torch")
+    from torch.nn.attention import varlen
+
+    own, original = (
+        inspect.signature(f).parameters for f in (flash_models.varlen_attn, varlen.varlen_attn)
+    )
+    assert [(p.name, p.default, p.kind) for p in own.values()] == [
+        (p.name, p.default, p.kind) for p in original.values()
+    ]
+    assert varlen.AuxRequest._fields == flash_models.AuxRequest._fields
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+FA2, FA3, FA4, VARLEN = "flash-attn", "flash-attn-3", "flash-attn-4", "torch.nn.attention.varlen"
+OTHER_MASK = "takes bands, lengths and ALiBi only, not this mask"
+ALIGNED = "takes a top-left band over sequences of different lengths only if it is causal"
+RIGHT_SIDE = "limits the right side of this window to seqlen_k"
+ALIBI = {"mask": "structured", "band": Band(alibi=True), "bias_dtype": torch.float32}
+REFUSED = [
+    (FA2, {}, None),
+    (FA2, {"mask": "causal", "packed": True}, None),
+    (FA2, {"dtype": torch.float32}, "has no torch.float32"),
+    (FA2, {"dropout": True}, "drops by the engine's generator, not by Philox"),
+    (FA2, {"result": "weights"}, "gives no weights"),
+    (FA2, {"transformed": True}, "has no derivatives under torch.func and in forward mode"),
+    (FA2, {"device": torch.device("xpu")}, "runs on cpu, cuda, not on xpu"),
+    (FA2, {"mask": "dense"}, "takes no bool mask tensor"),
+    (FA2, {"mask": "bias", "bias_dtype": torch.bfloat16}, "takes no float mask tensor"),
+    (FA2, {"mask": "structured"}, OTHER_MASK),
+    (FA2, {"mask": "structured", "band": Band(-5, 0, right=True)}, ALIGNED),
+    (FA2, {"mask": "structured", "band": Band(3, 9)},
+     "takes no band that masks all keys of the last queries"),
+    (FA2, {**ALIBI, "band": Band(alibi=True, alibi_offset=3)},
+     "takes ALiBi aligned with the ends of the sequences only"),
+    (FA2, {"result": "lse"}, None),
+    (FA2, {"result": "lse", "needs_grad": True}, f"{FA2} ignores the gradient of lse"),
+    (FA3, {"result": "lse", "needs_grad": True}, f"{FA3} ignores the gradient of lse"),
+    (VARLEN, {"result": "lse", "needs_grad": True}, f"{VARLEN} ignores the gradient of lse"),
+    (FA4, {"result": "lse", "needs_grad": True}, None),
+    (FA2, {"head_dim": 100, "head_dim_v": 100}, None),
+    (FA3, {"head_dim": 100, "head_dim_v": 100},
+     f"{FA3} takes head_dim up to 256 in multiples of 8, not 100"),
+    (FA2, {"head_dim": 512, "head_dim_v": 512}, f"{FA2} takes head_dim up to 256, not 512"),
+    (FA2, {"head_dim_v": 32}, f"{FA2} takes equal head_dim and head_dim_v, not 64 and 32"),
+    (FA4, {"head_dim_v": 32}, None),
+    (FA4, {"head_dim": 12}, f"{FA4} does not take head_dim 12 with head_dim_v 64"),
+    (VARLEN, {"softcap": True}, f"{VARLEN} has no softcap"),
+    (FA2, ALIBI, None),
+    (FA2, {"mask": "causal", "seqlen_q": 39}, None),
+    (FA2, {"mask": "causal", "seqlen_q": 40}, f"{FA2} {RIGHT_SIDE}"),
+    (VARLEN, {"mask": "causal", "seqlen_q": 40}, f"{VARLEN} {RIGHT_SIDE}"),
+    (FA3, {"mask": "causal", "seqlen_q": 40}, None),
+    (FA2, {"mask": "structured", "band": Band(-3), "seqlen_q": 21}, None),
+    (FA2, {"mask": "structured", "band": Band(-3, right=True, from_end=True), "seqlen_q": 22},
+     f"{FA2} {RIGHT_SIDE}"),
+    (FA4, ALIBI, f"{FA4} has no ALiBi"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "properties", "reason"), REFUSED, ids=str)
+def test_refusals(install, name, properties, reason):
+    install(name)
+    there = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
+    there |= {"head_dim_v": 64, "seqlen_q": 20, "seqlen_k": 20}
+    reasons = FLASH.unsupported(AttentionProblem(**{**there, **properties}))
+    assert reasons == ([] if reason is None else [reason])
+
+
+def test_masks_that_are_no_bands(install):
+    """Prefixes, documents, and mixed alignments with lengths are refused, with a message."""
+    install(*ENGINES)
+    query = torch.randn(2, 2, 8, 16, dtype=torch.float64)
+    lengths = masks.padding([3, 8])
+    ids = torch.arange(8) // 4
+    both = masks.sliding_window(2, 0) & masks.sliding_window(3, 3, "bottom_right")
+    for mask in (masks.prefix_lm([3, 8]), masks.documents(ids), both & lengths):
+        assert band_of(normalize(mask, 2, 2, 8, 8, query)) is None
+        with pytest.raises(NotImplementedError, match=OTHER_MASK):
+            fused_attn.scaled_dot_product_attention(query, query, query, mask, backend="flash")
+    starts = torch.tensor([0, 8, 16])
+    rows = query.transpose(1, 2).flatten(0, 1)
+    with pytest.raises(NotImplementedError, match=OTHER_MASK):  # lengths within packed sequences
+        fused_attn.varlen_attention(
+            rows, rows, rows, starts, starts, 8, 8, lengths, backend="flash"
+        )
+
+
+def test_norms_and_machines_without_engines(monkeypatch):
+    norm = NormProblem(torch.device("cuda"), torch.bfloat16, 8)
+    assert FLASH.opt_in_reasons(norm) == ["has no kernels for norms"]
+    monkeypatch.setattr(engine_base, "no_gpu", list)
+    monkeypatch.setattr(engine_base, "_installed", {"flash-attn-4": "4.0.0b10"}.get)
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    assert FLASH.unavailable() == [
+        "flash-attn-4 needs version 4.0.0b36, not 4.0.0b10",
+        "flash-attn-3 is not installed",
+        "flash-attn is not installed",
+        "torch.nn.attention.varlen needs version 2.13, not 2.12.1+cu130",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "taken"),
+    [
+        (FA2, (7, 5), False), (FA2, (8, 0), True), (FA2, (12, 0), True),
+        (FA3, (8, 9), False), (FA3, (9, 0), True), (FA3, (10, 0), False),
+        (FA4, (8, 0), False), (FA4, (9, 0), True), (FA4, (10, 3), True), (FA4, (12, 0), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gpus(install, monkeypatch, name, capability, taken):
+    install(name)
+    monkeypatch.setattr(engine_base, "capability_of", lambda device: capability)
+    own = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
+    reasons = FLASH.unsupported(own)
+    major, minor = capability
+    assert reasons == (
+        [] if taken else [f"{name} has no kernels for compute capability {major}.{minor}"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "mask", "number"),
+    [
+        (9, (64, 64), "causal", 1915), (9, (64, 64), "none", None), (10, (64, 64), "causal", None),
+        (9, (192, 128), "none", 2087), (10, (192, 128), "none", None),
+        (10, (256, 256), "none", 3216), (9, (256, 256), "none", None),
+    ],
+)  # fmt: skip
+def test_denylist(install, monkeypatch, capability, sizes, mask, number):
+    """Known defects of flash-attn-4 with gradients; its forward is taken."""
+    known = denylist.DEFECTS
+    monkeypatch.undo()
+    monkeypatch.setattr(engine_base, "no_gpu", list)
+    monkeypatch.setattr(engine_base, "_installed", VERSIONS.get)
+    monkeypatch.setattr(denylist, "_capability", lambda device: capability)
+    monkeypatch.setattr(denylist.metadata, "version", VERSIONS.get)
+    monkeypatch.setattr(engine_base, "capability_of", lambda device: (capability, 0))
+    monkeypatch.setattr(flash, "ENGINES", (ENGINES[FA4],))
+    assert known == () and len(denylist.DEFECTS) >= 5
+    there = torch.device("cuda"), torch.bfloat16, *sizes
+    shape = {"mask": mask, "seqlen_q": 20, "seqlen_k": 20}
+    assert FLASH.unsupported(AttentionProblem(*there, **shape)) == []
+    reasons = FLASH.unsupported(AttentionProblem(*there, **shape, needs_grad=True))
+    assert [f"/issues/{number})" in reason for reason in reasons] == (
+        [] if number is None else [True]
+    )
+
+
+def test_selected_by_name_only():
+    """Opt-in until verified, by a hash that includes the versions of the engines."""
+    assert "flash" not in fused_attn.available_backends() or torch.cuda.is_available()
+    there = AttentionProblem(torch.device("cuda"), torch.bfloat16, 64, 64)
+    assert FLASH.opt_in_reasons(there)
+    assert FLASH.default_for("cuda") == "none"
+    names = {path.name for path in verdicts.KERNELS["flash"]()}
+    assert names >= {"__init__.py", "engine_base.py", "engines.py", "plan.py"}

@@ -40,7 +40,7 @@ class Defect:
 
 MASK_WITH_GRADIENTS = "mask tensor with gradients"
 ONE_QUERY_WITH_GRADIENTS = "one query with gradients"
-CAUSAL_WITH_GRADIENTS = "causal with gradients"
+BAND_WITH_GRADIENTS = "causal mask or window with gradients"
 HEAD_DIM_192_128_WITH_GRADIENTS = "head_dim 192 and head_dim_v 128 with gradients"
 HEAD_DIM_256_WITH_GRADIENTS = "head_dim 256 with gradients"
 
@@ -66,7 +66,7 @@ DEFECTS = (
     # No release is known to have fixed the defects of flash-attn-4.
     Defect(
         "flash-attn-4",
-        CAUSAL_WITH_GRADIENTS,
+        BAND_WITH_GRADIENTS,
         "flash-attn-4",
         SpecifierSet(">=4.0.0b1"),
         (9,),

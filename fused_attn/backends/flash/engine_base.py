@@ -135,8 +135,8 @@ def features_of(problem: AttentionProblem, plan: Plan) -> list[str]:
     if not problem.needs_grad:
         return []
     features = []
-    if plan.left is None and plan.right == 0:
-        features.append(denylist.CAUSAL_WITH_GRADIENTS)
+    if plan.left is not None or plan.right is not None:
+        features.append(denylist.BAND_WITH_GRADIENTS)
     if (problem.head_dim, problem.head_dim_v) == (192, 128):
         features.append(denylist.HEAD_DIM_192_128_WITH_GRADIENTS)
     if problem.head_dim == 256:

@@ -82,7 +82,7 @@ def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> Plan | str:
 
 
 def _window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
-    """Return a window without limits that mask nothing, which have a slower kernel."""
+    """Return a window; limits that mask nothing become None, as windows have a slower kernel."""
     return (None if left >= seqlen_k else left), (None if right >= seqlen_q else right)
 
 

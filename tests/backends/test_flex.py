@@ -17,6 +17,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from helpers import assert_like_eager, attention, random_qkv
 from mask_cases import MASKS
 from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem, visible_of
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention.flex_attention import create_mask
 
 import fused_attn
@@ -291,6 +292,27 @@ def test_limit_of_compilations(monkeypatch):
     want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
     assert torch.equal(out, want)
     assert not compiled.variants()
+
+
+def test_failed_compilations(monkeypatch):
+    """A kind of call that cannot be compiled runs on the reference, and is not tried again."""
+    tries = []
+
+    def failing(variant):
+        tries.append(variant)
+        raise TorchDynamoException("no such kernel")
+
+    monkeypatch.setattr(compiled, "_compiled", failing)
+    monkeypatch.setattr(compiled, "_functions", {})
+    query, key, value = random_qkv(1, 2, 2, 40, 40, 16).values()
+    want = fused_attn.scaled_dot_product_attention(query, key, value, backend="eager")
+    with pytest.warns(UserWarning, match="cannot compile a kind of call.*no such kernel"):
+        out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
+    assert torch.equal(out, want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = fused_attn.scaled_dot_product_attention(query, key, value, backend="flex")
+    assert torch.equal(out, want) and len(tries) == 1
 
 
 def test_without_positions():

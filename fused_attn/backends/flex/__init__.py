@@ -14,7 +14,6 @@ from intervals (masks/intervals.py).
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -111,15 +110,13 @@ class FlexBackend(EngineBackend):
             return AttentionOutputs(*reference.attention(call), nothing, nothing)
         variant, operands = variant_of(call, want_lse, self.engine, self.block_size(call))
         if torch.compiler.is_compiling():
-            out, lse = functions.attend(variant, query, key, value, operands)
+            results = functions.attend(variant, query, key, value, operands)
         elif is_intercepted():  # traced without compilation, where FlexAttention ignores blocks
-            out, lse = reference.attention(call)
-        elif compiled.at_limit(variant):
-            _warn_of_limit()
-            out, lse = reference.attention(call)
+            results = reference.attention(call)
         else:
-            out, lse = compiled.run(variant, query, key, value, operands)
-        return AttentionOutputs(out, lse, nothing, nothing)
+            made = compiled.run(variant, query, key, value, operands)
+            results = reference.attention(call) if made is None else made
+        return AttentionOutputs(*results, nothing, nothing)
 
 
 def variant_of(
@@ -164,16 +161,6 @@ def _ones(query: Tensor, key: Tensor, operands: Operands) -> tuple[bool, ...]:
 
 def _no_triton() -> list[str]:
     return [] if importlib.util.find_spec("triton") is not None else ["triton is not installed"]
-
-
-def _warn_of_limit() -> None:
-    from fused_attn.backends.flex.compiled import MAX_VARIANTS
-
-    warnings.warn(
-        f'backend "flex" has compiled {MAX_VARIANTS} kinds of calls, its limit: other kinds run on '
-        'backend "eager"',
-        stacklevel=2,
-    )
 
 
 def kernel_files() -> Iterator[Path]:

@@ -9,6 +9,7 @@ and sequences vary: torch.compile makes at most a few versions of it.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config
 
 from fused_attn.backends.flex.functions import Variant, attend
@@ -25,7 +27,7 @@ from fused_attn.backends.flex.operands import Operands, dimensions
 # and in evaluation.
 MAX_VARIANTS = 64
 
-_functions: dict[Variant, Any] = {}
+_functions: dict[Variant, Any] = {}  # None for a variant that cannot be compiled
 _limited = True
 
 
@@ -54,11 +56,37 @@ def without_limit() -> Iterator[None]:
 
 def run(
     variant: Variant, query: Tensor, key: Tensor, value: Tensor, operands: Operands
-) -> tuple[Tensor, Tensor | None]:
-    """Run the compiled `attend` of a variant; compile it for any sizes if the variant is new."""
+) -> tuple[Tensor, Tensor | None] | None:
+    """Run the compiled `attend` of a variant; compile it for any sizes if the variant is new.
+
+    Returns:
+        out and lse; None, with one warning, if the variant cannot be compiled or is beyond the
+        limit.
+    """
+    if at_limit(variant):
+        _warn(f"has compiled {MAX_VARIANTS} kinds of calls")
+        return None
     function = _functions.get(variant)
-    if function is not None:
-        return function(query, key, value, operands)
+    if function is None and variant in _functions:
+        return None
+    try:
+        if function is not None:
+            return function(query, key, value, operands)
+        return _first_run(variant, query, key, value, operands)
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        _functions[variant] = None
+        _warn(f"cannot compile a kind of call ({error})")
+        return None
+
+
+def _warn(reason: str) -> None:
+    text = f'backend "flex" {reason}, so such calls run on eager attention'
+    warnings.warn(text, stacklevel=3)
+
+
+def _first_run(
+    variant: Variant, query: Tensor, key: Tensor, value: Tensor, operands: Operands
+) -> tuple[Tensor, Tensor | None]:
     function = _functions[variant] = _compiled(variant)
     if variant.device_type == "cpu":
         return function(query, key, value, operands)

@@ -29,7 +29,7 @@ from fused_attn.backends.flex.functions import attend, mask_function, score_func
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.materialize import materialize
-from fused_attn.masks.spec import normalize
+from fused_attn.masks.spec import normalize, spec_of
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -242,6 +242,15 @@ def test_compilations_are_bounded(monkeypatch):
     number = len(compiled.variants())
     assert number <= 2 * len(MASKS) <= compiled.MAX_VARIANTS
     assert len(count) <= 1.2 * number
+
+
+def test_operands_are_cached_by_device():
+    """Calls without a mask tensor share one MaskSpec on all devices."""
+    for device in ("cpu", "meta", "cpu"):
+        query = torch.empty(1, 2, 40, 16, device=device)
+        spec = spec_of(None, True, query, query)
+        call = AttentionCall(query, query, query, spec, AttentionOptions(0.25))
+        assert variant_of(call, False)[1].begin.device.type == device
 
 
 # ---- what it refuses ----------------------------------------------------------------------------

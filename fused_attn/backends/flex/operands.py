@@ -105,7 +105,7 @@ def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, P
     """
     spec, key = call.mask, call.key
     memo: Memo = vars(spec).setdefault("memo", {})
-    what = ("flex operands", block_size, call.query.shape[:3], key.shape[1], key.shape[2])
+    what = ("flex operands", key.device, block_size, call.query.shape[:3], key.shape[1:3])
     tensors = [t for t in spec.tensors() if t is not None]
     return recall(memo, what, tensors, key.device, lambda: _operands(call, block_size))
 
@@ -114,7 +114,7 @@ def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pat
     spec, rows = call.mask, None
     lists = unmasked = None
     tensors: dict[str, Tensor] = {}
-    if _masks_positions(spec, call):
+    if _masks_positions(spec):
         structure = _structure_of(spec, call, block_size)
         intervals, lists, unmasked = structure.intervals, structure.lists, structure.unmasked
         rows = intervals.rows
@@ -164,7 +164,7 @@ def dimensions(pattern: Pattern, operands: Operands) -> list[tuple[Tensor, str]]
     return [(t, letters[name]) for name, t in given if isinstance(t, Tensor)]
 
 
-def _masks_positions(spec: MaskSpec, call: AttentionCall) -> bool:
+def _masks_positions(spec: MaskSpec) -> bool:
     """Return True if anything other than the bias can mask a position."""
     return spec.cu_seqlens_q is not None or replace(spec, bias=None, slopes=None).kind != "none"
 
@@ -188,7 +188,7 @@ def _structure_of(spec: MaskSpec, call: AttentionCall, block_size: BlockSize) ->
         return _Structure(replace(intervals, rest=MaskSpec(**made)), names, lists, unmasked)
 
     tensors = [t for t in spec.tensors() if t is not None]
-    what = ("flex", block_size, shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
+    what = ("flex", device, block_size, shape, heads, spec.band_lo, spec.band_hi, spec.by_query)
     return recall_on_spec(spec, what, tensors, device, make, _CACHED)
 
 

@@ -110,9 +110,13 @@ def defects(engine: str, feature: str, device: torch.device) -> tuple[Defect, ..
     )
 
 
-@functools.cache
 def is_denied(engine: str, feature: str, device: torch.device) -> bool:
     """Return True if an engine must not run calls with a feature on a device."""
+    return _is_denied(engine, feature, device)
+
+
+@functools.cache
+def _is_denied(engine: str, feature: str, device: torch.device) -> bool:
     return bool(defects(engine, feature, device))
 
 
@@ -124,6 +128,7 @@ def reason_against(engine: str, feature: str, device: torch.device) -> str:
 
 # torch.compile calls the functions while tracing, and treats the results as constants.
 is_denied._dynamo_marked_constant = True  # type: ignore[attr-defined]
+defects._dynamo_marked_constant = True  # type: ignore[attr-defined]
 reason_against._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -27,7 +27,7 @@ if not torch.__version__.startswith("2.13.") or not triton.__version__.startswit
 if shutil.which("g++") is None:
     pytest.skip("reason: needs g++", allow_module_level=True)
 
-from flex_on_h100 import flat_tensors, interpret, kernels_of, lower  # noqa: E402
+from flex_on_h100 import flat_tensors, graphs, interpret, kernels_of, lower  # noqa: E402
 
 BIAS = "bias"
 
@@ -213,6 +213,20 @@ def test_nan_behind_sequences(lowered, tmp_path):
     out, _, found = interpret([lowered("window_lengths")], [(tensors, grads)], tmp_path)[0]
     assert not out.isnan().any()
     assert not any(grad.isnan().any() for grad in found.values())
+
+
+def test_graphs_of_torch_compile(tmp_path):
+    """On an H100, a backend is chosen while tracing; cuDNN is off around a masked call that trains.
+
+    softcap has no kernel in torch's SDPA, so eager attention computes it.
+    """
+    torchs = "scaled_dot_product_attention"
+    assert graphs(tmp_path) == {
+        "inference": [torchs],
+        "training": ["_sdpa_kernel", torchs, "_sdpa_kernel"],
+        "flex": ["flex_attention"],
+        "softcap": [],
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

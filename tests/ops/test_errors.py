@@ -13,6 +13,7 @@ from fused_attn import _cpu, masks, varlen_attention
 from fused_attn import functional as F
 from fused_attn.backends import AttentionProblem, NormProblem
 from fused_attn.backends.fields import check_fields
+from fused_attn.backends.registry import BACKENDS
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
@@ -232,7 +233,7 @@ CASES = {
     ),
     "backend": (
         lambda: sdpa(backend="fast"), ValueError,
-        "backend must be one of cpp, cuda, triton, flash, flex, sdpa, eager, got 'fast'",
+        f"backend must be one of {', '.join(BACKENDS)}, got 'fast'",
     ),
     "backend_context": (
         lambda: fused_attn.use_backend("fast").__enter__(), ValueError, "backend must be one of",

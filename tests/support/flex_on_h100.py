@@ -5,6 +5,7 @@ Each step is a process of its own: lower_for_h100.py and run_for_h100.py.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -75,6 +76,11 @@ def interpret(
     return torch.load(files[2], weights_only=False)
 
 
+def graphs(folder: Path) -> dict[str, list[str]]:
+    """Return the attention operations in the graphs of compile_for_h100.py."""
+    return json.loads(_run("compile_for_h100.py", _guard(folder)))
+
+
 def kernels_of(lowering: Lowering) -> list[tuple[str, str, dict[str, Any]]]:
     """Return name, source and launch constants of each kernel in generated code."""
     found = []
@@ -113,8 +119,8 @@ def _guard(folder: Path) -> Path:
     return library
 
 
-def _run(script: str, *arguments: Path, **environment: str) -> None:
-    """Run a script of this folder."""
+def _run(script: str, *arguments: Path, **environment: str) -> str:
+    """Run a script of this folder; return what it prints."""
     cache = arguments[0].parent / "inductor"
     environment = {
         **os.environ,
@@ -127,3 +133,4 @@ def _run(script: str, *arguments: Path, **environment: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
+    return done.stdout

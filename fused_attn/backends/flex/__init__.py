@@ -75,9 +75,7 @@ class FlexBackend(EngineBackend):
         if device not in DEVICES:
             reasons.append(f"runs on {', '.join(DEVICES)}, not on {device}")
         elif device != "cpu":
-            reasons += _no_triton()
-            if device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-                reasons += too_old(problem.device)
+            reasons += _no_triton(problem.device)
         elif problem.needs_grad:
             reasons.append("has no gradients on the CPU")
         elif problem.result == "lse":
@@ -159,8 +157,17 @@ def _ones(query: Tensor, key: Tensor, operands: Operands) -> tuple[bool, ...]:
     return tuple([size == 1 for size in sizes])
 
 
-def _no_triton() -> list[str]:
-    return [] if importlib.util.find_spec("triton") is not None else ["triton is not installed"]
+def _no_triton(device: torch.device) -> list[str]:
+    """Return why FlexAttention's Triton kernels cannot run on a GPU; empty if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed"]
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return []
+    return too_old(device)
+
+
+# torch.compile calls the function while tracing, and treats the result as a constant.
+_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel_files() -> Iterator[Path]:

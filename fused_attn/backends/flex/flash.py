@@ -6,8 +6,7 @@ functions (`kernel_options={"BACKEND": "FLASH"}`). The package flash-attn-4 must
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+from importlib import metadata
 
 import torch
 from packaging.version import Version
@@ -17,7 +16,7 @@ from fused_attn.backends.flex import BLOCK_SIZE, FlexBackend, kernel_files
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import AttentionCall
 
-PACKAGE, MODULE = "flash-attn-4", "flash_attn.cute"
+PACKAGE = "flash-attn-4"
 MIN_VERSION = Version("4.0.0b17")  # from here on, functions may read scalars
 HOPPER, BLACKWELL = 9, (10, 11)
 # For a larger head_dim, the tiles of forward and backward differ, so no BlockMask block size suits
@@ -32,14 +31,7 @@ class FlexFlashBackend(FlexBackend):
     engine = "FLASH"
 
     def unavailable(self) -> list[str]:
-        version = _installed()
-        if version is None:
-            return [*super().unavailable(), f"{PACKAGE} is not installed"]
-        if version < MIN_VERSION:
-            return [*super().unavailable(), f"needs {PACKAGE} {MIN_VERSION}, not {version}"]
-        if not torch.cuda.is_available():
-            return [*super().unavailable(), "torch sees no GPU"]
-        return super().unavailable()
+        return super().unavailable() + _missing()
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = super().unsupported(problem)
@@ -77,17 +69,26 @@ class FlexFlashBackend(FlexBackend):
         return (2 * block_q, block_k) if major in BLACKWELL else BLOCK_SIZE
 
 
-@functools.cache
+def _missing() -> list[str]:
+    """Return why flash-attn-4 cannot be used here; empty if it can."""
+    version = _installed()
+    if version is None:
+        return [f"{PACKAGE} is not installed"]
+    if version < MIN_VERSION:
+        return [f"needs {PACKAGE} {MIN_VERSION}, not {version}"]
+    return [] if torch.cuda.is_available() else ["torch sees no GPU"]
+
+
 def _installed() -> Version | None:
     """Return the version of flash-attn-4, or None."""
-    from importlib import metadata
-
     try:
-        if importlib.util.find_spec(MODULE) is None:
-            return None
         return Version(metadata.version(PACKAGE))
-    except (ImportError, metadata.PackageNotFoundError):
+    except metadata.PackageNotFoundError:
         return None
+
+
+# torch.compile calls the function while tracing, and treats the result as a constant.
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 verdicts.KERNELS[FlexFlashBackend.name] = kernel_files

@@ -145,11 +145,9 @@ PROBLEMS = {
 }
 
 
-# One for each kind of operand; the others run in the thorough suite.
-QUICK = ("window_lengths", "gqa_softcap_bias", "packed_alibi")
-NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in PROBLEMS
-]
+def names(*quick):
+    """Return the names of the problems; all but `quick` run in the thorough suite."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.thorough) for n in PROBLEMS]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +164,7 @@ def lowered(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names("window_lengths", "gqa_softcap_bias", "packed_alibi"))
 def test_values_and_gradients(name, lowered, tmp_path):
     """Out, lse and all gradients of the kernels that a GPU runs are within the contract."""
     problem = PROBLEMS[name]
@@ -176,6 +174,7 @@ def test_values_and_gradients(name, lowered, tmp_path):
         assert finding.ok, str(finding)
 
 
+@pytest.mark.thorough
 def test_other_sizes(lowered, tmp_path):
     """The code that was generated for one batch size and lengths is right for others."""
     mask = masks.sliding_window(30, 9) & masks.padding([290, 0, 77], [200, 150, 200])
@@ -229,7 +228,7 @@ def test_graphs_of_torch_compile(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names("window_lengths"))
 def test_compiles_for_hopper(name, lowered):
     """Each kernel compiles to sm_90, with its matrix instructions and within shared memory."""
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -36,6 +36,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cuda", "xpu", "cpu")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_TORCH = (2, 13)
+# Comparing versions takes 10 us, in each call.
+_TOO_OLD = (
+    [f"needs torch {'.'.join(map(str, MIN_TORCH))}, not {torch.__version__}"]
+    if torch.__version__ < MIN_TORCH  # type: ignore[operator]
+    else []
+)
 # FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
 BLOCK_SIZE = (128, 128)
 
@@ -63,9 +69,7 @@ class FlexBackend(EngineBackend):
         return compiled.without_limit()
 
     def unavailable(self) -> list[str]:
-        if torch.__version__ < MIN_TORCH:  # type: ignore[operator]
-            return [f"needs torch {'.'.join(map(str, MIN_TORCH))}, not {torch.__version__}"]
-        return []
+        return list(_TOO_OLD)
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = self.unavailable()
@@ -103,9 +107,8 @@ class FlexBackend(EngineBackend):
         from fused_attn.backends.flex import compiled, functions
 
         query, key, value = call.query, call.key, call.value
-        nothing = query.new_empty(0)
         if 0 in query.shape or 0 in key.shape or 0 in value.shape:
-            return AttentionOutputs(*reference.attention(call), nothing, nothing)
+            return AttentionOutputs(*reference.attention(call), None, None)
         variant, operands = variant_of(call, want_lse, self.engine, self.block_size(call))
         if torch.compiler.is_compiling():
             results = functions.attend(variant, query, key, value, operands)
@@ -114,7 +117,7 @@ class FlexBackend(EngineBackend):
         else:
             made = compiled.run(variant, query, key, value, operands)
             results = reference.attention(call) if made is None else made
-        return AttentionOutputs(*results, nothing, nothing)
+        return AttentionOutputs(*results, None, None)
 
 
 def variant_of(

@@ -31,7 +31,6 @@ from fused_attn.backends.flash.engine_base import Arguments, Engine, Results
 from fused_attn.backends.flash.engines import ENGINES, FlashAttention2
 from fused_attn.backends.flash.plan import Layout, Plan, layout_of, plan_of
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
-from fused_attn.backends.sdpa import SdpaBackend
 from fused_attn.base.torch_state import is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 from fused_attn.masks import band
@@ -77,8 +76,7 @@ class FlashBackend(EngineBackend):
             return AttentionOutputs(*reference.attention(call), nothing, nothing)
         choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
         chosen = choose(problem, is_intercepted())
-        if chosen is None:
-            return _fallback(call, problem, want_lse)
+        assert chosen is not None  # see unsupported()
         engine, plan = chosen
         if plan.empty:
             out, lse = reference.attention(call)
@@ -125,30 +123,15 @@ def _choose(problem: AttentionProblem, traced: bool) -> tuple[Engine, Plan] | No
     """Return the first engine that takes a problem, and the plan; None if there is none.
 
     Args:
-        traced: consider only the engines that can be traced.
+        traced: `is_intercepted()`, on which the refusals depend; part of the cache key.
     """
     plan = _plan(problem)
     if not isinstance(plan, Plan) or _common_refusals(problem):
         return None
     for engine in ENGINES:
-        if (engine.traceable or not traced) and not engine.refusals(problem, plan):
+        if not engine.refusals(problem, plan):
             return engine, plan
     return None
-
-
-def _fallback(call: AttentionCall, problem: AttentionProblem, want_lse: bool) -> AttentionOutputs:
-    """Run a call that no engine takes on torch's kernels if these take it, else in eager math.
-
-    The registry does not select this backend for such calls. They occur if the engine that takes
-    the problem cannot be traced by torch.compile.
-    """
-    sdpa = SdpaBackend()
-    if not problem.dropout and not sdpa.unsupported(problem):
-        outputs = sdpa.attention_fwd(call, False, want_lse)
-        assert outputs is not None
-        return outputs
-    nothing = call.query.new_empty(0)
-    return AttentionOutputs(*reference.attention(call), nothing, nothing)
 
 
 # ---- the pass -----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 from fused_attn.backends import denylist
 from fused_attn.backends.flash.plan import Plan, Sequences
 from fused_attn.backends.problem import AttentionProblem
+from fused_attn.base.torch_state import is_intercepted
 
 TORCH = "torch.nn.attention.varlen"  # the engine that is no package
 
@@ -81,6 +82,8 @@ class Engine:
         reasons = self.unavailable()
         if reasons:
             return reasons
+        if not self.traceable and is_intercepted():
+            reasons.append("cannot be traced by torch.compile")
         capability = capability_of(problem.device)
         if capability is not None:
             low, high = self.min_capability, self.max_capability

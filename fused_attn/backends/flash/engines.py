@@ -53,18 +53,7 @@ class FlashAttention4(Engine):
         return getattr(cute, name)
 
     def run(self, call: Arguments) -> Results:
-        causal, window = window_of(call.left, call.right, None)
-        options = {
-            "q": call.query,
-            "k": call.key,
-            "v": call.value,
-            "softmax_scale": call.scale,
-            "causal": causal,
-            "window_size": window,
-            "softcap": call.softcap,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "return_lse": call.want_lse,
-        }
+        options = {**_options(call, None), "return_lse": call.want_lse}
         name = "flash_attn_func" if call.sequences is None else "flash_attn_varlen_func"
         out, lse = self.function(name)(**options, **lengths_of(call))
         return out, lse if call.want_lse else None
@@ -152,10 +141,10 @@ _CLASSES = (FlashAttention4, FlashAttention3, FlashAttention2, TorchVarlen)
 ENGINES: tuple[Engine, ...] = tuple(engine() for engine in _CLASSES)
 
 
-def _run_with_probs_flag(engine: Engine, call: Arguments, extra: dict[str, Any]) -> Results:
-    """Run FlashAttention 2 or 3, which return lse only with `return_attn_probs`."""
-    causal, window = window_of(call.left, call.right, -1)
-    options = {
+def _options(call: Arguments, unlimited: int | None) -> dict[str, Any]:
+    """Return the arguments that all versions of FlashAttention have; see `window_of`."""
+    causal, window = window_of(call.left, call.right, unlimited)
+    return {
         "q": call.query,
         "k": call.key,
         "v": call.value,
@@ -165,6 +154,11 @@ def _run_with_probs_flag(engine: Engine, call: Arguments, extra: dict[str, Any])
         "softcap": call.softcap,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def _run_with_probs_flag(engine: Engine, call: Arguments, extra: dict[str, Any]) -> Results:
+    """Run FlashAttention 2 or 3, which return lse only with `return_attn_probs`."""
+    options = _options(call, -1)
     name = "flash_attn_func" if call.sequences is None else "flash_attn_varlen_func"
     function = engine.function(name)
     # Early builds of flash-attn-3 have no flag, and return lse always.

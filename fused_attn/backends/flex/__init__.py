@@ -60,7 +60,7 @@ class FlexBackend(EngineBackend):
         return (
             "fused_attn computes attention with a large score matrix by FlexAttention (backend "
             '"flex"), as no other kernel of torch supports the call. It compiles a kernel for each '
-            "kind of call, which takes up to a minute"
+            "kind of call, which can take minutes"
         )
 
     def verifying(self) -> AbstractContextManager[None]:

@@ -23,8 +23,8 @@ from torch.fx.experimental import _config
 from fused_attn.backends.flex.functions import Variant, attend
 from fused_attn.backends.flex.operands import Operands, dimensions
 
-# Compiling takes 10 to 60 s on a GPU. A model needs one variant for each kind of mask, in training
-# and in evaluation.
+# Users report 30 to 120 s for a compilation on a GPU (model cards of huggingface.co/Synthyra). A
+# model needs one variant for each kind of mask, in training and in evaluation.
 MAX_VARIANTS = 64
 
 _functions: dict[Variant, Any] = {}  # None for a variant that cannot be compiled

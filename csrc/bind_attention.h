@@ -107,7 +107,8 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
   AttentionParams p{};
   if (!reader.read(call, for_backward, num_threads, &p)) return py::none();
   const TensorView& q = reader.query;
-  const NumberType type{q.code, q.bits}, of_lse = type_of(statistics_of(p.dtype));
+  const NumberType of_lse = type_of(statistics_of(p.dtype));
+  const NumberType type = p.partial ? of_lse : NumberType{q.code, q.bits};
   py::object out, lse = py::none(), lse_residual = py::none(), out_residual = py::none();
   if (reader.three_dims) {
     const int64_t shape[] = {q.shape[2], p.num_heads, p.head_dim_v};
@@ -123,7 +124,7 @@ py::object attention_fwd(const py::handle& call, bool for_backward, bool want_ls
   }
   if (for_backward) {
     lse_residual = new_dense(q.shape, 3, of_lse, &p.lse_residual);
-    if (q.bits == 16)
+    if (type.bits == 16)
       out_residual = new_rows(q, p.head_dim_v, kInt16, &p.out_residual, p.out_residual_strides);
   }
   run_entry(&KernelTable::attention_fwd, p);
@@ -192,7 +193,8 @@ py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
   if (!reader.read(call, true, num_threads, &p.fwd)) return py::none();
   const auto &q = reader.query, &k = reader.key, &v = reader.value;
   if (!read_results(outputs, grad_out, grad_lse, q, &p)) return py::none();
-  const NumberType type{q.code, q.bits};
+  const NumberType sums = type_of(statistics_of(p.fwd.dtype));
+  const NumberType type = p.fwd.partial ? sums : NumberType{q.code, q.bits};
   py::object grad_q = new_rows(q, p.fwd.head_dim, type, &p.grad_query, p.grad_query_strides);
   py::object grad_k = new_rows(k, p.fwd.head_dim, type, &p.grad_key, p.grad_key_strides);
   py::object grad_v = new_rows(v, p.fwd.head_dim_v, type, &p.grad_value, p.grad_value_strides);
@@ -200,7 +202,6 @@ py::object attention_bwd(const py::handle& call, const py::tuple& outputs,
   if (needs_bias) {
     const py::object spec = FUSED_ATTN_ATTRIBUTE(call, "mask");
     const TensorView bias = view_of(FUSED_ATTN_ATTRIBUTE(spec, "bias"));
-    const NumberType sums = type_of(statistics_of(p.fwd.dtype));
     grad_bias = new_dense(bias.shape, 4, sums, &p.grad_bias);
     std::fill_n(static_cast<char*>(p.grad_bias), bias.numel() * sums.bits / 8, 0);
   }

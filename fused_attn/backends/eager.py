@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from fused_attn.backends import reference
 from fused_attn.backends.base import Backend
-from fused_attn.call.calls import AttentionCall, AttentionOutputs, NormCall, NormOutputs
+from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call.calls import (
+    AttentionCall,
+    AttentionGradients,
+    AttentionOutputs,
+    NormCall,
+    NormOutputs,
+)
 
 
 class EagerBackend(Backend):
@@ -18,9 +28,21 @@ class EagerBackend(Backend):
     def attention_fwd(
         self, call: AttentionCall, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs:
-        out, lse = reference.attention(call)
+        out, lse = reference.attention(_unrounded(call) if call.options.partial else call)
         nothing = lse.new_empty(0)
-        return AttentionOutputs(out, lse, nothing, nothing)
+        residual = torch.zeros_like(lse) if call.options.partial else nothing
+        return AttentionOutputs(out, lse, residual, nothing)
+
+    def attention_bwd(
+        self,
+        call: AttentionCall,
+        outputs: AttentionOutputs,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs_bias: bool,
+    ) -> AttentionGradients:
+        """Compute the gradients of a partial result. Other calls are differentiated by autograd."""
+        return reference.partial_gradients(_unrounded(call), outputs, grad_out, grad_lse)
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool
@@ -45,3 +67,10 @@ class EagerBackend(Backend):
         out: Tensor | None = None,
     ) -> Tensor:
         return reference.activation(input, bias, activation, dropout_p, seed, grad_out)
+
+
+def _unrounded(call: AttentionCall) -> AttentionCall:
+    """Return the call with query, key and value in the statistics dtype."""
+    dtype = statistics_dtype(call.query.dtype)
+    query, key, value = (t.to(dtype) for t in (call.query, call.key, call.value))
+    return replace(call, query=query, key=key, value=value)

@@ -28,6 +28,8 @@ class AttentionProblem:
         seqlen_q, seqlen_k: the lengths, or the maximum lengths of packed sequences; 0 if unknown.
         bias_dtype: dtype of the terms added to the scores, or None.
         learned_bias: True if bias requires a gradient.
+        partial: True if the result is partial, see AttentionOptions. Only backends whose backward
+            accepts the merged out and lse support it.
         result: "lse" or "weights" if that is requested in addition to out, otherwise "out".
         seeded: True if the caller passed a dropout seed.
         sharded: True if the call is a shard whose dropout uses global offsets.
@@ -51,6 +53,7 @@ class AttentionProblem:
     dropout: bool = False
     seeded: bool = False
     sharded: bool = False
+    partial: bool = False
     result: str = "out"
     learned_bias: bool = False
     needs_grad: bool = False
@@ -97,7 +100,8 @@ Problem = AttentionProblem | NormProblem
 
 
 _FLAGS = (
-    "packed", "residual", "softcap", "dropout", "seeded", "sharded", "needs_grad", "transformed",
+    "packed", "residual", "softcap", "dropout", "seeded", "sharded", "partial", "needs_grad",
+    "transformed",
 )  # fmt: skip
 
 
@@ -156,6 +160,7 @@ def problem_of(call: AnyCall, result: str = "out") -> Problem:
         dropout=call.options.dropout_p > 0.0,
         seeded=call.options.seed is not None,
         sharded=_sharded(call),
+        partial=call.options.partial,
         result=result,
         learned_bias=needs_grad and mask.bias is not None and mask.bias.requires_grad,
         needs_grad=needs_grad,

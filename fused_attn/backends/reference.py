@@ -7,13 +7,15 @@ every problem.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call import packed
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs, NormCall
 from fused_attn.masks.materialize import materialize
 
 
@@ -29,6 +31,44 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     weights, value, empty, lse = _weights(call)
     # masked_fill also zeroes the gradient of fully masked rows, even if it is NaN.
     return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
+
+
+def partial_gradients(
+    call: AttentionCall, outputs: AttentionOutputs, grad_out: Tensor, grad_lse: Tensor | None
+) -> AttentionGradients:
+    """Compute the gradients of a partial result (see AttentionOptions) from merged outputs.
+
+    With weights P = exp(S - lse), the gradient of the scores is dS = P (dP - delta), where
+    delta = rowsum(grad_out * out) - grad_lse. Source: Dao et al. 2022, "FlashAttention", appendix
+    B.4.
+
+    Args:
+        call: not packed, with query, key and value in the statistics dtype.
+        outputs: the merged outputs. out_residual is not read.
+        grad_out, grad_lse: gradients of the merged out and lse; grad_lse may be None.
+    """
+    bias = call.mask.bias
+    leaves = [call.query, call.key, *([] if bias is None else [bias])]
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    mask = call.mask if bias is None else replace(call.mask, bias=leaves[2])
+    with torch.enable_grad():
+        own = replace(call, query=leaves[0], key=leaves[1], value=call.value.detach(), mask=mask)
+        scores, value = _scores(own)
+    lse = outputs.lse + outputs.lse_residual
+    shift = lse.masked_fill(lse == float("-inf"), 0.0)[..., None]
+    weights = torch.exp(scores.detach() - shift)
+    grad_out = grad_out.to(value.dtype)
+    grad_weights, kept = grad_out @ value.transpose(-2, -1), weights
+    if call.options.dropout_p > 0.0:
+        factor = _dropout_factor(call, scores)
+        grad_weights, kept = grad_weights * factor, weights * factor
+    delta = (grad_out * outputs.out.to(value.dtype)).sum(-1)
+    delta = delta if grad_lse is None else delta - grad_lse
+    grad_scores = weights * (grad_weights - delta[..., None])
+    grads = torch.autograd.grad(scores, leaves, grad_scores.masked_fill(weights == 0.0, 0.0))
+    grad_value = kept.transpose(-2, -1) @ grad_out
+    grad_value = grad_value.unflatten(1, (call.key.shape[1], -1)).sum(2)
+    return AttentionGradients(grads[0], grads[1], grad_value, grads[2] if len(grads) > 2 else None)
 
 
 def attention_weights(call: AttentionCall, average: bool) -> Tensor:
@@ -60,13 +100,18 @@ def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = total.masked_fill(empty, 1.0)
     lse = (maximum.to(statistics) + total.log()).masked_fill(empty, float("-inf")).squeeze(-1)
     weights = weights / total.to(weights.dtype)
-    options = call.options
-    if options.dropout_p > 0.0:
-        assert options.seed is not None
-        p, offsets = options.dropout_p, options.dropout_offsets
-        keep = philox.attention_keep(options.seed, p, *scores.shape, offsets=offsets)
-        weights = weights * (keep.to(weights.dtype) * philox.dropout_scale(p))
+    if call.options.dropout_p > 0.0:
+        weights = weights * _dropout_factor(call, scores)
     return weights, value, empty, lse
+
+
+def _dropout_factor(call: AttentionCall, scores: Tensor) -> Tensor:
+    """Return the factor of each weight under dropout, 0 or 1 / (1 - p), in the dtype of scores."""
+    options = call.options
+    assert options.seed is not None
+    p, offsets = options.dropout_p, options.dropout_offsets
+    keep = philox.attention_keep(options.seed, p, *scores.shape, offsets=offsets)
+    return keep.to(scores.dtype) * philox.dropout_scale(p)
 
 
 def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:

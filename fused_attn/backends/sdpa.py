@@ -70,6 +70,8 @@ class SdpaBackend(Backend):
             reasons.append("does not drop what a larger whole would")
         if isinstance(problem, NormProblem):
             return reasons
+        if problem.partial:
+            reasons.append("gives no partial results")
         if problem.softcap:
             reasons.append("has no softcap")
         if problem.result == "lse":

@@ -85,6 +85,7 @@ class AttentionOutputs(NamedTuple):
 class AttentionGradients(NamedTuple):
     """Gradients of an attention call, each in the shape and dtype of its tensor.
 
+    In a partial result, those of query, key and value have the statistics dtype.
     The gradient of bias is None, or an empty tensor in torch.library ops, if it is not requested.
     """
 
@@ -123,6 +124,12 @@ class AttentionCall(Flat):
     checked: ClassVar[bool] = True
     enable_gqa: ClassVar[bool] = True  # validation ensures that num_heads_kv divides num_heads
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Dtype of out and of the gradients of query, key and value."""
+        own = self.query.dtype
+        return statistics_dtype(own) if self.options.partial else own
+
     def sizes(self) -> tuple[int, int, int]:
         """Return (batch, seqlen_q, seqlen_k); for packed sequences see `MaskSpec.sizes`."""
         return self.mask.sizes(self.query, self.key)
@@ -159,9 +166,9 @@ class AttentionCall(Flat):
         out = laid_out_like(query, (batch, num_heads, seqlen_q, self.value.shape[3]))
         dtype, device = statistics_dtype(query.dtype), query.device
         rows = (batch, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1)
-        rounds = for_backward and query.dtype.itemsize == 2
+        rounds = for_backward and self.out_dtype.itemsize == 2
         return AttentionOutputs(
-            empty(*out, query.dtype, device),
+            empty(*out, self.out_dtype, device),
             empty(*(rows if for_backward or want_lse else EMPTY_LAYOUT), dtype, device),
             empty(*(rows if for_backward else EMPTY_LAYOUT), dtype, device),
             empty(*(out if rounds else EMPTY_LAYOUT), torch.int16, device),
@@ -176,7 +183,7 @@ class AttentionCall(Flat):
         query, bias = self.query, self.mask.bias
         wanted = bias if needs_bias else None
         q, k, v = (
-            empty(*laid_out_like(t, t.shape), t.dtype, t.device)
+            empty(*laid_out_like(t, t.shape), self.out_dtype, t.device)
             for t in (query, self.key, self.value)
         )
         return AttentionGradients(

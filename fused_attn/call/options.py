@@ -47,6 +47,9 @@ class AttentionOptions(Flat):
         seed: int64 scalar tensor, required if dropout_p > 0. Unchecked, it may be an int or None.
         dropout_offsets: int64 (batch, 3), global offsets (row, key, head) of each sequence (see
             call/shards.py). None if the call is not a shard of a global call.
+        partial: True for a partial result, over some of the keys, which the caller merges with
+            others. out and the gradients of query, key and value then have the statistics dtype
+            (float32 for 16-bit tensors), and the backward receives the merged out and lse.
     """
 
     scale: float
@@ -54,6 +57,7 @@ class AttentionOptions(Flat):
     dropout_p: float = 0.0
     seed: Tensor | None = None
     dropout_offsets: Tensor | None = None
+    partial: bool = False
 
     def prepare(self, head_dim: int) -> bool:
         """Set the default scale of an unchecked call, and return True if all options are valid.
@@ -90,6 +94,7 @@ class AttentionOptions(Flat):
             0.0 if softcap is None else softcap,
             dropout_p,
             checked_seed(self.seed, dropout_p, device),
+            partial=self.partial,
         )
 
     def for_backward(self) -> AttentionOptions:

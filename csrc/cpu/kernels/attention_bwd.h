@@ -276,25 +276,22 @@ class AttentionBwd : BwdTile<T> {
 
   void write_grad_query(int64_t b, int64_t h, A* query_tiles) {
     const SequenceRows queries = query_rows(p_, b);
-    T* const head =
-        const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
-    const int64_t stride = bwd_.grad_query_strides[2];
+    const ResultRows<T> out(p_, bwd_.grad_query, bwd_.grad_query_strides, queries, h);
     const A scale = static_cast<A>(p_.scale);
     for (int64_t i = 0; i < queries.count; i += kRows) {
       A* const query_tile = query_tiles + i * wide_;
       for (int64_t e = 0; e < p_.head_dim * kRows; ++e) query_tile[e] *= scale;
-      write_query_tile<T>(query_tile, p_.head_dim, min64(kRows, queries.count - i), rows_,
-                          head + i * stride, stride);
+      write_query_tile<T>(query_tile, p_.head_dim, min64(kRows, queries.count - i), rows_, out, i);
     }
   }
 
   void write_rows(A* rows, int64_t wide, int64_t dim, double factor, int64_t begin, int64_t end,
-                  void* out, const int64_t strides[3], int64_t b, int64_t h) const {
-    T* const head = const_cast<T*>(at_head<T>(out, strides, key_rows(p_, b), h));
+                  void* result, const int64_t strides[3], int64_t b, int64_t h) const {
+    const ResultRows<T> out(p_, result, strides, key_rows(p_, b), h);
     for (int64_t j = begin; j < end; ++j) {
       A* const row = rows + (j - begin) * wide;
       for (int64_t d = 0; d < dim; ++d) row[d] *= static_cast<A>(factor);
-      store_row(row, dim, head + j * strides[2]);
+      out.store(j, row, dim);
     }
   }
 

@@ -142,9 +142,7 @@ class BwdQueryTiles {
   // Scales dQ of a head and writes it from tiles to the rows of grad_query.
   void write_grad_query(int64_t b, int64_t h, const float* query_tiles) {
     const SequenceRows queries = query_rows(p_, b);
-    T* const head =
-        const_cast<T*>(at_head<T>(bwd_.grad_query, bwd_.grad_query_strides, queries, h));
-    const int64_t stride = bwd_.grad_query_strides[2];
+    const ResultRows<T> out(p_, bwd_.grad_query, bwd_.grad_query_strides, queries, h);
     const float scale = static_cast<float>(p_.scale);
     for (int64_t i = 0; i < queries.count; i += kTileQueries) {
       const float* const query_tile = query_tiles + i * steps_ * kTileSteps;
@@ -152,16 +150,16 @@ class BwdQueryTiles {
         for (int64_t c = 0; c < 2 * steps_; ++c) {
           store(rows_ + c * 16, load(query_tile + c * kPairSums + r * 16) * scale);
         }
-        store_row(rows_, p_.head_dim, head + (i + r) * stride);
+        out.store(i + r, rows_, p_.head_dim);
       }
     }
   }
 
   // Transposes the gradients of keys [begin, end), multiplies them by `factor`, and writes them to
-  // the rows of out.
+  // the rows of `result`.
   void write_key_rows(const float* tiles, int64_t steps, int64_t dim, double factor, int64_t begin,
-                      int64_t end, void* out, const int64_t strides[3], int64_t b, int64_t h) {
-    T* const head = const_cast<T*>(at_head<T>(out, strides, key_rows(p_, b), h));
+                      int64_t end, void* result, const int64_t strides[3], int64_t b, int64_t h) {
+    const ResultRows<T> out(p_, result, strides, key_rows(p_, b), h);
     const int64_t wide = steps * kTileSteps;
     const float scale = static_cast<float>(factor);
     for (int64_t j = begin; j < end; j += kGradientKeys, tiles += kGradientKeys * wide) {
@@ -176,7 +174,7 @@ class BwdQueryTiles {
         }
       }
       for (int64_t t = 0; t < min64(kGradientKeys, end - j); ++t) {
-        store_row(rows_ + t * wide, dim, head + (j + t) * strides[2]);
+        out.store(j + t, rows_ + t * wide, dim);
       }
     }
   }

@@ -24,6 +24,36 @@ inline const T* at_head(const void* data, const int64_t strides[3], const Sequen
          rows.first * strides[2];
 }
 
+// Rows of one head of a result: out, or the gradient of query, key or value. They have type T, or
+// Acc<T> in a partial result.
+template <class T>
+struct ResultRows {
+  ResultRows(void* rows, int64_t row_stride, bool is_partial)
+      : data(rows), stride(row_stride), partial(is_partial && sizeof(T) < sizeof(Acc<T>)) {}
+  ResultRows(const AttentionParams& p, void* result, const int64_t strides[3],
+             const SequenceRows& rows, int64_t h)
+      : ResultRows(result, strides[2], p.partial) {
+    if (partial) {
+      data = const_cast<Acc<T>*>(at_head<Acc<T>>(result, strides, rows, h));
+    } else {
+      data = const_cast<T*>(at_head<T>(result, strides, rows, h));
+    }
+  }
+
+  // Returns row i. Not for partial results of 16-bit types.
+  T* at(int64_t i) const { return static_cast<T*>(data) + i * stride; }
+
+  // Writes the first n elements of row i.
+  void store(int64_t i, const Acc<T>* row, int64_t n) const {
+    if (partial) return store_row<Acc<T>>(row, n, static_cast<Acc<T>*>(data) + i * stride);
+    store_row(row, n, at(i));
+  }
+
+  void* data;
+  const int64_t stride;  // in elements
+  const bool partial;    // stored as Acc<T>, although T is narrower
+};
+
 // Unit of the scores that finish_scores() computes. Without softcap, bias and ALiBi slopes, the
 // scores remain QK^T, and the softmax applies the scale within its exponential. Otherwise
 // finish_scores() applies the scale.
@@ -231,16 +261,16 @@ inline int64_t operand_bytes(const AttentionParams& p) {
 // Transposes a query tile (dim, kRows) and writes its first `rows` queries to out, converted to T.
 //
 // scratch: (kRows, dim). For 16-bit T, it receives the unrounded rows.
-// stride: distance between rows of out, in elements.
+// first: row of `out` that the first query of the tile is written to.
 template <class T>
 inline void write_query_tile(const Acc<T>* query_tile, int64_t dim, int64_t rows, Acc<T>* scratch,
-                             T* out, int64_t stride) {
+                             const ResultRows<T>& out, int64_t first) {
   constexpr int64_t kRows = kPanel<Acc<T>>;
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
-    if (rows == kRows) return transpose(query_tile, kRows, dim, kRows, out, stride);
+    if (rows == kRows) return transpose(query_tile, kRows, dim, kRows, out.at(first), out.stride);
   }
   transpose(query_tile, kRows, dim, kRows, scratch, dim);
-  for (int64_t l = 0; l < rows; ++l) store_row(scratch + l * dim, dim, out + l * stride);
+  for (int64_t l = 0; l < rows; ++l) out.store(first + l, scratch + l * dim, dim);
 }
 
 }  // namespace

@@ -130,8 +130,8 @@ class AttentionDecode {
         // float64 uses a division, which is slower but saves one rounding.
         store(row + d, sizeof(A) == 8 ? load(row + d) / sum * scale : load(row + d) * factor);
       }
-      T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, h));
-      store_row(row, p_.head_dim_v, out + i * p_.out_strides[2]);
+      const ResultRows<T> out(p_, p_.out, p_.out_strides, queries, h);
+      out.store(i, row, p_.head_dim_v);
       write_lse(p_, units_.natural, lse_begin(p_, b, h) + i, part.maximum[r], part.sum[r]);
     }
   }

@@ -354,11 +354,10 @@ class AttentionFwd {
         store(at, sizeof(A) == 8 ? load(at) / divisor * scale : load(at) * factor);
       }
     }
-    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries_, h));
-    write_query_tile<T>(query_tile.out, p_.head_dim_v, rows, rows_, out + i * p_.out_strides[2],
-                        p_.out_strides[2]);
+    const ResultRows<T> out(p_, p_.out, p_.out_strides, queries_, h);
+    write_query_tile<T>(query_tile.out, p_.head_dim_v, rows, rows_, out, i);
     if constexpr (sizeof(T) == 2) {
-      if (p_.out_residual != nullptr) write_out_residual(h, i, rows, out + i * p_.out_strides[2]);
+      if (p_.out_residual != nullptr) write_out_residual(h, i, rows, out.at(i));
     }
     const int64_t at = lse_begin(p_, b, h) + i;
     for (int64_t l = 0; l < rows; ++l) {

@@ -412,10 +412,9 @@ class AttentionFwdTiles {
 
   void write_out(const QueryTile& query_tile) {
     const SequenceRows queries = query_rows(p_, query_tile.b);
-    T* const out = const_cast<T*>(at_head<T>(p_.out, p_.out_strides, queries, query_tile.h)) +
-                   query_tile.first * p_.out_strides[2];
+    const ResultRows<T> out(p_, p_.out, p_.out_strides, queries, query_tile.h);
     for (int64_t r = 0; r < query_tile.count; ++r) {
-      store_row(rows_ + r * wide_v_, p_.head_dim_v, out + r * p_.out_strides[2]);
+      out.store(query_tile.first + r, rows_ + r * wide_v_, p_.head_dim_v);
     }
     if constexpr (sizeof(T) == 2) {
       if (p_.out_residual == nullptr) return;
@@ -424,7 +423,7 @@ class AttentionFwdTiles {
               at_head<int16_t>(p_.out_residual, p_.out_residual_strides, queries, query_tile.h)) +
           query_tile.first * p_.out_residual_strides[2];
       for (int64_t r = 0; r < query_tile.count; ++r) {
-        store_residual_row(rows_ + r * wide_v_, out + r * p_.out_strides[2], p_.head_dim_v,
+        store_residual_row(rows_ + r * wide_v_, out.at(query_tile.first + r), p_.head_dim_v,
                            residuals + r * p_.out_residual_strides[2]);
       }
     }

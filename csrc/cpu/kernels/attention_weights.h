@@ -161,7 +161,7 @@ class AttentionWeights : WeightTiles<T> {
     for (int64_t e = 0; heads_ > 1 && e < n * kRows; e += kLane) {
       store(sum + e, load(sum + e) / static_cast<A>(heads_));
     }
-    write_query_tile<T>(sum, n, rows, this->scratch_, out, p_.seqlen_k);
+    write_query_tile<T>(sum, n, rows, this->scratch_, {out, p_.seqlen_k, false}, 0);
   }
 
   const int64_t heads_;

@@ -103,6 +103,8 @@ def _common_refusals(problem: AttentionProblem) -> list[str]:
         reasons.append("has no derivatives under torch.func and in forward mode")
     if problem.dropout:
         reasons.append("drops by the engine's generator, not by Philox")
+    if problem.partial:
+        reasons.append("gives no partial results")
     if problem.result == "weights":
         reasons.append("gives no weights")
     return reasons

@@ -90,6 +90,8 @@ class FlexBackend(EngineBackend):
             reasons.append(f"takes head_dim from {MIN_HEAD_DIM}, not {small}")
         if problem.dropout:
             reasons.append("has no dropout")
+        if problem.partial:
+            reasons.append("gives no partial results")
         if problem.result == "weights":
             reasons.append("gives no weights")
         if problem.learned_bias and torch.are_deterministic_algorithms_enabled():

@@ -1,0 +1,113 @@
+"""Masks of parts of a call: some heads, or some queries and keys, of a larger call."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.masks.mask import UNLIMITED
+from fused_attn.masks.spec import BOUNDS, MaskSpec
+
+_BATCH, _HEAD, _QUERY, _KEY = range(4)
+_DENSE = ("bias", "dense", "key_mask")
+
+
+def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
+    """Return the mask of some of the heads.
+
+    Args:
+        spec: the mask of all heads.
+        heads: a slice of the query heads, with a step of 1.
+    """
+    tensors: dict[str, Any] = {name: _cut(getattr(spec, name), _HEAD, heads) for name in _DENSE}
+    slopes = _cut(spec.slopes, _HEAD, heads)
+    return replace(spec, **tensors, bias_summary=None, dense_summary=None, slopes=slopes)
+
+
+def of_positions(
+    spec: MaskSpec, queries: range, keys: range, sequence: int | None = None
+) -> MaskSpec:
+    """Return the mask of the queries and keys at some positions.
+
+    A diagonal band moves by the difference of the first positions; tensors are cut. With prefixes,
+    the two ranges must be equal or disjoint, because a prefix ends in a causal mask that begins at
+    the first query and the first key. See `split_at_overlap`.
+
+    Args:
+        spec: the mask of the complete call.
+        queries, keys: consecutive positions. For packed sequences, positions in the sequence.
+        sequence: index of the sequence if sequences are packed, else None.
+    """
+    bounds = spec.bounds
+    tensors: dict[str, Any] = {name: getattr(spec, name) for name in _DENSE}
+    query_ids, key_ids, slopes = spec.query_documents, spec.key_documents, spec.slopes
+    if sequence is not None:
+        own = slice(sequence, sequence + 1)
+        bounds = bounds if bounds is None else bounds[own]
+        tensors = {name: _cut(t, _BATCH, own) for name, t in tensors.items()}
+        query_ids, key_ids, slopes = (_cut(t, _BATCH, own) for t in (query_ids, key_ids, slopes))
+    rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+    tensors = {name: _cut(_cut(t, _QUERY, rows), _KEY, columns) for name, t in tensors.items()}
+    offset = queries.start - keys.start
+    cut = MaskSpec(
+        **tensors,
+        slopes=slopes,
+        query_documents=query_ids if query_ids is None else query_ids[:, rows],
+        key_documents=key_ids if key_ids is None else key_ids[:, columns],
+    )
+    if bounds is None:
+        lo, hi = _shifted(spec.band_lo, spec.band_hi, offset)
+        return replace(cut, band_lo=lo, band_hi=hi, alibi_offset=spec.alibi_offset + offset)
+    return replace(cut, bounds=_shifted_bounds(bounds, queries, keys), by_query=spec.by_query)
+
+
+def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
+    """Split two ranges of positions so that each pair of parts is equal or disjoint."""
+    cuts = sorted({queries.start, queries.stop, keys.start, keys.stop})
+    parts = [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+    def within(whole: range) -> list[range]:
+        return [p for p in parts if whole.start <= p.start and p.stop <= whole.stop]
+
+    return [(q, k) for q in within(queries) for k in within(keys)]
+
+
+def _cut(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
+    """Return a part of a tensor in one dimension; broadcast dimensions (size 1) are not cut."""
+    if tensor is None or tensor.shape[dim] == 1:
+        return tensor
+    return tensor[(slice(None),) * dim + (part,)]
+
+
+def _shifted(lo: int, hi: int, offset: int) -> tuple[int, int]:
+    """Return a band lo <= j - i <= hi for positions relative to the first query and key."""
+    lo = lo + offset if lo > -UNLIMITED else lo
+    hi = hi + offset if hi < UNLIMITED else hi
+    return max(lo, -UNLIMITED), min(hi, UNLIMITED)
+
+
+def _shifted_bounds(bounds: Tensor, queries: range, keys: range) -> Tensor:
+    """Return `MaskSpec.bounds` for positions relative to the first query and key."""
+    column: dict[str, Any] = dict(zip(BOUNDS, bounds.unbind(1), strict=True))
+    offset = queries.start - keys.start
+    for name, part in (("query", queries), ("key", keys)):
+        for side in ("begin", "end"):
+            at = f"{name}_{side}"
+            column[at] = (column[at] - part.start).clamp(0, len(part))
+    for name in ("band_lo", "band_hi"):
+        diagonal = column[name]
+        column[name] = torch.where(diagonal.abs() < UNLIMITED, diagonal + offset, diagonal)
+    column["alibi_offset"] = column["alibi_offset"] + offset
+    prefix, none = column["prefix_end"], torch.zeros_like(column["prefix_end"])
+    if queries == keys:  # key 0 is visible to every query, so a prefix of 1 is an empty one
+        column["prefix_end"] = torch.where(prefix > 0, (prefix - keys.start).clamp(min=1), none)
+        return torch.stack([column[name] for name in BOUNDS], dim=1)
+    if keys.start >= queries.stop:  # only the prefix is visible
+        end = torch.minimum(column["key_end"], (prefix - keys.start).clamp(min=0))
+        column["key_end"] = torch.where(prefix > 0, end, column["key_end"])
+    column["prefix_end"] = none
+    return torch.stack([column[name] for name in BOUNDS], dim=1)

@@ -1,0 +1,97 @@
+"""Partial results (AttentionOptions.partial): unrounded, and the same numbers otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKENDS, DTYPES, ISAS, device_of, drawn, runnable, takes
+
+from fused_attn.backends import cpp, get_backend, problem_of, select
+from fused_attn.call.calls import AttentionCall, with_options
+from fused_attn.call.options import AttentionOptions
+from fused_attn.masks.spec import MaskSpec
+
+# batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+SHAPES = {"training": (2, 4, 2, 67, 93, 40, 24), "one query": (2, 4, 2, 1, 93, 40, 24)}
+
+
+def problem(backend, dtype, shape, dropout_p=0.0):
+    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
+    device, generator = device_of(backend), drawn(3)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=generator).to(device, dtype)
+
+    seed = torch.tensor(7, device=device) if dropout_p else None
+    call = AttentionCall(
+        normal(batch, heads, seqlen_q, head_dim),
+        normal(batch, heads_kv, seqlen_k, head_dim),
+        normal(batch, heads_kv, seqlen_k, head_dim_v),
+        MaskSpec(band_lo=-40, band_hi=5),
+        AttentionOptions(0.2, 0.0, dropout_p, seed),
+    )
+    return call, normal(batch, heads, seqlen_q, head_dim_v)
+
+
+def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
+    """The partial results, rounded, are the results; and out has what out_residual says."""
+    kernels = get_backend(backend)
+    call, grad_out = problem(backend, dtype, shape, dropout_p)
+    partial = with_options(call, partial=True)
+    whole = kernels.attention_fwd(call, for_backward, True)
+    part = kernels.attention_fwd(partial, for_backward, True)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert part.out.dtype == wide and part.out.shape == whole.out.shape
+    torch.testing.assert_close(part.out.to(dtype), whole.out, rtol=0, atol=0)
+    torch.testing.assert_close(part.lse, whole.lse, rtol=0, atol=0)
+    if not for_backward:
+        return
+    torch.testing.assert_close(part.lse_residual, whole.lse_residual, rtol=0, atol=0)
+    if dtype.itemsize == 2:
+        assert part.out_residual is None or part.out_residual.numel() == 0
+        bits = whole.out.float().view(torch.int32) + whole.out_residual.int()
+        # A tie rounds by 2^15 units, one more than out_residual can hold; float16 subnormals by
+        # much more.
+        far = (part.out.view(torch.int32) - bits).abs() > 1
+        assert not bool(far[whole.out.abs() > 2**-13].any())
+    grads = kernels.attention_bwd(call, whole, grad_out, None, False)
+    parts = kernels.attention_bwd(partial, whole, grad_out, None, False)
+    for name in ("query", "key", "value"):
+        got, expected = getattr(parts, name), getattr(grads, name)
+        assert got.dtype == wide
+        torch.testing.assert_close(got.to(dtype), expected, rtol=0, atol=0, msg=name)
+    if dtype.itemsize == 2:
+        assert not torch.equal(parts.key, parts.key.to(dtype).to(wide)), "rounded"
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_partial_results_are_unrounded(backend, dtype, dropout_p):
+    assert_unrounded(backend, dtype, SHAPES["training"], dropout_p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_partial_results_of_one_query(backend, dtype):
+    assert_unrounded(backend, dtype, SHAPES["one query"], for_backward=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_partial_results_on_each_instruction_set(isa, dtype):
+    if not runnable(isa):
+        pytest.skip(f"reason: needs {isa}")
+    with cpp.use_isa(isa):
+        assert_unrounded("cpp", dtype, SHAPES["training"])
+        assert_unrounded("cpp", dtype, (1, 2, 2, 300, 200, 64, 64))
+        assert_unrounded("cpp", dtype, SHAPES["one query"], for_backward=False)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex", "flash"])
+def test_backends_without_partial_results_say_so(name):
+    call, _ = problem("cpp", torch.float32, SHAPES["training"])
+    reasons = get_backend(name).unsupported(problem_of(with_options(call, partial=True)))
+    assert "gives no partial results" in reasons or not takes(name, torch.float32, "cpu")
+    partial = problem_of(with_options(call, partial=True))
+    assert select(partial).name == "cpp"

@@ -89,14 +89,14 @@ def varlen_attention(
     if type(query) is not Tensor or not query.dim() == key.dim() == value.dim() == 3:
         check_packed(query, key, value)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    spec = _spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
+    spec = packed_spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, spec, False, True, options)
     results = autograd.attention(call, return_lse, backend, sinks)
     return results if return_lse else results[0]  # type: ignore[return-value]
 
 
-def _spec(
+def packed_spec(
     query: Tensor,
     key: Tensor,
     cu_seqlens_q: Tensor,

@@ -122,7 +122,7 @@ class CppBackend(Backend):
         if results is None:
             return None
         query, key, value, bias = results
-        if bias is not None:
+        if bias is not None and not call.options.partial:
             assert call.mask.bias is not None
             bias = bias.to(call.mask.bias.dtype)
         return AttentionGradients(query, key, value, bias)

@@ -47,8 +47,8 @@ def partial_gradients(
         outputs: the merged outputs. out_residual is not read.
         grad_out, grad_lse: gradients of the merged out and lse; grad_lse may be None.
     """
-    bias = call.mask.bias
-    leaves = [call.query, call.key, *([] if bias is None else [bias])]
+    bias, dtype = call.mask.bias, call.query.dtype
+    leaves = [call.query, call.key, *([] if bias is None else [bias.to(dtype)])]
     leaves = [t.detach().requires_grad_() for t in leaves]
     mask = call.mask if bias is None else replace(call.mask, bias=leaves[2])
     with torch.enable_grad():

@@ -85,7 +85,7 @@ class AttentionOutputs(NamedTuple):
 class AttentionGradients(NamedTuple):
     """Gradients of an attention call, each in the shape and dtype of its tensor.
 
-    In a partial result, those of query, key and value have the statistics dtype.
+    In a partial result, all have the statistics dtype.
     The gradient of bias is None, or an empty tensor in torch.library ops, if it is not requested.
     """
 
@@ -192,7 +192,11 @@ class AttentionCall(Flat):
             v,
             empty(*EMPTY_LAYOUT, query.dtype, query.device)
             if wanted is None
-            else empty(*contiguous(wanted.shape), wanted.dtype, wanted.device),
+            else empty(
+                *contiguous(wanted.shape),
+                self.out_dtype if self.options.partial else wanted.dtype,
+                wanted.device,
+            ),
         )
 
     def weights(self, average: bool, empty: Empty = empty_strided) -> Tensor:

@@ -48,8 +48,8 @@ class AttentionOptions(Flat):
         dropout_offsets: int64 (batch, 3), global offsets (row, key, head) of each sequence (see
             call/shards.py). None if the call is not a shard of a global call.
         partial: True for a partial result, over some of the keys, which the caller merges with
-            others. out and the gradients of query, key and value then have the statistics dtype
-            (float32 for 16-bit tensors), and the backward receives the merged out and lse.
+            others. out and all gradients then have the statistics dtype (float32 for 16-bit
+            tensors), and the backward receives the merged out and lse.
     """
 
     scale: float

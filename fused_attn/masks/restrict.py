@@ -65,6 +65,31 @@ def of_positions(
     return replace(cut, bounds=_shifted_bounds(bounds, queries, keys), by_query=spec.by_query)
 
 
+def without_first_keys(
+    spec: MaskSpec, count: int, sizes: tuple[int, int, int], device: torch.device
+) -> MaskSpec:
+    """Return the mask without the first `count` keys. The mask must not have prefixes.
+
+    Args:
+        sizes: (batch, seqlen_q, seqlen_k) of the call.
+        device: device of the call.
+    """
+    bounds = spec.bounds
+    if bounds is None:
+        batch, seqlen_q, seqlen_k = sizes
+        row = {
+            "key_end": seqlen_k,
+            "query_end": seqlen_q,
+            "band_lo": spec.band_lo,
+            "band_hi": spec.band_hi,
+            "alibi_offset": spec.alibi_offset,
+        }
+        bounds = torch.tensor([[row.get(name, 0) for name in BOUNDS]] * batch, device=device)
+    bounds = bounds.clone()
+    bounds[:, BOUNDS.index("key_begin")].clamp_(min=count)
+    return replace(spec, bounds=bounds, by_query=True)
+
+
 def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
     """Split two ranges of positions so that each pair of parts is equal or disjoint."""
     cuts = sorted({queries.start, queries.stop, keys.start, keys.stop})

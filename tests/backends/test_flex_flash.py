@@ -19,7 +19,7 @@ from fused_attn.backends.flex.operands import dimensions
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import normalize
-from fused_attn.varlen import _spec
+from fused_attn.varlen import packed_spec
 
 packing = pytest.importorskip(
     "torch._inductor.kernel.flex.interval_mask_packing", reason="reason: needs torch 2.13"
@@ -88,7 +88,7 @@ def operands_of(mask, batch):
     if mask == "packed":
         starts = torch.tensor([0, 100, 150, 300])
         like = query[0].transpose(0, 1)
-        spec = _spec(like, like, starts, starts, 150, 150, masks.causal(), False)
+        spec = packed_spec(like, like, starts, starts, 150, 150, masks.causal(), False)
     else:
         spec = normalize(mask, batch, 2, 300, 300, query)
     call = AttentionCall(query, query, query, spec, AttentionOptions(0.25))

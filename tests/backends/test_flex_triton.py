@@ -19,7 +19,7 @@ from fused_attn.backends import reference
 from fused_attn.call.calls import AttentionCall
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import normalize
-from fused_attn.varlen import _spec
+from fused_attn.varlen import packed_spec
 
 triton = pytest.importorskip("triton")
 if not torch.__version__.startswith("2.13.") or not triton.__version__.startswith("3.6."):
@@ -79,7 +79,7 @@ class Problem:
             starts = torch.tensor([0, *self.packed]).cumsum(0)
             longest = max(self.packed)
             like = [t[0].transpose(0, 1) for t in (query, key)]
-            spec = _spec(*like, starts, starts, longest, longest, mask, False)
+            spec = packed_spec(*like, starts, starts, longest, longest, mask, False)
         else:
             shape = (*query.shape[:3], key.shape[2])
             spec = normalize(mask, *shape, query)

@@ -20,6 +20,7 @@ FLOORS = [
     {"functional", "varlen", "decode"},
     {"nn"},
     {"integrations", "swap"},
+    {"distributed"},
     {"tools"},
 ]
 

@@ -12,7 +12,7 @@ from fused_attn import masks
 from fused_attn.masks import Mask
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.spec import MaskSpec
-from fused_attn.varlen import _spec
+from fused_attn.varlen import packed_spec
 
 # Kinds with one interval of visible keys for each query, and kinds without.
 STRUCTURED = ("band", "padding", "padding_left", "ragged", "prefix", "documents", "runs")
@@ -95,7 +95,7 @@ def packed_problem(number: int) -> tuple[MaskSpec, Shape, Tensor]:
     mask = drawn_mask(number, kinds, within)  # type: ignore[arg-type]
     total_q, total_k = (int(t[-1]) for t in starts)
     query, key = torch.empty(total_q, 2, 8), torch.empty(total_k, 2, 8)
-    spec = _spec(query, key, *starts, *longest, mask, False)  # type: ignore[call-arg, arg-type]
+    spec = packed_spec(query, key, *starts, *longest, mask, False)  # type: ignore[call-arg, arg-type]
     padded = visible_of(spec, within)  # type: ignore[arg-type]
     visible = torch.zeros(1, 2, total_q, total_k, dtype=torch.bool)
     for b, (n, m) in enumerate(sizes):

@@ -40,7 +40,9 @@ class Processes:
         for rank in range(world_size):
             pipe, other = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, str(folder / "store"), timeout, other)
+                target=_serve,
+                args=(rank, world_size, str(folder / "store"), timeout, other),
+                daemon=True,
             )
             process.start()
             other.close()

@@ -81,7 +81,7 @@ class AttentionBwdBias : BwdTile<T> {
     const T* const value = at_head<T>(p_.value, p_.value_strides, keys, h_kv);
     if (query_tile * kRows >= query_rows(p_, b).count) return;
     this->pack_query_tile(b, h, query_tile, 0, false);
-    if (p_.mask.bias.strides[3] == 0) {
+    if (p_.mask.bias.strides[3] == 0 && !p_.partial) {
       // A bias that is broadcast over keys only shifts lse. Its gradient is rowsum(dS) = dlse.
       for (int64_t l = 0; l < kRows; ++l) row_sum_[l] += this->grad_lse_[l];
       return;
@@ -107,7 +107,15 @@ class AttentionBwdBias : BwdTile<T> {
       };
       this->tile_gradients(kind, at, 0, k, v, use);
     }
-    add_consistent();
+    p_.partial ? add_partial() : add_consistent();
+  }
+
+  // Accumulates dS of the query tile in a partial result, whose rows need not add up to dlse.
+  void add_partial() {
+    for (int64_t e = 0; e < p_.seqlen_k * kRows; ++e) {
+      sum_[e] += grads_[e];
+      row_sum_[e % kRows] += grads_[e];
+    }
   }
 
   // Accumulates dS of the query tile, corrected for the rounding error of delta. delta is computed
@@ -147,7 +155,7 @@ class AttentionBwdBias : BwdTile<T> {
     }
   }
 
-  Wide<A> row_sum_[kRows];  // sums of dlse, for a bias that is broadcast over keys
+  Wide<A> row_sum_[kRows];  // row sums of dS, for a bias that is broadcast over keys
   A* sum_;                  // (seqlen_k, kRows), dS summed over all query tiles of the task
   A* grads_;                // (seqlen_k, kRows), dS of the current query tile
   A* weights_;              // (seqlen_k, kRows), P of the current query tile

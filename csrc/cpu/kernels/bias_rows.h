@@ -65,7 +65,7 @@ class BiasRows {
   // after all keys were added.
   void end_row(int64_t at, int64_t b, int64_t h, int64_t i, float grad_lse) const {
     const Heavy& heavy = heavy_[at];
-    if (heavy.count == 0) return;
+    if (heavy.count == 0 || p_.partial) return;  // rows of a partial result add up to less
     const float missed = horizontal_sum<float>(load(sums_ + at * 16)) - grad_lse;
     float* const grads = row(b, h, i);
     for (int k = 0; k < heavy.count; ++k) grads[heavy.key[k]] -= missed * heavy.weight[k];

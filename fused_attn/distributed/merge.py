@@ -1,0 +1,77 @@
+"""Merging of partial results of attention over some of the keys each.
+
+Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_attn.call.calls import AttentionOutputs
+
+_INF = float("inf")
+_MOST = 2**15 - 1  # as in store_residual_row (csrc/cpu/simd/convert.h)
+
+
+class MergedOutputs:
+    """Sum of partial results.
+
+    The result does not depend on anything but the parts and their order. Rows without a visible key
+    remain 0, with lse -inf.
+
+    Args:
+        shape: (batch, num_heads, seqlen_q, head_dim_v) of out.
+        dtype: dtype of partial results, which is that of the statistics.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # out and total are sums of terms with the factor exp(-maximum). lse of each part has twice
+        # the precision of float32 (lse + lse_residual), so it is processed in float64.
+        self._out = torch.zeros(shape, dtype=dtype, device=device)
+        self._total = torch.zeros(shape[:3], dtype=torch.float64, device=device)
+        self._maximum = torch.full_like(self._total, -_INF)
+
+    def add(self, part: AttentionOutputs, rows: slice) -> None:
+        """Add the partial result of some query rows."""
+        lse = part.lse.double() + part.lse_residual.double()
+        before = self._maximum[:, :, rows]
+        maximum = torch.maximum(before, lse)
+        shift = maximum.masked_fill(maximum == -_INF, 0.0)  # -inf - -inf would be NaN
+        old, new = (before - shift).exp(), (lse - shift).exp()
+        out, dtype = self._out[:, :, rows], self._out.dtype
+        out.mul_(old.to(dtype)[..., None]).addcmul_(part.out, new.to(dtype)[..., None])
+        total = self._total[:, :, rows]
+        total.mul_(old).add_(new)
+        before.copy_(maximum)
+
+    def finish(self, dtype: torch.dtype) -> AttentionOutputs:
+        """Return the merged results, as a forward for a backward returns them.
+
+        Args:
+            dtype: dtype of out.
+        """
+        empty = self._total == 0.0
+        total = self._total.masked_fill(empty, 1.0)
+        exact = (self._maximum + total.log()).masked_fill(empty, -_INF)
+        statistics = self._out.dtype
+        lse = exact.to(statistics)
+        residual = (exact - lse.double()).masked_fill(empty, 0.0).to(statistics)
+        wide = self._out.div_(total.to(statistics)[..., None])
+        out = wide.to(dtype)
+        return AttentionOutputs(out, lse, residual, _rounding_residual(wide, out))
+
+
+def _rounding_residual(wide: Tensor, rounded: Tensor) -> Tensor | None:
+    """Return the `out_residual` (csrc/fields/attention.inc) of a 16-bit out; None for wider types.
+
+    Args:
+        wide: float32, the unrounded out.
+        rounded: wide in the dtype of out.
+    """
+    if rounded.dtype.itemsize > 2:
+        return None
+    bits = wide.view(torch.int32) - rounded.float().view(torch.int32)
+    return bits.clamp(-_MOST, _MOST).to(torch.int16)

@@ -1,0 +1,191 @@
+"""Plan of ring attention: which keys each rank needs of which rank, and in which blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fused_attn.base.philox import DECISIONS
+from fused_attn.distributed.sharding import Sharding
+from fused_attn.masks.restrict import split_at_overlap
+from fused_attn.masks.visible_keys import VisibleKeys
+
+
+class Piece(NamedTuple):
+    """Consecutive positions of one sequence that a rank holds.
+
+    Attributes:
+        rows: the rows of the rank.
+        positions: the positions of these rows in their sequence.
+        sequence: index of the sequence if sequences are packed, else None.
+    """
+
+    rows: range
+    positions: range
+    sequence: int | None
+
+    @property
+    def offset(self) -> int:
+        """Difference of a position and its row."""
+        return self.positions.start - self.rows.start
+
+    def part(self, positions: range) -> Piece:
+        """Return the piece of some of the positions."""
+        rows = range(positions.start - self.offset, positions.stop - self.offset)
+        return Piece(rows, positions, self.sequence)
+
+
+class Block(NamedTuple):
+    """A range of queries and a range of keys of one sequence, computed by one kernel call.
+
+    Attributes:
+        queries: rows of the rank that computes the block.
+        keys: rows of the rank that owns the keys.
+        received: the same keys as rows of what the rank receives (see Step).
+    """
+
+    queries: Piece
+    keys: Piece
+    received: range
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank does in one step: attend to keys of one other rank.
+
+    Attributes:
+        blocks: the blocks to compute.
+        wanted: rows of the rank that owns the keys, in ascending order; these are received.
+        given: own rows, in ascending order, that are sent to the rank that needs them.
+    """
+
+    blocks: tuple[Block, ...]
+    wanted: tuple[range, ...]
+    given: tuple[range, ...]
+
+
+class Plan(NamedTuple):
+    """Everything that a rank does.
+
+    Attributes:
+        queries: the pieces of its queries.
+        steps: in step s, the rank attends to keys of rank (rank - s) % ranks.
+    """
+
+    queries: tuple[Piece, ...]
+    steps: tuple[Step, ...]
+
+
+def plan_of(
+    queries: Sharding,
+    keys: Sharding,
+    rank: int,
+    visible: VisibleKeys,
+    *,
+    starts: tuple[Sequence[int], Sequence[int]] | None = None,
+    prefix: bool = False,
+    dropout: bool = False,
+) -> Plan:
+    """Return the plan of a rank.
+
+    Args:
+        queries, keys: who holds which positions; packed rows for packed sequences.
+        rank: the rank.
+        visible: lookup of visible keys.
+        starts: cumulative lengths of the packed queries and keys, or None.
+        prefix: True if the mask has prefixes; blocks are then equal or disjoint ranges.
+        dropout: True if there is dropout; blocks then begin at multiples of DECISIONS if possible.
+    """
+    ranks = keys.ranks
+    starts_q, starts_k = (None, None) if starts is None else starts
+    pieces = [pieces_of(queries, r, starts_q) for r in range(ranks)]
+    pieces_k = [pieces_of(keys, r, starts_k) for r in range(ranks)]
+    alignment = DECISIONS if dropout else 1
+
+    def blocks(of: int, by: int) -> list[tuple[Piece, Piece]]:
+        return _blocks(pieces[by], pieces_k[of], visible, starts, prefix, alignment)
+
+    steps = []
+    for s in range(ranks):
+        own = blocks((rank - s) % ranks, rank)
+        wanted = _union(key.rows for _, key in own)
+        given = _union(key.rows for _, key in blocks(rank, (rank + s) % ranks))
+        placed = tuple(Block(q, k, _within(wanted, k.rows)) for q, k in own)
+        steps.append(Step(placed, wanted, given))
+    return Plan(tuple(pieces[rank]), tuple(steps))
+
+
+def pieces_of(sharding: Sharding, rank: int, starts: Sequence[int] | None) -> list[Piece]:
+    """Return the pieces of a rank, in the order of its rows.
+
+    Args:
+        starts: cumulative lengths of packed sequences, whose rows the sharding distributes, or
+            None.
+    """
+    pieces, row = [], 0
+    for run in sharding.runs[rank]:
+        if starts is None:
+            pieces.append(Piece(range(row, row + len(run)), run, None))
+        for sequence, (first, last) in enumerate(itertools.pairwise(starts or ())):
+            a, b = max(first, run.start), min(last, run.stop)
+            if a < b:
+                rows = range(row + a - run.start, row + b - run.start)
+                pieces.append(Piece(rows, range(a - first, b - first), sequence))
+        row += len(run)
+    return pieces
+
+
+def _blocks(
+    queries: Sequence[Piece],
+    keys: Sequence[Piece],
+    visible: VisibleKeys,
+    starts: tuple[Sequence[int], Sequence[int]] | None,
+    prefix: bool,
+    alignment: int,
+) -> list[tuple[Piece, Piece]]:
+    """Return the blocks of two ranks: for each pair of pieces, the range of visible keys."""
+    blocks = []
+    for query, key in itertools.product(queries, keys):
+        if query.sequence != key.sequence:
+            continue
+        first_q = first_k = 0  # packed row of the first position of the sequence
+        if starts is not None and query.sequence is not None:
+            first_q, first_k = (s[query.sequence] for s in starts)
+        found = visible.of(_moved(query.positions, first_q), _moved(key.positions, first_k))
+        if found is None:
+            continue
+        found = _moved(found, -first_k)
+        begin = max(found.start // alignment * alignment, key.positions.start)
+        parts = [(query.positions, range(begin, found.stop))]
+        if prefix:
+            parts = split_at_overlap(*parts[0])
+        blocks += [(query.part(q), key.part(k)) for q, k in parts]
+    return blocks
+
+
+def _moved(positions: range, offset: int) -> range:
+    return range(positions.start + offset, positions.stop + offset)
+
+
+def _union(ranges: Iterable[range]) -> tuple[range, ...]:
+    """Return the union of ranges as disjoint ranges in ascending order."""
+    union: list[range] = []
+    for part in sorted(ranges, key=lambda r: (r.start, r.stop)):
+        if union and part.start <= union[-1].stop:
+            union[-1] = range(union[-1].start, max(part.stop, union[-1].stop))
+        else:
+            union.append(part)
+    return tuple(union)
+
+
+def _within(union: Sequence[range], rows: range) -> range:
+    """Return the place of rows in the concatenation of disjoint ranges."""
+    before = 0
+    for part in union:
+        if part.start <= rows.start and rows.stop <= part.stop:
+            start = before + rows.start - part.start
+            return range(start, start + len(rows))
+        before += len(part)
+    raise AssertionError("the rows are not in the union")

@@ -1,0 +1,118 @@
+"""Ranks of a process group or device mesh, and what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Mesh = DeviceMesh | dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a group, as seen by one of them.
+
+    Attributes:
+        group: the process group.
+        rank: index of this process in the group.
+        size: number of processes.
+    """
+
+    group: Any  # dist.ProcessGroup, which is None in a torch without distributed support
+    rank: int
+    size: int
+
+    @staticmethod
+    def of_group(group: Any) -> Ranks:
+        """Return the ranks of a process group."""
+        return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def global_rank(self, rank: int) -> int:
+        """Return the index of a process of the group among all processes."""
+        return dist.get_global_rank(self.group, rank % self.size)
+
+    def gather(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Return the integers that each rank passes, by rank. All must pass the same number."""
+        own = torch.tensor(values, dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own, group=self.group)
+        return torch.stack(gathered).tolist()
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor with that of rank 0 of the group, and return it."""
+        dist.broadcast(tensor, self.global_rank(0), group=self.group)
+        return tensor
+
+
+def ranks_of(mesh: Mesh) -> list[Ranks]:
+    """Return the ranks of each dimension of a mesh.
+
+    Args:
+        mesh: a DeviceMesh with one or two dimensions, a process group, or None for all processes.
+
+    Raises:
+        ValueError: the mesh has more than two dimensions, or this process is not part of it.
+        TypeError: mesh is none of these.
+        RuntimeError: there is no default process group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("torch.distributed must be initialized: call init_process_group")
+    if mesh is None:
+        return [Ranks.of_group(dist.group.WORLD)]
+    if isinstance(mesh, dist.ProcessGroup):
+        return [Ranks.of_group(mesh)]
+    if not isinstance(mesh, DeviceMesh):
+        expected = "a DeviceMesh, a process group or None"
+        raise TypeError(f"mesh must be {expected}, got {type(mesh).__name__}")
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh must have 1 or 2 dimensions, got {mesh.ndim}: pass a slice of it")
+    if mesh.get_coordinate() is None:
+        raise ValueError("mesh must contain this process")
+    return [Ranks.of_group(mesh.get_group(dim)) for dim in range(mesh.ndim)]
+
+
+@dataclass
+class Transfer:
+    """Messages that are being sent and received.
+
+    Attributes:
+        received: the tensor to receive; None if nothing is received. Valid after `wait`.
+    """
+
+    received: Tensor | None
+    sent: Tensor | None
+    works: list[Any]
+
+    def wait(self) -> Tensor | None:
+        """Wait for all messages and return what was received.
+
+        Raises:
+            RuntimeError: a rank failed, or the timeout of the process group elapsed.
+        """
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def start_transfer(
+    ranks: Ranks, *, to: int, sent: Tensor | None, source: int, received: Tensor | None
+) -> Transfer:
+    """Start to send a tensor to one rank, and to receive one from another rank.
+
+    Args:
+        to, source: ranks of the group, modulo its size.
+        sent: contiguous tensor, or None to send nothing.
+        received: contiguous tensor to overwrite, or None to receive nothing.
+    """
+    messages = []
+    if sent is not None:
+        messages.append(dist.P2POp(dist.isend, sent, ranks.global_rank(to), ranks.group))
+    if received is not None:
+        messages.append(dist.P2POp(dist.irecv, received, ranks.global_rank(source), ranks.group))
+    return Transfer(received, sent, dist.batch_isend_irecv(messages) if messages else [])

@@ -1,0 +1,324 @@
+"""Ring attention: each rank attends to the keys of all ranks, one rank per step.
+
+In step s, rank r receives keys and values from rank r - s, only the rows that its queries attend
+to, while it computes step s - 1. Partial results are merged in float32. The backward receives the
+same rows again and recomputes the weights of each block from the merged lse. It returns the float32
+gradients of keys and values to their owner, which adds them up in the order of the steps, so two
+runs give equal bits. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fused_attn.backends import Backend, problem_of, select
+from fused_attn.base.philox import DECISIONS
+from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.options import AttentionOptions
+from fused_attn.call.shards import attention_offsets
+from fused_attn.distributed.merge import MergedOutputs
+from fused_attn.distributed.plan import Block, Piece, Plan, Step
+from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer
+from fused_attn.masks.restrict import of_positions, without_first_keys
+from fused_attn.masks.spec import MaskSpec, with_summaries
+from fused_attn.ops import library as ops
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What ring attention needs beside tensors.
+
+    Attributes:
+        ranks: the ranks that hold the queries and keys.
+        plan: the plan of this rank.
+        options: validated options. The seed is the same on all ranks.
+        heads: (first head, number of heads) of these heads in the complete call, for dropout.
+    """
+
+    ranks: Ranks
+    plan: Plan
+    options: AttentionOptions
+    heads: tuple[int, int]
+
+
+def ring(
+    query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, setting: Ring
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of the queries of this rank.
+
+    Args:
+        query: (batch, num_heads, rows, head_dim), the queries of this rank.
+        key, value: (batch, num_heads_kv, rows of keys, head_dim or head_dim_v), those of this rank.
+        mask: mask of all positions. For packed sequences, batch is 1 in all tensors.
+    """
+    return _Ring.apply(query, key, value, setting, mask.without_tensors(), *mask.tensors())
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        setting: Ring,
+        mask: MaskSpec,
+        *mask_tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        spec = mask.with_tensors(mask_tensors)
+        shape = (*query.shape[:3], value.shape[3])
+        merged = MergedOutputs(shape, statistics_dtype(query.dtype), query.device)
+        for _, step, (k, v) in _received(setting, key, value):
+            for block in step.blocks:
+                part = _Block(query, k, v, spec, setting, block)
+                merged.add(part.forward(), part.rows)
+        outputs = merged.finish(query.dtype)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, *outputs, *mask_tensors)
+        ctx.setting, ctx.mask = setting, mask
+        return outputs.out, outputs.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        query, key, value, *rest = ctx.saved_tensors
+        outputs, mask_tensors = AttentionOutputs(*rest[:4]), rest[4:]
+        setting, spec = ctx.setting, ctx.mask.with_tensors(mask_tensors)
+        grad_out = torch.zeros_like(outputs.out) if grad_out is None else grad_out
+        bias_at = 5 + MaskSpec.TENSORS.index("bias")
+        sums = _Gradients(query, key, value, spec.bias if ctx.needs_input_grad[bias_at] else None)
+        # A bias that is broadcast over keys only shifts lse, so its gradient is that of lse.
+        shifts_lse = sums.bias is not None and sums.bias.shape[3] == 1
+        if shifts_lse and grad_lse is not None:
+            visible = outputs.lse != -torch.inf
+            for piece in setting.plan.queries:
+                sums.add_shift(piece, torch.where(visible, grad_lse, 0.0)[:, :, _slice(piece.rows)])
+        returning: list[tuple[Step, Transfer]] = []
+        for s, step, (k, v) in _received(setting, key, value):
+            of_keys = sums.key if s == 0 else sums.key.new_zeros(k.shape)
+            of_values = sums.value if s == 0 else sums.value.new_zeros(v.shape)
+            for block in step.blocks:
+                part = _Block(query, k, v, spec, setting, block)
+                needs_bias = sums.bias is not None and not shifts_lse
+                grads = part.backward(outputs, grad_out, grad_lse, needs_bias)
+                sums.query[:, :, part.rows] += grads.query
+                of_keys[:, :, part.columns] += grads.key[:, :, part.padding :]
+                of_values[:, :, part.columns] += grads.value[:, :, part.padding :]
+                if needs_bias:
+                    sums.add_bias(block, grads.bias[..., -len(block.received) :])
+            if s > 0:
+                returning.append((step, _returned(setting, s, step, of_keys, of_values, sums)))
+        for step, transfer in returning:
+            received = transfer.wait()
+            if received is not None:
+                k, v = _split(received, sums.key, sums.value, step.given)
+                _add_rows(sums.key, step.given, k)
+                _add_rows(sums.value, step.given, v)
+        by_tensor = MaskSpec.by_tensor(bias=sums.finished_bias())
+        return (*sums.finished(), None, None, *by_tensor)
+
+
+def _received(
+    setting: Ring, key: Tensor, value: Tensor
+) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor]]]:
+    """Yield each step with the keys and values that its blocks refer to.
+
+    The rows of step s + 1 are in flight while the caller computes step s. In step 0, the blocks
+    refer to the rows of this rank themselves.
+    """
+    steps = setting.plan.steps
+    transfer = _requested(setting, 1, key, value)
+    yield 0, _in_place(steps[0]), (key, value)
+    for s in range(1, len(steps)):
+        received = transfer.wait()
+        if s + 1 < len(steps):
+            transfer = _requested(setting, s + 1, key, value)
+        empty = key[:, :, :0], value[:, :, :0]
+        yield (
+            s,
+            steps[s],
+            empty if received is None else _split(received, key, value, steps[s].wanted),
+        )
+
+
+def _in_place(step: Step) -> Step:
+    """Return the step of the own keys, with blocks that refer to the rows of this rank."""
+    return replace(step, blocks=tuple(b._replace(received=b.keys.rows) for b in step.blocks))
+
+
+def _requested(setting: Ring, s: int, key: Tensor, value: Tensor) -> Transfer:
+    """Start to send own keys and values, and to receive those of step s."""
+    if s >= len(setting.plan.steps):
+        return Transfer(None, None, [])
+    step, rank = setting.plan.steps[s], setting.ranks.rank
+    return start_transfer(
+        setting.ranks,
+        to=rank + s,
+        sent=_packed(key, value, step.given),
+        source=rank - s,
+        received=_buffer(key, value, step.wanted),
+    )
+
+
+def _returned(
+    setting: Ring, s: int, step: Step, of_keys: Tensor, of_values: Tensor, sums: _Gradients
+) -> Transfer:
+    """Start to send the gradients of received keys and values to their owner."""
+    rank = setting.ranks.rank
+    ends = [0, *itertools.accumulate(map(len, step.wanted))]
+    rows = [range(a, b) for a, b in itertools.pairwise(ends)]  # of step.wanted, as received
+    return start_transfer(
+        setting.ranks,
+        to=rank - s,
+        sent=_packed(of_keys, of_values, rows),
+        source=rank + s,
+        received=_buffer(sums.key, sums.value, step.given),
+    )
+
+
+def _packed(key: Tensor, value: Tensor, rows: Sequence[range]) -> Tensor | None:
+    """Return rows of keys and values as one message; None without rows."""
+    if not rows:
+        return None
+    parts = [t[:, :, r.start : r.stop].flatten() for t in (key, value) for r in rows]
+    return torch.cat(parts)
+
+
+def _buffer(key: Tensor, value: Tensor, rows: Sequence[range]) -> Tensor | None:
+    """Allocate a message of `_packed`; None without rows."""
+    if not rows:
+        return None
+    count = sum(map(len, rows))
+    return key.new_empty(sum(t.shape[0] * t.shape[1] * count * t.shape[3] for t in (key, value)))
+
+
+def _split(
+    message: Tensor, key: Tensor, value: Tensor, rows: Sequence[range]
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a message of `_packed`, in the order of the rows."""
+    results, at = [], 0
+    for like in (key, value):
+        parts = []
+        for part in rows:
+            shape = (*like.shape[:2], len(part), like.shape[3])
+            numel = shape[0] * shape[1] * shape[2] * shape[3]
+            parts.append(message[at : at + numel].view(shape))
+            at += numel
+        results.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+    return results[0], results[1]
+
+
+def _add_rows(sums: Tensor, rows: Sequence[range], added: Tensor) -> None:
+    at = 0
+    for part in rows:
+        sums[:, :, part.start : part.stop] += added[:, :, at : at + len(part)]
+        at += len(part)
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
+
+
+class _Gradients:
+    """Sums of the gradients of this rank, in the dtype of the statistics."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
+        self._like = query, key, value, bias
+        dtype = statistics_dtype(query.dtype)
+        self.query, self.key, self.value = (
+            torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value)
+        )
+        self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+
+    def add_shift(self, piece: Piece, grad_lse: Tensor) -> None:
+        """Add the gradient of lse, (batch, num_heads, rows of the piece), to that of bias."""
+        part = self._bias_of(piece, range(1))
+        part += grad_lse[..., None].sum_to_size(part.shape)
+
+    def add_bias(self, block: Block, grad: Tensor) -> None:
+        """Add the gradient of the bias of a block."""
+        part = self._bias_of(block.queries, block.keys.positions)
+        part += grad
+
+    def _bias_of(self, queries: Piece, keys: range) -> Tensor:
+        """Return a view of the gradient of bias."""
+        part = of_positions(MaskSpec(bias=self.bias), queries.positions, keys, queries.sequence)
+        assert part.bias is not None
+        return part.bias
+
+    def finished(self) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value in the dtypes of the tensors."""
+        sums = self.query, self.key, self.value
+        return tuple(s.to(t.dtype) for s, t in zip(sums, self._like[:3], strict=True))
+
+    def finished_bias(self) -> Tensor | None:
+        """Return the gradient of bias in its dtype, or None."""
+        bias = self._like[3]
+        return None if self.bias is None or bias is None else self.bias.to(bias.dtype)
+
+
+class _Block:
+    """One kernel call: a block of queries of this rank and received keys.
+
+    Attributes:
+        rows: query rows of the block.
+        columns: rows of the received keys.
+        padding: number of rows that were put before the keys, so that they begin at a multiple of
+            DECISIONS, as dropout requires.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, ring: Ring, block: Block
+    ) -> None:
+        queries, keys = block.queries, block.keys.positions
+        self.rows, self.columns = _slice(queries.rows), _slice(block.received)
+        q, k, v = query[:, :, self.rows], key[:, :, self.columns], value[:, :, self.columns]
+        options = replace(ring.options, partial=True)
+        drops = options.dropout_p > 0.0
+        self.padding = keys.start % DECISIONS if drops else 0
+        padded = range(keys.start - self.padding, keys.stop)
+        own = of_positions(mask, queries.positions, padded, queries.sequence)
+        if self.padding:
+            k, v = (torch.nn.functional.pad(t, (0, 0, self.padding, 0)) for t in (k, v))
+            own = without_first_keys(own, self.padding, (len(q), q.shape[2], k.shape[2]), q.device)
+        if drops:
+            head0, total = ring.heads
+            options.dropout_offsets = attention_offsets(
+                len(q), q.shape[1], row0=queries.positions.start, key0=padded.start, head0=head0,
+                num_heads_global=total, batch0=queries.sequence or 0, device=q.device,
+            )  # fmt: skip
+        call = AttentionCall(q, k, v, own, options).kernel_layout()
+        self._backend: Backend = select(problem_of(call, "lse"))
+        self._call = replace(call, mask=with_summaries(call.mask, self._backend.tile_summary))
+
+    def forward(self) -> AttentionOutputs:
+        """Return the partial result of the block."""
+        return ops.attention_fwd(self._call, self._backend, True, True)
+
+    def backward(
+        self,
+        outputs: AttentionOutputs,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs_bias: bool,
+    ) -> Any:
+        """Return the gradients of the block, from the merged outputs of all query rows."""
+        own = AttentionOutputs._make(t if t is None else t[:, :, self.rows] for t in outputs)
+        grad_lse = None if grad_lse is None else grad_lse[:, :, self.rows]
+        return ops.attention_bwd(
+            self._call,
+            own.kernel_layout(),
+            grad_out[:, :, self.rows],
+            grad_lse,
+            needs_bias,
+            self._backend,
+        )

@@ -1,0 +1,134 @@
+"""Distribution of the positions of a sequence over ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+MAX_RUNS = 256  # per rank; attention computes each pair of runs separately
+
+Runs = tuple[range, ...]
+
+
+class Sharding:
+    """The positions of a sequence that each rank holds.
+
+    The rows of a rank are runs of consecutive positions, in ascending order or not. Every position
+    belongs to exactly one rank; ranks may have different numbers of rows, or none.
+
+    Attributes:
+        runs: for each rank, its runs of positions, in the order of its rows.
+        length: number of positions.
+
+    Args:
+        runs: for each rank, its runs of positions: ranges with a step of 1.
+
+    Raises:
+        ValueError: the runs are not a partition of range(length), or a rank has more than MAX_RUNS.
+
+    Example:
+        >>> sharding = fused_attn.distributed.Sharding.zigzag(8, 2)
+        >>> [sharding.positions(rank).tolist() for rank in range(2)]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+
+    def __init__(self, runs: Sequence[Iterable[range]]) -> None:
+        self.runs: tuple[Runs, ...] = tuple(
+            _joined(run for run in own if len(run) > 0) for own in runs
+        )
+        ordered = sorted((run.start, run.stop) for own in self.runs for run in own)
+        stops = [0, *(stop for _, stop in ordered)]
+        for (start, _), stop in zip(ordered, stops, strict=False):
+            if start != stop:
+                problem = f"position {stop} is missing" if start > stop else f"{start} is repeated"
+                raise ValueError(f"positions of all ranks must be range(length), but {problem}")
+        self.length = stops[-1]
+        most = max(map(len, self.runs), default=0)
+        if most > MAX_RUNS:
+            raise ValueError(
+                f"positions of a rank must form at most {MAX_RUNS} runs of consecutive positions, "
+                f"got {most}"
+            )
+
+    @staticmethod
+    def contiguous(length: int, ranks: int) -> Sharding:
+        """Give each rank one run; lengths differ by at most 1."""
+        ends = [length * rank // ranks for rank in range(ranks + 1)]
+        return Sharding([[range(a, b)] for a, b in itertools.pairwise(ends)])
+
+    @staticmethod
+    def of_lengths(lengths: Sequence[int]) -> Sharding:
+        """Give rank r the next lengths[r] positions."""
+        ends = list(itertools.accumulate(lengths, initial=0))
+        return Sharding([[range(a, b)] for a, b in itertools.pairwise(ends)])
+
+    @staticmethod
+    def zigzag(length: int, ranks: int) -> Sharding:
+        """Give rank r the chunks r and 2 * ranks - 1 - r of 2 * ranks chunks.
+
+        This balances causal masks without documents. Source: Zhu 2024, ring-flash-attention.
+        """
+        ends = [length * chunk // (2 * ranks) for chunk in range(2 * ranks + 1)]
+        chunks = [range(a, b) for a, b in itertools.pairwise(ends)]
+        return Sharding([[chunks[rank], chunks[-1 - rank]] for rank in range(ranks)])
+
+    @staticmethod
+    def of_positions(positions: Sequence[Tensor | Sequence[int]]) -> Sharding:
+        """Give rank r the positions positions[r], integers of shape (rows of the rank,)."""
+        return Sharding([runs_of(torch.as_tensor(own).tolist()) for own in positions])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.runs)
+
+    def rows(self, rank: int) -> int:
+        """Return the number of rows of a rank."""
+        return sum(map(len, self.runs[rank]))
+
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return the positions of a rank, int64 (rows,), in the order of its rows."""
+        runs = [torch.arange(run.start, run.stop, device=device) for run in self.runs[rank]]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
+
+    def merged(self, size: int) -> Sharding:
+        """Return the sharding of groups of `size` consecutive ranks, with ascending positions."""
+        groups = [self.runs[first : first + size] for first in range(0, self.ranks, size)]
+        return Sharding(
+            [sorted(itertools.chain(*group), key=lambda run: run.start) for group in groups]
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sharding) and self.runs == other.runs
+
+    def __hash__(self) -> int:
+        return hash(tuple((run.start, run.stop) for own in self.runs for run in (*own, range(0))))
+
+    def __repr__(self) -> str:
+        rows = ", ".join(str(self.rows(rank)) for rank in range(self.ranks))
+        return f"Sharding({self.length} positions, rows of each rank: {rows})"
+
+
+def runs_of(positions: Sequence[int]) -> Runs:
+    """Return the maximal runs of consecutive positions, in the order of the positions."""
+    runs = []
+    start = 0
+    for i in range(1, len(positions) + 1):
+        if i == len(positions) or positions[i] != positions[i - 1] + 1:
+            runs.append(range(positions[start], positions[i - 1] + 1))
+            start = i
+    return tuple(runs)
+
+
+def _joined(runs: Iterable[range]) -> Runs:
+    """Join runs that continue the run before."""
+    joined: list[range] = []
+    for run in runs:
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return tuple(joined)

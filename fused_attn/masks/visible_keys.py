@@ -1,0 +1,94 @@
+"""Which keys any of some queries attend to, computed on the host from the intervals of a mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fused_attn.masks.intervals import Intervals, Shape, intervals_of
+from fused_attn.masks.spec import MaskSpec
+
+
+class VisibleKeys:
+    """Lookup of the keys that are visible to any query of a range.
+
+    For packed sequences, queries and keys are packed rows.
+
+    Args:
+        spec: the mask. Tensors on a GPU are copied to the host, which waits for the GPU.
+        shape: (batch, num_heads, seqlen_q, seqlen_k), as for `intervals_of`.
+    """
+
+    def __init__(self, spec: MaskSpec, shape: Shape) -> None:
+        spec = on_host(spec)
+        self._intervals: Intervals = intervals_of(spec, shape, torch.device("cpu"))
+        self._begin: Any = self._intervals.begin.numpy()
+        self._end: Any = self._intervals.end.numpy()
+
+    @property
+    def work(self) -> Tensor:
+        """Number of visible keys of each query, int64 (seqlen_q,), summed over the batch.
+
+        Conditions that intervals cannot express (`Intervals.rest`) are ignored.
+        """
+        return (self._intervals.end - self._intervals.begin).sum(0, dtype=torch.int64)
+
+    def of(self, queries: range, keys: range) -> range | None:
+        """Return the smallest range that contains every visible key, or None if there is none.
+
+        Args:
+            queries, keys: positions, or packed rows.
+        """
+        begin = np.maximum(self._begin[:, queries.start : queries.stop], keys.start)
+        end = np.minimum(self._end[:, queries.start : queries.stop], keys.stop)
+        any_visible = begin < end
+        if not any_visible.any():
+            return None
+        found = range(int(begin[any_visible].min()), int(end[any_visible].max()))
+        return self._without_masked(queries, found)
+
+    def _without_masked(self, queries: range, keys: range) -> range | None:
+        """Remove keys from both ends that the conditions outside the intervals mask."""
+        rest, packed = self._intervals.rest, self._intervals.rows is not None
+        rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        visible = torch.ones(len(keys), dtype=torch.bool)
+        if rest.key_mask is not None:
+            visible &= _any_of_key(rest.key_mask, columns)
+        if rest.dense is not None and not packed:
+            own = rest.dense if rest.dense.shape[2] == 1 else rest.dense[:, :, rows]
+            visible &= _any_of_key(own, columns)
+        if rest.query_documents is not None and rest.key_documents is not None:
+            pairs = zip(*torch.broadcast_tensors(*_first_dims(rest)), strict=True)
+            seen = torch.zeros_like(visible)
+            for of_query, of_key in pairs:
+                ids = rest.query_documents[of_query, rows]
+                seen |= torch.isin(rest.key_documents[of_key, columns], ids)
+            visible &= seen
+        at = visible.nonzero()
+        if at.numel() == 0:
+            return None
+        return range(keys.start + int(at[0]), keys.start + int(at[-1]) + 1)
+
+
+def _first_dims(rest: MaskSpec) -> tuple[Tensor, Tensor]:
+    """Return the batch indices of query_documents and key_documents, to be broadcast."""
+    assert rest.query_documents is not None
+    assert rest.key_documents is not None
+    return torch.arange(len(rest.query_documents)), torch.arange(len(rest.key_documents))
+
+
+def _any_of_key(mask: Tensor, keys: slice) -> Tensor:
+    """Return for each key if any batch element, head and query of a 4-D bool mask sees it."""
+    mask = mask if mask.shape[3] == 1 else mask[..., keys]
+    return mask.any(0).any(0).any(0)
+
+
+def on_host(spec: MaskSpec) -> MaskSpec:
+    """Return the spec with all tensors on the CPU, without the bias and the summaries."""
+    rest = replace(spec, bias=None, bias_summary=None, dense_summary=None)
+    tensors = [None if t is None else t.detach().cpu() for t in rest.tensors()]
+    return rest.with_tensors(tensors)

@@ -1,0 +1,138 @@
+"""Ring and all-to-all attention on four ranks, against one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import assert_like_eager, drawn, random_qkv
+from mask_cases import FIELDS, MASKS
+from processes import Processes
+from ring_cases import SEED, Case, run_on_rank
+
+from fused_attn.distributed import Sharding
+
+BATCH, HEADS, HEADS_KV, LENGTH, LENGTH_K, HEAD_DIM = 2, 4, 2, 61, 44, 16
+RANKS = 4
+METHODS = {"ring": ("ring", (4,)), "all_to_all": ("all_to_all", (4,)), "hybrid": ("ring", (2, 2))}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    processes = Processes(RANKS, tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()
+
+
+def shardings(number, length):
+    """Different ways to distribute positions, by number."""
+    third, shuffled = length // 3, torch.randperm(length, generator=drawn(number))
+    return [
+        Sharding.zigzag(length, RANKS),
+        Sharding.of_lengths([third, 0, length - third - 5, 5]),
+        Sharding.contiguous(length, RANKS),
+        Sharding.of_positions([torch.arange(length)[rank::RANKS] for rank in range(RANKS)]),
+        Sharding.of_positions([p.sort().values for p in shuffled.chunk(RANKS)]),
+    ][number % 5]
+
+
+def assert_right(ranks, case, dtype, bias=None, lengths=(LENGTH, LENGTH), head_dim_v=HEAD_DIM):
+    tensors = random_qkv(BATCH, HEADS, HEADS_KV, *lengths, HEAD_DIM, head_dim_v)
+    if case.packed:
+        tensors = {n: t[0].transpose(0, 1).contiguous() for n, t in tensors.items()}
+    assert_like_eager(case.of(ranks), {**tensors, "bias": bias}, dtype, "cpp")
+
+
+def case_of(method, number, mask, lengths=(LENGTH, LENGTH), **options):
+    name, mesh = METHODS[method]
+    queries = shardings(number, lengths[0])
+    keys = queries if lengths[0] == lengths[1] else shardings(number + 1, lengths[1])
+    return Case(name, mesh, (queries, keys), mask, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name, method, dtype, ranks):
+    mask = MASKS[name](BATCH, HEADS, LENGTH, LENGTH)
+    assert_right(ranks, case_of(method, list(MASKS).index(name), mask), dtype)
+
+
+def sampled(pairs, every):
+    """All pairs; most are thorough."""
+    return [
+        pytest.param(*pair, marks=[] if i % every == 0 else pytest.mark.thorough)
+        for i, pair in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("first", "second"), sampled(itertools.combinations(MASKS, 2), 9))
+def test_pairs_of_masks(first, second, method, ranks):
+    mask = MASKS[first](BATCH, HEADS, LENGTH, LENGTH)
+    other = MASKS[second](BATCH, HEADS, LENGTH, LENGTH)
+    if {first, second} == {"alibi", "alibi_batch"}:
+        pytest.skip("reason: ALiBi masks that are combined have one align")
+    number = list(MASKS).index(first) + list(MASKS).index(second)
+    assert_right(ranks, case_of(method, number, mask & other), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FIELDS)
+def test_queries_and_keys_of_different_lengths(name, method, dtype, ranks):
+    lengths = LENGTH, LENGTH_K
+    mask = MASKS[name](BATCH, HEADS, *lengths)
+    assert_right(
+        ranks, case_of(method, list(MASKS).index(name), mask, lengths), dtype, None, lengths, 8
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(1, 1), (LENGTH, LENGTH), (1, LENGTH), (LENGTH, 1)])
+@pytest.mark.parametrize("per_head", [True, False])
+def test_gradient_of_a_bias(per_head, shape, method, dtype, ranks):
+    """The gradients of all ranks add up to that of one process."""
+    sizes = (BATCH, HEADS, *shape) if per_head else shape
+    bias = torch.randn(sizes, generator=drawn(1))
+    case = case_of(method, sum(shape), MASKS["causal"](BATCH, HEADS, LENGTH, LENGTH))
+    assert_right(ranks, case, dtype, bias)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("number", range(5))
+def test_dropout(number, method, dtype, softcap, ranks):
+    """A sharded call drops what one process drops, wherever the shards begin."""
+    mask = MASKS["window"](BATCH, HEADS, LENGTH, LENGTH)
+    case = case_of(method, number, mask, dropout_p=0.3, seed=SEED, softcap=softcap)
+    assert_right(ranks, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", [None, "causal", "window", "prefix", "alibi", "dense"])
+def test_packed_sequences(name, method, dtype, ranks):
+    ends = torch.tensor([0, 0, 7, 30, LENGTH])
+    sizes = len(ends) - 1, HEADS, 31, 31
+    mask = None if name is None else MASKS[name](*sizes)
+    drops = {} if name == "prefix" else {"dropout_p": 0.2, "seed": SEED}
+    case = case_of(
+        method, len(name or ""), mask, cu_seqlens_q=ends, is_causal=name is None, **drops
+    )
+    assert_right(ranks, case, dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_runs_are_equal_bit_by_bit(method, ranks):
+    tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
+    given = [t.to(torch.bfloat16) for t in tensors.values()] + [None]
+    grads = torch.randn_like(given[0]), torch.randn(given[0].shape[:3])
+    case = case_of(method, 0, MASKS["ragged"](BATCH, HEADS, LENGTH, LENGTH), dropout_p=0.1, seed=3)
+    first, second = (ranks.run(run_on_rank, case, given, *grads) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name

@@ -1,0 +1,170 @@
+"""Distributed attention as one function of complete tensors, for comparison with one process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import Processes
+from torch import Tensor
+from torch.autograd import Function
+
+import fused_attn
+from fused_attn import distributed, masks
+from fused_attn.distributed import Sharding
+
+SEED = 5
+
+
+class Case:
+    """A call of distributed attention.
+
+    Args:
+        method: "ring" or "all_to_all".
+        mesh: shape of the mesh.
+        shardings: Shardings of queries and of keys.
+        mask: mask of the complete sequence, or None.
+        options: further keyword arguments.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        mesh: tuple[int, ...],
+        shardings: tuple[Sharding, Sharding],
+        mask: Any = None,
+        **options: Any,
+    ) -> None:
+        self.method, self.mesh, self.shardings = method, mesh, shardings
+        self.mask, self.options = mask, options
+
+    @property
+    def packed(self) -> bool:
+        return "cu_seqlens_q" in self.options
+
+    def of(self, ranks: Processes) -> Callable[..., Callable[..., tuple]]:
+        """Return function(backend)(query, key, value, bias=None) for `assert_like_eager`.
+
+        The backend "eager" computes in this process; with all others, the ranks compute.
+        """
+
+        def of(backend: str) -> Callable[..., tuple[Tensor, ...]]:
+            if backend == "eager":
+                return self.in_one_process
+            return lambda query, key, value, bias=None: OnRanks.apply(
+                self, ranks, query, key, value, bias
+            )
+
+        if self.mask is None or all(
+            t.untyped_storage().nbytes() < 2**20 for t in self.mask.tensors()
+        ):
+            of.key = pickle.dumps((self.packed, self.mask, self.options))  # type: ignore[attr-defined]
+        return of
+
+    def in_one_process(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return out and lse of eager attention."""
+        options = {"return_lse": True, "backend": "eager", **self.options}
+        mask = with_bias(self.mask, bias)
+        if not self.packed:
+            return fused_attn.scaled_dot_product_attention(query, key, value, mask, **options)
+        del options["cu_seqlens_q"]
+        of_keys = options.pop("cu_seqlens_k", None)
+        ends = self.options["cu_seqlens_q"], of_keys
+        ends = ends[0], ends[0] if of_keys is None else of_keys
+        longest = [int(e.diff().max()) for e in ends]
+        options.pop("enable_gqa", None)
+        return fused_attn.varlen_attention(query, key, value, *ends, *longest, mask, **options)
+
+    def assembled(self, results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the complete tensors, of the results of all ranks."""
+        whole = {}
+        for name in results[0]:
+            parts = [result[name] for result in results]
+            if name == "grad_bias":
+                whole[name] = torch.stack([p.double() for p in parts]).sum(0).to(parts[0].dtype)
+                continue
+            sharding = self.shardings[0 if name in ("out", "lse", "grad_query") else 1]
+            dim = self.row_dim + (1 if name == "lse" and not self.packed else 0)
+            dim = -1 if name == "lse" else dim
+            order = torch.cat([sharding.positions(rank) for rank in range(sharding.ranks)])
+            whole[name] = torch.cat(parts, dim=dim).index_select(dim, order.argsort())
+        return whole
+
+    @property
+    def row_dim(self) -> int:
+        """Dimension of rows in query, key, value and out."""
+        return -3 if self.packed else -2
+
+
+def with_bias(mask: Any, bias: Tensor | None) -> Any:
+    if bias is None:
+        return mask
+    return masks.bias(bias) if mask is None else mask & masks.bias(bias)
+
+
+class OnRanks(Function):
+    """Distributed attention of complete tensors; the backward runs forward and backward again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, case: Case, ranks: Processes, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.case, ctx.ranks = case, ranks
+        ctx.save_for_backward(*tensors)
+        given = [None if t is None else t.detach() for t in tensors]
+        whole = case.assembled(ranks.run(run_on_rank, case, given, None, None))
+        return whole["out"], whole["lse"]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
+        tensors = [None if t is None else t.detach() for t in ctx.saved_tensors]
+        results = ctx.ranks.run(run_on_rank, ctx.case, tensors, grad_out, grad_lse)
+        whole = ctx.case.assembled(results)
+        grads = [whole.get(f"grad_{n}") for n in ("query", "key", "value", "bias")]
+        return None, None, *grads
+
+
+def run_on_rank(
+    case: Case, tensors: list, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> dict[str, Tensor]:
+    """Return out and lse of the rows of this rank; with grad_out, their gradients."""
+    rank, dim = dist.get_rank(), case.row_dim
+    positions = [sharding.positions(rank) for sharding in case.shardings]
+    at = positions[0], positions[1], positions[1]
+    backward = grad_out is not None
+    leaves = [
+        t.index_select(dim, rows).requires_grad_(backward)
+        for t, rows in zip(tensors[:3], at, strict=True)
+    ]
+    bias = None if tensors[3] is None else tensors[3].clone().requires_grad_(backward)
+    function = getattr(distributed, f"{case.method}_attention")
+    out, lse = function(
+        *leaves,
+        with_bias(case.mask, bias),
+        positions=case.shardings,
+        mesh=mesh_of(case.mesh),
+        return_lse=True,
+        **case.options,
+    )
+    if grad_out is None:
+        return {"out": out, "lse": lse}
+    given = grad_out.index_select(dim, positions[0]), grad_lse.index_select(-1, positions[0])
+    grads = torch.autograd.grad(
+        (out, lse), [*leaves, *([] if bias is None else [bias])], given, allow_unused=True
+    )
+    return {f"grad_{n}": g for n, g in zip(("query", "key", "value", "bias"), grads, strict=False)}
+
+
+_meshes: dict[tuple[int, ...], Any] = {}
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    """Return a mesh of all ranks; each is made once."""
+    if shape not in _meshes:
+        _meshes[shape] = dist.init_device_mesh("cpu", shape)
+    return _meshes[shape]

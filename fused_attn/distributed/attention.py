@@ -100,7 +100,8 @@ def ring_attention(
     lengths = cu_seqlens_q, cu_seqlens_k
     call = (query, key, value, attn_mask, is_causal, enable_gqa, positions, lengths, options)
     ranks = ranks_of(mesh)
-    return _attend(*call, return_lse, ranks[0], ranks[1] if len(ranks) > 1 else None)
+    out, lse = attend(*call, ranks[0], ranks[1] if len(ranks) > 1 else None)
+    return (out, lse) if return_lse else out
 
 
 def all_to_all_attention(
@@ -139,7 +140,8 @@ def all_to_all_attention(
     lengths = cu_seqlens_q, cu_seqlens_k
     call = (query, key, value, attn_mask, is_causal, enable_gqa, positions, lengths, options)
     ranks = ranks_of(mesh)
-    return _attend(*call, return_lse, ranks[0] if len(ranks) > 1 else None, ranks[-1])
+    out, lse = attend(*call, ranks[0] if len(ranks) > 1 else None, ranks[-1])
+    return (out, lse) if return_lse else out
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class _Shards:
 
 
 @torch.compiler.disable(recursive=True)
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -170,11 +172,10 @@ def _attend(
     positions: Any,
     cu_seqlens: tuple[Tensor | None, Tensor | None],
     options: AttentionOptions,
-    return_lse: bool,
     ring_ranks: Ranks | None,
     head_ranks: Ranks | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention between the ranks of one or both groups; see `ring_attention`.
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of the rows of this rank; see `ring_attention`.
 
     Args:
         ring_ranks: ranks that exchange keys and values, or None.
@@ -217,7 +218,7 @@ def _attend(
         out, lse = exchange.returned(out, lse)
     if packed:
         out, lse = out[0].transpose(0, 1), lse[0]
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _heads(query: Tensor, key: Tensor) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from fused_attn.backends.registry import (
 from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
+from fused_attn.call import redirect
 from fused_attn.call.call_counts import counting
 from fused_attn.call.calls import (
     AttentionCall,
@@ -61,6 +62,8 @@ def attention(
         given = call.attn_mask
         packed = isinstance(given, MaskSpec) and given.cu_seqlens_q is not None
         return add_sinks(out, lse, checked_sinks(sinks, lse), packed=packed)
+    if redirect.handler is not None:
+        return redirect.handler(call, want_lse)
     results = _try_unchecked(call, want_lse, named) if not is_intercepted() else None
     if results is not None:
         if counting:
@@ -150,6 +153,8 @@ def attention_with_weights(
     call: AttentionCall, average: bool, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Run a validated call; return out, and its attention weights (see `AttentionCall.weights`)."""
+    if redirect.handler is not None:
+        raise NotImplementedError("attention weights are not available under context_parallel")
     if counting and not torch.compiler.is_compiling():
         _count(call, backend)
     call = _seeded(call, backend)

@@ -1,0 +1,399 @@
+"""Context parallelism: models whose sequences are distributed over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fused_attn import functional
+from fused_attn.call import redirect
+from fused_attn.call.unchecked import UncheckedAttention
+from fused_attn.distributed.attention import attend
+from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
+from fused_attn.distributed.sharding import Sharding
+from fused_attn.masks import Mask, as_mask, causal
+from fused_attn.masks.spec import MaskSpec
+
+Method = Literal["auto", "ring", "all_to_all"]
+LoadBalancer = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: Mesh,
+    *,
+    buffers: Sequence[Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    no_restore_buffers: set[Tensor] | None = None,
+    mask: Tensor | Mask | None = None,
+    method: Method = "auto",
+    load_balancer: LoadBalancer = None,
+) -> Iterator[Sharding]:
+    """Distribute sequences over ranks within the block, for a model that runs in it.
+
+    The signature is that of torch.distributed.tensor.experimental.context_parallel, with `mask`,
+    `method` and `load_balancer` added. All ranks pass the same complete buffers. Within the block,
+    each buffer has only the rows of this rank, and attention between them is computed as for the
+    complete sequence. This applies to torch's and this package's scaled_dot_product_attention, and
+    so to modules and models that call them. Other attention, such as a softmax that a model
+    computes itself, is not redirected.
+
+    Run the backward within the block, too: activation checkpointing calls attention again.
+
+    Args:
+        mesh: one- or two-dimensional DeviceMesh, process group, or None for all processes; see
+            ring_attention.
+        buffers: tensors with a sequence dimension, such as token ids, labels and position ids. They
+            are cut in place, and are complete again after the block.
+        buffer_seq_dims: the sequence dimension of each buffer. They have the same size.
+        no_restore_buffers: buffers that remain cut after the block.
+        mask: mask of the complete sequence for all attention calls: they ignore their attn_mask,
+            but apply is_causal. None means that calls must not have an attn_mask, except
+            is_causal.
+        method: "ring", "all_to_all" or "auto". "auto" exchanges heads if every rank gets KV heads
+            of its own, otherwise keys and values. Ignored for a two-dimensional mesh.
+        load_balancer: "zigzag", "contiguous", a Sharding, or a function of (length, number of
+            ranks) that returns one; None means "zigzag". `balanced_sharding` makes a Sharding for a
+            mask.
+
+    Yields:
+        The Sharding.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid, a buffer requires grad, or an attention call
+            within the block does not have the rows of this rank.
+
+    Example:
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (4,))  # doctest: +SKIP
+        >>> with fused_attn.distributed.context_parallel(  # doctest: +SKIP
+        ...     mesh, buffers=[tokens, labels, positions], buffer_seq_dims=[1, 1, 1], mask=mask
+        ... ):
+        ...     loss(model(tokens, positions), labels).backward()
+    """
+    if len(buffers) != len(buffer_seq_dims):
+        count = f"{len(buffers)} values (one for each buffer)"
+        raise ValueError(f"buffer_seq_dims must have {count}, got {len(buffer_seq_dims)}")
+    if not buffers:
+        raise ValueError("buffers must not be empty: their size is the length of the sequence")
+    kept = no_restore_buffers or set()
+    if any(not any(buffer is own for own in buffers) for buffer in kept):
+        raise ValueError("no_restore_buffers must be a subset of buffers")
+    for buffer in buffers:
+        if buffer.requires_grad or buffer._base is not None:
+            kind = "require grad" if buffer.requires_grad else "be a view of another tensor"
+            raise ValueError(f"buffers must not {kind}, because they are cut in place")
+    groups = ranks_of(mesh)
+    sharding = _sharding(load_balancer, _length(buffers, buffer_seq_dims), groups)
+    shards = context_parallel_shard(mesh, buffers, buffer_seq_dims, load_balancer=sharding)
+    complete = [None if any(b is k for k in kept) else b.clone() for b in buffers]
+    calls = Calls(groups, sharding, mask, method)
+    try:
+        for buffer, shard in zip(buffers, shards, strict=True):
+            buffer.resize_(shard.shape).copy_(shard)
+        with calls.redirected():
+            yield sharding
+    finally:
+        for buffer, whole in zip(buffers, complete, strict=True):
+            if whole is not None:
+                buffer.resize_(whole.shape).copy_(whole)
+    if calls.count == 0:
+        warnings.warn(
+            "no call of scaled_dot_product_attention was made under context_parallel: attention "
+            "that a model computes itself is not distributed",
+            stacklevel=3,
+        )
+
+
+def context_parallel_shard(
+    mesh: Mesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: LoadBalancer = None,
+) -> list[Tensor]:
+    """Return the rows of this rank of each tensor; differentiable.
+
+    Args:
+        mesh, load_balancer: as in context_parallel.
+        buffers: complete tensors, the same on all ranks.
+        seq_dims: the sequence dimension of each tensor. They have the same size.
+    """
+    groups = ranks_of(mesh)
+    if not buffers:
+        return []
+    sharding = _sharding(load_balancer, _length(buffers, seq_dims), groups)
+    runs = sharding.runs[_rank(groups)]
+    shards = []
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        parts = [buffer.narrow(dim, run.start, len(run)) for run in runs]
+        shards.append(torch.cat(parts, dim) if parts else buffer.narrow(dim, 0, 0))
+    return shards
+
+
+def context_parallel_unshard(
+    mesh: Mesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: LoadBalancer = None,
+) -> list[Tensor]:
+    """Return complete tensors from the rows that each rank holds, on all ranks; differentiable.
+
+    The backward takes the rows of this rank of the gradient: all ranks must compute the same from
+    the complete tensors.
+
+    Args:
+        mesh: as in context_parallel.
+        buffers: the rows of this rank.
+        seq_dims: the sequence dimension of each tensor.
+        load_balancer: as in context_parallel_shard.
+
+    Raises:
+        ValueError: the ranks do not have the rows that load_balancer gives them.
+    """
+    groups = ranks_of(mesh)
+    results = []
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        rows = [buffer.shape[dim]]
+        for ranks in reversed(groups):
+            rows = [n for own in ranks.gather(rows, buffer.device) for n in own]
+        sharding = _sharding(load_balancer, sum(rows), groups)
+        expected = [sharding.rows(rank) for rank in range(sharding.ranks)]
+        if rows != expected:
+            raise ValueError(f"buffers must have {expected} rows by rank, got {rows}")
+        results.append(_Unshard.apply(buffer, dim, sharding, groups))
+    return results
+
+
+class ContextParallel(ParallelStyle):
+    """Parallel style of modules whose attention is distributed; for torch's parallelize_module.
+
+    The module's inputs must be rows of this rank already. Within its forward, attention is computed
+    as in context_parallel.
+
+    Attributes:
+        mask: mask of the complete sequence, or None; may be changed between forwards.
+        sharding: who holds which positions; may be changed between forwards.
+
+    Args:
+        sharding: the Sharding.
+        mask, method: as in context_parallel.
+    """
+
+    def __init__(
+        self, sharding: Sharding, mask: Tensor | Mask | None = None, method: Method = "auto"
+    ) -> None:
+        super().__init__()
+        self.sharding, self.mask, self.method = sharding, mask, method
+        self._open: list[contextlib.ExitStack] = []
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        groups = ranks_of(device_mesh)
+
+        def enter(module: nn.Module, args: Any) -> None:
+            stack = contextlib.ExitStack()
+            stack.enter_context(Calls(groups, self.sharding, self.mask, self.method).redirected())
+            self._open.append(stack)
+
+        def leave(module: nn.Module, args: Any, results: Any) -> None:
+            self._open.pop().close()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+class Calls:
+    """Attention calls of a model whose sequences are distributed.
+
+    Attributes:
+        count: number of calls that were made.
+
+    Args:
+        groups: the ranks of each dimension of the mesh.
+        sharding: who holds which positions.
+        mask, method: as in context_parallel.
+    """
+
+    def __init__(
+        self,
+        groups: list[Ranks],
+        sharding: Sharding,
+        mask: Tensor | Mask | None,
+        method: Method,
+    ) -> None:
+        if method not in ("auto", "ring", "all_to_all"):
+            raise ValueError(f"method must be auto, ring or all_to_all, got {method!r}")
+        self.count = 0
+        self._groups, self._sharding, self._method = groups, sharding, method
+        self._mask = None if mask is None else as_mask(mask)
+        self._rows = sharding.rows(_rank(groups))
+
+    @contextlib.contextmanager
+    def redirected(self) -> Iterator[None]:
+        """Distribute all attention calls within the block."""
+        torch_function = torch.nn.functional.scaled_dot_product_attention
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call the function
+        torch.nn.functional.scaled_dot_product_attention = _attention_of_torch
+        try:
+            with redirect.redirected(self._attention):
+                yield
+        finally:
+            torch.nn.functional.scaled_dot_product_attention = torch_function
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    def _attention(self, call: UncheckedAttention, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute one call. This is the handler of `call/redirect.py`."""
+        if isinstance(call.attn_mask, MaskSpec):
+            raise NotImplementedError("context_parallel does not support packed sequences")
+        for name in ("query", "key"):
+            rows = getattr(call, name).shape[-2]
+            if rows != self._rows:
+                raise ValueError(
+                    f"{name} must have {self._rows} rows under context_parallel (those of this "
+                    f"rank), got {rows}"
+                )
+        mask = self._mask
+        if call.attn_mask is not None and mask is None:
+            raise ValueError(
+                "attn_mask must be None under context_parallel, where it would cover the rows of "
+                "this rank only: pass the mask of the complete sequence as mask"
+            )
+        is_causal = call.is_causal
+        if mask is not None and is_causal:
+            mask, is_causal = mask & causal(), False
+        self.count += 1
+        ring, heads = self._ranks_of(call)
+        with redirect.not_redirected():
+            out, lse = attend(
+                call.query, call.key, call.value, mask, is_causal, call.enable_gqa,
+                self._sharding, (None, None), call.options, ring, heads,
+            )  # fmt: skip
+        return out, lse if want_lse else None
+
+    def _ranks_of(self, call: UncheckedAttention) -> tuple[Ranks | None, Ranks | None]:
+        """Return the ranks that exchange keys, and those that exchange heads."""
+        groups = self._groups
+        if len(groups) > 1:
+            return groups[0], groups[1]
+        method = self._method
+        if method == "auto":
+            method = "all_to_all" if call.key.shape[-3] >= groups[0].size else "ring"
+        return (groups[0], None) if method == "ring" else (None, groups[0])
+
+
+def _attention_of_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute torch's scaled_dot_product_attention by the redirected function."""
+    args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    return functional.scaled_dot_product_attention(*args)  # type: ignore[return-value]
+
+
+def _rank(groups: list[Ranks]) -> int:
+    """Return the index of this process in the mesh."""
+    rank = 0
+    for ranks in groups:
+        rank = rank * ranks.size + ranks.rank
+    return rank
+
+
+def _size(groups: list[Ranks]) -> int:
+    size = 1
+    for ranks in groups:
+        size *= ranks.size
+    return size
+
+
+def _length(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> int:
+    """Return the size of the sequence dimensions, which must be equal."""
+    sizes = {buffer.shape[dim] for buffer, dim in zip(buffers, seq_dims, strict=True)}
+    if len(sizes) != 1:
+        raise ValueError(f"buffers must have one length in their sequence dimensions, got {sizes}")
+    return sizes.pop()
+
+
+def _sharding(load_balancer: LoadBalancer, length: int, groups: list[Ranks]) -> Sharding:
+    """Return the Sharding that a load balancer makes."""
+    size = _size(groups)
+    if load_balancer is None or isinstance(load_balancer, str):
+        makers = {
+            None: Sharding.zigzag,
+            "zigzag": Sharding.zigzag,
+            "contiguous": Sharding.contiguous,
+        }
+        if load_balancer not in makers:
+            raise ValueError(f"load_balancer must be zigzag or contiguous, got {load_balancer!r}")
+        return makers[load_balancer](length, size)
+    sharding = load_balancer if isinstance(load_balancer, Sharding) else load_balancer(length, size)
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"load_balancer must return a Sharding, got {type(sharding).__name__}")
+    if sharding.length != length or sharding.ranks != size:
+        raise ValueError(
+            f"load_balancer must distribute {length} positions over {size} ranks, got {sharding}"
+        )
+    return sharding
+
+
+class _Unshard(Function):
+    """All-gather of different numbers of rows, in the order of their positions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, dim: int, sharding: Sharding, groups: list[Ranks]
+    ) -> Tensor:
+        ctx.dim, ctx.runs = dim, sharding.runs[_rank(groups)]
+        moved = rows.movedim(dim, 0).contiguous()
+        parts = {_rank(groups): moved}
+        for ranks in reversed(groups):
+            parts = _gathered(ranks, parts, sharding)
+        whole = moved.new_empty(sharding.length, *moved.shape[1:])
+        for rank, part in parts.items():
+            whole[sharding.positions(rank, whole.device)] = part
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        parts = [grad.narrow(ctx.dim, run.start, len(run)) for run in ctx.runs]
+        empty = grad.narrow(ctx.dim, 0, 0)
+        return torch.cat([empty, *parts], ctx.dim), None, None, None
+
+
+def _gathered(ranks: Ranks, own: dict[int, Tensor], sharding: Sharding) -> dict[int, Tensor]:
+    """Return the rows that all ranks of a group hold, by rank in the mesh.
+
+    Args:
+        own: the rows that this rank holds already, of `len(own)` consecutive ranks of the mesh, or
+            of one.
+    """
+    first, count = min(own), len(own)
+    stride = count  # distance, in the mesh, of the ranks of the group
+    numbers = [
+        [first + (r - ranks.rank) * stride + i for i in range(count)] for r in range(ranks.size)
+    ]
+    like = own[first]
+    most = max(sum(sharding.rows(n) for n in group) for group in numbers)
+    message = like.new_zeros(most, *like.shape[1:])
+    joined = torch.cat([own[n] for n in sorted(own)])
+    message[: len(joined)] = joined
+    received = [torch.empty_like(message) for _ in range(ranks.size)]
+    dist.all_gather(received, message, group=ranks.group)
+    parts: dict[int, Tensor] = {}
+    for group, rows in zip(numbers, received, strict=True):
+        counts = [sharding.rows(n) for n in group]
+        parts.update(zip(group, rows[: sum(counts)].split(counts), strict=True))
+    return parts

@@ -1,0 +1,118 @@
+"""Models whose sequences are distributed over four ranks, against one process in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from context_cases import (
+    batch_of,
+    loss_of,
+    message_of,
+    model_of,
+    step_of_rank,
+    step_of_style,
+    unshard_gradient,
+)
+from processes import Processes
+
+from fused_attn import masks
+from fused_attn.call import redirect
+from fused_attn.distributed import Sharding
+
+LENGTH = 45
+IDS = torch.arange(LENGTH) * 3 // LENGTH
+MASKS = {
+    "none": None,
+    "documents": masks.documents(torch.stack([IDS, IDS.flip(0)])),
+    "window": masks.sliding_window(11, 0),
+    "padding": masks.padding(torch.tensor([LENGTH, 17])),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    processes = Processes(4, tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()
+
+
+def expected(mask):
+    """Logits, loss and gradients of one process; the model's calls get the mask by a patch."""
+    model = model_of(False)
+    tokens, labels, positions = batch_of(LENGTH)
+
+    def attention(call, want_lse):
+        with redirect.not_redirected():
+            own = masks.causal() if mask is None else mask & masks.causal()
+            import fused_attn
+
+            return fused_attn.scaled_dot_product_attention(
+                call.query, call.key, call.value, own, return_lse=True
+            )
+
+    with redirect.redirected(attention), pytest.MonkeyPatch.context() as patch:
+        import fused_attn
+
+        patch.setattr(F, "scaled_dot_product_attention", fused_attn.scaled_dot_product_attention)
+        logits = model(tokens, positions)
+        loss = loss_of(logits, labels, tokens.numel())
+        loss.backward()
+    return {
+        "logits": logits.detach(),
+        "loss": loss.detach(),
+        **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    }
+
+
+def assert_equal(results, mask):
+    truth = expected(mask)
+    for result in results:
+        assert result.keys() == truth.keys()
+        for name, tensor in result.items():
+            torch.testing.assert_close(tensor, truth[name], rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch's function", "our module"])
+@pytest.mark.parametrize(
+    ("method", "mesh"), [("ring", (4,)), ("all_to_all", (4,)), ("auto", (2, 2))]
+)
+@pytest.mark.parametrize("name", MASKS)
+def test_training_step(name, method, mesh, fused, ranks):
+    if fused and name == "none":
+        pytest.skip("reason: our module passes its mask, which needs mask=")
+    mask = MASKS[name]
+    balancer = None if name == "window" else Sharding.of_lengths([20, 3, 21, 1])
+    results = ranks.run(step_of_rank, fused, LENGTH, mesh, mask, method, balancer)
+    assert_equal(results, mask)
+
+
+def test_activation_checkpointing(ranks):
+    args = (False, LENGTH, (4,), MASKS["documents"], "ring", "contiguous", True)
+    assert_equal(ranks.run(step_of_rank, *args), MASKS["documents"])
+
+
+def test_parallel_style(ranks):
+    assert_equal(ranks.run(step_of_style, LENGTH, MASKS["padding"]), MASKS["padding"])
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_unshard_is_differentiable(mesh, ranks):
+    for grad in ranks.run(unshard_gradient, 16, mesh):
+        torch.testing.assert_close(grad, 2.0 * torch.arange(48.0).view(1, 16, 3))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected_message"),
+    [
+        ("view", "buffers must not be a view"),
+        ("lengths", "buffers must have one length"),
+        ("balancer", "load_balancer must distribute 16 positions over 4 ranks"),
+        ("mask", "attn_mask must be None under context_parallel"),
+        ("rows", "key must have 4 rows under context_parallel"),
+        ("weights", "attention weights are not available under context_parallel"),
+    ],
+)
+def test_errors_on_every_rank(case, expected_message, ranks):
+    for message in ranks.run(message_of, case):
+        assert expected_message in message

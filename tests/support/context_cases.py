@@ -1,0 +1,160 @@
+"""A small language model, in one process and with its sequences distributed over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ring_cases import mesh_of
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fused_attn
+from fused_attn import distributed
+
+VOCABULARY, WIDTH, HEADS = 23, 32, 4
+
+
+class Attention(nn.Module):
+    """Self-attention by torch's function, or by this package's module."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.own = fused_attn.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return self.own(x, x, x, need_weights=False, is_causal=True, attn_mask=CAUSAL)[0]
+        qkv = F.linear(x, self.own.in_proj_weight, self.own.in_proj_bias)
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in qkv.chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.own.out_proj(out.transpose(1, 2).flatten(2))
+
+
+CAUSAL = fused_attn.masks.causal()
+
+
+class Model(nn.Module):
+    """Two blocks with attention that is causal."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(256, WIDTH)
+        self.attention = nn.ModuleList([Attention(fused) for _ in range(2)])
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(positions)
+        for attention, norm in zip(self.attention, self.norms, strict=True):
+            x = x + attention(norm(x))
+        return x @ self.tokens.weight.T
+
+
+def model_of(fused: bool) -> Model:
+    torch.manual_seed(0)
+    return Model(fused).double()
+
+
+def loss_of(logits: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return this rank's part of the mean loss over `count` labels."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+
+def batch_of(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids, labels and position ids, (2, length) each."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, VOCABULARY, (2, 2, length), generator=generator)
+    return tokens.clone(), labels.clone(), torch.arange(length).expand(2, -1).clone()
+
+
+def step_of_rank(
+    fused: bool, length: int, mesh: tuple, mask, method: str, balancer, checkpoint: bool = False
+) -> dict:
+    """Run a training step; return logits and the sums of loss and gradients over all ranks."""
+    model = model_of(fused)
+    tokens, labels, positions = buffers = batch_of(length)
+    before = [b.clone() for b in buffers]
+    device_mesh = mesh_of(mesh)
+    with distributed.context_parallel(
+        device_mesh, buffers=buffers, buffer_seq_dims=[1] * 3, mask=mask, method=method,
+        load_balancer=balancer,
+    ) as sharding:  # fmt: skip
+        assert tokens.shape[1] == sharding.rows(dist.get_rank())
+        if checkpoint:
+            logits = torch.utils.checkpoint.checkpoint(
+                model, tokens, positions, use_reentrant=False
+            )
+        else:
+            logits = model(tokens, positions)
+        loss = loss_of(logits, labels, before[0].numel())
+        loss.backward()
+    assert all(torch.equal(b, was) for b, was in zip(buffers, before, strict=True))
+    (whole,) = distributed.context_parallel_unshard(device_mesh, [logits], [1], sharding)
+    return {"logits": whole.detach(), **summed(model, loss)}
+
+
+def summed(model: nn.Module, loss: Tensor) -> dict:
+    """Return the loss and the gradients, summed over all ranks."""
+    results = {"loss": loss.detach().clone()}
+    results |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for tensor in results.values():
+        dist.all_reduce(tensor)
+    return results
+
+
+def step_of_style(length: int, mask) -> dict:
+    """As `step_of_rank`, by ContextParallel on the attention modules."""
+    model = model_of(False)
+    tokens, labels, positions = batch_of(length)
+    mesh = mesh_of((dist.get_world_size(),))
+    sharding = distributed.Sharding.zigzag(length, dist.get_world_size())
+    style = distributed.ContextParallel(sharding, mask)
+    parallelize_module(model, mesh, {"attention.0": style, "attention.1": style})
+    shards = distributed.context_parallel_shard(mesh, [tokens, labels, positions], [1] * 3)
+    logits = model(shards[0], shards[2])
+    loss = loss_of(logits, shards[1], tokens.numel())
+    loss.backward()
+    (whole,) = distributed.context_parallel_unshard(mesh, [logits], [1])
+    return {"logits": whole.detach(), **summed(model, loss)}
+
+
+def unshard_gradient(length: int, mesh: tuple) -> Tensor:
+    """Return the gradient of the complete tensor, of a loss that all ranks compute."""
+    whole = torch.arange(length * 3.0).view(1, length, 3).requires_grad_()
+    sharding = distributed.Sharding.of_lengths([length - 5, 0, 2, 3])
+    args = [1], sharding
+    (rows,) = distributed.context_parallel_shard(mesh_of(mesh), [whole], *args)
+    (again,) = distributed.context_parallel_unshard(mesh_of(mesh), [rows], *args)
+    assert torch.equal(again, whole)
+    (again**2).sum().backward()
+    dist.all_reduce(whole.grad)
+    return whole.grad
+
+
+def message_of(case: str) -> str:
+    """Return the error of a wrong use."""
+    tokens = torch.zeros(1, 16, 8)
+    own = {"buffers": [tokens], "buffer_seq_dims": [1]}
+    given = torch.randn(1, 4, 4, 8)
+    try:
+        if case == "view":
+            own["buffers"] = [tokens[:, 1:]]
+        if case == "lengths":
+            own = {"buffers": [tokens, torch.zeros(9)], "buffer_seq_dims": [1, 0]}
+        if case == "balancer":
+            own["load_balancer"] = distributed.Sharding.contiguous(9, 4)
+        with distributed.context_parallel(mesh_of((4,)), **own):
+            if case == "mask":
+                F.scaled_dot_product_attention(given, given, given, torch.ones(4, 4).bool())
+            if case == "rows":
+                F.scaled_dot_product_attention(given, given[:, :, :3], given[:, :, :3])
+            if case == "weights":
+                layer = fused_attn.nn.MultiheadAttention(8, 2, batch_first=True)
+                layer(*[torch.randn(1, 4, 8)] * 3)
+    except (ValueError, NotImplementedError) as error:
+        assert F.scaled_dot_product_attention is torch.nn.functional.scaled_dot_product_attention
+        assert tokens.shape == (1, 16, 8)
+        return str(error)
+    return ""

@@ -39,11 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     not_quick = pytest.mark.skip(reason="not among the quick cases")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         elif config.getoption("--quick") and not _is_quick(item):
             item.add_marker(not_quick)
-    items.sort(key=lambda item: "gpu" in item.keywords and not _is_quick(item))
+    items.sort(key=lambda item: bool(item.get_closest_marker("gpu")) and not _is_quick(item))
 
 
 def _is_quick(item: Any) -> bool:

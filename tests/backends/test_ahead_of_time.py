@@ -53,6 +53,7 @@ def attention(
     arch: str, dtype: torch.dtype, head_dim: int, mask: Mask | None,
     dropout_p: float = 0.0, softcap: float = 0.0, packed: bool = False, seqlen_q: int = LENGTH,
     head_dim_v: int | None = None, precision: str = "ieee", group: int = 1, shard: bool = False,
+    partial: bool = False,
 ) -> list[Compiled]:  # fmt: skip
     """The kernels of forward and backward, or of decoding where seqlen_q is small."""
     query = torch.empty(BATCH, HEADS, seqlen_q, head_dim, dtype=dtype)
@@ -68,16 +69,16 @@ def attention(
         )  # fmt: skip
     seed = torch.zeros((), dtype=torch.int64)
     offsets = torch.zeros(BATCH, 3, dtype=torch.int64) if shard else None
-    call = AttentionCall(
-        query, key, value, spec, AttentionOptions(0.1, softcap, dropout_p, seed, offsets)
-    )
+    options = AttentionOptions(0.1, softcap, dropout_p, seed, offsets, partial)
+    call = AttentionCall(query, key, value, spec, options)
     decodes = seqlen_q < LENGTH
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         with compiling_for(arch) as kernels:
-            outputs = BACKEND.attention_fwd(call, not decodes, True)
+            BACKEND.attention_fwd(call, not decodes, True)
             if not decodes:
+                outputs = with_options(call, partial=False).outputs(True)
                 out, lse, *_ = outputs
                 BACKEND.attention_bwd(call, outputs, out, lse, spec.bias is not None)
     finally:
@@ -130,6 +131,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"group": 4, "head_dim": 128},
     {"group": 4, "seqlen_q": 3},
     {"dropout_p": 0.1, "shard": True},
+    {"partial": True, "head_dim": 128},
+    {"partial": True, "head_dim": 256},
+    {"partial": True, "seqlen_q": 3},
 ]
 
 
@@ -137,7 +141,12 @@ OPTIONS: list[dict[str, Any]] = [
     ("options", "arch"),
     thorough(
         itertools.product(OPTIONS, ARCHS),
-        [(OPTIONS[2], "sm_90"), (OPTIONS[8], "sm_90"), (OPTIONS[7], "gfx942")],
+        [
+            (OPTIONS[2], "sm_90"),
+            (OPTIONS[8], "sm_90"),
+            (OPTIONS[9], "sm_90"),
+            (OPTIONS[7], "gfx942"),
+        ],
     ),
     ids=str,
 )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend, Extent
-from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
+from fused_attn.backends.problem import Problem, kernel_limits, too_old
 from fused_attn.backends.triton.interpreter import interpreted
 from fused_attn.call.calls import (
     AttentionCall,
@@ -60,8 +60,6 @@ class TritonBackend(Backend):
             reasons.append(f"runs on cuda, not on {device}")
         elif device == "cuda" and not reasons:
             reasons += _too_old(problem.device)
-        if isinstance(problem, AttentionProblem) and problem.partial:
-            reasons.append("gives no partial results")
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:

@@ -58,13 +58,15 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
     if sizes.seqlen_q <= MAX_DECODE_QUERIES and not for_backward:
         _decode(args, out, lse)
         return
-    config = args.config("fwd", with_out_residual=out_residual.numel() > 0)
+    # A partial result has no out_residual, but its divisor is that of any forward for a backward.
+    rounded = for_backward and args.dtype.itemsize == 2
+    config = args.config("fwd", rounded)
     num_m = -(-sizes.seqlen_q // config.block_m)
     launch(
         attention_fwd_kernel, args.device, (num_m * sizes.batch * sizes.num_heads,),
         *args.qkv, _rows(out), lse, lse_residual if for_backward else None,
         _rows(out_residual) if out_residual.numel() else None, *args.common, args.lists(config),
-        *sizes, args.settings, **args.compiled_for(config),
+        *sizes, args.settings, ROUNDED=rounded, **args.compiled_for(config),
     )  # fmt: skip
 
 
@@ -266,13 +268,18 @@ class LaunchArguments:
         seed = options.seed if dropout_p > 0.0 else None
         self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
 
-    def config(self, kind: str, with_out_residual: bool = False) -> Config:
-        """Return the tile sizes, warps and stages for the kernel of a pass."""
+    def config(self, kind: str, rounded: bool = False) -> Config:
+        """Return the tile sizes, warps and stages for the kernel of a pass.
+
+        Args:
+            kind: the pass, without "_masked".
+            rounded: True if a forward divides by the row sums of the rounded weights.
+        """
         head_dim = max(self.head_dim, self.head_dim_v)
         heavy = self.has_lists or self.common[0] is not None
-        # With out_residual, the forward also computes the row sums of the rounded weights. With the
-        # largest tiles, these do not fit in registers when head_dim > 128.
-        heavy |= with_out_residual and head_dim > 128
+        # With the largest tiles, the row sums of the rounded weights do not fit in registers when
+        # head_dim > 128.
+        heavy |= rounded and head_dim > 128
         # The loop over the heads of a group needs additional registers.
         heavy |= kind == "dkdv" and self.sizes.num_heads > self.sizes.num_heads_kv
         if heavy and kind in ("fwd", "dq", "dkdv"):

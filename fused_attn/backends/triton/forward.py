@@ -33,9 +33,13 @@ def attention_fwd_kernel(
     query, key, value, out, lse, lse_residual, out_residual, seed, cu_seqlens_q, cu_seqlens_k,
     mask, lists,
     batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
-    settings, const: tl.constexpr,
+    settings, const: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute out, lse, and their residuals unless None, for BLOCK_M queries of a head."""
+    """Compute out, lse, and their residuals unless None, for BLOCK_M queries of a head.
+
+    ROUNDED: divide by the row sums of the weights rounded for the PV matmul, as the backward needs
+    for 16-bit types.
+    """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,
     )  # fmt: skip
@@ -68,19 +72,18 @@ def attention_fwd_kernel(
     for t in tl.range(0, tiles[0]):
         acc, maximum, total, multiplied = fwd_tile(
             acc, maximum, total, multiplied, q, i, full_tile(t, tiles, lists) * const.BLOCK_N, keys,
-            sequence, key, value, draws, mask, settings, const, False, out_residual is not None,
+            sequence, key, value, draws, mask, settings, const, False, ROUNDED,
         )  # fmt: skip
     for t in tl.range(0, tiles[1]):
         acc, maximum, total, multiplied = fwd_tile(
             acc, maximum, total, multiplied, q, i, partial_tile(t, tiles, lists) * const.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, const, True,
-            out_residual is not None,
+            keys, sequence, key, value, draws, mask, settings, const, True, ROUNDED,
         )  # fmt: skip
 
     empty = total == 0.0
     # The row sums of the backward require that the weights add up to 1 after rounding to 16 bits.
     # In a row that one key dominates, a sum of 1.002 would hide the contributions of other keys.
-    divisor = total if out_residual is None else multiplied
+    divisor = multiplied if ROUNDED else total
     scale = settings.dropout_scale / tl.where(empty, 1.0, divisor)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
     store_tile(

@@ -45,10 +45,10 @@ def _row(*configs: tuple[int, int, int, int]) -> dict[int, Config]:
 
 
 # arch -> (pass, element size in bytes) -> width -> Config. Passes ending in "_masked" need more
-# registers per thread. They are used for dropout, for masks that are read from memory, for
-# out_residual with head_dim > 128, and in dkdv for grouped heads. Decode tiles have the fewest rows
-# that the matrix instructions support. With larger groups of heads, several tiles read the same
-# keys, the later ones from L2.
+# registers per thread. They are used for dropout, for masks that are read from memory, for 16-bit
+# types with head_dim > 128 if a backward follows, and in dkdv for grouped heads. Decode tiles have
+# the fewest rows that the matrix instructions support. With larger groups of heads, several tiles
+# read the same keys, the later ones from L2.
 TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
     "sm_80": {
         ("fwd", 2): _row((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2)),

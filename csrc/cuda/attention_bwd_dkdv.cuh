@@ -104,12 +104,9 @@ struct DkdvKernel {
   FUSED_ATTN_DEVICE void store(const Accumulator<kM, kHeadDim>& grad, uint32_t tile, void* target,
                                const int64_t (&strides)[3], const OwnedTile& own, int64_t head_dim,
                                float scale) {
-    const SequenceRows rows = key_rows(args.params.fwd, own.b);
-    store_rows<T, kHeadDim, kM>(
-        tile, warp_id() * kM * 16, grad,
-        row_of(static_cast<T*>(target), strides, rows.batch, own.h, rows.first + own.begin),
-        strides[2], own.count, static_cast<int>(head_dim),
-        [&](int, float low, float high) { return pair_of<T>(low * scale, high * scale); });
+    const AttentionParams& p = args.params.fwd;
+    store_result_rows<T, kHeadDim, kM>(p, tile, grad, target, strides, key_rows(p, own.b), own,
+                                       head_dim, [&](int) { return scale; });
   }
   // Stages grad_key through the shared memory of the values. The loop for grad_value does not read
   // the values, but may still read the keys.

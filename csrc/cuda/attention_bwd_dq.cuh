@@ -56,14 +56,10 @@ struct DqKernel {
         p, args.gpu, own, [&](auto partial, uint32_t key, uint32_t value, int j_begin) {
           tile<decltype(partial)::value>(own, key, value, j_begin);
         });
-    T* const target =
-        row_of(static_cast<T*>(args.params.grad_query), args.params.grad_query_strides, rows.batch,
-               own.h, rows.first + own.begin);
     const float scale = static_cast<float>(p.scale);
-    store_rows<T, kHeadDim, kM>(
-        Layout::kOwned, warp_id() * kM * 16, grad_query, target, args.params.grad_query_strides[2],
-        own.count, static_cast<int>(p.head_dim),
-        [&](int, float low, float high) { return pair_of<T>(low * scale, high * scale); });
+    store_result_rows<T, kHeadDim, kM>(p, Layout::kOwned, grad_query, args.params.grad_query,
+                                       args.params.grad_query_strides, rows, own, p.head_dim,
+                                       [&](int) { return scale; });
     if (corrects()) correct(own, stats);
   }
 

@@ -1,5 +1,5 @@
-// Epilogue of the nondeterministic backward: scales the float32 accumulators of dQ and converts
-// them to grad_query.
+// Epilogue of the nondeterministic backward: scales the float32 accumulators of dQ and stores them
+// to grad_query.
 #include "cuda/attention_bwd_rows.cuh"
 #include "cuda/attention_passes.h"
 
@@ -18,10 +18,10 @@ attention_bwd_finish_kernel(FUSED_ATTN_ARGUMENT AttentionBwdArgs args) {
   for (int row = thread_id() / kRowLanes; row < own.count; row += kRowStep) {
     const float* sums =
         args.gpu.grad_query_sums + (lse_at + row) * grad_query_sums_stride(p.head_dim);
-    T* grad_query = row_of(static_cast<T*>(args.params.grad_query), args.params.grad_query_strides,
-                           rows.batch, own.h, rows.first + own.begin + row);
+    const int64_t at =
+        row_start(args.params.grad_query_strides, rows.batch, own.h, rows.first + own.begin + row);
     for (int64_t c = lane_id() % kRowLanes; c < p.head_dim; c += kRowLanes) {
-      grad_query[c] = from_float<T>(sums[c] * scale);
+      store_result<T>(p, args.params.grad_query, at + c, sums[c] * scale);
     }
   }
 }

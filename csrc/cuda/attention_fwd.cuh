@@ -21,8 +21,7 @@ struct FwdKernel {
   Units<T, kGeneral> units;
   Accumulator<kM, kHeadDim> acc;
   SoftmaxState<kM> softmax;
-  // Row sums of the rounded weights. Used for 16-bit types, if out_residual is requested for a
-  // backward.
+  // Row sums of the rounded weights. Used for 16-bit types, if a backward follows.
   Accumulator<kM, 8> divisor;
 
   FUSED_ATTN_DEVICE explicit FwdKernel(const Args& a) : args(a), units(a.params) {}
@@ -44,6 +43,9 @@ struct FwdKernel {
   }
 
  private:
+  // Returns true if a backward follows. Partial results have no out_residual, but lse_residual.
+  FUSED_ATTN_DEVICE bool for_backward() const { return args.params.lse_residual != nullptr; }
+
   template <bool kPartial>
   FUSED_ATTN_DEVICE void tile(const OwnedTile& own, uint32_t key, uint32_t value, int j_begin) {
     const AttentionParams& p = args.params;
@@ -65,7 +67,7 @@ struct FwdKernel {
     const auto rescale_sum = [&](float& sum, int m, int, int e) { sum *= rescale[2 * m + e / 2]; };
     for_each(acc, rescale_sum);
     if constexpr (Product<T>::kRoundsWeights) {
-      if (p.out_residual != nullptr) {
+      if (for_backward()) {
         for_each(divisor, rescale_sum);
         Product<T>::template add_row_sums<kM, kN>(divisor, s);
       }
@@ -102,17 +104,13 @@ struct FwdKernel {
     for (int r = 0; r < 2 * kM; ++r) {
       float sum = softmax.sum[r];
       if constexpr (Product<T>::kRoundsWeights) {
-        if (p.out_residual != nullptr) sum = divisor[r / 2][0][r % 2 * 2];
+        if (for_backward()) sum = divisor[r / 2][0][r % 2 * 2];
       }
       factor[r] = sum == 0.0f ? 0.0f : scale / sum;
     }
     const SequenceRows rows = query_rows(p, own.b);
-    T* const out =
-        row_of(static_cast<T*>(p.out), p.out_strides, rows.batch, own.h, rows.first + own.begin);
-    store_rows<T, kHeadDim, kM>(Layout::kOwned, warp_row, acc, out, p.out_strides[2], own.count,
-                                static_cast<int>(p.head_dim_v), [&](int r, float low, float high) {
-                                  return pair_of<T>(low * factor[r], high * factor[r]);
-                                });
+    store_result_rows<T, kHeadDim, kM>(p, Layout::kOwned, acc, p.out, p.out_strides, rows, own,
+                                       p.head_dim_v, [&](int r) { return factor[r]; });
     if constexpr (sizeof(T) == 2) {
       if (p.out_residual == nullptr) return;
       sync_warp();  // the residual overwrites the rows of out in shared memory

@@ -1,5 +1,5 @@
-// Building blocks of the attention kernels: dispatch by type, storing and loading lse, and the loop
-// over KV tiles in a block that owns a tile of query rows.
+// Building blocks of the attention kernels: dispatch by type, storing results, storing and loading
+// lse, and the loop over KV tiles in a block that owns a tile of query rows.
 #pragma once
 
 #include <type_traits>
@@ -14,10 +14,15 @@ struct AttentionArgs {
   GpuParams gpu;
 };
 
+// Returns the offset of a row in a tensor, in elements.
+FUSED_ATTN_DEVICE int64_t row_start(const int64_t (&strides)[3], int64_t batch, int64_t head,
+                                    int64_t row) {
+  return batch * strides[0] + head * strides[1] + row * strides[2];
+}
 template <class T>
 FUSED_ATTN_DEVICE T* row_of(T* data, const int64_t (&strides)[3], int64_t batch, int64_t head,
                             int64_t row) {
-  return data + batch * strides[0] + head * strides[1] + row * strides[2];
+  return data + row_start(strides, batch, head, row);
 }
 
 inline Stream stream_of(const GpuParams& gpu) { return static_cast<Stream>(gpu.stream); }
@@ -103,6 +108,51 @@ FUSED_ATTN_DEVICE LogSum load_lse(const AttentionParams& p, int64_t at, const U&
 struct OwnedTile {
   int b, h, begin, count;
 };
+
+// ---- results: out, and the gradients of query, key and value ------------------------------------
+
+// Returns true if results are float although query, key and value have type T.
+template <class T>
+FUSED_ATTN_DEVICE bool is_unrounded(const AttentionParams& p) {
+  return sizeof(T) < sizeof(float) && p.partial;
+}
+
+// Stores element `at` of a result, as T or, in a partial result, as float.
+template <class T>
+FUSED_ATTN_DEVICE void store_result(const AttentionParams& p, void* result, int64_t at,
+                                    float value) {
+  if (is_unrounded<T>(p)) {
+    static_cast<float*>(result)[at] = value;
+  } else {
+    static_cast<T*>(result)[at] = from_float<T>(value);
+  }
+}
+
+// Stores the warp's rows of an accumulator tile to the owned rows of a result, as T or, in a
+// partial result, as float. The thread's r-th row is multiplied by factor(r).
+//
+// tile: shared memory of the block's rows, through which rows of type T are staged.
+// strides: of the batch, head and row dimensions. rows: location of the sequence in the result.
+template <class T, int kHeadDim, int kM, class Factor>
+FUSED_ATTN_DEVICE void store_result_rows(const AttentionParams& p, uint32_t tile,
+                                         const float (&acc)[kM][kHeadDim / 8][4], void* result,
+                                         const int64_t (&strides)[3], const SequenceRows& rows,
+                                         const OwnedTile& own, int64_t head_dim, Factor factor) {
+  const int warp_row = warp_id() * kM * 16, columns = static_cast<int>(head_dim);
+  const int64_t at = row_start(strides, rows.batch, own.h, rows.first + own.begin);
+  if constexpr (sizeof(T) < sizeof(float)) {
+    if (is_unrounded<T>(p)) {
+      store_float_rows<kHeadDim, kM>(warp_row, acc, static_cast<float*>(result) + at, strides[2],
+                                     own.count, columns, factor);
+      return;
+    }
+  }
+  store_rows<T, kHeadDim, kM>(
+      tile, warp_row, acc, static_cast<T*>(result) + at, strides[2], own.count, columns,
+      [&](int r, float low, float high) { return pair_of<T>(low * factor(r), high * factor(r)); });
+}
+
+// ---- tiles --------------------------------------------------------------------------------------
 
 // Returns the block's tile of up to `block` query rows. The last tiles of each head are scheduled
 // first, because under a causal mask they take longest.

@@ -41,9 +41,8 @@ FUSED_ATTN_DEVICE void store_decoded(const AttentionParams& p, const GpuParams& 
                                      int count, Value value) {
   if (own == 0 && p.lse != nullptr) store_lse(p, to.lse, merged.largest, merged.sum, units);
   const float scale = merged.sum == 0.0f ? 0.0f : gpu.dropout_scale / merged.sum;
-  T* const out = static_cast<T*>(p.out) + to.out;
   for (int column = own; column < static_cast<int>(p.head_dim_v); column += count) {
-    out[column] = from_float<T>(value(column) * scale);
+    store_result<T>(p, p.out, to.out + column, value(column) * scale);
   }
 }
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from fused_attn import functional, masks, varlen
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.options import AttentionOptions
 from fused_attn.decode import decode_attention
 from fused_attn.masks import Mask
 from fused_attn.masks.spec import normalize
@@ -27,6 +29,7 @@ from fused_attn.nn.weights import attention_with_weights
 from fused_attn.tools import contract
 from fused_attn.tools.cases import Shape, make_mask, sequence_lengths
 from fused_attn.tools.contract import Finding
+from fused_attn.tools.merging import merged_attention
 
 Call = Callable[..., Any]
 
@@ -73,6 +76,10 @@ class Check:
         """Return the function under test, which takes the operands."""
         raise NotImplementedError
 
+    def eager(self, device: torch.device) -> Call:
+        """Return the function that eager attention or torch's norms compute for the contract."""
+        return self.call(device)
+
     def kept(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return two bool masks of kept elements: the selected backend's and the reference's."""
         raise NotImplementedError
@@ -87,7 +94,7 @@ class Check:
         call = contract.by(backend, self.call(device))
         operands, dtype = self.operands(device), getattr(torch, self.dtype)
         if self.how == "contract":
-            eager = contract.by("eager", self.call(device))
+            eager = contract.by("eager", self.eager(device))
             return contract.check(call, eager, operands, dtype, self.gradients).findings
         runs = _two_runs(call, list(operands.values()), self.gradients, self.how == "graph")
         pairs = enumerate(zip(*runs, strict=True))
@@ -215,6 +222,34 @@ class AttentionCheck(Check):
         out = functional.scaled_dot_product_attention(query, key, value, None, self.dropout_p)
         assert isinstance(out, Tensor)
         return out != 0, want
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PartialCheck(AttentionCheck):
+    """Check of partial results (`AttentionOptions.partial`) over two parts of the keys.
+
+    The parts are merged, and held to the contract of an ordinary call. A partial problem has no
+    class of its own: it has that of the same problem with ordinary results, which a failure rules
+    out.
+    """
+
+    def call(self, device: torch.device) -> Call:
+        if self.packed or self.dropout_p or self.result != "out" or self.bias == "learned":
+            raise ValueError("PartialCheck takes masks, constant biases and softcap only")
+        shape, softcap = Shape.parse(self.shape), self.softcap or 0.0
+        sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+        mask = make_mask(self.mask, shape)
+        whole = _both(mask, self._bias(device) if self.bias else None)
+        options = AttentionOptions(shape.head_dim**-0.5, softcap, partial=True)
+
+        def merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            spec = normalize(None if whole is None else whole.to(device), *sizes, query)
+            return merged_attention(AttentionCall(query, key, value, spec, options))
+
+        return merged
+
+    def eager(self, device: torch.device) -> Call:
+        return super().call(device)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -10,7 +10,7 @@ from typing import Any
 from fused_attn.backends import verdicts
 from fused_attn.backends.verdicts import ProblemClass
 from fused_attn.tools.cases import DTYPES, MASKS, Shape
-from fused_attn.tools.checks import AttentionCheck, Check, DecodeCheck, NormCheck
+from fused_attn.tools.checks import AttentionCheck, Check, DecodeCheck, NormCheck, PartialCheck
 
 # A quick run covers the dtype and head_dim values of most models.
 QUICK_DTYPES, QUICK_WIDTHS = ("bfloat16",), (64, 128)
@@ -118,13 +118,19 @@ def attention_checks(dtype: str, widths: Sequence[int]) -> Iterator[Check]:
         yield AttentionCheck(shape=SHAPE, mask=text, dtype=dtype, poison=True)
     for shape, text in _ODD:
         yield AttentionCheck(shape=shape, mask=text, dtype=dtype, result="lse")
+    # A partial problem has the class of its mask, so each kind of mask is checked.
+    for text in ("none", "causal", "padding", "window:37", "random"):
+        yield PartialCheck(shape=SHAPE, mask=text, dtype=dtype)
+    yield PartialCheck(shape=SHAPE, mask="causal", bias="constant", dtype=dtype)
     for width in widths:
         yield AttentionCheck(shape=f"4,2/1,65,130,{width}", mask="causal", dtype=dtype)
+        yield PartialCheck(shape=f"4,2/1,65,130,{width - 7}", dtype=dtype)
         for bias in ("constant", "learned"):
             yield AttentionCheck(shape=f"4,2,130,65,{width - 7}", dtype=dtype, bias=bias)
         # Few queries run on the split-KV kernels.
         few = f"8,8/2,5,700,{width}"
         yield AttentionCheck(shape=few, mask="padding", dtype=dtype, gradients=False)
+        yield PartialCheck(shape=few, mask="padding", dtype=dtype, gradients=False)
         yield DecodeCheck(shape=f"16,8/2,1,320,{width}", dtype=dtype)
     yield DecodeCheck(shape="8,8/2,4,320,64", page_size=32, dtype=dtype)
     for dropout_p in (0.1, 0.5):

@@ -132,7 +132,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"group": 4, "seqlen_q": 3},
     {"dropout_p": 0.1, "shard": True},
     {"partial": True, "head_dim": 128},
-    {"partial": True, "head_dim": 256},
     {"partial": True, "seqlen_q": 3},
 ]
 

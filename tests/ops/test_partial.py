@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers import BACKENDS, DTYPES, ISAS, device_of, drawn, runnable, takes
@@ -12,7 +14,13 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec
 
 # batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
-SHAPES = {"training": (2, 4, 2, 67, 93, 40, 24), "one query": (2, 4, 2, 1, 93, 40, 24)}
+SHAPES = {
+    "training": (2, 4, 2, 67, 93, 40, 24),
+    "one query": (2, 4, 2, 1, 93, 40, 24),
+    "one query, many keys": (1, 4, 2, 1, 700, 40, 24),  # in several splits
+    "odd widths": (1, 2, 1, 35, 50, 37, 23),
+    "wide heads": (1, 2, 1, 20, 33, 160, 136),
+}
 
 
 def problem(backend, dtype, shape, dropout_p=0.0):
@@ -27,10 +35,21 @@ def problem(backend, dtype, shape, dropout_p=0.0):
         normal(batch, heads, seqlen_q, head_dim),
         normal(batch, heads_kv, seqlen_k, head_dim),
         normal(batch, heads_kv, seqlen_k, head_dim_v),
-        MaskSpec(band_lo=-40, band_hi=5),
+        MaskSpec(band_lo=-40, band_hi=max(5, seqlen_k - seqlen_q)),
         AttentionOptions(0.2, 0.0, dropout_p, seed),
     )
     return call, normal(batch, heads, seqlen_q, head_dim_v)
+
+
+@contextlib.contextmanager
+def deterministic(wanted):
+    """Requests deterministic algorithms: atomic additions of two runs may differ on a GPU."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
@@ -54,8 +73,9 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
         # much more.
         far = (part.out.view(torch.int32) - bits).abs() > 1
         assert not bool(far[whole.out.abs() > 2**-13].any())
-    grads = kernels.attention_bwd(call, whole, grad_out, None, False)
-    parts = kernels.attention_bwd(partial, whole, grad_out, None, False)
+    with deterministic(part.out.is_cuda):
+        grads = kernels.attention_bwd(call, whole, grad_out, None, False)
+        parts = kernels.attention_bwd(partial, whole, grad_out, None, False)
     for name in ("query", "key", "value"):
         got, expected = getattr(parts, name), getattr(grads, name)
         assert got.dtype == wide
@@ -71,10 +91,23 @@ def test_partial_results_are_unrounded(backend, dtype, dropout_p):
     assert_unrounded(backend, dtype, SHAPES["training"], dropout_p)
 
 
+@pytest.mark.parametrize("name", ["one query", "one query, many keys"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_partial_results_of_one_query(backend, dtype):
-    assert_unrounded(backend, dtype, SHAPES["one query"], for_backward=False)
+def test_partial_results_of_one_query(backend, dtype, name):
+    assert_unrounded(backend, dtype, SHAPES[name], for_backward=False)
+
+
+@pytest.mark.parametrize("name", ["odd widths", "wide heads"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_partial_results_of_other_widths(backend, name):
+    assert_unrounded(backend, torch.bfloat16, SHAPES[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_partial_results_in_deterministic_mode(backend):
+    with deterministic(True):
+        assert_unrounded(backend, torch.bfloat16, SHAPES["training"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fused_attn.backends.registry import BACKENDS as REGISTERED
 from fused_attn.backends.verdicts import ProblemClass
 from fused_attn.tools import cli, plan, timing, verify
 from fused_attn.tools.cases import MASKS
-from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck
+from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck, PartialCheck
 from fused_attn.tools.plan import Plan
 
 # With kernels that are chosen only where they were verified; here by emulation.
@@ -173,6 +174,30 @@ def test_wrong_gradients_do_not_concern_the_forward(backend, monkeypatch):
 
 @ONE_BACKEND
 @pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("of", ["out", "key"])
+def test_wrong_partial_results_rule_out_their_class(backend, of, monkeypatch):
+    """A partial problem has the classes of the same problem, so these must not be usable."""
+    forward, backward = type(backend).attention_fwd, type(backend).attention_bwd
+
+    def off(results, call):
+        if call.options.partial and of in results._fields:
+            getattr(results, of).mul_(1.01)
+        return results
+
+    monkeypatch.setattr(type(backend), "attention_fwd", lambda b, c, *a: off(forward(b, c, *a), c))
+    monkeypatch.setattr(type(backend), "attention_bwd", lambda b, c, *a: off(backward(b, c, *a), c))
+    checks = [PartialCheck(shape=SHAPE, mask="causal")]
+    report = verify.verify(backend.name, replace(small_plan(), checks=checks))
+    assert [trial.check for trial in report.wrong] == checks
+    assert report.classes[class_named("none", "training")].usable
+    assert not report.classes[class_named("causal", "training")].usable
+    assert report.classes[class_named("causal", "forward")].usable == (of == "key")
+    problem = problem_of_probe(small_plan().classes[class_named("causal", "training")][0])
+    assert verdicts.reasons_against(backend.name, replace(problem, partial=True))
+
+
+@ONE_BACKEND
+@pytest.mark.usefixtures("fast")
 def test_wrong_at_the_size_of_a_class_alone(backend, monkeypatch):
     """Checks that come late tell of classes that came before."""
     long = lambda call: call.query.shape[2] > 30 and call.mask.kind == "causal"  # noqa: E731
@@ -316,6 +341,8 @@ def test_every_mask_is_checked(quick):
         assert {check.how for check in own} == {"contract", "bits", "twice", "graph"}
         features = {feature for check in own for feature in check.features()}
         assert features == {*verdicts.KINDS, *verdicts.OPTIONS}
+        partial = [check for check in own if isinstance(check, PartialCheck)]
+        assert {feature for check in partial for feature in check.features()} == {*verdicts.KINDS}
         norms = [c for c in checks if isinstance(c, NormCheck) and c.dtype == dtype]
         assert {f for check in norms for f in check.features()} == {*verdicts.NORM_FEATURES}
         assert any(isinstance(c, DecodeCheck) and c.dtype == dtype for c in checks)
@@ -355,6 +382,8 @@ def test_a_full_plan_is_of_all_classes():
         AttentionCheck(shape=SHAPE, mask="causal", bias="constant"),
         AttentionCheck(shape=SHAPE, dropout_p=0.2, result="weights"),
         AttentionCheck(shape=SHAPE, softcap=2.0, dtype="bfloat16"),
+        PartialCheck(shape=SHAPE, mask="causal", dtype="bfloat16"),
+        PartialCheck(shape=SHAPE, mask="padding", bias="constant", softcap=2.0),
         DecodeCheck(shape="3,8/2,2,64,16"),
         DecodeCheck(shape="3,8/2,1,64,16", page_size=16),
         NormCheck(rows=5, columns=37, rms=True, dropout_p=0.2, dtype="float16"),

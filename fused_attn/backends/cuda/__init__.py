@@ -49,8 +49,6 @@ class CudaBackend(Backend):
             reasons += too_old(problem.device)
         if isinstance(problem, AttentionProblem) and 0 in (problem.head_dim, problem.head_dim_v):
             reasons.append("takes no head_dim of 0")  # kernels cannot address empty rows
-        if isinstance(problem, AttentionProblem) and problem.partial:
-            reasons.append("gives no partial results")
         return reasons + kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
 
     def opt_in_reasons(self, problem: Problem) -> list[str]:

@@ -105,7 +105,11 @@ struct DkdvKernel {
                                const int64_t (&strides)[3], const OwnedTile& own, int64_t head_dim,
                                float scale) {
     const AttentionParams& p = args.params.fwd;
-    store_result_rows<T, kHeadDim, kM>(p, tile, grad, target, strides, key_rows(p, own.b), own,
+    // In the plain kernel with the atomic dQ, addresses that depend on `begin` would be computed
+    // before the loop over queries, and spill. In the other kernels, recomputing them spills.
+    const int begin = kAddsDq && !kGeneral ? unhoisted(own.begin) : own.begin;
+    const OwnedTile to{own.b, own.h, begin, own.count};
+    store_result_rows<T, kHeadDim, kM>(p, tile, grad, target, strides, key_rows(p, own.b), to,
                                        head_dim, [&](int) { return scale; });
   }
   // Stages grad_key through the shared memory of the values. The loop for grad_value does not read

@@ -131,7 +131,7 @@ FUSED_ATTN_DEVICE void store_result(const AttentionParams& p, void* result, int6
 // Stores the warp's rows of an accumulator tile to the owned rows of a result, as T or, in a
 // partial result, as float. The thread's r-th row is multiplied by factor(r).
 //
-// tile: shared memory of the block's rows, through which rows of type T are staged.
+// tile: shared memory of the block's rows, through which the rows are staged.
 // strides: of the batch, head and row dimensions. rows: location of the sequence in the result.
 template <class T, int kHeadDim, int kM, class Factor>
 FUSED_ATTN_DEVICE void store_result_rows(const AttentionParams& p, uint32_t tile,
@@ -142,8 +142,8 @@ FUSED_ATTN_DEVICE void store_result_rows(const AttentionParams& p, uint32_t tile
   const int64_t at = row_start(strides, rows.batch, own.h, rows.first + own.begin);
   if constexpr (sizeof(T) < sizeof(float)) {
     if (is_unrounded<T>(p)) {
-      store_float_rows<kHeadDim, kM>(warp_row, acc, static_cast<float*>(result) + at, strides[2],
-                                     own.count, columns, factor);
+      store_float_rows<kHeadDim, kM>(tile, warp_row, acc, static_cast<float*>(result) + at,
+                                     strides[2], own.count, columns, factor);
       return;
     }
   }

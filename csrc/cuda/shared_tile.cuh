@@ -81,13 +81,13 @@ FUSED_ATTN_DEVICE auto pair_of(float low, float high) {
   }
 }
 
-// Stores the warp's rows of an accumulator tile to a tensor, staged through the warp's rows of
-// `tile` in shared memory. Only rows [0, end) of the tile and the first head_dim elements are
-// stored. result(r, low, high) converts two adjacent elements of the thread's r-th row to the type
-// of pair_of.
-template <class T, int kHeadDim, int kM, class Result>
+// Stores columns [kFirst, kFirst + kHeadDim) of the warp's rows of an accumulator tile to a tensor,
+// staged through the warp's rows of `tile` in shared memory. Only rows [0, end) of the tile and the
+// first head_dim of these columns are stored. result(r, low, high) converts two adjacent elements
+// of the thread's r-th row to the type of pair_of.
+template <class T, int kHeadDim, int kM, int kFirst = 0, int kFragments, class Result>
 FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
-                                  const float (&acc)[kM][kHeadDim / 8][4], T* target,
+                                  const float (&acc)[kM][kFragments][4], T* target,
                                   int64_t row_stride, int end, int head_dim, Result result) {
   using Tile = SharedTile<T, kHeadDim>;
   const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
@@ -99,8 +99,9 @@ FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
       const int r = 2 * m + half;
       FUSED_ATTN_UNROLL
       for (int n = 0; n < kHeadDim / 8; ++n) {
-        store_shared(Tile::element(tile, row, n * 8 + 2 * t),
-                     result(r, acc[m][n][2 * half], acc[m][n][2 * half + 1]));
+        store_shared(
+            Tile::element(tile, row, n * 8 + 2 * t),
+            result(r, acc[m][kFirst / 8 + n][2 * half], acc[m][kFirst / 8 + n][2 * half + 1]));
       }
     }
   }
@@ -124,39 +125,23 @@ FUSED_ATTN_DEVICE void store_rows(uint32_t tile, int warp_row,
   }
 }
 
-// Stores the warp's rows of an accumulator tile to a tensor of floats. Only rows [0, end) and the
-// first head_dim elements are stored. The thread's r-th row is multiplied by factor(r).
+// Stores the warp's rows of an accumulator tile to a tensor of floats, as store_rows does. The
+// thread's r-th row is multiplied by factor(r).
 //
-// Rows are not staged through shared memory, which has room for 16-bit rows only. The four lanes
-// that share a row store 32 adjacent bytes, the size of a sector of L2.
+// `tile` has rows of kHeadDim 16-bit elements, so each half of the columns is staged in turn.
+// Stores directly from the registers would need more registers for addresses, and spill.
 template <int kHeadDim, int kM, class Factor>
-FUSED_ATTN_DEVICE void store_float_rows(int warp_row, const float (&acc)[kM][kHeadDim / 8][4],
-                                        float* target, int64_t row_stride, int end, int head_dim,
-                                        Factor factor) {
-  const int lane = unhoisted(lane_id()), g = lane / 4, t = lane % 4;
-  const uint64_t misaligned = reinterpret_cast<uint64_t>(target) | row_stride * sizeof(float);
-  const bool whole_pairs = misaligned % sizeof(Pair) == 0;
-  FUSED_ATTN_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    FUSED_ATTN_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp_row + m * 16 + half * 8 + g;
-      if (row >= end) continue;
-      float* const to = target + row * row_stride + 2 * t;
-      const float scale = factor(2 * m + half);
-      FUSED_ATTN_UNROLL
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        const Pair pair{acc[m][n][2 * half] * scale, acc[m][n][2 * half + 1] * scale};
-        const int left = head_dim - (n * 8 + 2 * t);
-        if (left >= 2 && whole_pairs) {
-          *reinterpret_cast<Pair*>(to + n * 8) = pair;
-        } else {
-          if (left >= 1) to[n * 8] = pair.low;
-          if (left >= 2) to[n * 8 + 1] = pair.high;
-        }
-      }
-    }
-  }
+FUSED_ATTN_DEVICE void store_float_rows(uint32_t tile, int warp_row,
+                                        const float (&acc)[kM][kHeadDim / 8][4], float* target,
+                                        int64_t row_stride, int end, int head_dim, Factor factor) {
+  constexpr int kHalf = kHeadDim / 2;
+  const auto result = [&](int r, float low, float high) {
+    return Pair{low * factor(r), high * factor(r)};
+  };
+  store_rows<float, kHalf, kM>(tile, warp_row, acc, target, row_stride, end, head_dim, result);
+  sync_warp();  // the second half overwrites the first in shared memory
+  store_rows<float, kHalf, kM, kHalf>(tile, warp_row, acc, target + kHalf, row_stride, end,
+                                      head_dim - kHalf, result);
 }
 
 }  // namespace fused_attn

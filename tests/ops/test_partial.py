@@ -63,6 +63,8 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
     assert part.out.dtype == wide and part.out.shape == whole.out.shape
     torch.testing.assert_close(part.out.to(dtype), whole.out, rtol=0, atol=0)
     torch.testing.assert_close(part.lse, whole.lse, rtol=0, atol=0)
+    if dtype.itemsize == 2:
+        assert not torch.equal(part.out, part.out.to(dtype).to(wide)), "out is rounded"
     if not for_backward:
         return
     torch.testing.assert_close(part.lse_residual, whole.lse_residual, rtol=0, atol=0)
@@ -80,8 +82,8 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
         got, expected = getattr(parts, name), getattr(grads, name)
         assert got.dtype == wide
         torch.testing.assert_close(got.to(dtype), expected, rtol=0, atol=0, msg=name)
-    if dtype.itemsize == 2:
-        assert not torch.equal(parts.key, parts.key.to(dtype).to(wide)), "rounded"
+        if dtype.itemsize == 2:
+            assert not torch.equal(got, got.to(dtype).to(wide)), f"{name} is rounded"
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])

@@ -123,8 +123,10 @@ struct DqKernel {
   }
 
   // Stores the corrected delta of the block's rows to the row statistics, for the bias gradient.
+  // Rows of a partial result do not add up to dlse, so their delta is not corrected.
   FUSED_ATTN_DEVICE void correct(const OwnedTile& own, const RowStatistics& stats) {
     const AttentionParams& p = args.params.fwd;
+    if (p.partial) return;
     const float* grad_lse = static_cast<const float*>(args.params.grad_lse);
     const int64_t lse_at = lse_begin(p, own.b, own.h) + own.begin;
     FUSED_ATTN_UNROLL

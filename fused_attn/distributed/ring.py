@@ -23,9 +23,9 @@ from fused_attn.backends import Backend, problem_of, select
 from fused_attn.base.philox import DECISIONS
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.shards import attention_offsets
-from fused_attn.distributed.merge import MergedOutputs
 from fused_attn.distributed.plan import Block, Piece, Plan, Step
 from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer
 from fused_attn.masks.restrict import of_positions, without_first_keys
@@ -316,7 +316,7 @@ class _Block:
         grad_lse = None if grad_lse is None else grad_lse[:, :, self.rows]
         return ops.attention_bwd(
             self._call,
-            own.kernel_layout(),
+            own.kernel_layout().without_none(),
             grad_out[:, :, self.rows],
             grad_lse,
             needs_bias,

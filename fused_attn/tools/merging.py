@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, problem_of, select
-from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.calls import AttentionCall
+from fused_attn.call.merged import MergedOutputs
 from fused_attn.masks.restrict import of_positions
 
 
@@ -39,12 +39,12 @@ class _Merged(Function):
     def forward(ctx: Any, call: AttentionCall, backend: Backend, *qkv: Tensor) -> Tensor:
         parts = _parts(call)
         for_backward = any(t.requires_grad for t in qkv)
-        outputs = []
+        sums = MergedOutputs.of(call)
         for part in parts:
             own = backend.attention_fwd(part, for_backward, True)
             assert own is not None  # validated calls are not refused
-            outputs.append(own.without_none())
-        merged = _merge(outputs, call.query.dtype)
+            sums.add(own, slice(None))
+        merged = sums.finish(call.query.dtype).without_none()
         ctx.backend, ctx.parts, ctx.merged = backend, parts, merged
         return merged.out
 
@@ -75,19 +75,3 @@ def _parts(call: AttentionCall) -> list[AttentionCall]:
         )
         for keys in (range(middle), range(middle, seqlen_k))
     ]
-
-
-def _merge(parts: Sequence[AttentionOutputs], dtype: torch.dtype) -> AttentionOutputs:
-    """Merge partial results, and return them with the residuals that a backward needs."""
-    residuals = [p.lse_residual if p.lse_residual.numel() else 0.0 for p in parts]
-    each = torch.stack([p.lse.double() + low for p, low in zip(parts, residuals, strict=True)])
-    lse = each.logsumexp(0)
-    share = torch.where(each == float("-inf"), 0.0, (each - lse).exp())
-    unrounded = sum(s[..., None] * p.out for s, p in zip(share, parts, strict=True)).float()
-    out, high = unrounded.to(dtype), lse.float()
-    lse_residual = torch.where(high == float("-inf"), 0.0, lse - high).float()
-    bits = (unrounded.view(torch.int32) - out.float().view(torch.int32)).clamp(-0x7FFF, 0x7FFF)
-    out_residual = (
-        bits.to(torch.int16) if dtype.itemsize == 2 else bits.new_empty(0).to(torch.int16)
-    )
-    return AttentionOutputs(out, high, lse_residual, out_residual)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import BACKENDS, DTYPES, ISAS, device_of, drawn, runnable, takes
 
-from fused_attn.backends import cpp, get_backend, problem_of, select
+from fused_attn.backends import cpp, get_backend, problem_of, reference, select
 from fused_attn.call.calls import AttentionCall, with_options
+from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
-from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.spec import MaskSpec, with_summaries
 
 # batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
 SHAPES = {
@@ -130,3 +132,36 @@ def test_backends_without_partial_results_say_so(name):
     assert "gives no partial results" in reasons or not takes(name, torch.float32, "cpu")
     partial = problem_of(with_options(call, partial=True))
     assert select(partial).name == "cpp"
+
+
+@pytest.mark.parametrize("sizes", [(67, 93), (1, 93), (67, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
+    """Rows of dS of a part do not add up to the gradient of lse, as those of a whole do."""
+    kernels = get_backend(backend)
+    call, grad_out = problem(backend, dtype, SHAPES["training"])
+    bias = torch.randn(1, 4, *sizes, generator=drawn(4)).to(call.query.device)
+    call = replace(call, mask=MaskSpec(bias=bias))
+    merged = MergedOutputs.of(call)
+    parts = []
+    for keys in (slice(0, 40), slice(40, 93)):
+        own = bias if sizes[1] == 1 else bias[..., keys].contiguous()
+        part = replace(
+            with_options(call, partial=True), key=call.key[:, :, keys], value=call.value[:, :, keys],
+            mask=with_summaries(MaskSpec(bias=own), kernels.tile_summary),
+        )  # fmt: skip
+        parts.append(part)
+        merged.add(kernels.attention_fwd(part, True, True), slice(None))
+    outputs = merged.finish(dtype).without_none()
+    grad_lse = torch.randn(outputs.lse.shape, generator=drawn(5)).to(bias.device)
+    grads = [kernels.attention_bwd(p, outputs, grad_out, grad_lse, True).bias for p in parts]
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    got = sum(grads) if sizes[1] == 1 else torch.cat(grads, -1)
+    bias.requires_grad_()
+    eager = replace(call, mask=MaskSpec(bias=bias))
+    wide = replace(eager, **{n: getattr(call, n).double() for n in ("query", "key", "value")})
+    given = grad_out.double(), grad_lse.double()
+    (truth,) = torch.autograd.grad(reference.attention(wide), bias, given)
+    error = (got - truth).abs().max() / truth.abs().max()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2), error

@@ -129,10 +129,11 @@ def attention_bwd(
     )  # fmt: skip
     config = args.config("dq")
     num_m = -(-sizes.seqlen_q // config.block_m)
+    consistent = needs_bias and not call.options.partial
     launch(
         attention_bwd_dq_kernel, args.device, (num_m * heads,), *args.qkv, grad_out_rows,
         _rows(grads.query), *args.common, args.lists(config), *args.sizes,
-        args.settings, stats, CONSISTENT=needs_bias, **args.compiled_for(config),
+        args.settings, stats, CONSISTENT=consistent, **args.compiled_for(config),
     )  # fmt: skip
     if needs_bias:
         _grad_bias(args, grad_out_rows, stats, grads.bias)

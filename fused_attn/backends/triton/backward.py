@@ -125,7 +125,7 @@ def attention_bwd_dq_kernel(
 
     CONSISTENT: also correct delta for the gradient of a float mask. In exact arithmetic, each row
     of dS adds up to dlse. The rounding of out changes this sum, which would affect the gradient of
-    the mask. The correction restores the sum.
+    the mask. The correction restores the sum. Rows of a partial result do not add up to dlse.
     """
     sizes = Sizes(
         batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, total_q, band_lo, band_hi, alibi_offset,

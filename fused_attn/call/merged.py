@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.call.calls import AttentionOutputs
+from fused_attn.base.torch_state import statistics_dtype
+from fused_attn.call.calls import AttentionCall, AttentionOutputs
 
 _INF = float("inf")
 _MOST = 2**15 - 1  # as in store_residual_row (csrc/cpu/simd/convert.h)
@@ -25,6 +26,13 @@ class MergedOutputs:
         dtype: dtype of partial results, which is that of the statistics.
     """
 
+    @staticmethod
+    def of(call: AttentionCall) -> MergedOutputs:
+        """Return an empty sum for partial results of a call, with some of its keys each."""
+        query = call.query
+        shape = (query.shape[0], query.shape[1], query.shape[2], call.value.shape[3])
+        return MergedOutputs(shape, statistics_dtype(query.dtype), query.device)
+
     def __init__(
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -35,8 +43,10 @@ class MergedOutputs:
         self._maximum = torch.full_like(self._total, -_INF)
 
     def add(self, part: AttentionOutputs, rows: slice) -> None:
-        """Add the partial result of some query rows."""
-        lse = part.lse.double() + part.lse_residual.double()
+        """Add the partial result of some query rows. lse_residual may be missing."""
+        lse = part.lse.double()
+        if part.lse_residual is not None and part.lse_residual.numel():
+            lse += part.lse_residual
         before = self._maximum[:, :, rows]
         maximum = torch.maximum(before, lse)
         shift = maximum.masked_fill(maximum == -_INF, 0.0)  # -inf - -inf would be NaN

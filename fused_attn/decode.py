@@ -134,13 +134,13 @@ def decode_attention(
         raise ValueError(f"{missing} must be given with {there}, got None")
     if key is not None and value is not None:
         given.update(key=key, value=value)
-    _check_tensors(given)
+    check_decode_tensors(given)
     batch, num_heads, seqlen_q, _ = query.shape
     if sinks is not None and torch.is_grad_enabled() and sinks.requires_grad:
         raise ValueError(_NO_GRAD.format(name="sinks"))
     seqlen_new = 0 if key is None else key.shape[2]
     capacity = _checked_capacity(query, key_cache, block_table)
-    cache_lengths, known = _checked_lengths(cache_lengths, query, seqlen_new, capacity)
+    cache_lengths, known = checked_cache_lengths(cache_lengths, query, seqlen_new, capacity)
     options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
     # Under a bottom-right causal mask, a single query attends to all positions.
     is_causal = is_causal and seqlen_q != 1
@@ -153,7 +153,7 @@ def decode_attention(
     lengths = torch.as_tensor(cache_lengths, device=query.device)
     if block_table is not None:
         _check_pages(block_table, key_cache, lengths, seqlen_new)
-    mask = _with_lengths(masks.as_mask(attn_mask), is_causal, lengths, seqlen_new)
+    mask = with_cache_lengths(masks.as_mask(attn_mask), is_causal, lengths, seqlen_new)
     if torch.is_grad_enabled() and any(bias.requires_grad for bias in mask.biases):
         raise ValueError(_NO_GRAD.format(name="attn_mask"))
     spec = normalize(mask, batch, num_heads, seqlen_q, capacity, query)
@@ -244,7 +244,7 @@ _NO_GRAD = (
 )
 
 
-def _check_tensors(given: dict[str, Tensor]) -> None:
+def check_decode_tensors(given: dict[str, Tensor]) -> None:
     query, grad_enabled = given["query"], torch.is_grad_enabled()
     for name, tensor in given.items():
         check_float(name, tensor)
@@ -303,7 +303,7 @@ def _checked_capacity(query: Tensor, key_cache: Tensor, block_table: Tensor | No
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def _checked_lengths(
+def checked_cache_lengths(
     lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int
 ) -> tuple[Tensor | Sequence[int], tuple[int, int] | None]:
     """Validate cache_lengths and convert them to a tensor, unless they are a list or tuple of ints.
@@ -364,7 +364,9 @@ def _check_pages(block_table: Tensor, cache: Tensor, lengths: Tensor, seqlen_new
 _CAUSAL = masks.causal("bottom_right")
 
 
-def _with_lengths(mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int) -> Mask:
+def with_cache_lengths(
+    mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int
+) -> Mask:
     """Return the mask restricted to cached and new positions.
 
     The result is cached on the mask, or on lengths without a mask, so all layers share it.

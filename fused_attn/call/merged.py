@@ -21,9 +21,12 @@ class MergedOutputs:
     The result does not depend on anything but the parts and their order. Rows without a visible key
     remain 0, with lse -inf.
 
+    Attributes:
+        dtype: dtype of partial results, which is that of the statistics.
+
     Args:
         shape: (batch, num_heads, seqlen_q, head_dim_v) of out.
-        dtype: dtype of partial results, which is that of the statistics.
+        dtype: see above.
     """
 
     @staticmethod
@@ -38,9 +41,16 @@ class MergedOutputs:
     ) -> None:
         # out and total are sums of terms with the factor exp(-maximum). lse of each part has twice
         # the precision of float32 (lse + lse_residual), so it is processed in float64.
+        self.dtype = dtype
         self._out = torch.zeros(shape, dtype=dtype, device=device)
         self._total = torch.zeros(shape[:3], dtype=torch.float64, device=device)
         self._maximum = torch.full_like(self._total, -_INF)
+
+    def empty(self) -> MergedOutputs:
+        """Return an empty sum of the same shape."""
+        batch, num_heads, seqlen_q, head_dim_v = self._out.shape
+        shape = batch, num_heads, seqlen_q, head_dim_v
+        return MergedOutputs(shape, self.dtype, self._out.device)
 
     def add(self, part: AttentionOutputs, rows: slice) -> None:
         """Add the partial result of some query rows. lse_residual may be missing."""

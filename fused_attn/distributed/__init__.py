@@ -7,6 +7,7 @@ from fused_attn.distributed.context import (
     context_parallel_shard,
     context_parallel_unshard,
 )
+from fused_attn.distributed.decode import decode_attention
 from fused_attn.distributed.sharding import Sharding
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "decode_attention",
     "ring_attention",
 ]

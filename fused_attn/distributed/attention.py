@@ -146,7 +146,7 @@ def all_to_all_attention(
 
 @dataclass(frozen=True)
 class _Shards:
-    """Who holds which queries and keys; the index of a rank is its index in the whole mesh."""
+    """The Shardings of queries and keys; rank is the index of this process in the whole mesh."""
 
     queries: Sharding
     keys: Sharding

@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does in one step: attend to keys of one other rank.
+    """One step of a rank, in which it attends to keys of one other rank.
 
     Attributes:
         blocks: the blocks to compute.

@@ -35,7 +35,7 @@ from fused_attn.ops import library as ops
 
 @dataclass(frozen=True)
 class Ring:
-    """What ring attention needs beside tensors.
+    """Everything but tensors that ring attention needs.
 
     Attributes:
         ranks: the ranks that hold the queries and keys.

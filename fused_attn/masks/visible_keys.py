@@ -1,4 +1,4 @@
-"""Which keys any of some queries attend to, computed on the host from the intervals of a mask."""
+"""Lookup of the keys that any of some queries attends to, on the host, from intervals of a mask."""
 
 from __future__ import annotations
 

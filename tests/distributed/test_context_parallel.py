@@ -14,7 +14,6 @@ from context_cases import (
     step_of_style,
     unshard_gradient,
 )
-from processes import Processes
 
 from fused_attn import masks
 from fused_attn.call import redirect
@@ -28,13 +27,6 @@ MASKS = {
     "window": masks.sliding_window(11, 0),
     "padding": masks.padding(torch.tensor([LENGTH, 17])),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    processes = Processes(4, tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def expected(mask):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import assert_like_eager, drawn, random_qkv
 from mask_cases import FIELDS, MASKS
-from processes import Processes
 from ring_cases import SEED, Case, run_on_rank
 
 from fused_attn.distributed import Sharding
@@ -16,13 +15,6 @@ from fused_attn.distributed import Sharding
 BATCH, HEADS, HEADS_KV, LENGTH, LENGTH_K, HEAD_DIM = 2, 4, 2, 61, 44, 16
 RANKS = 4
 METHODS = {"ring": ("ring", (4,)), "all_to_all": ("all_to_all", (4,)), "hybrid": ("ring", (2, 2))}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    processes = Processes(RANKS, tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def shardings(number, length):

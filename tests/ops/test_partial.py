@@ -148,7 +148,8 @@ def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
     for keys in (slice(0, 40), slice(40, 93)):
         own = bias if sizes[1] == 1 else bias[..., keys].contiguous()
         part = replace(
-            with_options(call, partial=True), key=call.key[:, :, keys], value=call.value[:, :, keys],
+            with_options(call, partial=True),
+            key=call.key[:, :, keys], value=call.value[:, :, keys],
             mask=with_summaries(MaskSpec(bias=own), kernels.tile_summary),
         )  # fmt: skip
         parts.append(part)

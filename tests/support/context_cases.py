@@ -105,7 +105,7 @@ def summed(model: nn.Module, loss: Tensor) -> dict:
 
 
 def step_of_style(length: int, mask) -> dict:
-    """As `step_of_rank`, by ContextParallel on the attention modules."""
+    """Run the step of `step_of_rank` with ContextParallel on the attention modules."""
     model = model_of(False)
     tokens, labels, positions = batch_of(length)
     mesh = mesh_of((dist.get_world_size(),))

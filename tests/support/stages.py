@@ -40,10 +40,16 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Folders with tests that run on several backends. The stages of a single backend collect only
 # these, which saves time.
 _BACKENDS = [f"tests/{folder}" for folder in ("ops", "backends", "nn", "tools")]
+_DISTRIBUTED = "tests/distributed"  # four processes by itself, which all its tests share
 _NOT_EMULATED = [f"tests/backends/test_cuda_{n}.py" for n in ("compiled", "emulator")]
 STAGES = [
     Stage("kernels", _KERNELS, {}),
-    Stage("rest", [*_PARALLEL, *(f"--ignore={path}" for path in _KERNELS)], _ONE_THREAD),
+    Stage(
+        "rest",
+        [*_PARALLEL, *(f"--ignore={path}" for path in [*_KERNELS, _DISTRIBUTED])],
+        _ONE_THREAD,
+    ),
+    Stage("distributed", [_DISTRIBUTED], _ONE_THREAD),
     Stage(
         "triton",
         [*_BACKENDS, *_PARALLEL, "-k", "triton"],

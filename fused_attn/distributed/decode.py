@@ -1,0 +1,202 @@
+"""Decoding with a KV cache whose positions are distributed over ranks.
+
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference", with ranks in place of splits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_attn.backends import problem_of, select
+from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.merged import MergedOutputs
+from fused_attn.call.options import AttentionOptions
+from fused_attn.call.validation import attention_call
+from fused_attn.decode import check_decode_tensors, checked_cache_lengths, with_cache_lengths
+from fused_attn.distributed.agreement import check_agreement
+from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
+from fused_attn.distributed.sharding import Sharding
+from fused_attn.masks import Mask, as_mask
+from fused_attn.masks.restrict import of_positions, split_at_overlap
+from fused_attn.masks.spec import MaskSpec, normalize, with_summaries
+
+
+@torch.compiler.disable(recursive=True)
+@torch.no_grad()
+def decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    cache_lengths: Tensor | Sequence[int],
+    positions: Sharding | None = None,
+    mesh: Mesh = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a distributed KV cache, and compute attention to all of it.
+
+    All ranks pass the same arguments, except that each passes its part of the cache, and all get
+    the same results, bit by bit. Only partial results are exchanged: (head_dim_v + 2) numbers of 4
+    bytes per query row and rank, whatever the length of the sequence.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim), as in fused_attn.decode_attention.
+        key_cache: (batch, num_heads_kv, rows of this rank, head_dim). New keys are written to the
+            rank that holds their positions.
+        value_cache: (batch, num_heads_kv, rows of this rank, head_dim_v).
+        cache_lengths: (batch,) integers, the number of cached positions of each sequence before the
+            call, in all ranks together.
+        positions: who holds which positions of the cache; its length is the capacity. None means
+            that ranks hold consecutive positions in their order, as many as their cache has rows,
+            which costs a communication per call. With several runs per rank, ranks share the work
+            while sequences are short.
+        mesh: one-dimensional DeviceMesh or process group of the ranks; None means all processes.
+        key, value: new keys and values, all of them on each rank; as in decode_attention.
+        attn_mask: mask of all positions, (batch, num_heads, seqlen_q, capacity), as in
+            decode_attention.
+        is_causal, scale, softcap, return_lse: as in decode_attention.
+
+    Returns:
+        out, (batch, num_heads, seqlen_q, head_dim_v). With return_lse, also lse, (batch, num_heads,
+        seqlen_q), float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError, TypeError: an argument is invalid, or differs between ranks.
+        RuntimeError: a rank failed or did not answer within the timeout of the process group.
+    """
+    given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    if (key is None) != (value is None):
+        missing, there = ("key", "value") if key is None else ("value", "key")
+        raise ValueError(f"{missing} must be given with {there}, got None")
+    if key is not None and value is not None:
+        given.update(key=key, value=value)
+    check_decode_tensors(given)
+    groups = ranks_of(mesh)
+    if len(groups) > 1:
+        raise ValueError("mesh must have one dimension, got 2")
+    ranks = groups[0]
+    sharding = _sharding(positions, key_cache, ranks)
+    seqlen_new = 0 if key is None else key.shape[2]
+    given_lengths, _ = checked_cache_lengths(cache_lengths, query, seqlen_new, sharding.length)
+    lengths = torch.as_tensor(given_lengths, device=query.device)
+    causal = is_causal and query.shape[2] != 1
+    mask = with_cache_lengths(as_mask(attn_mask), causal, lengths, seqlen_new)
+    batch, num_heads, seqlen_q, _ = query.shape
+    spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query)
+    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
+    sizes = {
+        "batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q,
+        "head_dim": query.shape[3], "head_dim_v": value_cache.shape[3], "new keys": seqlen_new,
+        "positions": hash(sharding),
+    }  # fmt: skip
+    check_agreement(ranks, spec, sizes, query.device)
+    if key is not None and value is not None:
+        for cache, new in ((key_cache, key), (value_cache, value)):
+            _append(cache, new, lengths, sharding, ranks.rank)
+    call = attention_call(query, key_cache, value_cache, spec, options)
+    runs = sharding.runs[ranks.rank]
+    merged = _merged(ranks, _own_part(call, runs, prefix=bool(mask.prefixes)), query.dtype)
+    return (merged.out, merged.lse) if return_lse else merged.out
+
+
+def _sharding(positions: Sharding | None, cache: Tensor, ranks: Ranks) -> Sharding:
+    rows = cache.shape[2]
+    if positions is None:
+        return Sharding.of_lengths([n for (n,) in ranks.gather([rows], cache.device)])
+    if positions.ranks != ranks.size:
+        raise ValueError(f"positions must be of {ranks.size} ranks, got {positions.ranks}")
+    if positions.rows(ranks.rank) != rows:
+        expected = f"{positions.rows(ranks.rank)} rows on rank {ranks.rank} (as positions)"
+        raise ValueError(f"key_cache must have {expected}, got {rows}")
+    return positions
+
+
+_FEW = 8  # new positions up to which `_append` does not wait for a GPU
+
+
+def _append(cache: Tensor, new: Tensor, lengths: Tensor, sharding: Sharding, rank: int) -> None:
+    """Write the new rows that belong to this rank."""
+    if cache.shape[2] == 0 or new.shape[2] == 0:
+        return
+    table = _row_of_position(sharding, rank, cache.device)
+    steps = torch.arange(new.shape[2], device=cache.device)
+    row = table[lengths.to(torch.int64)[:, None] + steps]  # (batch, seqlen_new); -1: other ranks
+    sequence = torch.arange(len(cache), device=cache.device)
+    if new.shape[2] > _FEW:
+        b, t = (row >= 0).nonzero(as_tuple=True)
+        cache[b, :, row[b, t]] = new[b, :, t]
+        return
+    for step in range(new.shape[2]):
+        # A sequence whose position belongs to another rank keeps the content of its row 0.
+        own, at = (row[:, step] >= 0)[:, None, None], row[:, step].clamp(min=0)
+        cache[sequence, :, at] = torch.where(own, new[:, :, step], cache[sequence, :, at])
+
+
+@functools.lru_cache(maxsize=16)
+def _row_of_position(sharding: Sharding, rank: int, device: torch.device) -> Tensor:
+    """Return the row of this rank at which each position is stored; -1 for other ranks'."""
+    table = torch.full((sharding.length,), -1, dtype=torch.int64, device=device)
+    table[sharding.positions(rank, device)] = torch.arange(sharding.rows(rank), device=device)
+    return table
+
+
+def _own_part(call: AttentionCall, runs: Sequence[range], prefix: bool) -> MergedOutputs:
+    """Return the partial results of the runs of this rank.
+
+    Args:
+        call: the call of all positions, with the cache of this rank.
+        prefix: True if the mask has prefixes.
+    """
+    queries, first = range(call.query.shape[2]), 0
+    merged = MergedOutputs.of(call)
+    for run in runs:
+        rows = slice(first, first + len(run))
+        parts = split_at_overlap(queries, run) if prefix else [(queries, run)]
+        for q, k in parts:
+            own = slice(rows.start + k.start - run.start, rows.start + k.stop - run.start)
+            mask = of_positions(call.mask, q, k)
+            merged.add(_partial(call, slice(q.start, q.stop), own, mask), slice(q.start, q.stop))
+        first = rows.stop
+    return merged
+
+
+def _partial(call: AttentionCall, queries: slice, rows: slice, mask: MaskSpec) -> AttentionOutputs:
+    """Return the partial result of some queries and rows of the cache."""
+    part = replace(
+        call,
+        query=call.query[:, :, queries],
+        key=call.key[:, :, rows],
+        value=call.value[:, :, rows],
+        mask=mask,
+        options=replace(call.options, partial=True),
+    ).kernel_layout()
+    backend = select(problem_of(part, "lse"))
+    part = replace(part, mask=with_summaries(part.mask, backend.tile_summary))
+    outputs = backend.attention_fwd(part, False, True)
+    assert outputs is not None  # validated calls are not refused
+    return outputs
+
+
+def _merged(ranks: Ranks, own: MergedOutputs, dtype: torch.dtype) -> AttentionOutputs:
+    """Merge the results of all ranks, in their order, so that all ranks get the same bits."""
+    wide = own.finish(own.dtype)
+    message = torch.cat([wide.out, wide.lse[..., None], wide.lse_residual[..., None]], -1)
+    received = [torch.empty_like(message) for _ in range(ranks.size)]
+    dist.all_gather(received, message, group=ranks.group)
+    merged = own.empty()
+    for part in received:
+        out, lse, residual = part[..., :-2], part[..., -2], part[..., -1]
+        merged.add(AttentionOutputs(out, lse, residual, None), slice(None))
+    return merged.finish(dtype)

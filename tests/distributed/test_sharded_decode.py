@@ -1,0 +1,88 @@
+"""Decoding with a cache on four ranks, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_cases import decode_on_rank
+from helpers import drawn
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.distributed import Sharding
+from fused_attn.tools import contract
+
+BATCH, HEADS, HEADS_KV, CAPACITY, HEAD_DIM = 2, 4, 2, 90, 24
+LENGTHS, STEPS = [0, 37], (12, 1, 3, 1, 1)
+MASKS = {
+    "causal": (None, {}),
+    "window": (masks.sliding_window(9, align="bottom_right"), {}),
+    "softcap": (None, {"softcap": 4.0}),
+    "alibi": (masks.alibi(torch.tensor([0.5, 0.1, 0.01, 1.0]), align="bottom_right"), {}),
+    "key mask": (masks.dense(torch.rand(BATCH, 1, 1, CAPACITY, generator=drawn(2)) < 0.6), {}),
+    "not causal": (None, {"is_causal": False}),
+}
+
+
+def tensors_of(dtype):
+    generator = drawn(1)
+
+    def normal(heads, length):
+        return torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator).to(dtype)
+
+    total = sum(STEPS)
+    tensors = {"query": normal(HEADS, total), "key": normal(HEADS_KV, total)}
+    tensors |= {"value": normal(HEADS_KV, total)}
+    caches = {f"{n}_cache": normal(HEADS_KV, CAPACITY) for n in ("key", "value")}
+    for cache in caches.values():
+        for b, length in enumerate(LENGTHS):
+            cache[b, :, length:] = float("nan")  # what is not cached reaches nothing
+    return tensors | caches
+
+
+def in_one_process(tensors, mask, options, backend=None):
+    caches = [tensors[f"{n}_cache"].clone() for n in ("key", "value")]
+    lengths, results, at = torch.tensor(LENGTHS), [], 0
+    for count in STEPS:
+        new = slice(at, at + count)
+        out_and_lse = fused_attn.decode_attention(
+            tensors["query"][:, :, new], *caches, cache_lengths=lengths,
+            key=tensors["key"][:, :, new], value=tensors["value"][:, :, new], attn_mask=mask,
+            return_lse=True, backend=backend, **options,
+        )  # fmt: skip
+        results.append(out_and_lse)
+        lengths, at = lengths + count, at + count
+    return results, caches[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Sharding.contiguous(CAPACITY, 4),
+        Sharding([[range(r * 8 + i, r * 8 + i + 8) for i in (0, 32)] for r in range(4)]),
+        Sharding.of_lengths([50, 0, 1, 39]),
+    ],
+    ids=["contiguous", "interleaved", "unequal"],
+)
+@pytest.mark.parametrize("name", MASKS)
+def test_steps(name, sharding, dtype, ranks):
+    mask, options = MASKS[name]
+    tensors = tensors_of(dtype)
+    if sharding.length < CAPACITY:  # the capacity of this one is smaller
+        tensors |= {n: t[:, :, : sharding.length] for n, t in tensors.items() if "cache" in n}
+        if name == "key mask":
+            mask = masks.dense(mask.dense_masks[0][..., : sharding.length])
+    results = ranks.run(decode_on_rank, tensors, LENGTHS, sharding, STEPS, mask, options)
+    truths, cache = in_one_process({n: t.double() for n, t in tensors.items()}, mask, options)
+    eager, _ = in_one_process(tensors, mask, options, "eager")
+    order = torch.cat([sharding.positions(r) for r in range(4)]).argsort()
+    whole = torch.cat([keys for _, _, keys in results], 2).index_select(2, order)
+    torch.testing.assert_close(whole.double(), cache, equal_nan=True, rtol=0, atol=0)
+    for outs, lses, _ in results:
+        for step in range(len(STEPS)):
+            assert torch.equal(outs[step], results[0][0][step]), "ranks differ"
+            pairs = zip((outs[step], lses[step]), truths[step], eager[step], strict=True)
+            for got, truth, by_eager in pairs:
+                finding = contract.judge("out", got, truth, by_eager, gradient=False)
+                assert finding.ok, str(finding)

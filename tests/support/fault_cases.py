@@ -1,0 +1,90 @@
+"""Mistakes and failures of single ranks, and what the others make of them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from ring_cases import mesh_of
+
+import fused_attn
+from fused_attn import distributed, masks
+from fused_attn.distributed import Sharding
+
+LENGTH = 32
+KINDS = ("ring", "all_to_all", "decode")
+
+
+def _call(kind: str, mask=None, rows: int = LENGTH // 4, heads: int = 4, **options):
+    """Make a call with `rows` rows of this rank, forward and backward."""
+    query = torch.randn(1, heads, rows, 8, requires_grad=kind != "decode")
+    mesh = mesh_of((dist.get_world_size(),))
+    if kind == "decode":
+        return distributed.decode_attention(
+            query[:, :, :1], query, query, cache_lengths=[3], mesh=mesh, attn_mask=mask
+        )
+    function = getattr(distributed, f"{kind}_attention")
+    out = function(query, query, query, mask, mesh=mesh, **options)
+    out.sum().backward()
+    return out
+
+
+def error_of(mistake: str, kind: str) -> str:
+    """Return the error on this rank if rank 1 makes a mistake."""
+    wrong = dist.get_rank() == 1
+    try:
+        if mistake == "mask":
+            _call(kind, masks.sliding_window(3 if wrong else 4, 0))
+        if mistake == "mask tensor":
+            dense = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+            dense[0, 3] = not wrong
+            dense = dense if kind != "decode" else dense[:1]
+            _call(kind, dense)
+        if mistake == "heads":
+            _call(kind, heads=5 if wrong else 4)
+        if mistake == "scale":
+            _call(kind, scale=0.5 if wrong else 1.0)
+        if mistake == "positions":
+            own = torch.arange(8) + 8 * dist.get_rank()
+            _call(kind, positions=own + 1 if wrong else own)
+        if mistake == "positions of one rank":
+            own = torch.arange(7 if wrong else 8) + 8 * dist.get_rank()
+            _call(kind, positions=own)
+        if mistake == "sharding":
+            _call(
+                kind,
+                positions=Sharding.zigzag(LENGTH, 4) if wrong else Sharding.contiguous(LENGTH, 4),
+            )
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def survive(kind: str, fault: str, seconds: float) -> tuple[str, float]:
+    """Return the error of this rank, and after how many seconds; the last rank fails."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    _call(kind)  # everything works at first
+    began = time.perf_counter()
+    if last and fault == "dies":
+        os._exit(1)
+    if last:
+        time.sleep(seconds)
+        return "", 0.0
+    try:
+        for _ in range(3):
+            _call(kind)
+    except (RuntimeError, dist.DistError) as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - began
+    return "", time.perf_counter() - began
+
+
+def without_process_group() -> str:
+    """Return the error of a call before init_process_group."""
+    query = torch.randn(1, 1, 2, 4)
+    try:
+        fused_attn.distributed.ring_attention(query, query, query)
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ def check_agreement(
 ) -> None:
     """Raise ValueError unless all ranks pass the same values and the same mask.
 
-    The ranks communicate. The check is made once for a mask that does not change, and in every call
-    with a bias that requires grad.
+    The ranks communicate, once for a mask that does not change. Only the shape of a bias that
+    requires grad is compared, because it changes in each training step.
 
     Args:
         values: named integers, such as sizes. All ranks must use the same names.
@@ -35,6 +36,9 @@ def check_agreement(
             raise ValueError(f"{name} must be the same on all {ranks.size} ranks, got {got}")
         return True
 
+    if spec.bias is not None and spec.bias.requires_grad:
+        sizes = {f"size {i} of the bias": n for i, n in enumerate(spec.bias.shape)}
+        values, spec = {**values, **sizes}, replace(spec, bias=None, bias_summary=None)
     what = ("agreement", ranks.group.group_name, *values.items())
     cached_on_mask(spec, what, device, check, with_bias=True)
 

@@ -46,6 +46,9 @@ class Sharding:
                 problem = f"position {stop} is missing" if start > stop else f"{start} is repeated"
                 raise ValueError(f"positions of all ranks must be range(length), but {problem}")
         self.length = stops[-1]
+        # Equal in all processes, unlike hashes of strings. An empty run ends each rank's.
+        table = [(run.start, run.stop) for own in self.runs for run in (*own, range(0))]
+        self._hash = hash(tuple(table))
         most = max(map(len, self.runs), default=0)
         if most > MAX_RUNS:
             raise ValueError(
@@ -105,7 +108,7 @@ class Sharding:
         return isinstance(other, Sharding) and self.runs == other.runs
 
     def __hash__(self) -> int:
-        return hash(tuple((run.start, run.stop) for own in self.runs for run in (*own, range(0))))
+        return self._hash
 
     def __repr__(self) -> str:
         rows = ", ".join(str(self.rows(rank)) for rank in range(self.ranks))

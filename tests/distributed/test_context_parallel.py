@@ -79,8 +79,10 @@ def test_training_step(name, method, mesh, fused, ranks):
     assert_equal(results, mask)
 
 
-def test_activation_checkpointing(ranks):
-    args = (False, LENGTH, (4,), MASKS["documents"], "ring", "contiguous", True)
+@pytest.mark.parametrize("mode", ["checkpoint", "compile"])
+@pytest.mark.parametrize("fused", [False, True], ids=["torch's function", "our module"])
+def test_checkpointed_and_compiled(fused, mode, ranks):
+    args = (fused, LENGTH, (4,), MASKS["documents"], "ring", "contiguous", mode)
     assert_equal(ranks.run(step_of_rank, *args), MASKS["documents"])
 
 

@@ -70,10 +70,15 @@ def batch_of(length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def step_of_rank(
-    fused: bool, length: int, mesh: tuple, mask, method: str, balancer, checkpoint: bool = False
+    fused: bool, length: int, mesh: tuple, mask, method: str, balancer, mode: str = ""
 ) -> dict:
-    """Run a training step; return logits and the sums of loss and gradients over all ranks."""
+    """Run a training step; return logits and the sums of loss and gradients over all ranks.
+
+    Args:
+        mode: "checkpoint", "compile", or "".
+    """
     model = model_of(fused)
+    run = torch.compile(model, backend="aot_eager") if mode == "compile" else model
     tokens, labels, positions = buffers = batch_of(length)
     before = [b.clone() for b in buffers]
     device_mesh = mesh_of(mesh)
@@ -82,12 +87,12 @@ def step_of_rank(
         load_balancer=balancer,
     ) as sharding:  # fmt: skip
         assert tokens.shape[1] == sharding.rows(dist.get_rank())
-        if checkpoint:
+        if mode == "checkpoint":
             logits = torch.utils.checkpoint.checkpoint(
                 model, tokens, positions, use_reentrant=False
             )
         else:
-            logits = model(tokens, positions)
+            logits = run(tokens, positions)
         loss = loss_of(logits, labels, before[0].numel())
         loss.backward()
     assert all(torch.equal(b, was) for b, was in zip(buffers, before, strict=True))

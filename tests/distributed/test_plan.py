@@ -1,0 +1,196 @@
+"""Masks of parts of a call, and plans of ring attention, against dense masks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from helpers import drawn
+from mask_draws import OTHERS, STRUCTURED, drawn_mask, packed_problem, visible_of
+
+from fused_attn import masks
+from fused_attn.distributed import Sharding
+from fused_attn.distributed.plan import pieces_of, plan_of
+from fused_attn.masks.intervals import intervals_of
+from fused_attn.masks.materialize import materialize
+from fused_attn.masks.restrict import of_heads, of_positions, split_at_overlap, without_first_keys
+from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.masks.visible_keys import VisibleKeys
+
+CPU = torch.device("cpu")
+
+
+def spec_of(mask, shape):
+    return normalize(mask, *shape, torch.empty(0))
+
+
+def dense_of(spec, batch, heads, seqlen_q, seqlen_k):
+    """Visibility and added terms as full tensors; masked terms are 0."""
+    sizes = batch, heads, seqlen_q, seqlen_k
+    visible, bias = materialize(spec, *sizes, CPU, torch.float64)
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
+    bias = torch.zeros(1, 1, 1, 1) if bias is None else bias
+    visible = (visible & (bias != float("-inf"))).expand(sizes)
+    return visible, bias.expand(sizes).masked_fill(~visible, 0.0)
+
+
+def random_range(draw, length):
+    a, b = sorted(draw.sample(range(length + 1), 2))
+    return range(a, b)
+
+
+def random_sharding(draw, length, ranks):
+    """Chunks of random lengths, dealt to the ranks."""
+    ends = sorted({0, length, *(draw.randrange(length + 1) for _ in range(2 * ranks))})
+    chunks = [range(a, b) for a, b in itertools.pairwise(ends)]
+    draw.shuffle(chunks)
+    return Sharding([chunks[rank::ranks] for rank in range(ranks)])
+
+
+@pytest.mark.parametrize("number", range(250))
+def test_mask_of_positions_and_heads(number):
+    draw = random.Random(number)
+    shape = draw.choice([1, 2]), draw.choice([1, 3]), draw.randint(4, 40), draw.randint(4, 40)
+    mask = drawn_mask(number, (*STRUCTURED, *OTHERS), shape)
+    if number % 3 == 0:
+        mask = mask & masks.alibi(torch.rand(shape[1], generator=drawn(1)))
+    spec = spec_of(mask, shape)
+    visible, bias = dense_of(spec, *shape)
+    q, k = random_range(draw, shape[2]), random_range(draw, shape[3])
+    heads = random_range(draw, shape[1]) if shape[1] > 1 else range(1)
+    own = of_heads(spec, slice(heads.start, heads.stop))
+    for rows, columns in split_at_overlap(q, k) if mask.prefixes else [(q, k)]:
+        part = of_positions(own, rows, columns)
+        got = dense_of(part, shape[0], len(heads), len(rows), len(columns))
+        at = (slice(None), slice(heads.start, heads.stop), slice(rows.start, rows.stop),
+              slice(columns.start, columns.stop))  # fmt: skip
+        torch.testing.assert_close(got[0], visible[at])
+        torch.testing.assert_close(got[1], bias[at], rtol=1e-6, atol=1e-6)
+        if not mask.prefixes:
+            sizes = shape[0], len(rows), len(columns)
+            less = without_first_keys(part, 2, sizes, CPU)
+            seen = dense_of(less, shape[0], len(heads), len(rows), len(columns))[0]
+            expected = visible[at].clone()
+            expected[..., :2] = False
+            torch.testing.assert_close(seen, expected)
+
+
+def covered(plans, shardings, sizes, starts=None):
+    """How often the blocks of all ranks cover each pair of a query and a key."""
+    count = torch.zeros(sizes, dtype=torch.int64)
+    ranks = len(plans)
+    for rank, plan in enumerate(plans):
+        own = shardings[0].positions(rank)
+        for s, step in enumerate(plan.steps):
+            peer = (rank - s) % ranks
+            theirs = shardings[1].positions(peer)
+            rows = [i for part in step.wanted for i in part]
+            given = [i for part in plans[peer].steps[s].given for i in part]
+            assert rows == given, "what one rank wants is not what the other gives"
+            for block in step.blocks:
+                assert [rows[i] for i in block.received] == list(block.keys.rows)
+                q, k = own[list(block.queries.rows)], theirs[list(block.keys.rows)]
+                count[q[:, None], k] += 1
+                offsets = [0, 0]
+                if starts is not None:
+                    offsets = [of[block.queries.sequence] for of in starts]
+                assert (q - offsets[0]).tolist() == list(block.queries.positions)
+                assert (k - offsets[1]).tolist() == list(block.keys.positions)
+    return count
+
+
+@pytest.mark.parametrize("number", range(150))
+def test_plan_covers_what_is_visible_once(number):
+    draw = random.Random(number)
+    shape = draw.choice([1, 2]), 2, draw.randint(8, 60), draw.randint(8, 60)
+    mask = drawn_mask(number, (*STRUCTURED, *OTHERS), shape)
+    spec, ranks = spec_of(mask, shape), draw.choice([2, 3, 5])
+    shardings = tuple(random_sharding(draw, length, ranks) for length in shape[2:])
+    lookup = VisibleKeys(spec, shape)
+    prefix, dropout = bool(mask.prefixes), draw.random() < 0.3
+    plans = [
+        plan_of(*shardings, rank, lookup, prefix=prefix, dropout=dropout) for rank in range(ranks)
+    ]
+    count = covered(plans, shardings, shape[2:])
+    visible = dense_of(spec, *shape)[0].any(0).any(0)
+    assert count.max() <= 1, "computed twice"
+    assert bool((count[visible] == 1).all()), "not computed"
+    if dropout or prefix or not intervals_of(spec, shape, CPU).exact:
+        return
+    for plan in plans:  # the first and the last key of a block are visible to one of its queries
+        for step in plan.steps:
+            for block in step.blocks:
+                seen = visible[slice_of(block.queries.positions)][:, slice_of(block.keys.positions)]
+                assert seen[:, 0].any()
+                assert seen[:, -1].any()
+
+
+def slice_of(rows):
+    return slice(rows.start, rows.stop)
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_plan_of_packed_sequences(number):
+    draw = random.Random(number)
+    spec, shape, visible = packed_problem(number)
+    starts = tuple(t.tolist() for t in (spec.cu_seqlens_q, spec.cu_seqlens_k))
+    ranks = draw.choice([2, 4])
+    shardings = tuple(random_sharding(draw, length, ranks) for length in shape[2:])
+    lookup = VisibleKeys(spec, shape)
+    prefix = spec.bounds is not None and bool((spec.bounds[:, 6] > 0).any())
+    plans = [
+        plan_of(*shardings, rank, lookup, starts=starts, prefix=prefix) for rank in range(ranks)
+    ]
+    count = covered(plans, shardings, shape[2:], starts)
+    assert count.max() <= 1
+    assert bool((count[visible.any(0).any(0)] == 1).all())
+
+
+def test_pieces_end_with_their_sequence():
+    pieces = pieces_of(Sharding([[range(3)], [range(3, 9)]]), 1, [0, 2, 2, 5, 9])
+    expected = [(range(2), range(1, 3), 2), (range(2, 6), range(4), 3)]
+    assert [tuple(piece) for piece in pieces] == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"),
+    [
+        (masks.causal(), 0.5),
+        (masks.sliding_window(31, 0), 0.05),
+        (masks.documents(torch.arange(1024) // 100), 0.1),
+        (MaskSpec(), 1.0),
+    ],
+    ids=["causal", "window", "documents", "none"],
+)
+def test_only_visible_keys_are_received(mask, most):
+    """Share of the keys of other ranks that contiguous shards receive."""
+    length, ranks = 1024, 8
+    spec = mask if isinstance(mask, MaskSpec) else spec_of(mask, (1, 1, length, length))
+    sharding, lookup = Sharding.contiguous(length, ranks), VisibleKeys(spec, (1, 1, length, length))
+    plans = [plan_of(sharding, sharding, rank, lookup) for rank in range(ranks)]
+    received = sum(len(r) for plan in plans for step in plan.steps[1:] for r in step.wanted)
+    share = received / (length * (ranks - 1))
+    assert share == pytest.approx(most) if most in (0.5, 1.0) else share <= most
+
+
+def test_shardings_are_partitions():
+    for wrong, message in (
+        ([[range(3)], [range(4, 6)]], "position 3 is missing"),
+        ([[range(3)], [range(2, 6)]], "2 is repeated"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Sharding(wrong)
+    with pytest.raises(ValueError, match="at most 256 runs"):
+        Sharding.of_positions([torch.arange(0, 1000, 2), torch.arange(1, 1000, 2)])
+    zigzag = Sharding.zigzag(20, 3)
+    assert zigzag == Sharding.of_positions([zigzag.positions(rank) for rank in range(3)])
+    assert zigzag.merged(3).runs == ((range(20),),)
+
+
+def test_visible_dense_helper():
+    """`visible_of` and `dense_of` agree, so the tests above compare with the kernels' reference."""
+    shape = (2, 2, 9, 11)
+    spec = spec_of(drawn_mask(3, STRUCTURED, shape), shape)
+    assert torch.equal(visible_of(spec, shape).expand(shape), dense_of(spec, *shape)[0])

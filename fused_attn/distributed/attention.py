@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from fused_attn.masks.visible_keys import VisibleKeys
 from fused_attn.varlen import packed_spec
 
 Positions = Tensor | Sharding | None
+Method = Literal["auto", "ring", "all_to_all"]
 
 
 def ring_attention(
@@ -99,8 +100,7 @@ def ring_attention(
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     lengths = cu_seqlens_q, cu_seqlens_k
     call = (query, key, value, attn_mask, is_causal, enable_gqa, positions, lengths, options)
-    ranks = ranks_of(mesh)
-    out, lse = attend(*call, ranks[0], ranks[1] if len(ranks) > 1 else None)
+    out, lse = attend(*call, ranks_of(mesh), "ring")
     return (out, lse) if return_lse else out
 
 
@@ -139,8 +139,7 @@ def all_to_all_attention(
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     lengths = cu_seqlens_q, cu_seqlens_k
     call = (query, key, value, attn_mask, is_causal, enable_gqa, positions, lengths, options)
-    ranks = ranks_of(mesh)
-    out, lse = attend(*call, ranks[0] if len(ranks) > 1 else None, ranks[-1])
+    out, lse = attend(*call, ranks_of(mesh), "all_to_all")
     return (out, lse) if return_lse else out
 
 
@@ -172,15 +171,16 @@ def attend(
     positions: Any,
     cu_seqlens: tuple[Tensor | None, Tensor | None],
     options: AttentionOptions,
-    ring_ranks: Ranks | None,
-    head_ranks: Ranks | None,
+    groups: list[Ranks],
+    method: Method,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of the rows of this rank; see `ring_attention`.
 
     Args:
-        ring_ranks: ranks that exchange keys and values, or None.
-        head_ranks: ranks that exchange heads, or None. If both are given, the index of a rank among
-            all ranks is ring_ranks.rank * head_ranks.size + head_ranks.rank.
+        groups: the ranks of each dimension of the mesh. The index of a rank in the mesh is
+            groups[0].rank * groups[1].size + groups[1].rank.
+        method: which function to use for a one-dimensional mesh; "auto" chooses the one that sends
+            fewer bytes.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_float(name, tensor)
@@ -193,13 +193,13 @@ def attend(
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(f"query must have 4 dimensions, got {tuple(query.shape)}")
     query, key, value, _, _ = canonical(query, key, value, None, enable_gqa or packed)
-    groups = [ranks for ranks in (ring_ranks, head_ranks) if ranks is not None]
     shards = _shards_of(positions, query, key, groups)
     spec, starts = _spec(attn_mask, is_causal, cu_seqlens, shards, query)
     options = options.checked(query.shape[3], query.device)
     for ranks in groups:
         check_agreement(ranks, spec, _sizes(query, key, value, options, shards), query.device)
     options = _seeded(options, groups, query.device)
+    ring_ranks, head_ranks = _roles(groups, method, spec, shards, query, key)
     heads = (0, query.shape[1])
     exchange = None
     if head_ranks is not None:
@@ -219,6 +219,39 @@ def attend(
     if packed:
         out, lse = out[0].transpose(0, 1), lse[0]
     return out, lse
+
+
+def _roles(
+    groups: list[Ranks],
+    method: Method,
+    spec: MaskSpec,
+    shards: _Shards,
+    query: Tensor,
+    key: Tensor,
+) -> tuple[Ranks | None, Ranks | None]:
+    """Return the ranks that exchange keys and values, and those that exchange heads."""
+    if len(groups) > 1:
+        return groups[0], groups[1]
+    size, num_heads, num_heads_kv = groups[0].size, query.shape[1], key.shape[1]
+    if method == "auto" and num_heads >= size:
+        # Rows of one head that a rank receives in a forward. All-to-all: query, key, value, and out
+        # returned. Ring: about the keys and values that a query attends to.
+        rows = shards.queries.length / size * (1 - 1 / size)
+        by_heads = (2 * num_heads + 2 * max(num_heads_kv, size)) * rows / size
+        by_keys = 2 * num_heads_kv * _mean_visible(spec, shards, query)
+        method = "all_to_all" if by_heads < by_keys else "ring"
+    return (None, groups[0]) if method == "all_to_all" else (groups[0], None)
+
+
+def _mean_visible(spec: MaskSpec, shards: _Shards, query: Tensor) -> float:
+    """Return the mean number of keys that a query attends to."""
+    shape = (query.shape[0], query.shape[1], shards.queries.length, shards.keys.length)
+
+    def make() -> float:
+        return VisibleKeys(spec, shape).mean_work
+
+    what = ("mean work", *shape)
+    return cached_on_mask(spec, what, query.device, make, with_bias=False)
 
 
 def _heads(query: Tensor, key: Tensor) -> tuple[int, int]:

@@ -16,13 +16,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fused_attn import functional
 from fused_attn.call import redirect
 from fused_attn.call.unchecked import UncheckedAttention
-from fused_attn.distributed.attention import attend
+from fused_attn.distributed.attention import Method, attend
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.spec import MaskSpec
 
-Method = Literal["auto", "ring", "all_to_all"]
 LoadBalancer = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
 
 
@@ -58,8 +57,8 @@ def context_parallel(
         mask: mask of the complete sequence for all attention calls: they ignore their attn_mask,
             but apply is_causal. None means that calls must not have an attn_mask, except
             is_causal.
-        method: "ring", "all_to_all" or "auto". "auto" exchanges heads if every rank gets KV heads
-            of its own, otherwise keys and values. Ignored for a two-dimensional mesh.
+        method: "ring" exchanges keys and values, "all_to_all" heads; "auto" selects what sends
+            fewer bytes for a call and its mask. Ignored for a two-dimensional mesh.
         load_balancer: "zigzag", "contiguous", a Sharding, or a function of (length, number of
             ranks) that returns one; None means "zigzag". `balanced_sharding` makes a Sharding for a
             mask.
@@ -270,23 +269,12 @@ class Calls:
         if mask is not None and is_causal:
             mask, is_causal = mask & causal(), False
         self.count += 1
-        ring, heads = self._ranks_of(call)
         with redirect.not_redirected():
             out, lse = attend(
                 call.query, call.key, call.value, mask, is_causal, call.enable_gqa,
-                self._sharding, (None, None), call.options, ring, heads,
+                self._sharding, (None, None), call.options, self._groups, self._method,
             )  # fmt: skip
         return out, lse if want_lse else None
-
-    def _ranks_of(self, call: UncheckedAttention) -> tuple[Ranks | None, Ranks | None]:
-        """Return the ranks that exchange keys, and those that exchange heads."""
-        groups = self._groups
-        if len(groups) > 1:
-            return groups[0], groups[1]
-        method = self._method
-        if method == "auto":
-            method = "all_to_all" if call.key.shape[-3] >= groups[0].size else "ring"
-        return (groups[0], None) if method == "ring" else (None, groups[0])
 
 
 def _attention_of_torch(

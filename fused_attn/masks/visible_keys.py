@@ -37,6 +37,12 @@ class VisibleKeys:
         """
         return (self._intervals.end - self._intervals.begin).sum(0, dtype=torch.int64)
 
+    @property
+    def mean_work(self) -> float:
+        """Mean number of visible keys per query and batch element; see `work`."""
+        lengths = self._intervals.end - self._intervals.begin
+        return float(lengths.double().mean()) if lengths.numel() else 0.0
+
     def of(self, queries: range, keys: range) -> range | None:
         """Return the smallest range that contains every visible key, or None if there is none.
 

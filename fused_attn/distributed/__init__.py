@@ -1,4 +1,8 @@
-"""Attention on several processes, with torch.distributed: any mask, with the results of one."""
+"""Attention and models on several processes, with torch.distributed and the results of one process.
+
+Sequences are distributed by attention.py (ring and all-to-all attention), context.py (models) and
+decode.py (caches); heads and features by tensor_parallel.py.
+"""
 
 from fused_attn.distributed.attention import all_to_all_attention, ring_attention
 from fused_attn.distributed.context import (
@@ -9,14 +13,22 @@ from fused_attn.distributed.context import (
 )
 from fused_attn.distributed.decode import decode_attention
 from fused_attn.distributed.sharding import Sharding
+from fused_attn.distributed.tensor_parallel import (
+    HeadwiseParallel,
+    parallelize_plan,
+    shard_placement,
+)
 
 __all__ = [
     "ContextParallel",
+    "HeadwiseParallel",
     "Sharding",
     "all_to_all_attention",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
     "decode_attention",
+    "parallelize_plan",
     "ring_attention",
+    "shard_placement",
 ]

@@ -1,4 +1,4 @@
-"""Masks of parts of a call: some heads, or some queries and keys, of a larger call."""
+"""Masks of parts of a call: some heads, sequences, or queries and keys, of a larger call."""
 
 from __future__ import annotations
 
@@ -26,6 +26,23 @@ def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
     tensors: dict[str, Any] = {name: _cut(getattr(spec, name), _HEAD, heads) for name in _DENSE}
     slopes = _cut(spec.slopes, _HEAD, heads)
     return replace(spec, **tensors, bias_summary=None, dense_summary=None, slopes=slopes)
+
+
+def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
+    """Return the mask of some of the sequences of a padded batch.
+
+    Args:
+        spec: the mask of all sequences, which are not packed.
+        sequences: a slice of the batch, with a step of 1.
+    """
+    tensors: dict[str, Any] = {
+        name: _cut(getattr(spec, name), _BATCH, sequences)
+        for name in (*_DENSE, "query_documents", "key_documents", "slopes")
+    }
+    # Bounds have a row for each sequence, also if there is only one. `band` describes the lengths
+    # of all sequences.
+    bounds = spec.bounds if spec.bounds is None else spec.bounds[sequences]
+    return replace(spec, **tensors, bias_summary=None, dense_summary=None, bounds=bounds, band=None)
 
 
 def of_positions(

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fused_attn.backends import default_backend
 from fused_attn.base.namespace import NAMESPACE
+from fused_attn.ops.dtensors import is_dtensor
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
@@ -130,13 +131,15 @@ def convert(module: Module) -> Module:
 def torch_infers(module: Module, x: Tensor) -> bool:
     """Return True if torch's inference fast path may compute `module`.
 
-    This requires evaluation mode and a default backend that wraps torch's kernels for the device of
-    x. Under torch.compile, the result is always False.
+    This requires evaluation mode, plain parameters and a default backend that wraps torch's kernels
+    for the device of x. Under torch.compile, the result is always False.
     """
     if module.training or torch.compiler.is_compiling():
         return False
     backend = default_backend(x.device)
-    return backend is not None and backend.wraps_torch
+    if backend is None or not backend.wraps_torch:
+        return False
+    return not any(is_dtensor(parameter) for parameter in module.parameters())
 
 
 def wrapped(module: Module) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from fused_attn import functional, masks, varlen
 from fused_attn.masks import Mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces
+from fused_attn.nn._heads import local, on_heads, packed_rows, shared_input
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.packing import Packing
@@ -55,6 +57,8 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
     """
+
+    head_mesh: Any = None  # DeviceMesh over which HeadwiseParallel splits the heads
 
     @fx_leaf
     def forward(
@@ -112,9 +116,10 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             k, v, terms, is_causal = self._prepend_keys(k, v, terms, is_causal, extra)
         args = (q, k, v, combine(terms), self.dropout if self.training else 0.0, is_causal)
         if not need_weights:
-            out = functional.scaled_dot_product_attention(*args)
-            return self.out_proj(self._merge_heads(cast(Tensor, out), batched)), None
-        out, weights = attention_with_weights(*args, average=average_attn_weights)
+            out = self._attend(functional.scaled_dot_product_attention, *args)
+            return self.out_proj(self._merge_heads(out, batched)), None
+        attend = partial(attention_with_weights, average=average_attn_weights)
+        out, weights = self._attend(attend, *args)
         weights = weights.roll(-extra, -1) if extra else weights
         output = self.out_proj(self._merge_heads(out, batched))
         return output, weights if batched else weights.squeeze(0)
@@ -149,13 +154,15 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         Returns:
             The output, (1, total, embed_dim).
         """
-        projected = F.linear(x[0], self.in_proj_weight, self.in_proj_bias)
-        q, k, v = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        out = varlen.varlen_attention(
-            q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
-            packing.max_seqlen, packing.mask, self.dropout if self.training else 0.0,
+        projected = self._linear(x[0], self.in_proj_weight, self._bias())
+        head_dim = self.embed_dim // self.num_heads
+        q, k, v = projected.unflatten(1, (3, -1, head_dim)).unbind(1)
+        out = self._attend(
+            varlen.varlen_attention, q, k, v, packing.cu_seqlens, packing.cu_seqlens,
+            packing.max_seqlen, packing.max_seqlen, packing.mask,
+            self.dropout if self.training else 0.0,
         )  # fmt: skip
-        return self.out_proj(cast(Tensor, out).flatten(1))[None]
+        return self.out_proj(out.flatten(1))[None]
 
     def forward_cached(
         self, x: Tensor, cache: KeyValueCache, key_padding_mask: Tensor | None = None
@@ -179,10 +186,11 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
             terms.append(masks.causal(align="bottom_right"))
         # This call takes 20 us per token, and decode_attention would take 140 us (CPU, 128 cached
         # positions, 8 heads, head_dim 64).
-        out = functional.scaled_dot_product_attention(
-            q, k, v, combine(terms), self.dropout if self.training else 0.0
-        )
-        return self.out_proj(self._merge_heads(cast(Tensor, out), True))
+        out = self._attend(
+            functional.scaled_dot_product_attention, q, k, v, combine(terms),
+            self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.out_proj(self._merge_heads(out, True))
 
     def forward_projected(
         self, x: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
@@ -205,10 +213,11 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         q = q.transpose(1, 2).unflatten(0, (memories, sharing)).flatten(1, 2).transpose(1, 2)
         seqlens = q.shape[2], key.shape[2]
         terms, _ = mask_terms(None, key_padding_mask, False, memories, self.num_heads, *seqlens)
-        out = functional.scaled_dot_product_attention(
-            q, key, value, combine(terms), self.dropout if self.training else 0.0
-        )
-        out = cast(Tensor, out).unflatten(2, (sharing, -1)).transpose(1, 2).flatten(0, 1)
+        out = self._attend(
+            functional.scaled_dot_product_attention, q, key, value, combine(terms),
+            self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        out = out.unflatten(2, (sharing, -1)).transpose(1, 2).flatten(0, 1)
         return self.out_proj(self._merge_heads(out, True))
 
     def project_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
@@ -252,34 +261,57 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project query, key and value; return (batch, num_heads, seqlen, head_dim) views."""
-        bias = self.in_proj_bias
         if self._qkv_same_embed_dim and query is key is value:
-            return self._split_heads(F.linear(query, self.in_proj_weight, bias), 3)
+            return self._split_heads(self._linear(query, self.in_proj_weight, self._bias()), 3)
         return self._project_query(query), *self._project_keys(key, value)
 
     def _project_query(self, query: Tensor) -> Tensor:
-        packed = self._qkv_same_embed_dim
-        weight = self.in_proj_weight[: self.embed_dim] if packed else self.q_proj_weight
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-        return self._split_heads(F.linear(query, weight, bias), 1)[0]
+        bias = self._bias()
+        bias = bias if bias is None else bias.chunk(3)[0]
+        weight = self.q_proj_weight
+        if self._qkv_same_embed_dim:
+            weight = self._rows(self.in_proj_weight).chunk(3)[0]
+        return self._split_heads(self._linear(query, weight, bias), 1)[0]
 
     def _project_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project key and value; return views in the layout of `_project`."""
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
+        bias = self._bias()
+        bias = bias if bias is None else _of_keys(bias)
         weights: tuple[Tensor, ...] = (self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
-            weight = self.in_proj_weight[self.embed_dim :]
+            weight = _of_keys(self._rows(self.in_proj_weight))
             if key is value:
-                return self._split_heads(F.linear(key, weight, bias), 2)
+                return self._split_heads(self._linear(key, weight, bias), 2)
             weights = weight.chunk(2)
         biases = (None, None) if bias is None else bias.chunk(2)
         projected = zip((key, value), weights, biases, strict=True)
-        return tuple(self._split_heads(F.linear(x, w, b), 1)[0] for x, w, b in projected)
+        return tuple(self._split_heads(self._linear(x, w, b), 1)[0] for x, w, b in projected)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Project x for the heads of this rank, which are all heads without `head_mesh`."""
+        if self.head_mesh is None:
+            return F.linear(x, weight, bias)
+        return F.linear(shared_input(x, self.head_mesh), local(weight), bias)
+
+    def _bias(self) -> Any:
+        """Return in_proj_bias for the heads of this rank."""
+        bias = self.in_proj_bias
+        return bias if bias is None or self.head_mesh is None else packed_rows(bias, self.head_mesh)
+
+    def _rows(self, parameter: Any) -> Any:
+        """Return the rows of a parameter that belong to the heads of this rank."""
+        return parameter if self.head_mesh is None else local(parameter)
+
+    def _attend(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+        """Call an attention function on the heads of this rank."""
+        if self.head_mesh is None:
+            return attend(q, k, v, *args)
+        return on_heads(attend, self.head_mesh, q, k, v, *args)
 
     def _split_heads(self, packed: Tensor, count: int) -> tuple[Tensor, ...]:
         """Split (..., count * embed_dim) into count (batch, num_heads, seqlen, head_dim) views."""
         head_dim = self.embed_dim // self.num_heads
-        parts = packed.unflatten(-1, (count, self.num_heads, head_dim)).unbind(-3)
+        parts = packed.unflatten(-1, (count, -1, head_dim)).unbind(-3)
         if packed.dim() == 2:
             return tuple(part.transpose(0, 1).unsqueeze(0) for part in parts)
         if self.batch_first:
@@ -313,7 +345,10 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         if self.bias_k is not None and self.bias_v is not None:
             # Under autocast, the dtype of k and v differs from that of the parameters.
             bias_k, bias_v = (
-                bias.view(1, num_heads, 1, head_dim).expand(batch, -1, -1, -1).to(k.dtype)
+                self._rows(bias)
+                .view(1, num_heads, 1, head_dim)
+                .expand(batch, -1, -1, -1)
+                .to(k.dtype)
                 for bias in (self.bias_k, self.bias_v)
             )
             k, v = torch.cat([bias_k, k], dim=2), torch.cat([bias_v, v], dim=2)
@@ -324,6 +359,11 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         if is_causal:
             padded.append(masks.sliding_window(-1, extra))
         return k, v, padded, False
+
+
+def _of_keys(packed: Tensor) -> Tensor:
+    """Return the rows of key and value of a packed weight or bias."""
+    return packed[packed.shape[0] // 3 :]
 
 
 def mask_terms(

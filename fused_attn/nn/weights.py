@@ -11,6 +11,7 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.validation import attention_call
 from fused_attn.masks import Mask
 from fused_attn.ops import autograd
+from fused_attn.ops.dtensors import plain_mask, shard_of_attention, shared_weights
 
 
 def attention_with_weights(
@@ -54,8 +55,11 @@ def attention_with_weights(
         >>> out, weights = attention_with_weights(query, key, value, is_causal=True, average=True)
     """
     query, key, value = autocast(query, key, value)
-    mask = masks.as_mask(attn_mask, is_causal)
+    mask = masks.as_mask(plain_mask(attn_mask), is_causal)
     options = AttentionOptions(None, None, dropout_p, seed)  # type: ignore[arg-type]
-    call = attention_call(query, key, value, mask, options)
+    call, sharding = shard_of_attention(attention_call(query, key, value, mask, options))
     chosen = select(problem_of(call, "weights"), backend)
-    return autograd.attention_with_weights(call, average, chosen)
+    out, weights = autograd.attention_with_weights(call, average, chosen)
+    if sharding is None:
+        return out, weights
+    return sharding.from_local(out), shared_weights(weights, sharding, average)

@@ -33,9 +33,9 @@ from fused_attn.call.calls import (
     with_options,
 )
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
-from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import library as ops
+from fused_attn.ops.dtensors import attention_shard, norm_shard, sinks_like
 from fused_attn.ops.second_order import differentiated
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
@@ -61,7 +61,7 @@ def attention(
         assert lse is not None
         given = call.attn_mask
         packed = isinstance(given, MaskSpec) and given.cu_seqlens_q is not None
-        return add_sinks(out, lse, checked_sinks(sinks, lse), packed=packed)
+        return add_sinks(out, lse, checked_sinks(sinks_like(lse, sinks), lse), packed=packed)
     if redirect.handler is not None:
         return redirect.handler(call, want_lse)
     results = _try_unchecked(call, want_lse, named) if not is_intercepted() else None
@@ -69,11 +69,13 @@ def attention(
         if counting:
             _count(call, backend_for_unchecked(call, call.query.device, named))
         return results
-    checked, leading = checked_attention(call)
+    checked, leading, sharding = attention_shard(call)
     backend = select(problem_of(checked, "lse" if want_lse else "out"), named)
     if counting and not torch.compiler.is_compiling():
         _count(call, backend)
     out, lse = attention_by(checked, backend, want_lse)
+    if sharding is not None:
+        out, lse = sharding.from_local(out), sharding.from_local(lse)
     if leading is None:  # packed
         return out[0].transpose(0, 1), lse[0] if want_lse and lse is not None else None
     if len(leading) != 3:
@@ -183,12 +185,14 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
     results = _try_unchecked_norm(call, want_total, named) if not is_intercepted() else None
     if results is not None:
         return results
-    checked, shape = checked_norm(call), call.input.shape
+    (checked, sharding), shape = norm_shard(call), call.input.shape
     backend = select(problem_of(checked), named)
     # Under torch.compile, default to torch's norm, which Inductor fuses with adjacent operations.
     if torch.compiler.is_compiling() and not named and call.options.dropout_p == 0.0:
         backend = backend if wanted_backend() else backend_of_torch()
     out, total = norm_by(checked, backend, want_total)
+    if sharding is not None:
+        out, total = sharding.from_local(out), sharding.from_local(total)
     if out.shape != shape:
         out, total = out.reshape(shape), total if total is None else total.reshape(shape)
     return out, total

@@ -7,6 +7,8 @@ every layer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn import Module
 from fused_attn import functional, masks, varlen
 from fused_attn.integrations.transformers.model_mask import mask_of_tensor
 from fused_attn.masks import Mask
+from fused_attn.nn._heads import on_heads
 from fused_attn.nn.packing import Packing
 
 # Unsupported arguments that would change the result, with descriptions for error messages. Other
@@ -83,7 +86,7 @@ def attention_forward(
         )
     _refuse(kwargs)
     if isinstance(attention_mask, Packing):
-        return _attend_packed(query, key, value, attention_mask, dropout, scaling), None
+        return _attend_packed(module, query, key, value, attention_mask, dropout, scaling), None
     is_unmasked = is_causal is False and attention_mask is None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -113,22 +116,32 @@ def attention_forward(
         bias = masks.bias(position_bias)
         mask = bias if mask is None else cast(Mask, masks.as_mask(mask)) & bias
     # A single query (decoding) is the last position of its sequence, so all keys are visible to it.
-    out = functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        dropout,
-        bool(is_causal and seqlen_q > 1),
-        scaling,
+    attend = partial(
+        functional.scaled_dot_product_attention,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=bool(is_causal and seqlen_q > 1),
+        scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.flatten(),
     )
+    out = _on_heads_of(module, attend, query, key, value)
     return cast(Tensor, out).transpose(1, 2).contiguous(), None
 
 
+def _on_heads_of(
+    module: Module, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor
+) -> Any:
+    """Call attend(query, key, value), for the heads of this rank if HeadwiseParallel split them."""
+    mesh = getattr(module, "head_mesh", None)
+    if mesh is None:
+        return attend(query, key, value)
+    return on_heads(attend, mesh, query, key, value)
+
+
 def _attend_packed(
+    module: Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -142,11 +155,17 @@ def _attend_packed(
     head_dim).
     """
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = varlen.varlen_attention(
-        query, key, value, packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen,
-        packing.max_seqlen, packing.mask, dropout, scale=scaling,
-    )  # fmt: skip
-    return cast(Tensor, out)[None]
+    attend = partial(
+        varlen.varlen_attention,
+        cu_seqlens_q=packing.cu_seqlens,
+        cu_seqlens_k=packing.cu_seqlens,
+        max_seqlen_q=packing.max_seqlen,
+        max_seqlen_k=packing.max_seqlen,
+        attn_mask=packing.mask,
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return _on_heads_of(module, attend, query, key, value)[None]
 
 
 def _chosen(indices: Tensor, seqlen_k: int) -> Mask:

@@ -1,0 +1,348 @@
+"""DTensor inputs: calls on the shards of a distributed tensor.
+
+A call with DTensors is validated on its global shapes. Then it is replaced by the call on this
+rank's shards: local tensors, the part of the mask that belongs to them, and the global offsets of
+the dropout mask. The ordinary path runs this call, and its results become DTensors again. Each step
+is an ordinary differentiable operation (`to_local`, slices, `from_local`), so torch.compile, FSDP2
+and activation checkpointing need nothing else.
+
+Sharding rules of the registered ops (`register_sharding`) cannot do this. Mask tensors are often
+plain tensors, which DTensor rejects in one op with DTensors. A rule also cannot cut a tensor by the
+heads of this rank, or set offsets that differ between ranks.
+
+Supported placements are Replicate, Shard of the batch, Shard of the heads if the size of the mesh
+dimension divides num_heads and num_heads_kv, and for norms Shard of any dimension that is not
+normalised. Other placements are redistributed to Replicate, as DTensor does for torch's ops.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.base import philox
+from fused_attn.base.torch_state import PLAIN_TYPES
+from fused_attn.call.calls import AttentionCall, NormCall, with_options
+from fused_attn.call.shards import attention_offsets
+from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.validation import checked_attention, checked_norm
+from fused_attn.masks import Mask
+from fused_attn.masks.restrict import of_heads, of_sequences
+from fused_attn.masks.spec import MaskSpec
+
+# Loops and list comprehensions, instead of generator expressions, because torch.compile traces this
+# file.
+_BATCH, _HEAD = 0, 1
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return True for a DTensor. torch.distributed.tensor is not imported."""
+    if type(tensor) in PLAIN_TYPES:
+        return False
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Placements of the results of a call.
+
+    Attributes:
+        mesh: DeviceMesh of the tensors.
+        placements: Replicate or Shard for each mesh dimension.
+        shape: global shape of the first tensor of the call.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+    def part(self, dim: int) -> slice:
+        """Return the part of a tensor dimension that this rank computes."""
+        start, stop = 0, self.shape[dim]
+        for mesh_dim, placement in enumerate(self.placements):
+            if placement.is_shard(dim):
+                length = -(-(stop - start) // self.mesh.size(mesh_dim))  # as torch.chunk
+                start = min(start + self.mesh.get_local_rank(mesh_dim) * length, stop)
+                stop = min(start + length, stop)
+        return slice(start, stop)
+
+    def shards(self, dim: int) -> int:
+        """Return the number of shards of a tensor dimension."""
+        count = 1
+        for mesh_dim, placement in enumerate(self.placements):
+            if placement.is_shard(dim):
+                count *= self.mesh.size(mesh_dim)
+        return count
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if this rank computes only a part of the call."""
+        return [p for p in self.placements if p.is_shard()] != []
+
+    def to_local(self, tensor: Any) -> Any:
+        """Return the shard of a DTensor that has the dimensions of `shape`, or None for None."""
+        if tensor is None:
+            return None
+        return _waited(tensor.redistribute(self.mesh, self.placements).to_local())
+
+    def shared(self, tensor: Any) -> Any:
+        """Return a local tensor that all ranks use, whose gradient is the sum over the shards.
+
+        Args:
+            tensor: a DTensor, or a plain tensor that is equal on all ranks; None is returned.
+        """
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        tensor = replicated(tensor)
+        if tensor is None or not (tensor.requires_grad and self.is_sharded):
+            return tensor
+        everywhere = [Replicate()] * len(self.placements)
+        sums = [Partial() if p.is_shard() else Replicate() for p in self.placements]
+        whole = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
+        return whole.to_local(grad_placements=sums)
+
+    def from_local(self, tensor: Tensor | None, placements: Sequence[Any] | None = None) -> Any:
+        """Return the DTensor of which `tensor` is the shard of this rank.
+
+        Args:
+            tensor: a result of the call, whose sharded dimensions are those of `shape`.
+            placements: placements of the result; None means those of the call.
+        """
+        from torch.distributed.tensor import DTensor
+
+        if tensor is None:
+            return None
+        placed = self.placements if placements is None else placements
+        dims = [dim for dim in range(tensor.dim()) if self.shards(dim) > 1]
+        if not [dim for dim in dims if self.shape[dim] % self.shards(dim)]:
+            return DTensor.from_local(tensor, self.mesh, placed, run_check=False)
+        shape = [self.shape[i] if i in dims else n for i, n in enumerate(tensor.shape)]
+        stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return DTensor.from_local(
+            tensor.contiguous(), self.mesh, placed, run_check=False, shape=torch.Size(shape),
+            stride=tuple(stride),
+        )  # fmt: skip
+
+    def seed(self, device: torch.device) -> Tensor:
+        """Draw a dropout seed and return that of the first rank, on all ranks of the mesh."""
+        from torch.distributed._functional_collectives import broadcast
+
+        seed = philox.new_seed(device)
+        for mesh_dim in range(self.mesh.ndim):
+            if self.mesh.size(mesh_dim) > 1:
+                seed = broadcast(seed, 0, (self.mesh, mesh_dim))
+        return _waited(seed)
+
+
+def _waited(tensor: Tensor) -> Tensor:
+    """Return a tensor with memory, which an AsyncCollectiveTensor has only after a wait."""
+    return tensor if type(tensor) in PLAIN_TYPES else tensor.clone()
+
+
+def replicated(tensor: Any) -> Any:
+    """Return the global tensor of a DTensor; other values are returned unchanged."""
+    return _waited(tensor.full_tensor()) if is_dtensor(tensor) else tensor
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def attention_shard(
+    call: UncheckedAttention,
+) -> tuple[AttentionCall, tuple[int, ...] | None, Sharding | None]:
+    """Validate an attention call, and replace a call with DTensors by that of this rank's shards.
+
+    Returns:
+        The call to run, the leading dimensions of the results (see `checked_attention`), and the
+        sharding of the results, which is None for a call without DTensors.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message states expected and actual
+            values.
+    """
+    if not is_dtensor(call.query):
+        _check_plain("query", call.query, key=call.key, value=call.value)
+        return *checked_attention(call), None
+    call.attn_mask = plain_mask(call.attn_mask)
+    checked, leading = checked_attention(call)
+    local, sharding = shard_of_attention(checked)
+    return local, leading, sharding
+
+
+def sinks_like(lse: Any, sinks: Any) -> Any:
+    """Return plain sinks as a replicated DTensor if lse is a DTensor, else unchanged."""
+    if not is_dtensor(lse) or not isinstance(sinks, Tensor) or is_dtensor(sinks):
+        return sinks
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * lse.device_mesh.ndim
+    return DTensor.from_local(sinks, lse.device_mesh, everywhere, run_check=False)
+
+
+def plain_mask(mask: Any) -> Any:
+    """Return a mask of a call with DTensors without DTensors."""
+    if isinstance(mask, Tensor):
+        return replicated(mask)
+    if isinstance(mask, Mask) and [t for t in mask.tensors() if is_dtensor(t)]:
+        return mask.mapped(replicated)
+    return mask
+
+
+def shard_of_attention(call: AttentionCall) -> tuple[AttentionCall, Sharding | None]:
+    """Return the call on this rank's shards, and its sharding, None for plain tensors.
+
+    Args:
+        call: a validated call, with a mask of plain tensors.
+    """
+    if not is_dtensor(call.query):
+        return call, None
+    _check_dtensors("query", call.query, key=call.key, value=call.value)
+    sharding = _attention_sharding(call.query, call.key)
+    query, key, value = (sharding.to_local(t) for t in (call.query, call.key, call.value))
+    mask, options = call.mask, call.options
+    if mask.bias is not None:
+        mask = replace(mask, bias=sharding.shared(mask.bias), bias_summary=None)
+    batch, heads = sharding.part(_BATCH), sharding.part(_HEAD)
+    mask = _mask_of_part(mask, sharding, batch, heads)
+    local = AttentionCall(query, key, value, mask, options)
+    if options.dropout_p == 0.0:
+        return local, sharding
+    seed = sharding.seed(query.device) if options.seed is None else replicated(options.seed)
+    local = with_options(local, seed=seed)
+    if sharding.is_sharded:
+        offsets = attention_offsets(
+            local.sizes()[0], query.shape[1], head0=heads.start, batch0=batch.start,
+            num_heads_global=sharding.shape[1], device=query.device,
+        )  # fmt: skip
+        local = with_options(local, dropout_offsets=offsets)
+    return local, sharding
+
+
+def _attention_sharding(query: Any, key: Any) -> Sharding:
+    from torch.distributed.tensor import Replicate
+
+    mesh, placements = query.device_mesh, _kept(query, (_BATCH, _HEAD))
+    sharding = Sharding(mesh, placements, tuple(query.shape))
+    parts = sharding.shards(_HEAD)
+    if query.shape[1] % parts or key.shape[1] % parts:
+        placements = tuple([Replicate() if p.is_shard(_HEAD) else p for p in placements])
+        sharding = replace(sharding, placements=placements)
+    return sharding
+
+
+def _mask_of_part(spec: MaskSpec, sharding: Sharding, batch: slice, heads: slice) -> MaskSpec:
+    """Return the mask of some sequences and heads. Packed sequences are never sharded by batch."""
+    if sharding.shards(_HEAD) > 1:
+        spec = of_heads(spec, heads)
+    return of_sequences(spec, batch) if sharding.shards(_BATCH) > 1 else spec
+
+
+def shared_weights(weights: Tensor, sharding: Sharding, average: bool) -> Any:
+    """Return the attention weights of all heads as a DTensor.
+
+    Args:
+        weights: result of `attention_with_weights` for the local call.
+        average: the weights are averaged over the heads of this rank.
+    """
+    from torch.distributed.tensor import Partial
+
+    parts = sharding.shards(_HEAD)
+    if not average or parts == 1:
+        return sharding.from_local(weights)
+    means = tuple([Partial() if p.is_shard(_HEAD) else p for p in sharding.placements])
+    return sharding.from_local(weights / parts, means)
+
+
+# ---- norms --------------------------------------------------------------------------------------
+
+
+def norm_shard(call: UncheckedNorm) -> tuple[NormCall, Sharding | None]:
+    """Validate a norm call, and replace a call with DTensors by that of this rank's shards.
+
+    Returns:
+        The call to run, and the sharding of its results (None for a call without DTensors).
+
+    Raises:
+        ValueError, TypeError: as in `attention_shard`.
+    """
+    if not is_dtensor(call.input):
+        others = {"weight": call.weight, "bias": call.bias, "residual": call.residual}
+        _check_plain("input", call.input, **others)
+        return checked_norm(call), None
+    call.weight, call.bias = replicated(call.weight), replicated(call.bias)
+    checked = checked_norm(call)
+    input: Any = checked.input
+    options = checked.options
+    _check_dtensors("input", input, residual=checked.residual)
+    placements = _kept(input, range(input.dim() - 1))
+    sharding = Sharding(input.device_mesh, placements, tuple(input.shape))
+    local = NormCall(
+        sharding.to_local(input),
+        sharding.to_local(checked.residual),
+        sharding.shared(checked.weight),
+        sharding.shared(checked.bias),
+        options,
+    )
+    if options.dropout_p > 0.0:
+        device = local.input.device
+        seed = sharding.seed(device) if options.seed is None else replicated(options.seed)
+        local = with_options(local, seed=seed, dropout_offsets=_norm_offsets(sharding, device))
+    return local, sharding
+
+
+def _norm_offsets(sharding: Sharding, device: torch.device) -> Tensor | None:
+    """Return the global index of the first row of each run of consecutive rows of the shard.
+
+    The result, int64 (runs,), is None if the call is not sharded.
+    """
+    leading = sharding.shape[:-1]
+    sharded = [dim for dim in range(len(leading)) if sharding.shards(dim) > 1]
+    if not sharded:
+        return None
+    last = sharded[-1]
+    first = torch.zeros((), dtype=torch.int64, device=device)
+    for dim in range(last):
+        part = sharding.part(dim)
+        own = torch.arange(part.start, part.stop, device=device)
+        first = first[..., None] * leading[dim] + own
+    first = first * leading[last] + sharding.part(last).start
+    return first.flatten() * math.prod(leading[last + 1 :])
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _kept(tensor: Any, dims: Sequence[int]) -> tuple[Any, ...]:
+    """Return the tensor's placements, with Replicate for all but shards of the given dimensions."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    placements = []
+    for placement in tensor.placements:
+        # Do not read `Shard.dim`: torch.compile would make it symbolic.
+        kept = [dim for dim in dims if type(placement) is Shard and placement.is_shard(dim)]
+        placements.append(placement if kept else Replicate())
+    return tuple(placements)
+
+
+def _check_dtensors(first: str, tensor: Any, **others: Any) -> None:
+    for name, other in others.items():
+        if other is not None and not is_dtensor(other):
+            raise ValueError(f"{name} must be a DTensor (as {first}), got a plain tensor")
+        if other is not None and other.device_mesh != tensor.device_mesh:
+            raise ValueError(
+                f"{name} must have {tensor.device_mesh} (as {first}), got {other.device_mesh}"
+            )
+
+
+def _check_plain(first: str, tensor: object, **others: object) -> None:
+    for name, other in others.items():
+        if is_dtensor(other):
+            got = type(tensor).__name__
+            raise ValueError(f"{first} must be a DTensor (as {name}), got a {got}")

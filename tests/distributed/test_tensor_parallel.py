@@ -1,0 +1,144 @@
+"""Tensor parallelism on gloo: shards compute what one process computes."""
+
+from __future__ import annotations
+
+import pytest
+import tensor_parallel as ranks
+import torch
+from helpers import assert_contract
+from processes import Processes
+
+import fused_attn
+from fused_attn.distributed import parallelize_plan
+from fused_attn.tools import contract
+
+ROUNDING = 64 * torch.finfo(torch.float64).eps  # of float64 sums in another order, relative
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    pool = Processes(2, tmp_path_factory.mktemp("two"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    pool = Processes(4, tmp_path_factory.mktemp("four"))
+    yield pool
+    pool.close()
+
+
+def assert_equal(found):
+    """Within rounding of float64, on each rank; non-finite values are the same.
+
+    Rounding is relative to the largest result: the gradient of the keys' bias is 0 but for it.
+    """
+    for of_rank in found:
+        scale = max(float(want[want.isfinite()].abs().max()) for _, want in of_rank.values())
+        for name, (got, want) in of_rank.items():
+            assert got.shape == want.shape, name
+            close = torch.isclose(got, want, rtol=0.0, atol=scale * ROUNDING)
+            assert close.all(), f"{name}: {(got - want).abs().max()}"
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, ranks.DROPOUT_P])
+@pytest.mark.parametrize("placed", list(ranks.PLACEMENTS))
+def test_attention(placed, dropout_p, two):
+    assert_equal(two.run(ranks.attention, ranks.MASKS, placed, torch.float64, dropout_p))
+
+
+@pytest.mark.parametrize("placed", list(ranks.PLACEMENTS))
+def test_masks_that_are_dtensors(placed, two):
+    assert_equal(two.run(ranks.dtensor_masks, placed))
+
+
+def test_other_placements_are_redistributed(two):
+    assert_equal(two.run(ranks.redistributed))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, ranks.DROPOUT_P])
+def test_norms(dropout_p, rms, two):
+    assert_equal(two.run(ranks.norms, torch.float64, dropout_p, rms))
+
+
+def test_attention_modules(two):
+    assert_equal(two.run(ranks.attention_modules))
+
+
+def test_layers(two):
+    assert_equal(two.run(ranks.layers))
+
+
+def test_hugging_face(two):
+    assert_equal(two.run(ranks.hugging_face))
+
+
+def test_sequence_parallel(two):
+    assert_equal(two.run(ranks.sequence_parallel))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_contract(dtype, two):
+    for of_rank in two.run(ranks.of_type, dtype):
+        for name, got, truth, eager in of_rank:
+            assert_contract(name, got, truth, eager, contract.no_error)
+
+
+def test_activation_checkpointing(two):
+    assert_equal(two.run(ranks.checkpointed))
+
+
+def test_compiled_layer(two):
+    assert_equal(two.run(ranks.compiled))
+
+
+def test_compiled_calls(two):
+    assert_equal(two.run(ranks.compiled_calls))
+
+
+def test_fsdp(four):
+    found = four.run(ranks.fsdp, True)
+    assert [error for _, error in found] == [""] * 4
+    assert_equal([of_rank for of_rank, _ in found])
+
+
+def test_fsdp_on_rows_has_no_state_dict(four):
+    for _, error in four.run(ranks.fsdp, False):
+        assert "in_proj_weight must be sharded on columns by fully_shard" in error
+
+
+def test_two_dimensions(four):
+    assert_equal(four.run(ranks.two_dimensions))
+
+
+# ---- plans and errors ---------------------------------------------------------------------------
+
+
+def test_plan():
+    layer = fused_attn.nn.TransformerDecoderLayer(16, 4, 32)
+    styles = {name: type(style).__name__ for name, style in parallelize_plan(layer).items()}
+    assert styles == {
+        "self_attn": "HeadwiseParallel",
+        "multihead_attn": "HeadwiseParallel",
+        "linear1": "ColwiseParallel",
+        "linear2": "RowwiseParallel",
+    }
+    assert list(parallelize_plan(fused_attn.nn.MultiheadAttention(16, 4))) == [""]
+
+
+def test_models_without_a_plan():
+    from transformers import GPT2Config, GPT2Model
+
+    gpt2 = GPT2Model(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=32))
+    with pytest.raises(NotImplementedError, match=r"h\.0\.attn\.c_attn \(Conv1D\) projects query"):
+        parallelize_plan(gpt2)
+    with pytest.raises(ValueError, match="model must have attention or feed-forward modules"):
+        parallelize_plan(torch.nn.Linear(3, 3))
+
+
+def test_refused_modules(two):
+    for errors in two.run(ranks.refusals):
+        for message, error in errors.items():
+            assert message in error

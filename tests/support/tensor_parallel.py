@@ -1,0 +1,498 @@
+"""Functions that the ranks of tests/distributed/test_tensor_parallel.py run.
+
+Each compares sharded calls with the same calls of one process, and returns results by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.distributed import parallelize_plan
+
+BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 3, 4, 2, 9, 11, 8
+PLACEMENTS = {"batch": Shard(0), "heads": Shard(1), "replicated": Replicate()}
+DROPOUT_P = 0.3
+Pairs = dict[str, tuple[Tensor, Tensor]]  # results of the shards, and of one process, by name
+
+
+def full(tensor: Any) -> Any:
+    """Return the global tensor of a DTensor; other values are returned unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def results(outs: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the global outputs, and the global gradients of a sum of them, for all leaves."""
+    outs = [full(out) for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
+    weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape) for o in outs]
+    finite = [torch.where(out.isfinite(), out, 0.0) for out in outs]
+    loss = sum((out * weight).sum() for out, weight in zip(finite, weights, strict=True))
+    grads = torch.autograd.grad(loss, leaves)
+    return [t.detach() for t in (*outs, *map(full, grads))]
+
+
+def pairs(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> Pairs:
+    assert len(got) == len(want)
+    return {f"{name}/{i}": both for i, both in enumerate(zip(got, want, strict=True))}
+
+
+def qkv(dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (HEADS, SEQLEN_Q), (HEADS_KV, SEQLEN_K), (HEADS_KV, SEQLEN_K)
+    return [torch.randn(BATCH, *shape, HEAD_DIM, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def mask_of(kind: str, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+    """Return a mask, and its tensors that require grad."""
+    whole = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
+    if kind.startswith("bias"):
+        shapes = {"bias": whole, "bias of heads": (1, HEADS, SEQLEN_Q, SEQLEN_K)}
+        shapes |= {"bias of batch": (BATCH, 1, 1, SEQLEN_K), "bias of all": whole[2:]}
+        bias = torch.randn(shapes[kind], dtype=dtype).requires_grad_()
+        return bias, [bias]
+    lengths = torch.tensor([11, 0, 7])
+    ids = [torch.randint(0, 3, (BATCH, n)) for n in (SEQLEN_Q, SEQLEN_K)]
+    made = {
+        "none": lambda: None,
+        "causal": masks.causal,
+        "window": lambda: masks.sliding_window(3, 1, align="bottom_right"),
+        "padding": lambda: masks.padding(lengths, torch.tensor([9, 5, 4])),
+        "left padding": lambda: masks.padding(lengths, side="left") & masks.causal(),
+        "prefix": lambda: masks.prefix_lm(torch.tensor([2, 5, 0])),
+        "documents": lambda: masks.documents(*ids),
+        "alibi": lambda: masks.alibi(torch.rand(HEADS)),
+        "alibi of batch": lambda: masks.alibi(torch.rand(BATCH, HEADS)) & masks.causal(),
+        "dense": lambda: masks.dense(torch.rand(whole) > 0.3),
+        "dense of heads": lambda: torch.rand(1, HEADS, SEQLEN_Q, SEQLEN_K) > 0.3,
+        "key mask": lambda: torch.rand(BATCH, 1, 1, SEQLEN_K) > 0.3,
+    }
+    return made[kind](), []
+
+
+MASKS = [
+    "none", "causal", "window", "padding", "left padding", "prefix", "documents", "alibi",
+    "alibi of batch", "dense", "dense of heads", "key mask", "bias", "bias of heads",
+    "bias of batch", "bias of all",
+]  # fmt: skip
+
+
+def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: float) -> Pairs:
+    """Outputs, lse and gradients with masks as plain tensors. Ranks have different generators."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for kind in kinds:
+        leaves = qkv(dtype)
+        mask, of_mask = mask_of(kind, dtype)
+
+        def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            return fused_attn.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p, enable_gqa=True, return_lse=True
+            )
+
+        torch.manual_seed(1)
+        want = results(call(*leaves, mask), [*leaves, *of_mask])
+        torch.manual_seed(1 + mesh.get_local_rank())
+        place = [PLACEMENTS[placed]]
+        shards = [distribute_tensor(t.detach(), mesh, place).requires_grad_() for t in leaves]
+        outs = call(*shards, mask)
+        assert all(out.placements == tuple(place) for out in outs)
+        found |= pairs(kind, results(outs, [*shards, *of_mask]), want)
+    return found
+
+
+def dtensor_masks(placed: str) -> Pairs:
+    """Masks that are DTensors, sharded in some other way than the call, and sinks."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    leaves = qkv(torch.float64)
+    bias, _ = mask_of("bias of heads", torch.float64)
+    sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+
+    def call(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> Any:
+        return fused_attn.scaled_dot_product_attention(
+            q, k, v, mask, enable_gqa=True, sinks=sinks, return_lse=True
+        )
+
+    want = results(call(*leaves, bias, sinks), [*leaves, bias, sinks])
+    for layout in (Replicate(), Shard(1), Shard(3)):
+        shards = [
+            distribute_tensor(t.detach(), mesh, [place]).requires_grad_()
+            for t, place in zip((*leaves, bias), [PLACEMENTS[placed]] * 3 + [layout], strict=True)
+        ]
+        got = results(call(*shards, sinks), [*shards, sinks])
+        found |= pairs(str(layout), got, want)
+    return found
+
+
+def redistributed() -> Pairs:
+    """Placements that attention does not support, and heads that the mesh does not divide."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    whole = qkv(torch.float64)
+    for name, heads, place in (
+        ("queries", HEADS, Shard(2)), ("sum", HEADS, Partial()), ("three heads", 3, Shard(1))
+    ):  # fmt: skip
+        leaves = [t.detach()[:, : heads if i == 0 else 1] for i, t in enumerate(whole)]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        want = results(fused_attn.scaled_dot_product_attention(*leaves), leaves)
+        shards = [distribute_tensor(t.detach(), mesh, [Replicate()]) for t in leaves]
+        if place == Partial():
+            shards[0] = DTensor.from_local(leaves[0].detach() / 2, mesh, [place])
+        else:
+            shards[0] = shards[0].redistribute(mesh, [place])
+        shards = [shard.requires_grad_() for shard in shards]
+        out = fused_attn.scaled_dot_product_attention(*shards)
+        assert out.placements == (Replicate(),)
+        found |= pairs(name, results(out, shards), want)
+    return found
+
+
+def norms(dtype: torch.dtype, dropout_p: float, rms: bool) -> Pairs:
+    """Norms on shards of each dimension, with plain and distributed weights."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    torch.manual_seed(0)
+    x, residual = (torch.randn(3, 6, 16, dtype=dtype).requires_grad_() for _ in range(2))
+    weight, bias = (torch.randn(16, dtype=dtype).requires_grad_() for _ in range(2))
+
+    def call(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+        rest = {"residual": residual, "dropout_p": dropout_p, "return_residual": True}
+        if rms:
+            return fused_attn.rms_norm(x, 16, weight, **rest)
+        return fused_attn.layer_norm(x, 16, weight, bias, **rest)
+
+    own = [weight] if rms else [weight, bias]
+    torch.manual_seed(1)
+    want = results(call(x, residual, weight, bias), [x, residual, *own])
+    for place in (Shard(0), Shard(1), Shard(2), Replicate()):
+        for distributed in (False, True):
+            given = [distribute_tensor(t.detach(), mesh, [place]) for t in (x, residual)]
+            given = [t.requires_grad_() for t in given]
+            params = [weight, bias]
+            if distributed:
+                params = [distribute_tensor(t.detach(), mesh, [Replicate()]) for t in params]
+                params = [t.requires_grad_() for t in params]
+            torch.manual_seed(1 + mesh.get_local_rank())
+            got = results(call(*given, *params), [*given, *params[: len(own)]])
+            found |= pairs(f"{place}, {distributed}", got, want)
+    return found
+
+
+# ---- modules ------------------------------------------------------------------------------------
+
+
+def step(model: torch.nn.Module, call: Callable[[Any], Any]) -> list[Tensor]:
+    """Return the outputs of call(model) and the gradients of the parameters that it uses."""
+    torch.manual_seed(3)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return results(call(model), parameters)
+
+
+def parallel(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of the model, split over two ranks, with the same state_dict."""
+    split = copy.deepcopy(model)
+    parallelize_module(split, init_device_mesh("cpu", (2,)), parallelize_plan(split))
+    before, after = model.state_dict(), split.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(full(after[name]), before[name]) for name in before)
+    return split
+
+
+def compared(name: str, model: torch.nn.Module, call: Callable[[Any], Any]) -> Pairs:
+    return pairs(name, step(parallel(model), call), step(model, call))
+
+
+def attention_modules() -> Pairs:
+    """MultiheadAttention with every kind of parameters, mask and result."""
+    found: Pairs = {}
+    torch.manual_seed(0)
+    there = {"dtype": torch.float64}
+    x, y = torch.randn(3, 7, 16, **there), torch.randn(3, 5, 16, **there)
+    ignored = torch.arange(7) >= torch.tensor([[7], [4], [0]])
+    per_head = torch.randn(3 * 4, 7, 7, **there)
+    options: list[dict[str, Any]] = [
+        {}, {"dropout": DROPOUT_P}, {"bias": False},
+        {"add_bias_kv": True, "add_zero_attn": True, "dropout": DROPOUT_P},
+    ]  # fmt: skip
+    for given in options:
+        model = fused_attn.nn.MultiheadAttention(16, 4, batch_first=True, **given, **there)
+        calls: dict[str, Callable[[Any], Any]] = {
+            "self": lambda m: m(
+                x, x, x, key_padding_mask=ignored, attn_mask=per_head, need_weights=False
+            ),
+            "cross": lambda m: m(x, y, y, need_weights=False),
+            "three": lambda m: m(x, y, y + 1),
+            "weights": lambda m: m(x, y, y, average_attn_weights=False),
+        }
+        for name, call in calls.items():
+            found |= compared(f"{given}, {name}", model, call)
+    model = fused_attn.nn.MultiheadAttention(16, 4, batch_first=True, kdim=6, vdim=10, **there)
+    key, value = torch.randn(3, 5, 6, **there), torch.randn(3, 5, 10, **there)
+    return found | compared("kdim", model, lambda m: m(x, key, value, is_causal=True))
+
+
+def without_hidden_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """Disable dropout between linear1 and linear2, whose features are on different ranks."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer | torch.nn.TransformerDecoderLayer):
+            module.dropout.p = 0.0
+    return model
+
+
+def layers() -> Pairs:
+    found: Pairs = {}
+    torch.manual_seed(0)
+    nn, there = fused_attn.nn, {"batch_first": True, "dtype": torch.float64}
+    x, y = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
+    ignored = torch.arange(7) >= torch.tensor([[7], [4], [5]])
+    for norm_first in (False, True):
+        given = (16, 4, 32, DROPOUT_P, torch.nn.functional.gelu)
+        encoder = nn.TransformerEncoderLayer(*given, norm_first=norm_first, **there)
+        decoder = nn.TransformerDecoderLayer(*given, norm_first=norm_first, **there)
+        found |= compared(
+            f"encoder, {norm_first}",
+            without_hidden_dropout(encoder),
+            lambda m: m(x, src_key_padding_mask=ignored),
+        )
+        found |= compared(
+            f"decoder, {norm_first}",
+            without_hidden_dropout(decoder),
+            lambda m: m(x, y, tgt_is_causal=True),
+        )
+    model = without_hidden_dropout(nn.Transformer(16, 4, 1, 1, 32, DROPOUT_P, **there))
+    return found | compared("model", model, lambda m: m(x, y, src_key_padding_mask=ignored))
+
+
+def hugging_face() -> Pairs:
+    """Llama with grouped heads, and BERT; with dropout of the attention weights, and padding."""
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 16,
+    }  # fmt: skip
+    llama = LlamaModel(LlamaConfig(num_key_value_heads=2, attention_dropout=DROPOUT_P, **sizes))
+    bert = BertModel(
+        BertConfig(attention_probs_dropout_prob=DROPOUT_P, hidden_dropout_prob=0.0, **sizes),
+        add_pooling_layer=False,
+    )
+    ids = torch.randint(0, 50, (3, 9))
+    real = (torch.arange(9) < torch.tensor([[9], [5], [7]])).long()
+    found: Pairs = {}
+    for name, model in (("llama", llama), ("bert", bert)):
+        fused_attn.swap_modules(model.double().train())
+        found |= compared(name, model, lambda m: m(ids, attention_mask=real).last_hidden_state)
+    return found
+
+
+def sequence_parallel() -> Pairs:
+    """Norms under torch's SequenceParallel, and attention between sequence-sharded tensors."""
+    from torch.distributed.tensor.parallel import SequenceParallel
+
+    from fused_attn.distributed import HeadwiseParallel
+
+    torch.manual_seed(0)
+    mesh, dtype = init_device_mesh("cpu", (2,)), torch.float64
+    x = torch.randn(3, 6, 16, dtype=dtype)
+    shard = distribute_tensor(x, mesh, [Shard(1)])
+    found: Pairs = {}
+    for norm in (fused_attn.nn.LayerNorm, fused_attn.nn.RMSNorm):
+        model = torch.nn.ModuleDict(
+            {"norm": norm(16, dtype=dtype), "attention": fused_attn.nn.MultiheadAttention(
+                16, 4, batch_first=True, dtype=dtype)}
+        )  # fmt: skip
+        torch.nn.init.normal_(model["norm"].weight)
+
+        def call(model: Any, x: Any) -> Any:
+            y = model["norm"](x)
+            return model["attention"](y, y, y, need_weights=False, is_causal=True)[0] + x
+
+        split = copy.deepcopy(model)
+        plan = {
+            "norm": SequenceParallel(),
+            "attention": HeadwiseParallel(
+                input_layouts=Shard(1), output_layouts=Shard(1), use_local_output=False
+            ),
+        }
+        parallelize_module(split, mesh, plan)
+        found |= pairs(
+            norm.__name__, step(split, lambda m: call(m, shard)), step(model, lambda m: call(m, x))
+        )
+    return found
+
+
+def of_type(dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor, Tensor]]:
+    """(name, result of the shards, of float64, of eager in dtype), for the numerics contract."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 33, 32)
+    model = fused_attn.nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def call(model: Any) -> Any:
+        given = x.to(model.out_proj.weight.dtype)
+        return model(given, given, given, need_weights=False, is_causal=True)[0]
+
+    exact, typed = copy.deepcopy(model).double(), copy.deepcopy(model).to(dtype)
+    got, truth = step(parallel(typed), call), step(exact, call)
+    with fused_attn.use_backend("eager"):
+        eager = step(typed, call)
+    names = ["out", *(f"grad_{name}" for name, _ in model.named_parameters())]
+    return list(zip(names, got, truth, eager, strict=True))
+
+
+def checkpointed() -> Pairs:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layer = fused_attn.nn.TransformerEncoderLayer(
+        16, 4, 32, DROPOUT_P, batch_first=True, dtype=torch.float64
+    )
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    return compared(
+        "checkpoint",
+        without_hidden_dropout(layer),
+        lambda m: checkpoint(m, x, use_reentrant=False),
+    )
+
+
+def compiled() -> Pairs:
+    """A layer, forward and backward, in one graph."""
+    torch.manual_seed(0)
+    layer = fused_attn.nn.TransformerEncoderLayer(
+        16, 4, 32, 0.0, batch_first=True, dtype=torch.float64
+    )
+    layer.self_attn.dropout = DROPOUT_P
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    ignored = torch.arange(7) >= torch.tensor([[7], [4], [5]])
+
+    def call(model: Any) -> Any:
+        return model(x, src_key_padding_mask=ignored)
+
+    torch._dynamo.reset()
+    graph = torch.compile(parallel(layer), backend="aot_eager", fullgraph=True)
+    return pairs("compiled", step(graph, call), step(layer, call))
+
+
+def compiled_calls() -> Pairs:
+    """Attention and norm on DTensors, each in one graph."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    leaves = qkv(torch.float64)
+    bias, _ = mask_of("bias of heads", torch.float64)
+    weight = torch.randn(HEAD_DIM, dtype=torch.float64, requires_grad=True)
+
+    def call(q: Any, k: Any, v: Any, bias: Any, weight: Any) -> Any:
+        out = fused_attn.scaled_dot_product_attention(
+            q, k, v, bias, DROPOUT_P, enable_gqa=True, seed=5
+        )
+        return fused_attn.rms_norm(out, HEAD_DIM, weight)
+
+    want = results(call(*leaves, bias, weight), [*leaves, bias, weight])
+    for name in ("batch", "heads"):
+        torch._dynamo.reset()
+        graph = torch.compile(call, backend="aot_eager", fullgraph=True)
+        shards = [distribute_tensor(t.detach(), mesh, [PLACEMENTS[name]]) for t in leaves]
+        shards = [shard.requires_grad_() for shard in shards]
+        got = results(graph(*shards, bias, weight), [*shards, bias, weight])
+        found |= pairs(name, got, want)
+    return found
+
+
+# ---- two dimensions of the mesh -----------------------------------------------------------------
+
+
+def fsdp(shard_columns: bool) -> tuple[Pairs, str]:
+    """A training step of 2 x 2 ranks, and the error of state_dict ("" for none)."""
+    from torch.distributed.fsdp import fully_shard
+
+    from fused_attn.distributed import shard_placement
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    nn, dtype = fused_attn.nn, torch.float64
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=dtype)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(4, 7, 16, dtype=dtype)
+    ignored = torch.arange(7) >= torch.tensor([[7], [4], [5], [6]])
+
+    def train(model: Any, x: Tensor, ignored: Tensor) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(x, src_key_padding_mask=ignored).square().mean().backward()
+        optimizer.step()
+
+    split = copy.deepcopy(model)
+    parallelize_module(split, mesh["tp"], parallelize_plan(split))
+    placed = {"mesh": mesh["dp"]} | (
+        {"shard_placement_fn": shard_placement} if shard_columns else {}
+    )
+    for part in (*split.layers, split):
+        fully_shard(part, **placed)
+    rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+    train(model, x, ignored)
+    train(split, x[rows], ignored[rows])
+    try:
+        state = split.state_dict()
+    except ValueError as error:
+        return {}, str(error)
+    want = model.state_dict()
+    return {name: (full(state[name]).detach(), want[name]) for name in want}, ""
+
+
+def two_dimensions() -> Pairs:
+    """Attention with batch and heads on different mesh dimensions, and dropout."""
+    mesh, found = init_device_mesh("cpu", (2, 2)), {}
+    leaves = [t.detach()[:2].clone().requires_grad_() for t in qkv(torch.float64)]
+    bias = torch.randn(2, HEADS, SEQLEN_Q, SEQLEN_K, dtype=torch.float64, requires_grad=True)
+    for name, places in (
+        ("batch, heads", (Shard(0), Shard(1))), ("heads, batch", (Shard(1), Shard(0))),
+        ("heads, none", (Shard(1), Replicate())), ("batch twice", (Shard(0), Shard(0))),
+    ):  # fmt: skip
+        shards = [distribute_tensor(t.detach(), mesh, places).requires_grad_() for t in leaves]
+        both = []
+        for q, k, v in (shards, leaves):
+            torch.manual_seed(1 if q is leaves[0] else 1 + torch.distributed.get_rank())
+            out = fused_attn.scaled_dot_product_attention(q, k, v, bias, DROPOUT_P, enable_gqa=True)
+            both.append(results(out, [q, k, v, bias]))
+        found |= pairs(name, *both)
+    return found
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    """Return for each expected message the one that was raised."""
+    from fused_attn.distributed import HeadwiseParallel
+
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = qkv(torch.float64)
+    shard = distribute_tensor(q.detach(), mesh, [Shard(1)])
+    attend = fused_attn.scaled_dot_product_attention
+    calls: dict[str, Callable[[], Any]] = {
+        "num_heads must be divisible by the 2 ranks of the mesh, got 3": lambda: parallelize_module(
+            fused_attn.nn.MultiheadAttention(12, 3), mesh, HeadwiseParallel()
+        ),
+        "HeadwiseParallel must get a fused_attn.nn.MultiheadAttention": lambda: parallelize_module(
+            torch.nn.Linear(3, 3), mesh, HeadwiseParallel()
+        ),
+        "key must be a DTensor (as query), got a plain tensor": lambda: attend(
+            shard, k, v, enable_gqa=True
+        ),
+        "query must be a DTensor (as key), got a Tensor": lambda: attend(q, shard, shard),
+        "input must be a DTensor (as weight), got a Tensor": lambda: fused_attn.rms_norm(
+            q, HEAD_DIM, distribute_tensor(torch.ones(HEAD_DIM), mesh, [Replicate()])
+        ),
+    }
+    return {message: _error_of(call) for message, call in calls.items()}
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "no error"

@@ -57,7 +57,8 @@ def attention_with_weights(
     query, key, value = autocast(query, key, value)
     mask = masks.as_mask(plain_mask(attn_mask), is_causal)
     options = AttentionOptions(None, None, dropout_p, seed)  # type: ignore[arg-type]
-    call, sharding = shard_of_attention(attention_call(query, key, value, mask, options))
+    call = attention_call(query, key, value, mask, options)
+    call, sharding = shard_of_attention(call, mask)
     chosen = select(problem_of(call, "weights"), backend)
     out, weights = autograd.attention_with_weights(call, average, chosen)
     if sharding is None:

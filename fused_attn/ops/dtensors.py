@@ -33,6 +33,7 @@ from fused_attn.call.shards import attention_offsets
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks import Mask
+from fused_attn.masks.memo import recall
 from fused_attn.masks.restrict import of_heads, of_sequences
 from fused_attn.masks.spec import MaskSpec
 
@@ -169,10 +170,13 @@ def attention_shard(
     """
     if not is_dtensor(call.query):
         _check_plain("query", call.query, key=call.key, value=call.value)
+        for tensor in _tensors_of(call.attn_mask):
+            _check_plain("query", call.query, attn_mask=tensor)
         return *checked_attention(call), None
     call.attn_mask = plain_mask(call.attn_mask)
     checked, leading = checked_attention(call)
-    local, sharding = shard_of_attention(checked)
+    mask = call.attn_mask if isinstance(call.attn_mask, Mask) and not call.is_causal else None
+    local, sharding = shard_of_attention(checked, mask)
     return local, leading, sharding
 
 
@@ -188,30 +192,34 @@ def sinks_like(lse: Any, sinks: Any) -> Any:
 
 def plain_mask(mask: Any) -> Any:
     """Return a mask of a call with DTensors without DTensors."""
-    if isinstance(mask, Tensor):
-        return replicated(mask)
-    if isinstance(mask, Mask) and [t for t in mask.tensors() if is_dtensor(t)]:
-        return mask.mapped(replicated)
-    return mask
+    if not [tensor for tensor in _tensors_of(mask) if is_dtensor(tensor)]:
+        return mask
+    return replicated(mask) if isinstance(mask, Tensor) else mask.mapped(replicated)
 
 
-def shard_of_attention(call: AttentionCall) -> tuple[AttentionCall, Sharding | None]:
+def _tensors_of(mask: Any) -> list[Tensor]:
+    if isinstance(mask, Mask):
+        return mask.tensors()
+    return [mask] if isinstance(mask, Tensor) else []
+
+
+def shard_of_attention(
+    call: AttentionCall, mask: Mask | None = None
+) -> tuple[AttentionCall, Sharding | None]:
     """Return the call on this rank's shards, and its sharding, None for plain tensors.
 
     Args:
         call: a validated call, with a mask of plain tensors.
+        mask: the Mask that call.mask is derived from, on which the mask of the shard is cached.
     """
     if not is_dtensor(call.query):
         return call, None
     _check_dtensors("query", call.query, key=call.key, value=call.value)
     sharding = _attention_sharding(call.query, call.key)
     query, key, value = (sharding.to_local(t) for t in (call.query, call.key, call.value))
-    mask, options = call.mask, call.options
-    if mask.bias is not None:
-        mask = replace(mask, bias=sharding.shared(mask.bias), bias_summary=None)
-    batch, heads = sharding.part(_BATCH), sharding.part(_HEAD)
-    mask = _mask_of_part(mask, sharding, batch, heads)
-    local = AttentionCall(query, key, value, mask, options)
+    options, batch, heads = call.options, sharding.part(_BATCH), sharding.part(_HEAD)
+    spec = _mask_of_part(call, sharding, mask)
+    local = AttentionCall(query, key, value, spec, options)
     if options.dropout_p == 0.0:
         return local, sharding
     seed = sharding.seed(query.device) if options.seed is None else replicated(options.seed)
@@ -237,11 +245,25 @@ def _attention_sharding(query: Any, key: Any) -> Sharding:
     return sharding
 
 
-def _mask_of_part(spec: MaskSpec, sharding: Sharding, batch: slice, heads: slice) -> MaskSpec:
-    """Return the mask of some sequences and heads. Packed sequences are never sharded by batch."""
-    if sharding.shards(_HEAD) > 1:
-        spec = of_heads(spec, heads)
-    return of_sequences(spec, batch) if sharding.shards(_BATCH) > 1 else spec
+def _mask_of_part(call: AttentionCall, sharding: Sharding, mask: Mask | None) -> MaskSpec:
+    """Return the mask of this rank's sequences and heads; see `shard_of_attention`."""
+    batch, heads = sharding.part(_BATCH), sharding.part(_HEAD)
+
+    def cut() -> MaskSpec:
+        spec = call.mask
+        bias = sharding.shared(spec.bias)
+        if bias is not spec.bias:
+            spec = replace(spec, bias=bias, bias_summary=None)
+        if sharding.shards(_HEAD) > 1:
+            spec = of_heads(spec, heads)
+        # Packed sequences are never sharded on batch, because it is 1.
+        return of_sequences(spec, batch) if sharding.shards(_BATCH) > 1 else spec
+
+    if mask is None:
+        return cut()
+    sizes = (*sharding.shape[:3], call.key.shape[2], batch.start, batch.stop, heads.start)
+    device = call.query.device
+    return recall(mask.memo, ("shard", *sizes, heads.stop, device), mask.tensors(), device, cut)
 
 
 def shared_weights(weights: Tensor, sharding: Sharding, average: bool) -> Any:

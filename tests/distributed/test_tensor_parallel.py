@@ -53,6 +53,12 @@ def test_masks_that_are_dtensors(placed, two):
     assert_equal(two.run(ranks.dtensor_masks, placed))
 
 
+def test_masks_of_shards_are_cached(two):
+    found = two.run(ranks.cached_masks)
+    assert all(cached for cached, _ in found)
+    assert_equal([of_rank for _, of_rank in found])
+
+
 def test_other_placements_are_redistributed(two):
     assert_equal(two.run(ranks.redistributed))
 
@@ -128,12 +134,9 @@ def test_plan():
     assert list(parallelize_plan(fused_attn.nn.MultiheadAttention(16, 4))) == [""]
 
 
-def test_models_without_a_plan():
-    from transformers import GPT2Config, GPT2Model
-
-    gpt2 = GPT2Model(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=32))
-    with pytest.raises(NotImplementedError, match=r"h\.0\.attn\.c_attn \(Conv1D\) projects query"):
-        parallelize_plan(gpt2)
+def test_models_without_a_plan(two):
+    for error in two.run(ranks.gpt2_error):
+        assert "h.0.attn.c_attn (Conv1D) projects query, key and value with one weight" in error
     with pytest.raises(ValueError, match="model must have attention or feed-forward modules"):
         parallelize_plan(torch.nn.Linear(3, 3))
 

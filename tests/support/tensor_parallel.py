@@ -6,12 +6,13 @@ Each compares sharded calls with the same calls of one process, and returns resu
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -20,9 +21,17 @@ from fused_attn import masks
 from fused_attn.distributed import parallelize_plan
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 3, 4, 2, 9, 11, 8
+attend = fused_attn.scaled_dot_product_attention
 PLACEMENTS = {"batch": Shard(0), "heads": Shard(1), "replicated": Replicate()}
 DROPOUT_P = 0.3
 Pairs = dict[str, tuple[Tensor, Tensor]]  # results of the shards, and of one process, by name
+
+
+@functools.cache
+def mesh_of(*sizes: int) -> DeviceMesh:
+    """Return the mesh of all ranks, with the last of the names "dp" and "tp"."""
+    names = ("dp", "tp")[-len(sizes) :]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def full(tensor: Any) -> Any:
@@ -87,7 +96,7 @@ MASKS = [
 
 def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: float) -> Pairs:
     """Outputs, lse and gradients with masks as plain tensors. Ranks have different generators."""
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+    mesh, found = mesh_of(2), {}
     for kind in kinds:
         leaves = qkv(dtype)
         mask, of_mask = mask_of(kind, dtype)
@@ -110,7 +119,7 @@ def attention(kinds: Sequence[str], placed: str, dtype: torch.dtype, dropout_p: 
 
 def dtensor_masks(placed: str) -> Pairs:
     """Masks that are DTensors, sharded in some other way than the call, and sinks."""
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+    mesh, found = mesh_of(2), {}
     leaves = qkv(torch.float64)
     bias, _ = mask_of("bias of heads", torch.float64)
     sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
@@ -131,9 +140,37 @@ def dtensor_masks(placed: str) -> Pairs:
     return found
 
 
+def cached_masks() -> tuple[bool, Pairs]:
+    """Return True if two calls share the mask of a shard; results of shards of another shape."""
+    from fused_attn.ops import dtensors
+
+    mesh = mesh_of(2)
+    leaves = qkv(torch.float64)
+    mask, _ = mask_of("dense", torch.float64)
+    specs, found = [], {}
+    inner = dtensors.shard_of_attention
+
+    def spied(*args: Any) -> Any:
+        results = inner(*args)
+        specs.append(results[0].mask)
+        return results
+
+    dtensors.shard_of_attention = spied
+    try:
+        want = results(attend(*leaves, mask, enable_gqa=True), leaves)
+        for name in ("heads", "heads", "batch"):
+            shards = [distribute_tensor(t.detach(), mesh, [PLACEMENTS[name]]) for t in leaves]
+            shards = [shard.requires_grad_() for shard in shards]
+            out = attend(*shards, mask, enable_gqa=True)
+            found |= pairs(f"{len(specs)}", results(out, shards), want)
+    finally:
+        dtensors.shard_of_attention = inner
+    return specs[0] is specs[1], found
+
+
 def redistributed() -> Pairs:
     """Placements that attention does not support, and heads that the mesh does not divide."""
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+    mesh, found = mesh_of(2), {}
     whole = qkv(torch.float64)
     for name, heads, place in (
         ("queries", HEADS, Shard(2)), ("sum", HEADS, Partial()), ("three heads", 3, Shard(1))
@@ -155,7 +192,7 @@ def redistributed() -> Pairs:
 
 def norms(dtype: torch.dtype, dropout_p: float, rms: bool) -> Pairs:
     """Norms on shards of each dimension, with plain and distributed weights."""
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+    mesh, found = mesh_of(2), {}
     torch.manual_seed(0)
     x, residual = (torch.randn(3, 6, 16, dtype=dtype).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(16, dtype=dtype).requires_grad_() for _ in range(2))
@@ -196,7 +233,7 @@ def step(model: torch.nn.Module, call: Callable[[Any], Any]) -> list[Tensor]:
 def parallel(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of the model, split over two ranks, with the same state_dict."""
     split = copy.deepcopy(model)
-    parallelize_module(split, init_device_mesh("cpu", (2,)), parallelize_plan(split))
+    parallelize_module(split, mesh_of(2), parallelize_plan(split))
     before, after = model.state_dict(), split.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(full(after[name]), before[name]) for name in before)
@@ -291,6 +328,21 @@ def hugging_face() -> Pairs:
     return found
 
 
+def gpt2_error() -> str:
+    from transformers import GPT2Config, GPT2Model
+
+    config = GPT2Config(
+        vocab_size=50,
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return _error_of(lambda: parallelize_plan(GPT2Model(config)))
+
+
 def sequence_parallel() -> Pairs:
     """Norms under torch's SequenceParallel, and attention between sequence-sharded tensors."""
     from torch.distributed.tensor.parallel import SequenceParallel
@@ -298,7 +350,7 @@ def sequence_parallel() -> Pairs:
     from fused_attn.distributed import HeadwiseParallel
 
     torch.manual_seed(0)
-    mesh, dtype = init_device_mesh("cpu", (2,)), torch.float64
+    mesh, dtype = mesh_of(2), torch.float64
     x = torch.randn(3, 6, 16, dtype=dtype)
     shard = distribute_tensor(x, mesh, [Shard(1)])
     found: Pairs = {}
@@ -380,7 +432,7 @@ def compiled() -> Pairs:
 
 def compiled_calls() -> Pairs:
     """Attention and norm on DTensors, each in one graph."""
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+    mesh, found = mesh_of(2), {}
     leaves = qkv(torch.float64)
     bias, _ = mask_of("bias of heads", torch.float64)
     weight = torch.randn(HEAD_DIM, dtype=torch.float64, requires_grad=True)
@@ -411,7 +463,7 @@ def fsdp(shard_columns: bool) -> tuple[Pairs, str]:
 
     from fused_attn.distributed import shard_placement
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2)
     torch.manual_seed(0)
     nn, dtype = fused_attn.nn, torch.float64
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=dtype)
@@ -444,7 +496,7 @@ def fsdp(shard_columns: bool) -> tuple[Pairs, str]:
 
 def two_dimensions() -> Pairs:
     """Attention with batch and heads on different mesh dimensions, and dropout."""
-    mesh, found = init_device_mesh("cpu", (2, 2)), {}
+    mesh, found = mesh_of(2, 2), {}
     leaves = [t.detach()[:2].clone().requires_grad_() for t in qkv(torch.float64)]
     bias = torch.randn(2, HEADS, SEQLEN_Q, SEQLEN_K, dtype=torch.float64, requires_grad=True)
     for name, places in (
@@ -468,10 +520,9 @@ def refusals() -> dict[str, str]:
     """Return for each expected message the one that was raised."""
     from fused_attn.distributed import HeadwiseParallel
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     q, k, v = qkv(torch.float64)
     shard = distribute_tensor(q.detach(), mesh, [Shard(1)])
-    attend = fused_attn.scaled_dot_product_attention
     calls: dict[str, Callable[[], Any]] = {
         "num_heads must be divisible by the 2 ranks of the mesh, got 3": lambda: parallelize_module(
             fused_attn.nn.MultiheadAttention(12, 3), mesh, HeadwiseParallel()
@@ -483,6 +534,9 @@ def refusals() -> dict[str, str]:
             shard, k, v, enable_gqa=True
         ),
         "query must be a DTensor (as key), got a Tensor": lambda: attend(q, shard, shard),
+        "query must be a DTensor (as attn_mask), got a Tensor": lambda: attend(
+            q, q, q, distribute_tensor(torch.ones(SEQLEN_Q, SEQLEN_Q), mesh, [Replicate()])
+        ),
         "input must be a DTensor (as weight), got a Tensor": lambda: fused_attn.rms_norm(
             q, HEAD_DIM, distribute_tensor(torch.ones(HEAD_DIM), mesh, [Replicate()])
         ),
@@ -493,6 +547,6 @@ def refusals() -> dict[str, str]:
 def _error_of(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)
     return "no error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tensor_parallel as ranks
+import tensor_parallel_modules as modules
 import torch
 from helpers import assert_contract
 from processes import Processes
@@ -70,34 +71,38 @@ def test_norms(dropout_p, rms, two):
 
 
 def test_attention_modules(two):
-    assert_equal(two.run(ranks.attention_modules))
+    assert_equal(two.run(modules.attention_modules))
 
 
 def test_layers(two):
-    assert_equal(two.run(ranks.layers))
+    assert_equal(two.run(modules.layers))
+
+
+def test_decoding(two):
+    assert_equal(two.run(modules.decoded))
 
 
 def test_hugging_face(two):
-    assert_equal(two.run(ranks.hugging_face))
+    assert_equal(two.run(modules.hugging_face))
 
 
 def test_sequence_parallel(two):
-    assert_equal(two.run(ranks.sequence_parallel))
+    assert_equal(two.run(modules.sequence_parallel))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_contract(dtype, two):
-    for of_rank in two.run(ranks.of_type, dtype):
+    for of_rank in two.run(modules.of_type, dtype):
         for name, got, truth, eager in of_rank:
             assert_contract(name, got, truth, eager, contract.no_error)
 
 
 def test_activation_checkpointing(two):
-    assert_equal(two.run(ranks.checkpointed))
+    assert_equal(two.run(modules.checkpointed))
 
 
 def test_compiled_layer(two):
-    assert_equal(two.run(ranks.compiled))
+    assert_equal(two.run(modules.compiled))
 
 
 def test_compiled_calls(two):
@@ -105,13 +110,13 @@ def test_compiled_calls(two):
 
 
 def test_fsdp(four):
-    found = four.run(ranks.fsdp, True)
+    found = four.run(modules.fsdp, True)
     assert [error for _, error in found] == [""] * 4
     assert_equal([of_rank for of_rank, _ in found])
 
 
 def test_fsdp_on_rows_has_no_state_dict(four):
-    for _, error in four.run(ranks.fsdp, False):
+    for _, error in four.run(modules.fsdp, False):
         assert "in_proj_weight must be sharded on columns by fully_shard" in error
 
 
@@ -135,7 +140,7 @@ def test_plan():
 
 
 def test_models_without_a_plan(two):
-    for error in two.run(ranks.gpt2_error):
+    for error in two.run(modules.gpt2_error):
         assert "h.0.attn.c_attn (Conv1D) projects query, key and value with one weight" in error
     with pytest.raises(ValueError, match="model must have attention or feed-forward modules"):
         parallelize_plan(torch.nn.Linear(3, 3))

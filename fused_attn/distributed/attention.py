@@ -22,6 +22,7 @@ from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.ring import Ring, ring
 from fused_attn.distributed.sharding import Sharding, runs_of
 from fused_attn.masks import Mask, as_mask
+from fused_attn.masks.restrict import of_heads
 from fused_attn.masks.spec import BOUNDS, MaskSpec, normalize
 from fused_attn.masks.visible_keys import VisibleKeys
 from fused_attn.varlen import packed_spec
@@ -173,6 +174,7 @@ def attend(
     options: AttentionOptions,
     groups: list[Ranks],
     method: Method,
+    heads: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of the rows of this rank; see `ring_attention`.
 
@@ -181,6 +183,8 @@ def attend(
             groups[0].rank * groups[1].size + groups[1].rank.
         method: which function to use for a one-dimensional mesh; "auto" chooses the one that sends
             fewer bytes.
+        heads: (first head, number of heads) of the given heads in a larger call, whose mask
+            attn_mask is. None means that the call has all heads.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_float(name, tensor)
@@ -194,26 +198,29 @@ def attend(
         raise ValueError(f"query must have 4 dimensions, got {tuple(query.shape)}")
     query, key, value, _, _ = canonical(query, key, value, None, enable_gqa or packed)
     shards = _shards_of(positions, query, key, groups)
-    spec, starts = _spec(attn_mask, is_causal, cu_seqlens, shards, query)
+    num_heads = query.shape[1]
+    first, total = (0, num_heads) if heads is None else heads
+    spec, starts = _spec(attn_mask, is_causal, cu_seqlens, shards, query, total)
+    if total > num_heads:
+        spec = of_heads(spec, slice(first, first + num_heads))
     options = options.checked(query.shape[3], query.device)
     for ranks in groups:
         check_agreement(ranks, spec, _sizes(query, key, value, options, shards), query.device)
     options = _seeded(options, groups, query.device)
     ring_ranks, head_ranks = _roles(groups, method, spec, shards, query, key)
-    heads = (0, query.shape[1])
     exchange = None
     if head_ranks is not None:
         exchange = HeadExchange(
             head_ranks, shards.queries, shards.keys, shards.rank, *_heads(query, key)
         )
         query, key, value = exchange.gathered(query, key, value)
-        spec, heads = exchange.mask(spec), (exchange.heads.start, heads[1])
+        spec, first = exchange.mask(spec), first + exchange.heads.start
     shards = shards.merged(1 if head_ranks is None else head_ranks.size)
     if ring_ranks is None:
-        out, lse = attend_to_all(query, key, value, spec, options, heads)
+        out, lse = attend_to_all(query, key, value, spec, options, (first, total))
     else:
         plan = _plan(spec, shards, query, options.dropout_p > 0.0, starts)
-        out, lse = ring(query, key, value, spec, Ring(ring_ranks, plan, options, heads))
+        out, lse = ring(query, key, value, spec, Ring(ring_ranks, plan, options, (first, total)))
     if exchange is not None:
         out, lse = exchange.returned(out, lse)
     if packed:
@@ -357,6 +364,7 @@ def _spec(
     cu_seqlens: tuple[Tensor | None, Tensor | None],
     shards: _Shards,
     query: Tensor,
+    num_heads: int,
 ) -> tuple[MaskSpec, tuple[list[int], list[int]] | None]:
     """Return the MaskSpec of all positions, and the cumulative lengths of packed sequences."""
     of_queries, of_keys = cu_seqlens
@@ -365,12 +373,11 @@ def _spec(
     if of_queries is None:
         if of_keys is not None:
             raise ValueError("cu_seqlens_k must be given together with cu_seqlens_q")
-        batch, num_heads = query.shape[:2]
-        return normalize(mask, batch, num_heads, lengths[0], lengths[1], query), None
+        return normalize(mask, query.shape[0], num_heads, lengths[0], lengths[1], query), None
     of_keys = of_queries if of_keys is None else of_keys
     starts = of_queries.tolist(), of_keys.tolist()
     longest = [max((b - a for a, b in itertools.pairwise(s)), default=0) for s in starts]
-    row = query.new_empty(1, query.shape[1], 1)
+    row = query.new_empty(1, num_heads, 1)
     rows = [row.expand(length, -1, -1) for length in lengths]  # in place of those of all ranks
     spec = packed_spec(
         rows[0], rows[1], of_queries, of_keys, longest[0], longest[1], mask, is_causal

@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_attn import functional
+from fused_attn.base import philox
 from fused_attn.call import redirect
+from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.distributed.attention import Method, attend
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.spec import MaskSpec
+from fused_attn.ops.dtensors import head_sharding, is_dtensor
 
 LoadBalancer = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
 
@@ -269,12 +274,34 @@ class Calls:
         if mask is not None and is_causal:
             mask, is_causal = mask & causal(), False
         self.count += 1
+        tensors, options, heads = (call.query, call.key, call.value), call.options, None
+        by_heads = head_sharding(*tensors[:2]) if is_dtensor(call.query) else None
+        if by_heads is not None:
+            part = by_heads.part(1)
+            tensors, heads = (
+                tuple(map(by_heads.to_local, tensors)),
+                (part.start, call.query.shape[1]),
+            )
+            options = self._seeded(options, by_heads.mesh, tensors[0].device)
         with redirect.not_redirected():
             out, lse = attend(
-                call.query, call.key, call.value, mask, is_causal, call.enable_gqa,
-                self._sharding, (None, None), call.options, self._groups, self._method,
+                *tensors, mask, is_causal, call.enable_gqa, self._sharding, (None, None), options,
+                self._groups, self._method, heads,
             )  # fmt: skip
+        if by_heads is not None:
+            out, lse = by_heads.from_local(out), by_heads.from_local(lse)
         return out, lse if want_lse else None
+
+    def _seeded(
+        self, options: AttentionOptions, mesh: DeviceMesh, device: torch.device
+    ) -> AttentionOptions:
+        """Return the options with a seed that is equal on all ranks of both meshes."""
+        if options.dropout_p == 0.0 or options.seed is not None:
+            return options
+        seed = philox.new_seed(device)
+        for ranks in (*self._groups, *ranks_of(mesh)):
+            seed = ranks.broadcast(seed)
+        return replace(options, seed=seed)
 
 
 def _attention_of_torch(

@@ -233,6 +233,21 @@ def shard_of_attention(
     return local, sharding
 
 
+def head_sharding(query: Any, key: Any) -> Sharding:
+    """Return the sharding of a call with DTensors that are sharded on heads only.
+
+    Raises:
+        NotImplementedError: the tensors are sharded in another dimension.
+    """
+    sharding = _attention_sharding(query, key)
+    if sharding.shards(_BATCH) > 1:
+        raise NotImplementedError(
+            "context_parallel takes DTensors that are sharded on heads, not on batch: pass local "
+            "tensors"
+        )
+    return sharding
+
+
 def _attention_sharding(query: Any, key: Any) -> Sharding:
     from torch.distributed.tensor import Replicate
 

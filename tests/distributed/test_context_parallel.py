@@ -10,8 +10,11 @@ from context_cases import (
     loss_of,
     message_of,
     model_of,
+    squares,
     step_of_rank,
     step_of_style,
+    step_of_three,
+    transformer,
     unshard_gradient,
 )
 
@@ -110,3 +113,20 @@ def test_unshard_is_differentiable(mesh, ranks):
 def test_errors_on_every_rank(case, expected_message, ranks):
     for message in ranks.run(message_of, case):
         assert expected_message in message
+
+
+@pytest.mark.parametrize(("mode", "dropout"), [("", False), ("compile", False), ("", True)])
+def test_context_tensor_and_data_parallel(mode, dropout, ranks):
+    """One training step on 2 x 2 ranks is that of one process, with dropout of attention too."""
+    mask = MASKS["window"] if dropout else masks.causal() & masks.documents(torch.arange(13) // 5)
+    model = transformer().train(dropout)
+    for layer in model.layers:
+        layer.self_attn.dropout = 0.5 if dropout else 0.0
+    x = torch.randn(2, 13, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(11)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    squares(model, x, mask).backward()
+    optimizer.step()
+    for state in ranks.run(step_of_three, mask, mode, dropout):
+        for name, want in model.state_dict().items():
+            torch.testing.assert_close(state[name], want, rtol=1e-10, atol=1e-10, msg=name)

@@ -23,11 +23,9 @@ def two(tmp_path_factory):
     pool.close()
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    pool = Processes(4, tmp_path_factory.mktemp("four"))
-    yield pool
-    pool.close()
+@pytest.fixture
+def four(request):
+    return request.getfixturevalue("ranks")
 
 
 def assert_equal(found):

@@ -163,3 +163,57 @@ def message_of(case: str) -> str:
         assert tokens.shape == (1, 16, 8)
         return str(error)
     return ""
+
+
+def transformer() -> nn.Module:
+    """Return two encoder layers in float64, the same on all ranks."""
+    torch.manual_seed(0)
+    own, dtype = fused_attn.nn, torch.float64
+    layer = own.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=dtype)
+    model = own.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def squares(model: nn.Module, x: Tensor, mask) -> Tensor:
+    """Return the sum of squares of the model's output."""
+    return model(x, mask=mask, is_causal=False).square().sum()
+
+
+def step_of_three(mask, mode: str, dropout: bool) -> dict:
+    """Train one step with context, tensor and data parallelism at once, on 2 x 2 ranks.
+
+    FSDP2 shards the parameters over the ranks that share a sequence. It averages gradients over
+    them, so the loss is multiplied by their number.
+
+    Args:
+        mode: "compile" or "".
+        dropout: attention weights are dropped.
+
+    Returns:
+        The new parameters, complete.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = transformer().train(dropout)
+    for layer in model.layers:
+        layer.self_attn.dropout = 0.5 if dropout else 0.0
+    plan = distributed.parallelize_plan(model)
+    parallelize_module(model, mesh["tp"], plan)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh["cp"], shard_placement_fn=distributed.shard_placement)
+    run = torch.compile(model, backend="aot_eager", dynamic=False) if mode == "compile" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(2, 13, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(11)  # of the dropout seeds: those of the first rank
+    with distributed.context_parallel(
+        mesh["cp"], buffers=[x], buffer_seq_dims=[1], mask=mask, method="ring"
+    ):
+        (2 * squares(run, x, None)).backward()
+    optimizer.step()
+    return {
+        name: parameter.full_tensor().detach() if hasattr(parameter, "full_tensor") else parameter
+        for name, parameter in model.state_dict().items()
+    }

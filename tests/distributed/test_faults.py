@@ -6,7 +6,7 @@ import pytest
 from fault_cases import KINDS, error_of, survive, without_process_group
 from processes import Processes
 
-TIMEOUT = 3.0  # of the process group, in seconds
+TIMEOUT = 2.0  # of the process group, in seconds
 
 MISTAKES = {
     "mask": "attn_mask must be the same on all 4 ranks, got different tensors",
@@ -33,7 +33,7 @@ def test_a_failing_rank_is_an_error_on_the_others(fault, tmp_path):
     """The other ranks raise within the timeout of the process group."""
     ranks = Processes(3, tmp_path, timeout=TIMEOUT)
     try:
-        for traceback, result in ranks.outcomes(survive, "ring", fault, 3 * TIMEOUT)[:2]:
+        for traceback, result in ranks.outcomes(survive, "ring", fault, 2 * TIMEOUT)[:2]:
             assert not traceback
             message, seconds = result
             assert "Error" in message

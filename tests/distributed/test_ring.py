@@ -10,6 +10,7 @@ from helpers import assert_like_eager, drawn, random_qkv
 from mask_cases import FIELDS, MASKS
 from ring_cases import SEED, Case, run_on_rank
 
+from fused_attn import masks
 from fused_attn.distributed import Sharding
 
 BATCH, HEADS, HEADS_KV, LENGTH, LENGTH_K, HEAD_DIM = 2, 4, 2, 61, 44, 16
@@ -19,13 +20,16 @@ METHODS = {"ring": ("ring", (4,)), "all_to_all": ("all_to_all", (4,)), "hybrid":
 
 def shardings(number, length):
     """Different ways to distribute positions, by number."""
-    third, shuffled = length // 3, torch.randperm(length, generator=drawn(number))
+    third, chunks = length // 3, torch.arange(length).split(6)
+    order = torch.randperm(len(chunks), generator=drawn(number)).tolist()
     return [
         Sharding.zigzag(length, RANKS),
         Sharding.of_lengths([third, 0, length - third - 5, 5]),
         Sharding.contiguous(length, RANKS),
-        Sharding.of_positions([torch.arange(length)[rank::RANKS] for rank in range(RANKS)]),
-        Sharding.of_positions([p.sort().values for p in shuffled.chunk(RANKS)]),
+        Sharding.of_positions([torch.cat(chunks[rank::RANKS]) for rank in range(RANKS)]),
+        Sharding.of_positions(
+            [torch.cat([chunks[i] for i in order[rank::RANKS]]) for rank in range(RANKS)]
+        ),
     ][number % 5]
 
 
@@ -51,6 +55,11 @@ def test_every_mask(name, method, dtype, ranks):
     assert_right(ranks, case_of(method, list(MASKS).index(name), mask), dtype)
 
 
+def one_of(first, second, number):
+    """The first for even numbers, the second for odd ones."""
+    return second if number % 2 else first
+
+
 def sampled(pairs, every):
     """All pairs; most are thorough."""
     return [
@@ -60,54 +69,82 @@ def sampled(pairs, every):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("first", "second"), sampled(itertools.combinations(MASKS, 2), 9))
+@pytest.mark.parametrize(("first", "second"), sampled(itertools.combinations(MASKS, 2), 17))
 def test_pairs_of_masks(first, second, method, ranks):
     mask = MASKS[first](BATCH, HEADS, LENGTH, LENGTH)
     other = MASKS[second](BATCH, HEADS, LENGTH, LENGTH)
     if {first, second} == {"alibi", "alibi_batch"}:
         pytest.skip("reason: ALiBi masks that are combined have one align")
     number = list(MASKS).index(first) + list(MASKS).index(second)
-    assert_right(ranks, case_of(method, number, mask & other), torch.float32)
+    dtype = one_of(torch.float32, torch.bfloat16, number)
+    assert_right(ranks, case_of(method, number, mask & other), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lengths", [(10, 3), (0, 0)])
+def test_ranks_without_visible_keys(lengths, method, ranks):
+    """Only the first rank has keys that a query attends to, or none has."""
+    mask = masks.padding(torch.tensor(lengths), torch.tensor(lengths))
+    sharding = Sharding.contiguous(LENGTH, RANKS)
+    name, mesh = METHODS[method]
+    case = Case(name, mesh, (sharding, sharding), mask, enable_gqa=True)
+    assert_right(ranks, case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_behind_the_mask_reaches_nothing(method, ranks):
+    lengths = torch.tensor([LENGTH - 20, LENGTH - 7])
+    tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
+    for b, length in enumerate(lengths.tolist()):
+        tensors["key"][b, :, length:] = float("nan")
+        tensors["value"][b, :, length:] = float("inf")
+    case = case_of(method, 0, masks.padding(lengths))
+    given = [*tensors.values(), None]
+    grads = torch.ones(BATCH, HEADS, LENGTH, HEAD_DIM), torch.ones(BATCH, HEADS, LENGTH)
+    for results in (ranks.run(run_on_rank, case, given, None, None),
+                    ranks.run(run_on_rank, case, given, *grads)):  # fmt: skip
+        for result in results:
+            for name, tensor in result.items():
+                assert bool(tensor.isfinite().all()), name
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FIELDS)
-def test_queries_and_keys_of_different_lengths(name, method, dtype, ranks):
-    lengths = LENGTH, LENGTH_K
+def test_queries_and_keys_of_different_lengths(name, method, ranks):
+    lengths, dtype = (LENGTH, LENGTH_K), one_of(torch.float64, torch.bfloat16, FIELDS.index(name))
     mask = MASKS[name](BATCH, HEADS, *lengths)
     assert_right(
         ranks, case_of(method, list(MASKS).index(name), mask, lengths), dtype, None, lengths, 8
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", [(1, 1), (LENGTH, LENGTH), (1, LENGTH), (LENGTH, 1)])
 @pytest.mark.parametrize("per_head", [True, False])
-def test_gradient_of_a_bias(per_head, shape, method, dtype, ranks):
+def test_gradient_of_a_bias(per_head, shape, method, ranks):
     """The gradients of all ranks add up to that of one process."""
+    dtype = one_of(torch.float32, torch.bfloat16, per_head)
     sizes = (BATCH, HEADS, *shape) if per_head else shape
     bias = torch.randn(sizes, generator=drawn(1))
     case = case_of(method, sum(shape), MASKS["causal"](BATCH, HEADS, LENGTH, LENGTH))
     assert_right(ranks, case, dtype, bias)
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("number", range(5))
-def test_dropout(number, method, dtype, softcap, ranks):
+def test_dropout(number, method, ranks):
     """A sharded call drops what one process drops, wherever the shards begin."""
+    dtype = one_of(torch.float32, torch.bfloat16, number)
+    softcap = one_of(None, 5.0, number // 2)
     mask = MASKS["window"](BATCH, HEADS, LENGTH, LENGTH)
     case = case_of(method, number, mask, dropout_p=0.3, seed=SEED, softcap=softcap)
     assert_right(ranks, case, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", [None, "causal", "window", "prefix", "alibi", "dense"])
-def test_packed_sequences(name, method, dtype, ranks):
+def test_packed_sequences(name, method, ranks):
+    dtype = one_of(torch.float32, torch.bfloat16, len(name or "") % 2)
     ends = torch.tensor([0, 0, 7, 30, LENGTH])
     sizes = len(ends) - 1, HEADS, 31, 31
     mask = None if name is None else MASKS[name](*sizes)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Imported once, by the process from which all ranks are forked.
+_IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "fused_attn", "fused_attn.distributed"]
 TIMEOUT = 60.0  # seconds that a collective or the answer of a rank may take
 
 
@@ -34,7 +36,8 @@ class Processes:
     """
 
     def __init__(self, world_size: int, folder: Path, timeout: float = TIMEOUT) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self.pipes = []
         self.processes = []
         for rank in range(world_size):

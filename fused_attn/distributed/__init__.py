@@ -5,6 +5,7 @@ decode.py (caches); heads and features by tensor_parallel.py.
 """
 
 from fused_attn.distributed.attention import all_to_all_attention, ring_attention
+from fused_attn.distributed.balance import balanced as balanced_sharding
 from fused_attn.distributed.context import (
     ContextParallel,
     context_parallel,
@@ -24,6 +25,7 @@ __all__ = [
     "HeadwiseParallel",
     "Sharding",
     "all_to_all_attention",
+    "balanced_sharding",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",

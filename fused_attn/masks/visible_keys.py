@@ -33,9 +33,41 @@ class VisibleKeys:
     def work(self) -> Tensor:
         """Number of visible keys of each query, int64 (seqlen_q,), summed over the batch.
 
-        Conditions that intervals cannot express (`Intervals.rest`) are ignored.
+        Key masks are counted; a key counts if any head sees it. A dense tensor limits the number
+        of keys of a query, so the count is an upper bound. Documents that are not contiguous count
+        as if they were.
         """
-        return (self._intervals.end - self._intervals.begin).sum(0, dtype=torch.int64)
+        begin, end = self._intervals.begin.long(), self._intervals.end.long()
+        rest, count = self._intervals.rest, end - begin
+        if rest.key_mask is not None:
+            seen = rest.key_mask.any(1)[:, 0].expand(-1, self._intervals.seqlen_k)
+            before = torch.nn.functional.pad(seen.cumsum(-1), (1, 0))
+            rows = max(len(begin), len(before))
+            begin, end, before = (t.expand(rows, -1) for t in (begin, end, before))
+            count = before.gather(1, end) - before.gather(1, begin)
+        if rest.dense is not None and self._intervals.rows is None:
+            seen = rest.dense.any(1)
+            count = torch.minimum(count, seen.sum(-1) * (self._intervals.seqlen_k // seen.shape[2]))
+        return count.sum(0)
+
+    def ranges(self, firsts: Any) -> tuple[Any, Any]:
+        """Return for chunks of queries the smallest ranges that contain their visible keys.
+
+        Conditions that intervals cannot express (`Intervals.rest`) are ignored.
+
+        Args:
+            firsts: first query of each chunk, ascending, as NumPy integers. The last chunk ends at
+                the last query.
+
+        Returns:
+            First keys and ends, NumPy int64 (chunks,); both are 0 without a visible key.
+        """
+        visible = self._begin < self._end
+        begin = np.where(visible, self._begin, self._intervals.seqlen_k).min(0)
+        end = np.where(visible, self._end, 0).max(0)
+        begin = np.minimum.reduceat(begin, firsts).astype(np.int64)
+        end = np.maximum.reduceat(end, firsts).astype(np.int64)
+        return np.minimum(begin, end), end
 
     @property
     def mean_work(self) -> float:

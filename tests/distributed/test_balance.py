@@ -1,0 +1,192 @@
+"""Distribution of positions by their work."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from mask_cases import MASKS
+
+from fused_attn import masks
+from fused_attn.distributed import Sharding, balanced_sharding
+from fused_attn.distributed.balance import imbalance, work_of_ranks
+from fused_attn.distributed.plan import plan_of
+from fused_attn.distributed.sharding import MAX_RUNS
+from fused_attn.masks.spec import normalize
+from fused_attn.masks.visible_keys import VisibleKeys
+
+LENGTH, LONGEST = 2**20, 2**17  # positions; longest document, the context of Llama 3.1
+LIMIT = 1.05  # largest work of a rank, relative to the mean
+
+
+def document_lengths(length, median, sigma, seed):
+    """Draw log-normal lengths of documents (Downey 2001, on the sizes of files)."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.lognormal(np.log(median), sigma, size=length).clip(1, LONGEST).astype(int)
+    ends = np.cumsum(drawn)
+    count = int(np.searchsorted(ends, length)) + 1
+    drawn[count - 1] -= ends[count - 1] - length
+    return torch.from_numpy(drawn[:count])
+
+
+def packed_documents(lengths):
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return masks.causal() & masks.documents(ids[None])
+
+
+def work_of(mask, length, batch=1):
+    spec = normalize(mask, batch, 1, length, length, torch.empty(0))
+    return VisibleKeys(spec, (batch, 1, length, length)).work
+
+
+@pytest.mark.parametrize("ranks", [128, 512])
+@pytest.mark.parametrize(("median", "sigma"), [(1000, 1.5), (2000, 1.8), (600, 1.2)])
+def test_packed_causal_documents_are_balanced(median, sigma, ranks):
+    mask = packed_documents(document_lengths(LENGTH, median, sigma, seed=ranks))
+    work = work_of(mask, LENGTH)
+    sharding = balanced_sharding(mask, LENGTH, ranks)
+    assert imbalance(work, sharding) <= LIMIT < 2 < imbalance(work, Sharding.zigzag(LENGTH, ranks))
+    assert {sharding.rows(rank) for rank in range(ranks)} == {LENGTH // ranks}
+    assert max(map(len, sharding.runs)) <= 64
+
+
+@pytest.mark.parametrize("ranks", [8, 32, 128, 512])
+def test_simple_masks_keep_the_shardings_that_suit_them(ranks):
+    causal = balanced_sharding(masks.causal(), LENGTH, ranks)
+    assert causal == Sharding.zigzag(LENGTH, ranks)
+    for mask in (None, masks.sliding_window(1024)):
+        assert balanced_sharding(mask, LENGTH, ranks) == Sharding.contiguous(LENGTH, ranks)
+
+
+def test_packed_sequences_are_like_documents():
+    lengths = document_lengths(2**16, 300, 1.5, seed=1)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    packed = balanced_sharding(None, 2**16, 16, is_causal=True, cu_seqlens=starts)
+    assert packed == balanced_sharding(packed_documents(lengths), 2**16, 16)
+    work = work_of(packed_documents(lengths), 2**16)
+    assert imbalance(work, packed) <= LIMIT
+
+
+def test_work_of_a_batch_is_added_up():
+    generator = np.random.default_rng(3)
+    lengths = torch.from_numpy(generator.integers(100, 4096, 6))
+    mask = masks.causal() & masks.padding(lengths)
+    sharding = balanced_sharding(mask, 4096, 8, batch=6)
+    work = torch.minimum(torch.arange(4096) + 1, lengths[:, None]).sum(0)
+    assert torch.equal(work, work_of(mask, 4096, batch=6))
+    assert imbalance(work, sharding) <= LIMIT
+
+
+def test_key_masks_and_dense_masks_count():
+    seen = torch.arange(512) % 7 < 3
+    mask = masks.causal() & masks.dense(seen[None, None, None])
+    dense = seen & torch.ones(512, 512, dtype=torch.bool).tril()
+    assert torch.equal(work_of(mask, 512), dense.sum(1))
+    some = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < 0.3
+    some[:, 256:] = False
+    assert torch.equal(work_of(masks.dense(some), 512), some.sum(1))
+
+
+PARTITIONS = [
+    *itertools.product([0, 1, 5, 4096, 4999], ["window"]),
+    *itertools.product([61, 509], MASKS),
+]
+
+
+@pytest.mark.parametrize(("length", "name"), PARTITIONS)
+def test_every_position_has_one_rank(length, name):
+    """Sharding itself checks that the runs are a partition."""
+    mask = MASKS[name](2, 4, length, length)
+    for ranks, chunk_size in itertools.product((1, 3, 8), (None, 8, 24)):
+        if chunk_size is not None and -(-length // (chunk_size * ranks)) > MAX_RUNS:
+            continue
+        sharding = balanced_sharding(
+            mask, length, ranks, batch=2, num_heads=4, chunk_size=chunk_size
+        )
+        rows = [sharding.rows(rank) for rank in range(ranks)]
+        assert (sharding.length, sharding.ranks) == (length, ranks)
+        assert max(rows) - min(rows) <= (chunk_size or max(length // ranks, 1))
+        starts = [run.start for own in sharding.runs for run in own]
+        assert all(list(own) == sorted(own, key=lambda r: r.start) for own in sharding.runs)
+        if chunk_size is not None or length >= 16 * 64 * ranks:
+            assert not any(start % 8 for start in starts)
+
+
+@pytest.mark.parametrize("length", [4096, 4999, 5000])
+def test_rows_differ_by_at_most_a_chunk(length):
+    mask = packed_documents(document_lengths(length, 100, 1.5, seed=length))
+    for ranks in (3, 4, 7):
+        sharding = balanced_sharding(mask, length, ranks, chunk_size=40)
+        rows = [sharding.rows(rank) for rank in range(ranks)]
+        assert max(rows) - min(rows) <= 40
+
+
+def test_keys_of_the_same_document_stay_together():
+    """The cost of keys to receive matters: without it, twice as many are received."""
+    lengths = document_lengths(2**16, 1000, 1.5, seed=4)
+    mask = packed_documents(lengths)
+    visible = VisibleKeys(normalize(mask, 1, 1, 2**16, 2**16, torch.empty(0)), (1, 1, 2**16, 2**16))
+
+    def received(sharding):
+        plans = [plan_of(sharding, sharding, rank, visible) for rank in range(16)]
+        return sum(len(rows) for plan in plans for step in plan.steps[1:] for rows in step.wanted)
+
+    order = visible.work.view(-1, 256).sum(1).argsort(descending=True, stable=True)
+    dealt_blindly = [[range(c * 256, (c + 1) * 256) for c in order[r::16].sort()[0].tolist()]
+                     for r in range(16)]  # fmt: skip
+    assert received(balanced_sharding(mask, 2**16, 16)) < 0.7 * received(Sharding(dealt_blindly))
+
+
+SCRIPT = """
+import torch
+from fused_attn import masks
+from fused_attn.distributed import balanced_sharding
+ids = (torch.arange(30000).float().sqrt() * 3).long() // 17
+mask = masks.causal() & masks.documents(ids[None])
+result = str([[(r.start, r.stop) for r in own] for own in balanced_sharding(mask, 30000, 24).runs])
+"""
+
+
+def test_all_processes_compute_the_same():
+    """Neither the seed of hashes nor the number of threads matters."""
+    here: dict[str, str] = {}
+    exec(SCRIPT, here)  # with all threads
+    command = [sys.executable, "-c", f"{SCRIPT}\nprint(result)"]
+    env = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == here["result"] and "(0, " in here["result"]
+
+
+def test_a_million_positions_take_a_second():
+    """It is measured as CPU time of one thread, with a margin for slow CPUs."""
+    mask = packed_documents(document_lengths(LENGTH, 1000, 1.5, seed=0))
+    times = []
+    for _ in range(3):
+        begin = time.thread_time()
+        balanced_sharding(mask, LENGTH, 512)
+        times.append(time.thread_time() - begin)
+    assert min(times) < 2
+
+
+def test_work_of_ranks():
+    work = torch.arange(8)
+    assert work_of_ranks(work, Sharding.zigzag(8, 2)).tolist() == [0 + 1 + 6 + 7, 2 + 3 + 4 + 5]
+    assert imbalance(work, Sharding.contiguous(8, 2)) == 22 / 14
+    assert imbalance(work * 0, Sharding.contiguous(8, 2)) == 1
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+        balanced_sharding(None, 8, 0)
+    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
+        balanced_sharding(None, -1, 2)
+    with pytest.raises(ValueError, match=r"chunk_size must be at least 2 \(MAX_RUNS\), got 1"):
+        balanced_sharding(None, 1024, 2, chunk_size=1)
+    with pytest.raises(ValueError, match="query_ids"):
+        balanced_sharding(masks.documents(torch.zeros(1, 9, dtype=torch.int64)), 8, 2)

@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -264,6 +264,9 @@ bench-models: env ## whole models with padded batches
 bench-lengths: env ## time and memory of a layer against the sequence length
 	$(BENCH) $(LENGTHS) --results lengths.json
 	$(BIN)/python benchmarks/report.py
+
+bench-scale: env ## simulate ring attention on up to 512 ranks, without processes: docs/scale.md
+	$(BIN)/python benchmarks/scale_simulation.py
 
 bench-quick: env ## the most telling benchmarks, in under 3 minutes
 	$(BENCH) benchmarks --ignore $(MODELS) --ignore $(LENGTHS) --quick

@@ -116,3 +116,13 @@ def test_table_of_block_lists_is_up_to_date(monkeypatch):
     page = block_lists.PAGE.read_text("utf-8")
     facts = json.loads(block_lists.RESULTS.read_text("utf-8"))
     assert block_lists.with_table(page, facts) == page
+
+
+def test_table_of_scaling_is_up_to_date(monkeypatch):
+    """`python benchmarks/scale_simulation.py` computes it and writes the page."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import scale_simulation
+
+    page = scale_simulation.PAGE.read_text("utf-8")
+    facts = json.loads(scale_simulation.RESULTS.read_text("utf-8"))
+    assert scale_simulation.with_table(page, facts) == page

@@ -83,6 +83,11 @@ class Setting:
         """Return the bytes/s of each direction of a link."""
         return (self.nvlink if ranks <= self.node else self.infiniband) * 1e9
 
+    def key_cost(self, ranks: int) -> float:
+        """Return the time to receive a key and its value in the forward, in visible pairs."""
+        seconds = self.bytes_of_row(self.itemsize) / self.link(ranks)
+        return seconds / self.seconds_of_pair("forward")
+
     def seconds_of_pair(self, name: str) -> float:
         """Return the time of a visible pair: 2 products forward, 5 backward, 2 FLOPs each."""
         products = {"forward": 2, "backward": 5}[name]
@@ -248,25 +253,38 @@ def timed(sharding: Sharding, ring: Ring, setting: Setting, name: str) -> dict[s
 # ---- records ------------------------------------------------------------------------------------
 
 
-def shardings(mask: Mask | None, length: int, ranks: int) -> Iterator[tuple[str, Sharding, float]]:
+def shardings(
+    mask: Mask | None, setting: Setting, ranks: int
+) -> Iterator[tuple[str, Sharding, float]]:
     """Yield shardings by name, with the seconds that it took to make them."""
     makers = {
         "contiguous": Sharding.contiguous,
         "zigzag": Sharding.zigzag,
         "balanced": lambda length, ranks: balanced_sharding(mask, length, ranks),
+        "by time": lambda length, ranks: balanced_sharding(
+            mask, length, ranks, key_cost=setting.key_cost(ranks)
+        ),
     }
     for name, make in makers.items():
         begin = time.perf_counter()
-        sharding = make(length, ranks)
+        sharding = make(setting.length, ranks)
         yield name, sharding, time.perf_counter() - begin
 
 
-def records(setting: Setting, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield one record for each mask, number of ranks and sharding."""
+def records(
+    setting: Setting, ranks: Sequence[int], only: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield one record for each mask, number of ranks and sharding.
+
+    Args:
+        only: names of masks; None means all.
+    """
     for mask_name, mask in cases(setting).items():
+        if only is not None and mask_name not in only:
+            continue
         pairs = Pairs(mask, setting.length)
         for count in ranks:
-            for name, sharding, making in shardings(mask, setting.length, count):
+            for name, sharding, making in shardings(mask, setting, count):
                 yield {
                     "mask": mask_name,
                     "ranks": count,
@@ -340,16 +358,25 @@ def with_table(page: str, facts: dict[str, Any]) -> str:
     return f"{before}{BEGIN}\n{table(facts)}\n{END}{after}"
 
 
+def _others(path: Path, setting: Setting, renewed: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the records of a file whose masks are not renewed."""
+    facts = json.loads(path.read_text())
+    if facts["setting"] != vars(setting):
+        raise ValueError(f"the setting must be that of {path.name} to update some of its masks")
+    return [record for record in facts["records"] if record["mask"] not in renewed]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128, 512])
     parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--masks", nargs="+", help="update only the records of these masks")
     for name, value in vars(Setting()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     args = parser.parse_args()
     setting = Setting(**{name: getattr(args, name) for name in vars(Setting())})
-    found = []
-    for each in records(setting, args.ranks):
+    found = _others(args.json, setting, args.masks) if args.masks else []
+    for each in records(setting, args.ranks, args.masks):
         found.append(each)
         print(json.dumps(each), flush=True)
     facts = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.base.philox import DECISIONS
+from fused_attn.distributed.plan import union
 from fused_attn.distributed.sharding import MAX_RUNS, Sharding
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.spec import MaskSpec, normalize
@@ -35,6 +36,7 @@ SLACK = 0.5
 LOCALITY = 3.0  # cost of a chunk of keys to receive, in the mean work of a chunk of queries
 RECEIVING = 0.1  # the same cost during exchanges, where balance matters more
 COLDEST = 8  # number of ranks that are considered for an exchange
+LIMITS = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the ratio, with fewer exchanges than for GOOD
 EXCHANGES = 8  # limit, per rank; about 4 are needed
 
 
@@ -48,6 +50,7 @@ def balanced(
     batch: int = 1,
     num_heads: int = 1,
     chunk_size: int | None = None,
+    key_cost: float = 0.0,
 ) -> Sharding:
     """Return a Sharding in which each rank has about the same number of visible keys to compute.
 
@@ -74,9 +77,14 @@ def balanced(
         num_heads: number of heads that the mask describes.
         chunk_size: number of positions of a chunk; chunks are then dealt in every case. None means
             that it is chosen.
+        key_cost: time to receive or send a key and its value, divided by the time of one visible
+            pair of a query and a key, both of all heads. If it is positive, the sharding with the
+            shortest estimated time is returned, although its work may be less balanced; this takes
+            several times as long. At 50 GB/s and 400 TFLOP/s, key_cost is 2000 for 8 KV heads and
+            32 query heads in 16 bits.
 
     Raises:
-        ValueError: a number is negative or 0, the mask does not fit the length, or chunk_size leads
+        ValueError: a number is too small, the mask does not fit the length, or chunk_size leads
             to more than MAX_RUNS chunks per rank.
 
     Example:
@@ -88,6 +96,8 @@ def balanced(
     for name, value, least in (("length", length, 0), ("ranks", ranks, 1), ("batch", batch, 1)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not key_cost >= 0:
+        raise ValueError(f"key_cost must be at least 0, got {key_cost}")
     least = max(-(-length // (MAX_RUNS * ranks)), 1)
     if chunk_size is not None and chunk_size < least:
         raise ValueError(f"chunk_size must be at least {least} (MAX_RUNS), got {chunk_size}")
@@ -99,6 +109,11 @@ def balanced(
     work = visible.work
     if chunk_size is not None:
         return _dealt(visible, work, ranks, chunk_size)
+    if key_cost > 0:
+        found = [sharding for sharding, _ in _candidates(visible, work, ranks)]
+        size = _chunk_size(length, ranks, CHUNKS_PER_RANK[0])
+        found += [_dealt(visible, work, ranks, size, limit) for limit in LIMITS]
+        return min(found, key=lambda sharding: _cost(visible, work, sharding, key_cost))
     best, least_ratio = Sharding.contiguous(length, ranks), float("inf")
     for sharding, undealt in _candidates(visible, work, ranks):
         ratio = imbalance(work, sharding)
@@ -124,6 +139,33 @@ def imbalance(work: Tensor, sharding: Sharding) -> float:
     of_ranks = work_of_ranks(work, sharding)
     total = int(of_ranks.sum())
     return int(of_ranks.max()) * sharding.ranks / total if total else 1.0
+
+
+def keys_exchanged(visible: VisibleKeys, sharding: Sharding) -> Tensor:
+    """Return the numbers of keys that each rank receives and sends, int64 (2, ranks)."""
+    runs = sorted((run.start, rank) for rank, own in enumerate(sharding.runs) for run in own)
+    begin, end = visible.ranges(np.array([start for start, _ in runs], np.int64))
+    ranges: list[list[range]] = [list(own) for own in sharding.runs]
+    for (_, rank), first, last in zip(runs, begin.tolist(), end.tolist(), strict=True):
+        ranges[rank].append(range(first, last))
+    holders = np.zeros(sharding.length + 1, np.int64)  # changes of the number of ranks with a key
+    received = []
+    for rank, own in enumerate(ranges):
+        held = union(own)
+        np.add.at(holders, [part.start for part in held], 1)
+        np.add.at(holders, [part.stop for part in held], -1)
+        received.append(sum(map(len, held)) - sharding.rows(rank))
+    receivers = torch.from_numpy(holders.cumsum()[:-1] - 1)
+    return torch.stack([torch.tensor(received), work_of_ranks(receivers, sharding)])
+
+
+def _cost(visible: VisibleKeys, work: Tensor, sharding: Sharding, key_cost: float) -> float:
+    """Return the estimated time of the slowest rank, in units of the time of a visible pair.
+
+    Compute and transfers are added up, as ranks that wait for each other hide little.
+    """
+    keys = keys_exchanged(visible, sharding).amax(0).double()
+    return float((work_of_ranks(work, sharding) + key_cost * keys).max())
 
 
 def _spec(
@@ -197,13 +239,20 @@ class _Deal:
     load: Any
 
 
-def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Sharding:
-    """Return the Sharding of chunks of a size, dealt by their work."""
+def _dealt(
+    visible: VisibleKeys, work: Tensor, ranks: int, size: int, limit: float | None = None
+) -> Sharding:
+    """Return the Sharding of chunks of a size, dealt by their work.
+
+    Args:
+        limit: begin with consecutive chunks, and exchange them until the ratio of the largest work
+            to the mean is below this limit. None means that chunks are dealt.
+    """
     length = len(work)
     firsts = np.arange(0, length, size)
     begin, end = visible.ranges(firsts)
     count = len(firsts)
-    room = count // ranks + (np.arange(ranks) < count % ranks).astype(np.int64)
+    room = count // ranks + (np.arange(ranks) >= ranks - count % ranks).astype(np.int64)
     deal = _Deal(
         work=np.add.reduceat(work.numpy(), firsts),
         begin=begin // size,
@@ -212,8 +261,14 @@ def _dealt(visible: VisibleKeys, work: Tensor, ranks: int, size: int) -> Shardin
         held=np.full((ranks, int(room.max())), -1),
         load=np.zeros(ranks, np.int64),
     )
-    _assign(deal, fixed=count - 1 if length % size else None)
-    _exchange(deal, fixed=count - 1 if length % size else None)
+    fixed = count - 1 if length % size else None
+    if limit is None:
+        _assign(deal, fixed)
+    else:
+        for rank, last in enumerate(room.cumsum().tolist()):
+            deal.held[rank, : room[rank]] = np.arange(last - room[rank], last)
+        deal.load[:] = np.where(deal.held >= 0, deal.work[deal.held], 0).sum(1)
+    _exchange(deal, fixed, GOOD if limit is None else limit)
     chunks = [np.sort(own[own >= 0]).tolist() for own in deal.held]
     return Sharding([[range(c * size, min((c + 1) * size, length)) for c in own] for own in chunks])
 
@@ -222,7 +277,8 @@ def _assign(deal: _Deal, fixed: int | None) -> None:
     """Deal all chunks, the one with most work first.
 
     Args:
-        fixed: the chunk that is shorter than the others; rank 0, which has most room, gets it.
+        fixed: the chunk that is shorter than the others; the last rank, which has most
+            room, gets it.
     """
     count, ranks = len(deal.work), len(deal.load)
     available = np.zeros((count, ranks), bool)  # keys that a rank holds or receives
@@ -241,7 +297,7 @@ def _assign(deal: _Deal, fixed: int | None) -> None:
         load = np.where(filled < deal.room, deal.load, np.inf)
         cost = deal.load + LOCALITY * mean_chunk * missing
         cost[load > load.min() + SLACK * mean_rank] = np.inf
-        rank = 0 if chunk == fixed else int(cost.argmin())
+        rank = ranks - 1 if chunk == fixed else int(cost.argmin())
         deal.held[rank, filled[rank]] = chunk
         filled[rank] += 1
         deal.load[rank] += deal.work[chunk]
@@ -249,10 +305,15 @@ def _assign(deal: _Deal, fixed: int | None) -> None:
         available[chunk, rank] = True
 
 
-def _exchange(deal: _Deal, fixed: int | None) -> None:
-    """Exchange chunks of ranks with much work for chunks of ranks with little, until balanced."""
+def _exchange(deal: _Deal, fixed: int | None, ratio: float) -> None:
+    """Exchange chunks of ranks with much work for chunks of ranks with little.
+
+    Args:
+        fixed: a chunk that stays where it is.
+        ratio: the largest work of a rank, relative to the mean, that needs no exchange.
+    """
     ranks = len(deal.load)
-    limit = GOOD * deal.load.sum() / ranks
+    limit = ratio * deal.load.sum() / ranks
     before = np.stack([_keys_before(deal, rank) for rank in range(ranks)])
     final = np.zeros(ranks, bool)  # no exchange improves these
     for _ in range(EXCHANGES * ranks):

@@ -110,8 +110,8 @@ def plan_of(
     steps = []
     for s in range(ranks):
         own = blocks((rank - s) % ranks, rank)
-        wanted = _union(key.rows for _, key in own)
-        given = _union(key.rows for _, key in blocks(rank, (rank + s) % ranks))
+        wanted = union(key.rows for _, key in own)
+        given = union(key.rows for _, key in blocks(rank, (rank + s) % ranks))
         placed = tuple(Block(q, k, _within(wanted, k.rows)) for q, k in own)
         steps.append(Step(placed, wanted, given))
     return Plan(tuple(pieces[rank]), tuple(steps))
@@ -169,7 +169,7 @@ def _moved(positions: range, offset: int) -> range:
     return range(positions.start + offset, positions.stop + offset)
 
 
-def _union(ranges: Iterable[range]) -> tuple[range, ...]:
+def union(ranges: Iterable[range]) -> tuple[range, ...]:
     """Return the union of ranges as disjoint ranges in ascending order."""
     union: list[range] = []
     for part in sorted(ranges, key=lambda r: (r.start, r.stop)):

@@ -57,7 +57,8 @@ def partial_gradients(
     lse = outputs.lse + outputs.lse_residual
     shift = lse.masked_fill(lse == float("-inf"), 0.0)[..., None]
     weights = torch.exp(scores.detach() - shift)
-    grad_out = grad_out.to(value.dtype)
+    empty = (lse == float("-inf"))[..., None]  # 0 * NaN is NaN
+    grad_out = grad_out.to(value.dtype).masked_fill(empty, 0.0)
     grad_weights, kept = grad_out @ value.transpose(-2, -1), weights
     if call.options.dropout_p > 0.0:
         factor = _dropout_factor(call, scores)
@@ -67,7 +68,9 @@ def partial_gradients(
     grad_scores = weights * (grad_weights - delta[..., None])
     grads = torch.autograd.grad(scores, leaves, grad_scores.masked_fill(weights == 0.0, 0.0))
     grad_value = kept.transpose(-2, -1) @ grad_out
-    grad_value = grad_value.unflatten(1, (call.key.shape[1], -1)).sum(2)
+    num_heads, num_heads_kv = call.query.shape[1], call.key.shape[1]
+    group = num_heads // max(num_heads_kv, 1)
+    grad_value = grad_value.unflatten(1, (num_heads_kv, group)).sum(2)
     return AttentionGradients(grads[0], grads[1], grad_value, grads[2] if len(grads) > 2 else None)
 
 

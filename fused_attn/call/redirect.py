@@ -11,8 +11,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fused_attn.call.unchecked import UncheckedAttention
 
-# Receives an unchecked call and want_lse; returns out and lse, which may be None if not wanted.
-Handler = Callable[["UncheckedAttention", bool], tuple[Tensor, Tensor | None]]
+# Receives an unchecked call, want_lse and the name of the requested backend; returns out and lse,
+# which may be None if not wanted.
+Handler = Callable[["UncheckedAttention", bool, "str | None"], tuple[Tensor, Tensor | None]]
 
 handler: Handler | None = None  # computes all attention calls, if set
 

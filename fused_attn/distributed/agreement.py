@@ -1,66 +1,79 @@
-"""Checks that all ranks make the same call, so that a mistake is an error and never a hang."""
+"""Comparison of the arguments of all ranks, before they exchange anything else.
+
+Every call sends one message of constant length, whatever happened to the rank before. So a mistake
+of one rank is an error on all ranks of the group, and no rank waits for another in vain.
+"""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
-from dataclasses import replace
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_attn.distributed.caching import cached_on_mask
 from fused_attn.distributed.ranks import Ranks
-from fused_attn.masks.spec import MaskSpec
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # in messages: the index
 
 
-def check_agreement(
-    ranks: Ranks, spec: MaskSpec, values: Mapping[str, int], device: torch.device
-) -> None:
-    """Raise ValueError unless all ranks pass the same values and the same mask.
-
-    The ranks communicate, once for a mask that does not change. Only the shape of a bias that
-    requires grad is compared, because it changes in each training step.
+def agreed(
+    groups: Sequence[Ranks],
+    shared: Mapping[str, int],
+    own: Mapping[str, int],
+    error: Exception | None,
+    device: torch.device,
+) -> list[dict[str, int]]:
+    """Return the `own` values of all ranks of a mesh, in the order of the mesh.
 
     Args:
-        values: named integers, such as sizes. All ranks must use the same names.
+        groups: the ranks of each dimension of the mesh.
+        shared: named integers that must be equal on all ranks.
+        own: named integers that may differ. All ranks must use the same names.
+        error: the error of this rank in preparing the call, or None. The values are then ignored.
+        device: device of the call.
+
+    Raises:
+        ValueError: the shared values differ, or another rank has an error.
+        Exception: error, if it is not None.
     """
-
-    def check() -> bool:
-        own = {**values, "attn_mask": checksum(spec)}
-        rows = ranks.gather(list(own.values()), device)
-        for name, column in zip(own, zip(*rows, strict=True), strict=True):
-            if len(set(column)) == 1:
-                continue
-            got = "different tensors" if name == "attn_mask" else ", ".join(map(str, column))
-            raise ValueError(f"{name} must be the same on all {ranks.size} ranks, got {got}")
-        return True
-
-    if spec.bias is not None and spec.bias.requires_grad:
-        sizes = {f"size {i} of the bias": n for i, n in enumerate(spec.bias.shape)}
-        values, spec = {**values, **sizes}, replace(spec, bias=None, bias_summary=None)
-    what = ("agreement", ranks.group.group_name, *values.items())
-    cached_on_mask(spec, what, device, check, with_bias=True)
-
-
-def checksum(spec: MaskSpec) -> int:
-    """Return a checksum of everything in a mask, in 63 bits.
-
-    On a GPU, it is computed there, and reading it waits for the GPU.
-    """
-    numbers = [value for value in spec.flat() if isinstance(value, (int, bool))]
-    total = zlib.crc32(repr(numbers).encode())
-    for name, tensor in zip(spec.TENSORS, spec.tensors(), strict=True):
-        if tensor is not None and not name.endswith("_summary"):
-            total = zlib.crc32(f"{name}{tuple(tensor.shape)}{_content(tensor)}".encode(), total)
-    return total
+    message = [int(error is not None), *shared.values(), *own.values()]
+    rows = [message]
+    for ranks in reversed(groups):
+        gathered = ranks.gather(list(itertools.chain(*rows)), device)
+        rows = [
+            row[first : first + len(message)]
+            for row in gathered
+            for first in range(0, len(row), len(message))
+        ]
+    if error is not None:
+        raise error
+    failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
+    if failed:
+        raise ValueError(f"the arguments of rank {', '.join(failed)} are invalid; see its error")
+    for column, name in enumerate(shared, 1):
+        values = [row[column] for row in rows]
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{name} must be the same on all {len(rows)} ranks, got {_listed(name, values)}"
+            )
+    first = 1 + len(shared)
+    return [dict(zip(own, row[first:], strict=True)) for row in rows]
 
 
-def _content(tensor: Tensor) -> int:
-    values = tensor.detach().contiguous()
-    if values.device.type == "cpu":
-        return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
-    # The position of each value matters, so that permuted masks differ.
-    numbers = values.flatten().double().nan_to_num()
-    factors = torch.arange(len(numbers), device=values.device).remainder(8191).double() + 1
-    return hash(float((numbers * factors).sum()))
+def _listed(name: str, values: list[int]) -> str:
+    if name == "dtype":
+        return ", ".join(str(DTYPES[value]) for value in values)
+    hashed = name in ("attn_mask", "cache_lengths") or name.startswith(("positions", "scale"))
+    return "different ones" if hashed else ", ".join(map(str, values))
+
+
+def flags(*conditions: Any) -> int:
+    """Return conditions as the bits of an integer."""
+    return sum(1 << i for i, condition in enumerate(conditions) if condition)
+
+
+def learned(*tensors: Tensor) -> int:
+    """Return which tensors need a gradient, as `flags`."""
+    return flags(*(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors))

@@ -22,7 +22,6 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.shards import attention_offsets
 from fused_attn.distributed.ranks import Ranks
 from fused_attn.distributed.sharding import Sharding
-from fused_attn.masks.restrict import of_heads
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops import autograd
 
@@ -34,6 +33,7 @@ def attend_to_all(
     mask: MaskSpec,
     options: AttentionOptions,
     heads: tuple[int, int],
+    named: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of some of the heads of a call, with all positions.
 
@@ -41,6 +41,7 @@ def attend_to_all(
         query, key, value: (batch, heads, positions, dim).
         mask: mask of these heads.
         heads: (first head, number of heads of the complete call), for dropout.
+        named: name of the backend that the caller requested, or None.
     """
     if options.dropout_p > 0.0:
         packed = mask.cu_seqlens_q
@@ -53,7 +54,7 @@ def attend_to_all(
         )
         options = replace(options, dropout_offsets=offsets)
     call = AttentionCall(query, key, value, mask, options)
-    backend = select(problem_of(call, "lse"))
+    backend = select(problem_of(call, "lse"), named)
     out, lse = autograd.attention_by(call, backend, True)
     assert lse is not None
     return out, lse
@@ -125,10 +126,6 @@ class HeadExchange:
             ]
             results.append(torch.cat(_exchanged(self._ranks, sent, shapes), dim=1))
         return results[0], results[1][..., 0]
-
-    def mask(self, spec: MaskSpec) -> MaskSpec:
-        """Return the mask of the heads of this rank."""
-        return of_heads(spec, slice(self.heads.start, self.heads.stop))
 
     def _to_heads(
         self, tensor: Tensor, heads: Sequence[range | list[int]], rows: Sequence[int]

@@ -18,29 +18,27 @@ _of_numbers: OrderedDict[Hashable, Any] = OrderedDict()
 
 
 def cached_on_mask(
-    spec: MaskSpec,
-    what: Hashable,
-    device: torch.device,
-    make: Callable[[], T],
-    *,
-    with_bias: bool,
+    spec: MaskSpec, what: Hashable, device: torch.device, make: Callable[[], T]
 ) -> T:
     """Return make(), or its cached result for the same mask and the same `what`.
 
-    Masks without tensors are the same if their numbers are equal. Masks with tensors are the same
-    if the tensors are, and have not been changed; see `masks.memo.recall`.
+    A mask is the same if its numbers are, and its tensors except bias have not been changed; see
+    `masks.memo.recall`. Values must not depend on the bias. A cached value saves time only: whether
+    there is one must not decide if ranks communicate.
 
     Args:
         what: everything else that the value depends on.
         device: device of the call.
-        with_bias: True if the value depends on the bias.
     """
-    named = zip(spec.TENSORS, spec.tensors(), strict=True)
-    tensors = [t for n, t in named if t is not None and (with_bias or not n.startswith("bias"))]
-    if tensors:
-        return recall_on_spec(spec, what, tensors, device, make, _LIMIT)
+    named = [
+        (name, tensor)
+        for name, tensor in zip(spec.TENSORS, spec.tensors(), strict=True)
+        if tensor is not None and name != "bias" and not name.endswith("_summary")
+    ]
     numbers = tuple(value for value in spec.flat() if isinstance(value, (int, float)))
-    key = numbers, what
+    key = what, numbers, tuple(name for name, _ in named)
+    if named:
+        return recall_on_spec(spec, key, [t for _, t in named], device, make, _LIMIT)
     if key in _of_numbers:
         _of_numbers.move_to_end(key)
         return _of_numbers[key]

@@ -20,8 +20,9 @@ from fused_attn.base import philox
 from fused_attn.call import redirect
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
-from fused_attn.distributed.attention import Method, attend
-from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
+from fused_attn.distributed.arguments import Arguments, Method
+from fused_attn.distributed.attention import attend
+from fused_attn.distributed.ranks import Mesh, Ranks, index_of, ranks_of, size_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.spec import MaskSpec
@@ -90,7 +91,11 @@ def context_parallel(
     kept = no_restore_buffers or set()
     if any(not any(buffer is own for own in buffers) for buffer in kept):
         raise ValueError("no_restore_buffers must be a subset of buffers")
+    given = as_mask(mask)
+    of_mask = [] if given is None else given.tensors()
     for buffer in buffers:
+        if any(buffer.data_ptr() == t.data_ptr() and t.numel() for t in of_mask):
+            raise ValueError("mask must not contain a buffer, because buffers are cut: clone it")
         if buffer.requires_grad or buffer._base is not None:
             kind = "require grad" if buffer.requires_grad else "be a view of another tensor"
             raise ValueError(f"buffers must not {kind}, because they are cut in place")
@@ -133,7 +138,7 @@ def context_parallel_shard(
     if not buffers:
         return []
     sharding = _sharding(load_balancer, _length(buffers, seq_dims), groups)
-    runs = sharding.runs[_rank(groups)]
+    runs = sharding.runs[index_of(groups)]
     shards = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         parts = [buffer.narrow(dim, run.start, len(run)) for run in runs]
@@ -178,8 +183,8 @@ def context_parallel_unshard(
 class ContextParallel(ParallelStyle):
     """Parallel style of modules whose attention is distributed; for torch's parallelize_module.
 
-    The module's inputs must be rows of this rank already. Within its forward, attention is computed
-    as in context_parallel.
+    The module's inputs must be rows of this rank already. Within its forward, and that of modules
+    in it, attention is computed as in context_parallel.
 
     Attributes:
         mask: mask of the complete sequence, or None; may be changed between forwards.
@@ -206,10 +211,13 @@ class ContextParallel(ParallelStyle):
             self._open.append(stack)
 
         def leave(module: nn.Module, args: Any, results: Any) -> None:
-            self._open.pop().close()
+            if self._open:  # empty if a hook before `enter` raised
+                self._open.pop().close()
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        # On all modules within, because activation checkpointing calls these again in the backward.
+        for part in module.modules():
+            part.register_forward_pre_hook(enter)
+            part.register_forward_hook(leave, always_call=True)
         return module
 
 
@@ -237,7 +245,7 @@ class Calls:
         self.count = 0
         self._groups, self._sharding, self._method = groups, sharding, method
         self._mask = None if mask is None else as_mask(mask)
-        self._rows = sharding.rows(_rank(groups))
+        self._with_causal = causal() if self._mask is None else self._mask & causal()
 
     @contextlib.contextmanager
     def redirected(self) -> Iterator[None]:
@@ -253,41 +261,31 @@ class Calls:
             torch.nn.functional.scaled_dot_product_attention = torch_function
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
-    def _attention(self, call: UncheckedAttention, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _attention(
+        self, call: UncheckedAttention, want_lse: bool, named: str | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute one call. This is the handler of `call/redirect.py`."""
         if isinstance(call.attn_mask, MaskSpec):
             raise NotImplementedError("context_parallel does not support packed sequences")
-        for name in ("query", "key"):
-            rows = getattr(call, name).shape[-2]
-            if rows != self._rows:
-                raise ValueError(
-                    f"{name} must have {self._rows} rows under context_parallel (those of this "
-                    f"rank), got {rows}"
-                )
-        mask = self._mask
-        if call.attn_mask is not None and mask is None:
+        if call.attn_mask is not None and self._mask is None:
             raise ValueError(
                 "attn_mask must be None under context_parallel, where it would cover the rows of "
                 "this rank only: pass the mask of the complete sequence as mask"
             )
-        is_causal = call.is_causal
-        if mask is not None and is_causal:
-            mask, is_causal = mask & causal(), False
         self.count += 1
         tensors, options, heads = (call.query, call.key, call.value), call.options, None
         by_heads = head_sharding(*tensors[:2]) if is_dtensor(call.query) else None
         if by_heads is not None:
-            part = by_heads.part(1)
-            tensors, heads = (
-                tuple(map(by_heads.to_local, tensors)),
-                (part.start, call.query.shape[1]),
-            )
+            heads = by_heads.part(1).start, call.query.shape[1]
+            tensors = tuple(map(by_heads.to_local, tensors))
             options = self._seeded(options, by_heads.mesh, tensors[0].device)
+        mask = self._with_causal if call.is_causal else self._mask
+        local = Arguments(
+            *tensors, mask, False, call.enable_gqa, self._sharding, options, method=self._method,
+            heads=heads, backend=named,
+        )  # fmt: skip
         with redirect.not_redirected():
-            out, lse = attend(
-                *tensors, mask, is_causal, call.enable_gqa, self._sharding, (None, None), options,
-                self._groups, self._method, heads,
-            )  # fmt: skip
+            out, lse = attend(local, self._groups)
         if by_heads is not None:
             out, lse = by_heads.from_local(out), by_heads.from_local(lse)
         return out, lse if want_lse else None
@@ -319,21 +317,6 @@ def _attention_of_torch(
     return functional.scaled_dot_product_attention(*args)  # type: ignore[return-value]
 
 
-def _rank(groups: list[Ranks]) -> int:
-    """Return the index of this process in the mesh."""
-    rank = 0
-    for ranks in groups:
-        rank = rank * ranks.size + ranks.rank
-    return rank
-
-
-def _size(groups: list[Ranks]) -> int:
-    size = 1
-    for ranks in groups:
-        size *= ranks.size
-    return size
-
-
 def _length(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> int:
     """Return the size of the sequence dimensions, which must be equal."""
     sizes = {buffer.shape[dim] for buffer, dim in zip(buffers, seq_dims, strict=True)}
@@ -344,7 +327,7 @@ def _length(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> int:
 
 def _sharding(load_balancer: LoadBalancer, length: int, groups: list[Ranks]) -> Sharding:
     """Return the Sharding that a load balancer makes."""
-    size = _size(groups)
+    size = size_of(groups)
     if load_balancer is None or isinstance(load_balancer, str):
         makers = {
             None: Sharding.zigzag,
@@ -371,9 +354,9 @@ class _Unshard(Function):
     def forward(
         ctx: Any, rows: Tensor, dim: int, sharding: Sharding, groups: list[Ranks]
     ) -> Tensor:
-        ctx.dim, ctx.runs = dim, sharding.runs[_rank(groups)]
+        ctx.dim, ctx.runs = dim, sharding.runs[index_of(groups)]
         moved = rows.movedim(dim, 0).contiguous()
-        parts = {_rank(groups): moved}
+        parts = {index_of(groups): moved}
         for ranks in reversed(groups):
             parts = _gathered(ranks, parts, sharding)
         whole = moved.new_empty(sharding.length, *moved.shape[1:])

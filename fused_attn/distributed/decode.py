@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fused_attn.backends import problem_of, select
+from fused_attn.base.torch_state import host_readable
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
-from fused_attn.call.validation import attention_call
 from fused_attn.decode import check_decode_tensors, checked_cache_lengths, with_cache_lengths
-from fused_attn.distributed.agreement import check_agreement
+from fused_attn.distributed.agreement import DTYPES, agreed
+from fused_attn.distributed.arguments import check_positions
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask
+from fused_attn.masks.checksum import checksum
 from fused_attn.masks.restrict import of_positions, split_at_overlap
 from fused_attn.masks.spec import MaskSpec, normalize, with_summaries
 
@@ -48,8 +50,9 @@ def decode_attention(
     """Append new keys and values to a distributed KV cache, and compute attention to all of it.
 
     All ranks pass the same arguments, except that each passes its part of the cache, and all get
-    the same results, bit by bit. Only partial results are exchanged: (head_dim_v + 2) numbers of 4
-    bytes per query row and rank, whatever the length of the sequence.
+    the same results, bit by bit. Beside a message of constant size, only partial results are
+    exchanged: (head_dim_v + 2) numbers of 4 bytes per query row and rank, whatever the length of
+    the sequence.
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim), as in fused_attn.decode_attention.
@@ -59,9 +62,8 @@ def decode_attention(
         cache_lengths: (batch,) integers, the number of cached positions of each sequence before the
             call, in all ranks together.
         positions: who holds which positions of the cache; its length is the capacity. None means
-            that ranks hold consecutive positions in their order, as many as their cache has rows,
-            which costs a communication per call. With several runs per rank, ranks share the work
-            while sequences are short.
+            that ranks hold consecutive positions in their order, as many as their cache has rows.
+            With several runs per rank, ranks share the work while sequences are short.
         mesh: one-dimensional DeviceMesh or process group of the ranks; None means all processes.
         key, value: new keys and values, all of them on each rank; as in decode_attention.
         attn_mask: mask of all positions, (batch, num_heads, seqlen_q, capacity), as in
@@ -76,51 +78,99 @@ def decode_attention(
         ValueError, TypeError: an argument is invalid, or differs between ranks.
         RuntimeError: a rank failed or did not answer within the timeout of the process group.
     """
-    given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    if (key is None) != (value is None):
-        missing, there = ("key", "value") if key is None else ("value", "key")
-        raise ValueError(f"{missing} must be given with {there}, got None")
-    if key is not None and value is not None:
-        given.update(key=key, value=value)
-    check_decode_tensors(given)
     groups = ranks_of(mesh)
-    if len(groups) > 1:
-        raise ValueError("mesh must have one dimension, got 2")
-    ranks = groups[0]
-    sharding = _sharding(positions, key_cache, ranks)
+    own, error = None, None
+    try:
+        if len(groups) > 1:
+            raise ValueError("mesh must have one dimension, got 2")
+        given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+        own = _checked(
+            given, key, value, cache_lengths, positions, groups, attn_mask, scale, softcap
+        )
+    except (ValueError, TypeError) as raised:
+        error = raised
+    values = (0,) * len(_SHARED) if own is None else own.shared(is_causal)
+    shared = dict(zip(_SHARED, values, strict=True))
+    rows = {"rows": 0 if own is None else key_cache.shape[2]}
+    of_ranks = agreed(groups, shared, rows, error, query.device)
+    assert own is not None
+    sharding, ranks = positions, groups[0]
+    if sharding is None:
+        sharding = Sharding.of_lengths([rank["rows"] for rank in of_ranks])
+    batch, num_heads, seqlen_q, _ = query.shape
     seqlen_new = 0 if key is None else key.shape[2]
     given_lengths, _ = checked_cache_lengths(cache_lengths, query, seqlen_new, sharding.length)
     lengths = torch.as_tensor(given_lengths, device=query.device)
-    causal = is_causal and query.shape[2] != 1
-    mask = with_cache_lengths(as_mask(attn_mask), causal, lengths, seqlen_new)
-    batch, num_heads, seqlen_q, _ = query.shape
+    mask = with_cache_lengths(own.mask, is_causal and seqlen_q != 1, lengths, seqlen_new)
     spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query)
-    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
-    sizes = {
-        "batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q,
-        "head_dim": query.shape[3], "head_dim_v": value_cache.shape[3], "new keys": seqlen_new,
-        "positions": hash(sharding),
-    }  # fmt: skip
-    check_agreement(ranks, spec, sizes, query.device)
     if key is not None and value is not None:
         for cache, new in ((key_cache, key), (value_cache, value)):
             _append(cache, new, lengths, sharding, ranks.rank)
-    call = attention_call(query, key_cache, value_cache, spec, options)
+    call = AttentionCall(query, key_cache, value_cache, spec, own.options)
     runs = sharding.runs[ranks.rank]
     merged = _merged(ranks, _own_part(call, runs, prefix=bool(mask.prefixes)), query.dtype)
     return (merged.out, merged.lse) if return_lse else merged.out
 
 
-def _sharding(positions: Sharding | None, cache: Tensor, ranks: Ranks) -> Sharding:
-    rows = cache.shape[2]
-    if positions is None:
-        return Sharding.of_lengths([n for (n,) in ranks.gather([rows], cache.device)])
-    if positions.ranks != ranks.size:
-        raise ValueError(f"positions must be of {ranks.size} ranks, got {positions.ranks}")
-    if positions.rows(ranks.rank) != rows:
-        expected = f"{positions.rows(ranks.rank)} rows on rank {ranks.rank} (as positions)"
-        raise ValueError(f"key_cache must have {expected}, got {rows}")
-    return positions
+_SHARED = (
+    "batch", "num_heads", "num_heads_kv", "seqlen_q", "head_dim", "head_dim_v", "dtype",
+    "new keys", "is_causal", "scale and softcap", "attn_mask", "cache_lengths",
+    "the kind of positions", "positions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Arguments that this rank has validated alone."""
+
+    query: Tensor
+    caches: tuple[Tensor, Tensor]
+    seqlen_new: int
+    positions: Sharding | None
+    mask: Mask | None
+    options: AttentionOptions
+    lengths: int  # checksum of cache_lengths; 0 on a GPU
+
+    def shared(self, is_causal: bool) -> tuple[int, ...]:
+        """Return the values that all ranks must share, in the order of _SHARED."""
+        query, (keys, values), options = self.query, self.caches, self.options
+        sizes = query.shape[0], query.shape[1], keys.shape[1], *query.shape[2:], values.shape[3]
+        positions = self.positions
+        return (
+            *sizes, DTYPES.index(query.dtype), self.seqlen_new, int(is_causal),
+            hash((options.scale, options.softcap)), checksum(self.mask), self.lengths,
+            int(positions is not None), 0 if positions is None else hash(positions),
+        )  # fmt: skip
+
+
+def _checked(
+    given: dict[str, Tensor],
+    key: Tensor | None,
+    value: Tensor | None,
+    cache_lengths: Tensor | Sequence[int],
+    positions: Sharding | None,
+    groups: list[Ranks],
+    attn_mask: Tensor | Mask | None,
+    scale: float | None,
+    softcap: float | None,
+) -> _Checked:
+    """Validate what this rank can validate without the others."""
+    if (key is None) != (value is None):
+        missing, there = ("key", "value") if key is None else ("value", "key")
+        raise ValueError(f"{missing} must be given with {there}, got None")
+    if key is not None and value is not None:
+        given = {**given, "key": key, "value": value}
+    check_decode_tensors(given)
+    query, caches = given["query"], (given["key_cache"], given["value_cache"])
+    check_positions("key_cache", positions, caches[0].shape[2], groups)
+    options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]
+    options = options.checked(query.shape[3], query.device)
+    seqlen_new = 0 if key is None else key.shape[2]
+    of_lengths = 0
+    if not isinstance(cache_lengths, Tensor) or host_readable(cache_lengths):
+        of_lengths = checksum(None, (torch.as_tensor(cache_lengths).to(torch.int64),))
+    mask = as_mask(attn_mask)
+    return _Checked(query, caches, seqlen_new, positions, mask, options, of_lengths)
 
 
 _FEW = 8  # new positions up to which `_append` does not wait for a GPU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,14 @@ class Ranks:
         return dist.get_global_rank(self.group, rank % self.size)
 
     def gather(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Return the integers that each rank passes, by rank. All must pass the same number."""
-        own = torch.tensor(values, dtype=torch.int64, device=device)
+        """Return the integers that each rank passes, by rank. All must pass the same number.
+
+        Args:
+            device: device that the group uses if it has no CPU backend. A group with "gloo" for the
+                CPU, as init_process_group() makes by default, does not wait for the GPU.
+        """
+        on_cpu = torch.device("cpu") in getattr(self.group, "_device_types", ())
+        own = torch.tensor(values, dtype=torch.int64, device="cpu" if on_cpu else device)
         gathered = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(gathered, own, group=self.group)
         return torch.stack(gathered).tolist()
@@ -75,6 +82,19 @@ def ranks_of(mesh: Mesh) -> list[Ranks]:
     if mesh.get_coordinate() is None:
         raise ValueError("mesh must contain this process")
     return [Ranks.of_group(mesh.get_group(dim)) for dim in range(mesh.ndim)]
+
+
+def size_of(groups: Sequence[Ranks]) -> int:
+    """Return the number of ranks of a mesh, given the ranks of each of its dimensions."""
+    return math.prod(ranks.size for ranks in groups)
+
+
+def index_of(groups: Sequence[Ranks]) -> int:
+    """Return the index of this process in a mesh; the last dimension varies fastest."""
+    index = 0
+    for ranks in groups:
+        index = index * ranks.size + ranks.rank
+    return index
 
 
 @dataclass

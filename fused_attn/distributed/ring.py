@@ -1,15 +1,16 @@
 """Ring attention: each rank attends to the keys of all ranks, one rank per step.
 
-In step s, rank r receives keys and values from rank r - s, only the rows that its queries attend
-to, while it computes step s - 1. Partial results are merged in float32. The backward receives the
-same rows again and recomputes the weights of each block from the merged lse. It returns the float32
-gradients of keys and values to their owner, which adds them up in the order of the steps, so two
-runs give equal bits. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+In step s, rank r attends to keys of rank r - s. It receives only the rows that its queries attend
+to, while it computes earlier steps. Partial results are merged in float32. The backward receives
+the same rows again and recomputes the weights of each block from the merged lse. It returns the
+float32 gradients of keys and values to their owner, which adds them up in the order of the steps,
+so two runs give equal bits. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fused_attn.backends import Backend, problem_of, select
 from fused_attn.base.philox import DECISIONS
@@ -32,6 +32,12 @@ from fused_attn.masks.restrict import of_positions, without_first_keys
 from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import library as ops
 
+# Steps whose keys are in flight while a step is computed, all with their own buffers. Simulated
+# forward of packed causal documents with balanced positions, in ms, for 1, 2, 4 and 8 steps (see
+# benchmarks/scale_simulation.py): 8 ranks 92, 85, 74, 62; 32 ranks 46, 44, 38, 33; 128 ranks 29,
+# 28, 26, 26. Causal masks with zigzag positions are not faster with more than 1.
+AHEAD = 4
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -42,12 +48,14 @@ class Ring:
         plan: the plan of this rank.
         options: validated options. The seed is the same on all ranks.
         heads: (first head, number of heads) of these heads in the complete call, for dropout.
+        backend: name of the backend that the caller requested, or None.
     """
 
     ranks: Ranks
     plan: Plan
     options: AttentionOptions
     heads: tuple[int, int]
+    backend: str | None = None
 
 
 def ring(
@@ -88,14 +96,30 @@ class _Ring(Function):
         return outputs.out, outputs.lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        query, key, value, *rest = ctx.saved_tensors
-        outputs, mask_tensors = AttentionOutputs(*rest[:4]), rest[4:]
-        setting, spec = ctx.setting, ctx.mask.with_tensors(mask_tensors)
+        needs_bias = ctx.needs_input_grad[5 + MaskSpec.TENSORS.index("bias")]
+        given = ctx.setting, ctx.mask, needs_bias, grad_out, grad_lse
+        query, key, value, bias = _RingBackward.apply(*given, *ctx.saved_tensors)
+        return query, key, value, None, None, *MaskSpec.by_tensor(bias=bias)
+
+
+class _RingBackward(Function):
+    """The backward of `_Ring`. A Function of its own, so that its derivative is an error."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        setting: Ring,
+        mask: MaskSpec,
+        wants_bias: bool,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        *saved: Any,
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, *rest = saved
+        outputs, spec = AttentionOutputs(*rest[:4]), mask.with_tensors(rest[4:])
         grad_out = torch.zeros_like(outputs.out) if grad_out is None else grad_out
-        bias_at = 5 + MaskSpec.TENSORS.index("bias")
-        sums = _Gradients(query, key, value, spec.bias if ctx.needs_input_grad[bias_at] else None)
+        sums = _Gradients(query, key, value, spec.bias if wants_bias else None)
         # A bias that is broadcast over keys only shifts lse, so its gradient is that of lse.
         shifts_lse = sums.bias is not None and sums.bias.shape[3] == 1
         if shifts_lse and grad_lse is not None:
@@ -123,8 +147,11 @@ class _Ring(Function):
                 k, v = _split(received, sums.key, sums.value, step.given)
                 _add_rows(sums.key, step.given, k)
                 _add_rows(sums.value, step.given, v)
-        by_tensor = MaskSpec.by_tensor(bias=sums.finished_bias())
-        return (*sums.finished(), None, None, *by_tensor)
+        return (*sums.finished(), sums.finished_bias())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("distributed attention has no second derivatives")
 
 
 def _received(
@@ -132,16 +159,15 @@ def _received(
 ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor]]]:
     """Yield each step with the keys and values that its blocks refer to.
 
-    The rows of step s + 1 are in flight while the caller computes step s. In step 0, the blocks
-    refer to the rows of this rank themselves.
+    The rows of the next AHEAD steps are in flight while the caller computes a step. In step 0, the
+    blocks refer to the rows of this rank themselves.
     """
     steps = setting.plan.steps
-    transfer = _requested(setting, 1, key, value)
+    transfers = deque(_requested(setting, s, key, value) for s in range(1, AHEAD + 1))
     yield 0, _in_place(steps[0]), (key, value)
     for s in range(1, len(steps)):
-        received = transfer.wait()
-        if s + 1 < len(steps):
-            transfer = _requested(setting, s + 1, key, value)
+        received = transfers.popleft().wait()
+        transfers.append(_requested(setting, s + AHEAD, key, value))
         empty = key[:, :, :0], value[:, :, :0]
         yield (
             s,
@@ -297,7 +323,7 @@ class _Block:
                 num_heads_global=total, batch0=queries.sequence or 0, device=q.device,
             )  # fmt: skip
         call = AttentionCall(q, k, v, own, options).kernel_layout()
-        self._backend: Backend = select(problem_of(call, "lse"))
+        self._backend: Backend = select(problem_of(call, "lse"), ring.backend)
         self._call = replace(call, mask=with_summaries(call.mask, self._backend.tile_summary))
 
     def forward(self) -> AttentionOutputs:

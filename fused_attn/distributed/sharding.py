@@ -36,6 +36,9 @@ class Sharding:
     """
 
     def __init__(self, runs: Sequence[Iterable[range]]) -> None:
+        for run in itertools.chain(*(runs := [list(own) for own in runs])):
+            if run.step != 1:
+                raise ValueError(f"runs must be ranges with a step of 1, got {run}")
         self.runs: tuple[Runs, ...] = tuple(
             _joined(run for run in own if len(run) > 0) for own in runs
         )

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module, Parameter
 
-from fused_attn.distributed.plans import head_counts, parallel_modules
+from fused_attn.distributed.module_plans import head_counts, parallel_modules
 from fused_attn.nn import MultiheadAttention
 
 __all__ = ["HeadwiseParallel", "parallelize_plan", "shard_placement"]

@@ -72,8 +72,8 @@ class VisibleKeys:
     @property
     def mean_work(self) -> float:
         """Mean number of visible keys per query and batch element; see `work`."""
-        lengths = self._intervals.end - self._intervals.begin
-        return float(lengths.double().mean()) if lengths.numel() else 0.0
+        work, batch = self.work.double(), len(self._intervals.begin)
+        return float(work.mean()) / batch if work.numel() else 0.0
 
     def of(self, queries: range, keys: range) -> range | None:
         """Return the smallest range that contains every visible key, or None if there is none.

@@ -63,7 +63,7 @@ def attention(
         packed = isinstance(given, MaskSpec) and given.cu_seqlens_q is not None
         return add_sinks(out, lse, checked_sinks(sinks_like(lse, sinks), lse), packed=packed)
     if redirect.handler is not None:
-        return redirect.handler(call, want_lse)
+        return redirect.handler(call, want_lse, named)
     results = _try_unchecked(call, want_lse, named) if not is_intercepted() else None
     if results is not None:
         if counting:

@@ -37,7 +37,7 @@ def expected(mask):
     model = model_of(False)
     tokens, labels, positions = batch_of(LENGTH)
 
-    def attention(call, want_lse):
+    def attention(call, want_lse, named):
         with redirect.not_redirected():
             own = masks.causal() if mask is None else mask & masks.causal()
             import fused_attn
@@ -89,8 +89,10 @@ def test_checkpointed_and_compiled(fused, mode, ranks):
     assert_equal(ranks.run(step_of_rank, *args), MASKS["documents"])
 
 
-def test_parallel_style(ranks):
-    assert_equal(ranks.run(step_of_style, LENGTH, MASKS["padding"]), MASKS["padding"])
+@pytest.mark.parametrize("checkpoint", ["", "reentrant", "not reentrant"])
+def test_parallel_style(checkpoint, ranks):
+    results = ranks.run(step_of_style, LENGTH, MASKS["padding"], checkpoint)
+    assert_equal(results, MASKS["padding"])
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
@@ -106,7 +108,8 @@ def test_unshard_is_differentiable(mesh, ranks):
         ("lengths", "buffers must have one length"),
         ("balancer", "load_balancer must distribute 16 positions over 4 ranks"),
         ("mask", "attn_mask must be None under context_parallel"),
-        ("rows", "key must have 4 rows under context_parallel"),
+        ("rows", "key must have 4 rows on rank"),
+        ("mask of a buffer", "mask must not contain a buffer"),
         ("weights", "attention weights are not available under context_parallel"),
     ],
 )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from fault_cases import KINDS, error_of, survive, without_process_group
+from fault_cases import KINDS, error_of, survive, with_cold_caches, without_process_group
 from processes import Processes
 
 TIMEOUT = 2.0  # of the process group, in seconds
 
 MISTAKES = {
-    "mask": "attn_mask must be the same on all 4 ranks, got different tensors",
-    "mask tensor": "attn_mask must be the same on all 4 ranks, got different tensors",
+    "mask": "attn_mask must be the same on all 4 ranks, got different ones",
+    "mask tensor": "attn_mask must be the same on all 4 ranks, got different ones",
+    "second call": "attn_mask must be the same on all 4 ranks, got different ones",
+    "dtype": "dtype must be the same on all 4 ranks, got torch.float16, torch.bfloat16",
+    "gradient": "which of query, key and value require grad must be the same on all 4 ranks",
+    "seed": "seed must be the same on all 4 ranks, got 0, 1, 0, 0",
     "heads": "num_heads must be the same on all 4 ranks, got 4, 5, 4, 4",
     "scale": "scale, softcap and dropout_p must be the same on all 4 ranks",
     "positions": "positions of all ranks must be range(length)",
-    "positions of one rank": "positions must be integers of shape",
+    "positions of one rank": ("positions must be integers of shape", "rank 1 are invalid"),
+    "rows": ("query must have 8 rows on rank 1", "rank 1 are invalid"),
     "sharding": "positions must be the same on all 4 ranks",
 }
 
@@ -22,10 +27,20 @@ MISTAKES = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_of_one_rank_is_an_error_on_all(mistake, kind, ranks):
-    if kind == "decode" and (mistake == "scale" or "positions" in mistake or mistake == "sharding"):
+    arguments = ("positions", "positions of one rank", "sharding", "rows", "gradient", "seed")
+    if kind == "decode" and (mistake in arguments or mistake == "scale"):
         pytest.skip("reason: not an argument of it")
-    for error in ranks.run(error_of, mistake, kind):
-        assert error.startswith("ValueError") and MISTAKES[mistake] in error
+    expected = MISTAKES[mistake]
+    own, of_others = (expected, expected) if isinstance(expected, str) else expected
+    for rank, error in enumerate(ranks.run(error_of, mistake, kind)):
+        assert error.startswith("ValueError")
+        assert (own if rank == 1 else of_others) in error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_may_have_empty_caches(kind, ranks):
+    """What a rank has cached of a mask does not decide if it communicates."""
+    assert ranks.run(with_cold_caches, kind) == [True] * 4
 
 
 @pytest.mark.parametrize("fault", ["dies", "stalls"])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from helpers import assert_like_eager, drawn, random_qkv
 from mask_cases import FIELDS, MASKS
-from ring_cases import SEED, Case, run_on_rank
+from ring_cases import (
+    SEED,
+    Case,
+    cross_attention,
+    run_both_on_rank,
+    run_on_rank,
+    second_derivative,
+)
 
 from fused_attn import masks
 from fused_attn.distributed import Sharding
@@ -165,3 +172,30 @@ def test_two_runs_are_equal_bit_by_bit(method, ranks):
     for one, other in zip(first, second, strict=True):
         for name, tensor in one.items():
             assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_masks_that_share_a_tensor(method, ranks):
+    """The plan of a narrow mask is not used for a wide one, whose tensor is the same."""
+    ids = torch.arange(LENGTH) // 30
+    documents, tensors = masks.documents(ids), random_qkv(BATCH, HEADS, HEADS_KV, 61, 61, HEAD_DIM)
+    narrow, wide = documents & masks.sliding_window(4, 0), documents & masks.causal()
+    sharding = Sharding.contiguous(LENGTH, RANKS)
+    cases = [
+        Case(*METHODS[method], (sharding, sharding), m, enable_gqa=True) for m in (narrow, wide)
+    ]
+    for results in ranks.run(run_both_on_rank, cases, [*tensors.values(), None]):
+        for case, got in zip(cases, results, strict=True):
+            whole = case.in_one_process(*tensors.values())[0]
+            rows = whole.index_select(2, sharding.positions(got["rank"]))
+            torch.testing.assert_close(got["out"], rows)
+
+
+def test_second_derivatives_are_refused(ranks):
+    assert ranks.run(second_derivative) == ["distributed attention has no second derivatives"] * 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cross_attention_without_positions(method, ranks):
+    """Queries and keys have different numbers of rows, equal on one rank by chance."""
+    assert ranks.run(cross_attention, *METHODS[method]) == [True] * 4

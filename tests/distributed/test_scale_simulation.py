@@ -1,4 +1,4 @@
-"""The simulation of benchmarks/ follows the plans, and the example of docs/scale.md runs."""
+"""The simulation of benchmarks/ follows the plans, and the example of docs/distributed.md runs."""
 
 from __future__ import annotations
 
@@ -43,25 +43,38 @@ def test_times(simulation):
     ring = simulation.Ring(
         np.zeros((2, 2)), np.array([[0, 1], [0, 1]]), np.array([[0, 1], [0, 1]]), 1
     )
-    compute = np.array([[2.0, 1, 0], [2, 1, 0]])
-    transfer = np.array([[3.0, 0, 0], [3, 0, 0]])
-    assert simulation.finished(ring, compute, transfer) == 4
-    assert simulation.finished_early(compute, transfer) == 4
-    compute[1, 0] = 9  # the others wait for the slowest rank
-    assert simulation.finished(ring, compute, transfer) == 10
+    compute, keys = np.array([[2.0, 1], [2, 1]]), np.array([[0.0, 3], [0, 3]])
+    times = simulation.Times(compute, keys, np.zeros((2, 2)))
+    assert simulation.finished(ring, times) == 4
+    assert simulation.finished_early(times) == 4
+    compute[1, 0] = 9  # the last rank is the slowest one
+    assert simulation.finished(ring, times) == 10
+    times = simulation.Times(compute, keys, 2 * keys)  # gradients leave when step 1 is computed
+    assert simulation.finished(ring, times) == 16
+
+
+def test_requests_far_ahead_wait_less(simulation):
+    """Keys of step 2 are requested when step 1 begins, or at once."""
+    ones = np.array([[0, 0, 1]] * 3)
+    ring = simulation.Ring(np.zeros((3, 3)), ones, ones, 1)
+    times = simulation.Times(np.array([[4.0, 0, 1]] * 3), 5.0 * ones, np.zeros((3, 3)))
+    assert simulation.finished(ring, times, ahead=1) == 10
+    assert simulation.finished(ring, times, ahead=2) == 6
 
 
 def test_backward_sends_keys_and_float32_gradients(simulation):
     setting = simulation.Setting(num_heads_kv=1, head_dim=1, node=8, nvlink=1e-9)  # 1 byte/s
     wanted, given = np.array([[0, 5], [0, 7]]), np.array([[0, 7], [0, 5]])
     ring = simulation.Ring(np.zeros((2, 2), np.int64), wanted, given, 1)
-    assert simulation.seconds(ring, setting, "forward")[1].tolist() == [[28, 0, 0], [28, 0, 0]]
-    assert simulation.seconds(ring, setting, "backward")[1].tolist() == [[28, 0, 56], [28, 0, 56]]
+    for name, of_gradients in (("forward", 0), ("backward", 56)):
+        times = simulation.times_of(ring, setting, name)
+        assert times.keys.tolist() == [[0, 28], [0, 28]]
+        assert times.gradients.tolist() == [[0, of_gradients], [0, of_gradients]]
 
 
 @pytest.mark.thorough
 def test_example_of_the_page(tmp_path):
-    page = (ROOT / "docs/scale.md").read_text("utf-8")
+    page = (ROOT / "docs/distributed.md").read_text("utf-8")
     (code,) = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "example.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -103,15 +103,35 @@ def step_of_rank(
 def summed(model: nn.Module, loss: Tensor) -> dict:
     """Return the loss and the gradients, summed over all ranks."""
     results = {"loss": loss.detach().clone()}
-    results |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            results[name.replace(".module", "")] = parameter.grad
     for tensor in results.values():
         dist.all_reduce(tensor)
     return results
 
 
-def step_of_style(length: int, mask) -> dict:
-    """Run the step of `step_of_rank` with ContextParallel on the attention modules."""
+class Checkpointed(nn.Module):
+    """Runs a module with activation checkpointing."""
+
+    def __init__(self, module: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.reentrant = module, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=self.reentrant)
+
+
+def step_of_style(length: int, mask, checkpoint: str) -> dict:
+    """Run the step of `step_of_rank` with ContextParallel on the attention modules.
+
+    Args:
+        checkpoint: "reentrant" or "not reentrant" checkpointing inside these modules; "" for none.
+    """
     model = model_of(False)
+    if checkpoint:
+        inner = [Checkpointed(module, checkpoint == "reentrant") for module in model.attention]
+        model.attention = nn.ModuleList(inner)
     tokens, labels, positions = batch_of(length)
     mesh = mesh_of((dist.get_world_size(),))
     sharding = distributed.Sharding.zigzag(length, dist.get_world_size())
@@ -146,6 +166,9 @@ def message_of(case: str) -> str:
     try:
         if case == "view":
             own["buffers"] = [tokens[:, 1:]]
+        if case == "mask of a buffer":
+            own["buffers"] = [torch.zeros(1, 16).long()]
+            own["mask"] = fused_attn.masks.documents(own["buffers"][0])
         if case == "lengths":
             own = {"buffers": [tokens, torch.zeros(9)], "buffer_seq_dims": [1, 0]}
         if case == "balancer":

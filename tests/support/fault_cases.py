@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
 import torch
 import torch.distributed as dist
 from ring_cases import mesh_of
+from torch.utils.flop_counter import FlopCounterMode
 
 import fused_attn
 from fused_attn import distributed, masks
@@ -17,9 +19,13 @@ LENGTH = 32
 KINDS = ("ring", "all_to_all", "decode")
 
 
-def _call(kind: str, mask=None, rows: int = LENGTH // 4, heads: int = 4, **options):
+def _call(
+    kind: str, mask=None, rows: int = LENGTH // 4, heads: int = 4, dtype=torch.float32,
+    needs_grad: bool = True, **options,
+):  # fmt: skip
     """Make a call with `rows` rows of this rank, forward and backward."""
-    query = torch.randn(1, heads, rows, 8, requires_grad=kind != "decode")
+    query = torch.randn(1, heads, rows, 8, dtype=dtype)
+    query.requires_grad_(needs_grad and kind != "decode")
     mesh = mesh_of((dist.get_world_size(),))
     if kind == "decode":
         return distributed.decode_attention(
@@ -27,7 +33,8 @@ def _call(kind: str, mask=None, rows: int = LENGTH // 4, heads: int = 4, **optio
         )
     function = getattr(distributed, f"{kind}_attention")
     out = function(query, query, query, mask, mesh=mesh, **options)
-    out.sum().backward()
+    if needs_grad:
+        out.sum().backward()
     return out
 
 
@@ -42,6 +49,18 @@ def error_of(mistake: str, kind: str) -> str:
             dense[0, 3] = not wrong
             dense = dense if kind != "decode" else dense[:1]
             _call(kind, dense)
+        if mistake == "second call":
+            mask = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool))
+            _call(kind, mask)
+            _call(kind, mask & masks.causal() if wrong else mask)
+        if mistake == "dtype":
+            _call(kind, dtype=torch.bfloat16 if wrong else torch.float16)
+        if mistake == "gradient":
+            _call(kind, needs_grad=not wrong)
+        if mistake == "seed":
+            _call(kind, dropout_p=0.5, seed=int(wrong))
+        if mistake == "rows":
+            _call(kind, positions=Sharding.contiguous(LENGTH, 4), rows=7 if wrong else 8)
         if mistake == "heads":
             _call(kind, heads=5 if wrong else 4)
         if mistake == "scale":
@@ -60,6 +79,22 @@ def error_of(mistake: str, kind: str) -> str:
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def with_cold_caches(kind: str) -> bool:
+    """Call with one mask under different conditions on each rank."""
+    mask = masks.dense(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)) & masks.causal()
+    _call(kind, mask)
+    rank = dist.get_rank()
+    with FlopCounterMode(display=False) if rank == 0 else contextlib.nullcontext():
+        _call(kind, mask)
+    if rank == 1:  # evicts what is cached of the mask
+        for length in range(2, 40):
+            query = torch.zeros(1, 1, length, 4)
+            fused_attn.scaled_dot_product_attention(query, query, query, masks.causal())
+        mask.memo.clear()
+    _call(kind, mask if rank < 2 else masks.dense(mask.dense_masks[0].clone()) & masks.causal())
+    return True
 
 
 def survive(kind: str, fault: str, seconds: float) -> tuple[str, float]:

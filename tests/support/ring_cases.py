@@ -168,3 +168,35 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
     if shape not in _meshes:
         _meshes[shape] = dist.init_device_mesh("cpu", shape)
     return _meshes[shape]
+
+
+def run_both_on_rank(cases: list[Case], tensors: list) -> list[dict[str, Any]]:
+    """Return the results of cases whose masks share tensors, as they do in a model."""
+    return [{"rank": dist.get_rank(), **run_on_rank(case, tensors, None, None)} for case in cases]
+
+
+def second_derivative() -> str:
+    """Return the error of differentiating a gradient of an output gradient without history."""
+    query = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = distributed.ring_attention(query, query, query)
+    (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    try:
+        grad.square().sum().backward()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def cross_attention(method: str, mesh: tuple[int, ...]) -> bool:
+    """Return True if the result is right for rows that are equal in number on some ranks only."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    rows_q, rows_k = [4, 6, 0, 3], [4, 8, 5, 3]
+    query = torch.randn(1, 4, sum(rows_q), 8, generator=generator)
+    key, value = torch.randn(2, 1, 4, sum(rows_k), 8, generator=generator)
+    function = getattr(distributed, f"{method}_attention")
+    of_rank = query.split(rows_q, 2)[rank], key.split(rows_k, 2)[rank], value.split(rows_k, 2)[rank]
+    out = function(*of_rank, mesh=mesh_of(mesh))
+    expected = fused_attn.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(out, expected.split(rows_q, 2)[rank])
+    return True

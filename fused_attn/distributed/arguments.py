@@ -1,0 +1,292 @@
+"""Arguments of distributed attention: their validation, and their comparison between ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fused_attn.base.autocast import autocast
+from fused_attn.base.shapes import canonical
+from fused_attn.call.options import AttentionOptions
+from fused_attn.call.validation import check_float, check_packed, check_qkv
+from fused_attn.distributed.agreement import DTYPES, agreed, learned
+from fused_attn.distributed.ranks import Ranks, index_of, size_of
+from fused_attn.distributed.sharding import Sharding, runs_of
+from fused_attn.masks import Mask, as_mask
+from fused_attn.masks.checksum import checksum
+from fused_attn.masks.restrict import of_heads
+from fused_attn.masks.spec import MaskSpec, normalize
+from fused_attn.varlen import packed_spec
+
+Positions = Tensor | Sharding | None
+Method = Literal["auto", "ring", "all_to_all"]
+Starts = tuple[list[int], list[int]]
+
+_KINDS = (type(None), Tensor, Sharding)  # of positions; in messages: the index
+_METHODS = ("auto", "ring", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Unvalidated arguments; see `ring_attention`.
+
+    Attributes:
+        cu_seqlens: cu_seqlens_q and cu_seqlens_k, or None.
+        method: the function to use for a one-dimensional mesh; "auto" selects the one that sends
+            fewer bytes.
+        heads: (first head, number of heads) of the given heads in a larger call, whose mask
+            attn_mask is. None means that the call has all heads.
+        backend: name of the backend that the caller requested, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | Mask | None
+    is_causal: bool
+    enable_gqa: bool
+    positions: Any  # Positions, or a pair of them
+    options: AttentionOptions
+    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
+    method: Method = "auto"
+    heads: tuple[int, int] | None = None
+    backend: str | None = None
+
+    @property
+    def packed(self) -> bool:
+        """True if sequences are packed."""
+        return self.cu_seqlens[0] is not None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The Shardings of queries and keys; rank is the index of this process in the whole mesh."""
+
+    queries: Sharding
+    keys: Sharding
+    rank: int
+
+    def merged(self, size: int) -> Shards:
+        """Return the shards of groups of `size` consecutive ranks."""
+        if size == 1:
+            return self
+        same = self.queries is self.keys
+        queries = self.queries.merged(size)
+        return Shards(queries, queries if same else self.keys.merged(size), self.rank // size)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Validated arguments, which fit those of the other ranks.
+
+    Attributes:
+        query, key, value: 4-D tensors with the rows of this rank.
+        leading: leading dimensions of the results, as in `canonical`.
+        options: validated options.
+        spec: mask of all positions and of the heads of the call.
+        shards: who holds which positions.
+        starts: cumulative lengths of packed sequences, or None.
+        heads: as in Arguments, never None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    leading: tuple[int, ...]
+    options: AttentionOptions
+    spec: MaskSpec
+    shards: Shards
+    starts: Starts | None
+    heads: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, num_heads, seqlen_q, seqlen_k) of the complete call."""
+        lengths = self.shards.queries.length, self.shards.keys.length
+        return self.query.shape[0], self.query.shape[1], *lengths
+
+
+@dataclass
+class _Local:
+    """Arguments that this rank has validated alone."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    leading: tuple[int, ...]
+    options: AttentionOptions
+    mask: Mask | None
+    positions: tuple[Positions, Positions]
+
+
+def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
+    """Validate the arguments and compare them with those of the other ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid on this or another rank, or differs.
+    """
+    local, error = None, None
+    try:
+        local = _local(call, groups)
+    except (ValueError, TypeError) as raised:
+        error = raised
+    shared, own = _message(call, local)
+    of_ranks = agreed(groups, shared, own, error, call.query.device)
+    assert local is not None
+    query, key = local.query, local.key
+    queries = _sharding("query", local.positions[0], of_ranks, groups, query.device)
+    keys = queries
+    if local.positions[1] is not local.positions[0] or local.positions[0] is None:
+        keys = _sharding("key", local.positions[1], of_ranks, groups, key.device)
+        keys = queries if keys == queries else keys
+    shards = Shards(queries, keys, index_of(groups))
+    num_heads = query.shape[1]
+    heads = (0, num_heads) if call.heads is None else call.heads
+    spec, starts = _spec(call, local, shards, heads[1])
+    if heads[1] > num_heads:
+        spec = of_heads(spec, slice(heads[0], heads[0] + num_heads))
+    return Prepared(
+        query, key, local.value, local.leading, local.options, spec, shards, starts, heads
+    )
+
+
+def _local(call: Arguments, groups: list[Ranks]) -> _Local:
+    """Validate what this rank can validate without the others."""
+    query, key, value = call.query, call.key, call.value
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_float(name, tensor)
+    query, key, value = autocast(query, key, value)
+    if call.packed:
+        check_packed(query, key, value)
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+    elif call.cu_seqlens[1] is not None:
+        raise ValueError("cu_seqlens_k must be given together with cu_seqlens_q")
+    check_qkv(query, key, value)
+    q, k, v, _, leading = canonical(query, key, value, None, call.enable_gqa or call.packed)
+    if call.method not in _METHODS:
+        raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {call.method!r}")
+    mask = as_mask(call.attn_mask, call.is_causal and not call.packed)
+    given = call.positions
+    if isinstance(given, tuple) and len(given) != 2:
+        raise ValueError(f"positions must be one value or a pair, got {len(given)} values")
+    pair = given if isinstance(given, tuple) else (given, given)
+    for name, positions, tensor in (("query", pair[0], q), ("key", pair[1], k)):
+        check_positions(name, positions, tensor.shape[2], groups)
+    options = call.options.checked(q.shape[3], q.device)
+    return _Local(q, k, v, leading, options, mask, pair)
+
+
+def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -> None:
+    """Raise ValueError or TypeError unless positions fit the rows of this rank."""
+    if positions is None:
+        return
+    if isinstance(positions, Sharding):
+        size, rank = size_of(groups), index_of(groups)
+        if positions.ranks != size:
+            raise ValueError(f"positions must be a Sharding of {size} ranks, got {positions.ranks}")
+        if positions.rows(rank) != rows:
+            expected = f"{positions.rows(rank)} rows on rank {rank} (as positions)"
+            raise ValueError(f"{name} must have {expected}, got {rows}")
+        return
+    if not isinstance(positions, Tensor):
+        got = type(positions).__name__
+        raise TypeError(f"positions must be a tensor, a Sharding or None, got {got}")
+    if positions.shape != (rows,) or positions.is_floating_point():
+        got = f"{positions.dtype} of shape {tuple(positions.shape)}"
+        raise ValueError(
+            f"positions must be integers of shape ({rows},) (rows of {name}), got {got}"
+        )
+
+
+def _message(call: Arguments, local: _Local | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the values that all ranks must share, and those of this rank.
+
+    The names are constant. Without `local`, all values are 0.
+    """
+    shared = dict.fromkeys(_SHARED, 0)
+    own = dict.fromkeys(_OWN, 0)
+    if local is None:
+        return shared, own
+    query, key, value, options = local.query, local.key, local.value, local.options
+    seed = call.options.seed
+    values = (
+        query.shape[0],
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        value.shape[3],
+        DTYPES.index(query.dtype),
+        hash((options.scale, options.softcap, options.dropout_p)),
+        (int(seed) + 2**63) % 2**64 - 2**63 if isinstance(seed, Integral) else 0,
+        _METHODS.index(call.method),
+        hash(call.heads or (0, 0)),
+        learned(query, key, value),
+        checksum(local.mask, call.cu_seqlens),
+        *(_kind(p) for p in local.positions),
+        *(hash(p) if isinstance(p, Sharding) else 0 for p in local.positions),
+    )
+    runs = [runs_of(p.tolist()) if isinstance(p, Tensor) else () for p in local.positions]
+    return dict(zip(_SHARED, values, strict=True)), dict(
+        zip(_OWN, (query.shape[2], key.shape[2], *map(len, runs)), strict=True)
+    )
+
+
+_SHARED = (
+    "batch", "num_heads", "num_heads_kv", "head_dim", "head_dim_v", "dtype",
+    "scale, softcap and dropout_p", "seed", "method", "heads of the complete call",
+    "which of query, key and value require grad", "attn_mask",
+    "the kind of positions", "the kind of positions of keys", "positions", "positions of keys",
+)  # fmt: skip
+_OWN = ("query", "key", "runs of query", "runs of key")  # rows of query and key
+
+
+def _kind(positions: Positions) -> int:
+    return next(i for i, kind in enumerate(_KINDS) if isinstance(positions, kind))
+
+
+def _sharding(
+    name: str,
+    positions: Positions,
+    of_ranks: list[dict[str, int]],
+    groups: list[Ranks],
+    device: torch.device,
+) -> Sharding:
+    """Return the Sharding of query or key, asking the other ranks for positions if necessary."""
+    if isinstance(positions, Sharding):
+        return positions
+    if positions is None:
+        return Sharding.of_lengths([rank[name] for rank in of_ranks])
+    most = max(rank[f"runs of {name}"] for rank in of_ranks)
+    table = [n for run in runs_of(positions.tolist()) for n in (run.start, run.stop)]
+    rows = [table + [0] * (2 * most - len(table))]
+    for ranks in reversed(groups):
+        gathered = ranks.gather(list(itertools.chain(*rows)), device)
+        rows = [row[i : i + 2 * most] for row in gathered for i in range(0, len(row), 2 * most)]
+    return Sharding(
+        [[range(a, b) for a, b in zip(row[::2], row[1::2], strict=True)] for row in rows]
+    )
+
+
+def _spec(
+    call: Arguments, local: _Local, shards: Shards, num_heads: int
+) -> tuple[MaskSpec, Starts | None]:
+    """Return the MaskSpec of all positions, and the cumulative lengths of packed sequences."""
+    query, mask = local.query, local.mask
+    of_queries, of_keys = call.cu_seqlens
+    lengths = shards.queries.length, shards.keys.length
+    if of_queries is None:
+        return normalize(mask, query.shape[0], num_heads, *lengths, query), None
+    of_keys = of_queries if of_keys is None else of_keys
+    starts = of_queries.tolist(), of_keys.tolist()
+    longest = [max((b - a for a, b in itertools.pairwise(s)), default=0) for s in starts]
+    row = query.new_empty(1, num_heads, 1)
+    rows = [row.expand(length, -1, -1) for length in lengths]  # in place of those of all ranks
+    spec = packed_spec(
+        rows[0], rows[1], of_queries, of_keys, longest[0], longest[1], mask, call.is_causal
+    )
+    return spec, starts

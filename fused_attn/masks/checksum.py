@@ -1,0 +1,58 @@
+"""Checksums of masks, by which processes find out that they use the same mask."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_attn.masks.mask import Mask
+from fused_attn.masks.memo import recall_on_tensor
+
+_CHUNK = 1 << 22  # elements that are converted to int64 at once
+_FACTOR = 0x5851F42D4C957F2D  # odd; Knuth, MMIX
+
+
+def checksum(mask: Mask | None, tensors: Sequence[Tensor | None] = ()) -> int:
+    """Return a checksum, in 32 bits, of a mask and of further tensors, such as cu_seqlens.
+
+    It is equal in all processes. Of a tensor that requires grad, only shape and dtype count. The
+    content of a tensor is read once, as long as the tensor does not change; on a GPU, this waits
+    for it.
+    """
+    return zlib.crc32(repr((_described(mask), [_described(t) for t in tensors])).encode())
+
+
+def _described(value: Any) -> Any:
+    """Return a value whose repr describes a mask or a part of it completely."""
+    if isinstance(value, Tensor):
+        content = 0 if value.requires_grad else _content(value)
+        return tuple(value.shape), str(value.dtype), value.requires_grad, content
+    if isinstance(value, (tuple, list)):
+        return [_described(item) for item in value]
+    if is_dataclass(value):
+        return [(f.name, _described(getattr(value, f.name))) for f in fields(value) if f.compare]
+    return value
+
+
+def _content(tensor: Tensor) -> int:
+    return recall_on_tensor(tensor, "checksum", (tensor,), lambda: _sum_of_bits(tensor.detach()))
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Return a checksum of the elements and their order, computed on the tensor's device."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.contiguous().flatten().view(integers[tensor.dtype.itemsize])
+    if bits.device.type == "cpu":
+        return zlib.crc32(bits.numpy().tobytes())
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), _CHUNK):
+        part = bits[first : first + _CHUNK].long()
+        place = torch.arange(first + 1, first + 1 + len(part), device=bits.device)
+        # Integers wrap around. Products of value and place, both mixed, differ for swapped values.
+        total = total + ((part + 1) * _FACTOR * (2 * place + 1)).sum()
+    return int(total)

@@ -69,7 +69,7 @@ demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
 
 # Minutes each, but for the demo. What they print ends with what they have to show.
-EXAMPLES = translate rnn bert transfer vit gpt
+EXAMPLES = translate rnn bert transfer vit gpt gpt_parallel
 EXAMPLE_RESULTS = benchmarks/results/examples
 examples: env ## train all examples on real data, and bring their figures into examples/README.md
 	@failed=0; for name in $(EXAMPLES); do \

@@ -19,7 +19,7 @@ os.environ["MPLBACKEND"] = "Agg"
 try:
     import matplotlib.pyplot as plt
     import torch
-    from terminal import console
+    from terminal import IS_FIRST, console
 
     import fused_attn
     from fused_attn.backends import wanted_backend
@@ -109,7 +109,8 @@ class Example:
 def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
     """Parse the command line, including `flags`; run the block; then write its JSON record.
 
-    The block runs on the selected backend. If a claim failed, the process exits with status 1.
+    The block runs on the selected backend. If a claim failed, the process exits with status 1. If
+    torchrun started several processes, all run the block, but only the first prints and records.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="little data, few steps: does it run?")
@@ -134,6 +135,7 @@ def example(name: str, doc: str | None, **flags: bool) -> Iterator[Example]:
     torch.manual_seed(run.seed)
     with fused_attn.use_backend(run.backend):
         yield run
-    run.record()
+    if IS_FIRST:
+        run.record()
     if failed := [shown["text"] for shown in run.shown if not shown.get("holds", True)]:
         sys.exit(f"{name}: {'; '.join(failed)}")

@@ -32,8 +32,13 @@ def rotation(start: int, seqlen: int) -> Tensor:
 
     Source: Su et al. 2021, section 3.2.2. The frequencies are those of Vaswani et al. 2017.
     """
+    return rotation_of(torch.arange(start, start + seqlen))
+
+
+def rotation_of(positions: Tensor) -> Tensor:
+    """Return the rotation of any positions (..., seqlen): (..., seqlen, HEAD_DIM / 2)."""
     frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angles = torch.arange(start, start + seqlen)[:, None] * frequencies
+    angles = positions[..., None] * frequencies
     return torch.polar(torch.ones_like(angles), angles)
 
 
@@ -136,15 +141,25 @@ class GPT(nn.Module):
         """Return one empty KV cache per layer."""
         return [KeyValueCache() if i % 2 else WindowCache() for i in range(NUM_LAYERS)]
 
-    def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        caches: Sequence[KeyValueCache] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Return logits (batch, seqlen, vocabulary) of the token after each position.
 
         Args:
             tokens: (batch, seqlen) int64. With caches, these are the tokens after the cached ones.
             caches: result of `caches()`, to which the tokens' keys and values are appended.
+            positions: (batch, seqlen) int64, the position of each token in its document. By
+                default, the positions continue those in the caches.
         """
         seqlen = tokens.shape[1]
-        by = rotation(caches[0].length if caches else 0, seqlen)
+        if positions is None:
+            by = rotation(caches[0].length if caches else 0, seqlen)
+        else:
+            by = rotation_of(positions)[:, None]  # the same for all heads
         x, residual = self.embedding(tokens), None
         for i, block in enumerate(self.blocks):
             # A single query attends to all cached keys, so no mask is needed.

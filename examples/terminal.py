@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+IS_FIRST = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, if any
 TERMINAL = sys.stdout.isatty()
 if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # for terminals that cannot encode Korean
-console = Console(width=None if TERMINAL else 100, highlight=False, markup=False)
+console = Console(
+    width=None if TERMINAL else 100, highlight=False, markup=False, quiet=not IS_FIRST
+)
 
 
 def progress(

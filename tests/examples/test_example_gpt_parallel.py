@@ -1,0 +1,86 @@
+"""examples/gpt_parallel.py: its parts, and a run of two processes on little data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from example_runs import EXAMPLES, NO_NETWORK
+from torch.testing import assert_close
+
+# isort: split
+import gpt_model
+import gpt_parallel
+
+from fused_attn import masks
+
+SCENES = [torch.randint(50, (length,)) for length in (3, 17, 40, 9)]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    """Also, only the first process prints and writes results."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(EXAMPLES / "gpt_parallel.py")]
+    done = subprocess.run(
+        [*command, "--smoke", "--output", str(tmp_path)],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        env=os.environ | NO_NETWORK | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "gpt_parallel.json").read_text("utf-8"))["figures"]
+    assert figures["processes"] == 2
+    assert figures["deviation_float64"] <= gpt_parallel.MAX_DEVIATION[torch.float64]
+    assert figures["deviation_float32"] <= gpt_parallel.MAX_DEVIATION[torch.float32]
+    assert figures["losses"][-1] < figures["losses"][0]
+    assert 0 < figures["sent_mb"] < figures["sent_mb_full_ring"]
+    assert done.stdout.count("2 processes, float32: step 3 of 3") == 1
+    assert done.stdout.count("one process, float64: step 3 of 3") == 1
+
+
+def test_rows_consist_of_documents():
+    row = gpt_parallel.pack(SCENES, 100)
+    assert all(part.shape == (1, 100) for part in row)
+    documents = row.documents[0]
+    for document in documents.unique():
+        own = documents == document
+        tokens, labels, positions = (part[0, own] for part in row[:3])
+        assert positions.tolist() == list(range(len(tokens)))
+        assert labels[:-1].equal(tokens[1:])
+        if document < documents.max():
+            assert any(tokens.equal(scene) for scene in SCENES)
+            assert labels[-1] == gpt_parallel.IGNORED
+
+
+def test_loss_of_a_row_is_that_of_separate_documents():
+    """Packing changes nothing: neither the mask nor the positions go beyond a document."""
+    torch.manual_seed(0)
+    model = gpt_model.GPT(50).double()
+    row = gpt_parallel.pack(SCENES, 100)
+    loss = gpt_parallel.backward(model, row, None)
+    model.masks = [masks.causal()] * 2
+    total = count = 0.0
+    for document in row.documents.unique():
+        own = row.documents[0] == document
+        logits = model(row.tokens[:, own])[0]
+        labels = row.labels[0, own]
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += (labels != gpt_parallel.IGNORED).sum().item()
+    assert loss == pytest.approx(total / count, rel=1e-6)
+
+
+def test_sent_bytes():
+    """One document sends everything that a causal mask needs; one per process sends nothing."""
+    size = 3 * gpt_model.NUM_LAYERS * gpt_model.NUM_HEADS_KV * 2 * gpt_model.HEAD_DIM * 4 / 1e6
+    for documents, rows in (([8], 4), ([4, 4], 0), ([3, 3, 2], 1)):
+        ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]
+        row = gpt_parallel.Row(ids, ids, ids, ids)
+        sent, full_ring = gpt_parallel.sent_per_step([row], 2)
+        assert_close(sent, rows * size)
+        assert_close(full_ring, 8 * size)

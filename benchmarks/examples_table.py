@@ -32,7 +32,8 @@ def markdown(folder: Path, relative: str) -> str:
         for shown in run["shown"]:
             mark = "" if shown.get("holds", True) else "**not reached:** "
             lines.append(f"- {mark}{shown['text']}")
-        plots = sorted(folder.glob(f"{name}_*.png"))
+        longer = tuple(f"{other}_" for other in NAMES if other.startswith(f"{name}_"))
+        plots = sorted(p for p in folder.glob(f"{name}_*.png") if not p.name.startswith(longer))
         lines += ["", *(f"![{plot.stem}]({relative}/{plot.name})" for plot in plots)]
     return "\n".join(lines)
 

@@ -1,0 +1,46 @@
+"""A Llama of transformers whose packed rows are distributed over ranks, by hand and by Trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0", reason="reason: needs transformers")
+pytest.importorskip("accelerate", reason="reason: needs accelerate")
+
+from trainer_cases import STEPS, steps_of_one, steps_of_rank, trained, trained_by_ranks
+
+pytestmark = pytest.mark.slow
+
+SWAPS = pytest.mark.parametrize("swap", [False, True], ids=["sdpa", "swapped"])
+
+
+@SWAPS
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointing"])
+def test_training_steps(checkpoint, method, swap, ranks):
+    """Losses and gradients are those of one process that computes each document separately."""
+    expected = steps_of_one(swap)
+    for result in ranks.run(steps_of_rank, swap, checkpoint, method):
+        assert len(result) == STEPS
+        for step, truth in zip(result, expected, strict=True):
+            assert step.keys() == truth.keys()
+            for name, tensor in step.items():
+                torch.testing.assert_close(tensor, truth[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+@SWAPS
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_trainer(accumulated, swap, ranks, tmp_path):
+    """Losses and weights are those of a Trainer in one process.
+
+    transformers computes the loss in float32, so the losses agree to its precision.
+    """
+    expected = trained(str(tmp_path), swap, False, accumulated)
+    results = ranks.run(trained_by_ranks, str(tmp_path), swap, accumulated)
+    assert results[0]["losses"] and len(expected["losses"]) == STEPS // accumulated
+    for result in results:
+        if result["losses"]:  # not all ranks log
+            torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-6, atol=0)
+        for name, weight in result["weights"].items():
+            torch.testing.assert_close(weight, expected["weights"][name], rtol=0, atol=1e-7)

@@ -97,12 +97,22 @@ def plan_of(
         starts: cumulative lengths of the packed queries and keys, or None.
         prefix: True if the mask has prefixes; blocks are then equal or disjoint ranges.
         dropout: True if there is dropout; blocks then begin at multiples of DECISIONS if possible.
+
+    Raises:
+        ValueError: there are prefixes and dropout, and a run does not begin at such a multiple.
     """
     ranks = keys.ranks
     starts_q, starts_k = (None, None) if starts is None else starts
     pieces = [pieces_of(queries, r, starts_q) for r in range(ranks)]
     pieces_k = [pieces_of(keys, r, starts_k) for r in range(ranks)]
     alignment = DECISIONS if dropout else 1
+    if prefix and dropout:
+        starts_of = (p.positions.start for of_rank in (*pieces, *pieces_k) for p in of_rank)
+        if any(start % DECISIONS for start in starts_of):  # on all ranks alike
+            raise ValueError(
+                f"positions must form runs that begin at multiples of {DECISIONS} in their "
+                "sequence, for a prefix mask with dropout"
+            )
 
     def blocks(of: int, by: int) -> list[tuple[Piece, Piece]]:
         return _blocks(pieces[by], pieces_k[of], visible, starts, prefix, alignment)

@@ -109,7 +109,8 @@ def test_plan_covers_what_is_visible_once(number):
     spec, ranks = spec_of(mask, shape), draw.choice([2, 3, 5])
     shardings = tuple(random_sharding(draw, length, ranks) for length in shape[2:])
     lookup = VisibleKeys(spec, shape)
-    prefix, dropout = bool(mask.prefixes), draw.random() < 0.3
+    prefix = bool(mask.prefixes)
+    dropout = draw.random() < 0.3 and not prefix
     plans = [
         plan_of(*shardings, rank, lookup, prefix=prefix, dropout=dropout) for rank in range(ranks)
     ]
@@ -194,3 +195,17 @@ def test_visible_dense_helper():
     shape = (2, 2, 9, 11)
     spec = spec_of(drawn_mask(3, STRUCTURED, shape), shape)
     assert torch.equal(visible_of(spec, shape).expand(shape), dense_of(spec, *shape)[0])
+
+
+def test_prefix_with_dropout_needs_runs_at_multiples_of_8():
+    lookup = VisibleKeys(
+        spec_of(masks.prefix_lm(torch.tensor([9])), (1, 1, 40, 40)), (1, 1, 40, 40)
+    )
+    for lengths, fits in (([16, 24], True), ([17, 23], False)):
+        sharding = Sharding.of_lengths(lengths)
+        for rank in range(2):
+            if fits:
+                plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)
+                continue
+            with pytest.raises(ValueError, match="begin at multiples of 8"):
+                plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)

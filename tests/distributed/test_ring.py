@@ -149,6 +149,15 @@ def test_dropout(number, method, ranks):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_dropout_with_a_prefix(method, ranks):
+    mask, sharding = masks.prefix_lm(torch.tensor([20, 5])), Sharding.of_lengths([16, 24, 8, 13])
+    options = {"dropout_p": 0.3, "seed": SEED, "enable_gqa": True}
+    assert_right(
+        ranks, Case(*METHODS[method], (sharding, sharding), mask, **options), torch.float32
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", [None, "causal", "window", "prefix", "alibi", "dense"])
 def test_packed_sequences(name, method, ranks):
     dtype = one_of(torch.float32, torch.bfloat16, len(name or "") % 2)

@@ -126,13 +126,13 @@ class _RingBackward(Function):
             visible = outputs.lse != -torch.inf
             for piece in setting.plan.queries:
                 sums.add_shift(piece, torch.where(visible, grad_lse, 0.0)[:, :, _slice(piece.rows)])
-        returning: list[tuple[Step, Transfer]] = []
+        needs_bias = sums.bias is not None and not shifts_lse
+        returning: deque[tuple[Step, Transfer]] = deque()
         for s, step, (k, v) in _received(setting, key, value):
             of_keys = sums.key if s == 0 else sums.key.new_zeros(k.shape)
             of_values = sums.value if s == 0 else sums.value.new_zeros(v.shape)
             for block in step.blocks:
                 part = _Block(query, k, v, spec, setting, block)
-                needs_bias = sums.bias is not None and not shifts_lse
                 grads = part.backward(outputs, grad_out, grad_lse, needs_bias)
                 sums.query[:, :, part.rows] += grads.query
                 of_keys[:, :, part.columns] += grads.key[:, :, part.padding :]
@@ -141,12 +141,10 @@ class _RingBackward(Function):
                     sums.add_bias(block, grads.bias[..., -len(block.received) :])
             if s > 0:
                 returning.append((step, _returned(setting, s, step, of_keys, of_values, sums)))
-        for step, transfer in returning:
-            received = transfer.wait()
-            if received is not None:
-                k, v = _split(received, sums.key, sums.value, step.given)
-                _add_rows(sums.key, step.given, k)
-                _add_rows(sums.value, step.given, v)
+            if len(returning) > AHEAD:
+                sums.add_returned(*returning.popleft())
+        while returning:
+            sums.add_returned(*returning.popleft())
         return (*sums.finished(), sums.finished_bias())
 
     @staticmethod
@@ -169,11 +167,8 @@ def _received(
         received = transfers.popleft().wait()
         transfers.append(_requested(setting, s + AHEAD, key, value))
         empty = key[:, :, :0], value[:, :, :0]
-        yield (
-            s,
-            steps[s],
-            empty if received is None else _split(received, key, value, steps[s].wanted),
-        )
+        rows = empty if received is None else _split(received, key, value, steps[s].wanted)
+        yield s, steps[s], rows
 
 
 def _in_place(step: Step) -> Step:
@@ -264,6 +259,17 @@ class _Gradients:
             torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value)
         )
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+
+    def add_returned(self, step: Step, transfer: Transfer) -> None:
+        """Wait for the gradients of own keys and values from another rank, and add them."""
+        received = transfer.wait()
+        if received is not None:
+            for sums, added in zip(
+                (self.key, self.value),
+                _split(received, self.key, self.value, step.given),
+                strict=True,
+            ):
+                _add_rows(sums, step.given, added)
 
     def add_shift(self, piece: Piece, grad_lse: Tensor) -> None:
         """Add the gradient of lse, (batch, num_heads, rows of the piece), to that of bias."""

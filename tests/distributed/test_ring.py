@@ -12,6 +12,7 @@ from ring_cases import (
     SEED,
     Case,
     cross_attention,
+    run_ahead,
     run_both_on_rank,
     run_on_rank,
     second_derivative,
@@ -181,6 +182,20 @@ def test_two_runs_are_equal_bit_by_bit(method, ranks):
     for one, other in zip(first, second, strict=True):
         for name, tensor in one.items():
             assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_number_of_steps_in_flight(method, ranks):
+    """It changes when messages are sent, and not a bit of the results."""
+    tensors = random_qkv(BATCH, HEADS, HEADS_KV, LENGTH, LENGTH, HEAD_DIM)
+    given = [*tensors.values(), None]
+    grads = torch.randn_like(given[0]), torch.randn(given[0].shape[:3])
+    case = case_of(method, 3, MASKS["causal"](BATCH, HEADS, LENGTH, LENGTH))
+    expected = ranks.run(run_on_rank, case, given, *grads)
+    for ahead in (1, 2):
+        got = ranks.run(run_ahead, ahead, case, given, *grads)
+        for one, other in zip(got, expected, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.autograd import Function
 
 import fused_attn
 from fused_attn import distributed, masks
-from fused_attn.distributed import Sharding
+from fused_attn.distributed import Sharding, ring
 
 SEED = 5
 
@@ -200,3 +201,9 @@ def cross_attention(method: str, mesh: tuple[int, ...]) -> bool:
     expected = fused_attn.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(out, expected.split(rows_q, 2)[rank])
     return True
+
+
+def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
+    """Run `run_on_rank` with the keys of `ahead` steps in flight."""
+    with mock.patch.object(ring, "AHEAD", ahead):
+        return run_on_rank(*args)

@@ -1,0 +1,60 @@
+"""Ring attention on each backend, in one process whose rows are in another order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKENDS, assert_like_eager, device_of, drawn, random_qkv
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.distributed import Sharding, ring_attention
+
+LENGTH = 70
+SHARDING = Sharding([[range(32, LENGTH), range(32)]])  # two runs, so four blocks to merge
+MASKS = {
+    "window": masks.sliding_window(20, 3),
+    "documents": masks.causal() & masks.documents(torch.arange(LENGTH) // 25),
+    "padding": masks.padding(torch.tensor([50])) & masks.alibi(torch.tensor([0.5, 0.1])),
+}
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_ring(backend, name, dtype, one_process):
+    """Partial results of several blocks, with dropout and the gradient of a bias."""
+    if backend != "eager" and device_of(backend).type == "cuda":
+        pytest.skip("reason: gloo does not exchange rows of a GPU")
+
+    def of(named):
+        def whole(query, key, value, bias):
+            mask = MASKS[name] & masks.bias(bias)
+            options = {"dropout_p": 0.25, "seed": 3, "return_lse": True}
+            return fused_attn.scaled_dot_product_attention(
+                query, key, value, mask, backend="eager", **options
+            )
+
+        def ring(query, key, value, bias):
+            order = SHARDING.positions(0)
+            rows = [t[:, :, order] for t in (query, key, value)]
+            with fused_attn.use_backend(backend):
+                out, lse = ring_attention(
+                    *rows, MASKS[name] & masks.bias(bias), positions=SHARDING, dropout_p=0.25,
+                    seed=3, return_lse=True,
+                )  # fmt: skip
+            return out[:, :, order.argsort()], lse[:, :, order.argsort()]
+
+        return whole if named == "eager" else ring
+
+    tensors = random_qkv(1, 2, 2, LENGTH, LENGTH, 32)
+    bias = torch.randn(LENGTH, LENGTH, generator=drawn(1))
+    assert_like_eager(of, {**tensors, "bias": bias}, dtype, "cpp")

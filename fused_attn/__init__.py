@@ -1,5 +1,8 @@
 """Drop-in fused masked attention and norms for PyTorch, forward and backward."""
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
 from fused_attn.call.call_counts import stats
@@ -38,3 +41,10 @@ __all__ = [
 ]
 
 register_with_transformers()
+
+
+def __getattr__(name: str) -> _Any:
+    """Import `fused_attn.distributed` when it is used first, as it imports torch.distributed."""
+    if name == "distributed":
+        return _import_module("fused_attn.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

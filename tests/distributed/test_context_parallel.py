@@ -82,8 +82,15 @@ def test_training_step(name, method, mesh, fused, ranks):
     assert_equal(results, mask)
 
 
-@pytest.mark.parametrize("mode", ["checkpoint", "compile"])
-@pytest.mark.parametrize("fused", [False, True], ids=["torch's function", "our module"])
+@pytest.mark.parametrize(
+    ("fused", "mode"),
+    [
+        (False, "checkpoint"),
+        (True, "checkpoint"),
+        (True, "compile"),
+        pytest.param(False, "compile", marks=pytest.mark.thorough),
+    ],
+)
 def test_checkpointed_and_compiled(fused, mode, ranks):
     args = (fused, LENGTH, (4,), MASKS["documents"], "ring", "contiguous", mode)
     assert_equal(ranks.run(step_of_rank, *args), MASKS["documents"])

@@ -58,9 +58,9 @@ def test_masks_in_a_graph_are_structure(inference, monkeypatch):
     def note(kind):
         kinds.append(kind)
 
-    def spy(query, key, value, mask, *args, **kwargs):
-        note(isinstance(mask, Mask))
-        return attend(query, key, value, mask, *args, **kwargs)
+    def spy(query, key, value, attn_mask, **kwargs):
+        note(isinstance(attn_mask, Mask))
+        return attend(query, key, value, attn_mask, **kwargs)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
     query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)

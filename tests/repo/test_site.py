@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fused_attn
+import fused_attn.distributed
 import fused_attn.nn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,7 @@ def test_reference_has_every_public_name():
     named = set(re.findall(r"auto(?:function|class):: (fused_attn[\w.]*)", pages))
     public = {f"fused_attn.{name}" for name in set(fused_attn.__all__) - MODULES}
     public |= {f"fused_attn.nn.{name}" for name in fused_attn.nn.__all__}
+    public |= {f"fused_attn.distributed.{name}" for name in fused_attn.distributed.__all__}
     makers = set(fused_attn.masks.__all__) - {"Mask", "as_mask"}
     public |= {f"fused_attn.masks.{name}" for name in makers if name.islower()}
     assert named == public

@@ -42,6 +42,8 @@ class Arguments:
         heads: (first head, number of heads) of the given heads in a larger call, whose mask
             attn_mask is. None means that the call has all heads.
         backend: name of the backend that the caller requested, or None.
+        error: an error that the caller has found, which is raised on this rank after the others
+            know of it; or None.
     """
 
     query: Tensor
@@ -56,6 +58,7 @@ class Arguments:
     method: Method = "auto"
     heads: tuple[int, int] | None = None
     backend: str | None = None
+    error: Exception | None = None
 
     @property
     def packed(self) -> bool:
@@ -130,9 +133,9 @@ def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
     Raises:
         ValueError, TypeError: an argument is invalid on this or another rank, or differs.
     """
-    local, error = None, None
+    local, error = None, call.error
     try:
-        local = _local(call, groups)
+        local = None if error is not None else _local(call, groups)
     except (ValueError, TypeError) as raised:
         error = raised
     shared, own = _message(call, local)

@@ -47,9 +47,9 @@ def context_parallel(
     The signature is that of torch.distributed.tensor.experimental.context_parallel, with `mask`,
     `method` and `load_balancer` added. All ranks pass the same complete buffers. Within the block,
     each buffer has only the rows of this rank, and attention between them is computed as for the
-    complete sequence. This applies to torch's and this package's scaled_dot_product_attention, and
-    so to modules and models that call them. Other attention, such as a softmax that a model
-    computes itself, is not redirected.
+    complete sequence. This applies to torch.nn.functional.scaled_dot_product_attention and to that
+    of this package, and so to modules and models that call them. Other attention is not redirected:
+    a softmax that a model computes itself, and torch's function where it was imported by its name.
 
     Run the backward within the block, too: activation checkpointing calls attention again.
 
@@ -265,10 +265,11 @@ class Calls:
         self, call: UncheckedAttention, want_lse: bool, named: str | None
     ) -> tuple[Tensor, Tensor | None]:
         """Compute one call. This is the handler of `call/redirect.py`."""
+        error = None
         if isinstance(call.attn_mask, MaskSpec):
-            raise NotImplementedError("context_parallel does not support packed sequences")
-        if call.attn_mask is not None and self._mask is None:
-            raise ValueError(
+            error = ValueError("attn_mask must not be of packed sequences under context_parallel")
+        elif call.attn_mask is not None and self._mask is None:
+            error = ValueError(
                 "attn_mask must be None under context_parallel, where it would cover the rows of "
                 "this rank only: pass the mask of the complete sequence as mask"
             )
@@ -282,7 +283,7 @@ class Calls:
         mask = self._with_causal if call.is_causal else self._mask
         local = Arguments(
             *tensors, mask, False, call.enable_gqa, self._sharding, options, method=self._method,
-            heads=heads, backend=named,
+            heads=heads, backend=named, error=error,
         )  # fmt: skip
         with redirect.not_redirected():
             out, lse = attend(local, self._groups)

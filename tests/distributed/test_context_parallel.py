@@ -125,6 +125,12 @@ def test_errors_on_every_rank(case, expected_message, ranks):
         assert expected_message in message
 
 
+def test_a_mask_of_one_rank_is_an_error_on_all(ranks):
+    """transformers builds masks from position_ids on ranks with the start of a document only."""
+    for rank, message in enumerate(ranks.run(message_of, "mask of one rank")):
+        assert ("attn_mask must be None" if rank == 2 else "rank 2 are invalid") in message
+
+
 @pytest.mark.parametrize(("mode", "dropout"), [("", False), ("compile", False), ("", True)])
 def test_context_tensor_and_data_parallel(mode, dropout, ranks):
     """One training step on 2 x 2 ranks is that of one process, with dropout of attention too."""

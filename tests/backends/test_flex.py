@@ -1,7 +1,7 @@
 """Backend "flex": its mask and score functions, its values, and what it refuses.
 
 The values come from FlexAttention's eager higher-order op, which has gradients on the CPU, and from
-its compiled CPU kernel. tests/backends/test_flex_triton.py runs its Triton kernels.
+its compiled CPU kernel. tests/backends/test_flex_kernels.py runs its Triton kernels.
 """
 
 from __future__ import annotations

@@ -22,13 +22,15 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.distributed.arguments import Arguments, Method
 from fused_attn.distributed.attention import attend
+from fused_attn.distributed.balance import balanced
 from fused_attn.distributed.ranks import Mesh, Ranks, index_of, ranks_of, size_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.ops.dtensors import head_sharding, is_dtensor
 
-LoadBalancer = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
+Makers = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
+LoadBalancer = Makers | Literal["balanced"]
 
 
 @contextlib.contextmanager
@@ -65,9 +67,10 @@ def context_parallel(
             is_causal.
         method: "ring" exchanges keys and values, "all_to_all" heads; "auto" selects what sends
             fewer bytes for a call and its mask. Ignored for a two-dimensional mesh.
-        load_balancer: "zigzag", "contiguous", a Sharding, or a function of (length, number of
-            ranks) that returns one; None means "zigzag". `balanced_sharding` makes a Sharding for a
-            mask.
+        load_balancer: "zigzag", "contiguous", "balanced", a Sharding, or a function of (length,
+            number of ranks) that returns one. None means "zigzag". "balanced" calls
+            `balanced_sharding` with `mask`, which should include the causal mask of the model; the
+            first dimension of the first buffer is the batch.
 
     Yields:
         The Sharding.
@@ -100,7 +103,11 @@ def context_parallel(
             kind = "require grad" if buffer.requires_grad else "be a view of another tensor"
             raise ValueError(f"buffers must not {kind}, because they are cut in place")
     groups = ranks_of(mesh)
-    sharding = _sharding(load_balancer, _length(buffers, buffer_seq_dims), groups)
+    length = _length(buffers, buffer_seq_dims)
+    if load_balancer == "balanced":
+        batch = buffers[0].shape[0] if buffer_seq_dims[0] % buffers[0].dim() else 1
+        load_balancer = balanced(given, length, size_of(groups), batch=batch)
+    sharding = _sharding(load_balancer, length, groups)
     shards = context_parallel_shard(mesh, buffers, buffer_seq_dims, load_balancer=sharding)
     complete = [None if any(b is k for k in kept) else b.clone() for b in buffers]
     calls = Calls(groups, sharding, mask, method)
@@ -125,12 +132,12 @@ def context_parallel_shard(
     mesh: Mesh,
     buffers: Sequence[Tensor],
     seq_dims: Sequence[int],
-    load_balancer: LoadBalancer = None,
+    load_balancer: Makers = None,
 ) -> list[Tensor]:
     """Return the rows of this rank of each tensor; differentiable.
 
     Args:
-        mesh, load_balancer: as in context_parallel.
+        mesh, load_balancer: as in context_parallel, but not "balanced", which needs a mask.
         buffers: complete tensors, the same on all ranks.
         seq_dims: the sequence dimension of each tensor. They have the same size.
     """
@@ -150,7 +157,7 @@ def context_parallel_unshard(
     mesh: Mesh,
     buffers: Sequence[Tensor],
     seq_dims: Sequence[int],
-    load_balancer: LoadBalancer = None,
+    load_balancer: Makers = None,
 ) -> list[Tensor]:
     """Return complete tensors from the rows that each rank holds, on all ranks; differentiable.
 
@@ -326,7 +333,7 @@ def _length(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> int:
     return sizes.pop()
 
 
-def _sharding(load_balancer: LoadBalancer, length: int, groups: list[Ranks]) -> Sharding:
+def _sharding(load_balancer: Makers, length: int, groups: list[Ranks]) -> Sharding:
     """Return the Sharding that a load balancer makes."""
     size = size_of(groups)
     if load_balancer is None or isinstance(load_balancer, str):

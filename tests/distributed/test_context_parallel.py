@@ -77,7 +77,8 @@ def test_training_step(name, method, mesh, fused, ranks):
     if fused and name == "none":
         pytest.skip("reason: our module passes its mask, which needs mask=")
     mask = MASKS[name]
-    balancer = None if name == "window" else Sharding.of_lengths([20, 3, 21, 1])
+    by_name = {"window": None, "documents": "balanced"}
+    balancer = by_name.get(name, Sharding.of_lengths([20, 3, 21, 1]))
     results = ranks.run(step_of_rank, fused, LENGTH, mesh, mask, method, balancer)
     assert_equal(results, mask)
 

@@ -27,6 +27,7 @@ from fused_attn.distributed.ranks import Mesh, Ranks, index_of, ranks_of, size_o
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.spec import MaskSpec
+from fused_attn.masks.visible_keys import heads_of
 from fused_attn.ops.dtensors import head_sharding, is_dtensor
 
 Makers = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
@@ -106,7 +107,8 @@ def context_parallel(
     length = _length(buffers, buffer_seq_dims)
     if load_balancer == "balanced":
         batch = buffers[0].shape[0] if buffer_seq_dims[0] % buffers[0].dim() else 1
-        load_balancer = balanced(given, length, size_of(groups), batch=batch)
+        heads = heads_of(given)
+        load_balancer = balanced(given, length, size_of(groups), batch=batch, num_heads=heads)
     sharding = _sharding(load_balancer, length, groups)
     shards = context_parallel_shard(mesh, buffers, buffer_seq_dims, load_balancer=sharding)
     complete = [None if any(b is k for k in kept) else b.clone() for b in buffers]

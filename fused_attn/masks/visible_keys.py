@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.masks.intervals import Intervals, Shape, intervals_of
+from fused_attn.masks.mask import Mask
 from fused_attn.masks.spec import MaskSpec
 
 
@@ -123,6 +124,15 @@ def _any_of_key(mask: Tensor, keys: slice) -> Tensor:
     """Return for each key if any batch element, head and query of a 4-D bool mask sees it."""
     mask = mask if mask.shape[3] == 1 else mask[..., keys]
     return mask.any(0).any(0).any(0)
+
+
+def heads_of(mask: Mask | None) -> int:
+    """Return the number of heads that a mask is for; 1 if it is the same for all heads."""
+    if mask is None:
+        return 1
+    tensors = [t for t in (*mask.dense_masks, *mask.biases) if t.dim() > 2]
+    sizes = [t.shape[-3] for t in tensors] + [alibi.slopes.shape[-1] for alibi in mask.slopes]
+    return max(sizes, default=1)
 
 
 def on_host(spec: MaskSpec) -> MaskSpec:

@@ -17,7 +17,7 @@ from fused_attn.masks.intervals import intervals_of
 from fused_attn.masks.materialize import materialize
 from fused_attn.masks.restrict import of_heads, of_positions, split_at_overlap, without_first_keys
 from fused_attn.masks.spec import MaskSpec, normalize
-from fused_attn.masks.visible_keys import VisibleKeys
+from fused_attn.masks.visible_keys import VisibleKeys, heads_of
 
 CPU = torch.device("cpu")
 
@@ -209,3 +209,9 @@ def test_prefix_with_dropout_needs_runs_at_multiples_of_8():
                 continue
             with pytest.raises(ValueError, match="begin at multiples of 8"):
                 plan_of(sharding, sharding, rank, lookup, prefix=True, dropout=True)
+
+
+def test_number_of_heads_of_a_mask():
+    assert heads_of(None) == heads_of(masks.causal()) == 1
+    assert heads_of(masks.alibi(torch.rand(6)) & masks.causal()) == 6
+    assert heads_of(masks.dense(torch.ones(4, 9, 9).bool()) & masks.bias(torch.zeros(9, 9))) == 4

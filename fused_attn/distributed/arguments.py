@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from fused_attn.base.autocast import autocast
@@ -16,7 +15,7 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.validation import check_float, check_packed, check_qkv
 from fused_attn.distributed.agreement import DTYPES, agreed, learned
 from fused_attn.distributed.ranks import Ranks, index_of, size_of
-from fused_attn.distributed.sharding import Sharding, runs_of
+from fused_attn.distributed.sharding import Runs, Sharding, runs_of
 from fused_attn.masks import Mask, as_mask
 from fused_attn.masks.checksum import checksum
 from fused_attn.masks.restrict import of_heads
@@ -125,6 +124,7 @@ class _Local:
     options: AttentionOptions
     mask: Mask | None
     positions: tuple[Positions, Positions]
+    runs: tuple[Runs, Runs]  # of positions that are tensors, else empty
 
 
 def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
@@ -142,10 +142,10 @@ def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
     of_ranks = agreed(groups, shared, own, error, call.query.device)
     assert local is not None
     query, key = local.query, local.key
-    queries = _sharding("query", local.positions[0], of_ranks, groups, query.device)
+    queries = _sharding("query", local, of_ranks, groups)
     keys = queries
     if local.positions[1] is not local.positions[0] or local.positions[0] is None:
-        keys = _sharding("key", local.positions[1], of_ranks, groups, key.device)
+        keys = _sharding("key", local, of_ranks, groups)
         keys = queries if keys == queries else keys
     shards = Shards(queries, keys, index_of(groups))
     num_heads = query.shape[1]
@@ -181,7 +181,8 @@ def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     for name, positions, tensor in (("query", pair[0], q), ("key", pair[1], k)):
         check_positions(name, positions, tensor.shape[2], groups)
     options = call.options.checked(q.shape[3], q.device)
-    return _Local(q, k, v, leading, options, mask, pair)
+    runs = tuple(runs_of(p.tolist()) if isinstance(p, Tensor) else () for p in pair)
+    return _Local(q, k, v, leading, options, mask, pair, (runs[0], runs[1]))
 
 
 def check_positions(name: str, positions: Any, rows: int, groups: list[Ranks]) -> None:
@@ -233,9 +234,8 @@ def _message(call: Arguments, local: _Local | None) -> tuple[dict[str, int], dic
         *(_kind(p) for p in local.positions),
         *(hash(p) if isinstance(p, Sharding) else 0 for p in local.positions),
     )
-    runs = [runs_of(p.tolist()) if isinstance(p, Tensor) else () for p in local.positions]
     return dict(zip(_SHARED, values, strict=True)), dict(
-        zip(_OWN, (query.shape[2], key.shape[2], *map(len, runs)), strict=True)
+        zip(_OWN, (query.shape[2], key.shape[2], *map(len, local.runs)), strict=True)
     )
 
 
@@ -253,22 +253,20 @@ def _kind(positions: Positions) -> int:
 
 
 def _sharding(
-    name: str,
-    positions: Positions,
-    of_ranks: list[dict[str, int]],
-    groups: list[Ranks],
-    device: torch.device,
+    name: str, local: _Local, of_ranks: list[dict[str, int]], groups: list[Ranks]
 ) -> Sharding:
     """Return the Sharding of query or key, asking the other ranks for positions if necessary."""
+    which = ("query", "key").index(name)
+    positions = local.positions[which]
     if isinstance(positions, Sharding):
         return positions
     if positions is None:
         return Sharding.of_lengths([rank[name] for rank in of_ranks])
     most = max(rank[f"runs of {name}"] for rank in of_ranks)
-    table = [n for run in runs_of(positions.tolist()) for n in (run.start, run.stop)]
+    table = [n for run in local.runs[which] for n in (run.start, run.stop)]
     rows = [table + [0] * (2 * most - len(table))]
     for ranks in reversed(groups):
-        gathered = ranks.gather(list(itertools.chain(*rows)), device)
+        gathered = ranks.gather(list(itertools.chain(*rows)), local.query.device)
         rows = [row[i : i + 2 * most] for row in gathered for i in range(0, len(row), 2 * most)]
     return Sharding(
         [[range(a, b) for a, b in zip(row[::2], row[1::2], strict=True)] for row in rows]

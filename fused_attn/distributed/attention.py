@@ -11,10 +11,17 @@ from fused_attn.base import philox
 from fused_attn.base.torch_state import transformed
 from fused_attn.call.options import AttentionOptions
 from fused_attn.distributed.all_to_all import HeadExchange, attend_to_all
-from fused_attn.distributed.arguments import Arguments, Method, Positions, Prepared, prepared
+from fused_attn.distributed.arguments import (
+    Arguments,
+    Method,
+    Positions,
+    Prepared,
+    Shards,
+    prepared,
+)
 from fused_attn.distributed.caching import cached_on_mask
 from fused_attn.distributed.plan import Plan, plan_of
-from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of, size_of
+from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
 from fused_attn.distributed.ring import Ring, ring
 from fused_attn.masks import Mask
 from fused_attn.masks.restrict import of_heads
@@ -170,7 +177,7 @@ def attend(call: Arguments, groups: list[Ranks]) -> tuple[Tensor, Tensor]:
         tensors = query, key, value
         out, lse = attend_to_all(*tensors, spec, options, (first, total), call.backend)
     else:
-        plan = _plan(spec, own, shards.rank, size_of(groups) // ring_ranks.size)
+        plan = _plan(spec, own, shards)
         setting = Ring(ring_ranks, plan, options, (first, total), call.backend)
         out, lse = ring(query, key, value, spec, setting)
     if exchange is not None:
@@ -222,14 +229,14 @@ def _seeded(
     return replace(options, seed=seed)
 
 
-def _plan(spec: MaskSpec, own: Prepared, rank: int, merged: int) -> Plan:
+def _plan(spec: MaskSpec, own: Prepared, shards: Shards) -> Plan:
     """Return the plan of this rank, which is cached on the mask.
 
     Args:
-        rank: index of this rank among those that exchange keys and values.
-        merged: number of ranks of the mesh that together hold the rows of such a rank.
+        spec: mask of the heads that this rank computes.
+        shards: who holds which positions, among the ranks that exchange keys and values.
     """
-    shards, dropout = own.shards.merged(merged), own.options.dropout_p > 0.0
+    rank, dropout = shards.rank, own.options.dropout_p > 0.0
     packed = None if own.starts is None else tuple(map(tuple, own.starts))
 
     def make() -> Plan:

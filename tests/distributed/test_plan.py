@@ -78,7 +78,7 @@ def test_mask_of_positions_and_heads(number):
 
 
 def covered(plans, shardings, sizes, starts=None):
-    """How often the blocks of all ranks cover each pair of a query and a key."""
+    """Count the blocks of all ranks that cover each pair of a query and a key."""
     count = torch.zeros(sizes, dtype=torch.int64)
     ranks = len(plans)
     for rank, plan in enumerate(plans):

@@ -12,6 +12,7 @@ from ring_cases import (
     SEED,
     Case,
     cross_attention,
+    positions_as_tensors,
     run_ahead,
     run_both_on_rank,
     run_on_rank,
@@ -223,3 +224,12 @@ def test_second_derivatives_are_refused(ranks):
 def test_cross_attention_without_positions(method, ranks):
     """Queries and keys have different numbers of rows, equal on one rank by chance."""
     assert ranks.run(cross_attention, *METHODS[method]) == [True] * 4
+
+
+@pytest.mark.parametrize("lengths", [(LENGTH, LENGTH), (LENGTH, LENGTH_K)])
+@pytest.mark.parametrize("method", METHODS)
+def test_positions_as_tensors(method, lengths, ranks):
+    """Ranks exchange the positions of their rows: those of all rows, or a pair."""
+    queries = shardings(4, lengths[0])
+    both = queries, queries if lengths[0] == lengths[1] else shardings(3, lengths[1])
+    assert ranks.run(positions_as_tensors, *METHODS[method], both) == [True] * 4

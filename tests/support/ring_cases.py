@@ -207,3 +207,21 @@ def run_ahead(ahead: int, *args: Any) -> dict[str, Tensor]:
     """Run `run_on_rank` with the keys of `ahead` steps in flight."""
     with mock.patch.object(ring, "AHEAD", ahead):
         return run_on_rank(*args)
+
+
+def positions_as_tensors(method: str, mesh: tuple[int, ...], shardings: tuple) -> bool:
+    """Return True if the results are those of Shardings for positions that are tensors."""
+    rank = dist.get_rank()
+    rows = [sharding.positions(rank) for sharding in shardings]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, shardings[0].length, 8, generator=generator)[:, :, rows[0]]
+    key = torch.randn(1, 4, shardings[1].length, 8, generator=generator)[:, :, rows[1]]
+    function = getattr(distributed, f"{method}_attention")
+    same = shardings[0] == shardings[1]
+    for mask in (masks.causal(), None):
+        results = [
+            function(query, key, key, mask, positions=positions, mesh=mesh_of(mesh))
+            for positions in (shardings, rows[0] if same else tuple(rows))
+        ]
+        assert torch.equal(*results)
+    return True

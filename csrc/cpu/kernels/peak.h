@@ -16,19 +16,31 @@ inline double seconds_now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
+// Independent sums of the loop below. 8 suffice for two multiply-adds per cycle, latency 4.
+constexpr int kPeakChains = 2 * kMicroRows < 12 ? 2 * kMicroRows : 12;
+
+// Returns x as a number that the compiler does not know. If it knew the start of a sum, it could
+// remove the sum from the loop: 1 is a fixed point of sum * 0.999 + 0.001.
+inline float hidden(float x) {
+  volatile float hidden_x = x;
+  return hidden_x;
+}
+
 // Runs vector multiply-adds on the calling thread. Returns the number of operations.
 inline double spin_multiply_add(int64_t rounds) {
-  constexpr int kChains = 2 * kMicroRows < 12 ? 2 * kMicroRows : 12;
-  Vec<float> sum[kChains], x = broadcast<float>(0.999f), y = broadcast<float>(1e-3f);
-  for (int i = 0; i < kChains; ++i) sum[i] = broadcast<float>(0.1f * static_cast<float>(i));
+  Vec<float> sum[kPeakChains];
+  const Vec<float> x = broadcast<float>(hidden(0.999f)), y = broadcast<float>(hidden(1e-3f));
+  for (int i = 0; i < kPeakChains; ++i) {
+    sum[i] = broadcast<float>(hidden(0.1f * static_cast<float>(i)));
+  }
   for (int64_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kChains; ++i) sum[i] = sum[i] * x + y;
+    for (int i = 0; i < kPeakChains; ++i) sum[i] = sum[i] * x + y;
   }
-  for (int i = 1; i < kChains; ++i) sum[0] += sum[i];
+  for (int i = 1; i < kPeakChains; ++i) sum[0] += sum[i];
   volatile float result = sum[0][0];  // keeps the compiler from removing the loop
   (void)result;
-  return 2.0 * kChains * kLanes<float> * static_cast<double>(rounds);
+  return 2.0 * kPeakChains * kLanes<float> * static_cast<double>(rounds);
 }
 
 #if defined(__AMX_BF16__)
@@ -62,8 +74,9 @@ inline double spin_tiles(int64_t rounds) {
   return products * 2 * 16 * 16 * 32;
 }
 #elif defined(FUSED_ATTN_BF16_PAIRS)
+constexpr int kPairChains = 16;
+
 inline double spin_pairs(int64_t rounds) {
-  constexpr int kPairChains = 16;
 #if defined(FUSED_ATTN_NEON_BF16)
   constexpr double kOperations = 32;
   const auto multiply_add = [](Vec32 x, Vec<float> sum) {

@@ -30,16 +30,14 @@ inline void copy_rows(const T* src, int64_t stride, int64_t rows, int64_t dim, T
   }
 }
 
-// Steps accumulated before the partial sum is added to C, because the error of a sum grows with its
+// Steps accumulated before the sum is added to the total, because the error of a sum grows with its
 // length. Sums over keys round at the magnitude of the weights accumulated so far.
 //
-// If one key dominates, 32 steps instead of 128 halve the error of out, and a matmul with 64 steps
-// takes 5 % longer. With 32, a row of 40 keys, two of them large, still had 1.15 times the error
-// limit. 16 makes a forward 2 % slower.
+// If one key dominates, 32 steps instead of 128 halve the error of out. With 32, a row of 40 keys,
+// two of them large, still had 1.15 times the error limit.
 constexpr int64_t kSumSteps = 16;
 // Steps for dO V^T, whose elements are large. Their rounding error remains if dS is a small
-// difference. With 8, the error of dQ halves in rows that one key dominates. This matmul, one of
-// five, then takes a third longer.
+// difference. With 8, the error of dQ halves in rows that one key dominates.
 constexpr int64_t kShortSumSteps = 8;
 
 template <class T>

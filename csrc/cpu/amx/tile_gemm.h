@@ -40,9 +40,9 @@ struct PartProducts<3> {
 
 // For each K step, accumulates MMAs [kFirst, kLast) of PartProducts<kParts>. The accumulators are
 // tile registers 0 and 1 or, with kTwo, 0 to 3.
-template <int kParts, bool kTwo, int kFirst, int kLast, class Meanwhile>
+template <int kParts, bool kTwo, int kFirst, int kLast>
 inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part,
-                          const uint32_t* b, int64_t ldb, int64_t b_part, Meanwhile& meanwhile) {
+                          const uint32_t* b, int64_t ldb, int64_t b_part) {
   using Products = PartProducts<kParts>;
   for (int64_t t = 0; t < k; t += kTileSteps) {
 #pragma GCC unroll 6
@@ -57,13 +57,11 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
       _tile_dpbf16ps(0, 4, 6);
       if (new_b) _tile_loadd(7, at_b + 16, ldb * 4);
       _tile_dpbf16ps(1, 4, 7);
-      meanwhile();
       if (kTwo) {
         if (new_a) _tile_loadd(5, at_a + 16 * lda, lda * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
-      meanwhile();
     }
     a += kTileSteps;
     b += kTileSteps / 2 * ldb;
@@ -71,12 +69,11 @@ inline void tile_products(int64_t k, const uint16_t* a, int64_t lda, int64_t a_p
 }
 
 // Computes 32 columns of C, in 16 rows or, with kTwo, 32. Strides are in elements; *_part is the
-// stride between bfloat16 parts. Calls meanwhile() twice per MMA of parts in every K step, so that
-// vector work overlaps the tile unit.
-template <int kParts, bool kTwo, Into kInto, class Meanwhile>
+// stride between bfloat16 parts.
+template <int kParts, bool kTwo, Into kInto>
 inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part, const uint32_t* b,
-                       int64_t ldb, int64_t b_part, float* c, int64_t ldc, const float* scale,
-                       Meanwhile& meanwhile) {
+                       int64_t ldb, int64_t b_part, float* c, int64_t ldc, const float* columns) {
+  static_assert(kInto != Into::kStoreMaximum, "not supported");
   // Start from C only with a single part. With more parts, each MMA would round C (see Into).
   constexpr bool kFromC = kInto == Into::kAdd && kParts == 1;
   asm volatile("" ::: "memory");  // keeps earlier stores before the tile loads
@@ -95,9 +92,8 @@ inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part
   }
   using Products = PartProducts<kParts>;
   constexpr int kSmall = Products::kSmall;
-  tile_products<kParts, kTwo, 0, kSmall>(k, a, lda, a_part, b, ldb, b_part, meanwhile);
-  tile_products<kParts, kTwo, kSmall, Products::kCount>(k, a, lda, a_part, b, ldb, b_part,
-                                                        meanwhile);
+  tile_products<kParts, kTwo, 0, kSmall>(k, a, lda, a_part, b, ldb, b_part);
+  tile_products<kParts, kTwo, kSmall, Products::kCount>(k, a, lda, a_part, b, ldb, b_part);
   constexpr bool kInPlace = kInto == Into::kStore || kFromC;
   alignas(64) float product[kInPlace ? 1 : 32 * 32];
   float* const out = kInPlace ? c : product;
@@ -110,7 +106,7 @@ inline void tile_block(int64_t k, const uint16_t* a, int64_t lda, int64_t a_part
   }
   if (kInPlace) return;
   for (int v = 0; v < 2; ++v) {
-    const Vec<float> factor = kInto == Into::kScale ? load(scale + 16 * v) : Vec<float>{};
+    const Vec<float> factor = kInto == Into::kScale ? load(columns + 16 * v) : Vec<float>{};
     for (int r = 0; r < (kTwo ? 32 : 16); ++r) {
       float* const at = c + r * ldc + 16 * v;
       const Vec<float> x = load(product + 32 * r + 16 * v);

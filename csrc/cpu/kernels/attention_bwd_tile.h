@@ -78,12 +78,12 @@ class BwdTile {
     }
     stage(at_head<T>(p_.query, p_.query_strides, queries, h), p_.query_strides[2], first,
           p_.head_dim);
-    P::right_columns(stage_, p_.head_dim, scratch_, query_at(slot));
+    P::right_columns(stage_, wide_, p_.head_dim, scratch_, query_at(slot));
     if (rows) P::right_rows(stage_, p_.head_dim, query_rows_at(slot), query_tiles_);
     stage(at_head<T>(bwd_.grad_out, bwd_.grad_out_strides, queries, h), bwd_.grad_out_strides[2],
           first, p_.head_dim_v);
     const typename P::Right grad_out =
-        P::right_columns(stage_, p_.head_dim_v, scratch_, grad_out_at(slot));
+        P::right_columns(stage_, wide_v_, p_.head_dim_v, scratch_, grad_out_at(slot));
     if (rows) P::right_rows(stage_, p_.head_dim_v, grad_out_rows_at(slot), query_tiles_);
     // Compute delta as the diagonal of a matmul, so that it is rounded like an element of dO V^T.
     // Where one key has all the weight, both are large and must cancel. For the same reason, dlse

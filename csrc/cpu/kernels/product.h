@@ -91,11 +91,17 @@ class NumberProduct {
     return rows(src, stride, n, dim, stage, buffer);
   }
 
-  // Packs a panel (kRows, pad_dim(dim)) as a right operand with features as steps and rows as
+  // Packs kRows rows of pad_dim(dim) elements as a right operand with features as steps and rows as
   // lanes.
-  static Right right_columns(const T* panel, int64_t dim, A* scratch, A* buffer) {
-    const A* rows = number_rows(panel, dim, scratch);
-    transpose(rows, pad_dim(dim), kRows, dim, buffer, kRows);
+  static Right right_columns(const T* rows, int64_t stride, int64_t dim, A* scratch, A* buffer) {
+    if constexpr (sizeof(T) == sizeof(A)) {
+      (void)scratch;
+      transpose(rows, stride, kRows, dim, buffer, kRows);
+    } else {
+      const int64_t wide = pad_dim(dim);
+      for (int64_t r = 0; r < kRows; ++r) load_row(rows + r * stride, wide, scratch + r * wide);
+      transpose(scratch, wide, kRows, dim, buffer, kRows);
+    }
     return columns_view(buffer, dim);
   }
   static Right columns_view(const A* buffer, int64_t) { return {buffer, kRows}; }
@@ -129,25 +135,14 @@ class NumberProduct {
   static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
   static Right right_view(const A* data, int64_t) { return {data, kRows}; }
 
-  // Returns how often multiply() calls `meanwhile`. 0 here, because the matmul itself occupies the
-  // vector units.
-  static int64_t calls(int64_t, int64_t) { return 0; }
-  template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
+  // True if multiply() supports Into::kStoreMaximum.
+  static constexpr bool kFindsMaxima = false;
+  // between: called before each group of rows.
+  template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
-                       const A* scale = nullptr, Meanwhile& = kNothing) {
+                       A* columns = nullptr, Between& between = kNothing) {
     gemm<Numbers<A>, kLayout, kInto, kSteps>(m, k, a.data, a.stride, b.data, b.stride, c, ldc,
-                                             scale);
-  }
-
- private:
-  static const A* number_rows(const T* panel, int64_t dim, A* scratch) {
-    if constexpr (sizeof(T) == sizeof(A)) {
-      (void)dim, (void)scratch;
-      return panel;
-    } else {
-      load_row(panel, kRows * pad_dim(dim), scratch);
-      return scratch;
-    }
+                                             columns, between);
   }
 };
 
@@ -155,6 +150,9 @@ class NumberProduct {
 // Multiplies pairs of bfloat16 parts. Each element is split into kParts bfloat16 parts, stored in
 // planes that are `part` elements apart. A 32-bit word holds two neighbouring features or keys, or
 // queries l and l + kLane of a group of 2 * kLane queries.
+//
+// With vdpbf16ps, the words of columns() are stored by keys, (keys / 2, dim): value is not
+// transposed then. Tiles of rows (AMX, BFMMLA) need them by features, (dim, keys / 2).
 template <class T>
 class PairProduct {
  public:
@@ -165,6 +163,11 @@ class PairProduct {
   static constexpr int64_t kLane = kLanes<float>;
   static constexpr bool kPairs = true;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : kIsHalf<T> ? 2 : 1;
+#if defined(__AMX_BF16__) || defined(FUSED_ATTN_NEON_BF16)
+  static constexpr bool kByKeys = false;
+#else
+  static constexpr bool kByKeys = true;
+#endif
   // Query tiles whose weights the backward multiplies together, so that accumulators over queries
   // stay in registers. The weights of 128 queries by 128 keys in three parts take 96 KiB of L2. 8
   // tiles are 3 % slower than 4.
@@ -174,7 +177,7 @@ class PairProduct {
     const uint16_t* data;
     int64_t stride, part;
     Left from_row(int64_t r) const { return {data + r * stride, stride, part}; }
-    Left from_key(int64_t t) const { return {data + t, stride, part}; }
+    Left from_key(int64_t t) const { return {data + (kByKeys ? t * stride : t), stride, part}; }
   };
   struct Right {
     const uint32_t* data;
@@ -188,8 +191,10 @@ class PairProduct {
   struct Registers {};
 #endif
 
-  static int64_t pad_rows(int64_t rows) { return round_up(rows, kLane); }
-  static constexpr int64_t pad_steps(int64_t steps) { return round_up(steps, 2 * kLane); }
+  static int64_t pad_rows(int64_t rows) { return kByKeys ? rows : round_up(rows, kLane); }
+  static constexpr int64_t pad_steps(int64_t steps) {
+    return round_up(steps, kByKeys ? 4 : 2 * kLane);
+  }
   static int64_t pad_dim(int64_t dim) { return round_up(dim, 2 * kLane); }
   // Padding between rows of the left operand, so that the 16 rows of a tile map to different L1
   // sets. It makes the matmul with three parts 10 % faster.
@@ -233,6 +238,17 @@ class PairProduct {
       src = stage;
       stride = wide;
     }
+    if constexpr (kByKeys) {
+      uint32_t* const words = reinterpret_cast<uint32_t*>(buffer);
+      for (int64_t t = 0; t < high; t += 2) {
+        for (int64_t d = 0; d < wide; d += kLane) {
+          const T* const row = src + t * stride + d;
+          const Weight a = number(load_as<T>(row)), b = number(load_as<T>(row + stride));
+          store(words + t / 2 * wide + d, pair(a.part[0], b.part[0]));
+        }
+      }
+      return {buffer, wide, 0};
+    }
     const int64_t apart = high + kRowGap;
     for (int64_t t = 0; t < high; t += 2 * kLane) {
       for (int64_t d = 0; d < wide; d += kLane) {
@@ -250,15 +266,22 @@ class PairProduct {
     return {buffer, apart, wide * apart};
   }
 
-  static Right right_columns(const T* panel, int64_t dim, uint32_t* scratch, uint32_t* buffer) {
+  // The stride must be even.
+  static Right right_columns(const T* rows, int64_t stride, int64_t dim, uint32_t* scratch,
+                             uint32_t* buffer) {
     const int64_t wide = pad_dim(dim);
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(panel);
-    if (kParts > 1) {
-      split_row(panel, kRows * wide, reinterpret_cast<uint16_t*>(scratch), kRows * wide);
-      words = scratch;
+    if constexpr (kParts == 1) {
+      (void)scratch;
+      transpose(reinterpret_cast<const uint32_t*>(rows), stride / 2, kRows, wide / 2, buffer,
+                kRows);
+      return columns_view(buffer, dim);
+    }
+    for (int64_t r = 0; r < kRows; ++r) {
+      split_row(rows + r * stride, wide, reinterpret_cast<uint16_t*>(scratch) + r * wide,
+                kRows * wide);
     }
     for (int p = 0; p < kParts; ++p) {
-      transpose(words + p * kRows * wide / 2, wide / 2, kRows, wide / 2,
+      transpose(scratch + p * kRows * wide / 2, wide / 2, kRows, wide / 2,
                 buffer + p * kRows * wide / 2, kRows);
     }
     return columns_view(buffer, dim);
@@ -331,42 +354,40 @@ class PairProduct {
   static Right right_view(const uint32_t* data, int64_t part) { return {data, kRows, part}; }
 
 #if defined(__AMX_BF16__)
-  static int64_t calls(int64_t m, int64_t k) {
-    return 2 * ((m + 31) / 32) * ((k + 31) / 32) * PartProducts<kParts>::kCount;
-  }
+  static constexpr bool kFindsMaxima = false;
 #else
-  static int64_t calls(int64_t, int64_t) { return 0; }
+  static constexpr bool kFindsMaxima = true;
 #endif
-  template <Layout, Into kInto, int64_t kSteps = kSumSteps, class Meanwhile = const Nothing>
+  template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, float* c, int64_t ldc,
-                       const float* scale = nullptr, Meanwhile& meanwhile = kNothing) {
+                       float* columns = nullptr, Between& between = kNothing) {
 #if defined(__AMX_BF16__)
     int64_t r = 0;
     for (; r + 16 < m; r += 32) {
+      between();
       tile_block<kParts, true, kInto>(k, a.data + r * a.stride, a.stride, a.part, b.data, b.stride,
-                                      b.part, c + r * ldc, ldc, scale, meanwhile);
+                                      b.part, c + r * ldc, ldc, columns);
     }
     if (r < m) {
+      between();
       tile_block<kParts, false, kInto>(k, a.data + r * a.stride, a.stride, a.part, b.data, b.stride,
-                                       b.part, c + r * ldc, ldc, scale, meanwhile);
+                                       b.part, c + r * ldc, ldc, columns);
     }
 #elif defined(FUSED_ATTN_NEON_BF16)
     static_assert(kParts == 1, "three products of BFMMLA's are no faster than FMLA's one");
+    between();
     mmla_gemm<kInto>(m, pad_steps(k) / 2, reinterpret_cast<const uint32_t*>(a.data), a.stride / 2,
-                     b.data, b.stride, c, ldc, scale);
-    (void)meanwhile;
+                     b.data, b.stride, c, ldc, columns);
 #else
     static_assert(kParts == 1, "vdpbf16ps is as fast as multiply-add for two products at most");
-    gemm<BFloat16Pairs, Layout::kRowMajor, kInto, kAllSteps>(
-        m, (k + 1) / 2, reinterpret_cast<const uint32_t*>(a.data), a.stride / 2, b.data, b.stride,
-        c, ldc, scale);
-    (void)meanwhile;
+    gemm<BFloat16Pairs, kLayout, kInto, kAllSteps>(
+        m, (k + 1) / 2, reinterpret_cast<const uint32_t*>(a.data),
+        kLayout == Layout::kRowMajor ? a.stride / 2 : a.stride, b.data, b.stride, c, ldc, columns,
+        between);
 #endif
   }
 
  private:
-  static constexpr int64_t kAllSteps = int64_t{1} << 40;
-
   static Vec32 pair(Vec32 low, Vec32 high) { return low >> 16 | (high & 0xFFFF0000u); }
 
   // Splits values like weight(), but preserves infinity and NaN.

@@ -88,7 +88,7 @@ class TileGradients {
       // Applies the rounding residuals of lse and of score - lse as a factor, exp(-residual) = 1 -
       // residual. If added to the exponent, they would be lost in rounding.
       Vec<float> rounded, lost = broadcast(tile_.rows->lse_lost[r]);
-      if (kFull) {
+      if constexpr (kFull) {
         const Vec<float> below = score - lse;
         rounded = exp_nonpositive<float>(below, tile_.unit);
         lost += (score - (below + lse)) * tile_.unit.natural;

@@ -23,12 +23,16 @@ template <class A>
 constexpr int64_t kPanel = 2 * kLanes<A>;  // columns of B and C, which are queries or features
 
 // How the product A * B is stored. It is accumulated from zero and added to C at the end. This
-// costs no more than starting from C and rounds less.
+// costs no more than starting from C and rounds less. `columns` holds one number per column of C.
 enum class Into {
-  kStore,  // C = product
-  kAdd,    // C += product
-  kScale,  // C = C * scale + product, with one scale per column
+  kStore,         // C = product
+  kStoreMaximum,  // C = product, columns = max(columns, maximum of each column of C)
+  kAdd,           // C += product
+  kScale,         // C = C * columns + product
 };
+
+// Value of kSteps for a single sum over all steps.
+constexpr int64_t kAllSteps = int64_t{1} << 40;
 
 // Layout of A. Element (r, t) is a[r * lda + t] if kRowMajor, and a[t * lda + r] if kColumnMajor.
 enum class Layout { kRowMajor, kColumnMajor };
@@ -70,13 +74,11 @@ struct BFloat16Pairs {
 template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
 inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
-                      int64_t ldc, const typename Op::Result* scale) {
+                      int64_t ldc, typename Op::Result* columns) {
   using A = typename Op::Result;
   constexpr int kLane = kLanes<A>;
-  Vec<A> total[kRows][2] = {};
-  for (int64_t t = 0; t < k;) {
-    const int64_t end = k - t < kSteps ? k : t + kSteps;
-    Vec<A> sum[kRows][2] = {};
+  const auto add_steps = [=](int64_t t, int64_t end, Vec<A>(&sum)[kRows][2]) FUSED_ATTN_LAMBDA {
+#pragma GCC unroll 4
     for (; t < end; ++t) {
       const auto b0 = load(b + t * ldb), b1 = load(b + t * ldb + kLane);
 #pragma GCC unroll 16
@@ -86,46 +88,65 @@ inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
         sum[r][1] = Op::multiply_add(x, b1, sum[r][1]);
       }
     }
+  };
+  Vec<A> total[kRows][2] = {};
+  if constexpr (kSteps == kAllSteps) {
+    add_steps(0, k, total);
+  } else {
+    for (int64_t t = 0; t < k; t += kSteps) {
+      Vec<A> sum[kRows][2] = {};
+      add_steps(t, k - t < kSteps ? k : t + kSteps, sum);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      total[r][0] += sum[r][0];
-      total[r][1] += sum[r][1];
+      for (int r = 0; r < kRows; ++r) {
+        total[r][0] += sum[r][0];
+        total[r][1] += sum[r][1];
+      }
     }
+  }
+  for (int v = 0; kInto == Into::kStoreMaximum && v < 2; ++v) {
+    Vec<A> highest = load(columns + v * kLane);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) highest = max<A>(highest, total[r][v]);
+    store(columns + v * kLane, highest);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < 2; ++v) {
       A* const out = c + r * ldc + v * kLane;
       if (kInto == Into::kAdd) total[r][v] += load(out);
-      if (kInto == Into::kScale) total[r][v] += load(out) * load(scale + v * kLane);
+      if (kInto == Into::kScale) total[r][v] += load(out) * load(columns + v * kLane);
       store(out, total[r][v]);
     }
   }
 }
 
 // Computes rows [r, m) of C, kRows at a time as long as enough rows remain, then fewer at a time.
-template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
+template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps, class Between>
 inline void gemm_from(int64_t r, int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,
-                      int64_t ldc, const typename Op::Result* scale) {
+                      int64_t ldc, typename Op::Result* columns, Between& between) {
   const int64_t step = kLayout == Layout::kRowMajor ? lda : 1;
   for (; r + kRows <= m; r += kRows) {
+    between();
     gemm_rows<Op, kRows, kLayout, kInto, kSteps>(k, a + r * step, lda, b, ldb, c + r * ldc, ldc,
-                                                 scale);
+                                                 columns);
   }
   if constexpr (kRows > 1) {
     constexpr int kFewer = kRows > 4 ? 4 : kRows / 2;
-    if (r < m)
-      gemm_from<Op, kFewer, kLayout, kInto, kSteps>(r, m, k, a, lda, b, ldb, c, ldc, scale);
+    if (r < m) {
+      gemm_from<Op, kFewer, kLayout, kInto, kSteps>(r, m, k, a, lda, b, ldb, c, ldc, columns,
+                                                    between);
+    }
   }
 }
 
-// Computes all m rows of C.
-template <class Op, Layout kLayout, Into kInto, int64_t kSteps>
+// Computes all m rows of C. Calls between() before each group of rows.
+template <class Op, Layout kLayout, Into kInto, int64_t kSteps, class Between>
 inline void gemm(int64_t m, int64_t k, const typename Op::Element* a, int64_t lda,
                  const typename Op::Element* b, int64_t ldb, typename Op::Result* c, int64_t ldc,
-                 const typename Op::Result* scale) {
-  gemm_from<Op, kMicroRows, kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc, scale);
+                 typename Op::Result* columns, Between& between) {
+  gemm_from<Op, kMicroRows, kLayout, kInto, kSteps>(0, m, k, a, lda, b, ldb, c, ldc, columns,
+                                                    between);
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ inline bfloat16x8_t zip_words(Vec32 a, Vec32 b, bool upper) {
 // from A but not written to C. `words` must be even.
 template <int kPairs, Into kInto>
 inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
-                      float* c, int64_t ldc, const float* scale, bool last_is_one) {
+                      float* c, int64_t ldc, float* columns, bool last_is_one) {
   RowPair sums[kPairs] = {};
   for (int64_t w = 0; w < words; w += 2) {
     bfloat16x8_t lanes[4];
@@ -66,7 +66,9 @@ inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint3
       float* const out = c + r * ldc + v * kLanes<float>;
       Vec<float> sum = sums[r / 2].lanes(r % 2, v);
       if (kInto == Into::kAdd) sum += load(out);
-      if (kInto == Into::kScale) sum += load(out) * load(scale + v * kLanes<float>);
+      float* const column = columns + v * kLanes<float>;
+      if (kInto == Into::kScale) sum += load(out) * load(column);
+      if (kInto == Into::kStoreMaximum) store(column, max<float>(load(column), sum));
       store(out, sum);
     }
   }
@@ -75,13 +77,13 @@ inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint3
 // Computes C (m, 8). A must have an even number of readable rows.
 template <Into kInto>
 inline void mmla_gemm(int64_t m, int64_t words, const uint32_t* a, int64_t lda, const uint32_t* b,
-                      int64_t ldb, float* c, int64_t ldc, const float* scale) {
+                      int64_t ldb, float* c, int64_t ldc, float* columns) {
   int64_t r = 0;
   for (; r + 8 <= m; r += 8) {
-    mmla_rows<4, kInto>(words, a + r * lda, lda, b, ldb, c + r * ldc, ldc, scale, false);
+    mmla_rows<4, kInto>(words, a + r * lda, lda, b, ldb, c + r * ldc, ldc, columns, false);
   }
   for (; r < m; r += 2) {
-    mmla_rows<1, kInto>(words, a + r * lda, lda, b, ldb, c + r * ldc, ldc, scale, r + 1 == m);
+    mmla_rows<1, kInto>(words, a + r * lda, lda, b, ldb, c + r * ldc, ldc, columns, r + 1 == m);
   }
 }
 #endif

@@ -20,6 +20,7 @@
 
 // For code in inner loops or interleaved with MMAs, where a call would spill all vector registers.
 #define FUSED_ATTN_INLINE inline __attribute__((always_inline))
+#define FUSED_ATTN_LAMBDA __attribute__((always_inline))
 
 namespace fused_attn {
 namespace {

@@ -90,29 +90,35 @@ using Wide = typename WideOf<T>::type;
 // Precision of exp, named after the type in which the weights are multiplied.
 enum class Precision { kBFloat16, kHalf, kFull };
 
-#if defined(__AVX512DQ__)
-// Minimax polynomials (relative error) for 2^r on [0, 1] that are 1 at 0. kPoly holds the
-// coefficients of r, r^2, ...
-//
-// The coefficients for the 16-bit types add up to 1 in float arithmetic, so both ends are exact.
-// Nearly equal scores, whose r is near 0 or 1, then have an lse as accurate as in eager attention.
-// The error elsewhere is a fifth larger.
+// Minimax polynomials (relative error) for 2^r that are 1 at 0. kPoly holds the coefficients of r,
+// r^2, ...
 template <Precision kPrecision>
-struct Exp2Poly;
+struct Exp2Poly;  // on [-0.5, 0.5]
 template <>
-struct Exp2Poly<Precision::kBFloat16> {  // error 1.03e-4, a twentieth of bfloat16's rounding error
-  static constexpr float kPoly[] = {0.6954243183135986f, 0.226307675242424f, 0.07826796919107437f};
-};
-template <>
-struct Exp2Poly<Precision::kHalf> {  // error 3.4e-6
-  static constexpr float kPoly[] = {0.6930321455001831f, 0.2413797676563263f, 0.05203237012028694f,
-                                    0.013555747456848621f};
+struct Exp2Poly<Precision::kBFloat16> {  // error 1.01e-4, a twentieth of bfloat16's rounding error
+  static constexpr float kPoly[] = {0.6932829022407532f, 0.24221095442771912f,
+                                    0.05500893294811249f};
 };
 template <>
 struct Exp2Poly<Precision::kFull> {  // error 2.0e-9, or 6.4e-8 with rounding
-  static constexpr float kPoly[] = {0.6931470632553101f,    0.2402293086051941f,
-                                    0.055485282093286514f,  0.009675451554358006f,
-                                    0.0012467845808714628f, 0.0002161291631637141f};
+  static constexpr float kPoly[] = {0.6931471824645996f,    0.24022647738456726f,
+                                    0.055503323674201965f,  0.00961843691766262f,
+                                    0.0013398873852565885f, 0.00015353361959569156f};
+};
+#if defined(__AMX_BF16__)
+// The coefficients add up to 1 in float arithmetic, so both ends are exact. Nearly equal scores,
+// whose r is near 0 or 1, then have an lse as accurate as in eager attention. The error elsewhere
+// is a fifth larger.
+template <Precision kPrecision>
+struct Exp2FloorPoly;  // on [0, 1]
+template <>
+struct Exp2FloorPoly<Precision::kBFloat16> {  // error 1.03e-4
+  static constexpr float kPoly[] = {0.6954243183135986f, 0.226307675242424f, 0.07826796919107437f};
+};
+template <>
+struct Exp2FloorPoly<Precision::kHalf> {  // error 3.4e-6
+  static constexpr float kPoly[] = {0.6930321455001831f, 0.2413797676563263f, 0.05203237012028694f,
+                                    0.013555747456848621f};
 };
 #endif
 
@@ -130,55 +136,102 @@ struct ExpUnit {
   A natural, high, low;
 };
 
-#if defined(__AVX512DQ__)
-// Returns 2^y with the error of Exp2Poly. y must be NaN or at most slightly positive. If 2^y is
-// subnormal, the result may be any number from 0 to 2^y, because MMAs flush subnormals to 0.
+#if defined(__AMX_BF16__)
+// Returns 2^y with the error of Exp2FloorPoly. y must be NaN or at most slightly positive. If 2^y
+// is subnormal, the result may be any number from 0 to 2^y, because MMAs flush subnormals to 0.
 template <Precision kPrecision>
 FUSED_ATTN_INLINE Vec<float> exp2_rough(Vec<float> y) {
-  constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
-  constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
   // VREDUCEPS returns y - floor(y), and VSCALEFPS scales by 2^floor(y). Both handle infinities.
   const Vec<float> r = (Vec<float>)_mm512_reduce_ps((__m512)y, 0x09);
+  constexpr auto& kPoly = Exp2FloorPoly<kPrecision>::kPoly;
+  constexpr int kDegree = sizeof(kPoly) / sizeof(float);
   Vec<float> p = broadcast<float>(kPoly[kDegree - 1]);
   for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
   return (Vec<float>)_mm512_scalef_ps((__m512)(p * r + 1.f), (__m512)y);
 }
 #endif
 
-// Returns exp(x * unit). x must be NaN or at most slightly positive.
+#if defined(FUSED_ATTN_FMA)
+// Replaces each x by exp(x * unit), with the error of Exp2Poly. Adding kRound rounds the exponent
+// to the integer n, whose bits are then added to the exponent field of 2^(x * unit - n). On AMD Zen
+// 4 and 5, this is faster than VREDUCEPS and VSCALEFPS, which take two multiply-adds each.
+//
+// Each step is computed for all vectors before the next. A vector's steps depend on each other, and
+// the processor looks only about a hundred instructions ahead for independent ones.
+template <Precision kPrecision, int kCount>
+FUSED_ATTN_INLINE void exp2_nearest(Vec<float> (&x)[kCount], const ExpUnit<float>& unit) {
+  using C = ExpConstants<float>;
+  constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
+  constexpr int kDegree = sizeof(kPoly) / sizeof(float);
+  constexpr float kLowest = C::kRound + C::kUnderflow;
+  const Vec<float> high = broadcast<float>(unit.high), low = broadcast<float>(unit.low);
+  const Vec<float> round = broadcast<float>(C::kRound);
+  Vec<float> shifted[kCount], r[kCount], p[kCount];
+  for (int i = 0; i < kCount; ++i) shifted[i] = fused_multiply_add<float>(x[i], high, round);
+  for (int i = 0; i < kCount; ++i) r[i] = shifted[i] - round;
+  for (int i = 0; i < kCount; ++i) r[i] = fused_multiply_add<float>(x[i], high, -r[i]);
+  for (int i = 0; kPrecision == Precision::kFull && i < kCount; ++i) r[i] += x[i] * low;
+  for (int i = 0; i < kCount; ++i) p[i] = broadcast<float>(kPoly[kDegree - 1]);
+  for (int d = kDegree - 2; d >= 0; --d) {
+    for (int i = 0; i < kCount; ++i) p[i] = p[i] * r[i] + kPoly[d];
+  }
+  for (int i = 0; i < kCount; ++i) p[i] = p[i] * r[i] + 1.f;
+  for (int i = 0; i < kCount; ++i) {
+    const Vec32 result = (Vec32)p[i] + ((Vec32)shifted[i] << C::kMantissaBits);
+#if defined(__AVX512F__)
+    // The comparison is true for NaN.
+    const __mmask16 normal =
+        _mm512_cmp_ps_mask((__m512)shifted[i], _mm512_set1_ps(kLowest), _CMP_NLT_UQ);
+    x[i] = (Vec<float>)_mm512_maskz_mov_epi32(normal, (__m512i)result);
+#else
+    x[i] = shifted[i] < kLowest ? Vec<float>{} : (Vec<float>)result;
+#endif
+  }
+}
+#endif
+
+// Replaces each x by exp(x * unit). x must be NaN or at most slightly positive.
 //
 // With kFull, the result is as accurate as x at any magnitude, because x * unit is not rounded. If
-// the exact result is subnormal, 0 is returned. With less precision, any number from 0 to the exact
-// result may then be returned, because MMAs flush subnormals to 0.
-template <class A, Precision kPrecision = Precision::kFull>
-FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
-#if defined(__AVX512DQ__)
+// the exact result is subnormal, any number from 0 to the exact result may be returned.
+template <class A, Precision kPrecision = Precision::kFull, int kCount>
+FUSED_ATTN_INLINE void exp_nonpositive(Vec<A> (&x)[kCount], const ExpUnit<A>& unit) {
+#if defined(FUSED_ATTN_FMA)
   if constexpr (sizeof(A) == 4) {
-    const Vec<A> y = x * unit.high;
-    if constexpr (kPrecision != Precision::kFull) return exp2_rough<kPrecision>(y);
-    constexpr auto& kPoly = Exp2Poly<kPrecision>::kPoly;
-    constexpr int kDegree = sizeof(kPoly) / sizeof(kPoly[0]);
-    const Vec<A> r = (Vec<A>)_mm512_reduce_ps((__m512)y, 0x09) + x * unit.low +
-                     fused_multiply_add<A>(x, broadcast<A>(unit.high), -y);
-    Vec<A> p = broadcast<A>(kPoly[kDegree - 1]);
-    for (int i = kDegree - 2; i >= 0; --i) p = p * r + kPoly[i];
-    p = p * r + A(1);
-    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)y, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
-    return (Vec<A>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)y);
+#if defined(__AMX_BF16__)
+    if constexpr (kPrecision != Precision::kFull) {
+      for (Vec<A>& each : x) each = exp2_rough<kPrecision>(each * unit.high);
+    } else {
+      exp2_nearest<kPrecision>(x, unit);
+    }
+#else
+    exp2_nearest<kPrecision>(x, unit);
+#endif
+    return;
   }
 #endif
+  for (Vec<A>& each : x) {
+    using C = ExpConstants<A>;
 #if defined(FUSED_ATTN_FMA)
-  using C = ExpConstants<A>;
-  using VecU = Vec<typename C::Bits>;
-  const Vec<A> shifted = x * unit.high + C::kRound;
-  const Vec<A> n = shifted - C::kRound;
-  const Vec<A> rest = fused_multiply_add<A>(x, broadcast<A>(unit.high), -n) + x * unit.low;
-  const ReducedExp<A> e =
-      expm1_near_0<A>(rest * C::kLn2, ((VecU)shifted << C::kMantissaBits) + C::kOne);
+    using VecU = Vec<typename C::Bits>;
+    const Vec<A> shifted = each * unit.high + C::kRound;
+    const Vec<A> n = shifted - C::kRound;
+    const Vec<A> rest = fused_multiply_add<A>(each, broadcast<A>(unit.high), -n) + each * unit.low;
+    const ReducedExp<A> e =
+        expm1_near_0<A>(rest * C::kLn2, ((VecU)shifted << C::kMantissaBits) + C::kOne);
 #else
-  const ReducedExp<A> e = reduced_exp<A>(x * unit.natural);
+    const ReducedExp<A> e = reduced_exp<A>(each * unit.natural);
 #endif
-  return x * unit.high < ExpConstants<A>::kUnderflow ? Vec<A>{} : e.power * e.expm1 + e.power;
+    each = each * unit.high < C::kUnderflow ? Vec<A>{} : e.power * e.expm1 + e.power;
+  }
+}
+
+// Returns exp(x * unit) of one vector.
+template <class A, Precision kPrecision = Precision::kFull>
+FUSED_ATTN_INLINE Vec<A> exp_nonpositive(Vec<A> x, const ExpUnit<A>& unit) {
+  Vec<A> one[1] = {x};
+  exp_nonpositive<A, kPrecision>(one, unit);
+  return one[0];
 }
 
 // Returns tanh(x) = t / (t + 2) with t = expm1(2x), which is accurate to a small relative error

@@ -144,14 +144,22 @@ class AttentionBwdBias : BwdTile<T> {
     const int64_t i = query_tile * kRows;
     const int64_t rows = strides[2] == 0 ? 1 : min64(kRows, p_.seqlen_q - i);
     A* const out = static_cast<A*>(bwd_.grad_bias) + (bias_head * bias_rows + i) * columns;
-    for (int64_t j = 0; j < columns; ++j) {
+    if (strides[3] == 0) {
       Wide<A> all = 0;
       for (int64_t l = 0; l < kRows; ++l) {
-        const Wide<A> sum = strides[3] == 0 ? row_sum_[l] : Wide<A>(sum_[j * kRows + l]);
-        all += sum;
-        if (strides[2] != 0 && l < rows) out[l * columns + j] = static_cast<A>(sum);
+        all += row_sum_[l];
+        if (strides[2] != 0 && l < rows) out[l] = static_cast<A>(row_sum_[l]);
       }
-      if (strides[2] == 0) out[j] = static_cast<A>(all);
+      if (strides[2] == 0) out[0] = static_cast<A>(all);
+      return;
+    }
+    if (strides[2] != 0) {
+      return write_query_tile<A>(sum_, columns, rows, grads_, {out, columns, false}, 0);
+    }
+    for (int64_t j = 0; j < columns; ++j) {
+      Wide<A> all = 0;
+      for (int64_t l = 0; l < kRows; ++l) all += sum_[j * kRows + l];
+      out[j] = static_cast<A>(all);
     }
   }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/kernels/column_softmax.h"
+#include "cpu/kernels/head_prefetch.h"
 
 namespace fused_attn {
 namespace {
@@ -39,6 +40,7 @@ class AttentionFwd {
         const int64_t b = head / p.num_heads, first = group * per_task;
         const int64_t sequence_query_tiles = div_up(query_rows(p, b).count, kRows);
         const int64_t count = min64(per_task, sequence_query_tiles - first);
+        self.prefetch_head(per_head == 1 ? head + p.num_threads : heads);
         if (ok && count > 0) self.head_query_tiles(b, head % p.num_heads, first, count);
       });
       return ok;
@@ -67,7 +69,14 @@ class AttentionFwd {
   };
 
   AttentionFwd(const AttentionParams& p, const MaskView<A>& mask)
-      : p_(p), mask_(mask), units_(p), unit_(units_.natural) {}
+      : p_(p),
+        mask_(mask),
+        units_(p),
+        unit_(units_.natural),
+        prefetch_(operand_bytes<T>(p), p.batch * p.num_heads, max64(p.seqlen_q, p.seqlen_k),
+                  div_up(p.seqlen_q, kRows) *
+                      (div_up(p.seqlen_k, kMicroRows) +
+                       div_up(p.seqlen_k, kBlockN) * div_up(p.head_dim_v, kMicroRows))) {}
 
   void place(int64_t query_tiles) {
     const int64_t wide = P::pad_dim(p_.head_dim), wide_v = P::pad_dim(p_.head_dim_v);
@@ -93,6 +102,22 @@ class AttentionFwd {
 
   bool allocate(int64_t query_tiles) {
     return arena_.layout([&] { place(query_tiles); });
+  }
+
+  // Starts to prefetch a head, counted over all sequences, if it exists.
+  void prefetch_head(int64_t head) {
+    const int64_t b = head / p_.num_heads, h = head % p_.num_heads;
+    if (!prefetch_.begin(b < p_.batch)) return;
+    const int64_t h_kv = h / (p_.num_heads / p_.num_heads_kv);
+    const SequenceRows queries = query_rows(p_, b), keys = key_rows(p_, b);
+    const auto add = [&](const void* data, const int64_t strides[3], const SequenceRows& rows,
+                         int64_t of, int64_t dim, bool written) {
+      prefetch_.add(at_head<T>(data, strides, rows, of), strides[2], rows.count, dim, written);
+    };
+    add(p_.query, p_.query_strides, queries, h, p_.head_dim, false);
+    add(p_.key, p_.key_strides, keys, h_kv, p_.head_dim, false);
+    add(p_.value, p_.value_strides, keys, h_kv, p_.head_dim_v, false);
+    add(p_.out, p_.out_strides, queries, h, p_.head_dim_v, true);
   }
 
   void head_query_tiles(int64_t b, int64_t h, int64_t first, int64_t count) {
@@ -189,11 +214,11 @@ class AttentionFwd {
     if constexpr (P::kFindsMaxima) {
       if (finished) {
         return P::template multiply<Layout::kRowMajor, Into::kStoreMaximum>(
-            n, p_.head_dim, key, query, scores_, kRows, highest);
+            n, p_.head_dim, key, query, scores_, kRows, highest, prefetch_);
       }
     }
     P::template multiply<Layout::kRowMajor, Into::kStore>(n, p_.head_dim, key, query, scores_,
-                                                          kRows);
+                                                          kRows, nullptr, prefetch_);
     if (!finished) {
       finish_scores<T>(p_, mask_, units_, tile.kind, tile.at, scores_, nullptr, bias_);
     }
@@ -210,11 +235,13 @@ class AttentionFwd {
     const int64_t m = p_.head_dim_v, n = tile.at.n;
     constexpr Layout kLayout = Layout::kColumnMajor;
     if (!tile.query_tile->has_out) {
-      P::template multiply<kLayout, Into::kStore>(m, n, value, right, out, kRows);
+      P::template multiply<kLayout, Into::kStore>(m, n, value, right, out, kRows, nullptr,
+                                                  prefetch_);
     } else if (factors != nullptr) {
-      P::template multiply<kLayout, Into::kScale>(m, n, value, right, out, kRows, factors);
+      P::template multiply<kLayout, Into::kScale>(m, n, value, right, out, kRows, factors,
+                                                  prefetch_);
     } else {
-      P::template multiply<kLayout, Into::kAdd>(m, n, value, right, out, kRows);
+      P::template multiply<kLayout, Into::kAdd>(m, n, value, right, out, kRows, nullptr, prefetch_);
     }
   }
 
@@ -264,6 +291,7 @@ class AttentionFwd {
   const MaskView<A>& mask_;
   const ScoreUnits units_;
   const ExpUnit<A> unit_;  // unit of the scores
+  HeadPrefetch prefetch_;
   Arena arena_;
   typename P::Registers registers_;
   SequenceRows queries_{};  // query rows of the current sequence

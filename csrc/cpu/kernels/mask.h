@@ -83,7 +83,7 @@ class MaskView {
     add_bias(b, h, i_begin, j_begin, n, scores, stage);
     if (mask_->slopes != nullptr) add_alibi(b, h, i_begin, j_begin, n, scores);
     uint32_t words[kBlockN];
-    visible_words(b, h, i_begin, j_begin, n, words);
+    if (!visible_words(b, h, i_begin, j_begin, n, words)) return;
     for (int64_t t = 0; t < n; ++t) {
       for (int v = 0; v < 2; ++v) {
         A* const at = scores + t * kRows + v * kLane;
@@ -156,19 +156,37 @@ class MaskView {
       }
       return;
     }
-    const int64_t rows = min64(kRows, num_queries(b) - i_begin);
-    A row[kRows * kBiasKeys];
+    transpose_bias(base, t.strides, min64(kRows, num_queries(b) - i_begin), n, stage);
+    for (int64_t at = 0; at < n * kRows; at += kLane) add_to(load(stage + at), scores + at);
+  }
+
+  // Stores the bias of `rows` queries and n keys in stage, (n, kRows). The lanes after the last
+  // query repeat it.
+  template <class B>
+  static void transpose_bias(const B* bias, const int64_t strides[4], int64_t rows, int64_t n,
+                             A* stage) {
+    constexpr bool kConverts = sizeof(B) != sizeof(A);
+    if constexpr (!kConverts) {
+      if (strides[3] == 1 && rows == kRows) {
+        return transpose(bias, strides[2], kRows, n, stage, kRows);
+      }
+    }
+    alignas(64) A row[kRows * kBiasKeys];
     for (int64_t j = 0; j < n; j += kBiasKeys) {
       const int64_t keys = min64(kBiasKeys, n - j);
       for (int64_t l = 0; l < kRows; ++l) {
-        const B* const src = base + min64(l, rows - 1) * t.strides[2] + j * t.strides[3];
-        for (int64_t e = 0; e < keys; ++e) {
-          row[l * kBiasKeys + e] = static_cast<A>(to_acc(src[e * t.strides[3]]));
+        const B* const src = bias + min64(l, rows - 1) * strides[2] + j * strides[3];
+        A* const dst = row + l * kBiasKeys;
+        if constexpr (sizeof(Acc<B>) == sizeof(A)) {
+          if (strides[3] == 1) {
+            load_row(src, keys, dst);
+            continue;
+          }
         }
+        for (int64_t e = 0; e < keys; ++e) dst[e] = static_cast<A>(to_acc(src[e * strides[3]]));
       }
       transpose(row, kBiasKeys, kRows, keys, stage + j * kRows, kRows);
     }
-    for (int64_t at = 0; at < n * kRows; at += kLane) add_to(load(stage + at), scores + at);
   }
 
   static void add_to(Vec<A> bias, A* scores) {
@@ -195,10 +213,21 @@ class MaskView {
   }
 
   // Sets bit l of words[t] if key j_begin + t is visible to query i_begin + l. Does not apply
-  // biases.
-  void visible_words(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
+  // biases. Returns false if all keys are visible; `words` is then undefined.
+  bool visible_words(int64_t b, int64_t h, int64_t i_begin, int64_t j_begin, int64_t n,
                      uint32_t* words) const {
-    bound_words(bounds(b), i_begin, j_begin, n, words);
+    const SequenceBounds s = bounds(b);
+    const int64_t i_end = min64(i_begin + kRows, num_queries(b));
+    const bool bounded = classify_bounds(s, i_begin, i_end, j_begin, j_begin + n) != Tile::kFull;
+    if (!bounded && query_ids_ == nullptr && mask_->key_mask.data == nullptr &&
+        mask_->dense.data == nullptr) {
+      return false;
+    }
+    if (bounded) {
+      bound_words(s, i_begin, j_begin, n, words);
+    } else {
+      for (int64_t t = 0; t < n; ++t) words[t] = ~uint32_t{0};
+    }
     if (query_ids_ != nullptr) and_documents(b, i_begin, j_begin, n, words);
     const DenseTensor& keys = mask_->key_mask;
     if (keys.data != nullptr) {
@@ -207,6 +236,7 @@ class MaskView {
       for (int64_t t = 0; t < n; ++t) words[t] = visible[t * keys.strides[3]] != 0 ? words[t] : 0;
     }
     if (mask_->dense.data != nullptr) and_dense(b, h, i_begin, j_begin, n, words);
+    return true;
   }
 
   // Computes visible_words() for the structural mask. The visible keys of a row form one interval,

@@ -243,8 +243,8 @@ class PairProduct {
       for (int64_t t = 0; t < high; t += 2) {
         for (int64_t d = 0; d < wide; d += kLane) {
           const T* const row = src + t * stride + d;
-          const Weight a = number(load_as<T>(row)), b = number(load_as<T>(row + stride));
-          store(words + t / 2 * wide + d, pair(a.part[0], b.part[0]));
+          store(words + t / 2 * wide + d,
+                pair((Vec32)load_as<T>(row), (Vec32)load_as<T>(row + stride)));
         }
       }
       return {buffer, wide, 0};

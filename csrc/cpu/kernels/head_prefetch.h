@@ -1,0 +1,77 @@
+// Prefetches the operands of the next head while a head is computed.
+//
+// In a batch of short sequences, each head is read from L3 or memory once, and its few rows end
+// before the processor's own prefetching has adapted to them.
+#pragma once
+
+#include "cpu/kernels/attention_common.h"
+
+namespace fused_attn {
+namespace {
+
+class HeadPrefetch {
+  // Two heads of kMaxBytes fit in L2: the current one and the next. Operands of less than kMinBytes
+  // are in L3 often enough that prefetching does not pay off. On AMD Zen 5 (32 MiB of L3), it takes
+  // 0.85 times the time for 24 MiB (32 x 12 heads of 128 x 32 in float32), and 1.03 for 12 MiB.
+  static constexpr int64_t kMaxBytes = int64_t{256} << 10, kMinBytes = int64_t{16} << 20;
+
+ public:
+  // bytes: size of all operands and results of `heads` heads.
+  // rows: maximum number of rows of an operand of a head.
+  // calls: expected number of calls of the operator per head.
+  HeadPrefetch(int64_t bytes, int64_t heads, int64_t rows, int64_t calls)
+      : wanted_(bytes >= kMinBytes && bytes / max64(heads, 1) <= kMaxBytes),
+        rows_per_call_(div_up(rows, max64(calls, 1))) {}
+
+  // Starts to prefetch another head. Returns false if nothing should be added.
+  bool begin(bool exists) {
+    row_ = end_ = count_ = 0;
+    return wanted_ && exists;
+  }
+
+  // Adds the rows of an operand or, if `written`, of a result. The stride is in elements.
+  template <class T>
+  void add(const T* first, int64_t stride, int64_t rows, int64_t dim, bool written = false) {
+    constexpr int64_t kSize = sizeof(T);
+    if (first == nullptr || count_ == kMaxOperands) return;
+    operands_[count_++] = {reinterpret_cast<const char*>(first), stride * kSize, rows, dim * kSize,
+                           written};
+    end_ = max64(end_, rows);
+  }
+
+  // Prefetches a few rows of each operand into L2.
+  void operator()() {
+    if (__builtin_expect(row_ < end_, 0)) prefetch();
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;  // bytes of a cache line
+  static constexpr int kMaxOperands = 10;
+
+  __attribute__((noinline)) void prefetch() {
+    for (const int64_t until = min64(row_ + rows_per_call_, end_); row_ < until; ++row_) {
+      for (int i = 0; i < count_; ++i) {
+        const Operand& operand = operands_[i];
+        const char* const row = operand.first + row_ * operand.stride;
+        for (int64_t at = 0; row_ < operand.rows && at < operand.bytes; at += kLine) {
+          operand.written ? __builtin_prefetch(row + at, 1, 2) : __builtin_prefetch(row + at, 0, 2);
+        }
+      }
+    }
+  }
+
+  struct Operand {
+    const char* first;
+    int64_t stride, rows, bytes;  // stride between rows and size of a row, in bytes
+    bool written;
+  };
+
+  const bool wanted_;
+  const int64_t rows_per_call_;
+  int64_t row_ = 0, end_ = 0;
+  int count_ = 0;
+  Operand operands_[kMaxOperands];
+};
+
+}  // namespace
+}  // namespace fused_attn

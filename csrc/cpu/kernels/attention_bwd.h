@@ -70,6 +70,7 @@ class AttentionBwd : BwdTile<T> {
         const int64_t num_keys = key_rows(p, head / p.num_heads_kv).count;
         const int64_t begin = min64(split * per_split * kBlockN, num_keys);
         const int64_t end = min64(begin + per_split * kBlockN, num_keys);
+        self.prefetch_head(splits == 1 ? head + p.num_threads : heads);
         A* const split_grad_query =
             splits == 1 ? nullptr : grad_query + (head * group * splits + split) * part;
         self.keys(head / p.num_heads_kv, head % p.num_heads_kv, begin, end, split_grad_query,
@@ -92,7 +93,36 @@ class AttentionBwd : BwdTile<T> {
   }
 
  private:
-  using Base::Base;
+  AttentionBwd(const AttentionBwdParams& bwd, const MaskView<A>& mask) : Base(bwd, mask) {
+    const int64_t calls = div_up(p_.seqlen_q, kRows) *
+                          (2 * div_up(p_.seqlen_k, kMicroRows) +
+                           div_up(p_.seqlen_k, kBlockN) * div_up(p_.head_dim, kMicroRows));
+    this->prefetch_ = HeadPrefetch(2 * operand_bytes<T>(p_), p_.batch * p_.num_heads,
+                                   max64(p_.seqlen_q, p_.seqlen_k), calls);
+  }
+
+  // Starts to prefetch a key/value head, counted over all sequences, and its first query head.
+  void prefetch_head(int64_t head) {
+    const int64_t b = head / p_.num_heads_kv, h_kv = head % p_.num_heads_kv;
+    if (!this->prefetch_.begin(b < p_.batch)) return;
+    const int64_t h = h_kv * (p_.num_heads / p_.num_heads_kv);
+    const SequenceRows queries = query_rows(p_, b), keys = key_rows(p_, b);
+    const auto add = [&](const void* data, const int64_t strides[3], bool of_keys, int64_t dim,
+                         bool written) {
+      const SequenceRows& rows = of_keys ? keys : queries;
+      const T* const first = at_head<T>(data, strides, rows, of_keys ? h_kv : h);
+      this->prefetch_.add(first, strides[2], rows.count, dim, written);
+    };
+    add(p_.query, p_.query_strides, false, p_.head_dim, false);
+    add(p_.key, p_.key_strides, true, p_.head_dim, false);
+    add(p_.value, p_.value_strides, true, p_.head_dim_v, false);
+    add(p_.out, p_.out_strides, false, p_.head_dim_v, false);
+    add(bwd_.grad_out, bwd_.grad_out_strides, false, p_.head_dim_v, false);
+    if (p_.partial) return;  // its gradients may be wider than T
+    add(bwd_.grad_query, bwd_.grad_query_strides, false, p_.head_dim, true);
+    add(bwd_.grad_key, bwd_.grad_key_strides, true, p_.head_dim, true);
+    add(bwd_.grad_value, bwd_.grad_value_strides, true, p_.head_dim_v, true);
+  }
 
   void place(int64_t query_tiles, int64_t keys, bool has_grad_query) {
     const int64_t query_tile_size =
@@ -223,7 +253,8 @@ class AttentionBwd : BwdTile<T> {
     }
     A* const out = grad_query + (chunk_begin_ + slot) * wide_ * kRows;
     P::template multiply<Layout::kColumnMajor, Into::kAdd>(
-        p_.head_dim, tile.n, key_columns_.left.from_key(offset), grads_view(offset), out, kRows);
+        p_.head_dim, tile.n, key_columns_.left.from_key(offset), grads_view(offset), out, kRows,
+        nullptr, this->prefetch_);
     if (nonfinite) {
       key_columns_.add_nonfinite(offset, offset + tile.n, p_.head_dim, numbers, out);
     }

@@ -2,7 +2,7 @@
 // gradients of its scores.
 #pragma once
 
-#include "cpu/kernels/attention_common.h"
+#include "cpu/kernels/head_prefetch.h"
 
 namespace fused_attn {
 namespace {
@@ -24,6 +24,7 @@ class BwdTile {
         mask_(mask),
         units_(p_),
         unit_(units_.natural),
+        dropout_(p_),
         wide_(P::pad_dim(p_.head_dim)),
         wide_v_(P::pad_dim(p_.head_dim_v)) {}
 
@@ -126,17 +127,18 @@ class BwdTile {
   void tile_gradients(Tile kind, const TileAt& at, int64_t slot, const typename P::Left& key,
                       const typename P::Left& value, const Use& use) {
     P::template multiply<Layout::kRowMajor, Into::kStore>(
-        at.n, p_.head_dim, key, P::columns_view(query_at(slot), p_.head_dim), scores_, kRows);
+        at.n, p_.head_dim, key, P::columns_view(query_at(slot), p_.head_dim), scores_, kRows,
+        nullptr, prefetch_);
     finish_scores<T>(p_, mask_, units_, kind, at, scores_, cap_slope_, bias_);
     P::template multiply<Layout::kRowMajor, Into::kStore, kShortSumSteps>(
         at.n, p_.head_dim_v, value, P::columns_view(grad_out_at(slot), p_.head_dim_v), grad_scores_,
-        kRows);
+        kRows, nullptr, prefetch_);
     if (bwd_.grad_weights != nullptr) add_grad_weights(at);
     const bool dropout = p_.dropout_p > 0, plain = !dropout && bwd_.grad_lse == nullptr;
-    const DropoutAt dropped_at = dropout ? dropout_at(p_, at) : DropoutAt{};
-    uint32_t keep[kDecisions];
+    uint32_t keep[kBlockN];
     const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
     const int64_t steps = P::pad_steps(at.n);
+    if (dropout) dropout_.keep(at, steps, keep);
     const bool guard = kind == Tile::kPartial || steps != at.n;
     Vec<A> lse[2], lse_lost[2], delta[2], grad_lse[2];
     for (int v = 0; v < 2; ++v) {
@@ -146,27 +148,29 @@ class BwdTile {
       grad_lse[v] = load(grad_lse_ + slot * kRows + v * kLane);
     }
     for (int64_t t = 0; t < steps; t += 2) {
-      if (dropout && t % kDecisions == 0) dropout_words<A>(p_, dropped_at, t, keep);
-      Vec<A> weight[2][2], kept[2][2], grad[2][2];
+      Vec<A> weight[2][2], kept[2][2], grad[2][2], below[4], rounded[4];
+      for (int x = 0; x < 4; ++x) {
+        below[x] = rounded[x] = load(scores_ + t * kRows + x * kLane) - lse[x % 2];
+      }
+      exp_nonpositive<A, kPrecision<T>>(rounded, unit_);
       for (int r = 0; r < 2; ++r) {
         for (int v = 0; v < 2; ++v) {
           const int64_t e = (t + r) * kRows + v * kLane;
-          const Vec<A> score = load(scores_ + e), below = score - lse[v];
-          const Vec<A> rounded = exp_nonpositive<A, kPrecision<T>>(below, unit_);
           // Apply the rounding residuals of lse and of the difference as a factor. Added to the
           // exponent, they would be rounded away.
+          const int x = 2 * r + v;
           Vec<A> lost = lse_lost[v];
           if (kPrecision<T> == Precision::kFull) {
-            lost += (score - (below + lse[v])) * unit_.natural;
-            lost = rounded == 0 ? Vec<A>{} : lost;  // it is NaN for masked scores
+            lost += (load(scores_ + e) - (below[x] + lse[v])) * unit_.natural;
+            lost = rounded[x] == 0 ? Vec<A>{} : lost;  // it is NaN for masked scores
           }
-          weight[r][v] = kept[r][v] = rounded + rounded * lost;
+          weight[r][v] = kept[r][v] = rounded[x] + rounded[x] * lost;
           Vec<A> g = load(grad_scores_ + e);
           if (plain) {
             g = weight[r][v] * (g - delta[v]);
           } else {
             if (dropout) {
-              const uint32_t bits = keep[t % kDecisions + r] >> (v * kLane);
+              const uint32_t bits = keep[t + r] >> (v * kLane);
               kept[r][v] = where<A>(bits, weight[r][v] * scale, Vec<A>{});
               g = where<A>(bits, g, Vec<A>{});
             }
@@ -186,10 +190,12 @@ class BwdTile {
   const AttentionParams& p_;
   const MaskView<A>& mask_;
   const ScoreUnits units_;
-  const ExpUnit<A> unit_;        // unit of the scores
+  const ExpUnit<A> unit_;  // unit of the scores
+  const ColumnDropout<A> dropout_;
   const int64_t wide_, wide_v_;  // padded head_dim and head_dim_v
   Arena arena_;
   typename P::Registers registers_;
+  HeadPrefetch prefetch_;
   int64_t query_tiles_ = 0;  // number of slots
   bool alive_[kRows];        // true for rows with a visible key
   A* lse_;                   // (query tiles, kRows), in score units; +inf if fully masked

@@ -144,17 +144,27 @@ inline DropoutAt dropout_at(const AttentionParams& p, const TileAt& at) {
           static_cast<uint32_t>(offsets.head + at.h)};
 }
 
-// Computes the dropout keep masks of eight keys of a query tile. Bit l of words[r] is set if the
-// weight of query l and key t + r is kept. The caller applies dropout_scale.
-//
-// t is relative to the tile. It must be a multiple of 8, because eight consecutive keys share a
-// Philox counter.
+// Computes the dropout keep masks of score tiles whose lanes hold queries.
 template <class A>
-inline void dropout_words(const AttentionParams& p, const DropoutAt& at, int64_t t,
-                          uint32_t words[kDecisions]) {
-  keep_rows<kPanel<A>>(PhiloxKeys(p.seed), dropout_threshold(p.dropout_p), at.key + t, at.query,
-                       at.head, 0, words);
-}
+class ColumnDropout {
+ public:
+  explicit ColumnDropout(const AttentionParams& p)
+      : p_(p), keys_(p.seed), threshold_(dropout_threshold(p.dropout_p)) {}
+
+  // Computes the keep masks of keys [0, steps) of a tile. Bit l of words[t] is set if the weight of
+  // query l and key t is kept. The caller applies dropout_scale. `words` must have room for a
+  // multiple of 8 keys, because eight consecutive keys share a Philox counter.
+  void keep(const TileAt& at, int64_t steps, uint32_t* words) const {
+    const DropoutAt first = dropout_at(p_, at);
+    const DropoutRows<kPanel<A>> rows(&keys_, threshold_, first.query, first.head, 0);
+    for (int64_t t = 0; t < steps; t += kDecisions) rows.keep(first.key + t, words + t);
+  }
+
+ private:
+  const AttentionParams& p_;
+  const PhiloxKeys keys_;
+  const uint32_t threshold_;
+};
 
 // Returns true if all elements of n rows are finite.
 template <class T>

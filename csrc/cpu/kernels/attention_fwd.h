@@ -73,6 +73,7 @@ class AttentionFwd {
         mask_(mask),
         units_(p),
         unit_(units_.natural),
+        dropout_(p),
         prefetch_(operand_bytes<T>(p), p.batch * p.num_heads, max64(p.seqlen_q, p.seqlen_k),
                   div_up(p.seqlen_q, kRows) *
                       (div_up(p.seqlen_k, kMicroRows) +
@@ -179,9 +180,7 @@ class AttentionFwd {
     uint32_t keep[kBlockN];
     const int64_t steps = P::pad_steps(tile.at.n);
     const bool drops = p_.dropout_p > 0;
-    for (int64_t t = 0; drops && t < steps; t += kDecisions) {
-      dropout_words<A>(p_, dropout_at(p_, tile.at), t, keep + t);
-    }
+    if (drops) dropout_.keep(tile.at, steps, keep);
     const bool nonfinite = v_.count > 0, in_place = ColumnSoftmax<T>::kInPlace && !nonfinite;
     RightElement* const weights = in_place ? reinterpret_cast<RightElement*>(scores_) : weights_;
     ColumnSoftmax<T> softmax{steps, scores_, weights, nonfinite, unit_};
@@ -291,6 +290,7 @@ class AttentionFwd {
   const MaskView<A>& mask_;
   const ScoreUnits units_;
   const ExpUnit<A> unit_;  // unit of the scores
+  const ColumnDropout<A> dropout_;
   HeadPrefetch prefetch_;
   Arena arena_;
   typename P::Registers registers_;

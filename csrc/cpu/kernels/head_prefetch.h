@@ -16,6 +16,8 @@ class HeadPrefetch {
   static constexpr int64_t kMaxBytes = int64_t{256} << 10, kMinBytes = int64_t{16} << 20;
 
  public:
+  HeadPrefetch() = default;  // prefetches nothing
+
   // bytes: size of all operands and results of `heads` heads.
   // rows: maximum number of rows of an operand of a head.
   // calls: expected number of calls of the operator per head.
@@ -66,9 +68,8 @@ class HeadPrefetch {
     bool written;
   };
 
-  const bool wanted_;
-  const int64_t rows_per_call_;
-  int64_t row_ = 0, end_ = 0;
+  bool wanted_ = false;
+  int64_t rows_per_call_ = 0, row_ = 0, end_ = 0;
   int count_ = 0;
   Operand operands_[kMaxOperands];
 };

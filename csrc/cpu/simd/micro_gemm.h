@@ -77,30 +77,39 @@ inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
                       int64_t ldc, typename Op::Result* columns) {
   using A = typename Op::Result;
   constexpr int kLane = kLanes<A>;
-  const auto add_steps = [=](int64_t t, int64_t end, Vec<A>(&sum)[kRows][2]) FUSED_ATTN_LAMBDA {
-#pragma GCC unroll 4
-    for (; t < end; ++t) {
-      const auto b0 = load(b + t * ldb), b1 = load(b + t * ldb + kLane);
+  const auto add_step = [=](int64_t t, Vec<A>(&sum)[kRows][2]) FUSED_ATTN_LAMBDA {
+    const auto b0 = load(b + t * ldb), b1 = load(b + t * ldb + kLane);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const auto x = kLayout == Layout::kRowMajor ? a[r * lda + t] : a[t * lda + r];
-        sum[r][0] = Op::multiply_add(x, b0, sum[r][0]);
-        sum[r][1] = Op::multiply_add(x, b1, sum[r][1]);
-      }
+    for (int r = 0; r < kRows; ++r) {
+      const auto x = kLayout == Layout::kRowMajor ? a[r * lda + t] : a[t * lda + r];
+      sum[r][0] = Op::multiply_add(x, b0, sum[r][0]);
+      sum[r][1] = Op::multiply_add(x, b1, sum[r][1]);
     }
   };
   Vec<A> total[kRows][2] = {};
   if constexpr (kSteps == kAllSteps) {
-    add_steps(0, k, total);
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < k; ++t) add_step(t, total);
   } else {
-    for (int64_t t = 0; t < k; t += kSteps) {
-      Vec<A> sum[kRows][2] = {};
-      add_steps(t, k - t < kSteps ? k : t + kSteps, sum);
+    int64_t t = 0;
+    const auto add_sum = [&](Vec<A>(&sum)[kRows][2]) FUSED_ATTN_LAMBDA {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         total[r][0] += sum[r][0];
         total[r][1] += sum[r][1];
       }
+    };
+    for (; t + kSteps <= k; t += kSteps) {
+      Vec<A> sum[kRows][2] = {};
+#pragma GCC unroll 4
+      for (int u = 0; u < kSteps; ++u) add_step(t + u, sum);
+      add_sum(sum);
+    }
+    if (t < k) {
+      Vec<A> sum[kRows][2] = {};
+#pragma GCC unroll 1
+      for (; t < k; ++t) add_step(t, sum);
+      add_sum(sum);
     }
   }
   for (int v = 0; kInto == Into::kStoreMaximum && v < 2; ++v) {

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,11 +66,13 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the CPU's model name."""
+    """Return the CPU's model name, with its family and model if the name has no digits."""
     listing = Path("/proc/cpuinfo")  # has model names on x86 Linux only
-    for line in listing.read_text().splitlines() if listing.exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
+    first = listing.read_text().split("\n\n")[0] if listing.exists() else ""
+    fields = dict(re.findall(r"(?m)^(.+?)\s*:\s*(.+)$", first))
+    if name := fields.get("model name"):
+        number = f" (family {fields.get('cpu family')}, model {fields.get('model')})"
+        return name if re.search(r"\d", name) else name + number
     return platform.processor() or platform.machine()
 
 

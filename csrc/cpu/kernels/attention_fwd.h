@@ -118,6 +118,7 @@ class AttentionFwd {
     add(p_.query, p_.query_strides, queries, h, p_.head_dim, false);
     add(p_.key, p_.key_strides, keys, h_kv, p_.head_dim, false);
     add(p_.value, p_.value_strides, keys, h_kv, p_.head_dim_v, false);
+    if (p_.partial) return;  // out may be wider than T
     add(p_.out, p_.out_strides, queries, h, p_.head_dim_v, true);
   }
 

@@ -62,7 +62,7 @@ def plot(results: dict[str, Any], group: str, path: Path) -> None:
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "fused_attn"  # equal results produce equal files
     for name, results in cpus().items():
-        for group in GROUPS:
+        for group in measured_groups(results):
             plot(results, group, HERE / "results" / plot_name(name, group))
     for page in (README, PERFORMANCE_PAGE):
         page.write_text(with_results(page, page.read_text("utf-8")), "utf-8")
@@ -82,6 +82,11 @@ def cpus() -> dict[str, dict[str, Any]]:
     }
 
 
+def measured_groups(results: dict[str, Any]) -> list[str]:
+    """Return the groups that were measured, in the order of their plots."""
+    return [group for group in GROUPS if any(r["group"] == group for r in results["records"])]
+
+
 def plot_name(name: str, group: str) -> str:
     """Return the file name of a group's plot, given the file stem of the results."""
     return f"{name}-{group.replace(' ', '-')}.svg"
@@ -90,9 +95,10 @@ def plot_name(name: str, group: str) -> str:
 def shown(name: str, results: dict[str, Any]) -> str:
     """Return Markdown with a CPU's table, its first two plots, and links to the others."""
     alt = "speedup over torch, by case and dtype"
-    at = {group: f"../benchmarks/results/{plot_name(name, group)}" for group in GROUPS}
-    drawn = [f"![{group}: {alt}]({at[group]})" for group in GROUPS[:2]]
-    others = ", ".join(f"[{group}]({at[group]})" for group in GROUPS[2:])
+    groups = measured_groups(results)
+    at = {group: f"../benchmarks/results/{plot_name(name, group)}" for group in groups}
+    drawn = [f"![{group}: {alt}]({at[group]})" for group in groups[:2]]
+    others = ", ".join(f"[{group}]({at[group]})" for group in groups[2:])
     return "\n\n".join([tables.cpu(results), "\n".join(drawn), f"More plots: {others}."])
 
 

@@ -135,7 +135,8 @@ class NumberProduct {
   static Left left_view(const A* data, int64_t stride, int64_t) { return {data, stride}; }
   static Right right_view(const A* data, int64_t) { return {data, kRows}; }
 
-  // True if multiply() supports Into::kStoreMaximum.
+  // True if Into::kStoreMaximum is faster than another pass over the product. Here, it is not,
+  // because totals are spilled.
   static constexpr bool kFindsMaxima = false;
   // between: called before each group of rows.
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
@@ -354,7 +355,7 @@ class PairProduct {
   static Right right_view(const uint32_t* data, int64_t part) { return {data, kRows, part}; }
 
 #if defined(__AMX_BF16__)
-  static constexpr bool kFindsMaxima = false;
+  static constexpr bool kFindsMaxima = false;  // tiles include padding
 #else
   static constexpr bool kFindsMaxima = true;
 #endif

@@ -117,3 +117,43 @@ def test_few_products_take_vectors():
     for seqlen_q, other in ((64, "avx512"), (65, cpp.isa())):
         for a, b in zip(run("", seqlen_q), run(other, seqlen_q), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00001, -1], ids=hex)
+def test_nan_remains_nan_whatever_its_bits(bits, isa):
+    query, key, value = (torch.randn(1, 1, 40, 32, generator=drawn(2)) for _ in range(3))
+    key.view(torch.int32)[0, 0, 7, 3] = bits
+    out, lse = functional.scaled_dot_product_attention(query, key, value, return_lse=True)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["full", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_rows_that_do_not_exist_have_no_gradient(dtype, biased, isa):
+    """The last query tile has rows of zeros, whose score with an infinite key is NaN."""
+    query, key, value = (
+        torch.randn(1, 1, n, 32, generator=drawn(3)).to(dtype).requires_grad_() for n in (33, 4, 4)
+    )
+    key.data[0, 0, 1, 2] = torch.inf
+    bias = torch.zeros(1, 1, 33, 4) if biased else None
+    out = functional.scaled_dot_product_attention(query, key, value, bias, softcap=3.0)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert key.grad.isfinite().all()
+    assert value.grad.isfinite().all()
+
+
+def test_nan_with_dropout_does_not_depend_on_threads(isa):
+    query = torch.randn(1, 1, 520, 32, generator=drawn(4))
+    key, value = (torch.randn(1, 1, 3, 32, generator=drawn(5)) for _ in range(2))
+    value[0, 0, 1, 5] = torch.nan
+    found, threads = [], torch.get_num_threads()
+    for n in (1, 2, 8):
+        torch.set_num_threads(n)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=0.4, seed=1
+        )
+        found.append(out.isnan().sum().item())
+    torch.set_num_threads(threads)
+    assert len(set(found)) == 1, found

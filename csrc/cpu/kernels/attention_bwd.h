@@ -94,9 +94,8 @@ class AttentionBwd : BwdTile<T> {
 
  private:
   AttentionBwd(const AttentionBwdParams& bwd, const MaskView<A>& mask) : Base(bwd, mask) {
-    const int64_t calls = div_up(p_.seqlen_q, kRows) *
-                          (2 * div_up(p_.seqlen_k, kMicroRows) +
-                           div_up(p_.seqlen_k, kBlockN) * div_up(p_.head_dim, kMicroRows));
+    const int64_t calls = div_up(p_.seqlen_q, kRows) * div_up(p_.seqlen_k, kBlockN) *
+                          (2 * P::groups(min64(p_.seqlen_k, kBlockN)) + P::groups(p_.head_dim));
     this->prefetch_ = HeadPrefetch(2 * operand_bytes<T>(p_), p_.batch * p_.num_heads,
                                    max64(p_.seqlen_q, p_.seqlen_k), calls);
   }

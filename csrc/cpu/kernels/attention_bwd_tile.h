@@ -139,7 +139,9 @@ class BwdTile {
     const A scale = static_cast<A>(dropout_scale(p_.dropout_p));
     const int64_t steps = P::pad_steps(at.n);
     if (dropout) dropout_.keep(at, steps, keep);
-    const bool guard = kind == Tile::kPartial || steps != at.n;
+    const bool guard =
+        kind == Tile::kPartial || steps != at.n || at.i + kRows > query_rows(p_, at.b).count;
+    const Vec<A> infinity = broadcast<A>(static_cast<A>(__builtin_inf()));
     Vec<A> lse[2], lse_lost[2], delta[2], grad_lse[2];
     for (int v = 0; v < 2; ++v) {
       lse[v] = load(lse_ + slot * kRows + v * kLane);
@@ -159,6 +161,8 @@ class BwdTile {
           // Apply the rounding residuals of lse and of the difference as a factor. Added to the
           // exponent, they would be rounded away.
           const int x = 2 * r + v;
+          // In rows without a visible key and rows that do not exist, the score may be NaN.
+          if (guard) rounded[x] = lse[v] == infinity ? Vec<A>{} : rounded[x];
           Vec<A> lost = lse_lost[v];
           if (kPrecision<T> == Precision::kFull) {
             lost += (load(scores_ + e) - (below[x] + lse[v])) * unit_.natural;

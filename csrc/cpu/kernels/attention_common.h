@@ -182,7 +182,7 @@ inline bool rows_finite(const T* rows, int64_t stride, int64_t n, int64_t dim) {
   return rest + horizontal_sum<A>(zero) == 0;
 }
 
-// A block of K or V of one head, packed as its transpose for use as the left operand of a matmul.
+// A block of K or V of one head, packed for use as the transposed left operand of a matmul.
 //
 // Masked keys have weight 0, but 0 * NaN is NaN. Non-finite rows are therefore packed as 0 and
 // listed in `nonfinite`. After each matmul with the block, the kernels call add_nonfinite().

@@ -73,11 +73,11 @@ class AttentionFwd {
         mask_(mask),
         units_(p),
         unit_(units_.natural),
+        guards_(!is_unmasked(p) || p.dropout_p > 0),
         dropout_(p),
         prefetch_(operand_bytes<T>(p), p.batch * p.num_heads, max64(p.seqlen_q, p.seqlen_k),
-                  div_up(p.seqlen_q, kRows) *
-                      (div_up(p.seqlen_k, kMicroRows) +
-                       div_up(p.seqlen_k, kBlockN) * div_up(p.head_dim_v, kMicroRows))) {}
+                  div_up(p.seqlen_q, kRows) * div_up(p.seqlen_k, kBlockN) *
+                      (P::groups(min64(p.seqlen_k, kBlockN)) + P::groups(p.head_dim_v))) {}
 
   void place(int64_t query_tiles) {
     const int64_t wide = P::pad_dim(p_.head_dim), wide_v = P::pad_dim(p_.head_dim_v);
@@ -134,7 +134,6 @@ class AttentionFwd {
     for (int64_t j = 0; j < keys.count; j += kBlockN) {
       const int64_t n = min64(kBlockN, keys.count - j);
       int64_t tiles = 0;
-      bool partial = false;
       for (int64_t i = 0; i < count; ++i) {
         const int64_t row = (first + i) * kRows;
         const Tile kind = mask_.classify(b, h, row, j, j + n);
@@ -143,11 +142,10 @@ class AttentionFwd {
         if (kind == Tile::kPartial) mask_.visible_span(b, row, j, j + n, &lo, &hi);
         if (lo >= hi) continue;
         tiles_[tiles++] = {kind, {b, h, row, lo, hi - lo}, lo - j, &query_tiles_[i]};
-        partial = partial || kind == Tile::kPartial;
       }
       if (tiles == 0) continue;
       k_ = P::rows(key + j * p_.key_strides[2], p_.key_strides[2], n, p_.head_dim, stage_, key_);
-      v_.load(value + j * p_.value_strides[2], p_.value_strides[2], n, p_.head_dim_v, partial,
+      v_.load(value + j * p_.value_strides[2], p_.value_strides[2], n, p_.head_dim_v, guards_,
               stage_, value_);
       for (int64_t i = 0; i < tiles; ++i) score_tile(tiles_[i]);
     }
@@ -230,7 +228,7 @@ class AttentionFwd {
   // factors: scales what has been accumulated before; null if the factors are 1.
   void multiply_value(const TileOf& tile, const RightElement* weights, A* factors) {
     const typename P::Left value = v_.left.from_key(tile.offset);
-    const typename P::Right right = P::right_view(weights, kPlane);
+    const typename P::Right right = P::right_view(weights, ColumnSoftmax<T>::kPart);
     A* const out = tile.query_tile->out;
     const int64_t m = p_.head_dim_v, n = tile.at.n;
     constexpr Layout kLayout = Layout::kColumnMajor;
@@ -285,12 +283,11 @@ class AttentionFwd {
     }
   }
 
-  static constexpr int64_t kPlane = P::right_size(kBlockN, kRows) / P::kParts;
-
   const AttentionParams& p_;
   const MaskView<A>& mask_;
   const ScoreUnits units_;
   const ExpUnit<A> unit_;  // unit of the scores
+  const bool guards_;      // a weight may be 0: then NaN values are excluded (KeyColumns)
   const ColumnDropout<A> dropout_;
   HeadPrefetch prefetch_;
   Arena arena_;
@@ -307,7 +304,7 @@ class AttentionFwd {
   RightElement* scratch_;
   A* rows_;             // (kRows, head_dim_v)
   LeftElement* key_;    // (kBlockN, head_dim)
-  LeftElement* value_;  // (head_dim_v, kBlockN)
+  LeftElement* value_;  // (head_dim_v, kBlockN), or pairs of keys
 };
 
 }  // namespace

@@ -53,6 +53,8 @@ struct ColumnSoftmax {
   using RightElement = typename P::RightElement;
   static constexpr int kLane = kLanes<A>;
   static constexpr int kKeys = 4;  // per iteration, which computes them concurrently
+  // Elements between the parts of the weights.
+  static constexpr int64_t kPart = P::right_size(kBlockN, kPanel<A>) / P::kParts;
   // True if the weights fit in place of the scores.
   static constexpr bool kInPlace = P::kParts == 1;
 
@@ -110,8 +112,6 @@ struct ColumnSoftmax {
       rounded_sum[v] = rounded_total;
     }
   }
-
-  static constexpr int64_t kPart = P::right_size(kBlockN, kPanel<A>) / P::kParts;
 };
 
 }  // namespace

@@ -35,7 +35,7 @@ class HeadPrefetch {
   template <class T>
   void add(const T* first, int64_t stride, int64_t rows, int64_t dim, bool written = false) {
     constexpr int64_t kSize = sizeof(T);
-    if (first == nullptr || count_ == kMaxOperands) return;
+    if (count_ == kMaxOperands) return;
     operands_[count_++] = {reinterpret_cast<const char*>(first), stride * kSize, rows, dim * kSize,
                            written};
     end_ = max64(end_, rows);
@@ -48,7 +48,7 @@ class HeadPrefetch {
 
  private:
   static constexpr int64_t kLine = 64;  // bytes of a cache line
-  static constexpr int kMaxOperands = 10;
+  static constexpr int kMaxOperands = 8;
 
   __attribute__((noinline)) void prefetch() {
     for (const int64_t until = min64(row_ + rows_per_call_, end_); row_ < until; ++row_) {

@@ -138,6 +138,8 @@ class NumberProduct {
   // True if Into::kStoreMaximum is faster than another pass over the product. Here, it is not,
   // because totals are spilled.
   static constexpr bool kFindsMaxima = false;
+  // Returns the number of groups in which multiply() computes m rows.
+  static int64_t groups(int64_t m) { return (m + kMicroRows - 1) / kMicroRows; }
   // between: called before each group of rows.
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, A* c, int64_t ldc,
@@ -176,7 +178,7 @@ class PairProduct {
 
   struct Left {
     const uint16_t* data;
-    int64_t stride, part;
+    int64_t stride, part;  // the stride is in words if columns() stores words by keys
     Left from_row(int64_t r) const { return {data + r * stride, stride, part}; }
     Left from_key(int64_t t) const { return {data + (kByKeys ? t * stride : t), stride, part}; }
   };
@@ -356,8 +358,10 @@ class PairProduct {
 
 #if defined(__AMX_BF16__)
   static constexpr bool kFindsMaxima = false;  // tiles include padding
+  static int64_t groups(int64_t m) { return (m + 31) / 32; }
 #else
   static constexpr bool kFindsMaxima = true;
+  static int64_t groups(int64_t m) { return kByKeys ? (m + kMicroRows - 1) / kMicroRows : 1; }
 #endif
   template <Layout kLayout, Into kInto, int64_t kSteps = kSumSteps, class Between = const Nothing>
   static void multiply(int64_t m, int64_t k, const Left& a, const Right& b, float* c, int64_t ldc,

@@ -70,7 +70,7 @@ struct BFloat16Pairs {
 };
 #endif
 
-// Computes kRows rows of C. Sums of kSteps steps are added to totals, which stay in registers too.
+// Computes kRows rows of C. Sums of kSteps steps are added to totals, most of them in registers.
 template <class Op, int kRows, Layout kLayout, Into kInto, int64_t kSteps>
 inline void gemm_rows(int64_t k, const typename Op::Element* a, int64_t lda,
                       const typename Op::Element* b, int64_t ldb, typename Op::Result* c,

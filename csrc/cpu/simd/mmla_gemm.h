@@ -66,9 +66,11 @@ inline void mmla_rows(int64_t words, const uint32_t* a, int64_t lda, const uint3
       float* const out = c + r * ldc + v * kLanes<float>;
       Vec<float> sum = sums[r / 2].lanes(r % 2, v);
       if (kInto == Into::kAdd) sum += load(out);
-      float* const column = columns + v * kLanes<float>;
-      if (kInto == Into::kScale) sum += load(out) * load(column);
-      if (kInto == Into::kStoreMaximum) store(column, max<float>(load(column), sum));
+      if (kInto == Into::kScale) sum += load(out) * load(columns + v * kLanes<float>);
+      if (kInto == Into::kStoreMaximum) {
+        float* const column = columns + v * kLanes<float>;
+        store(column, max<float>(load(column), sum));
+      }
       store(out, sum);
     }
   }

@@ -178,13 +178,15 @@ FUSED_ATTN_INLINE void exp2_nearest(Vec<float> (&x)[kCount], const ExpUnit<float
   for (int i = 0; i < kCount; ++i) p[i] = p[i] * r[i] + 1.f;
   for (int i = 0; i < kCount; ++i) {
     const Vec32 result = (Vec32)p[i] + ((Vec32)shifted[i] << C::kMantissaBits);
+    // The result is 0 if it would be subnormal, and NaN if x is. The addition could make any number
+    // of the bits of NaN.
+    const Vec<float> otherwise = max<float>(Vec<float>{}, x[i]);
 #if defined(__AVX512F__)
-    // The comparison is true for NaN.
     const __mmask16 normal =
-        _mm512_cmp_ps_mask((__m512)shifted[i], _mm512_set1_ps(kLowest), _CMP_NLT_UQ);
-    x[i] = (Vec<float>)_mm512_maskz_mov_epi32(normal, (__m512i)result);
+        _mm512_cmp_ps_mask((__m512)shifted[i], _mm512_set1_ps(kLowest), _CMP_GE_OQ);
+    x[i] = (Vec<float>)_mm512_mask_mov_epi32((__m512i)otherwise, normal, (__m512i)result);
 #else
-    x[i] = shifted[i] < kLowest ? Vec<float>{} : (Vec<float>)result;
+    x[i] = shifted[i] >= kLowest ? (Vec<float>)result : otherwise;
 #endif
   }
 }

@@ -39,6 +39,12 @@ class Gelu {
   // Returns exp(-a^2 / 2).
   FUSED_ATTN_INLINE Vec<A> power(Vec<A> a) const {
     const Vec<A> square = a * a;
+#if defined(FUSED_ATTN_FMA)
+    if constexpr (sizeof(A) == 4) {
+      const Vec<A> y = square * A(-0.72134752044448170368);  // max(): subnormals are slow
+      return exp2_normal(max<A>(broadcast<A>(-126), y));
+    }
+#endif
     return exp_nonpositive<A>(square * A(-0.5), unit_);
   }
 

@@ -192,6 +192,19 @@ FUSED_ATTN_INLINE void exp2_nearest(Vec<float> (&x)[kCount], const ExpUnit<float
 }
 #endif
 
+#if defined(FUSED_ATTN_FMA)
+// Returns 2^y for -126 <= y <= 126 with the error of Exp2Poly, and any number if y is NaN.
+FUSED_ATTN_INLINE Vec<float> exp2_normal(Vec<float> y) {
+  using C = ExpConstants<float>;
+  constexpr auto& kPoly = Exp2Poly<Precision::kFull>::kPoly;
+  constexpr int kDegree = sizeof(kPoly) / sizeof(float);
+  const Vec<float> shifted = y + C::kRound, r = y - (shifted - C::kRound);
+  Vec<float> p = broadcast<float>(kPoly[kDegree - 1]);
+  for (int d = kDegree - 2; d >= 0; --d) p = p * r + kPoly[d];
+  return (Vec<float>)((Vec32)(p * r + 1.f) + ((Vec32)shifted << C::kMantissaBits));
+}
+#endif
+
 // Replaces each x by exp(x * unit). x must be NaN or at most slightly positive.
 //
 // With kFull, the result is as accurate as x at any magnitude, because x * unit is not rounded. If

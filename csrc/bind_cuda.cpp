@@ -125,6 +125,10 @@ void run(const char* name, void (*entry)(const Params&, const More&...), const p
   Params params{};
   std::tuple<More...> more{};
   Fields fields(kwargs);
+  call_device = {};
+  int32_t index = -1;  // without a device, the kernels are emulated on the CPU
+  fields.number("device", &index);
+  if (index >= 0) call_device = {kDLCuda, index};
   read_call(call, &params);
   read_key_mask_summary(call, fields, &params);
   read(fields, &params);

@@ -148,7 +148,7 @@ bool float_view(const py::handle& tensor, TensorView* view) {
     if (raw.ndim > TensorView::kMaxDims) return false;
     *view = view_of(raw);
   }
-  return view->device_type == kDLCpu && view->is_float() &&
+  return view->device.type == kDLCpu && view->is_float() &&
          (view->data != nullptr || view->numel() == 0);
 }
 

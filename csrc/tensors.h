@@ -46,7 +46,14 @@ struct DLPackExchangeAPI {
   void* current_work_stream;
 };
 
-constexpr int kDLCpu = 1, kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
+constexpr int kDLCpu = 1, kDLCuda = 2, kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
+
+// Device whose memory the kernels of the current call access. The CUDA binding sets it for each
+// call; the CPU binding keeps the default.
+struct Device {
+  int32_t type = kDLCpu, id = 0;
+};
+inline thread_local Device call_device;
 
 // DLPack exchange API of torch. Null if torch does not export it or its use is disabled.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
@@ -74,7 +81,8 @@ void set_exchange_api(const py::object& capsule) {
 struct TensorView {
   static constexpr int kMaxDims = 8;
   void* data = nullptr;
-  int device_type = 0, ndim = 0;
+  Device device{0, 0};
+  int ndim = 0;
   uint8_t code = 0, bits = 0;
   int64_t shape[kMaxDims], strides[kMaxDims];
   bool is_present = false;  // false if the Python object is None
@@ -123,7 +131,11 @@ TensorView view_by_attributes(const py::handle& tensor) {
   const bool is_bfloat = py::str(tensor.attr("dtype")).cast<std::string>() == "torch.bfloat16";
   const bool is_float = py::cast<bool>(tensor.attr("is_floating_point")());
   view.code = is_bfloat ? kDLBfloat : is_float ? kDLFloat : kDLInt;
-  view.device_type = py::cast<bool>(tensor.attr("is_cpu")) ? kDLCpu : 0;
+  if (py::cast<bool>(tensor.attr("is_cpu"))) {
+    view.device = {kDLCpu, 0};
+  } else if (py::cast<bool>(tensor.attr("is_cuda"))) {
+    view.device = {kDLCuda, py::cast<int32_t>(tensor.attr("get_device")())};
+  }
   return view;
 }
 
@@ -131,19 +143,28 @@ TensorView view_of(const DLTensor& raw) {
   TensorView view;
   view.is_present = true;
   view.data = static_cast<char*>(raw.data) + raw.byte_offset;
-  view.device_type = raw.device_type;
+  view.device = {raw.device_type, raw.device_id};
   view.code = raw.code;
   view.bits = raw.bits;
   copy_shape(raw.shape, raw.strides, raw.ndim, &view);
   return view;
 }
 
-TensorView view_of(const py::handle& tensor) {
-  if (tensor.is_none()) return {};
+TensorView view_on_any_device(const py::handle& tensor) {
   if (exchange_api == nullptr) return view_by_attributes(tensor);
   DLTensor raw;
   if (exchange_api->dltensor_from_py_object(tensor.ptr(), &raw) != 0) throw py::error_already_set();
   return view_of(raw);
+}
+
+// Views a tensor, or None. Throws std::invalid_argument if the tensor is not on call_device,
+// because kernels would access memory that does not exist there.
+TensorView view_of(const py::handle& tensor) {
+  if (tensor.is_none()) return {};
+  const TensorView view = view_on_any_device(tensor);
+  if (view.device.type == call_device.type && view.device.id == call_device.id) return view;
+  const auto device = py::str(tensor.attr("device")).cast<std::string>();
+  throw std::invalid_argument("all tensors of a call must be on one device, got one on " + device);
 }
 
 }  // namespace

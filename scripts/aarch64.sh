@@ -27,7 +27,7 @@ if [ ! -e "$out/site/torch" ]; then
   PIP_CONSTRAINT= pip install -q --target "$out/site" --python-version $version --only-binary=:all: \
     --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
     --platform manylinux2014_aarch64 \
-    torch==2.9.1 numpy pytest hypothesis platformdirs expecttest
+    torch==2.9.1 numpy pytest hypothesis expecttest
 fi
 extension=.cpython-311-$suite.so
 cmake -S . -B "$out/build" -G Ninja --log-level=WARNING -DCMAKE_SYSTEM_NAME=Linux \

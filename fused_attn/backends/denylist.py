@@ -44,7 +44,19 @@ BAND_WITH_GRADIENTS = "causal mask or window with gradients"
 HEAD_DIM_192_128_WITH_GRADIENTS = "head_dim 192 and head_dim_v 128 with gradients"
 HEAD_DIM_256_WITH_GRADIENTS = "head_dim 256 with gradients"
 
+# flex_flash always passes block lists, so it needs a later version.
+BLOCK_SPARSE = Defect(
+    "flash-attn-4",
+    "block lists with gradients",
+    "flash-attn-4",
+    SpecifierSet("<4.0.0b26"),
+    (9,),
+    "has a race in the backward with block lists, so gradients are sometimes wrong or NaN",
+    "https://github.com/Dao-AILab/flash-attention/pull/2756",
+)
+
 DEFECTS = (
+    BLOCK_SPARSE,
     Defect(
         "cudnn",
         MASK_WITH_GRADIENTS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -192,6 +193,9 @@ def kernel_limits(
             reasons.append(f"has no float mask of {problem.bias_dtype}")
     return reasons
 
+
+# Not a function: torch 2.11 cannot trace find_spec.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 MIN_CAPABILITY = (8, 0)  # first with bfloat16 and asynchronous copies
 

@@ -6,6 +6,7 @@ this package and its kernels. It is stored in the user's cache folder and read o
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -239,10 +240,9 @@ class ClassVerdict:
 
 
 def folder() -> Path:
-    """Return the folder in which verdicts are stored."""
-    from platformdirs import user_cache_path  # not required without a GPU
-
-    return user_cache_path("fused_attn", appauthor=False) / "verdicts"
+    """Return the folder in which verdicts are stored, below the user's cache folder."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches, "fused_attn", "verdicts")
 
 
 def identity(backend: str, device: torch.device) -> dict[str, str]:
@@ -254,7 +254,7 @@ def identity(backend: str, device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "fused_attn": __version__,
-        "kernels": _digest(KERNELS[backend]()),
+        "kernels": _digest(KERNELS[backend]() if backend in KERNELS else []),
     }
 
 
@@ -386,9 +386,12 @@ def _driver() -> str:
     for path in map(Path, _DRIVERS):
         if path.exists():
             return path.read_text("utf-8").partition("\n")[0].strip()
-    if torch.version.cuda is not None and torch.cuda.is_available():
-        latest = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-        return f"for CUDA up to {latest}"
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return f"for CUDA up to {version.value}"
+    except (OSError, AttributeError):  # no NVIDIA driver
+        pass
     return "none"
 
 

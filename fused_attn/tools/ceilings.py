@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fused_attn import _cpu
 from fused_attn.backends.fields import DTYPES
 from fused_attn.tools.timing import cpu_seconds
 
@@ -28,6 +27,8 @@ def cpu_ceilings() -> dict[str, float]:
         of float32 SIMD multiply-adds. "copy" counts the bytes read plus the bytes written per
         second. "read" counts the bytes read per second.
     """
+    from fused_attn import _cpu  # the other tools do without the compiled module
+
     threads = torch.get_num_threads()
     source = torch.ones(_ELEMENTS)
     target = torch.empty_like(source)

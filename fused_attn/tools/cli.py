@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fused_attn.backends import verdicts, wanted_backend
+from fused_attn.backends import get_backend, verdicts, wanted_backend
 from fused_attn.tools import bench, ceilings, doctor, plots, sources, verify
 from fused_attn.tools.arguments import TOOL, USAGE, parser
 from fused_attn.tools.cases import Shape, make_mask
@@ -107,19 +107,30 @@ def _verify(options: argparse.Namespace) -> int:
         return OK
     if options.backend is None:  # skip backends that cannot run; if none can, verify() raises
         names = [name for name in names if not verify.against(name)] or names
-    reports: list[verify.Report] = []
+    reports: dict[str, verify.Report] = {}
+    about = {"versions": doctor.versions(), "machine": doctor.machine()}
     for name in names:
         check_plan = plan(options.quick, graphs=verify.device_of(name).type == "cuda")
         with progress(f"verifying {name}", check_plan.steps) as advance:
-            reports.append(verify.verify(name, check_plan, advance))
-        if reports[-1].lost:
-            break
-    facts = {"versions": doctor.versions(), "machine": doctor.machine()}
-    facts |= {"backends": {report.backend: report.to_dict() for report in reports}}
-    if not _write_json(options.json, facts):
-        for report in reports:
+
+            def advanced(report: verify.Report, advance: Any = advance) -> None:
+                advance()
+                reports[report.backend] = report
+                if options.json not in (None, Path("-")):  # an interrupted run keeps its results
+                    _write_json(options.json, about | _as_facts(reports))
+
+            reports[name] = verify.verify(name, check_plan, advanced)
+    if not _write_json(options.json, about | _as_facts(reports)):
+        for report in reports.values():
             _show_verdict(report)
-    return OK if not any(report.wrong for report in reports) else FAILED
+    for report in reports.values():
+        if report.not_stored:
+            raise OSError(f"the verdict on {report.backend} is not stored: {report.not_stored}")
+    return OK if not any(report.wrong for report in reports.values()) else FAILED
+
+
+def _as_facts(reports: dict[str, verify.Report]) -> dict[str, Any]:
+    return {"backends": {name: report.to_dict() for name, report in reports.items()}}
 
 
 def _show_verdict(report: verify.Report) -> None:
@@ -141,13 +152,11 @@ def _show_verdict(report: verify.Report) -> None:
         print(report.snippet(trial), end="\n\n")
     if len(report.wrong) > SNIPPETS:
         print(f"and {len(report.wrong) - SNIPPETS} more: --json has them all\n")
-    if report.lost:
-        print("the GPU computes no more in this process: run the command anew, for other backends")
     usable, wanted = len(report.usable), wanted_backend()
-    print(
-        f"{report.backend}: {len(report.wrong)} of {len(report.trials)} checks are WRONG; chosen "
-        f"from now on for {usable} of {len(report.classes)} classes\nstored in {report.path}"
-    )
+    print(f"{report.backend}: {len(report.wrong)} of {len(report.trials)} checks are WRONG")
+    if report.path is not None:
+        print(f"chosen from now on for {usable} of {len(report.classes)} classes")
+        print(f"stored in {report.path}")
     if wanted is not None:
         print(f"but FUSED_ATTN_BACKEND={wanted} decides, as long as it is set")
 
@@ -197,7 +206,8 @@ def _bench(options: argparse.Namespace) -> int:
         make_mask(mask, shape)  # reject an invalid mask before any measurement
     with _threads(options.threads):
         machine = doctor.machine()
-        limits = ceilings.cpu_ceilings() if device.type == "cpu" else None
+        on_cpu = device.type == "cpu" and not get_backend("cpp").unavailable()
+        limits = ceilings.cpu_ceilings() if on_cpu else None
         with progress("measuring", len(cases) * options.repeats) as advance:
             results = [
                 bench.measure(
@@ -285,7 +295,9 @@ def _write_json(path: Path | None, facts: dict[str, Any]) -> bool:
     if path == Path("-"):
         print(text)
         return True
-    path.write_text(text + "\n")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)  # a reader, or a process that is killed, never leaves half a file
     return False
 
 

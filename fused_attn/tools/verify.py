@@ -8,8 +8,9 @@ for which classes the backend is selected (backends/verdicts.py).
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ from fused_attn.backends.verdicts import (
 from fused_attn.tools import contract, timing
 from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
+from fused_attn.tools.isolation import Worker, WorkerError
 from fused_attn.tools.plan import Plan, Probe
 
 # Smaller speedups cannot be distinguished from the noise between two runs.
 MIN_SPEEDUP = 1.05
+# Compiling a kernel for a GPU takes up to two minutes (FlexAttention).
+STEP_SECONDS = 300.0
+MAX_LOST = 3  # processes in a row whose first step failed, after which the GPU is given up
 
 
 @dataclass
@@ -44,12 +49,19 @@ class Trial:
         findings: one finding per result; empty if the check did not complete.
         error: the exception that stopped the check; its cause may be outside the kernel.
         refused: the backend's reasons for rejecting the problem, or the out-of-memory message.
+        too_large: True if `refused` is an out-of-memory message.
+        lost: True if the process that ran the check can no longer use the device.
+        speedup, peer: the speedup over another backend, and its name; None if not timed.
     """
 
     check: Check
     findings: list[Finding] = field(default_factory=list)
     error: str = ""
     refused: str = ""
+    too_large: bool = False
+    lost: bool = False
+    speedup: float | None = None
+    peer: str = ""
 
     @property
     def ok(self) -> bool:
@@ -82,23 +94,29 @@ class Report:
     Attributes:
         identity: identity of the machine and the kernels, see `verdicts.identity`.
         trials: outcomes of all checks that ran.
-        classes: verdict on each problem class.
+        judged: verdict on each problem class, by its own checks.
         path: file in which the verdict is stored; None if it is not stored.
-        lost: True if the device no longer computes in this process.
+        not_stored: why it could not be stored; empty otherwise.
     """
 
     backend: str
     device: torch.device
     identity: dict[str, str]
     trials: list[Trial] = field(default_factory=list)
-    classes: dict[ProblemClass, ClassVerdict] = field(default_factory=dict)
+    judged: dict[ProblemClass, ClassVerdict] = field(default_factory=dict)
     path: Path | None = None
-    lost: bool = False
+    not_stored: str = ""
 
     @property
     def wrong(self) -> list[Trial]:
         """Return the trials that failed."""
         return [trial for trial in self.trials if not trial.ok]
+
+    @property
+    def classes(self) -> dict[ProblemClass, ClassVerdict]:
+        """Return the verdict on each class; a later check may rule out an earlier class."""
+        wrong = ClassVerdict(False, None, WRONG)
+        return {n: wrong if _is_wrong(n, self) else own for n, own in self.judged.items()}
 
     @property
     def usable(self) -> list[ProblemClass]:
@@ -201,56 +219,117 @@ def against(backend: str) -> list[str]:
     return reasons or (against[0] if all(against) else [])
 
 
-def verify(backend: str, plan: Plan, advance: Callable[[], None] = lambda: None) -> Report:
+def verify(backend: str, plan: Plan, advance: Callable[[Report], None] = lambda _: None) -> Report:
     """Check and time a backend, and store the verdict, which replaces the previous one.
+
+    On a GPU, checks and timings run in a process of their own, which is replaced if it crashes or
+    if its GPU context breaks. The verdict is stored again after each class, so that an interrupted
+    run keeps its results. A backend that needs no verdict is only checked.
 
     Args:
         backend: name of the backend.
         plan: checks to run and problems to time.
-        advance: callback that is called after each check and each class, outside the measurements.
+        advance: callback that is called with the report after each check and each class, outside
+            the measurements.
 
     Raises:
         ValueError: the backend cannot run on this machine.
-        OSError: the verdict file cannot be written.
     """
     reasons = against(backend)
     if reasons:
         raise ValueError(f"{backend} cannot be verified: {'; '.join(reasons)}")
     device = device_of(backend)
     report = Report(backend, device, verdicts.identity(backend, device))
-    with get_backend(backend).verifying():
+    with _runner(report) as run:
         for check in plan.checks:
-            _try(check, report)
-            advance()
-        for name, probes in plan.classes.items():
-            if not _is_wrong(name, report):
-                report.classes[name] = _judged(probes, plan.rounds, report)
-            advance()
-    for name in plan.classes:  # a later check may rule out an earlier class
-        if _is_wrong(name, report):
-            report.classes[name] = ClassVerdict(False, None, WRONG)
-    report.path = verdicts.store(report.identity, report.classes)
+            report.trials.append(run(_checked, check))
+            advance(report)
+        for name, probes in plan.classes.items() if backend in verdicts.KERNELS else ():
+            if _is_wrong(name, report):
+                report.judged[name] = ClassVerdict(False, None, WRONG)
+            else:
+                report.judged[name] = _judged(probes, plan.rounds, report, run)
+            _store(report)
+            advance(report)
     return report
 
 
-def _is_wrong(name: ProblemClass, report: Report) -> bool:
-    return report.lost or any(trial.rules_out(name) for trial in report.wrong)
+Run = Callable[..., Trial]
 
 
-def _try(check: Check, report: Report) -> Trial:
-    """Run a check and append it to the report, unless the device no longer computes."""
-    trial = Trial(check)
-    if report.lost:
+@contextlib.contextmanager
+def _runner(report: Report) -> Iterator[Run]:
+    """Yield a function that runs a step for a check: run(step, check, *args).
+
+    Steps for the CPU run in this process. All others run in a worker process, and a step that ends
+    it fails. If no process can compute any more, the remaining steps fail without being run.
+    """
+    backend, device = report.backend, report.device
+    verifying = get_backend(backend).verifying
+    if device.type == "cpu":
+        with verifying():
+            yield lambda step, check, *args: step(check, backend, device, *args)
+        return
+    worker, lost_at_once, steps = Worker(STEP_SECONDS, verifying), 0, 0
+
+    def run(step: Any, check: Check, *args: Any) -> Trial:
+        nonlocal lost_at_once, steps
+        if lost_at_once == MAX_LOST:
+            return Trial(check, error=f"not run, because the GPU failed in {MAX_LOST} processes")
+        steps += 1
+        try:
+            trial: Trial = worker.run(step, check, backend, device, *args)
+        except WorkerError as death:
+            trial = Trial(check, error=str(death), lost=True)
+        if trial.lost:
+            worker.stop()
+            lost_at_once, steps = (lost_at_once + 1 if steps == 1 else 0), 0
         return trial
-    report.trials.append(trial)
+
     try:
-        trial.findings = check.run(report.backend, report.device)
+        yield run
+    finally:
+        worker.stop()
+
+
+def _is_wrong(name: ProblemClass, report: Report) -> bool:
+    return any(trial.rules_out(name) for trial in report.wrong)
+
+
+def _store(report: Report) -> None:
+    try:
+        report.path = verdicts.store(report.identity, report.classes)
+    except OSError as error:  # the report must not be lost
+        report.not_stored = str(error)
+
+
+def _checked(check: Check, backend: str, device: torch.device) -> Trial:
+    """Run a check, and return its trial."""
+    trial = Trial(check)
+    _attempt(trial, device, lambda: trial.findings.extend(check.run(backend, device)))
+    return trial
+
+
+def _timed_check(check: Check, backend: str, device: torch.device, rounds: int) -> Trial:
+    """Time a check's problem, and return a trial with the speedup."""
+    trial = Trial(check)
+
+    def measure() -> None:
+        trial.speedup, trial.peer = _speedup(check, rounds, backend, device)
+
+    _attempt(trial, device, measure)
+    return trial
+
+
+def _attempt(trial: Trial, device: torch.device, step: Callable[[], None]) -> None:
+    """Run a step; note in the trial why it failed, if it does."""
+    try:
+        step()
     except (NotImplementedError, torch.OutOfMemoryError) as error:
-        trial.refused = str(error)
+        trial.refused, trial.too_large = str(error), isinstance(error, torch.OutOfMemoryError)
     except Exception as error:  # report every failure
         trial.error = f"{type(error).__name__}: {error}"
-        report.lost = not _alive(report.device)
-    return trial
+        trial.lost = not _alive(device)
 
 
 def _alive(device: torch.device) -> bool:
@@ -267,28 +346,24 @@ def _alive(device: torch.device) -> bool:
 # ---- times --------------------------------------------------------------------------------------
 
 
-def _judged(probes: Sequence[Probe], rounds: int, report: Report) -> ClassVerdict:
+def _judged(probes: Sequence[Probe], rounds: int, report: Report, run: Run) -> ClassVerdict:
     """Check and time the probes of a class; return its verdict."""
     slowest: tuple[float, str] | None = None
     for probe in probes:
-        trial = _try(probe.checked, report)
-        if trial.ok and not trial.refused and not report.lost:
-            trial = Trial(probe.timed)
-            try:
-                found = _speedup(probe.timed, rounds, report)
-                slowest = found if slowest is None else min(slowest, found)
-            except torch.OutOfMemoryError:
-                continue
-            except NotImplementedError as error:
-                trial.refused = str(error)
-            except Exception as error:
-                trial.error = f"{type(error).__name__}: {error}"
+        trial = run(_checked, probe.checked)
+        report.trials.append(trial)
+        if trial.ok and not trial.refused:
+            trial = run(_timed_check, probe.timed, rounds)
+            if trial.error:
                 report.trials.append(trial)
-                report.lost = not _alive(report.device)
+            if trial.too_large:
+                continue
         if trial.refused:
             return ClassVerdict(False, None, "not to take it")
-        if not trial.ok or report.lost:
+        if not trial.ok:
             return ClassVerdict(False, None, WRONG)
+        assert trial.speedup is not None
+        slowest = min(slowest or (math.inf, ""), (trial.speedup, trial.peer))
     if slowest is None:
         return ClassVerdict(False, None, "too large for this GPU's memory")
     speedup, peer = slowest
@@ -297,22 +372,22 @@ def _judged(probes: Sequence[Probe], rounds: int, report: Report) -> ClassVerdic
     return ClassVerdict(False, speedup, f"{speedup:.2f} times as fast as {peer}")
 
 
-def _speedup(check: Check, rounds: int, report: Report) -> tuple[float, str]:
+def _speedup(check: Check, rounds: int, backend: str, device: torch.device) -> tuple[float, str]:
     """Return the speedup over the first torch-based backend, and the name of that backend."""
-    call, operands = check.call(report.device), check.operands(report.device)
+    call, operands = check.call(device), check.operands(device)
     leaves = [t.requires_grad_(check.gradients) for t in operands.values()]
-    own = _timed(contract.by(report.backend, call), leaves, check.gradients)
+    own = _timed(contract.by(backend, call), leaves, check.gradients)
     peer, others = _first_of_torch(call, leaves, check.gradients)
-    calls = {report.backend: own, peer: others}
-    measured = [timing.medians(calls, report.device, rounds, lambda: None)]
-    if report.device.type == "cuda":
+    calls = {backend: own, peer: others}
+    measured = [timing.medians(calls, device, rounds, lambda: None)]
+    if device.type == "cuda":
         # The launch overhead on the host, not the GPU time, limits models with short kernels.
         rows: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, timed in calls.items():
                 rows[name].append(timing.row_seconds(timed))
         measured.append({name: statistics.median(seconds) for name, seconds in rows.items()})
-    return min(seconds[peer] / seconds[report.backend] for seconds in measured), peer
+    return min(seconds[peer] / seconds[backend] for seconds in measured), peer
 
 
 def _timed(call: Callable[..., Any], leaves: Sequence[Tensor], training: bool) -> timing.Call:

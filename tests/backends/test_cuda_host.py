@@ -116,3 +116,11 @@ def test_choice():
     other = torch.device("cuda" if DEVICE.type == "cpu" else "cpu")
     assert "runs on" in CUDA.unsupported(AttentionProblem(other, torch.float16, 8, 8))[0]
     assert CUDA.unsupported(AttentionProblem(DEVICE, torch.float64, 8, 8))
+
+
+def test_tensors_on_other_devices_are_refused():
+    """The kernel would read memory that is not there, and the GPU would fail for good."""
+    on_cpu = torch.zeros(1, 1, 8, 64, dtype=torch.bool)
+    fields = {"tensor": on_cpu, "summary": on_cpu.new_empty(1, 1, 1, 1)}
+    with pytest.raises(ValueError, match="must be on one device, got one on cpu"):
+        compiled().tile_summary(None, **fields, device=0, stream=0)

@@ -10,6 +10,7 @@ import math
 import random
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -404,3 +405,30 @@ def test_verification_has_no_limit(monkeypatch):
     with get_backend("flex").verifying():
         assert not compiled.at_limit(variant)
     assert compiled.at_limit(variant._replace(scale=0.77))
+
+
+@pytest.mark.parametrize("lacks", ["AuxRequest", "BACKEND"])
+def test_features_decide_not_versions(lacks, tmp_path, monkeypatch):
+    source = Path(torch_flex.__file__)
+    assert flex._missing_features() == []
+    folder = tmp_path / "nn" / "attention"
+    folder.mkdir(parents=True)
+    (folder / source.name).write_text(source.read_text().replace(lacks, "other"))
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    (reason,) = flex._missing_features()
+    assert lacks in reason
+
+
+def test_verification_refuses_what_cannot_be_compiled(monkeypatch):
+    """Otherwise the results of eager attention would be found right."""
+
+    def fails(*arguments):
+        raise TorchDynamoException("no kernel")
+
+    monkeypatch.setattr(compiled, "_compiled", lambda variant: fails)
+    query = torch.randn(1, 1, 16, 16)
+    for _ in range(2):
+        with get_backend("flex").verifying():
+            for _ in range(2):
+                with pytest.raises(NotImplementedError, match="cannot compile"):
+                    fused_attn.scaled_dot_product_attention(query, query, query, backend="flex")

@@ -10,9 +10,11 @@ import types
 
 import pytest
 import torch
+from packaging.version import Version
 
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, get_backend
+from fused_attn.backends.denylist import BLOCK_SPARSE
 from fused_attn.backends.flex import flash, variant_of
 from fused_attn.backends.flex.functions import mask_function
 from fused_attn.backends.flex.operands import dimensions
@@ -131,3 +133,9 @@ def test_torch_packs_the_mask(name):
     with V.set_graph_handler(stand_in):
         intervals = packing.select_packed_mask_intervals(graph)
     assert intervals is not None and len(intervals) == 1
+
+
+def test_versions_with_a_race_are_refused(monkeypatch):
+    monkeypatch.setattr(flash, "_installed", lambda: Version("4.0.0b25"))
+    assert "has a race in the backward" in flash._missing()[0]
+    assert not BLOCK_SPARSE.versions.contains(flash.MIN_VERSION, prereleases=True)

@@ -480,3 +480,22 @@ def test_registry_asks_in_order(stand_in):
     assert registry.default_backend(CPU) is None
     verdicts.forget(["stand_in"])
     assert registry.default_backend(CPU) is not None
+
+
+def test_the_driver_without_its_file(monkeypatch):
+    """Containers may hide /proc/driver; the driver's library tells then, with every torch."""
+
+    class Library:
+        def cuDriverGetVersion(self, version):  # noqa: N802
+            version._obj.value = 13000
+            return 0
+
+    monkeypatch.setattr(verdicts, "_DRIVERS", ())
+    monkeypatch.setattr(verdicts.ctypes, "CDLL", lambda name: Library())
+    assert verdicts._driver() == "for CUDA up to 13000"
+
+    def missing(name):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(verdicts.ctypes, "CDLL", missing)
+    assert verdicts._driver() == "none"

@@ -67,7 +67,9 @@ def test_gradients_lie_as_their_tensors(order, backend):
     there = device_of(backend)
     leaves = [lying(order, there), lying((0, 1, 2, 3), there), lying((0, 2, 1, 3), there)]
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    grads = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sum(), leaves)
+    grads = torch.autograd.grad(
+        F.scaled_dot_product_attention(*leaves, backend=backend).sum(), leaves
+    )
     assert [g.stride() for g in grads] == [leaf.stride() for leaf in leaves]
 
 

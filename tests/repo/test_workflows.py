@@ -29,3 +29,12 @@ def test_workflows_call_what_is_there():
         # Only what says so may write, and each action is named with a version.
         assert re.search(r"^permissions:\n  contents: read$", text, re.MULTILINE)
         assert all("@" in action for action in re.findall(r"uses: ([^.\s]\S*)", text))
+
+
+def test_modules_that_workflows_run_do_something():
+    """`python -m` of a module without a main program does nothing, and succeeds."""
+    for text in [path.read_text() for path in WORKFLOWS]:
+        for name in re.findall(r"python3? -m (fused_attn[.\w]*)", text):
+            path = ROOT / name.replace(".", "/")
+            main = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+            assert "__main__" in main.name or '__name__ == "__main__"' in main.read_text(), name

@@ -467,3 +467,22 @@ def test_plots_of_large_models_have_no_labels(tmp_path, monkeypatch):
     plots.plot_comparison(report, tmp_path / "bare.png")
     sizes = [(tmp_path / name).stat().st_size for name in ("labelled.png", "bare.png")]
     assert sizes[0] > sizes[1] > 0
+
+
+WITHOUT_MODULE = """
+import sys
+sys.modules["fused_attn._cpu"] = None
+from fused_attn.tools import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", ["doctor", "bench --shape 1,1,32,32,8 --mask causal", "verify --help"]
+)
+def test_without_the_cpu_module(command):
+    """Triton, FlexAttention and torch's kernels need no compiled code, so the tools start."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MODULE, *command.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import BACKENDS
+from small_plans import SHAPE, SMALL, class_named, fast, small_plan
 from stand_in import CPU, in_place_of_cpp
 
 from fused_attn import functional as F
 from fused_attn.backends import get_backend, select, verdicts
 from fused_attn.backends.registry import BACKENDS as REGISTERED
-from fused_attn.backends.verdicts import ProblemClass
 from fused_attn.tools import cli, plan, timing, verify
 from fused_attn.tools.cases import MASKS
 from fused_attn.tools.checks import AttentionCheck, DecodeCheck, NormCheck, PartialCheck
@@ -22,25 +23,8 @@ from fused_attn.tools.plan import Plan
 
 # With kernels that are chosen only where they were verified; here by emulation.
 EMULATED = [name for name in BACKENDS if name in verdicts.KERNELS and torch.cuda.is_available() < 1]
-SMALL = {"ends": (32,), "tokens": 64, "hidden": 128, "cached": 64}
-SHAPE = "2,4/2,21,37,16"
+__all__ = ["fast"]  # a fixture
 ONE_BACKEND = pytest.mark.not_emulated("what decides is the same for every backend")
-
-
-def small_plan(features=("none", "causal"), dtypes=("float32",)):
-    """Checks of a second, and classes of these features, of few problems."""
-    checks = [
-        AttentionCheck(shape=SHAPE, result="lse"),
-        AttentionCheck(shape=SHAPE, mask="causal"),
-        AttentionCheck(shape=SHAPE, mask="causal+padding", bias="learned"),
-        AttentionCheck(shape=SHAPE, dropout_p=0.3, how="bits"),
-        AttentionCheck(shape=SHAPE, mask="causal", how="twice"),
-        NormCheck(rows=9, columns=40, residual=True),
-    ]
-    classes = dict(plan.attention_classes(dtypes, [32], **SMALL))
-    classes |= dict(plan.norm_classes(dtypes, [256], elements=1024))
-    wanted = (*features, "plain")
-    return Plan(checks, {n: p for n, p in classes.items() if n.feature in wanted}, rounds=1)
 
 
 @pytest.fixture(params=["stand_in", *EMULATED])
@@ -53,16 +37,6 @@ def backend(request, verdict_folder):
         else:
             own = [stand_in.name]
         yield get_backend(own[0])
-
-
-@pytest.fixture
-def fast(monkeypatch):
-    """Whatever is not torch's takes half its time, but for masks; whatever the machine."""
-
-    def medians(ways, device, rounds, advance):
-        return {name: 1.0 if REGISTERED[name].differentiable else 0.5 for name in ways}
-
-    monkeypatch.setattr(timing, "medians", medians)
 
 
 def corrupt(monkeypatch, backend, when, how):
@@ -97,7 +71,7 @@ def test_stored_chosen_and_forgotten(backend, verdict_folder):
     made, steps = small_plan(), []
     problem = problem_of_probe(made.classes[class_named("causal", "training")][0])
     assert select(problem) is not backend
-    report = verify.verify(backend.name, made, lambda: steps.append(1))
+    report = verify.verify(backend.name, made, lambda report: steps.append(1))
     assert not report.wrong and report.path.parent == verdict_folder
     assert len(steps) == made.steps
     assert report.usable == list(made.classes)
@@ -108,10 +82,6 @@ def test_stored_chosen_and_forgotten(backend, verdict_folder):
     assert "Attention" in out.grad_fn.name()  # not torch's own
     verdicts.forget([backend.name])
     assert select(problem) is not backend
-
-
-def class_named(feature, direction, length="L<=128"):
-    return ProblemClass("attention", "float32", f"D<=32,{length}", feature, direction)
 
 
 def problem_of_probe(probe):
@@ -243,23 +213,42 @@ def test_a_kernel_that_fails_is_wrong(backend, monkeypatch):
     corrupt(monkeypatch, backend, of_kind("causal"), fail)
     report = verify.verify(backend.name, small_plan())
     assert report.wrong[0].problem() == "RuntimeError: misaligned address"
-    assert not report.lost
+    assert not any(trial.lost for trial in report.trials)
     assert report.classes[class_named("none", "forward")].usable
     assert not report.classes[class_named("causal", "forward")].usable
 
 
-@ONE_BACKEND
 @pytest.mark.usefixtures("fast")
-def test_after_a_gpu_stops_nothing_is_usable(backend, monkeypatch):
-    def fail(outputs):
-        monkeypatch.setattr(verify, "_alive", lambda device: False)
-        raise RuntimeError("illegal memory access")
+def test_results_are_written_as_they_come(command, tmp_path, monkeypatch):
+    """The JSON file after each step, and the verdict after each class."""
+    stop = iter([None] * 9)
 
-    corrupt(monkeypatch, backend, of_kind("causal"), fail)
-    report = verify.verify(backend.name, small_plan())
-    assert report.lost and len(report.wrong) == 1 and report.usable == []
-    stored = json.loads(report.path.read_text())["classes"]
-    assert list(stored) == [str(name) for name in report.classes]
+    def interrupted(check, *args):
+        if next(stop, "now") == "now":
+            raise KeyboardInterrupt
+        return speedup(check, *args)
+
+    speedup = verify._speedup
+    monkeypatch.setattr(verify, "_speedup", interrupted)
+    path = tmp_path / "report.json"
+    assert command("--backend", "stand_in", "--json", str(path))[0] == cli.INTERRUPTED
+    own = json.loads(path.read_text())["backends"]["stand_in"]
+    assert own["checks"] >= 6 and own["classes"]
+    assert json.loads(Path(own["path"]).read_text())["classes"] == own["classes"]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_verdict_that_cannot_be_stored(command, tmp_path, monkeypatch):
+    """The report is not lost."""
+
+    def store(*args):
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(verdicts, "store", store)
+    path = tmp_path / "report.json"
+    status, _, err = command("--backend", "stand_in", "--json", str(path))
+    assert status == cli.USAGE and "not stored: read-only" in err
+    assert json.loads(path.read_text())["backends"]["stand_in"]["checks"] >= 6
 
 
 @ONE_BACKEND

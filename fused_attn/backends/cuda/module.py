@@ -72,18 +72,21 @@ def run(
     fields: dict[str, Any],
 ) -> None:
     """Call a function of the module, which launches kernels on the current stream of a device."""
-    with on_stream(device) as stream:
-        getattr(_cuda, name)(call, **fields, stream=stream)
+    with on_stream(device) as (index, stream):
+        getattr(_cuda, name)(call, **fields, device=index, stream=stream)
 
 
 @contextlib.contextmanager
-def on_stream(device: torch.device) -> Iterator[int]:
-    """Make the device current within the block, and yield the handle of its current stream."""
+def on_stream(device: torch.device) -> Iterator[tuple[int, int]]:
+    """Make the device current within the block; yield its index and current stream's handle.
+
+    The index is -1 for the CPU, where the kernels are emulated.
+    """
     if device.type == "cpu":
-        yield 0
+        yield -1, 0
         return
     with torch.cuda.device(device):
-        yield torch.cuda.current_stream(device).cuda_stream
+        yield torch.cuda.current_device(), torch.cuda.current_stream(device).cuda_stream
 
 
 def times_to_fill(blocks: int, device: torch.device) -> int:

@@ -13,7 +13,6 @@ from intervals (masks/intervals.py).
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
 from fused_attn.backends.engine import EngineBackend
-from fused_attn.backends.problem import NormProblem, Problem, kernel_limits, too_old
+from fused_attn.backends.problem import HAS_TRITON, NormProblem, Problem, kernel_limits, too_old
 from fused_attn.base.torch_state import is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 
@@ -35,15 +34,26 @@ if TYPE_CHECKING:  # the modules import torch._dynamo, so the first call imports
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cuda", "xpu", "cpu")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-MIN_TORCH = (2, 13)
-# Comparing versions takes 10 us, in each call.
-_TOO_OLD = (
-    [f"needs torch {'.'.join(map(str, MIN_TORCH))}, not {torch.__version__}"]
-    if torch.__version__ < MIN_TORCH  # type: ignore[operator]
-    else []
-)
 # FlexAttention supports other blocks only where its tiles divide them; 128 is its default.
 BLOCK_SIZE = (128, 128)
+
+
+def _missing_features() -> list[str]:
+    """Return what this torch's FlexAttention lacks; empty if the backend can use it.
+
+    The source is searched, because importing it takes a second and imports torch._dynamo.
+    """
+    source = Path(torch.__file__).parent / "nn" / "attention" / "flex_attention.py"
+    text = source.read_text("utf-8") if source.exists() else ""
+    features = {"AuxRequest": "class AuxRequest", "kernel_options BACKEND": "BACKEND: NotRequired"}
+    return [
+        f"needs FlexAttention with {name}, which torch {torch.__version__} lacks"
+        for name, definition in features.items()
+        if definition not in text
+    ]
+
+
+_MISSING_FEATURES = _missing_features()
 
 
 class FlexBackend(EngineBackend):
@@ -66,10 +76,10 @@ class FlexBackend(EngineBackend):
     def verifying(self) -> AbstractContextManager[None]:
         from fused_attn.backends.flex import compiled
 
-        return compiled.without_limit()
+        return compiled.verifying()
 
     def unavailable(self) -> list[str]:
-        return list(_TOO_OLD)
+        return list(_MISSING_FEATURES)
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = self.unavailable()
@@ -164,7 +174,7 @@ def _ones(query: Tensor, key: Tensor, operands: Operands) -> tuple[bool, ...]:
 
 def _no_triton(device: torch.device) -> list[str]:
     """Return why FlexAttention's Triton kernels cannot run on a GPU; empty if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return ["triton is not installed"]
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return []

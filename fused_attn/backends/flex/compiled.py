@@ -28,7 +28,7 @@ from fused_attn.backends.flex.operands import Operands, dimensions
 MAX_VARIANTS = 64
 
 _functions: dict[Variant, Any] = {}  # None for a variant that cannot be compiled
-_limited = True
+_verifying = False
 
 
 def variants() -> tuple[Variant, ...]:
@@ -38,18 +38,21 @@ def variants() -> tuple[Variant, ...]:
 
 def at_limit(variant: Variant) -> bool:
     """Return True if a variant is new, and no more may be compiled."""
-    return _limited and variant not in _functions and len(_functions) >= MAX_VARIANTS
+    return not _verifying and variant not in _functions and len(_functions) >= MAX_VARIANTS
 
 
 @contextlib.contextmanager
-def without_limit() -> Iterator[None]:
-    """Compile any number of variants within the block, and forget them afterwards."""
-    global _limited
-    before, _limited = (dict(_functions), _limited), False
+def verifying() -> Iterator[None]:
+    """Within the block, compile any number of variants, and refuse instead of falling back.
+
+    The variants are forgotten afterwards.
+    """
+    global _verifying
+    before, _verifying = (dict(_functions), _verifying), True
     try:
         yield
     finally:
-        functions, _limited = before
+        functions, _verifying = before
         _functions.clear()
         _functions.update(functions)
 
@@ -62,12 +65,17 @@ def run(
     Returns:
         out and lse; None, with one warning, if the variant cannot be compiled or is beyond the
         limit.
+
+    Raises:
+        NotImplementedError: the variant cannot be compiled, during `verifying`.
     """
     if at_limit(variant):
-        _warn(f"has compiled {MAX_VARIANTS} kinds of calls")
+        _fall_back(f"has compiled {MAX_VARIANTS} kinds of calls")
         return None
     function = _functions.get(variant)
     if function is None and variant in _functions:
+        if _verifying:
+            _fall_back("cannot compile this kind of call")
         return None
     try:
         if function is not None:
@@ -75,11 +83,14 @@ def run(
         return _first_run(variant, query, key, value, operands)
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         _functions[variant] = None
-        _warn(f"cannot compile a kind of call ({error})")
+        _fall_back(f"cannot compile a kind of call ({error})")
         return None
 
 
-def _warn(reason: str) -> None:
+def _fall_back(reason: str) -> None:
+    """Warn that a call runs on eager attention; during `verifying`, refuse the call instead."""
+    if _verifying:
+        raise NotImplementedError(reason)
     text = f'backend "flex" {reason}, so such calls run on eager attention'
     warnings.warn(text, stacklevel=3)
 

@@ -12,12 +12,13 @@ import torch
 from packaging.version import Version
 
 from fused_attn.backends import verdicts
+from fused_attn.backends.denylist import BLOCK_SPARSE
 from fused_attn.backends.flex import BLOCK_SIZE, FlexBackend, kernel_files
 from fused_attn.backends.problem import NormProblem, Problem
 from fused_attn.call.calls import AttentionCall
 
 PACKAGE = "flash-attn-4"
-MIN_VERSION = Version("4.0.0b17")  # from here on, functions may read scalars
+MIN_VERSION = Version("4.0.0b26")  # the first without the race of denylist.BLOCK_SPARSE
 HOPPER, BLACKWELL = 9, (10, 11)
 # For a larger head_dim, the tiles of forward and backward differ, so no BlockMask block size suits
 # both.
@@ -75,7 +76,7 @@ def _missing() -> list[str]:
     if version is None:
         return [f"{PACKAGE} is not installed"]
     if version < MIN_VERSION:
-        return [f"needs {PACKAGE} {MIN_VERSION}, not {version}"]
+        return [f"needs {PACKAGE} {MIN_VERSION}, not {version}: it {BLOCK_SPARSE.effect}"]
     return [] if torch.cuda.is_available() else ["torch sees no GPU"]
 
 

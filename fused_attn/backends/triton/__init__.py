@@ -15,7 +15,6 @@ the interpreter with the patches in tests/support/triton_interpreter.py.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from fused_attn.backends import verdicts
 from fused_attn.backends.base import Backend, Extent
-from fused_attn.backends.problem import Problem, kernel_limits, too_old
+from fused_attn.backends.problem import HAS_TRITON, Problem, kernel_limits, too_old
 from fused_attn.backends.triton.interpreter import interpreted
 from fused_attn.call.calls import (
     AttentionCall,
@@ -47,7 +46,7 @@ class TritonBackend(Backend):
     name = "triton"
 
     def unavailable(self) -> list[str]:
-        if not _has_triton():
+        if not HAS_TRITON:
             return ["triton is not installed"]
         if not torch.cuda.is_available() and not interpreted():
             return ["torch sees no GPU"]
@@ -122,11 +121,6 @@ def _kernel_files() -> Iterator[Path]:
 
 
 verdicts.KERNELS[TritonBackend.name] = _kernel_files
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

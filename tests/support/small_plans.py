@@ -1,0 +1,44 @@
+"""Small plans for tests of `fused-attn verify`, with times that do not depend on the machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from fused_attn.backends.registry import BACKENDS as REGISTERED
+from fused_attn.backends.verdicts import ProblemClass
+from fused_attn.tools import plan, timing
+from fused_attn.tools.checks import AttentionCheck, NormCheck
+from fused_attn.tools.plan import Plan
+
+SMALL = {"ends": (32,), "tokens": 64, "hidden": 128, "cached": 64}
+SHAPE = "2,4/2,21,37,16"
+
+
+def small_plan(features=("none", "causal"), dtypes=("float32",)):
+    """Checks of a second, and classes of these features, of few problems."""
+    checks = [
+        AttentionCheck(shape=SHAPE, result="lse"),
+        AttentionCheck(shape=SHAPE, mask="causal"),
+        AttentionCheck(shape=SHAPE, mask="causal+padding", bias="learned"),
+        AttentionCheck(shape=SHAPE, dropout_p=0.3, how="bits"),
+        AttentionCheck(shape=SHAPE, mask="causal", how="twice"),
+        NormCheck(rows=9, columns=40, residual=True),
+    ]
+    classes = dict(plan.attention_classes(dtypes, [32], **SMALL))
+    classes |= dict(plan.norm_classes(dtypes, [256], elements=1024))
+    wanted = (*features, "plain")
+    return Plan(checks, {n: p for n, p in classes.items() if n.feature in wanted}, rounds=1)
+
+
+def class_named(feature, direction, length="L<=128"):
+    return ProblemClass("attention", "float32", f"D<=32,{length}", feature, direction)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Whatever is not torch's takes half its time, but for masks; whatever the machine."""
+
+    def medians(ways, device, rounds, advance):
+        return {name: 1.0 if REGISTERED[name].differentiable else 0.5 for name in ways}
+
+    monkeypatch.setattr(timing, "medians", medians)

@@ -1,0 +1,84 @@
+"""Crashes and broken GPU contexts in `fused-attn verify` cost one step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+from small_plans import class_named, fast, small_plan
+from stand_in import CPU, in_place_of_cpp
+
+from fused_attn.tools import isolation, verify
+from fused_attn.tools.isolation import WorkerError
+
+__all__ = ["fast"]  # a fixture
+
+
+class Processes:
+    """Stands in for the worker of a GPU: its steps run here, and some end the process."""
+
+    def __init__(self, fails):
+        self.fails, self.started, self.running = fails, 0, False
+
+    def run(self, step, check, backend, device, *args):
+        self.started += not self.running
+        self.running = True
+        trial = step(check, backend, CPU, *args)
+        if self.fails(check) == "crash":
+            self.running = False
+            raise WorkerError("the process died (SIGSEGV)")
+        if self.fails(check) == "sticky":
+            trial.error, trial.lost = "illegal memory access", True
+        return trial
+
+    def stop(self):
+        self.running = False
+
+
+def on_pretended_gpu(monkeypatch, fails):
+    """Verify the stand-in as on a GPU; return the report and its processes."""
+    processes = Processes(fails)
+    monkeypatch.setattr(verify, "Worker", lambda limit, context: processes)
+    monkeypatch.setattr(verify, "device_of", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(verify, "against", lambda name: [])
+    with in_place_of_cpp() as backend:
+        return verify.verify(backend.name, small_plan()), processes
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("how", ["crash", "sticky"])
+def test_a_crash_costs_one_step(how, verdict_folder, monkeypatch):
+    """Other checks and classes go on in a new process, and are stored."""
+
+    def fails(check):
+        return how if getattr(check, "mask", "") == "causal" and check.gradients else ""
+
+    report, processes = on_pretended_gpu(monkeypatch, fails)
+    assert 2 <= len(report.wrong) == sum(trial.lost for trial in report.trials)
+    assert processes.started == len(report.wrong) + 1
+    assert report.classes[class_named("none", "training")].usable
+    assert report.classes[class_named("causal", "training")].found == "wrong"
+    assert json.loads(report.path.read_text())["classes"] == report.to_dict()["classes"]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_gpu_that_computes_no_more_is_given_up(verdict_folder, monkeypatch):
+    report, processes = on_pretended_gpu(monkeypatch, lambda check: "sticky")
+    assert processes.started == verify.MAX_LOST and report.usable == []
+    assert "not run, because the GPU failed" in report.trials[-1].problem()
+
+
+@pytest.mark.parametrize("function", [os.abort, partial(os._exit, 3), partial(time.sleep, 60)])
+def test_workers(function):
+    """What runs after a process that died, or was given up, runs in a new one."""
+    worker = isolation.Worker(5.0)
+    assert worker.run(math.sqrt, 4.0) == 2.0
+    with pytest.raises(isolation.WorkerError, match=r"SIGABRT|exit status 3|no result after 5 s"):
+        worker.run(function)
+    assert worker.run(math.sqrt, 9.0) == 3.0
+    worker.stop()

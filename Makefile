@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -276,8 +276,25 @@ bench-quick: env ## the most telling benchmarks, in under 3 minutes
 gpu-build:
 	FUSED_ATTN_CUDA=$${FUSED_ATTN_CUDA-1} $(GPU_PYTHON) setup.py -q build_ext --inplace
 
-gpu-test: gpu-build ## run the tests that need a GPU, with GPU_PYTHON
-	$(GPU_PYTHON) -m pytest -m gpu
+# On all cores; a worker that a test crashed or left with a broken GPU is replaced.
+GPU_TESTS = $(addprefix tests/,gpu ops backends nn tools integrations)
+gpu-test: gpu-build ## run the tests that need a GPU, on all cores, with GPU_PYTHON
+	PYTHONPATH="$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m gpu -p gpu_records \
+		-n auto --dist worksteal --max-worker-restart 100000 --continue-on-collection-errors $(GPU_TESTS)
+
+# Results that were finished are kept, whatever fails. GPU_SESSION="--dry" needs no GPU.
+GPU_SESSION ?=
+gpu-session: ## learn the most in nine minutes of a GPU, with GPU_PYTHON: build/gpu-session/results.json
+	$(GPU_PYTHON) scripts/gpu_session.py $(GPU_SESSION)
+
+# For a machine with a GPU that has no time, or no compiler, to build them: Python 3.12 and Hopper.
+MODULES_PYTHON ?= python3.12
+MODULES_ARCHS ?= 90a
+gpu-modules: $(VENV)/installed ## compile both modules ahead, for MODULES_PYTHON and MODULES_ARCHS
+	$(SAY) "the CUDA kernels: 5 minutes of one core"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$$($(BIN)/python $(SITE))" FUSED_ATTN_CUDA=1 \
+		FUSED_ATTN_CUDA_ARCHS=$(MODULES_ARCHS) $(MODULES_PYTHON) setup.py -q build_ext --inplace
+	@ls -l fused_attn/*.so
 
 # Racecheck sees shared memory only; both take minutes, so the shapes are small.
 gpu-sanitize: gpu-build ## compute-sanitizer's memcheck and racecheck on the CUDA kernels

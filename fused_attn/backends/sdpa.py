@@ -215,6 +215,8 @@ def _attention(
     grouped: bool,
 ) -> Tensor:
     mask, is_causal, empty = arguments
+    if mask is not None and query.device.type == "cuda":
+        mask = _dense_in_keys(mask, key.shape[2])
     with _without_cudnn() if _cudnn_is_denied(query, key, value, mask) else _AS_SET:
         out = torch_sdpa(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
@@ -223,6 +225,13 @@ def _attention(
         return out
     # In place only if no gradient is needed, because torch's backward reads out.
     return out.masked_fill(empty, 0.0) if out.requires_grad else out.masked_fill_(empty, 0.0)
+
+
+def _dense_in_keys(mask: Tensor, seqlen_k: int) -> Tensor:
+    """Return a mask whose last dimension is dense, as torch's kernels for CUDA require it."""
+    if mask.shape[-1] == seqlen_k and mask.stride(-1) == 1:
+        return mask
+    return mask.expand(*mask.shape[:-1], seqlen_k).contiguous()
 
 
 # ---- cuDNN --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fused_attn.backends.registry import BACKENDS
-from fused_attn.tools import plan, sources, verify
+from fused_attn.tools import plan, sources
 from fused_attn.tools.cases import DTYPES, MASKS, Shape
 from fused_attn.version import __version__
 
@@ -75,8 +75,8 @@ def _add_verify(add: Callable[..., argparse.ArgumentParser]) -> None:
         "", "--quick", "--backend triton --json verdict.json", "--forget",
     )  # fmt: skip
     command.add_argument(
-        "--backend", choices=verify.candidates(), nargs="+", metavar="BACKEND",
-        help=f"of {', '.join(verify.candidates())}; default: those that can run here",
+        "--backend", choices=list(BACKENDS), nargs="+", metavar="BACKEND",
+        help=f"of {', '.join(BACKENDS)}; default: those that need it and can run here",
     )  # fmt: skip
     command.add_argument(
         "--quick", action="store_true", help=f"only {', '.join(plan.QUICK_DTYPES)}, and head_dim "

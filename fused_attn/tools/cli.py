@@ -142,12 +142,12 @@ def _show_verdict(report: verify.Report) -> None:
     for title, features in (
         ("attention", (*verdicts.KINDS, *verdicts.OPTIONS)), ("norms", verdicts.NORM_FEATURES),
     ):  # fmt: skip
-        rows = report.speedups(title == "norms")
-        show_table(
-            f"Times as fast as torch, {title}: {where}; in brackets: not enough to be chosen",
-            ("op", "type", "sizes", "pass", *(f">{name}" for name in features)), rows,
-            bad=[i for i, row in enumerate(rows) if "wrong" in row],
-        )  # fmt: skip
+        if rows := report.speedups(title == "norms"):
+            show_table(
+                f"Times as fast as torch, {title}: {where}; in brackets: not enough to be chosen",
+                ("op", "type", "sizes", "pass", *(f">{name}" for name in features)), rows,
+                bad=[i for i, row in enumerate(rows) if "wrong" in row],
+            )  # fmt: skip
     for trial in report.wrong[:SNIPPETS]:
         print(report.snippet(trial), end="\n\n")
     if len(report.wrong) > SNIPPETS:

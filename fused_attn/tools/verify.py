@@ -33,6 +33,7 @@ from fused_attn.tools.checks import Check, NormCheck
 from fused_attn.tools.contract import Finding
 from fused_attn.tools.isolation import Worker, WorkerError
 from fused_attn.tools.plan import Plan, Probe
+from fused_attn.tools.torch_semantics import adapted, exception, loosened
 
 # Smaller speedups cannot be distinguished from the noise between two runs.
 MIN_SPEEDUP = 1.05
@@ -199,12 +200,17 @@ def candidates() -> list[str]:
 
 
 def device_of(backend: str) -> torch.device:
-    """Return the current GPU, or the CPU for a backend whose kernels are emulated there."""
-    on_cpu = AttentionProblem(torch.device("cpu"), torch.float32, 64, 64, needs_grad=True)
-    if not get_backend(backend).unsupported(on_cpu):
-        return on_cpu.device
+    """Return the current GPU, or the CPU if the backend runs only there, or there is no GPU."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    return torch.device("cuda", index)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", index)
+    own = get_backend(backend)
+    if torch.cuda.is_available() and not own.unsupported(_problem(gpu, torch.bfloat16)):
+        return gpu
+    return gpu if own.unsupported(_problem(cpu, torch.float32)) else cpu
+
+
+def _problem(device: torch.device, dtype: torch.dtype) -> AttentionProblem:
+    return AttentionProblem(device, dtype, 64, 64, needs_grad=True)
 
 
 def against(backend: str) -> list[str]:
@@ -305,8 +311,16 @@ def _store(report: Report) -> None:
 
 def _checked(check: Check, backend: str, device: torch.device) -> Trial:
     """Run a check, and return its trial."""
-    trial = Trial(check)
-    _attempt(trial, device, lambda: trial.findings.extend(check.run(backend, device)))
+    trial = Trial(adapted(backend, check))
+    trial.refused = exception(backend, check, device.type == "cuda")
+
+    def run() -> None:
+        findings = trial.check.run(backend, device)
+        by_torch = get_backend(backend).wraps_torch
+        trial.findings = [*map(loosened, findings)] if by_torch else findings
+
+    if not trial.refused:
+        _attempt(trial, device, run)
     return trial
 
 

@@ -89,6 +89,19 @@ def test_any_order_where_torch_pads(num_heads_kv, monkeypatch):
     assert seen == [24]
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 33, 1), (33, 1), (1,), (3, 1, 33, 47)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_masks_are_dense_in_keys(shape, transposed):
+    """torch's memory-efficient kernel raises otherwise: last dimension must be contiguous."""
+    mask = torch.rand(shape) < 0.5
+    mask = mask.mT.contiguous().mT if transposed and len(shape) > 1 else mask
+    dense = sdpa._dense_in_keys(mask, 47)
+    assert dense.stride(-1) == 1 and dense.shape[-1] == 47
+    assert dense.shape[:-1] == mask.shape[:-1]  # other dimensions stay broadcast
+    assert torch.equal(dense, mask.expand(*shape[:-1], 47))
+    assert sdpa._dense_in_keys(dense, 47) is dense
+
+
 # ---- defects of cuDNN ---------------------------------------------------------------------------
 
 

@@ -1,0 +1,51 @@
+"""Requirements of checks on backends that wrap torch's kernels (`Backend.wraps_torch`).
+
+Such a backend has torch's semantics for dropout and NaN, and torch promises no numerics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fused_attn.backends import get_backend
+from fused_attn.tools.cases import Shape
+from fused_attn.tools.checks import AttentionCheck, Check
+from fused_attn.tools.contract import Finding
+
+# Errors of torch's kernels may be that many times the contract's limit. On CPUs they reach 1.0
+# times it. On GPUs they round the weights to 16 bits before the division by their sum, and some multiply
+# float32 as three products of TF32; no GPU was measured yet.
+TORCH_FACTOR = 4.0
+
+
+def exception(backend: str, check: Check, on_gpu: bool) -> str:
+    """Return the reason why a check does not apply to a backend; empty if it applies."""
+    if not get_backend(backend).wraps_torch:
+        return ""
+    if check.how == "bits":
+        return "torch's generator decides which weights are dropped"
+    if check.how == "contract" and getattr(check, "dropout_p", 0.0) > 0.0:
+        return "torch's generator drops other weights than eager attention"
+    if on_gpu and check.how != "contract" and check.gradients:
+        return "torch's backward adds in any order, unless deterministic algorithms are enforced"
+    if isinstance(check, AttentionCheck):
+        if check.gradients and Shape.parse(check.shape).seqlen_k == 1:
+            return "torch's gradients of one key are 0 but for rounding, those of eager exactly 0"
+        if check.poison:
+            return "NaN in masked keys may reach the results"
+        if "alibi" in check.mask and check.dtype != "float32":
+            return "torch's mask is rounded to 16 bits"
+    return ""
+
+
+def adapted(backend: str, check: Check) -> Check:
+    """Return a check without lse if it has gradients, because torch's lse has none."""
+    if not get_backend(backend).wraps_torch or not isinstance(check, AttentionCheck):
+        return check
+    return replace(check, result="out") if check.result == "lse" and check.gradients else check
+
+
+def loosened(finding: Finding) -> Finding:
+    """Return a finding with the limit for torch's kernels."""
+    where = f"{finding.where}, {TORCH_FACTOR:g} times that for torch's kernels"
+    return replace(finding, limit=TORCH_FACTOR * finding.limit, where=where)

@@ -1,0 +1,28 @@
+"""Markers of the tests in this folder: `gpu` on a machine with a GPU, otherwise `thorough`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from devices import ON_GPU
+
+HERE = Path(__file__).parent
+# Without a GPU, `make test` runs only these, which take a few seconds.
+SHORT = ("test_smoke.py", "test_cudnn_kept_out.py")
+
+# cuBLAS is deterministic only with a fixed workspace. torch reads the variable once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.hookimpl(tryfirst=True)  # so that -m applies to the markers that are added here
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder."""
+    for item in items:
+        if item.path.parent != HERE:
+            continue
+        if ON_GPU:
+            item.add_marker("gpu")
+        elif item.path.name not in SHORT or "compiled" in item.name:
+            item.add_marker("thorough")

@@ -1,0 +1,43 @@
+"""Device of the tests in this folder: the GPU if there is one, else the CPU.
+
+On a CPU they show that the tests are right. On a GPU they are the first tests of the package's
+default there, torch's kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from fused_attn.tools.cases import DTYPES as NAMES
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+DTYPES = [getattr(torch, name) for name in NAMES]
+# Backends that calls run on until `fused-attn verify`; "default" names none.
+DEFAULT = "default"
+BACKENDS = ["sdpa", "eager", DEFAULT]
+COMPILER = "inductor" if ON_GPU else "aot_eager"  # Inductor's C++ takes minutes on a CPU
+
+
+def named(backend: str) -> str | None:
+    """Return the argument `backend` of the package's functions; None for the default."""
+    return None if backend == DEFAULT else backend
+
+
+def by_torch(backend: str) -> bool:
+    """Return True if torch's kernels compute calls on a backend, as far as they support them."""
+    return backend == "sdpa" or (backend == DEFAULT and ON_GPU)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Make torch use deterministic algorithms within the block, or raise where it has none."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

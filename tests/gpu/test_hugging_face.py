@@ -1,0 +1,117 @@
+"""Small models of Hugging Face, on the default of a GPU, against their eager attention."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from devices import DEVICE, DTYPES
+from gpu_models import BATCH, HEADS, IGNORED, LENGTH, WIDTH, Real, findings_of, moved, results
+from helpers import short
+from judging import require
+
+import fused_attn as fa
+from fused_attn.tools import contract
+
+training = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def tiny_bert(**kwargs):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
+        intermediate_size=64, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, **kwargs,
+    )  # fmt: skip
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+def tiny_llama(**kwargs):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=2, intermediate_size=64, max_position_embeddings=32,
+        use_cache=False, **kwargs,
+    )  # fmt: skip
+    return transformers.LlamaModel(config)
+
+
+MODELS = {"bert": tiny_bert, "llama": tiny_llama}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def token_inputs(side="right"):
+    real = ~IGNORED if side == "right" else ~IGNORED.flip(1)
+    ids = torch.randint(1, 50, (BATCH, LENGTH)) * real
+    return {"input_ids": ids, "attention_mask": real.long()}, real
+
+
+def check_hf(fused, theirs, side, within=contextlib.nullcontext):
+    """Check a model against an unswapped one, with eager attention, on the same device.
+
+    The truth is that of torch's function: in float64, eager attention of transformers takes the
+    softmax in float32, where its mask of rows that see no key overflows.
+    """
+    inputs, real = token_inputs(side)
+    double = copy.deepcopy(theirs)
+    double.set_attn_implementation("sdpa")
+    theirs.set_attn_implementation("eager")
+    fused, theirs, double = (Real(model, real) for model in (fused, theirs, double))
+    truth = results(double, (), inputs, torch.float64, "cpu")
+    eager = functools.partial(results, theirs, (), inputs, torch.float32, DEVICE)
+    with within():
+        got = results(fused, (), inputs, torch.float32, DEVICE)
+    require(findings_of(got, eager(), truth, eager), "default")
+
+
+@models
+@training
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_swapped_hugging_face(name, side, training):
+    theirs = MODELS[name]().train(training)
+    fused = copy.deepcopy(theirs)
+    assert fa.swap_modules(fused).swapped
+    check_hf(fused, theirs, side)
+
+
+@models
+def test_attn_implementation(name):
+    fused = MODELS[name](attn_implementation="fused_attn")
+    theirs = MODELS[name]()
+    theirs.load_state_dict(fused.state_dict())
+    assert fused.config._attn_implementation == "fused_attn"
+    check_hf(fused, theirs, "right")
+
+
+@models
+def test_enabled(name):
+    """A model of torch's function, which is patched."""
+    model = MODELS[name](attn_implementation="sdpa")
+    theirs = copy.deepcopy(model)
+    check_hf(model, theirs, "right", fa.enabled)
+
+
+@models
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=short)
+@torch.no_grad()
+def test_inference_in_16_bits(name, dtype):
+    inputs, real = token_inputs()
+    theirs = MODELS[name]().to(dtype).eval()
+    fused = copy.deepcopy(theirs)
+    fa.swap_modules(fused)
+    double = copy.deepcopy(theirs).double()
+    double.set_attn_implementation("sdpa")
+    theirs.set_attn_implementation("eager")
+    given = {k: moved(v) for k, v in inputs.items()}
+    truth = double(**inputs)[0][real]
+    eager = theirs.to(DEVICE)(**given)[0].cpu()[real]
+    got = fused.to(DEVICE)(**given)[0].cpu()[real]
+    require([contract.judge("out", got, truth, eager, gradient=False)], "sdpa")

@@ -1,0 +1,60 @@
+"""pytest plugin for the pretended GPU, which computes nothing: pytest -p plugin --assert=plain.
+
+A test passes unless code of the host raises. Assertions of the tests compare values, which are
+garbage here, so one that fails says nothing; one of the package or of torch is an error of a host.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+# Where comparisons of values raise.
+COMPARING = ("/torch/testing/", "/numpy/testing/", "/torch/autograd/gradcheck.py")
+passed_over = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[passed_over] = 0
+
+
+def pytest_sessionstart() -> None:
+    """Compute no references, which take most of the time: nothing can be compared to them."""
+    import helpers  # by now, as pytest has put tests/support on the path only now
+
+    helpers.Reference.of = classmethod(lambda cls, *args, **kwargs: cls(*args[:2]))
+    helpers.Reference.__init__ = lambda self, run, dtype: None
+    helpers.Reference.findings = lambda self, got: []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    try:
+        return (yield)
+    except AssertionError as error:
+        if not _compares(error.__traceback__):
+            raise
+    except BaseExceptionGroup as error:  # noqa: F821  (Python 3.11) hypothesis found several
+        others = error.split(
+            lambda one: isinstance(one, AssertionError) and _compares(one.__traceback__)
+        )[1]
+        if others is not None:
+            raise others from None
+    pyfuncitem.config.stash[passed_over] += 1
+    return True
+
+
+def _compares(trace: TracebackType | None) -> bool:
+    """Return True if an assertion was raised by a test or by what compares values for it."""
+    raised_in = traceback.extract_tb(trace)[-1].filename
+    return Path(raised_in).is_relative_to(TESTS) or any(part in raised_in for part in COMPARING)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    count = terminalreporter.config.stash[passed_over]
+    terminalreporter.write_line(f"pretended GPU: {count} tests passed in spite of wrong values")

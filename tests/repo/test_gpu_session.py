@@ -1,0 +1,209 @@
+"""scripts/gpu_session.py: whatever fails, nothing that was finished is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import gpu_sections
+import gpu_session
+import pytest
+from gpu_sections import Run, Section
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((ROOT / "scripts" / "gpu_session.schema.json").read_text())
+GOOD = "def test_good(): pass\n"
+MAX_COMMAND, MAX_FILES, MAX_BYTES = 2000, 8, 16 << 20  # what a lent machine accepts and returns
+
+
+def check(out):
+    """Return the results in a folder, which are valid and small enough to be brought back."""
+    jsonschema = pytest.importorskip("jsonschema", reason="reason: needs jsonschema")
+    results = json.loads((out / "results.json").read_text())
+    jsonschema.validate(results, SCHEMA)
+    answered = {record["section"] for record in results["records"]}
+    assert answered == set(results["sections"])
+    files = [path for path in out.iterdir() if path.is_file()]
+    assert len(files) <= MAX_FILES and all(f.stat().st_size <= MAX_BYTES for f in files)
+    return results
+
+
+def session(tmp_path, *files, seconds=40.0, unit_seconds=20.0, processes=1, **options):
+    """Run a session of one section for each text of a test file; return its results."""
+    sections = []
+    for number, text in enumerate(files):
+        path = tmp_path / f"test_planted_{number}.py"
+        path.write_text(text)
+        run = Run([str(path)], processes, unit_seconds)
+        sections.append(Section(f"section {number}", 30.0, [run], **options))
+    gpu_session.Session(sections, tmp_path / "out", seconds, "", dry=True).run()
+    return check(tmp_path / "out")
+
+
+def statuses(results):
+    return {record["unit"].rpartition("::")[2]: record["status"] for record in results["records"]}
+
+
+MORE = pytest.mark.thorough  # a session takes seconds
+FAULTS = {
+    "segfault": ("import os; os.kill(os.getpid(), 11)", "crash", "crashed while running"),
+    "hang": ("import time; time.sleep(60)", "hang", "over 2 s"),
+    "cuda": ("raise RuntimeError('CUDA error: an illegal access')", "crash", "illegal access"),
+    "triton": ("raise RuntimeError('Error [CUDA]: misaligned address')", "crash", "misaligned"),
+    "host": ("raise TypeError('host code')", "crash", "TypeError: host code"),
+    "wrong": ("assert 1 == 2", "wrong", "assert 1 == 2"),
+    "unsupported": ("raise NotImplementedError('has no mask')", "refused", "has no mask"),
+    "refused": ("import pytest; pytest.skip('refused: has no dropout')", "refused", "no dropout"),
+    "skipped": ("import pytest; pytest.skip('reason: other')", "skipped", "reason: other"),
+    "noisy": ("print('x' * 10_000_000); assert False", "wrong", "assert False"),
+    "good": ("pass", "ok", ""),
+}
+
+
+def test_faults(tmp_path, capsys):
+    """Each unit gets its status; the rest of its list and the next section go on."""
+    planted = [f"def test_{name}():\n    {code}\n" for name, (code, _, _) in FAULTS.items()]
+    results = session(tmp_path, "\n".join(planted), "def test_next(): pass\n", unit_seconds=2.0)
+    wanted = {f"test_{name}": status for name, (_, status, _) in FAULTS.items()}
+    assert statuses(results) == wanted | {"test_next": "ok"}
+    messages = {r["unit"].rpartition("::test_")[2]: r["message"] for r in results["records"]}
+    assert all(words in messages[name] for name, (_, _, words) in FAULTS.items())
+    assert {section["status"] for section in results["sections"].values()} == {"done"}
+    assert results["sections"]["section 0"]["planned"] == len(FAULTS)
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
+        assert all(member.size <= gpu_session.LOG_BYTES for member in archive)
+    assert capsys.readouterr().out.count("\n") <= gpu_session.TABLE_LINES
+
+
+@pytest.mark.thorough
+def test_a_file_that_cannot_be_imported(tmp_path):
+    results = session(tmp_path, "import no_such_module\n", GOOD)
+    assert statuses(results)["test_good"] == "ok"
+    assert any("no_such_module" in record["message"] for record in results["records"])
+
+
+@pytest.mark.thorough
+def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
+    """It is cut, with what it finished; units that were begun are named."""
+    slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
+    monkeypatch.setattr(gpu_session, "GRACE", 0.0)
+    results = session(tmp_path, slow, GOOD, seconds=8.0)
+    assert statuses(results) == {"test_good": "ok", "test_slow": "hang", "section 1": "skipped"}
+    assert [s["status"] for s in results["sections"].values()] == ["cut", "skipped"]
+
+
+def test_sigterm_half_way(tmp_path):
+    """What was finished is in the file at any moment; the session ends with what it has."""
+    slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
+    (tmp_path / "test_planted.py").write_text(slow)
+    code = (
+        "import sys, gpu_session; from gpu_sections import Run, Section\n"
+        f"made = [Section('slow', 50.0, [Run([{str(tmp_path / 'test_planted.py')!r}])]),"
+        " Section('next', 5.0, [])]\n"
+        f"sys.exit(gpu_session.main(['--out', {str(tmp_path / 'out')!r}, '--dry'], lambda: made))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path)
+    path = tmp_path / "out" / "results.json"
+    until = time.monotonic() + 40.0
+    while time.monotonic() < until and "test_good" not in (
+        (path.exists() and path.read_text()) or ""
+    ):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20.0) == 0
+    results = check(tmp_path / "out")
+    assert statuses(results) == {"test_good": "ok", "test_slow": "hang", "next": "skipped"}
+    assert results["sections"]["slow"]["message"] == "SIGTERM arrived"
+
+
+@pytest.mark.parametrize("builds", [pytest.param(True, marks=MORE), False])
+def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
+    """It is built beside the next sections; if that fails, the CUDA section alone is skipped."""
+    facts = "import pytest\n@pytest.mark.parametrize('name', ['_cpu', '_cuda'])\n"
+    facts += "def test_modules(name):\n    if name == '_cuda': pytest.skip('no module')\n"
+    for name, text in (("facts", facts), ("good", GOOD)):
+        (tmp_path / f"test_{name}.py").write_text(text)
+    monkeypatch.setattr(gpu_session, "BUILD", f"echo told; exit {int(not builds)}")
+    monkeypatch.setattr(gpu_session.Session, "_suspicious", lambda self: False)
+    good = [Run([str(tmp_path / "test_good.py")])]
+    sections = [
+        Section("facts", 30.0, [Run([str(tmp_path / "test_facts.py")])]),
+        Section("other", 30.0, good),
+        Section("cuda", 30.0, good, needs="_cuda"),
+    ]
+    gpu_session.Session(sections, tmp_path / "out", 60.0, "", dry=False).run()
+    results = check(tmp_path / "out")
+    assert results["sections"]["cuda"]["status"] == ("done" if builds else "skipped")
+    assert results["sections"]["other"]["status"] == "done"
+    assert builds or "told" in results["sections"]["cuda"]["message"]
+
+
+@pytest.mark.thorough
+def test_without_the_cpu_module(tmp_path, monkeypatch):
+    block = "import sys\nsys.modules['fused_attn._cpu'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(block)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = Run(["tests/gpu/test_smoke.py", "-k", "sdpa-forward or eager-backward"])
+    gpu_session.Session([Section("smoke", 60.0, [run])], tmp_path / "out", 90.0, "", True).run()
+    assert set(statuses(check(tmp_path / "out")).values()) == {"ok"}
+
+
+@pytest.mark.thorough
+def test_a_gpu_that_does_not_answer(tmp_path, monkeypatch):
+    """After a crash, the next section begins with a probe."""
+    bad = "import os, signal\ndef test_bad(): os.kill(os.getpid(), signal.SIGSEGV)\n"
+    (tmp_path / "test_bad.py").write_text(bad)
+    sections = [Section(name, 30.0, [Run([str(tmp_path / "test_bad.py")])]) for name in "ab"]
+    monkeypatch.setattr(gpu_session.Session, "_gpu_answers", lambda self: False)
+    gpu_session.Session(sections, tmp_path / "out", 60.0, "", dry=False).run()
+    results = check(tmp_path / "out")
+    assert results["sections"]["b"]["message"] == "the GPU does not answer"
+
+
+def test_the_summary_is_short():
+    record = {
+        "section": "a",
+        "unit": "t",
+        "status": "wrong",
+        "seconds": 0.0,
+        "message": "m",
+        "data": {},
+    }
+    section = {"status": "done", "seconds": 1.0, "planned": 200, "message": ""}
+    results = {"machine": {}, "ceilings": {}, "sections": {"a": section}, "records": [record] * 200}
+    assert len(gpu_session.summary(results)) <= gpu_session.TABLE_LINES
+
+
+def test_plan_of_a_session():
+    """Sections fit the time; every backend is measured; what is carried is small."""
+    sections = gpu_sections.on_gpu()
+    in_a_row = [s.seconds for s in sections if not s.beside and s.name != "memcheck"]
+    assert sum(in_a_row) <= 545  # correctness rarely takes its whole limit
+    assert [s.name for s in sections] == [s.name for s in gpu_sections.dry()]
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    tree = sum((ROOT / name).stat().st_size for name in names if name and (ROOT / name).exists())
+    assert tree <= 64 << 20
+
+
+@pytest.mark.thorough
+def test_dry_session(tmp_path):
+    """Every section answers in four minutes, without a GPU."""
+    command = [sys.executable, "scripts/gpu_session.py", "--dry", "--seconds", "240"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and time.monotonic() - began <= 245.0, done.stderr
+    results = check(tmp_path)
+    skipped = {n for n, s in results["sections"].items() if s["status"] == "skipped"}
+    assert skipped <= {"memcheck"}
+    assert {r["status"] for r in results["records"]} <= {"ok", "refused", "skipped"}

@@ -16,10 +16,12 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -143,8 +145,8 @@ class Session:
         self.sections, self.out, self.only, self.dry = sections, out, only, dry
         self.began = time.monotonic()
         self.end = self.began + seconds - GRACE
-        self.work = out / "work"
-        self.work.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        self.work = Path(tempfile.mkdtemp(prefix="gpu-session-"))  # logs, records and caches
         self.results: dict[str, Any] = {
             "format": 1, "dry": dry, "limit": seconds, "seconds": 0.0, "commit": _commit(),
             "machine": {}, "ceilings": {}, "sections": {}, "records": [],
@@ -378,6 +380,7 @@ class Session:
                 data = path.read_bytes()[-LOG_BYTES:]
                 path.write_bytes(data)
                 archive.add(path, path.name)
+        shutil.rmtree(self.work, ignore_errors=True)
         print("\n".join(summary(self.results)))
 
 

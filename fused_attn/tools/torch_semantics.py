@@ -13,8 +13,8 @@ from fused_attn.tools.checks import AttentionCheck, Check
 from fused_attn.tools.contract import Finding
 
 # Errors of torch's kernels may be that many times the contract's limit. On CPUs they reach 1.0
-# times it. On GPUs they round the weights to 16 bits before the division by their sum, and some multiply
-# float32 as three products of TF32; no GPU was measured yet.
+# times it. On GPUs they round the weights to 16 bits before the division by their sum, and some
+# multiply float32 as three products of TF32; no GPU was measured yet.
 TORCH_FACTOR = 4.0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import examples_table
+import gpu_tables
 import matplotlib
 import readme_table
 import tables
@@ -26,6 +27,8 @@ LENGTHS_BEGIN, LENGTHS_END = "<!-- lengths: begin -->", "<!-- lengths: end -->"
 EXAMPLES_PAGE = HERE.parent / "examples" / "README.md"
 EXAMPLES_BEGIN, EXAMPLES_END = "<!-- examples: begin -->", "<!-- examples: end -->"
 BUSY_BEGIN, BUSY_END = "<!-- busy: begin -->", "<!-- busy: end -->"
+ENGINES_PAGE = HERE.parent / "docs" / "engines.md"
+CHECKS_BEGIN, CHECKS_END = "<!-- gpu checks: begin -->", "<!-- gpu checks: end -->"
 GPU_BEGIN, GPU_END = "<!-- gpu benchmarks: begin -->", "<!-- gpu benchmarks: end -->"
 GROUPS = ("forward", "backward", "training", "packed", "norm forward", "norm backward")
 
@@ -73,6 +76,8 @@ def main() -> None:
         HERE / "results" / "examples", "../benchmarks/results/examples"
     )
     write_into(EXAMPLES_PAGE, EXAMPLES_BEGIN, EXAMPLES_END, trained)
+    checks = gpu_tables.all_of(gpu_sessions(), gpu_tables.engines)
+    write_into(ENGINES_PAGE, CHECKS_BEGIN, CHECKS_END, checks)
 
 
 def cpus() -> dict[str, dict[str, Any]]:
@@ -113,11 +118,13 @@ def with_results(page: Path, text: str) -> str:
     text = replaced(text, MODELS_BEGIN, MODELS_END, tables.models(models))
     beside = json.loads((results / "busy.json").read_text())
     text = replaced(text, BUSY_BEGIN, BUSY_END, tables.busy(beside))
-    gpus = sorted(results.glob("gpu-*.json"))
-    if gpus:
-        measured = [tables.gpu(json.loads(path.read_text())) for path in gpus]
-        text = replaced(text, GPU_BEGIN, GPU_END, "\n\n".join(measured))
-    return text
+    speeds = gpu_tables.all_of(gpu_sessions(), gpu_tables.performance)
+    return replaced(text, GPU_BEGIN, GPU_END, speeds)
+
+
+def gpu_sessions() -> list[dict[str, Any]]:
+    """Return the results of each measured GPU."""
+    return [json.loads(p.read_text()) for p in sorted((HERE / "results").glob("gpu-*.json"))]
 
 
 def write_into(page: Path, begin: str, end: str, inner: str) -> None:

@@ -113,6 +113,9 @@ class Runner:
             "group": group, "name": shape.name, "dtype": str(dtype).removeprefix("torch."),
             "source": shape.source,
         }  # fmt: skip
+        if self.gpu:
+            mask = getattr(shape, "mask", "none").partition(":")[0]
+            record |= {"backend": self.backend, "mask": mask}
         self.records.append(record)
         return record
 

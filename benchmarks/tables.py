@@ -44,7 +44,7 @@ def cpu(results: dict[str, Any]) -> str:
         "type, read bandwidth (decode) or copy bandwidth (norms). The shapes are in "
         "benchmarks/shapes.py."
     )
-    return _page(about, ["case", *DTYPES], rows, below)
+    return page(about, ["case", *DTYPES], rows, below)
 
 
 def _cpu_machine(results: dict[str, Any]) -> str:
@@ -85,7 +85,7 @@ def models(results: dict[str, Any]) -> str:
         name = f"{record['group']}, {record['name']} ({record['source']})"
         rows.append([name, peer, f"{theirs:.4g}", f"{ours:.4g}", f"{speedup:.2f}"])
     about = f"{_cpu_machine(results)}, float32; 44 % of each batch is padding."
-    return _page(about, ["model", "baseline", "torch, ms", "fused_attn, ms", "speedup"], rows)
+    return page(about, ["model", "baseline", "torch, ms", "fused_attn, ms", "speedup"], rows)
 
 
 def busy(results: dict[str, Any]) -> str:
@@ -100,7 +100,7 @@ def busy(results: dict[str, Any]) -> str:
     header = ["call", "busy processes", "torch, median ms", "fused_attn, median ms", "speedup"]
     header += ["torch, p90 ms", "fused_attn, p90 ms", "speedup"]
     about = f"{_cpu_machine(results)}, float32; attention is B8 H12 L128 D32."
-    return _page(about, header, rows, numbers=True)
+    return page(about, header, rows, numbers=True)
 
 
 def lengths(results: dict[str, Any]) -> str:
@@ -121,7 +121,7 @@ def lengths(results: dict[str, Any]) -> str:
         "fused_attn, MB",
     ]
     source = results["records"][0]["source"].capitalize()
-    return _page(f"{_cpu_machine(results)}, float32. {source}.", header, rows, numbers=True)
+    return page(f"{_cpu_machine(results)}, float32. {source}.", header, rows, numbers=True)
 
 
 def length_of(record: dict[str, Any]) -> int:
@@ -133,7 +133,7 @@ def _megabytes(taken: int | None) -> str:
     return "" if taken is None else f"{taken / 1e6:.0f}"
 
 
-def _page(
+def page(
     about: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -156,7 +156,7 @@ def _page(
 
 def gpu_text(results: dict[str, Any]) -> str:
     """Return a terminal table of GPU results, then the peers not measured and the reasons."""
-    table = [GPU_HEADER, *map(_gpu_row, results["records"])]
+    table = [GPU_HEADER, *map(gpu_row, results["records"])]
     lines = [_gpu_machine(results), "", aligned(table[0], table[1:])]
     lines += [
         f"{record['group']} {record['name']}: {name} is not available: {reason}"
@@ -166,14 +166,8 @@ def gpu_text(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def gpu(results: dict[str, Any]) -> str:
-    """Return a Markdown table of GPU results."""
-    rows = [_gpu_row(record) for record in results["records"]]
-    below = "Speedups are over the fastest peer. The shapes are in benchmarks/shapes.py."
-    return _page(_gpu_machine(results), GPU_HEADER, rows, below)
-
-
-def _gpu_row(record: dict[str, Any]) -> list[str]:
+def gpu_row(record: dict[str, Any]) -> list[str]:
+    """Return the cells of GPU_HEADER for a record."""
     case = f"{record['group']} {record['name']} {DTYPES[record['dtype']]}"
     if "milliseconds" not in record:
         failed = record.get("check", "").startswith("FAILED")

@@ -276,8 +276,8 @@ class Session:
         processes = 0 if run.under else min(run.processes, os.cpu_count() or 1)
         return [
             *run.under, sys.executable, "-m", "pytest", "-q", "-p", "gpu_records",
-            "-p", "no:cacheprovider", "-n", str(processes), "--max-worker-restart", "100000",
-            "--continue-on-collection-errors", "--records", str(records), "--unit-seconds",
+            "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-n", str(processes),
+            "--max-worker-restart", "100000", "--continue-on-collection-errors", "--records", str(records), "--unit-seconds",
             str(run.unit_seconds), *arguments,
         ]  # fmt: skip
 

@@ -90,7 +90,6 @@ def only_record(runner):
     (record,) = json.loads(runner.path.read_text())["records"]
     assert record["check"] == "passed" and record["milliseconds"]["fused_attn"] == 1.0
     assert record["name"] in tables.gpu_text(runner.results())
-    assert record["name"] in tables.gpu(runner.results())
     return record
 
 

@@ -19,7 +19,7 @@ NO_INSTALL = { echo "make: pip could not install (see above). It needs a package
 	network, or name a mirror in PIP_INDEX_URL." >&2; exit 1; }
 
 .PHONY: docs help env build emulator cuda-build cuda-report demo test test-all test-draws test-compile test-torch test-newest installed-test third-party torch-suite test-isas \
-	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
+	random-problems clang-test arm-test arm-report lint format wheel environments hub sdist-check bench bench-models bench-lengths bench-scale bench-quick examples models-check gpu-build pretended-gpu gpu-modules gpu-session gpu-test gpu-sanitize gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -286,6 +286,20 @@ gpu-test: gpu-build ## run the tests that need a GPU, on all cores, with GPU_PYT
 GPU_SESSION ?=
 gpu-session: ## learn the most in nine minutes of a GPU, with GPU_PYTHON: build/gpu-session/results.json
 	$(GPU_PYTHON) scripts/gpu_session.py $(GPU_SESSION)
+
+PRETENDED = build/pretended-gpu
+PRETENDED_PYTHON = $(BIN)/python tests/pretended_gpu/environment.py
+$(PRETENDED)/venv/installed: tests/pretended_gpu/make_env.sh
+	$(SAY) "torch's CUDA build without NVIDIA's libraries: 2 minutes"
+	@tests/pretended_gpu/make_env.sh
+
+# A GPU whose memory is the host's and whose kernels do nothing: values are garbage, but all host code runs.
+pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU backends on a pretended H100
+	$(SAY) "both modules for it, the first time: 14 minutes of one core"
+	@$(PRETENDED)/venv/bin/python tests/pretended_gpu/build.py
+	$(BIN)/python -m pytest -q -m thorough tests/repo/test_pretended_gpu.py
+	$(PRETENDED_PYTHON) -m pytest -q -p plugin --assert=plain -m gpu -n 2 tests/gpu \
+		-k "not test_checks or quick"
 
 # For a machine with a GPU that has no time, or no compiler, to build them: Python 3.12 and Hopper.
 MODULES_PYTHON ?= python3.12

@@ -274,12 +274,14 @@ class Session:
             else:
                 arguments += ["-k", self.only]
         processes = 0 if run.under else min(run.processes, os.cpu_count() or 1)
-        return [
-            *run.under, sys.executable, "-m", "pytest", "-q", "-p", "gpu_records",
-            "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-n", str(processes),
-            "--max-worker-restart", "100000", "--continue-on-collection-errors", "--records", str(records), "--unit-seconds",
-            str(run.unit_seconds), *arguments,
-        ]  # fmt: skip
+        options = {
+            "-n": processes, "--max-worker-restart": 100_000, "--rootdir": ROOT,
+            "--records": records, "--unit-seconds": run.unit_seconds,
+        }  # fmt: skip
+        given = [str(part) for option in options.items() for part in option]
+        plugins = ["-p", "gpu_records", "-p", "no:cacheprovider"]
+        pytest = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
+        return [*run.under, *pytest, *plugins, *given, *arguments]
 
     def _environment(self, run: Run) -> dict[str, str]:
         """Return the environment of a run. Caches are in the work folder, not in the home."""

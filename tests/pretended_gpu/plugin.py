@@ -1,7 +1,7 @@
 """pytest plugin for the pretended GPU, which computes nothing: pytest -p plugin --assert=plain.
 
 A test passes unless code of the host raises. Assertions of the tests compare values, which are
-garbage here, so one that fails says nothing; one of the package or of torch is an error of a host.
+garbage here, so one that fails says nothing; one of the package or of torch is a host error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ import pytest
 TESTS = Path(__file__).resolve().parent.parent
 # Where comparisons of values raise.
 COMPARING = ("/torch/testing/", "/numpy/testing/", "/torch/autograd/gradcheck.py")
+# Errors of garbage that is taken for sizes or indices, as where a mask's lengths are read.
+GARBAGE = (
+    "integer multiplication overflow",
+    "out of memory",
+    "out of bounds",
+    "DefaultCPUAllocator",
+)
 passed_over = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[passed_over] = 0
+    # Other styles print the arguments of functions: tensors whose garbage is taken for sizes.
+    config.option.tbstyle = "native"
 
 
 def pytest_sessionstart() -> None:
@@ -30,6 +39,11 @@ def pytest_sessionstart() -> None:
     helpers.Reference.of = classmethod(lambda cls, *args, **kwargs: cls(*args[:2]))
     helpers.Reference.__init__ = lambda self, run, dtype: None
     helpers.Reference.findings = lambda self, got: []
+
+    from fused_attn.tools import contract
+
+    contract.judge = lambda name, *args, **kwargs: contract.Finding(name, 0.0, 0.0)
+    contract.errors, contract.largest = lambda *args: (0.0, 0.0), lambda reference: 0.0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,6 +59,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         )[1]
         if others is not None:
             raise others from None
+    except (RuntimeError, IndexError) as error:
+        if not any(text in str(error) for text in GARBAGE):
+            raise
     pyfuncitem.config.stash[passed_over] += 1
     return True
 

@@ -55,6 +55,7 @@ def _checks(backends: str, *arguments: str, **options: object) -> Run:
 def on_gpu() -> list[Section]:
     """Return the sections of a session on a GPU with 16 cores; they fit 530 seconds."""
     steal = ("--dist", "worksteal")
+    smoke = ("tests/gpu/test_smoke.py", "-k")
     speed = ("benchmarks", "-m", "gpu", "--gpu-backend", "{backend}")
     default = (
         "tests/gpu", "--ignore=tests/gpu/test_facts.py", "--ignore=tests/gpu/test_smoke.py",
@@ -63,7 +64,7 @@ def on_gpu() -> list[Section]:
     gpu = (*GPU_TESTS, "-m", "gpu", *steal)
     return [
         Section("facts", 25, [Run(["tests/gpu/test_facts.py"])]),
-        Section("smoke", 45, [Run(["tests/gpu/test_smoke.py", *steal], 12)]),
+        Section("smoke", 45, [Run((*smoke, "not flex", *steal), 12)]),
         Section("default path", 45, [Run(default, 14)]),
         Section("cuda", 85, [Run((*gpu, "-k", "cuda"), 8)], needs="_cuda"),
         Section(
@@ -75,7 +76,13 @@ def on_gpu() -> list[Section]:
             ],
         ),
         Section(
-            "flex", 130, [_checks("flex and bf16", *steal, processes=4, unit_seconds=90.0)], True
+            "flex",
+            130,
+            [
+                Run((*smoke, "flex", *steal), 4, 90.0),
+                _checks("flex and bf16", *steal, processes=4, unit_seconds=90.0),
+            ],
+            beside=True,
         ),
         Section("speed", 190, [Run((*speed, "-k", "not test_call"), unit_seconds=60.0)]),
         Section(

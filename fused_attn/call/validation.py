@@ -21,6 +21,7 @@ from fused_attn.call.options import AttentionOptions
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import UNLIMITED, Mask, as_mask
+from fused_attn.masks.mask import known_mask
 from fused_attn.masks.memo import recall_on_tensor
 from fused_attn.masks.spec import MaskSpec, normalize
 
@@ -148,6 +149,7 @@ def checked_attention(
         query, key, value = _packed_qkv(query, key, value)
         return attention_call(query, key, value, given, call.options), None
     check_qkv(query, key, value)
+    given = known_mask(given, (query.shape[-2], key.shape[-2]))
     tensor = given if isinstance(given, Tensor) else None
     q, k, v, tensor, leading = canonical(query, key, value, tensor, call.enable_gqa)
     mask = given if tensor is None else tensor

@@ -7,6 +7,7 @@ MaskSpec, the form for kernels.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, cast
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fused_attn.base.torch_state import host_readable
+from fused_attn.base.torch_state import PLAIN_TYPES, host_readable
 from fused_attn.masks.memo import Memo, recall
 
 # Exceeds every supported sequence length. Kernels compute positions in int32, which a sum of up to
@@ -310,7 +311,11 @@ def dense(mask: Tensor) -> Mask:
             size 1 in the query dimension, such as (batch, 1, 1, seqlen_k), becomes a key mask of
             O(seqlen_k) cost.
     """
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+    if (
+        isinstance(known_mask(mask), Mask)
+        or not isinstance(mask, Tensor)
+        or mask.dtype != torch.bool
+    ):
         raise TypeError(
             f"mask must be a bool tensor (True = attend), got {_describe(mask)}"
             f"{_as_bool(mask) or '; a float mask goes through masks.bias'}"
@@ -325,7 +330,11 @@ def bias(mask: Tensor) -> Mask:
         mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); -inf masks a position. If it
             requires grad, the gradient has its shape.
     """
-    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+    if (
+        isinstance(known_mask(mask), Mask)
+        or not isinstance(mask, Tensor)
+        or not mask.is_floating_point()
+    ):
         raise TypeError(
             f"mask must be a float tensor, got {_describe(mask)}; a bool mask goes through "
             "masks.dense"
@@ -333,14 +342,56 @@ def bias(mask: Tensor) -> Mask:
     return Mask(biases=(mask,))
 
 
+def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
+    """Return the Mask that a tensor subclass stands for; plain tensors and others unchanged.
+
+    Args:
+        attn_mask: torch's CausalBias (torch.nn.attention.bias) becomes `causal`, top-left or
+            bottom-right. Its memory holds no mask.
+        lengths: (seqlen_q, seqlen_k) of the call, if known.
+
+    Raises:
+        ValueError: a CausalBias has other lengths than the call.
+        TypeError: another subclass overrides `__torch_function__`, so its memory may not hold its
+            values.
+    """
+    if type(attn_mask) in PLAIN_TYPES or not isinstance(attn_mask, Tensor):
+        return attn_mask
+    of_torch: Any = sys.modules.get("torch.nn.attention.bias")
+    if of_torch is not None and isinstance(attn_mask, of_torch.CausalBias):
+        given: Any = attn_mask
+        own = given.seq_len_q, given.seq_len_kv
+        if lengths is not None and own != lengths:
+            raise ValueError(f"attn_mask must be a CausalBias of lengths {lengths}, got {own}")
+        is_top_left = given.variant == of_torch.CausalVariant.UPPER_LEFT
+        return causal("top_left" if is_top_left else "bottom_right")
+    if _decides_its_values(type(attn_mask)):
+        raise TypeError(
+            f"attn_mask must be a plain tensor, got {_describe(attn_mask)}, a subclass with its "
+            "own __torch_function__: if its memory holds its values, pass "
+            "attn_mask.as_subclass(torch.Tensor)"
+        )
+    return attn_mask
+
+
+def _decides_its_values(kind: type[Tensor]) -> bool:
+    """Return True if a subclass of Tensor overrides `__torch_function__`."""
+    function: Any = kind.__torch_function__
+    if function is torch._C._disabled_torch_function_impl:
+        return False
+    inherited: Any = Tensor.__torch_function__
+    return getattr(function, "__func__", function) is not inherited.__func__
+
+
 def as_mask(attn_mask: Tensor | Mask | None, is_causal: bool = False) -> Mask | None:
     """Convert an `attn_mask` argument to a Mask, or to None if every position is visible.
 
     Args:
-        attn_mask: a Mask, a bool tensor (True = attend), a float tensor (added to the scores), or
-            None.
+        attn_mask: a Mask, a bool tensor (True = attend), a float tensor (added to the scores),
+            torch's CausalBias, or None.
         is_causal: combine attn_mask with `causal()`.
     """
+    attn_mask = known_mask(attn_mask)
     if attn_mask is None:
         mask = None
     elif isinstance(attn_mask, Mask):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_attn import functional, masks, varlen
 from fused_attn.masks import Mask
+from fused_attn.masks.mask import known_mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces
 from fused_attn.nn._heads import local, on_heads, packed_rows, shared_input
@@ -390,6 +391,7 @@ def mask_terms(
         if shape != expected and not (batch == 1 and shape == (seqlen_k,)):
             raise ValueError(f"key_padding_mask must have shape (N, S) = {expected}, got {shape}")
         terms.append(_visible(key_padding_mask).reshape(batch, 1, 1, seqlen_k))
+    attn_mask = known_mask(attn_mask, (seqlen_q, seqlen_k))
     if isinstance(attn_mask, Mask):
         terms.append(attn_mask)
     elif attn_mask is not None:

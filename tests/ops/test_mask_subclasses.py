@@ -1,0 +1,127 @@
+"""Masks that are tensor subclasses: understood, read as tensors, or refused; never garbage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_qkv
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import fused_attn
+from fused_attn import masks
+
+SHAPE = 2, 4, 2, 33, 47, 16
+
+
+class Plain(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+class Other(torch.Tensor):
+    """A subclass that decides what its values are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def qkv():
+    return list(random_qkv(*SHAPE).values())
+
+
+def attend(qkv, mask, **options):
+    return fused_attn.scaled_dot_product_attention(*qkv, mask, enable_gqa=True, **options)
+
+
+CAUSAL = pytest.mark.parametrize(
+    ("make", "align"), [(causal_upper_left, "top_left"), (causal_lower_right, "bottom_right")]
+)
+
+
+@CAUSAL
+@pytest.mark.parametrize("backend", [None, "sdpa", "eager"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causal_bias(make, align, backend, compiled, qkv):
+    """Structure, as torch's function treats it; the memory of the tensor holds nothing."""
+    bias = make(33, 47)
+    visible = torch.ones(33, 47).tril(14 if align == "bottom_right" else 0) > 0
+    function = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
+    want = attend(qkv, visible, backend="eager")
+    torch.testing.assert_close(function(qkv, bias, backend=backend), want)
+    q, k, v = qkv
+    own = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+    torch.testing.assert_close(own, want)
+    with fused_attn.enabled():
+        torch.testing.assert_close(
+            F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True), want
+        )
+    assert str(masks.as_mask(bias)) == str(masks.causal(align))
+
+
+@CAUSAL
+def test_causal_bias_in_other_functions(make, align):
+    """varlen, decode and the modules."""
+    x = torch.randn(2, 33, 32)
+    layer = fused_attn.nn.MultiheadAttention(32, 4, batch_first=True)
+    hidden = torch.ones(33, 33, dtype=torch.bool).triu(1)
+    for need_weights in (False, True):
+        got = layer(x, x, x, attn_mask=make(33, 33), need_weights=need_weights)[0]
+        want = layer(x, x, x, attn_mask=hidden, need_weights=need_weights)[0]
+        torch.testing.assert_close(got, want)
+    rows, ends = torch.randn(40, 2, 16), torch.tensor([0, 25, 40])
+    packed = [rows, rows, rows, ends, ends, 25, 25]
+    torch.testing.assert_close(
+        fused_attn.varlen_attention(*packed, make(25, 25)),
+        fused_attn.varlen_attention(*packed, masks.causal(align)),
+    )
+    query, cache = torch.randn(2, 2, 3, 16), torch.randn(2, 2, 40, 16)
+    options = {"cache_lengths": torch.tensor([20, 40]), "is_causal": False}
+    torch.testing.assert_close(
+        fused_attn.decode_attention(query, cache, cache, attn_mask=make(3, 40), **options),
+        fused_attn.decode_attention(query, cache, cache, attn_mask=masks.causal(align), **options),
+    )
+
+
+def test_causal_bias_of_other_lengths(qkv):
+    with pytest.raises(ValueError, match=r"CausalBias of lengths \(33, 47\), got \(33, 46\)"):
+        attend(qkv, causal_upper_left(33, 46))
+
+
+def test_plain_subclasses_are_tensors(qkv):
+    """Parameters, buffers, and subclasses that override nothing."""
+    visible = torch.rand(33, 47) < 0.5
+    bias = torch.randn(33, 47)
+    for tensor, given in (
+        (visible, visible.as_subclass(Plain)),
+        (bias, bias.as_subclass(Plain)),
+        (bias, torch.nn.Parameter(bias)),
+        (visible, torch.nn.Buffer(visible)),
+    ):
+        got = attend(qkv, given)
+        torch.testing.assert_close(got.as_subclass(torch.Tensor), attend(qkv, tensor))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        attend,
+        lambda qkv, mask: masks.dense(mask),
+        lambda qkv, mask: fused_attn.nn.MultiheadAttention(16, 2)(*[torch.randn(47, 2, 16)] * 3,
+                                                                   attn_mask=mask),
+    ],
+    ids=["function", "dense", "module"],
+)  # fmt: skip
+def test_others_are_refused(call, qkv):
+    """Their memory may not hold their values: a masked tensor of torch, or anybody's class."""
+    visible = torch.rand(47, 47) < 0.5
+    for mask in (visible.as_subclass(Other), torch.masked.masked_tensor(visible, visible)):
+        with pytest.raises(TypeError, match="attn_mask must be a plain tensor, got"):
+            call(qkv, mask)
+
+
+def test_structure_is_no_tensor():
+    for function in (masks.dense, masks.bias):
+        with pytest.raises(TypeError, match="mask must be a"):
+            function(causal_upper_left(3, 3))

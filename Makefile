@@ -298,8 +298,8 @@ pretended-gpu: env $(PRETENDED)/venv/installed ## run the host code of the GPU b
 	$(SAY) "both modules for it, the first time: 14 minutes of one core"
 	@$(PRETENDED)/venv/bin/python tests/pretended_gpu/build.py
 	$(BIN)/python -m pytest -q -m thorough tests/repo/test_pretended_gpu.py
-	$(PRETENDED_PYTHON) -m pytest -q -p plugin --assert=plain -m gpu -n 2 tests/gpu \
-		-k "not test_checks or quick"
+	$(PRETENDED_PYTHON) -m pytest -q -p plugin -p gpu_records --assert=plain -m gpu -n 2 $(GPU_TESTS) \
+		-k "not test_checks and (cuda or default or sdpa or test_smoke)"
 
 # For a machine with a GPU that has no time, or no compiler, to build them: Python 3.12 and Hopper.
 MODULES_PYTHON ?= python3.12

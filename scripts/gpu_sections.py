@@ -56,7 +56,7 @@ def on_gpu() -> list[Section]:
     """Return the sections of a session on a GPU with 16 cores; they fit 530 seconds."""
     steal = ("--dist", "worksteal")
     smoke = ("tests/gpu/test_smoke.py", "-k")
-    speed = ("benchmarks", "-m", "gpu", "--gpu-backend", "{backend}")
+    speed = ("benchmarks", "-m", "gpu", "--gpu-backend", "{backend}", "--gpu-seconds", "180")
     default = (
         "tests/gpu", "--ignore=tests/gpu/test_facts.py", "--ignore=tests/gpu/test_smoke.py",
         "-k", "not test_checks or sdpa or eager", *steal,

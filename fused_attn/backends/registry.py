@@ -164,11 +164,12 @@ def _first_on(device: torch.device, changes: int) -> Backend | None:
 
 def cached_choice(problem: Problem) -> Backend | None:
     """Return the backend that `select` chooses if none is named, or None. Results are cached."""
-    return _chosen(problem, verdicts.changes)
+    return _chosen(problem, verdicts.changes, torch.are_deterministic_algorithms_enabled())
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(problem: Problem, changes: int) -> Backend | None:
+def _chosen(problem: Problem, changes: int, deterministic: bool) -> Backend | None:
+    """Return the choice for a problem; the other arguments are what it depends on besides."""
     return choose(problem)[0]
 
 
@@ -198,13 +199,20 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
         NotImplementedError: no candidate supports the problem. The message lists their reasons.
         ValueError: no backend has that name.
     """
+    # Dynamo warns about functools.lru_cache, so it traces the uncached function.
+    unnamed = not (backend or wanted_backend())
+    if unnamed and not torch.compiler.is_compiling():
+        known = cached_choice(problem)
+        if known is not None:
+            _notify(known, problem.device.type)
+            return known
     chosen, refusals = choose(problem, backend)
     if chosen is None:
         reasons = " | ".join(f"{name}: {'; '.join(against)}" for name, against in refusals)
         if _source_of(backend) == _VARIABLE:
             reasons += f" ({_VARIABLE}={wanted_backend()} allows no other)"
         raise NotImplementedError(f"no backend takes {problem}: {reasons}")
-    if not (backend or wanted_backend()):
+    if unnamed:
         _notify(chosen, problem.device.type)
     return chosen
 

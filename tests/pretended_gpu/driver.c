@@ -269,3 +269,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
                         config->blockDimX, config->blockDimY, config->blockDimZ,
                         config->sharedMemBytes, config->hStream, arguments, extra);
 }
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+  *status = (CUstreamCaptureStatus)pretended_capture_status(pretended_capture_of(stream));
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,63 @@
+"""The choice of a backend is cached for every problem, also for those that kernels refuse."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import fused_attn
+
+opened: list[str] = []
+counting = False
+# Events of Python's runtime for accesses to files.
+FILES = ("open", "os.listdir", "os.scandir", "os.stat")
+
+
+def note(event: str, args: tuple) -> None:
+    if counting and event in FILES:
+        opened.append(f"{event} {args[0]}")
+
+
+sys.addaudithook(note)  # a hook cannot be removed, so there is one for the module
+
+
+@pytest.mark.parametrize("head_dim", [64, 264, 512])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_no_files_are_read(head_dim, requires_grad, monkeypatch):
+    """head_dim above 256 falls back to torch; package metadata were read in each call."""
+    query = torch.randn(1, 2, 4, head_dim, requires_grad=requires_grad)
+
+    def call():
+        return fused_attn.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    call()
+    opened.clear()
+    monkeypatch.setitem(globals(), "counting", True)
+    call()
+    monkeypatch.setitem(globals(), "counting", False)
+    assert not opened
+
+
+def test_settings_that_decide_are_not_cached(monkeypatch):
+    """Deterministic algorithms exclude backends; verdicts change what is chosen."""
+    from fused_attn.backends import AttentionProblem, registry, select
+
+    problem = AttentionProblem(torch.device("cpu"), torch.float32, 300, 300, needs_grad=True)
+    seen = []
+    monkeypatch.setattr(
+        registry, "choose", lambda given, named=None: (seen.append(1), (chosen, []))[1]
+    )
+    chosen = registry.BACKENDS["eager"]
+    registry._chosen.cache_clear()
+    try:
+        for _ in range(2):
+            assert select(problem) is chosen
+        assert len(seen) == 1
+        torch.use_deterministic_algorithms(True)
+        select(problem)
+        assert len(seen) == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+        registry._chosen.cache_clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fused_attn.masks.fields import unknown_fields
 from fused_attn.masks.mask import UNLIMITED, Mask
 
 
@@ -47,6 +48,12 @@ class Band(NamedTuple):
         return self.lo > -UNLIMITED or self.hi < UNLIMITED
 
 
+# The fields that `band_of` takes into account. max_seqlen and by_query do not restrict a mask.
+_KNOWN = (
+    "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",
+    "key_documents", "slopes", "cu_seqlens_q", "cu_seqlens_k", "band_lo", "band_hi",
+    "alibi_offset", "max_seqlen_q", "max_seqlen_k", "by_query", "band",
+)  # fmt: skip
 NO_BAND = Band()
 _CAUSAL = Band(hi=0)
 
@@ -56,6 +63,8 @@ def band_of(spec: Any) -> Band | None:
 
     The values of tensors are not read.
     """
+    if unknown_fields(spec, _KNOWN):
+        return None
     if spec.bias is not None or spec.dense is not None or spec.key_mask is not None:
         return None
     if spec.query_documents is not None:

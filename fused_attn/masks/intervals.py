@@ -19,10 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_attn.base.torch_state import host_readable
+from fused_attn.masks.fields import refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, NO_MASK, MaskSpec
 
 Shape = tuple[int, int, int, int]
+# The fields that `intervals_of` puts into the intervals or into `Intervals.rest`.
+_KNOWN = (
+    "bias", "bias_summary", "dense", "dense_summary", "key_mask", "bounds", "query_documents",
+    "key_documents", "slopes", "cu_seqlens_q", "cu_seqlens_k", "band_lo", "band_hi",
+    "alibi_offset", "max_seqlen_q", "max_seqlen_k", "by_query", "band",
+)  # fmt: skip
 
 
 class Rows(NamedTuple):
@@ -75,7 +82,11 @@ def intervals_of(spec: MaskSpec, shape: Shape, device: torch.device) -> Interval
         shape: (batch, num_heads, seqlen_q, seqlen_k) of query and key. For packed sequences batch
             is 1, and seqlen_q and seqlen_k are total numbers of rows.
         device: device of the intervals.
+
+    Raises:
+        NotImplementedError: the mask has a field that is not known here.
     """
+    refuse_unknown_fields(spec, _KNOWN, "a block list")
     seqlen_q, seqlen_k = shape[2:]
     rows = keys = None
     position, length = torch.arange(seqlen_q, device=device)[None], seqlen_k

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.mask import UNLIMITED
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 
-_BATCH, _HEAD, _QUERY, _KEY = range(4)
-_DENSE = ("bias", "dense", "key_mask")
+# Every field that the functions of this file treat as its dimensions demand.
+_KNOWN = (
+    *TENSORS, "bias_summary", "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+    "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band",
+)  # fmt: skip
 
 
 def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
@@ -23,9 +27,8 @@ def of_heads(spec: MaskSpec, heads: slice) -> MaskSpec:
         spec: the mask of all heads.
         heads: a slice of the query heads, with a step of 1.
     """
-    tensors: dict[str, Any] = {name: _cut(getattr(spec, name), _HEAD, heads) for name in _DENSE}
-    slopes = _cut(spec.slopes, _HEAD, heads)
-    return replace(spec, **tensors, bias_summary=None, dense_summary=None, slopes=slopes)
+    refuse_unknown_fields(spec, _KNOWN, "a part of the heads")
+    return replace(spec, **_cut_all(spec, h=heads), bias_summary=None, dense_summary=None)
 
 
 def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
@@ -35,14 +38,12 @@ def of_sequences(spec: MaskSpec, sequences: slice) -> MaskSpec:
         spec: the mask of all sequences, which are not packed.
         sequences: a slice of the batch, with a step of 1.
     """
-    tensors: dict[str, Any] = {
-        name: _cut(getattr(spec, name), _BATCH, sequences)
-        for name in (*_DENSE, "query_documents", "key_documents", "slopes")
-    }
+    refuse_unknown_fields(spec, _KNOWN, "a part of the sequences")
+    tensors = _cut_all(spec, b=sequences)
     # Bounds have a row for each sequence, also if there is only one. `band` describes the lengths
     # of all sequences.
-    bounds = spec.bounds if spec.bounds is None else spec.bounds[sequences]
-    return replace(spec, **tensors, bias_summary=None, dense_summary=None, bounds=bounds, band=None)
+    tensors["bounds"] = spec.bounds if spec.bounds is None else spec.bounds[sequences]
+    return replace(spec, **tensors, bias_summary=None, dense_summary=None, band=None)
 
 
 def of_positions(
@@ -59,23 +60,14 @@ def of_positions(
         queries, keys: consecutive positions. For packed sequences, positions in the sequence.
         sequence: index of the sequence if sequences are packed, else None.
     """
-    bounds = spec.bounds
-    tensors: dict[str, Any] = {name: getattr(spec, name) for name in _DENSE}
-    query_ids, key_ids, slopes = spec.query_documents, spec.key_documents, spec.slopes
-    if sequence is not None:
-        own = slice(sequence, sequence + 1)
-        bounds = bounds if bounds is None else bounds[own]
-        tensors = {name: _cut(t, _BATCH, own) for name, t in tensors.items()}
-        query_ids, key_ids, slopes = (_cut(t, _BATCH, own) for t in (query_ids, key_ids, slopes))
-    rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-    tensors = {name: _cut(_cut(t, _QUERY, rows), _KEY, columns) for name, t in tensors.items()}
-    offset = queries.start - keys.start
-    cut = MaskSpec(
-        **tensors,
-        slopes=slopes,
-        query_documents=query_ids if query_ids is None else query_ids[:, rows],
-        key_documents=key_ids if key_ids is None else key_ids[:, columns],
+    refuse_unknown_fields(spec, _KNOWN, "a part of the positions")
+    own = slice(None) if sequence is None else slice(sequence, sequence + 1)
+    tensors = _cut_all(
+        spec, b=own, q=slice(queries.start, queries.stop), k=slice(keys.start, keys.stop)
     )
+    bounds = spec.bounds if spec.bounds is None else spec.bounds[own]
+    offset = queries.start - keys.start
+    cut = MaskSpec(**tensors | {"bounds": None})
     if bounds is None:
         lo, hi = _shifted(spec.band_lo, spec.band_hi, offset)
         return replace(cut, band_lo=lo, band_hi=hi, alibi_offset=spec.alibi_offset + offset)
@@ -116,6 +108,18 @@ def split_at_overlap(queries: range, keys: range) -> list[tuple[range, range]]:
         return [p for p in parts if whole.start <= p.start and p.stop <= whole.stop]
 
     return [(q, k) for q in within(queries) for k in within(keys)]
+
+
+def _cut_all(spec: MaskSpec, **parts: slice) -> dict[str, Any]:
+    """Return all tensors of a mask, cut in the dimensions that `parts` name (see TENSORS)."""
+    tensors = {}
+    for name, letters in TENSORS.items():
+        tensor = getattr(spec, name)
+        for letter, part in parts.items():
+            if letter in letters:
+                tensor = _cut(tensor, letters.index(letter), part)
+        tensors[name] = tensor
+    return tensors
 
 
 def _cut(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:

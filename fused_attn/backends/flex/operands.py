@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.call.calls import AttentionCall
+from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.intervals import (
     BlockLists,
     Intervals,
@@ -139,17 +140,7 @@ def _operands(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, Pat
     return Operands(lists=lists, unmasked=unmasked, **found), pattern
 
 
-_LETTERS = {
-    "begin": "bq",
-    "end": "bq",
-    "query_documents": "bq",
-    "key_documents": "bk",
-    "key_mask": "bhqk",
-    "dense": "bhqk",
-    "bias": "bhqk",
-    "slopes": "bh",
-    "diagonal": "bq",
-}
+_LETTERS = {**TENSORS, "begin": "bq", "end": "bq", "diagonal": "bq"}
 
 
 def dimensions(pattern: Pattern, operands: Operands) -> list[tuple[Tensor, str]]:

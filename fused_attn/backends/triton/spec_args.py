@@ -11,29 +11,34 @@ from torch import Tensor
 from fused_attn.backends.triton.masks import MaskArgs
 from fused_attn.backends.triton.tiles import Summaries
 from fused_attn.base.layout import kernel_strides
+from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
 from fused_attn.masks.spec import MaskSpec
+
+_CONTIGUOUS_ROWS = ("query_documents", "key_documents")
+_KNOWN = (
+    *TENSORS, "bias_summary", "dense_summary", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+    "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band",
+)  # fmt: skip
 
 
 def mask_args(spec: MaskSpec) -> MaskArgs:
     """Return the tensors and strides of a mask. Broadcast dimensions have stride 0."""
-    query_documents, key_documents = (
-        None if t is None else kernel_strides(t) for t in (spec.query_documents, spec.key_documents)
-    )
+    refuse_unknown_fields(spec, _KNOWN, "triton")
     fields: dict[str, Any] = {}
-    for name, tensor, dimensions in (
-        ("query_documents", query_documents, "b"),
-        ("key_documents", key_documents, "b"),
-        ("slopes", spec.slopes, "bh"),
-        ("key_mask", _bytes(spec.key_mask), "bhqk"),
-        ("dense", _bytes(spec.dense), "bhqk"),
-        ("bias", spec.bias, "bhqk"),
-    ):
+    for name, dimensions in TENSORS.items():
+        tensor = getattr(spec, name)
+        if tensor is not None and tensor.dtype == torch.bool:
+            tensor = tensor.view(torch.uint8)
+        if name in _CONTIGUOUS_ROWS:
+            tensor, dimensions = None if tensor is None else kernel_strides(tensor), dimensions[0]
+        if name == "bounds":
+            fields[name] = None if tensor is None else tensor.contiguous()
+            continue
         fields[name] = tensor
         for d, dimension in enumerate(dimensions):
             stride = 0 if tensor is None or tensor.shape[d] == 1 else tensor.stride(d)
             fields[f"{name}_stride_{dimension}"] = stride
-    bounds = None if spec.bounds is None else spec.bounds.contiguous()
-    return MaskArgs(bounds=bounds, **fields)
+    return MaskArgs(**fields)
 
 
 def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summaries:
@@ -56,7 +61,3 @@ def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summarie
         fields[name] = summary
         fields |= zip((f"{name}_stride_{d}" for d in "bhqk"), strides, strict=True)
     return Summaries(**fields)
-
-
-def _bytes(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.view(torch.uint8)

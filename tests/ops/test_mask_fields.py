@@ -1,0 +1,51 @@
+"""A field that is added to MaskSpec is refused by whatever lists fields, until it is handled."""
+
+from __future__ import annotations
+
+from dataclasses import fields, make_dataclass
+
+import pytest
+import torch
+
+from fused_attn.masks import band, intervals, restrict
+from fused_attn.masks.fields import TENSORS, unknown_fields
+from fused_attn.masks.spec import MaskSpec
+
+CPU = torch.device("cpu")
+New = make_dataclass("New", [("gates", torch.Tensor | None, None)], bases=(MaskSpec,), eq=False)
+READERS = {
+    "ring, heads": lambda spec: restrict.of_heads(spec, slice(0, 1)),
+    "ring, sequences": lambda spec: restrict.of_sequences(spec, slice(0, 1)),
+    "ring, positions": lambda spec: restrict.of_positions(spec, range(2), range(3)),
+    "flex": lambda spec: intervals.intervals_of(spec, (2, 4, 5, 5), CPU),
+}
+
+
+def with_triton():
+    pytest.importorskip("triton", reason="reason: needs Triton")
+    from fused_attn.backends.triton.spec_args import mask_args
+
+    return mask_args
+
+
+@pytest.mark.parametrize("name", [*READERS, "triton"])
+def test_refused(name):
+    reader = with_triton() if name == "triton" else READERS[name]
+    reader(MaskSpec(band_hi=0))
+    reader(New(band_hi=0))  # the field is there, but not set
+    with pytest.raises(NotImplementedError, match="gates of a mask"):
+        reader(New(band_hi=0, gates=torch.ones(2)))
+
+
+def test_flash_gets_no_band():
+    """It attends to all that a band leaves visible."""
+    assert band.band_of(New(band_hi=0)) == band.Band(hi=0)
+    assert band.band_of(New(band_hi=0, gates=torch.ones(2))) is None
+
+
+def test_the_tables_are_complete():
+    names = {field.name for field in fields(MaskSpec)}
+    assert set(TENSORS) < names
+    for module in (restrict, intervals, band):
+        assert set(module._KNOWN) == names and len(module._KNOWN) == len(names)
+    assert unknown_fields(MaskSpec(max_seqlen_q=3), names - {"max_seqlen_q"}) == ["max_seqlen_q"]

@@ -200,10 +200,18 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 MIN_CAPABILITY = (8, 0)  # first with bfloat16 and asynchronous copies
 
 
-@functools.cache
 def too_old(device: torch.device) -> list[str]:
     """Return the reason why an NVIDIA GPU is too old for the kernels; empty if it is not."""
+    return list(_too_old(device))
+
+
+@functools.cache
+def _too_old(device: torch.device) -> tuple[str, ...]:
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
-        return []
-    return [f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"]
+        return ()
+    return (f"needs compute capability 8.0, not {capability[0]}.{capability[1]}",)
+
+
+# torch.compile calls the function while tracing, and treats the result as a constant.
+too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]

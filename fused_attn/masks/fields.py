@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-# Dimensions of each tensor: b batch, h heads, q queries, k keys, and "." for any other. Those of size
-# 1 broadcast, except in bounds.
+# Dimensions of each tensor: b batch, h heads, q queries, k keys, and "." for any other. Those of
+# size 1 broadcast, except in bounds.
 TENSORS = {
     "bias": "bhqk",
     "dense": "bhqk",

@@ -10,7 +10,8 @@ import torch
 from launches import launches
 from torch import Tensor
 
-from fused_attn import available_backends, scaled_dot_product_attention
+from fused_attn import available_backends, masks, scaled_dot_product_attention
+from fused_attn.backends import get_backend
 
 BACKENDS = ["cuda", "triton", "sdpa", "flex"]
 # A part of the names of kernels that only this backend launches. torch's SDPA prefers cuDNN here.
@@ -159,3 +160,24 @@ def test_host_pointers() -> None:
     arguments = ctypes.byref(value), 3, ctypes.c_uint64(host.data_ptr())
     assert driver.cuPointerGetAttribute(*arguments) == CUDA_ERROR_INVALID_VALUE
     assert not host.is_pinned() and torch.zeros(3).pin_memory().is_pinned()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton", "cuda", "flex"])
+def test_compiled_in_one_graph(backend: str) -> None:
+    """torch 2.11 traces less than later versions."""
+    x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = masks.causal() & masks.padding(torch.tensor([40], device="cuda"))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = scaled_dot_product_attention(x, x, x, mask, backend=backend)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    call(x).sum().backward()
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    """A kernel would read memory that it cannot; tests/backends/test_cuda_host.py has the other."""
+    with pytest.raises(ValueError, match="on one device, got one on cuda:0"):
+        get_backend("cpp").tile_summary(torch.zeros(1, 1, 8, 8, device="cuda"))

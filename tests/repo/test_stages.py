@@ -35,7 +35,9 @@ def stage(folder: Path, name: str, text: str, *arguments: str) -> Stage:
     path = folder / f"test_{name}.py"
     path.write_text(text)
     environment = {"STAGE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take seconds
-    return Stage(name, [str(path), "-p", "no:cacheprovider", *arguments], environment)
+    # pytest would take a common ancestor of this folder and the working directory.
+    options = ["--rootdir", str(folder), "-p", "no:cacheprovider"]
+    return Stage(name, [str(path), *options, *arguments], environment)
 
 
 def test_all_stages_run_and_are_summed_up(tmp_path, capfd):

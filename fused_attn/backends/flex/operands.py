@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_attn.base.torch_state import is_intercepted
 from fused_attn.call.calls import AttentionCall
 from fused_attn.masks.fields import TENSORS
 from fused_attn.masks.intervals import (
@@ -104,6 +105,8 @@ def operands_of(call: AttentionCall, block_size: BlockSize) -> tuple[Operands, P
 
     A Mask keeps its MaskSpec, so the layers of a model share the operands.
     """
+    if is_intercepted():
+        return _operands(call, block_size)
     spec, key = call.mask, call.key
     memo: Memo = vars(spec).setdefault("memo", {})
     what = ("flex operands", key.device, block_size, call.query.shape[:3], key.shape[1:3])

@@ -14,7 +14,6 @@ the interpreter with the patches in tests/support/triton_interpreter.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,13 +122,16 @@ def _kernel_files() -> Iterator[Path]:
 verdicts.KERNELS[TritonBackend.name] = _kernel_files
 
 
-@functools.cache
 def _too_old(device: torch.device) -> list[str]:
     if torch.version.hip is not None:
         arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         wanted = ", ".join(HIP_ARCHS)
         return [] if arch in HIP_ARCHS else [f"runs on {wanted}, not on {arch}"]
     return too_old(device)
+
+
+# torch.compile calls the function while tracing, and treats the result as a constant.
+_too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _attention() -> Any:

@@ -55,7 +55,7 @@ class _Alibi:
     align: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """An attention mask over (batch, num_heads, seqlen_q, seqlen_k), composed with ``&``.
 
@@ -75,6 +75,10 @@ class Mask:
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
     _draw: ClassVar[Callable[..., Any]]  # set by picture.py, to avoid a circular import
     _tensors: ClassVar[list[Tensor] | None] = None  # cached per instance by tensors()
+
+    def __repr__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if f.repr]
+        return f"Mask({', '.join(f'{name}={_short(value)}' for name, value in given if value)})"
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, Tensor):
@@ -346,8 +350,7 @@ def known_mask(attn_mask: Any, lengths: tuple[int, int] | None = None) -> Any:
     """Return the Mask that a tensor subclass stands for; plain tensors and others unchanged.
 
     Args:
-        attn_mask: torch's CausalBias (torch.nn.attention.bias) becomes `causal`, top-left or
-            bottom-right. Its memory holds no mask.
+        attn_mask: torch's CausalBias, whose memory holds no mask, becomes `causal`.
         lengths: (seqlen_q, seqlen_k) of the call, if known.
 
     Raises:
@@ -446,7 +449,10 @@ def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
     if not isinstance(lengths, Tensor):
-        lengths = torch.as_tensor(lengths, device="cpu")
+        try:
+            lengths = torch.as_tensor(lengths, device="cpu")
+        except (RuntimeError, TypeError, ValueError):
+            raise TypeError(f"{name} must be integers, got {_describe(lengths)}") from None
         if lengths.numel() == 0:
             lengths = lengths.long()
     if lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():
@@ -476,6 +482,18 @@ def _as_bool(mask: object) -> str:
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         return ""
     return ": where 1 is to attend and 0 is not, pass its .bool()"
+
+
+def _short(value: Any) -> str:
+    """Describe a condition without the values of its tensors."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_short, value))}]"
+    if not is_dataclass(value):
+        return repr(value)
+    parts = [f"{f.name}={_short(getattr(value, f.name))}" for f in fields(value)]
+    return f"{type(value).__name__.lstrip('_')}({', '.join(parts)})"
 
 
 def _describe(value: object) -> str:

@@ -125,3 +125,15 @@ def test_structure_is_no_tensor():
     for function in (masks.dense, masks.bias):
         with pytest.raises(TypeError, match="mask must be a"):
             function(causal_upper_left(3, 3))
+
+
+def test_repr_shows_no_values():
+    mask = masks.causal() & masks.padding([3, 4]) & masks.dense(torch.ones(2, 2) > 0)
+    text = repr(mask)
+    assert "paddings=[Padding(key_lengths=int64[2]" in text and "dense_masks=[bool[2, 2]]" in text
+
+
+@pytest.mark.parametrize("lengths", [None, "ab", 1.5])
+def test_lengths_that_are_none(lengths):
+    with pytest.raises((TypeError, ValueError), match="key_lengths must"):
+        masks.padding(lengths)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_attn.base import philox
 from fused_attn.base.torch_state import transformed
 from fused_attn.call.options import AttentionOptions
 from fused_attn.distributed.all_to_all import HeadExchange, attend_to_all
@@ -27,6 +26,7 @@ from fused_attn.masks import Mask
 from fused_attn.masks.restrict import of_heads
 from fused_attn.masks.spec import BOUNDS, MaskSpec
 from fused_attn.masks.visible_keys import VisibleKeys
+from fused_attn.ops.seeds import new_seed
 
 
 def ring_attention(
@@ -223,7 +223,7 @@ def _seeded(
     """
     if options.dropout_p == 0.0:
         return options
-    seed = philox.new_seed(device) if options.seed is None else options.seed.clone()
+    seed = new_seed(device) if options.seed is None else options.seed.clone()
     for ranks in groups:
         seed = ranks.broadcast(seed)
     return replace(options, seed=seed)

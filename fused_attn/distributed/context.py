@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_attn import functional
-from fused_attn.base import philox
 from fused_attn.call import redirect
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
@@ -29,6 +28,7 @@ from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.visible_keys import heads_of
 from fused_attn.ops.dtensors import head_sharding, is_dtensor
+from fused_attn.ops.seeds import new_seed
 
 Makers = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
 LoadBalancer = Makers | Literal["balanced"]
@@ -306,7 +306,7 @@ class Calls:
         """Return the options with a seed that is equal on all ranks of both meshes."""
         if options.dropout_p == 0.0 or options.seed is not None:
             return options
-        seed = philox.new_seed(device)
+        seed = new_seed(device)
         for ranks in (*self._groups, *ranks_of(mesh)):
             seed = ranks.broadcast(seed)
         return replace(options, seed=seed)

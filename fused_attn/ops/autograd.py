@@ -20,7 +20,6 @@ from fused_attn.backends.registry import (
     backend_of_torch,
     wanted_backend,
 )
-from fused_attn.base import philox
 from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
 from fused_attn.call import redirect
@@ -37,6 +36,7 @@ from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import library as ops
 from fused_attn.ops.dtensors import attention_shard, norm_shard, sinks_like
 from fused_attn.ops.second_order import differentiated
+from fused_attn.ops.seeds import new_seed
 from fused_attn.ops.sinks import add_sinks, checked_sinks
 
 
@@ -250,7 +250,7 @@ def _seeded(call: Any, backend: Backend) -> Any:
     options = call.options
     if options.dropout_p == 0.0 or options.seed is not None or backend.wraps_torch:
         return call
-    return with_options(call, seed=philox.new_seed(call.tensors()[0].device))
+    return with_options(call, seed=new_seed(call.tensors()[0].device))
 
 
 def _kernel_layout(call: AttentionCall, backend: Backend) -> AttentionCall:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.base import philox
 from fused_attn.base.torch_state import PLAIN_TYPES
 from fused_attn.call.calls import AttentionCall, NormCall, with_options
 from fused_attn.call.shards import attention_offsets
@@ -36,6 +35,7 @@ from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall
 from fused_attn.masks.restrict import of_heads, of_sequences
 from fused_attn.masks.spec import MaskSpec
+from fused_attn.ops.seeds import new_seed
 
 # Loops and list comprehensions, instead of generator expressions, because torch.compile traces this
 # file.
@@ -135,7 +135,7 @@ class Sharding:
         """Draw a dropout seed and return that of the first rank, on all ranks of the mesh."""
         from torch.distributed._functional_collectives import broadcast
 
-        seed = philox.new_seed(device)
+        seed = new_seed(device)
         for mesh_dim in range(self.mesh.ndim):
             if self.mesh.size(mesh_dim) > 1:
                 seed = broadcast(seed, 0, (self.mesh, mesh_dim))

@@ -27,7 +27,7 @@ from fused_attn.call.calls import (
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.validation import check_length
 from fused_attn.masks.spec import BOUNDS
-from fused_attn.ops import decompositions, flops
+from fused_attn.ops import decompositions, flops, seeds
 
 # ---- entry points -------------------------------------------------------------------------------
 
@@ -462,3 +462,4 @@ _register(
 )
 
 flops.register()
+seeds.register(_library)

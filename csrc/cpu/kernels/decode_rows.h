@@ -2,11 +2,10 @@
 //
 // Vector lanes hold features, so keys and values are read in place, and each score is a horizontal
 // sum. From kMinColumns query rows on, QK^T is computed with queries in lanes instead, and the
-// scores are then transposed. Before a backward, keys are in lanes (row_products.h).
+// scores are then transposed.
 #pragma once
 
 #include "cpu/kernels/decode_part.h"
-#include "cpu/kernels/row_products.h"
 
 namespace fused_attn {
 namespace {
@@ -36,8 +35,7 @@ class DecodeRows {
         units_(p),
         unit_(units_.natural),
         wide_qk_(round_up(p.head_dim, kLane)),
-        by_columns_(kTransposes && shape.rows >= kMinColumns),
-        by_keys_(!by_columns_ && p.lse_residual != nullptr) {}
+        by_columns_(kTransposes && shape.rows >= kMinColumns) {}
 
   bool allocate() {
     return arena_.layout([&] { place(); });
@@ -78,7 +76,6 @@ class DecodeRows {
     columns_ = arena_.template take<A>(round_up(shape_.rows, kLane) * p_.head_dim);
     scores_ = arena_.template take<A>(round_up(shape_.rows, kLane) * kDecodeKeys);
     kinds_ = arena_.template take<Tile>(shape_.group);
-    products_.place(&arena_, by_keys_ ? p_.head_dim : 0);
     key_ = arena_.template take<T>(kDecodeKeys * wide_qk_);
     key_numbers_ = arena_.template take<A>(kDecodeKeys * p_.head_dim);
     value_ = arena_.template take<T>(kDecodeKeys * shape_.wide);
@@ -101,13 +98,6 @@ class DecodeRows {
     ahead_ = {value, value_stride, p_.head_dim_v};
     if (by_columns_) {
       score_columns(keys_at, key_stride, n);
-    } else if (by_keys_) {
-      ahead_.take_turn(0, 1);
-      const auto ahead = [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) ahead_.prefetch(t);
-      };
-      products_.template multiply<kSumSteps>(keys_at, key_stride, n, p_.head_dim, query_, wide_qk_,
-                                             shape_.rows, scores_, kDecodeKeys, ahead);
     } else {
       int64_t stride = key_stride;
       const T* const key = whole_vectors(keys_at, n, p_.head_dim, wide_qk_, key_, &stride);
@@ -411,8 +401,6 @@ class DecodeRows {
   const int64_t wide_qk_;  // head_dim, padded to full vectors
   BlockMask<A, kDecodeKeys> block_mask_;
   const bool by_columns_;  // compute QK^T with queries in lanes
-  const bool by_keys_;     // compute QK^T with keys in lanes
-  RowProducts<T> products_;
   Ahead ahead_{};
   DecodePart<A> part_{};
   Arena arena_;

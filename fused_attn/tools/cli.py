@@ -295,6 +295,9 @@ def _write_json(path: Path | None, facts: dict[str, Any]) -> bool:
     if path == Path("-"):
         print(text)
         return True
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
+        path.write_text(text + "\n")
+        return False
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text + "\n")
     temporary.replace(path)  # a reader, or a process that is killed, never leaves half a file

@@ -276,11 +276,11 @@ def _runner(report: Report) -> Iterator[Run]:
         with verifying():
             yield lambda step, check, *args: step(check, backend, device, *args)
         return
-    worker, lost_at_once, steps = Worker(STEP_SECONDS, verifying), 0, 0
+    worker, failed_starts, steps = Worker(STEP_SECONDS, verifying), 0, 0
 
     def run(step: Any, check: Check, *args: Any) -> Trial:
-        nonlocal lost_at_once, steps
-        if lost_at_once == MAX_LOST:
+        nonlocal failed_starts, steps
+        if failed_starts == MAX_LOST:
             return Trial(check, error=f"not run, because the GPU failed in {MAX_LOST} processes")
         steps += 1
         try:
@@ -289,7 +289,7 @@ def _runner(report: Report) -> Iterator[Run]:
             trial = Trial(check, error=str(death), lost=True)
         if trial.lost:
             worker.stop()
-            lost_at_once, steps = (lost_at_once + 1 if steps == 1 else 0), 0
+            failed_starts, steps = (failed_starts + 1 if steps == 1 else 0), 0
         return trial
 
     try:

@@ -38,7 +38,7 @@ def skip_if_refused() -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
-        pytest.skip(f"refused: {error}")
+        pytest.skip(f"reason: refused: {error}")
 
 
 def assert_judged(

@@ -25,14 +25,14 @@ def run(backend: str, check: Check) -> None:
     """Run a check on a backend; skip it if it does not apply, or if the backend refuses it."""
     check = adapted(backend, check)
     if reason := exception(backend, check, ON_GPU):
-        pytest.skip(f"exception: {reason}")
+        pytest.skip(f"reason: {reason}")
     device = DEVICE if backend in ("sdpa", "eager", "cpp") else device_of(backend)
     with skip_if_refused(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         findings = check.run(backend, device)
     for warning in caught:
         if "run on eager attention" in str(warning.message):
-            pytest.skip(f"refused: {warning.message}")
+            pytest.skip(f"reason: refused: {warning.message}")
     try:
         require(findings, backend)
     except AssertionError as error:

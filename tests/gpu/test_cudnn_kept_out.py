@@ -66,7 +66,7 @@ def test_masks_with_gradients(name, how):
     """With a mask tensor and gradients, cuDNN computes neither the forward nor the backward."""
     mask = MASKS[name]()
     if how == "enabled" and isinstance(mask, masks.Mask):
-        pytest.skip("exception: torch's function takes tensors only")
+        pytest.skip("reason: torch's function takes tensors only")
     leaves = operands()
     with kernels() as ran:
         grads = torch.autograd.grad(called(how, mask, leaves).float().square().sum(), leaves)

@@ -139,7 +139,7 @@ def test_norms(shape, affine, residual, kind, dtype, backend):
 @every_dtype
 @kinds
 def test_norm_dropout_by_the_generator(kind, dtype, backend):
-    """The same torch.manual_seed, the same bits; dropped elements are those of the residual."""
+    """Equal seeds give equal bits, and the residual has the same dropped elements."""
     tensors = [t.to(DEVICE, dtype) for t in tensors_of(kind, (64, 96), True, False).values()]
     leaves, function = [t.requires_grad_() for t in tensors], getattr(fa, kind)
 

@@ -212,7 +212,7 @@ def test_empty(mask, sizes, dtype, backend):
 @every_dtype
 @three_masks
 def test_dropout_by_the_generator(mask, dtype, backend):
-    """The same torch.manual_seed, the same results and gradients; another, others."""
+    """Equal seeds give equal results and gradients; different seeds, different ones."""
     leaves = [t.to(DEVICE, dtype).requires_grad_() for t in qkv().values()]
     given = None if mask is None else mask.to(DEVICE)
 

@@ -39,7 +39,7 @@ def train(backend: str, tensors: list[Tensor]) -> None:
 
 def skip_unless_available(backend: str) -> None:
     if backend not in available_backends():
-        pytest.skip(f"{backend} is not available here")
+        pytest.skip(f"reason: {backend} is not available here")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""How a process is started that has the pretended GPU."""
+"""Environment variables of processes on the pretended GPU; as a program, runs Python there."""
 
 from __future__ import annotations
 

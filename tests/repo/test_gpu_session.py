@@ -61,7 +61,7 @@ FAULTS = {
     "host": ("raise TypeError('host code')", "crash", "TypeError: host code"),
     "wrong": ("assert 1 == 2", "wrong", "assert 1 == 2"),
     "unsupported": ("raise NotImplementedError('has no mask')", "refused", "has no mask"),
-    "refused": ("import pytest; pytest.skip('refused: has no dropout')", "refused", "no dropout"),
+    "refused": ("import pytest; pytest.skip('reason: refused: dropout')", "refused", "dropout"),
     "skipped": ("import pytest; pytest.skip('reason: other')", "skipped", "reason: other"),
     "noisy": ("print('x' * 10_000_000); assert False", "wrong", "assert False"),
     "good": ("pass", "ok", ""),
@@ -101,7 +101,7 @@ def test_a_section_that_takes_too_long(tmp_path, monkeypatch):
 
 
 def test_sigterm_half_way(tmp_path):
-    """What was finished is in the file at any moment; the session ends with what it has."""
+    """Finished tests are in the file at any time, and SIGTERM ends the session with them."""
     slow = "import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n"
     (tmp_path / "test_planted.py").write_text(slow)
     code = (

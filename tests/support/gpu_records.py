@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def status_of(error: BaseException) -> str:
     """Return the status of a test that ended with an exception."""
     if isinstance(error, pytest.skip.Exception):
-        return "refused" if str(error).startswith("refused") else "skipped"
+        return "refused" if str(error).startswith("reason: refused") else "skipped"
     if isinstance(error, NotImplementedError):
         return "refused"
     return "wrong" if isinstance(error, AssertionError) else "crash"

@@ -20,6 +20,9 @@ _RUNNERS = pytest.StashKey[dict[str, Runner]]()  # keys "cpu" and "gpu"; created
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only the cases that are marked quick")
+    parser.addoption(
+        "--fast-peers", action="store_true", help="leave out peers that compile or take long"
+    )
     parser.addoption("--results", default=None, help="write the results to this JSON file")
     parser.addoption(
         "--gpu-seconds", type=float, default=330.0,
@@ -96,7 +99,8 @@ def _gpu_runner(config: pytest.Config) -> Runner:
         path = path.with_stem(f"{path.stem}-{backend}-{slug(machine['gpu'])}")
     return Runner(
         meter, device, backend, meter.ceilings(), machine, gpu=True,
-        seconds=config.getoption("--gpu-seconds"), path=path, quick=config.getoption("--quick"),
+        seconds=config.getoption("--gpu-seconds"), path=path,
+        quick=config.getoption("--quick") or config.getoption("--fast-peers"),
     )  # fmt: skip
 
 

@@ -84,7 +84,14 @@ def on_gpu() -> list[Section]:
             ],
             beside=True,
         ),
-        Section("speed", 190, [Run((*speed, "-k", "not test_call"), unit_seconds=60.0)]),
+        Section(
+            "speed",
+            190,
+            [  # all problems against what is compiled already, then again with FlexAttention
+                Run((*speed, "-k", "not test_call", "--fast-peers")),
+                Run((*speed, "-k", "test_forward or test_backward")),
+            ],
+        ),
         Section(
             "host",
             20,

@@ -34,7 +34,7 @@ from gpu_sections import BACKENDS, Run, Section
 
 ROOT = Path(__file__).resolve().parents[1]
 STATUSES = ("ok", "wrong", "crash", "hang", "refused", "skipped")
-LOG_BYTES = 200_000  # end of each log that is kept
+LOG_BYTES = 4_000_000  # end of each log that is kept
 TABLE_LINES = 60
 GRACE = 3.0  # seconds before the end in which results are written
 BUILD_SECONDS = 120.0
@@ -221,7 +221,8 @@ class Session:
         stem = f"{active.section.name.replace(' ', '-')}-{number}"
         active.records = Records(self.work / f"{stem}.jsonl")
         command = self._command(run, active.records.path)
-        active.process = Process.start(command, self.work / f"{stem}.log", self._environment(run))
+        log = self.work / f"{stem}-output.log"
+        active.process = Process.start(command, log, self._environment(run))
 
     def _end_run(self, active: Active, reason: str) -> None:
         """Take the records of a run that ended, or end it for a reason."""

@@ -4,7 +4,8 @@
 
 Each line of FILE is a JSON object: a record of scripts/gpu_session.py, or the number of tests. A
 worker of pytest-xdist ends itself when a test takes too long, or leaves the GPU's context broken,
-so that all later tests of the process would fail; pytest-xdist then starts another one.
+so that all later tests of the process would fail; pytest-xdist then starts another one. Tracebacks
+go to FILE with the suffix ".log" as they arise, as pytest's own report is lost if it is killed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ BROKEN = (
 )  # fmt: skip
 PROPERTY = "gpu_record"  # name of the property of a report that holds its record
 MESSAGE = 600  # characters of a message that are kept
+TRACEBACK = 4000  # and of a traceback
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -130,6 +132,9 @@ class _Recorder:
             status = own.get("status", "ok" if report.passed else "crash")
             message = own.get("message", "" if report.passed else str(report.longrepr))
             self.write(report.nodeid, status, report.duration, message, data)
+        if report.failed:
+            with open(self.path.with_suffix(".log"), "a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n{report.longreprtext[-TRACEBACK:]}\n\n")
 
     def write(
         self, unit: str, status: str, seconds: float, message: str, data: dict[str, Any]

@@ -217,7 +217,7 @@ def _attention(
     mask, is_causal, empty = arguments
     if mask is not None and query.device.type == "cuda":
         mask = _dense_in_keys(mask, key.shape[2])
-    with _without_cudnn() if _cudnn_is_denied(query, key, value, mask) else _AS_SET:
+    with allowed_kernels(query, key, value, mask):
         out = torch_sdpa(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
         )
@@ -237,6 +237,18 @@ def _dense_in_keys(mask: Tensor, seqlen_k: int) -> Tensor:
 # ---- cuDNN --------------------------------------------------------------------------------------
 
 _AS_SET = contextlib.nullcontext()
+
+
+def allowed_kernels(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch's function does not choose cuDNN if that has a defect.
+
+    Args:
+        query, key, value: 4-D, as torch's function takes them.
+        mask: its attn_mask.
+    """
+    return _without_cudnn() if _cudnn_is_denied(query, key, value, mask) else _AS_SET
 
 
 def _cudnn_is_denied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

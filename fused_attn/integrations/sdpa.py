@@ -216,7 +216,19 @@ def _attention(
             _count("", query, key)
             return cast(Tensor, out)
     _count(reason, query, key)
-    return _torch_implementation(*args, scale=scale, enable_gqa=enable_gqa)
+    with _kernels_for(query, key, value, attn_mask):
+        return _torch_implementation(*args, scale=scale, enable_gqa=enable_gqa)
+
+
+def _kernels_for(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that keeps torch from kernels with defects, unless the caller chose some."""
+    plain = query.is_cuda and query.dim() == 4 and type(query) in _PLAIN | _TRACED
+    flags = torch.backends.cuda
+    if plain and flags.flash_sdp_enabled() and flags.math_sdp_enabled():
+        return sdpa_backend.allowed_kernels(query, key, value, mask)
+    return contextlib.nullcontext()
 
 
 def _count(reason: str, query: Tensor, key: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,8 @@ def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
     config = args.config("decode")
     num_m = -(-rows // config.block_m)
     programs = sizes.batch * sizes.num_heads_kv * num_m
-    wanted = -(-PROGRAMS_PER_CORE * arch_of(args.device).num_cores // programs)
+    # Not more programs than run at once: a second, shorter round would double the time.
+    wanted = PROGRAMS_PER_CORE * arch_of(args.device).num_cores // programs
     longest = -(-sizes.seqlen_k // DECODE_KEYS_PER_PART)
     num_parts = max(1, min(wanted, longest, DECODE_MAX_PARTS))
     maximum, total = (lse.new_empty(lse.numel(), num_parts) for _ in range(2))
@@ -235,6 +237,23 @@ def tile_summary(tensor: Tensor) -> Tensor:
     return summary
 
 
+def packed_words(dense: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the bits of a dense mask: int64 (batch or 1, num_heads or 1, words, seqlen_q)."""
+    batch, num_heads = dense.shape[:2]
+    strides = [0 if n == 1 else s for n, s in zip(dense.shape, dense.stride(), strict=True)]
+    num_m, num_words = -(-seqlen_q // tiles.WORD_ROWS), -(-seqlen_k // 64)
+    words = torch.empty(
+        batch, num_heads, num_words, seqlen_q, dtype=torch.int64, device=dense.device
+    )
+    if words.numel():
+        launch(
+            tiles.pack_words_kernel, dense.device, (batch * num_heads * num_m, num_words),
+            dense.view(torch.uint8), *strides, words, num_heads, seqlen_q, seqlen_k, num_m,
+            num_words, ROWS=tiles.WORD_ROWS,
+        )  # fmt: skip
+    return words
+
+
 class LaunchArguments:
     """Arguments shared by all kernels that an attention call launches."""
 
@@ -267,7 +286,8 @@ class LaunchArguments:
             None if t is None else t.contiguous() for t in cu_seqlens
         )
         seed = options.seed if dropout_p > 0.0 else None
-        self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec))
+        words = None if spec.dense is None else packed_words(spec.dense, seqlen_q, seqlen_k)
+        self.common = (seed, self.cu_seqlens_q, cu_seqlens_k, mask_args(spec, words))
 
     def config(self, kind: str, rounded: bool = False) -> Config:
         """Return the tile sizes, warps and stages for the kernel of a pass.
@@ -290,16 +310,14 @@ class LaunchArguments:
     def compiled_for(self, config: Config, packed_heads: bool = False) -> dict[str, Any]:
         """Return the compile-time arguments of a kernel launch."""
         tf32 = self.dtype == torch.float32 and not self.accurate
-        constants = (
+        bias, packed = self.spec.bias, self.cu_seqlens_q is not None
+        whole_blocks = not packed and bias is not None and bias.shape[3] % config.block_n == 0
+        constants = _constants(
             self.head_dim, self.head_dim_v, padded(self.head_dim), padded(self.head_dim_v),
             config.block_m, config.block_n, self.softcapped, self.natural, self.accurate,
-            "tf32" if tf32 else "ieee", packed_heads,
+            "tf32" if tf32 else "ieee", packed_heads, whole_blocks,
         )  # fmt: skip
-        return {
-            "const": KernelConstants(*map(tl.constexpr, constants)),
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
+        return {"const": constants, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
     def lists(self, config: Config, of_keys: bool = False) -> TileLists:
         """List the visible tiles of each query tile, or of each KV block if of_keys.
@@ -319,6 +337,12 @@ class LaunchArguments:
             owners, others, *strides, CHUNK=tiles.LIST_CHUNK, num_warps=1,
         )  # fmt: skip
         return TileLists(counts, indices, heads)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(*values: Any) -> KernelConstants:
+    """Return the same object for the same values, because Triton compares all fields otherwise."""
+    return KernelConstants(*map(tl.constexpr, values))
 
 
 def _kernel_layout(tensor: Tensor) -> Tensor:

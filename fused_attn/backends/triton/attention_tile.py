@@ -21,11 +21,12 @@ from fused_attn.backends.triton.masks import (
     Sequence,
     add_alibi,
     apply_mask,
+    bits_of,
     sequence_bounds,
     softcapped,
     tile_key_range,
 )
-from fused_attn.backends.triton.philox import keep_tile
+from fused_attn.backends.triton.philox import keep_words
 from fused_attn.backends.triton.tiles import key_tiles
 
 
@@ -65,6 +66,7 @@ class KernelConstants(NamedTuple):
     ACCURATE: Any  # bool: exp must be accurate to the last bits of float32
     PRECISION: Any  # input_precision of float32 matmuls: "ieee" or "tf32"
     PACKED_HEADS: Any  # bool: a tile has queries of several heads, and h has an element per row
+    WHOLE_BLOCKS: Any  # bool: all keys of a KV block are within the bias
 
 
 class Keys(NamedTuple):
@@ -165,7 +167,7 @@ def load_key_value(keys, key, value, j_begin, j, const: tl.constexpr, PARTIAL: t
 
 @triton.jit
 def finish_scores(
-    products, i, j, sequence, mask, settings,
+    products, i, j, loaded, sequence, mask, settings,
     const: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Apply scale, softcap, ALiBi, bias and mask to QK^T.
@@ -185,7 +187,7 @@ def finish_scores(
         scores, cap_tanh = products * (settings.softmax_scale * LOG2E), products
     scores = add_alibi(scores, i, j, sequence, mask, const, KEYS_FIRST)
     if PARTIAL:
-        scores, visible = apply_mask(scores, i, j, sequence, mask, const, KEYS_FIRST)
+        scores, visible = apply_mask(scores, i, j, loaded, sequence, mask, const, KEYS_FIRST)
         return scores, visible, tl.where(visible, cap_tanh, 0.0)
     else:
         return scores, scores == scores, cap_tanh
@@ -222,33 +224,47 @@ def dropout_counters(seed, settings, sizes, b):
 
 
 @triton.jit
-def dropout_keep(draws, i, j_begin, sequence, settings, const: tl.constexpr):
-    """Return a bool mask (queries, BLOCK_N), True where dropout keeps the weight.
+def dropout_keep(
+    draws, i, j_begin, sequence, settings, const: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
+    """Return a bool tile, True where dropout keeps the weight.
 
-    i contains the query of each row. j_begin is the key of the first column, a multiple of 8.
+    i contains the query of each row. j_begin is the key of the first column, a multiple of 8. Words
+    of bits are drawn, because the layout of a matmul is not that in which octets are drawn.
     """
     seed, first_octet, first_query, first_head = draws
-    octet = first_octet + j_begin // 8 + tl.arange(0, const.BLOCK_N // 8)[None, :]
+    width: tl.constexpr = min(const.BLOCK_N, 64)
+    octet = first_octet + j_begin // 8 + tl.arange(0, width // 8)[None, :]
     head = first_head + sequence.h
     if const.PACKED_HEADS:
         head = head[:, None]
     query = first_query + i[:, None]
-    return keep_tile(seed, query, octet, head, 0, settings.dropout_threshold)
+    words = keep_words(seed, query, octet, head, 0, settings.dropout_threshold)
+    next_words = words
+    if const.BLOCK_N > 64:
+        next_words = keep_words(seed, query, octet + 8, head, 0, settings.dropout_threshold)
+    return bits_of(words, next_words, tl.arange(0, const.BLOCK_N), const, KEYS_FIRST)
 
 
 @triton.jit
-def zero_fully_masked(tile, visible, mask):
-    """Zero the keys or values that are masked for all queries of the tile, as 0 * NaN is NaN.
-
-    Keys that are masked by bounds need no zeroing, because they are never loaded.
-    """
-    if (
+def hides_values(mask):
+    """Return True if the mask may hide loaded keys. Keys outside of bounds are never loaded."""
+    return (
         mask.query_documents is not None
         or mask.key_mask is not None
-        or mask.dense is not None
+        or mask.words is not None
         or mask.bias is not None
-    ):
-        any_visible = tl.max(visible.to(tl.int32), 0)
-        return tl.where((any_visible != 0)[:, None], tile, 0.0)
-    else:
-        return tile
+    )
+
+
+@triton.jit
+def any_nan(tile):
+    """Return True if a tile has a NaN."""
+    return tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def zero_fully_masked(tile, visible):
+    """Zero the keys or values that are masked for all queries of the tile, as 0 * NaN is NaN."""
+    any_visible = tl.max(visible.to(tl.int32), 0)
+    return tl.where((any_visible != 0)[:, None], tile, 0.0)

@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
+    any_nan,
     dropout_counters,
     dropout_keep,
     finish_scores,
     head_rows,
+    hides_values,
     keys_of_tile,
     load_key_value,
     load_tile,
@@ -32,8 +34,16 @@ from fused_attn.backends.triton.attention_tile import (
     store_tile,
     zero_fully_masked,
 )
-from fused_attn.backends.triton.masks import LOG2E, SIZES, Sequence, Sizes, sequence_bounds
+from fused_attn.backends.triton.masks import (
+    LOG2E,
+    SIZES,
+    Sequence,
+    Sizes,
+    load_mask,
+    sequence_bounds,
+)
 from fused_attn.backends.triton.tiles import (
+    any_tile,
     full_tile,
     partial_tile,
     query_tiles,
@@ -154,16 +164,33 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros((const.BLOCK_M, const.BLOCK_D), tl.float32)
     excess = tl.zeros((const.BLOCK_M,), tl.float32)
     total = tl.zeros((const.BLOCK_M,), tl.float32)
+    n = full_tile(0, tiles, lists)
     for t in tl.range(0, tiles[0]):
+        following = full_tile(t + 1, tiles, lists)
         dq, excess, total = _dq_tile(
-            dq, excess, total, q, do, statistics, i, full_tile(t, tiles, lists) * const.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, stats, const, CONSISTENT, False,
+            dq, excess, total, q, do, statistics, i, n * const.BLOCK_N, keys, sequence, key, value,
+            draws, mask, settings, stats, const, CONSISTENT, False, False,
         )  # fmt: skip
+        n = following
+    n = partial_tile(0, tiles, lists)
     for t in tl.range(0, tiles[1]):
+        following = partial_tile(t + 1, tiles, lists)
         dq, excess, total = _dq_tile(
-            dq, excess, total, q, do, statistics, i, partial_tile(t, tiles, lists) * const.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, stats, const, CONSISTENT, True,
+            dq, excess, total, q, do, statistics, i, n * const.BLOCK_N, keys, sequence, key, value,
+            draws, mask, settings, stats, const, CONSISTENT, True, False,
         )  # fmt: skip
+        n = following
+    if hides_values(mask):  # noqa: SIM102 - known when the kernel is compiled
+        if any_nan(dq):  # see `forward.attend`
+            dq = tl.zeros((const.BLOCK_M, const.BLOCK_D), tl.float32)
+            excess = tl.zeros((const.BLOCK_M,), tl.float32)
+            total = tl.zeros((const.BLOCK_M,), tl.float32)
+            for t in tl.range(0, tiles[0] + tiles[1], num_stages=1):
+                n = any_tile(t, tiles, lists)
+                dq, excess, total = _dq_tile(
+                    dq, excess, total, q, do, statistics, i, n * const.BLOCK_N, keys, sequence, key,
+                    value, draws, mask, settings, stats, const, CONSISTENT, True, True,
+                )  # fmt: skip
     store_tile(
         head_rows(grad_query, query_batch, h, query_first), grad_query.stride_row, i_begin,
         seqlen_q, dq * settings.softmax_scale, const.HEAD_DIM, const.BLOCK_M, const.BLOCK_D,
@@ -179,11 +206,12 @@ def attention_bwd_dq_kernel(
 def _dq_tile(
     dq, excess, total, q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, stats, const: tl.constexpr, CONSISTENT: tl.constexpr, PARTIAL: tl.constexpr,
+    ZEROED: tl.constexpr,
 ):  # fmt: skip
     """Accumulate one KV block into dQ and the row sums of dS and P."""
     grads, weights, cap_tanh, k = grad_scores(
         q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
-        stats, const, PARTIAL,
+        stats, const, PARTIAL, ZEROED,
     )  # fmt: skip
     if CONSISTENT:
         excess += tl.sum(grads, 1)
@@ -196,27 +224,28 @@ def _dq_tile(
 @triton.jit
 def grad_scores(
     q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings, stats,
-    const: tl.constexpr, PARTIAL: tl.constexpr,
+    const: tl.constexpr, PARTIAL: tl.constexpr, ZEROED: tl.constexpr,
 ):  # fmt: skip
     """Return dS and P, both (queries, keys), the tanh of softcap, and the keys of a KV block.
 
-    dS does not include the derivative of softcap.
+    dS does not include the derivative of softcap. If ZEROED, keys masked for all queries are 0.
     """
     lse, lse_factor, delta, grad_lse = statistics
     j = j_begin + tl.arange(0, const.BLOCK_N)
     k, v = load_key_value(keys, key, value, j_begin, j, const, PARTIAL)
+    loaded = load_mask(i, j, j_begin, sequence, mask, const, PARTIAL, False)
     products = tl.dot(q, tl.trans(k), input_precision=const.PRECISION)
     scores, visible, cap_tanh = finish_scores(
-        products, i, j, sequence, mask, settings, const, PARTIAL, False
+        products, i, j, loaded, sequence, mask, settings, const, PARTIAL, False
     )
-    if PARTIAL:  # NaN in v only affects masked columns, which are zeroed below
-        k = zero_fully_masked(k, visible, mask)
+    if ZEROED:  # NaN in v only affects masked columns, which are zeroed below
+        k = zero_fully_masked(k, visible)
     weights = power(scores - lse[:, None], const)
     if stats.lse_factor is not None:
         weights *= lse_factor[:, None]
     grads = tl.dot(do, tl.trans(v), input_precision=const.PRECISION)
     if draws is not None:
-        keep = dropout_keep(draws, i, j_begin, sequence, settings, const)
+        keep = dropout_keep(draws, i, j_begin, sequence, settings, const, False)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
     grads -= delta[:, None]
     if stats.grad_lse is not None:
@@ -272,18 +301,22 @@ def attention_bwd_dkdv_kernel(
         query_at = head_rows(query, query_batch, h, query_first)
         grad_out_at = head_rows(grad_out, query_batch, h, query_first)
         at = statistics_at(sizes, query_batch, h, query_first)
+        m = full_tile(0, tiles, lists)
         for t in tl.range(0, tiles[0]):
+            following = full_tile(t + 1, tiles, lists)
             dk, dv = _dkdv_tile(
-                dk, dv, k, v, full_tile(t, tiles, lists) * const.BLOCK_M, j_begin, j, query_at,
-                grad_out_at, at, sequence, query, grad_out, draws, mask, settings, stats,
-                const, False,
+                dk, dv, k, v, m * const.BLOCK_M, j_begin, j, query_at, grad_out_at, at, sequence,
+                query, grad_out, draws, mask, settings, stats, const, False,
             )  # fmt: skip
+            m = following
+        m = partial_tile(0, tiles, lists)
         for t in tl.range(0, tiles[1]):
+            following = partial_tile(t + 1, tiles, lists)
             dk, dv = _dkdv_tile(
-                dk, dv, k, v, partial_tile(t, tiles, lists) * const.BLOCK_M, j_begin, j, query_at,
-                grad_out_at, at, sequence, query, grad_out, draws, mask, settings, stats,
-                const, True,
+                dk, dv, k, v, m * const.BLOCK_M, j_begin, j, query_at, grad_out_at, at, sequence,
+                query, grad_out, draws, mask, settings, stats, const, True,
             )  # fmt: skip
+            m = following
     store_tile(
         head_rows(grad_key, key_batch, h_kv, key_first), grad_key.stride_row, j_begin, seqlen_k,
         dk * settings.softmax_scale, const.HEAD_DIM, const.BLOCK_N, const.BLOCK_D,
@@ -315,9 +348,10 @@ def _dkdv_tile(
         grad_out_at, grad_out.stride_row, i_begin, valid,
         const.HEAD_DIM_V, const.BLOCK_M, const.BLOCK_DV,
     )  # fmt: skip
+    loaded = load_mask(i, j, j_begin, sequence, mask, const, PARTIAL, True)
     products = tl.dot(k, tl.trans(q), input_precision=const.PRECISION)
     scores, visible, cap_tanh = finish_scores(
-        products, i, j, sequence, mask, settings, const, PARTIAL, True
+        products, i, j, loaded, sequence, mask, settings, const, PARTIAL, True
     )
     weights = power(scores - lse[None, :], const)
     if stats.lse_factor is not None:
@@ -325,8 +359,7 @@ def _dkdv_tile(
     grads = tl.dot(v, tl.trans(do), input_precision=const.PRECISION)
     used = weights
     if draws is not None:
-        keep = dropout_keep(draws, i, j_begin, sequence, settings, const)
-        keep = tl.trans(keep.to(tl.int8)) != 0
+        keep = dropout_keep(draws, i, j_begin, sequence, settings, const, True)
         used = tl.where(keep, weights, 0.0)
         grads = tl.where(keep, grads * settings.dropout_scale, 0.0)
     dv = tl.dot(used.to(do.dtype), do, dv, input_precision=const.PRECISION)

@@ -92,6 +92,6 @@ def _tile_of_head(
     )
     grads, _, _, _ = grad_scores(
         q, do, statistics, i, j_begin, keys, sequence, key, value, draws, mask, settings,
-        stats, const, True,
+        stats, const, True, False,
     )  # fmt: skip
     return grads

@@ -20,12 +20,13 @@ from fused_attn.backends.triton.attention_tile import (
     Keys,
     dropout_counters,
     head_rows,
+    hides_values,
     power,
     sequence_rows,
 )
-from fused_attn.backends.triton.forward import fwd_tile, store_lse
+from fused_attn.backends.triton.forward import attend, store_lse
 from fused_attn.backends.triton.masks import SIZES, Sequence, Sizes, sequence_bounds, tile_key_range
-from fused_attn.backends.triton.tiles import full_tile, key_tiles, partial_tile, visible_tiles
+from fused_attn.backends.triton.tiles import key_tiles, visible_tiles
 
 
 class Parts(NamedTuple):
@@ -70,12 +71,7 @@ def attention_decode_kernel(
     each = tl.cdiv(hi - lo, num_parts)
     begin = lo + part * each
     end = tl.maximum(tl.minimum(begin + each, hi), begin)
-    if (
-        mask.query_documents is not None
-        or mask.key_mask is not None
-        or mask.dense is not None
-        or mask.bias is not None
-    ):
+    if hides_values(mask):
         full_lo, full_hi = end, end
     full_lo = tl.minimum(tl.maximum(full_lo, begin), end)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), end)
@@ -94,19 +90,9 @@ def attention_decode_kernel(
     draws = None
     if seed is not None:
         draws = dropout_counters(tl.load(seed), settings, sizes, b)
-    maximum = tl.full((const.BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((const.BLOCK_M,), tl.float32)
-    acc = tl.zeros((const.BLOCK_M, const.BLOCK_DV), tl.float32)
-    for t in tl.range(0, tiles[0]):
-        acc, maximum, total, _ = fwd_tile(
-            acc, maximum, total, total, q, i, full_tile(t, tiles, no_lists) * const.BLOCK_N, keys,
-            sequence, key, value, draws, mask, settings, const, False, False,
-        )  # fmt: skip
-    for t in tl.range(0, tiles[1]):
-        acc, maximum, total, _ = fwd_tile(
-            acc, maximum, total, total, q, i, partial_tile(t, tiles, no_lists) * const.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, const, True, False,
-        )  # fmt: skip
+    acc, maximum, total, _ = attend(
+        q, i, tiles, no_lists, keys, sequence, key, value, draws, mask, settings, const, False
+    )
 
     at = (query_batch.to(tl.int64) * sizes.num_heads + h) * sizes.total_q + query_first + i
     at = at * num_parts + part

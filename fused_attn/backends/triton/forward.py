@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from fused_attn.backends.triton.attention_tile import (
+    any_nan,
     dropout_counters,
     dropout_keep,
     finish_scores,
     head_rows,
+    hides_values,
     keys_of_tile,
     load_key_value,
     load_tile,
@@ -24,8 +26,8 @@ from fused_attn.backends.triton.attention_tile import (
     store_tile,
     zero_fully_masked,
 )
-from fused_attn.backends.triton.masks import LN2, SIZES, Sizes
-from fused_attn.backends.triton.tiles import full_tile, partial_tile, visible_tiles
+from fused_attn.backends.triton.masks import LN2, SIZES, Sizes, load_mask
+from fused_attn.backends.triton.tiles import any_tile, full_tile, partial_tile, visible_tiles
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -65,25 +67,13 @@ def attention_fwd_kernel(
     draws = None
     if seed is not None:
         draws = dropout_counters(tl.load(seed), settings, sizes, b)
-    maximum = tl.full((const.BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((const.BLOCK_M,), tl.float32)
-    acc = tl.zeros((const.BLOCK_M, const.BLOCK_DV), tl.float32)
-    multiplied = tl.zeros((const.BLOCK_M,), tl.float32)
-    for t in tl.range(0, tiles[0]):
-        acc, maximum, total, multiplied = fwd_tile(
-            acc, maximum, total, multiplied, q, i, full_tile(t, tiles, lists) * const.BLOCK_N, keys,
-            sequence, key, value, draws, mask, settings, const, False, ROUNDED,
-        )  # fmt: skip
-    for t in tl.range(0, tiles[1]):
-        acc, maximum, total, multiplied = fwd_tile(
-            acc, maximum, total, multiplied, q, i, partial_tile(t, tiles, lists) * const.BLOCK_N,
-            keys, sequence, key, value, draws, mask, settings, const, True, ROUNDED,
-        )  # fmt: skip
-
+    acc, maximum, total, multiplied = attend(
+        q, i, tiles, lists, keys, sequence, key, value, draws, mask, settings, const, ROUNDED
+    )
     empty = total == 0.0
     # The row sums of the backward require that the weights add up to 1 after rounding to 16 bits.
     # In a row that one key dominates, a sum of 1.002 would hide the contributions of other keys.
-    divisor = multiplied if ROUNDED else total
+    divisor = tl.where(total == total, multiplied, total) if ROUNDED else total
     scale = settings.dropout_scale / tl.where(empty, 1.0, divisor)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
     store_tile(
@@ -117,9 +107,58 @@ def store_lse(lse, lse_residual, at, inside, maximum, total, const: tl.constexpr
 
 
 @triton.jit
-def fwd_tile(
+def attend(
+    q, i, tiles, lists, keys, sequence, key, value, draws, mask, settings,
+    const: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Return the weighted values, the row maxima, the row sums and `multiplied` of a query tile.
+
+    A value that is masked for all queries of a tile must have no effect, even if it is NaN. So the
+    tiles are computed again with such values set to 0, if any result is NaN. To do so for all tiles
+    would take the values through registers, and a maximum over the queries in each tile.
+    """
+    acc, maximum, total, multiplied = _no_tiles(const)
+    n = full_tile(0, tiles, lists)
+    for t in tl.range(0, tiles[0]):
+        following = full_tile(t + 1, tiles, lists)
+        acc, maximum, total, multiplied = _fwd_tile(
+            acc, maximum, total, multiplied, q, i, n * const.BLOCK_N, keys, sequence, key, value,
+            draws, mask, settings, const, False, ROUNDED, False,
+        )  # fmt: skip
+        n = following
+    n = partial_tile(0, tiles, lists)
+    for t in tl.range(0, tiles[1]):
+        following = partial_tile(t + 1, tiles, lists)
+        acc, maximum, total, multiplied = _fwd_tile(
+            acc, maximum, total, multiplied, q, i, n * const.BLOCK_N, keys, sequence, key, value,
+            draws, mask, settings, const, True, ROUNDED, False,
+        )  # fmt: skip
+        n = following
+    if hides_values(mask):  # noqa: SIM102 - known when the kernel is compiled
+        if any_nan(acc):
+            acc, maximum, total, multiplied = _no_tiles(const)
+            for t in tl.range(0, tiles[0] + tiles[1], num_stages=1):
+                n = any_tile(t, tiles, lists)
+                acc, maximum, total, multiplied = _fwd_tile(
+                    acc, maximum, total, multiplied, q, i, n * const.BLOCK_N, keys, sequence, key,
+                    value, draws, mask, settings, const, True, ROUNDED, True,
+                )  # fmt: skip
+    return acc, maximum, total, multiplied
+
+
+@triton.jit
+def _no_tiles(const: tl.constexpr):
+    """Return the results of `attend` for no tiles."""
+    zeros = tl.zeros((const.BLOCK_M,), tl.float32)
+    acc = tl.zeros((const.BLOCK_M, const.BLOCK_DV), tl.float32)
+    return acc, tl.full((const.BLOCK_M,), float("-inf"), tl.float32), zeros, zeros
+
+
+@triton.jit
+def _fwd_tile(
     acc, maximum, total, multiplied, q, i, j_begin, keys, sequence, key, value, draws, mask,
     settings, const: tl.constexpr, PARTIAL: tl.constexpr, ROUNDED: tl.constexpr,
+    ZEROED: tl.constexpr,
 ):  # fmt: skip
     """Accumulate one KV block into acc, the row maxima and the row sums of the weights.
 
@@ -127,9 +166,10 @@ def fwd_tile(
     """
     j = j_begin + tl.arange(0, const.BLOCK_N)
     k, v = load_key_value(keys, key, value, j_begin, j, const, PARTIAL)
+    loaded = load_mask(i, j, j_begin, sequence, mask, const, PARTIAL, False)
     products = tl.dot(q, tl.trans(k), input_precision=const.PRECISION)
     scores, visible, _ = finish_scores(
-        products, i, j, sequence, mask, settings, const, PARTIAL, False
+        products, i, j, loaded, sequence, mask, settings, const, PARTIAL, False
     )
     largest = tl.maximum(maximum, tl.max(scores, 1))
     # Rows without a visible key so far would compute -inf - -inf, which is NaN.
@@ -138,13 +178,24 @@ def fwd_tile(
     rescale = power(maximum - shift, const)
     total = total * rescale + tl.sum(weights, 1)
     if ROUNDED:
-        # This adds two instructions per weight to about twelve. A matmul with a matrix of ones
-        # would add fewer, but needs eight registers per thread, which makes some kernels spill.
-        multiplied = multiplied * rescale + tl.sum(weights.to(v.dtype).to(tl.float32), 1)
+        weights = _rounded(weights, v.dtype)
+        multiplied = multiplied * rescale + tl.sum(weights, 1)
     if draws is not None:
-        keep = dropout_keep(draws, i, j_begin, sequence, settings, const)
+        keep = dropout_keep(draws, i, j_begin, sequence, settings, const, False)
         weights = tl.where(keep, weights, 0.0)
-    if PARTIAL:
-        v = zero_fully_masked(v, visible, mask)
+    if ZEROED:
+        v = zero_fully_masked(v, visible)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=const.PRECISION)
     return acc, largest, total, multiplied
+
+
+@triton.jit
+def _rounded(weights, dtype: tl.constexpr):
+    """Return weights, between 0 and 1, rounded to the mantissa of a 16-bit type; ties away from 0.
+
+    NaN becomes any number. Conversions to the type and back run at an eighth of the rate of these
+    integer operations, on the unit that computes exp2.
+    """
+    dropped: tl.constexpr = 16 if dtype == tl.bfloat16 else 13
+    bits = weights.to(tl.int32, bitcast=True) + (1 << (dropped - 1))
+    return (bits & -(1 << dropped)).to(tl.float32, bitcast=True)

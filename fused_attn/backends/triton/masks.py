@@ -33,11 +33,10 @@ class MaskArgs(NamedTuple):
     key_mask_stride_h: int
     key_mask_stride_q: int
     key_mask_stride_k: int
-    dense: Any  # uint8 (batch, num_heads, seqlen_q, seqlen_k)
-    dense_stride_b: int
-    dense_stride_h: int
-    dense_stride_q: int
-    dense_stride_k: int
+    words: Any  # int64 (batch, num_heads, words, seqlen_q), see `tiles.pack_words_kernel`
+    words_stride_b: int
+    words_stride_h: int
+    words_stride_w: int
     bias: Any  # floating point (batch, num_heads, seqlen_q, seqlen_k)
     bias_stride_b: int
     bias_stride_h: int
@@ -196,8 +195,79 @@ def add_alibi(scores, i, j, sequence, mask, const: tl.constexpr, KEYS_FIRST: tl.
         return scores
 
 
+class LoadedMask(NamedTuple):
+    """Parts of a mask that a tile reads. Fields that the mask does not have are placeholders."""
+
+    query_ids: Any
+    key_ids: Any
+    key_visible: Any
+    words: Any  # bits of the first 64 keys of the tile, for each query
+    next_words: Any  # bits of the next 64 keys
+    bias: Any
+
+
 @triton.jit
-def apply_mask(scores, i, j, sequence, mask, const: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def load_mask(
+    i, j, j_begin, sequence, mask,
+    const: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Load what a partial tile needs of the mask.
+
+    Call this before the matmul of the scores. The loads then overlap with it, and Triton gives the
+    scores the layout of the matmul. After the matmul, a load of a whole tile would impose its own
+    layout, with several conversions of the scores.
+    """
+    b, h = sequence.b.to(tl.int64), sequence.h.to(tl.int64)  # offsets may exceed int32
+    query_ids, key_ids, key_visible, words, next_words, bias = i, j, j, i, i, i
+    if PARTIAL:
+        in_q, in_k = i < sequence.seqlen_q, j < sequence.seqlen_k
+        head = h[:, None] if const.PACKED_HEADS else h
+        row, column = across(i, False, KEYS_FIRST), across(j, True, KEYS_FIRST)
+        if mask.query_documents is not None:
+            query_at = mask.query_documents + b * mask.query_documents_stride_b + i
+            key_at = mask.key_documents + b * mask.key_documents_stride_b + j
+            query_ids = tl.load(query_at, in_q, 0).to(tl.int32)
+            key_ids = tl.load(key_at, in_k, 0).to(tl.int32)
+        if mask.key_mask is not None:
+            at = mask.key_mask + b * mask.key_mask_stride_b + head * mask.key_mask_stride_h
+            if const.PACKED_HEADS:
+                at += column.to(tl.int64) * mask.key_mask_stride_k
+                key_visible = tl.load(at, in_q[:, None] & in_k[None, :], 0)
+            else:
+                key_visible = tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, in_k, 0)
+        if mask.words is not None:
+            at = mask.words + b * mask.words_stride_b + h * mask.words_stride_h + i
+            w = j_begin // 64
+            words = tl.load(at + w.to(tl.int64) * mask.words_stride_w, in_q, 0)
+            if const.BLOCK_N > 64:
+                more = in_q & (j_begin + 64 < sequence.seqlen_k)
+                next_words = tl.load(at + (w + 1).to(tl.int64) * mask.words_stride_w, more, 0)
+        if mask.bias is not None:
+            at = mask.bias + b * mask.bias_stride_b + head * mask.bias_stride_h
+            at += row.to(tl.int64) * mask.bias_stride_q + column.to(tl.int64) * mask.bias_stride_k
+            inside = across(in_q, False, KEYS_FIRST)
+            if not const.WHOLE_BLOCKS:  # a condition on each key would make the loads narrow
+                inside = inside & across(in_k, True, KEYS_FIRST)
+            bias = tl.load(at, inside, 0.0)
+    return LoadedMask(query_ids, key_ids, key_visible, words, next_words, bias)
+
+
+@triton.jit
+def bits_of(words, next_words, bit, const: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Return a bool tile of the bits of words, which have an element per query.
+
+    Args:
+        bit: which bit of the words each key of the tile is. From 64 on, it is one of next_words.
+    """
+    spread = across(words, False, KEYS_FIRST)
+    if const.BLOCK_N > 64:
+        first = across(bit < 64, True, KEYS_FIRST)
+        spread = tl.where(first, spread, across(next_words, False, KEYS_FIRST))
+    return ((spread >> across((bit % 64).to(tl.int64), True, KEYS_FIRST)) & 1) != 0
+
+
+@triton.jit
+def apply_mask(scores, i, j, loaded, sequence, mask, const: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Add the bias to the scores of a partial tile and mask them; return scores and visibility.
 
     Masked scores become -inf, even if they were NaN. Vectors are loaded as vectors and then
@@ -206,8 +276,7 @@ def apply_mask(scores, i, j, sequence, mask, const: tl.constexpr, KEYS_FIRST: tl
     KEYS_FIRST: the tile is (keys, queries). A thread then holds few keys and many queries, so
     one interval of queries per key takes fewer registers than one interval of keys per query.
     """
-    bounds, seqlen_k = sequence.bounds, sequence.seqlen_k
-    b, h = sequence.b.to(tl.int64), sequence.h.to(tl.int64)  # offsets may exceed int32
+    bounds = sequence.bounds
     row, column = across(i, False, KEYS_FIRST), across(j, True, KEYS_FIRST)
     if KEYS_FIRST:
         lo, hi = visible_queries(bounds, j)
@@ -217,29 +286,18 @@ def apply_mask(scores, i, j, sequence, mask, const: tl.constexpr, KEYS_FIRST: tl
         hi = tl.where((i >= bounds.query_begin) & (i < bounds.query_end), hi, lo)
         visible = (column >= across(lo, False, False)) & (column < across(hi, False, False))
     if mask.query_documents is not None:
-        query_at = mask.query_documents + b * mask.query_documents_stride_b + i
-        key_at = mask.key_documents + b * mask.key_documents_stride_b + j
-        query_ids = tl.load(query_at, i < sequence.seqlen_q, 0).to(tl.int32)
-        key_ids = tl.load(key_at, j < seqlen_k, 0).to(tl.int32)
-        visible &= across(query_ids, False, KEYS_FIRST) == across(key_ids, True, KEYS_FIRST)
-    head = h[:, None] if const.PACKED_HEADS else h
+        query_ids = across(loaded.query_ids, False, KEYS_FIRST)
+        visible &= query_ids == across(loaded.key_ids, True, KEYS_FIRST)
     if mask.key_mask is not None:
-        at = mask.key_mask + b * mask.key_mask_stride_b + head * mask.key_mask_stride_h
         if const.PACKED_HEADS:
-            visible &= tl.load(at + column.to(tl.int64) * mask.key_mask_stride_k, visible, 0) != 0
+            visible &= loaded.key_visible != 0
         else:
-            key_visible = (
-                tl.load(at + j.to(tl.int64) * mask.key_mask_stride_k, j < seqlen_k, 0) != 0
-            )
-            visible &= across(key_visible, True, KEYS_FIRST)
-    if mask.dense is not None:
-        at = mask.dense + b * mask.dense_stride_b + head * mask.dense_stride_h
-        at += row.to(tl.int64) * mask.dense_stride_q + column.to(tl.int64) * mask.dense_stride_k
-        visible &= tl.load(at, visible, 0) != 0
+            visible &= across(loaded.key_visible != 0, True, KEYS_FIRST)
+    if mask.words is not None:
+        bit = j % (64 if const.BLOCK_N <= 64 else const.BLOCK_N)
+        visible &= bits_of(loaded.words, loaded.next_words, bit, const, KEYS_FIRST)
     if mask.bias is not None:
-        at = mask.bias + b * mask.bias_stride_b + head * mask.bias_stride_h
-        at += row.to(tl.int64) * mask.bias_stride_q + column.to(tl.int64) * mask.bias_stride_k
-        added = tl.load(at, visible, float("-inf")).to(tl.float32)
+        added = loaded.bias.to(tl.float32)
         scores += added
         visible &= added != float("-inf")
     return tl.where(visible, scores, float("-inf")), visible

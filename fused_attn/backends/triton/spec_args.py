@@ -20,12 +20,23 @@ _KNOWN = (
     "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band",
 )  # fmt: skip
 
+_NOTHING: dict[str, Any] = {n: 0 if "_stride_" in n else None for n in MaskArgs._fields}
+_NO_MASK = MaskArgs(**_NOTHING)
 
-def mask_args(spec: MaskSpec) -> MaskArgs:
-    """Return the tensors and strides of a mask. Broadcast dimensions have stride 0."""
+
+def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs:
+    """Return the tensors and strides of a mask. Broadcast dimensions have stride 0.
+
+    Args:
+        words: the dense mask as bits; kernels that classify tiles do without.
+    """
     refuse_unknown_fields(spec, _KNOWN, "triton")
+    if words is None and all(getattr(spec, name) is None for name in TENSORS):
+        return _NO_MASK
     fields: dict[str, Any] = {}
     for name, dimensions in TENSORS.items():
+        if name == "dense":
+            continue
         tensor = getattr(spec, name)
         if tensor is not None and tensor.dtype == torch.bool:
             tensor = tensor.view(torch.uint8)
@@ -38,7 +49,11 @@ def mask_args(spec: MaskSpec) -> MaskArgs:
         for d, dimension in enumerate(dimensions):
             stride = 0 if tensor is None or tensor.shape[d] == 1 else tensor.stride(d)
             fields[f"{name}_stride_{dimension}"] = stride
-    return MaskArgs(**fields)
+    strides = (0, 0, 0) if words is None else words.stride()
+    for d, dimension in enumerate("bhw"):
+        broadcast = words is None or words.shape[d] == 1
+        fields[f"words_stride_{dimension}"] = 0 if broadcast else strides[d]
+    return MaskArgs(words=words, **fields)
 
 
 def summaries(spec: MaskSpec, summarize: Callable[[Tensor], Tensor]) -> Summaries:

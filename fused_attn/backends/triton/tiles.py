@@ -31,6 +31,7 @@ SUMMARY_TILE_M, SUMMARY_TILE_N = tl.constexpr(32), tl.constexpr(64)
 NONE_VISIBLE, SOME_VISIBLE, ALL_VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Tiles classified per program, tiles listed per iteration, 32 x 64 cells summarised per program.
 KINDS_CHUNK, LIST_CHUNK, SUMMARY_CELLS = 16, 128, 4
+WORD_ROWS = 64  # rows packed per program
 SKIP, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -126,16 +127,19 @@ def visible_tiles(ranges, lists, b, h, owner, owners, others):
 
 @triton.jit
 def full_tile(t, tiles, lists):
-    """Return the index of the t-th full tile."""
+    """Return the index of the t-th full tile; any index if there are not so many.
+
+    Loops read the index of the next tile in advance, because K and V cannot be prefetched before.
+    """
     if lists.counts is None:
         return tiles[3] + t
     else:
-        return tl.load(tiles[3] + t)
+        return tl.load(tiles[3] + t, t < tiles[0], 0)
 
 
 @triton.jit
 def partial_tile(t, tiles, lists):
-    """Return the index of the t-th partial tile.
+    """Return the index of the t-th partial tile; any index if there are not so many.
 
     In a range, the partial tiles before the full tiles come first.
     """
@@ -143,7 +147,17 @@ def partial_tile(t, tiles, lists):
         tile = tiles[2] + t
         return tl.where(tile >= tiles[3], tile + tiles[0], tile)
     else:
-        return tl.load(tiles[2] - t)
+        return tl.load(tiles[2] - t, t < tiles[1], 0)
+
+
+@triton.jit
+def any_tile(t, tiles, lists):
+    """Return the index of the t-th visible tile, full or partial."""
+    if lists.counts is None:
+        return tiles[2] + t
+    else:
+        partial = partial_tile(tl.maximum(t - tiles[0], 0), tiles, lists)
+        return tl.where(t < tiles[0], full_tile(t, tiles, lists), partial)
 
 
 # ---- lists --------------------------------------------------------------------------------------
@@ -283,3 +297,25 @@ def tile_summary_kernel(
     shows = tl.where(some == 0, NONE_VISIBLE, tl.where(missing == 0, ALL_VISIBLE, SOME_VISIBLE))
     n = first + tl.arange(0, CELLS)
     tl.store(summary + row.to(tl.int64) * num_n + n, shows.to(tl.uint8), n < num_n)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_m", "num_words"])
+def pack_words_kernel(
+    dense, stride_b, stride_h, stride_q, stride_k, words, num_heads, seqlen_q, seqlen_k, num_m,
+    num_words, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Pack a dense mask (uint8) into bits.
+
+    words: int64 (batch, num_heads, num_words, seqlen_q). Bit k of word w is key 64 w + k. A tile
+    reads one word per query, instead of a byte per score in a layout that is not that of a matmul.
+    """
+    row, w = tl.program_id(0), tl.program_id(1)
+    m, bh = row % num_m, row // num_m
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    i, bit = m * ROWS + tl.arange(0, ROWS), tl.arange(0, 64)
+    j = w * 64 + bit
+    at = dense + b * stride_b + h * stride_h
+    at += i.to(tl.int64)[:, None] * stride_q + j.to(tl.int64)[None, :] * stride_k
+    visible = tl.load(at, (i < seqlen_q)[:, None] & (j < seqlen_k)[None, :], 0) != 0
+    packed = tl.sum(visible.to(tl.int64) << bit.to(tl.int64)[None, :], 1)
+    tl.store(words + (bh.to(tl.int64) * num_words + w) * seqlen_q + i, packed, i < seqlen_q)

@@ -3,11 +3,14 @@
 There is no autotuning at run time. `python -m fused_attn.tools.tune_triton` benchmarks the
 candidates on the local GPU, and prints rows for this file.
 
-Untuned: no row has been benchmarked. Each row is the largest candidate tile that Triton 3.6
-compiles without register spills and within the shared memory of the GPU, for each kind of mask
-alone. Larger tiles are preferred because they read the keys less often. Combinations of mask kinds
-may spill hundreds of bytes. tests/backends/test_ahead_of_time.py checks all rows except those of
-sm_86.
+The 16-bit rows of sm_90 for head_dim up to 128 were measured on an H200 (all candidates and times:
+benchmarks/results/triton-tiles-h200.json). Small tiles with four warps, two programs of which fit
+on a core, are fastest: one computes while the other waits. Up to 128 bytes of spills cost nothing.
+
+Other rows are not measured. Each is the largest candidate tile that Triton 3.6 compiles without
+register spills and within the shared memory of the GPU, for each kind of mask alone. Larger tiles
+are preferred because they read the keys less often. Combinations of mask kinds may spill hundreds
+of bytes. tests/backends/test_ahead_of_time.py checks all rows except those of sm_86.
 """
 
 from __future__ import annotations
@@ -52,12 +55,12 @@ def _row(*configs: tuple[int, int, int, int]) -> dict[int, Config]:
 TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
     "sm_80": {
         ("fwd", 2): _row((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2)),
-        ("fwd_masked", 2): _row((64, 32, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
+        ("fwd_masked", 2): _row((64, 32, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
         ("dq", 2): _row((128, 64, 8, 2), (64, 128, 8, 1), (64, 64, 8, 2)),
         ("dq_masked", 2): _row((128, 16, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
         ("dkdv", 2): _row((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
         ("dkdv_masked", 2): _row((32, 32, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
-        ("bias", 2): _row((64, 64, 8, 1), (128, 16, 8, 1), (16, 16, 8, 1)),
+        ("bias", 2): _row((64, 64, 8, 1), (128, 16, 8, 1), (16, 32, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (16, 64, 8, 2), (32, 16, 16, 1)),
         ("fwd_masked", 4): _row((16, 16, 8, 1), (32, 32, 8, 2), (32, 16, 4, 1)),
         ("dq", 4): _row((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
@@ -87,12 +90,12 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("decode", 4): _row((16, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
     "sm_90": {
-        ("fwd", 2): _row((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-        ("fwd_masked", 2): _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
-        ("dq", 2): _row((128, 128, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-        ("dq_masked", 2): _row((128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
-        ("dkdv", 2): _row((64, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 2)),
-        ("dkdv_masked", 2): _row((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
+        ("fwd", 2): _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 2)),
+        ("fwd_masked", 2): _row((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        ("dq", 2): _row((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        ("dq_masked", 2): _row((64, 32, 4, 3), (64, 64, 4, 2), (32, 32, 8, 1)),
+        ("dkdv", 2): _row((64, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 2)),
+        ("dkdv_masked", 2): _row((32, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 2)),
         ("bias", 2): _row((64, 64, 8, 1), (64, 64, 8, 1), (64, 32, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)),
         ("fwd_masked", 4): _row((32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 16, 1)),
@@ -108,9 +111,9 @@ TABLES: dict[str, dict[tuple[str, int], dict[int, Config]]] = {
         ("fwd", 2): _row((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         ("fwd_masked", 2): _row((128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 8, 2)),
         ("dq", 2): _row((64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 2)),
-        ("dq_masked", 2): _row((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+        ("dq_masked", 2): _row((128, 64, 8, 2), (128, 64, 8, 1), (64, 32, 8, 1)),
         ("dkdv", 2): _row((64, 128, 8, 1), (32, 32, 8, 2), (32, 32, 8, 2)),
-        ("dkdv_masked", 2): _row((64, 128, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
+        ("dkdv_masked", 2): _row((64, 64, 8, 2), (32, 32, 8, 1), (16, 32, 8, 1)),
         ("bias", 2): _row((128, 32, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         ("fwd", 4): _row((64, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)),
         ("fwd_masked", 4): _row((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 16, 1)),

@@ -21,7 +21,7 @@ from fused_attn.backends.triton.attention_tile import (
     power,
 )
 from fused_attn.backends.triton.backward import lse_in_units, statistics_at
-from fused_attn.backends.triton.masks import SIZES, Sizes
+from fused_attn.backends.triton.masks import SIZES, Sizes, load_mask
 from fused_attn.backends.triton.tiles import SKIP
 
 
@@ -99,10 +99,13 @@ def _tile_of_head(
     )  # fmt: skip
     at = statistics_at(sizes, b, h, b * 0) + i
     log_sum, lse_factor = lse_in_units(lse, lse_residual, at, inside, const)
+    loaded = load_mask(i, j, j_begin, sequence, mask, const, True, False)
     products = tl.dot(q, tl.trans(k), input_precision=const.PRECISION)
-    scores, visible, _ = finish_scores(products, i, j, sequence, mask, settings, const, True, False)
+    scores, visible, _ = finish_scores(
+        products, i, j, loaded, sequence, mask, settings, const, True, False
+    )
     weights = power(scores - log_sum[:, None], const) * lse_factor[:, None]
     if draws is not None:
-        keep = dropout_keep(draws, i, j_begin, sequence, settings, const)
+        keep = dropout_keep(draws, i, j_begin, sequence, settings, const, False)
         weights = tl.where(keep, weights * settings.dropout_scale, 0.0)
     return tl.where(visible, weights, 0.0)

@@ -18,6 +18,7 @@ from fused_attn.backends.base import ACTIVATIONS, Backend, Extent
 from fused_attn.backends.fields import DTYPES, check_fields, empty_summary
 from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.base.layout import contiguous, kernel_strides
+from fused_attn.base.threads import num_threads
 from fused_attn.call.calls import (
     AttentionCall,
     AttentionGradients,
@@ -57,6 +58,7 @@ class CppBackend(Backend):
 
     name = "cpp"
     accepts_unchecked = _cpu is not None
+    max_head_dim = MAX_HEAD_DIM
 
     def unavailable(self) -> list[str]:
         return [] if _cpu is not None else [f"fused_attn._cpu cannot be imported: {_import_error}"]
@@ -72,7 +74,7 @@ class CppBackend(Backend):
 
     def tile_summary(self, tensor: Tensor) -> Tensor:
         summary = empty_summary(tensor, _cpu.SUMMARY_TILE)
-        _cpu.tile_summary(tensor=tensor, summary=summary, num_threads=torch.get_num_threads())
+        _cpu.tile_summary(tensor=tensor, summary=summary, num_threads=num_threads())
         return summary
 
     def activation(
@@ -94,14 +96,14 @@ class CppBackend(Backend):
             input=input, bias=bias, grad_out=grad_out, out=out, dtype=DTYPES[input.dtype],
             rows=rows, columns=columns, activation=ACTIVATIONS.index(activation),
             dropout_p=dropout_p, seed=0 if seed is None else int(seed) & _MASK64,
-            num_threads=torch.get_num_threads(),
+            num_threads=num_threads(),
         )  # fmt: skip
         return out
 
     def attention_fwd(
         self, call: AttentionCall | UncheckedAttention, for_backward: bool, want_lse: bool
     ) -> AttentionOutputs | None:
-        results = _run(_cpu.attention_fwd, call, for_backward, want_lse, torch.get_num_threads())
+        results = _run(_cpu.attention_fwd, call, for_backward, want_lse, num_threads())
         return None if results is None else AttentionOutputs._make(results)
 
     def attention_bwd(
@@ -112,7 +114,7 @@ class CppBackend(Backend):
         grad_lse: Tensor | None,
         needs_bias: bool,
     ) -> AttentionGradients | None:
-        rest = needs_bias, torch.get_num_threads()
+        rest = needs_bias, num_threads()
         results = _run(_cpu.attention_bwd, call, outputs, grad_out, grad_lse, *rest)
         if results is None:
             if grad_lse is not None:
@@ -132,7 +134,7 @@ class CppBackend(Backend):
     ) -> Tensor:
         weights = call.weights(average, _pooled)
         call, fields = _weights_fields(call, lse, lse_residual)
-        threads = torch.get_num_threads()
+        threads = num_threads()
         _cpu.attention_weights(
             call, **fields, weights=weights, average=average, num_threads=threads
         )
@@ -165,7 +167,7 @@ class CppBackend(Backend):
     def norm_fwd(
         self, call: NormCall | UncheckedNorm, for_backward: bool, want_total: bool
     ) -> NormOutputs | None:
-        threads = torch.get_num_threads()
+        threads = num_threads()
         results = _run(_cpu.norm_fwd, call, for_backward, want_total, threads)
         if results is None and isinstance(call, NormCall):
             if call.input.numel() == 0:
@@ -183,7 +185,7 @@ class CppBackend(Backend):
         needs_weight: bool,
         needs_bias: bool,
     ) -> NormGradients | None:
-        rest: Any = needs_weight, needs_bias, torch.get_num_threads()
+        rest: Any = needs_weight, needs_bias, num_threads()
         results = _run(_cpu.norm_bwd, call, mean, rstd, grad_out, grad_total, *rest)
         if results is None:
             if call.input.numel() == 0:
@@ -235,7 +237,7 @@ def tile_kinds(
     empty = torch.empty(batch, num_heads, seqlen_q, 0, dtype=dtype)
     keys = torch.empty(batch, num_heads, seqlen_k, 0, dtype=dtype)
     call = AttentionCall(empty, keys, keys, spec, AttentionOptions(1.0))
-    _cpu.tile_kinds(call, kinds=kinds, num_threads=torch.get_num_threads())
+    _cpu.tile_kinds(call, kinds=kinds, num_threads=num_threads())
     return kinds, (query_tile, kv_block)
 
 
@@ -275,7 +277,7 @@ def _run_weights_bwd(
     sums = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=lse.dtype)
     if sums is not None:
         fields = {**fields, "grad_bias": sums}
-    _cpu.attention_weights_bwd(call, **fields, num_threads=torch.get_num_threads())
+    _cpu.attention_weights_bwd(call, **fields, num_threads=num_threads())
     if grad_bias is not None and sums is not None:
         grad_bias.copy_(sums)
 

@@ -127,9 +127,14 @@ def backend_for_unchecked(
         backend = BACKENDS.get(wanted)
     else:
         backend = _first_on(device, verdicts.changes)
-        if backend is None and _is_known(call):
+        if (backend is None or _is_too_wide(call, backend)) and _is_known(call):
             backend = cached_choice(problem_of(call))
     return backend if backend is not None and backend.accepts_unchecked else None
+
+
+def _is_too_wide(call: UncheckedAttention | UncheckedNorm, backend: Backend) -> bool:
+    """Return True if a default backend does not take the head_dim of an unvalidated call."""
+    return isinstance(call, UncheckedAttention) and call.query.shape[-1] > backend.max_head_dim
 
 
 def backend_of_torch() -> Backend:

@@ -61,3 +61,18 @@ def test_settings_that_decide_are_not_cached(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         registry._chosen.cache_clear()
+
+
+@pytest.mark.parametrize("head_dim", [264, 512])
+def test_wide_heads_are_not_validated(head_dim, monkeypatch):
+    """torch's kernels take them at once, as the CPU kernels refuse them anyway."""
+    from fused_attn.ops import autograd
+
+    def validated(call):
+        raise AssertionError("the call was validated")
+
+    monkeypatch.setattr(autograd, "attention_shard", validated)
+    query = torch.randn(1, 2, 4, head_dim)
+    out = fused_attn.scaled_dot_product_attention(query, query, query, is_causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert torch.equal(out, expected)

@@ -1,0 +1,54 @@
+"""Number of threads of CPU kernels, which is 1 in a process that was forked from a threaded one.
+
+The threads of OpenMP do not exist in the child of a fork. A parallel region of libgomp then waits
+for them forever, in torch's kernels as in ours. This happens to servers that load and warm a model
+before they fork. So the child continues on one thread, in torch as well, and warns at its first
+call of a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+_has_pool = False  # kernels ran on several threads in this process
+_is_alone = False  # they did so in the process that this one was forked from
+_warned = False
+
+
+def num_threads() -> int:
+    """Return the number of threads that a kernel may use: torch's, or 1 after a fork."""
+    global _has_pool
+    if _is_alone:
+        return _alone()
+    threads = torch.get_num_threads()
+    if threads > 1:
+        _has_pool = True
+    return threads
+
+
+def _alone() -> int:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "this process was forked from one that had run kernels on several threads, so it uses"
+            " one thread: threads do not survive a fork. Start processes by spawn, fork before the"
+            " first call, or call torch.set_num_threads(1) before it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return 1
+
+
+def _after_fork() -> None:
+    global _is_alone
+    if _has_pool:
+        _is_alone = True
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

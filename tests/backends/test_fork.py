@@ -1,0 +1,42 @@
+"""Children of a fork after kernels ran on several threads: they compute, and warn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, warnings
+import torch
+import fused_attn
+torch.set_num_threads(2)
+query = torch.randn(2, 4, 256, 64)
+def call():
+    return fused_attn.scaled_dot_product_attention(query, query, query)
+expected = call() if sys.argv[1] == "warm" else None
+child = os.fork()
+if child == 0:
+    signal.alarm(30)  # ends a child that waits forever
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = call()
+        torch.mm(torch.ones(600, 600), torch.ones(600, 600))  # on several threads, if there are
+    same = expected is None or torch.equal(out, expected)
+    told = [str(w.message) for w in caught if "forked" in str(w.message)]
+    print(same, len(told), torch.get_num_threads(), flush=True)
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="reason: needs fork")
+@pytest.mark.parametrize(("parent", "expected"), [("warm", "True 1 1"), ("cold", "True 0 2")])
+def test_child_of_a_fork(parent, expected):
+    """A warm parent's threads are gone, and OpenMP would wait for them."""
+    command = [sys.executable, "-c", PROGRAM, parent]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.strip() == expected

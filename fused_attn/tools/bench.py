@@ -8,6 +8,7 @@ problem.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -164,6 +165,27 @@ def measure(
     if PEER in seconds:
         result.speedup = seconds[PEER] / seconds[OURS]
     return result
+
+
+def require_memory(shape: Shape, mask: str, dtype: str, device: torch.device) -> None:
+    """Raise ValueError if a measurement needs more memory than the device has.
+
+    Counted are the operands, the output and float32 copies, and a mask tensor for SDPA.
+    """
+    queries = shape.batch * shape.num_heads * shape.seqlen_q
+    keys = shape.batch * shape.num_heads_kv * shape.seqlen_k
+    needed = 2 * (queries + keys) * shape.head_dim * (4 + getattr(torch, dtype).itemsize)
+    if mask not in ("none", "causal"):
+        needed += 5 * shape.seqlen_q * shape.seqlen_k
+    if device.type == "cuda":
+        there = torch.cuda.mem_get_info(device)[1]
+    elif hasattr(os, "sysconf"):
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if needed > there:
+        sizes = f"at least {needed / 2**30:,.0f} GiB of memory, and {there / 2**30:,.0f} are there"
+        raise ValueError(f"{shape} with mask {mask} needs {sizes}")
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:

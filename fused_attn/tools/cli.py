@@ -202,8 +202,9 @@ def _bench(options: argparse.Namespace) -> int:
         for dtype in dtypes
         for backward in ([False, True] if options.backward else [False])
     ]
-    for shape, mask, _, _ in cases:
-        make_mask(mask, shape)  # reject an invalid mask before any measurement
+    for shape, mask, dtype, _ in cases:  # reject what is invalid before any measurement
+        bench.require_memory(shape, mask, dtype, device)
+        make_mask(mask, shape)
     with _threads(options.threads):
         machine = doctor.machine()
         on_cpu = device.type == "cpu" and not get_backend("cpp").unavailable()

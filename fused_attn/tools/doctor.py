@@ -80,7 +80,7 @@ def backends() -> list[dict[str, Any]]:
     """Return each backend, in order of preference, and the reasons why it is unavailable here."""
     return [
         {"name": name, "available": not reasons, "reasons": reasons}
-        for name, reasons in ((n, backend.unavailable()) for n, backend in BACKENDS.items())
+        for name, reasons in ((name, _unavailable(name)) for name in BACKENDS)
     ]
 
 
@@ -207,7 +207,7 @@ def _checked(case: _Case, backend: str) -> SelfCheck:
     row = functools.partial(
         SelfCheck, case.name, backend, device, str(case.dtype).removeprefix("torch.")
     )
-    unavailable = get_backend(backend).unavailable()
+    unavailable = _unavailable(backend)
     if unavailable:
         return row(False, problem="; ".join(unavailable))
     operands = {name: tensor.to(device) for name, tensor in case.operands.items()}
@@ -252,13 +252,19 @@ def _version(package: str) -> str | None:
 
 def _isa() -> str:
     """Return the instruction set in use, or the reason why there is none."""
-    reasons = get_backend("cpp").unavailable()
-    if reasons:
-        return f"none: {reasons[0]}"
-    try:
-        return cpp.isa()
-    except ValueError as error:  # FUSED_ATTN_CPU_ISA is invalid or unsupported
-        return f"none: {error}"
+    reasons = _unavailable("cpp")
+    return f"none: {reasons[0]}" if reasons else cpp.isa()
+
+
+def _unavailable(backend: str) -> list[str]:
+    """Return why a backend cannot run here; of cpp, also if FUSED_ATTN_CPU_ISA is unsupported."""
+    reasons = get_backend(backend).unavailable()
+    if backend == "cpp" and not reasons:
+        try:
+            cpp.isa()
+        except ValueError as error:
+            return [str(error)]
+    return reasons
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_version(capsys):
         (["bench", "--dtype", "int8"], ["float32, bfloat16, float16", "'int8'"]),
         (["bench", "--device", "moon"], ["'moon'"]),
         (["bench", "--repeats", "0"], ["positive integer"]),
+        (["bench", "--shape", "100000,64,100000,100000,64"], ["GiB of memory"]),
         (["bench", *SMALL, "--backend", "cpp", "--shape", "1,1,8,8,300"], ["up to 256, not 300"]),
         (["bench", "--json", "no/such/folder.json"], ["no/such/folder.json"]),
         (["verify", "--backend", "moon"], ["'moon'", "'cuda'", "'triton'"]),
@@ -219,6 +220,7 @@ def test_doctor_of_a_wrong_instruction_set():
     facts = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (1, "")
     assert facts["machine"]["FUSED_ATTN_CPU_ISA"] == "moon"
+    assert "moon" in next(b["reasons"][0] for b in facts["backends"] if b["name"] == "cpp")
     assert "must be one of" in facts["machine"]["isa"]
 
 

@@ -44,6 +44,18 @@ class MaskArgs(NamedTuple):
     bias_stride_k: int
 
 
+class NoMask(NamedTuple):
+    """MaskArgs of no mask. Each field of an argument takes a microsecond per launch."""
+
+    bounds: Any = None
+    query_documents: Any = None
+    key_documents: Any = None
+    slopes: Any = None
+    key_mask: Any = None
+    words: Any = None
+    bias: Any = None
+
+
 class Sizes(NamedTuple):
     """Integers that change from call to call.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends.triton.masks import MaskArgs
+from fused_attn.backends.triton.masks import MaskArgs, NoMask
 from fused_attn.backends.triton.tiles import Summaries
 from fused_attn.base.layout import kernel_strides
 from fused_attn.masks.fields import TENSORS, refuse_unknown_fields
@@ -20,11 +20,8 @@ _KNOWN = (
     "max_seqlen_k", "band_lo", "band_hi", "alibi_offset", "by_query", "band",
 )  # fmt: skip
 
-_NOTHING: dict[str, Any] = {n: 0 if "_stride_" in n else None for n in MaskArgs._fields}
-_NO_MASK = MaskArgs(**_NOTHING)
 
-
-def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs:
+def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs | NoMask:
     """Return the tensors and strides of a mask. Broadcast dimensions have stride 0.
 
     Args:
@@ -32,7 +29,7 @@ def mask_args(spec: MaskSpec, words: Tensor | None = None) -> MaskArgs:
     """
     refuse_unknown_fields(spec, _KNOWN, "triton")
     if words is None and all(getattr(spec, name) is None for name in TENSORS):
-        return _NO_MASK
+        return NoMask()
     fields: dict[str, Any] = {}
     for name, dimensions in TENSORS.items():
         if name == "dense":

@@ -129,7 +129,7 @@ def test_sigterm_half_way(tmp_path):
 def test_without_the_cuda_module(builds, tmp_path, monkeypatch):
     """It is built beside the next sections; if that fails, the CUDA section alone is skipped."""
     facts = "import pytest\n@pytest.mark.parametrize('name', ['_cpu', '_cuda'])\n"
-    facts += "def test_modules(name):\n    if name == '_cuda': pytest.skip('no module')\n"
+    facts += "def test_modules(name):\n    if name == '_cuda': pytest.skip('reason: no module')\n"
     for name, text in (("facts", facts), ("good", GOOD)):
         (tmp_path / f"test_{name}.py").write_text(text)
     monkeypatch.setattr(gpu_session, "BUILD", f"echo told; exit {int(not builds)}")

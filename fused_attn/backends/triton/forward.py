@@ -193,7 +193,7 @@ def _fwd_tile(
 def _rounded(weights, dtype: tl.constexpr):
     """Return weights, between 0 and 1, rounded to the mantissa of a 16-bit type; ties away from 0.
 
-    NaN becomes any number. Conversions to the type and back run at an eighth of the rate of these
+    NaN becomes any number. Conversions to the type and back run at a quarter of the rate of these
     integer operations, on the unit that computes exp2.
     """
     dropped: tl.constexpr = 16 if dtype == tl.bfloat16 else 13

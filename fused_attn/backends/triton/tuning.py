@@ -5,7 +5,7 @@ candidates on the local GPU, and prints rows for this file.
 
 The 16-bit rows of sm_90 for head_dim up to 128 were measured on an H200 (all candidates and times:
 benchmarks/results/triton-tiles-h200.json). Small tiles with four warps, two programs of which fit
-on a core, are fastest: one computes while the other waits. Up to 128 bytes of spills cost nothing.
+on a core, are fastest: one computes while the other waits. They spill up to 128 bytes.
 
 Other rows are not measured. Each is the largest candidate tile that Triton 3.6 compiles without
 register spills and within the shared memory of the GPU, for each kind of mask alone. Larger tiles

@@ -197,14 +197,16 @@ def test_all_processes_compute_the_same():
 
 
 def test_a_million_positions_take_a_second():
-    """It is measured as CPU time of one thread, with a margin for slow CPUs."""
+    """Their CPU time is below that of 40 million additions in Python, 2 to 3 s."""
     mask = packed_documents(document_lengths(LENGTH, 1000, 1.5, seed=0))
-    times = []
+    ratios = []
     for _ in range(3):
         begin = time.thread_time()
         balanced_sharding(mask, LENGTH, 512)
-        times.append(time.thread_time() - begin)
-    assert min(times) < 2
+        middle = time.thread_time()
+        sum(step & 7 for step in range(5_000_000))
+        ratios.append((middle - begin) / (time.thread_time() - middle))
+    assert min(ratios) < 8, ratios
 
 
 def test_work_of_ranks():

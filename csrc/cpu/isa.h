@@ -47,6 +47,7 @@ struct TilePasses {
   bool attention_fwd(const AttentionParams&);                              \
   bool attention_bwd(const AttentionBwdParams&);                           \
   bool attention_decode(const AttentionParams&);                           \
+  bool attention_bwd_rows(const AttentionBwdParams&);                      \
   bool attention_fwd_beside(const TilePasses*, const AttentionParams&);    \
   bool attention_bwd_beside(const TilePasses*, const AttentionBwdParams&); \
   bool tiles_fwd(const AttentionParams&);                                  \

@@ -6,6 +6,7 @@
 #if defined(FUSED_ATTN_OWN_ATTENTION)
 #include "cpu/kernels/attention_bwd.h"
 #include "cpu/kernels/attention_bwd_bias.h"
+#include "cpu/kernels/attention_bwd_rows.h"
 #include "cpu/kernels/attention_decode.h"
 #include "cpu/kernels/attention_fwd.h"
 #include "cpu/kernels/attention_weights.h"
@@ -50,7 +51,8 @@ struct Backward {
     if (tiles != nullptr && wants_tiles(p.fwd) && tiles->supports_backward(p)) {
       return tiles->backward(p) && (tiles->supports_bias(p) || run_bias(p));
     }
-    return AttentionBwd<T>::run(p) && run_bias(p);
+    const bool few = AttentionBwdRows<T>::pays_off(p);
+    return (few ? own::attention_bwd_rows(p) : AttentionBwd<T>::run(p)) && run_bias(p);
   }
 
  private:

@@ -1,7 +1,8 @@
-// Attention forward for few queries (decoding), in vector registers.
+// Attention for few queries in vector registers: the forward, as in decoding, and the backward.
 #include "cpu/isa.h"
 
 #if defined(FUSED_ATTN_OWN_ATTENTION)
+#include "cpu/kernels/attention_bwd_rows.h"
 #include "cpu/kernels/attention_decode.h"
 #include "cpu/run_as.h"
 
@@ -9,6 +10,10 @@ namespace fused_attn {
 
 bool own::attention_decode(const AttentionParams& p) {
   return run_as<AttentionDecode>(p.dtype, base::attention_decode, p);
+}
+
+bool own::attention_bwd_rows(const AttentionBwdParams& p) {
+  return run_as<AttentionBwdRows>(p.fwd.dtype, base::attention_bwd_rows, p);
 }
 
 }  // namespace fused_attn

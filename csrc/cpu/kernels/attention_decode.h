@@ -2,8 +2,9 @@
 //
 // Decoding is memory-bound: it reads 2 * head_dim elements per key. Each key and value is therefore
 // read once, in place, for all queries of all heads that share it. decode_tiles.h does this with
-// AMX if there are enough query rows, and decode_rows.h in all other cases. With few heads, the
-// keys are split (split-KV). The splits depend only on the shape and are merged in a fixed order.
+// AMX if there are enough query rows, and decode_rows.h in all other cases. The keys are split
+// (split-KV). Splits have a fixed number of keys and are merged in a fixed order, so the result of
+// a sequence is bit-identical in any batch and with any number of threads.
 #pragma once
 
 #include <type_traits>
@@ -19,15 +20,14 @@ template <class T>
 class AttentionDecode {
   using A = Acc<T>;
   static constexpr int64_t kLane = kLanes<A>;
-  static constexpr int64_t kMinTasks = 16;  // number of tasks that split-KV aims for
-  static constexpr int64_t kPart = 128;     // split sizes are a multiple of this number of keys
+  static constexpr int64_t kTasksPerThread = 8;
 
  public:
   // Returns true if this kernel is faster than the query-tile kernels, which take as long for one
-  // query as for a full tile. Returns false if a backward follows. The backward recomputes the
-  // scores, and where one key has all the weight, its rounding errors cancel only if lse was
-  // computed from scores with the same rounding.
+  // query as for a full tile. If a backward follows, the scores must have the rounding of the
+  // backward. Where one key has all the weight, rounding errors cancel only then.
   static bool pays_off(const AttentionParams& p) {
+    if (few_queries<T>(p)) return true;
     if (p.lse_residual != nullptr) return false;
     const bool few = p.seqlen_q > 0 && p.seqlen_q <= min64(kMaxQueries, kPanel<A>);
     if (few && p.seqlen_k >= 4 * p.seqlen_q) return true;
@@ -66,23 +66,28 @@ class AttentionDecode {
     MaskView<A> mask;
     if (!mask.init(p, kDecodeKeys)) return false;
     const DecodeShape<A> shape(p);
-    const int64_t heads = p.batch * p.num_heads_kv, units = div_up(p.seqlen_k, kPart);
-    const int64_t splits = max64(1, min64(units, div_up(kMinTasks, max64(heads, 1))));
-    const int64_t per_split = div_up(units, splits) * kPart;
+    const int64_t per_split = keys_per_split<T>(p),
+                  splits = max64(div_up(p.seqlen_k, per_split), 1);
+    const int64_t heads = p.batch * p.num_heads_kv, count = heads * splits;
+    // A run of consecutive splits is a task, because the kernel prefetches the keys that follow.
+    const int64_t per_task = max64(count / (kTasksPerThread * max64(p.num_threads, 1)), 1);
+    const int64_t tasks = div_up(count, per_task);
     Arena parts;  // partial results: (heads, splits, part)
     A* results;
-    if (!parts.layout([&] { results = parts.template take<A>(heads * splits * shape.part()); }))
+    if (!parts.layout([&] { results = parts.template take<A>(count * shape.part()); }))
       return false;
-    return run_team(p.num_threads, heads * splits, [&] {
+    return run_team(p.num_threads, tasks, [&] {
       Kernel kernel(p, mask, shape);
       const bool ok = kernel.allocate();
 #pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < heads * splits; ++task) {
-        const int64_t head = task / splits, begin = task % splits * per_split;
-        const int64_t b = head / p.num_heads_kv, num_keys = key_rows(p, b).count;
+      for (int64_t task = 0; task < tasks; ++task) {
         if (!ok) continue;
-        kernel.run(b, head % p.num_heads_kv, min64(begin, num_keys),
-                   min64(begin + per_split, num_keys), shape.at(results + task * shape.part()));
+        for (int64_t at = task * per_task; at < min64((task + 1) * per_task, count); ++at) {
+          const int64_t head = at / splits, begin = at % splits * per_split;
+          const int64_t b = head / p.num_heads_kv, num_keys = decode_keys(p, b);
+          kernel.run(b, head % p.num_heads_kv, min64(begin, num_keys),
+                     min64(begin + per_split, num_keys), shape.at(results + at * shape.part()));
+        }
       }
 #pragma omp for schedule(static) nowait
       for (int64_t head = 0; head < heads; ++head) {
@@ -132,6 +137,14 @@ class AttentionDecode {
       }
       const ResultRows<T> out(p_, p_.out, p_.out_strides, queries, h);
       out.store(i, row, p_.head_dim_v);
+      if constexpr (sizeof(T) == 2) {
+        if (p_.out_residual != nullptr) {
+          const int64_t* const strides = p_.out_residual_strides;
+          const int16_t* const residuals = at_head<int16_t>(p_.out_residual, strides, queries, h);
+          store_residual_row(row, out.at(i), p_.head_dim_v,
+                             const_cast<int16_t*>(residuals) + i * strides[2]);
+        }
+      }
       write_lse(p_, units_.natural, lse_begin(p_, b, h) + i, part.maximum[r], part.sum[r]);
     }
   }

@@ -10,6 +10,36 @@ namespace {
 
 constexpr int64_t kDecodeKeys = 64;  // keys per block
 
+// Returns the number of keys per split, a multiple of kDecodeKeys. It must not depend on the batch
+// or on the number of threads. Reading 128 KiB takes about 10 us, a few times the cost of a task.
+template <class T>
+inline int64_t keys_per_split(const AttentionParams& p) {
+  constexpr int64_t kSplitBytes = int64_t{128} << 10, kMinKeys = 2 * kDecodeKeys;
+  const int64_t bytes = (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T));
+  return max64(kSplitBytes / max64(bytes, 1) / kMinKeys, 1) * kMinKeys;
+}
+
+// Returns the number of keys of sequence b up to the last visible one. The rest of a padded batch
+// is not read, so the blocks are those of the sequence alone.
+inline int64_t decode_keys(const AttentionParams& p, int64_t b) {
+  const int64_t count = key_rows(p, b).count;
+  const SequenceBounds bounds = sequence_bounds(p.mask, b, query_rows(p, b).count, count);
+  return max64(min64(bounds.key_end, count), 0);
+}
+
+// Maximum number of queries for which the kernels for few queries are faster than query tiles with
+// any number of keys. AMD Zen 3, head_dim 64, float32: 8 queries and 31 keys take 0.75 of torch's
+// time and 0.90 in query tiles; 16 queries and 16 keys take 1.02 and 0.73.
+constexpr int64_t kFewQueries = 8;
+
+// Returns true if the kernels for few queries compute the forward and the backward, with and
+// without gradients. Only products of single numbers have the same rounding in both families of
+// kernels.
+template <class T>
+inline bool few_queries(const AttentionParams& p) {
+  return !Product<T>::kPairs && p.seqlen_q > 0 && p.seqlen_q <= kFewQueries;
+}
+
 // Partial result over a range of keys. Does not own its memory.
 template <class A>
 struct DecodePart {

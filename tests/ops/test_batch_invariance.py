@@ -1,0 +1,125 @@
+"""On CPUs, a sequence has the same bits alone, in any batch, and with any number of threads."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import ISAS, drawn, runnable, short
+from torch import Tensor
+
+import fused_attn
+from fused_attn import masks
+from fused_attn.backends import cpp
+
+RUNNABLE = [isa for isa in ISAS if runnable(isa)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PAGE = 32
+
+
+@pytest.fixture(params=RUNNABLE)
+def isa(request):
+    with cpp.use_isa(request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Case:
+    """A random decoding step of a batch, whose sequences can be decoded one by one."""
+
+    def __init__(self, seed: int) -> None:
+        choose, self.generator = random.Random(seed), drawn(seed)
+        self.dtype = choose.choice(DTYPES)
+        self.seqlen_q = choose.choice([1, 1, 2, 3, 4])
+        num_heads_kv, group = choose.choice([1, 2, 4]), choose.choice([1, 1, 2, 4, 8])
+        self.num_heads, self.dim = num_heads_kv * group, choose.choice([64, 128])
+        self.mask = choose.choice(["none", "window", "alibi", "window and alibi"])
+        self.paged, self.softcap = choose.random() < 0.4, choose.choice([None, None, 5.0])
+        batch = choose.randint(2, 9)
+        longest = choose.choice([70, 400, 1500])
+        self.lengths = [choose.randint(self.seqlen_q, longest) for _ in range(batch)]
+        self.window = choose.choice([20, 200])
+        rooms = -(-max(self.lengths) // PAGE) * PAGE
+        self.query = self.random(batch, self.num_heads, self.seqlen_q)
+        # What is past the end of a sequence may be NaN, and must not change a bit.
+        self.caches = [self.random(batch, num_heads_kv, rooms) for _ in range(2)]
+        for cache in self.caches:
+            for b, length in enumerate(self.lengths):
+                cache[b, :, length:] = choose.choice([0.0, float("nan")])
+
+    def __str__(self) -> str:
+        paged = "paged" if self.paged else "contiguous"
+        shape = f"H{self.num_heads} Q{self.seqlen_q} D{self.dim} {short(self.dtype)}"
+        return f"{shape} {paged}, {self.mask}, softcap {self.softcap}, {self.lengths}"
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, self.dim, generator=self.generator).to(self.dtype)
+
+    def decode(self, sequences: list[int], num_threads: int) -> list[Tensor]:
+        """Return out and lse of some sequences, decoded as one batch."""
+        lengths = [self.lengths[b] for b in sequences]
+        query, *caches = (x[sequences] for x in (self.query, *self.caches))
+        table = None
+        if self.paged:
+            pages = caches[0].shape[2] // PAGE
+            table = torch.randperm(len(lengths) * pages, generator=self.generator)
+            order = table.argsort()
+            # (batch, heads, pages * PAGE, dim) to (pages of all, heads, PAGE, dim)
+            caches = [
+                x.unflatten(2, (pages, PAGE)).transpose(1, 2).flatten(0, 1)[order].contiguous()
+                for x in caches
+            ]
+            table = table.view(len(lengths), pages)
+        else:
+            caches = [x[:, :, : max(lengths)].contiguous() for x in caches]
+        with threads(num_threads):
+            return list(
+                fused_attn.decode_attention(
+                    query, *caches, cache_lengths=lengths, block_table=table, backend="cpp",
+                    attn_mask=self.attn_mask(), softcap=self.softcap, return_lse=True,
+                )
+            )  # fmt: skip
+
+    def attn_mask(self) -> masks.Mask | None:
+        window = masks.sliding_window(self.window, 0, align="bottom_right")
+        alibi = masks.alibi(2.0 ** -torch.arange(1.0, self.num_heads + 1))
+        known = {"none": None, "window": window, "alibi": alibi, "window and alibi": window & alibi}
+        return known[self.mask]
+
+
+def check(seed: int) -> None:
+    case = Case(seed)
+    sequences = list(range(len(case.lengths)))
+    batch = case.decode(sequences, 1)
+    for name, one, two in zip(("out", "lse"), batch, case.decode(sequences, 2), strict=True):
+        assert torch.equal(one, two), f"{name} of 2 threads: {case}"
+    some = sequences[:: 2 if len(sequences) > 3 else 1]
+    for name, whole, part in zip(("out", "lse"), batch, case.decode(some, 2), strict=True):
+        assert torch.equal(whole[some], part), f"{name} of a part of the batch: {case}"
+    for b in sequences:
+        for name, whole, alone in zip(("out", "lse"), batch, case.decode([b], 1), strict=True):
+            assert torch.equal(whole[b : b + 1], alone), f"{name} of sequence {b}: {case}"
+
+
+@pytest.mark.parametrize("first", range(0, 30, 5))
+def test_decoding(first, isa):
+    for seed in range(first, first + 5):
+        check(seed)
+
+
+@pytest.mark.thorough
+def test_decoding_at_random(isa):
+    for seed in range(1000, 1200):
+        check(seed)

@@ -1,0 +1,68 @@
+"""Attention and its gradients with few queries, for which there are kernels without query tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import DTYPES, ISAS, assert_like_eager, attention, drawn, random_qkv, runnable, short
+from mask_cases import MASKS
+
+from fused_attn import functional, masks
+from fused_attn.backends import cpp
+
+
+@pytest.fixture(params=[isa for isa in ISAS if runnable(isa)])
+def isa(request):
+    with cpp.use_isa(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, dtype, isa):
+    """Heads that share keys; the last KV block and the last vector of features are partial."""
+    mask = MASKS[name](2, 4, 3, 149)
+    tensors = random_qkv(2, 4, 2, 3, 149, 36, 20)
+    assert_like_eager(attention(mask, enable_gqa=True), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 5, 8])
+@pytest.mark.parametrize("seqlen_k", [1, 64, 700])
+def test_sizes(seqlen_q, seqlen_k, dtype, isa):
+    tensors = random_qkv(2, 3, 3, seqlen_q, seqlen_k, 64)
+    assert_like_eager(attention(), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("options", [{"softcap": 4.0}, {"dropout_p": 0.3}], ids=str)
+def test_bias_and_options(options, dtype, isa):
+    tensors = random_qkv(2, 4, 2, 4, 149, 36, 20)
+    tensors["bias"] = torch.randn(4, 4, 149, generator=drawn(1))
+    assert_like_eager(attention(enable_gqa=True, **options), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_one_key_has_all_the_weight(dtype, isa):
+    """The scores that the backward recomputes are rounded like those of lse, or dS is an error."""
+    tensors = random_qkv(2, 4, 4, 4, 300, 64)
+    tensors["key"][:, :, 77] = 3 * tensors["query"].mean(2)
+    tensors["query"] = tensors["query"] * 8
+    assert_like_eager(attention(), tensors, dtype, "cpp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_masked_keys_may_be_nan(dtype, isa):
+    tensors = random_qkv(2, 2, 2, 3, 200, 64)
+    leaves = [tensors[n].to(dtype).requires_grad_() for n in ("query", "key", "value")]
+    results = []
+    for junk in (0.0, float("nan")):
+        with torch.no_grad():
+            for x in leaves[1:]:
+                x[:, :, 150:] = junk
+        out = functional.scaled_dot_product_attention(
+            *leaves, attn_mask=masks.padding(torch.tensor([150, 99]))
+        )
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)

@@ -1,6 +1,5 @@
 // Python bindings of the CPU kernels, the module fused_attn._cpu.
 #include "bind_attention.h"
-#include "bind_masked_values.h"
 #include "bind_norm.h"
 #include "cpu/debug.h"
 
@@ -75,7 +74,6 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("activation", &activation);
   m.def("tile_summary", &tile_summary);
   m.def("tile_kinds", &tile_kinds);
-  m.def("masks_like_torch", &masks_like_torch);
   m.def("tile_size", [](int64_t dtype) {
     return py::make_tuple(kernels().query_tile(static_cast<DType>(dtype)), kernels().block);
   });

@@ -42,8 +42,6 @@ _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 # Faster than os.environ.get, but torch.compile cannot trace it.
 environment = os.environ.get if _cpu is None else _cpu.environment
 
-# Decides if torch's attention may compute a masked call, see csrc/bind_masked_values.h.
-masks_like_torch = None if _cpu is None else _cpu.masks_like_torch
 
 _profiler_enabled = torch.autograd._profiler_enabled
 

@@ -27,14 +27,6 @@ class Limits(NamedTuple):
             ratio is 0.66 to 1.2 below 2^15 elements and 0.9 to 1.2 above.
         activation_training: as activation_forward, for calls with gradients. The ratio is 0.56 to
             0.97 below 2^18 elements and 0.9 to 1.5 above.
-        attention_forward: multiply-adds of query @ key^T under `enable()`, without a mask or
-            dropout, in float32. A call with one query and one key takes 13 us on our kernel. It
-            takes 9 us if `enable()` passes it on to torch's kernel, and 4 us without `enable()`.
-        attention_training: as attention_forward, for calls with gradients. Bool masks are included
-            if torch returns the same result. On our kernels, the ratio is 0.64 for (batch,
-            num_heads, seqlen, head_dim) = (3, 4, 12, 16) and 0.79 for (2, 4, 64, 32), which has
-            2^20 multiply-adds. If torch's kernels are called, including dispatch and the check of
-            mask values, it is 0.82 and 0.85.
         compiled_forward: multiply-adds of query @ key^T in a torch.compile graph on the CPU, for
             `compile_pass()`. The ratio of the time of Inductor's code to ours is 0.72 for 2^17,
             0.85 for 2^20, 1.08 for 2.5 * 2^20 and 1.35 for 2^26.
@@ -51,8 +43,6 @@ class Limits(NamedTuple):
     norm_training: int
     activation_forward: int
     activation_training: int
-    attention_forward: int
-    attention_training: int
     compiled_forward: int
     compiled_training: int
     packing_forward: int
@@ -61,6 +51,4 @@ class Limits(NamedTuple):
 
 # Tests use these limits to run every call on our kernels.
 NONE = Limits(*[-1] * len(Limits._fields))
-limits = Limits(
-    1 << 14, 1 << 17, 1 << 15, 1 << 18, 1 << 12, 1 << 20, 1 << 21, 1 << 22, 1 << 20, 1 << 18
-)
+limits = Limits(1 << 14, 1 << 17, 1 << 15, 1 << 18, 1 << 21, 1 << 22, 1 << 20, 1 << 18)

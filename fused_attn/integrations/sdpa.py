@@ -31,9 +31,7 @@ from torch.nn import Parameter
 from fused_attn import functional
 from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
 from fused_attn.backends import sdpa as sdpa_backend
-from fused_attn.backends.cpp import masks_like_torch
-from fused_attn.backends.registry import backend_is_set, choose
-from fused_attn.base import small_calls
+from fused_attn.backends.registry import choose
 from fused_attn.base.torch_state import in_transform, needs_grad
 from fused_attn.call.call_counts import CallCounts
 
@@ -201,12 +199,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute torch's op with our kernels, or with torch's for unsupported and small calls."""
+    """Compute torch's op with our kernels, or with torch's for unsupported calls."""
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    if dropout_p == 0.0 and _is_small(query, key, value, attn_mask, is_causal, scale):
-        reason = "small: torch's kernels are faster"
-    else:
-        reason = _fallback_reason(*args)
+    reason = _fallback_reason(*args)
     if not reason:
         try:
             out = functional.scaled_dot_product_attention(*args, scale, enable_gqa)
@@ -235,54 +230,6 @@ def _count(reason: str, query: Tensor, key: Tensor) -> None:
     if type(query) in _PLAIN:
         for counts in _counts:
             counts.add(reason, query, key)
-
-
-def _is_small(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> bool:
-    """Return True if torch's kernels are faster for a call without dropout, with the same result.
-
-    Calls that run on torch's kernels have no second derivative, as without `enable()`.
-    """
-    if type(query) not in _PLAIN or query.dim() < 2 or key.dim() < 2:
-        return False
-    seqlen_k, limits = key.size(-2), small_calls.limits
-    work = query.numel() * seqlen_k
-    if not 0 < work <= limits.attention_training or query.dtype != torch.float32:
-        return False
-    if is_causal and query.size(-2) != seqlen_k:  # torch multiplies masked keys by a weight of 0
-        return False
-    if (work > limits.attention_forward or attn_mask is not None) and not needs_grad(
-        query, key, value
-    ):
-        return False
-    if not query.is_cpu or backend_is_set():
-        return False
-    return attn_mask is None or _masks_like_torch(query, key, value, attn_mask, scale)
-
-
-def _masks_like_torch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
-) -> bool:
-    """Return True if torch's kernels give the same result as ours for this masked call.
-
-    Every row must have a visible key, and the scores and values of masked keys must be finite. The
-    check reads the elements of small CPU tensors.
-    """
-    if mask.dtype != torch.bool or masks_like_torch is None or in_transform():
-        return False
-    if not all(type(t) in _PLAIN and t.is_cpu for t in (key, value, mask)):
-        return False
-    if key.dtype != torch.float32 or value.dtype != torch.float32:
-        return False
-    if scale is not None and not abs(scale) <= 1.0:  # masked scores could overflow in torch
-        return False
-    return masks_like_torch(query, key, value, mask)
 
 
 def _torch_implementation(*args: Any, **options: Any) -> Tensor:

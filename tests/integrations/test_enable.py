@@ -226,6 +226,16 @@ def test_rows_that_see_nothing_are_zero():
     assert all(t.isfinite().all() for t in results.values())
 
 
+@pytest.mark.small_calls
+def test_nan_reaches_its_row():
+    """torch's kernel returns 0 for a NaN query over fewer than 16 keys."""
+    query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8)
+    query[0, 0, 1] = float("nan")
+    with torch.no_grad(), fused_attn.enabled():
+        out = F.scaled_dot_product_attention(query, key, key)
+    assert out.isnan().any(-1).tolist() == [[[False, True, False]]]
+
+
 def test_dropout():
     query = torch.zeros(1, 2, 64, 8)
     value = torch.eye(64).expand(1, 2, 64, 64)  # out is the weights

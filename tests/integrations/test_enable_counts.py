@@ -48,13 +48,6 @@ def test_shapes_and_reasons():
     assert counts.fused == 3, "the block is over"
 
 
-@pytest.mark.small_calls
-def test_small_calls_say_so():
-    with fused_attn.enabled() as counts:
-        attend(1, 4, 1, 16)
-    assert reasons(counts) == {"small: torch's kernels are faster": 1}
-
-
 def test_enable_counts_until_disable():
     counts = fused_attn.enable()
     assert fused_attn.enable() is counts

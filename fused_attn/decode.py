@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fused_attn.backends.registry import backend_is_set, cached_choice
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import host_readable, plain_eager
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.keywords import refuse
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import (
@@ -47,6 +48,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **kwargs: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a KV cache, and compute attention to the cached sequences.
 
@@ -128,6 +130,8 @@ def decode_attention(
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
         PagedAttention" (paged cache); Dao et al. 2023, "Flash-Decoding for long-context inference".
     """
+    if kwargs:
+        refuse("decode_attention", kwargs)
     given = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     if (key is None) != (value is None):
         missing, there = ("key", "value") if key is None else ("value", "key")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
+from fused_attn.call.keywords import refuse
 from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.masks import Mask
@@ -27,6 +29,7 @@ def scaled_dot_product_attention(
     seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **kwargs: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * query @ key^T + mask) @ value without materializing the scores.
 
@@ -89,6 +92,8 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Milakov and Gimelshein
         2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2".
     """
+    if kwargs:
+        refuse("scaled_dot_product_attention", kwargs)
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]
     call = UncheckedAttention(query, key, value, attn_mask, is_causal, enable_gqa, options)
     results = autograd.attention(call, return_lse, backend, sinks)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 from torch import Tensor
 
 from fused_attn import masks
 from fused_attn.call import packed
+from fused_attn.call.keywords import refuse
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import (
@@ -40,6 +42,7 @@ def varlen_attention(
     seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **kwargs: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention within each sequence of a packed batch, without padding.
 
@@ -86,6 +89,8 @@ def varlen_attention(
 
     Source: Dao 2023, "FlashAttention-2", section 3.2 (packed layout).
     """
+    if kwargs:
+        refuse("varlen_attention", kwargs)
     if type(query) is not Tensor or not query.dim() == key.dim() == value.dim() == 3:
         check_packed(query, key, value)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

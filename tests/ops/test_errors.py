@@ -27,6 +27,26 @@ def sdpa(query=Q, key=K, value=K, *args, **kwargs):
 
 
 CASES = {
+    "softmax_scale": (
+        lambda: sdpa(softmax_scale=1.0),
+        TypeError, "scaled_dot_product_attention() got an unexpected keyword argument "
+        "'softmax_scale'; use scale=",
+    ),
+    "causal": (
+        lambda: varlen_attention(Q, K, K, *[torch.tensor([0, 5])] * 2, 5, 5, causal=True),
+        TypeError, "'causal'; use is_causal=",
+    ),
+    "window_size": (
+        lambda: fused_attn.decode_attention(Q, K, K, cache_lengths=[5, 5], window_size=(2, 0)),
+        TypeError, "use attn_mask=masks.sliding_window(left, right, align=",
+    ),
+    "cache_seqlens": (
+        lambda: fused_attn.decode_attention(Q, K, K, cache_seqlens=[5, 5]),
+        TypeError, "'cache_lengths'",
+    ),
+    "unknown_keyword": (
+        lambda: sdpa(moon=1), TypeError, "got an unexpected keyword argument 'moon'",
+    ),
     "head_dim": (
         lambda: sdpa(key=torch.randn(2, 4, 7, 9), value=torch.randn(2, 4, 7, 9)),
         ValueError, "key must have head_dim 8 (as query), got 9",

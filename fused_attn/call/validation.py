@@ -206,7 +206,8 @@ def attention_call(
         mask = normalize(mask, batch, num_heads, seqlen_q, key.shape[2], query)
     if mask.bias is not None and mask.bias.dtype == torch.float64 != query.dtype:
         raise ValueError(
-            f"attn_mask must be bool, float32 or of query's type {query.dtype}, got float64"
+            f"attn_mask must not be float64 unless query is (it is {query.dtype}), got float64: "
+            "pass attn_mask.float()"
         )
     return AttentionCall(query, key, value, mask, options)
 

@@ -264,7 +264,9 @@ def prefix_lm(prefix_lengths: Tensor | Sequence[int]) -> Mask:
     return Mask(prefixes=(_lengths("prefix_lengths", prefix_lengths),))
 
 
-def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
+def documents(
+    query_ids: Tensor | Sequence[Any], key_ids: Tensor | Sequence[Any] | None = None
+) -> Mask:
     """Create a block-diagonal mask for documents packed into one sequence.
 
     A query attends to the keys with the same document id.
@@ -277,12 +279,13 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
         >>> ids = torch.tensor([0, 0, 0, 1, 1, 2])  # three documents of 3, 2 and 1 tokens
         >>> mask = fused_attn.masks.causal() & fused_attn.masks.documents(ids)
     """
-    query = _ids("query_ids", query_ids)
-    key = query if key_ids is None else _ids("key_ids", key_ids)
+    shapes = "(seqlen,)", "(batch, seqlen)"
+    query = _numbers("query_ids", query_ids, "integers", *shapes)
+    key = query if key_ids is None else _numbers("key_ids", key_ids, "integers", *shapes)
     return Mask(document_pairs=(_Documents(query, key),))
 
 
-def alibi(slopes: Tensor, align: str = "top_left") -> Mask:
+def alibi(slopes: Tensor | Sequence[Any], align: str = "top_left") -> Mask:
     """Create an ALiBi bias (attention with linear biases): add -slope * |i + offset - j| to scores.
 
     Args:
@@ -296,14 +299,9 @@ def alibi(slopes: Tensor, align: str = "top_left") -> Mask:
     Source: Press et al. 2022, "Train Short, Test Long", section 3.
     """
     _check_align(align)
-    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
-        raise TypeError(f"slopes must be a float tensor, got {_describe(slopes)}")
+    slopes = _numbers("slopes", slopes, "floats", "(num_heads,)", "(batch, num_heads)")
     if slopes.requires_grad:
         raise ValueError("slopes must not require grad: use masks.bias to learn a bias")
-    if slopes.dim() not in (1, 2):
-        raise ValueError(
-            f"slopes must have shape (num_heads,) or (batch, num_heads), got {tuple(slopes.shape)}"
-        )
     return Mask(slopes=(_Alibi(slopes, align),))
 
 
@@ -448,28 +446,27 @@ def _mapped(condition: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _lengths(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
-    if not isinstance(lengths, Tensor):
-        try:
-            lengths = torch.as_tensor(lengths, device="cpu")
-        except (RuntimeError, TypeError, ValueError):
-            raise TypeError(f"{name} must be integers, got {_describe(lengths)}") from None
-        if lengths.numel() == 0:
-            lengths = lengths.long()
-    if lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():
-        raise TypeError(f"{name} must be integers, got {lengths.dtype}")
-    if lengths.dim() != 1:
-        raise ValueError(f"{name} must have shape (batch,), got {tuple(lengths.shape)}")
+    lengths = _numbers(name, lengths, "integers", "(batch,)")
     if host_readable(lengths) and lengths.numel() and int(lengths.min()) < 0:
         raise ValueError(f"{name} must be >= 0, got {int(lengths.min())}")
     return lengths
 
 
-def _ids(name: str, ids: Tensor) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"{name} must be an integer tensor, got {_describe(ids)}")
-    if ids.dim() not in (1, 2):
-        raise ValueError(f"{name} must have shape (batch, seqlen), got {tuple(ids.shape)}")
-    return ids
+def _numbers(name: str, values: Any, kind: str, *shapes: str) -> Tensor:
+    """Return values, a tensor or sequence of "integers" or "floats" of one of the shapes."""
+    tensor = values
+    if not isinstance(values, Tensor):
+        try:
+            tensor = torch.as_tensor(values, device="cpu")
+        except (RuntimeError, TypeError, ValueError):
+            raise TypeError(f"{name} must be {kind}, got {_describe(values)}") from None
+        tensor = tensor.long() if tensor.numel() == 0 and kind == "integers" else tensor
+    is_float = tensor.is_floating_point()
+    if is_float != (kind == "floats") or tensor.dtype == torch.bool or tensor.is_complex():
+        raise TypeError(f"{name} must be {kind}, got {tensor.dtype}")
+    if tensor.dim() not in [len(shape.split(", ")) for shape in shapes]:
+        raise ValueError(f"{name} must have shape {' or '.join(shapes)}, got {tuple(tensor.shape)}")
+    return tensor
 
 
 def _check_align(align: str) -> None:

@@ -210,6 +210,12 @@ CASES = {
         lambda: masks.padding([3, 7], [5]),
         ValueError, "query_lengths must have shape (2,) (as key_lengths), got (1,)",
     ),
+    "no_lengths": (
+        lambda: masks.padding(None), TypeError, "key_lengths must be integers, got NoneType",
+    ),
+    "slopes_are_integers": (
+        lambda: masks.alibi([1, 2]), TypeError, "slopes must be floats, got torch.int64",
+    ),
     "padding_side": (
         lambda: masks.padding([3, 7], side="top"),
         ValueError, "side must be \"right\" or \"left\", got 'top'",
@@ -235,7 +241,7 @@ CASES = {
     ),
     "documents_type": (
         lambda: masks.documents(torch.zeros(5)),
-        TypeError, "query_ids must be an integer tensor, got torch.float32 tensor",
+        TypeError, "query_ids must be integers, got torch.float32",
     ),
     "slopes_shape": (
         lambda: sdpa(attn_mask=masks.alibi(torch.ones(3))),

@@ -89,7 +89,7 @@ CASES = {
         lambda b, h, i, j: (j <= i or j < [0, 4][b]) and j >= i - 2,
     ),
     "documents": (
-        masks.documents(torch.tensor(IDS_Q), torch.tensor(IDS_K)),
+        masks.documents(IDS_Q, IDS_K),
         lambda b, h, i, j: IDS_Q[b][i] == IDS_K[b][j],
     ),
     "two_documents": (
@@ -135,7 +135,7 @@ def test_kernels_see_what_is_documented(name, backend):
 
 @pytest.mark.parametrize("align", masks.ALIGNMENTS)
 def test_alibi_as_documented(align):
-    mask = masks.alibi(SLOPES, align)
+    mask = masks.alibi(SLOPES.tolist(), align)
     shape = (BATCH, HEADS, LEN_Q, LEN_K)
     spec = normalize(mask, *shape, torch.empty(0))
     _, bias = materialize(spec, *shape, torch.device("cpu"), torch.float32)

@@ -3,6 +3,14 @@
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    message = "fused_attn requires torch 2.9 or newer: pip install torch"
+    raise ModuleNotFoundError(message, name="torch") from None
+
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
 from fused_attn.call.call_counts import stats

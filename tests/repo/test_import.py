@@ -95,6 +95,20 @@ assert type(counter.__spec__.loader).__name__ == "SourceFileLoader"
     )
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import fused_attn
+"""
+
+
+def test_without_torch_the_error_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: fused_attn requires torch 2.9 or newer: pip install torch"
+    assert "During handling" not in done.stderr and done.stderr.count("File") == 2
+
+
 NAMED = """
 sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 model = AutoModel.from_config(BertConfig(**sizes), attn_implementation="fused_attn")

@@ -136,6 +136,7 @@ def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
         "bench", "attention timed against torch's scaled_dot_product_attention",
         "", "--shape 2,8,512,512,64 8,12,128,128,64 --mask none,causal,causal+padding",
         "--shape 1,32/8,1024,1024,128 --mask window:128 --dtype float32,bfloat16 --backward",
+        "--mask padding --bias --dropout 0.1 --backward",
         "--device cuda --backend triton --dtype bfloat16 --json out.json --png out.png",
     )  # fmt: skip
     described = [f"  {name:21}{kind.what}" for name, kind in MASKS.items()]
@@ -154,6 +155,13 @@ def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
         help=f"of {', '.join(DTYPES)}; default float32",
     )  # fmt: skip
     command.add_argument("--backward", action="store_true", help="the backward pass, too")
+    command.add_argument(
+        "--dropout", type=_probability, default=0.0, metavar="P",
+        help="of the timed calls; the check is without",
+    )  # fmt: skip
+    command.add_argument(
+        "--bias", action="store_true", help="add a float tensor to the scores, with its gradient"
+    )
     command.add_argument("--threads", type=_positive, help="of the CPU; default: torch's")
     command.add_argument("--repeats", type=_positive, default=20, help="rounds; default 20")
     _add_backend(command, "instead of the automatic choice")
@@ -186,6 +194,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"must be in [0, 1), got {text!r}")
+    return value
 
 
 def _device(text: str) -> str:

@@ -8,6 +8,7 @@ problem.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_attn import functional
+from fused_attn import functional, masks
 from fused_attn.backends import AttentionProblem, select, use_backend
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.masks import Mask
@@ -78,6 +79,8 @@ def measure(
     dtype: str,
     *,
     backward: bool = False,
+    dropout_p: float = 0.0,
+    bias: bool = False,
     device: torch.device | str = "cpu",
     backend: str | None = None,
     rounds: int = 20,
@@ -92,6 +95,9 @@ def measure(
             tensor for all other masks.
         dtype: one of `DTYPES`.
         backward: time the backward pass alone. Otherwise, time the forward without gradients.
+        dropout_p: dropout of the timed calls; results are checked without dropout.
+        bias: add a (1, num_heads, seqlen_q, seqlen_k) tensor to the scores; it has a gradient. SDPA
+            receives mask and bias as one tensor, which each call makes.
         device: "cpu" or a GPU.
         backend: fused_attn backend; None for the default choice.
         rounds: number of measurements of each implementation.
@@ -111,31 +117,37 @@ def measure(
     operands = shape.operands(torch_dtype, device)
     own_mask = make_mask(mask, shape)
     own_mask = None if own_mask is None else own_mask.to(device)
+    if bias:
+        scores = 1, shape.num_heads, shape.seqlen_q, shape.seqlen_k
+        operands["bias"] = torch.randn(scores, dtype=torch_dtype, device=device)
     sizes = shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k
     problem = AttentionProblem(
         device, torch_dtype, shape.head_dim, shape.head_dim, seqlen_q=shape.seqlen_q,
         mask=normalize(own_mask, *sizes, operands["query"]).kind, seqlen_k=shape.seqlen_k,
-        needs_grad=backward,
+        bias_dtype=torch_dtype if bias else None, learned_bias=bias and backward,
+        dropout=dropout_p > 0, needs_grad=backward,
     )  # fmt: skip
     chosen = select(problem, backend).name
     # Naming a backend disables the fast path of small calls, so the default backend is not named.
     not_default = chosen != select(problem).name
     context = use_backend(chosen) if not_default else contextlib.nullcontext()
-    visible, bias = tensors_of(own_mask, shape, device)
-    part = shape.reduced().part_of(shape)
-    sample_visible, sample_bias = (None if t is None else part(t) for t in (visible, bias))
+    visible, fixed_bias = tensors_of(own_mask, shape, device)
+    # The gradient of the bias is a sum over all sequences.
+    part = shape.reduced(shape.batch if bias else None).part_of(shape)
+    sample_visible, sample_bias = (None if t is None else part(t) for t in (visible, fixed_bias))
 
-    def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _attend(query, key, value, own_mask)
+    def own(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor, **dropout: Any) -> Tensor:
+        return _attend(query, key, value, own_mask, *biases, **dropout)
 
-    def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def eager(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:
         bias_of_dtype = (
             None if sample_bias is None else sample_bias.to(statistics_dtype(query.dtype))
         )
         with use_backend("eager"):
-            return _attend(query, key, value, as_dense_mask(sample_visible, bias_of_dtype))
+            mask = as_dense_mask(sample_visible, bias_of_dtype)
+            return _attend(query, key, value, mask, *biases)
 
-    peer = _peer(shape, mask == "causal", visible, bias, torch_dtype)
+    peer = _peer(shape, mask == "causal" and not bias, visible, fixed_bias, torch_dtype)
     with context:
         verdict = contract.check(own, eager, operands, torch_dtype, backward, part)
         result = Result(
@@ -148,10 +160,11 @@ def measure(
             return result
         leaves = [t.requires_grad_(backward) for t in operands.values()]
         with torch.set_grad_enabled(backward):
-            calls = {OURS: _timed(own, leaves)}
+            dropping = [functools.partial(call, dropout_p=dropout_p) for call in (own, peer)]
+            calls = {OURS: _timed(dropping[0], leaves)}
             try:
                 agrees = verdict.agrees(_zero_masked_rows(peer(*leaves), visible))
-                calls |= {PEER: _timed(peer, leaves)} if agrees else {}
+                calls |= {PEER: _timed(dropping[1], leaves)} if agrees else {}
                 result.note = "" if agrees else "SDPA computes something else"
             except RuntimeError as error:  # SDPA rejects the call
                 result.note = f"SDPA: {error}"
@@ -167,7 +180,9 @@ def measure(
     return result
 
 
-def require_memory(shape: Shape, mask: str, dtype: str, device: torch.device) -> None:
+def require_memory(
+    shape: Shape, mask: str, dtype: str, device: torch.device, bias: bool = False
+) -> None:
     """Raise ValueError if a measurement needs more memory than the device has.
 
     Counted are the operands, the output and float32 copies, and a mask tensor for SDPA.
@@ -177,6 +192,7 @@ def require_memory(shape: Shape, mask: str, dtype: str, device: torch.device) ->
     needed = 2 * (queries + keys) * shape.head_dim * (4 + getattr(torch, dtype).itemsize)
     if mask not in ("none", "causal"):
         needed += 5 * shape.seqlen_q * shape.seqlen_k
+    needed += 8 * bias * shape.num_heads * shape.seqlen_q * shape.seqlen_k
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[1]
     elif hasattr(os, "sysconf"):
@@ -188,8 +204,14 @@ def require_memory(shape: Shape, mask: str, dtype: str, device: torch.device) ->
         raise ValueError(f"{shape} with mask {mask} needs {sizes}")
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-    out = functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, *biases: Tensor, **dropout: Any
+) -> Tensor:
+    for bias in biases:
+        mask = masks.bias(bias) if mask is None else mask & masks.bias(bias)
+    out = functional.scaled_dot_product_attention(
+        query, key, value, mask, enable_gqa=True, **dropout
+    )
     return cast(Tensor, out)
 
 
@@ -208,10 +230,13 @@ def _peer(
     """Return SDPA with the mask in its most compact form: is_causal, a bool or a float tensor."""
     mask = None if causal else as_one_tensor(visible, bias, dtype)
 
-    def peer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        gqa = shape.num_heads != shape.num_heads_kv
+    def peer(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor, **dropout: Any) -> Tensor:
+        gqa, attn_mask = shape.num_heads != shape.num_heads_kv, mask
+        for learned in biases:
+            total = learned if bias is None else learned + bias
+            attn_mask = as_one_tensor(visible, total, dtype)
         return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal, enable_gqa=gqa
+            query, key, value, attn_mask, is_causal=causal, enable_gqa=gqa, **dropout
         )
 
     return peer

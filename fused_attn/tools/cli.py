@@ -23,7 +23,7 @@ from fused_attn.tools.cases import Shape, make_mask
 from fused_attn.tools.compare import compare
 from fused_attn.tools.comparison import COLUMNS
 from fused_attn.tools.plan import plan
-from fused_attn.tools.terminal import progress, show_table
+from fused_attn.tools.terminal import notice, progress, show_table
 
 # USAGE is 2. The last two are the exit statuses that a shell reports for SIGINT and SIGPIPE.
 OK, FAILED, INTERRUPTED, BROKEN_PIPE = 0, 1, 130, 141
@@ -203,21 +203,23 @@ def _bench(options: argparse.Namespace) -> int:
         for backward in ([False, True] if options.backward else [False])
     ]
     for shape, mask, dtype, _ in cases:  # reject what is invalid before any measurement
-        bench.require_memory(shape, mask, dtype, device)
+        bench.require_memory(shape, mask, dtype, device, options.bias)
         make_mask(mask, shape)
     with _threads(options.threads):
         machine = doctor.machine()
         on_cpu = device.type == "cpu" and not get_backend("cpp").unavailable()
         limits = ceilings.cpu_ceilings() if on_cpu else None
         with progress("measuring", len(cases) * options.repeats) as advance:
-            results = [
-                bench.measure(
-                    shape, mask, dtype, backward=backward, device=device,
-                    backend=options.backend, rounds=options.repeats, limits=limits,
-                    advance=advance,
-                )
-                for shape, mask, dtype, backward in cases
-            ]  # fmt: skip
+            results = []
+            for i, (shape, mask, dtype, backward) in enumerate(cases, 1):
+                case = f"{shape} {mask} {dtype} {'backward' if backward else 'forward'}"
+                with notice(f"{TOOL} bench: {case}, {i} of {len(cases)}, takes a while"):
+                    result = bench.measure(
+                        shape, mask, dtype, backward=backward, dropout_p=options.dropout,
+                        bias=options.bias, device=device, backend=options.backend,
+                        rounds=options.repeats, limits=limits, advance=advance,
+                    )  # fmt: skip
+                results.append(result)
     if options.png:
         plots.plot_bench(results, options.png)
     ok = all(result.ok for result in results)
@@ -227,11 +229,15 @@ def _bench(options: argparse.Namespace) -> int:
         "machine": machine,
         "device": str(device),
         "repeats": options.repeats,
+        "dropout": options.dropout,
+        "bias": options.bias,
         "ceilings": limits,
         "results": [dataclasses.asdict(result) for result in results],
     }
     if not _write_json(options.json, facts):
         where = str(device) if device.type == "cuda" else f"threads: {machine['threads']}"
+        where += f"; dropout {options.dropout:g}" if options.dropout else ""
+        where += "; a bias with gradient" if options.bias else ""
         show_table(
             f"Milliseconds ({where}; medians of {options.repeats} rounds)",
             ("shape", "mask", ">visible", "type", "pass", "backend", ">fused_attn", ">SDPA",

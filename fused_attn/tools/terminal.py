@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TextIO
+
+NOTICE_SECONDS = 5.0
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -79,6 +82,17 @@ def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
             bar.update(task, advance=1, refresh=True)
 
         yield advance
+
+
+@contextlib.contextmanager
+def notice(text: str) -> Iterator[None]:
+    """Print a line to stderr if the block takes longer than NOTICE_SECONDS."""
+    timer = threading.Timer(NOTICE_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _decorated(stream: TextIO) -> bool:

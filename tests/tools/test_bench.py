@@ -53,8 +53,11 @@ def test_bench_checks_a_part_of_what_is_large(monkeypatch):
     assert part(torch.empty(3, 4, 33, 47)).shape == (2, 2, 33, 47)
     assert part(torch.empty(3, 2, 47, 16)).shape == (2, 1, 47, 16)
     assert part(torch.empty(1, 1, 33, 47)).shape == (1, 1, 33, 47)
-    result = bench.measure(shape, "padding+alibi", "float32", backward=True, rounds=1)
-    assert result.ok and result.speedup is not None, result
+    for bias in (False, True):
+        result = bench.measure(
+            shape, "padding+alibi", "float32", backward=True, bias=bias, dropout_p=0.1, rounds=1
+        )
+        assert result.ok and result.speedup is not None, result
 
 
 @pytest.mark.parametrize(("worse", "ok"), [(0.0, True), (0.9, True), (1.1, False)])

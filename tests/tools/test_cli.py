@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import fused_attn
 from fused_attn import functional
 from fused_attn.backends import get_backend
-from fused_attn.tools import bench, cli, plots, sources
+from fused_attn.tools import bench, cli, plots, sources, terminal
 from fused_attn.tools.cases import MASKS
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +109,7 @@ def test_version(capsys):
         (["bench", "--dtype", "int8"], ["float32, bfloat16, float16", "'int8'"]),
         (["bench", "--device", "moon"], ["'moon'"]),
         (["bench", "--repeats", "0"], ["positive integer"]),
+        (["bench", "--dropout", "1.5"], ["must be in [0, 1)", "'1.5'"]),
         (["bench", "--shape", "100000,64,100000,100000,64"], ["GiB of memory"]),
         (["bench", *SMALL, "--backend", "cpp", "--shape", "1,1,8,8,300"], ["up to 256, not 300"]),
         (["bench", "--json", "no/such/folder.json"], ["no/such/folder.json"]),
@@ -346,6 +347,19 @@ def test_bench(capsys, tmp_path):
         assert result["backend"] == "cpp" and 0 < result["error"] <= result["limit"]
         assert f"{result['speedup']:.2f}" in out
     assert png_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_with_dropout_and_a_bias(capsys):
+    options = ("--bias", "--dropout", "0.1", "--backward")
+    status, out, _ = run(capsys, "bench", *SMALL, "--mask", "none,causal,alibi", *options)
+    assert status == 0 and "dropout 0.1; a bias with gradient" in out
+    assert not re.search(" - ", out)  # everything was timed
+
+
+def test_bench_names_a_case_that_takes_long(capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "NOTICE_SECONDS", 0.0)
+    err = run(capsys, "bench", *SMALL, "--mask", "causal")[2]
+    assert err == "fused-attn bench: 2,4/2,33,47,16 causal float32 forward, 1 of 1, takes a while\n"
 
 
 def test_bench_refuses_a_speedup_of_what_is_wrong(capsys, monkeypatch):

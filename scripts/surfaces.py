@@ -174,9 +174,8 @@ def table() -> str:
         where = []
         for file, functions in tests.items():
             _check(file, functions)
-            named = ", ".join(f"`{function}`" for function in functions)
-            where.append(f"[{file}](../{_path(file)})" + (f": {named}" if named else ""))
-        rows.append(f"| {surface} | {supported} | {'; '.join(where)} |")
+            where.append(f"[{file}](../{_path(file)})")
+        rows.append(f"| {surface} | {supported} | {', '.join(where)} |")
     return "\n".join(rows)
 
 

@@ -3,64 +3,131 @@
 from __future__ import annotations
 
 import dis
-import types
+import inspect
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
-import torch
-from torch.nn import Module
+from torch.nn import Module, Sequential, Softmax
+
+from fused_attn.integrations.bytecode import codes
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _SDPA = "scaled_dot_product_attention"
+# Libraries whose functions are known by their names.
+_NOT_READ = sys.stdlib_module_names | {"torch", "fused_attn"}
 
 CALLS_SDPA = (
     "calls torch.nn.functional.scaled_dot_product_attention: fused_attn.enable() takes it over"
 )
 BY_HAND = (
-    "has attention written out by hand, a softmax between two products: torch.compile with "
-    "fused_attn.compile_pass() fuses it"
+    "has a softmax and two products in its code, as attention written out by hand does: if it is "
+    "attention, torch.compile with fused_attn.compile_pass() fuses it"
+)
+EITHER = (
+    "calls torch.nn.functional.scaled_dot_product_attention in one branch, which "
+    "fused_attn.enable() patches, and has attention written out by hand in another, which "
+    "torch.compile with fused_attn.compile_pass() fuses"
 )
 
 
 def attention_in(module: Module) -> str | None:
-    """Return CALLS_SDPA or BY_HAND if the methods of a module compute attention, else None.
+    """Return CALLS_SDPA, BY_HAND or EITHER if the code of a module has attention, else None.
 
-    The search covers the class and its bases, except classes of torch and of this package. It does
-    not follow function calls.
+    The code is that of `forward` and of the functions that it calls by name, whatever the order of
+    the operations. Whether they belong together, and which branch runs, only a call can tell.
     """
-    softmaxes = {name for name, child in module.named_children() if _is_softmax(child)}
-    by_hand = False
-    for code in _codes(type(module)):
-        if _SDPA in code.co_names:
-            return CALLS_SDPA
-        by_hand = by_hand or _is_attention(code, softmaxes)
+    function = _function(module.forward)
+    found = _operations(function, module, {}) if function else Counter()
+    by_hand = found["softmax"] > 0 and found["product"] > 1
+    if found["sdpa"]:
+        return EITHER if by_hand else CALLS_SDPA
     return BY_HAND if by_hand else None
 
 
-def _is_softmax(module: Module) -> bool:
+def _operations(
+    function: FunctionType, module: Module, known: dict[FunctionType, Counter[str]]
+) -> Counter[str]:
+    """Count "product", "softmax" and "sdpa" in a function of a module and in its callees."""
+    if function in known:
+        return known[function]
+    known[function] = Counter()  # a recursive call adds nothing
+    found: Counter[str] = Counter()
+    for name, value in _loads(function, module):
+        if name in _PRODUCTS:
+            found["product"] += 1
+        elif _is_softmax(value) or ("softmax" in name.lower() and "log" not in name.lower()):
+            found["softmax"] += 1
+        elif callee := _function(value):
+            found += _operations(callee, module, known)
+        elif name == _SDPA and _library(value) != "fused_attn":
+            found["sdpa"] += 1
+    known[function] = found
+    return found
+
+
+def _loads(function: FunctionType, module: Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of all globals and attributes that a function loads.
+
+    The operator @ yields "matmul". The value is None where the code does not tell it.
+    """
+    for code in codes(function.__code__):
+        value: Any = None
+        for instruction in dis.get_instructions(code):
+            name, opname = instruction.argval, instruction.opname
+            if instruction.argrepr in ("@", "@=") or opname.endswith("MATRIX_MULTIPLY"):
+                yield "matmul", None
+            if instruction.opcode not in dis.hasname or opname.startswith("STORE"):
+                value = None
+                continue
+            if opname == "LOAD_GLOBAL":
+                value = function.__globals__.get(name)
+            elif isinstance(value, (ModuleType, type)):
+                value = inspect.getattr_static(value, name, None)  # imports nothing
+            else:  # perhaps an attribute of self
+                value = _attribute(module, name, function)
+            yield str(getattr(value, "__name__", name)), value  # imports may rename functions
+
+
+def _attribute(module: Module, name: str, reader: FunctionType) -> Any:
+    """Return an attribute of a module without running properties; None if there is none.
+
+    For a method that reads its own name, by super(), this is the method that it overrides.
+    """
+    for attributes in (module._modules, vars(module)):
+        if name in attributes:
+            return attributes[name]
+    found = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
+    if name == reader.__name__ and reader in found:
+        found = found[found.index(reader) + 1 :]
+    return found[0] if found else None
+
+
+def _function(value: Any) -> FunctionType | None:
+    """Return the Python function that a call of `value` runs.
+
+    None for modules, for classes and for functions of the libraries in _NOT_READ.
+    """
+    if isinstance(value, (MethodType, classmethod, staticmethod)):
+        value = value.__func__
+    if not callable(value) or isinstance(value, (Module, type)):
+        return None
+    function = inspect.unwrap(value)
+    if not isinstance(function, FunctionType):  # an object whose class has __call__
+        function = inspect.getattr_static(type(function), "__call__", None)
+    if not isinstance(function, FunctionType) or _library(function) in _NOT_READ:
+        return None
+    return function
+
+
+def _library(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
+def _is_softmax(value: Any) -> bool:
     """Return True for torch.nn.Softmax, and for a Sequential that begins with one."""
-    if isinstance(module, torch.nn.Sequential) and len(module):
-        module = module[0]
-    return isinstance(module, torch.nn.Softmax)
-
-
-def _codes(cls: type) -> Iterator[types.CodeType]:
-    """Yield the code objects of a class's methods, except methods of torch and this package."""
-    for base in cls.__mro__:
-        if base is Module or base.__module__.startswith(("torch.", "fused_attn.")):
-            continue
-        for method in vars(base).values():
-            method = getattr(method, "__func__", method)
-            if isinstance(method, types.FunctionType):
-                yield method.__code__
-
-
-def _is_attention(code: types.CodeType, softmaxes: set[str]) -> bool:
-    """Return True for code with at least two matmuls and a softmax after the first matmul."""
-    events = ""
-    for instruction in dis.get_instructions(code):
-        name = instruction.argval
-        if name in softmaxes or (isinstance(name, str) and name.endswith("softmax")):
-            events += "s"
-        elif instruction.argval in _PRODUCTS or instruction.argrepr == "@":
-            events += "p"
-    return events.count("p") > 1 and events.find("p") < events.find("s")
+    if isinstance(value, Sequential) and len(value):
+        value = value[0]
+    return isinstance(value, Softmax)

@@ -25,7 +25,7 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_attn.call.call_counts import CallCounts
-from fused_attn.integrations.attention_in_code import CALLS_SDPA
+from fused_attn.integrations.attention_in_code import BY_HAND
 from fused_attn.integrations.sdpa import enabled
 from fused_attn.nn import TransformerEncoder
 from fused_attn.swap import (
@@ -100,7 +100,7 @@ def compare(
     swap = swap_modules(fused_model, remove_padding=remove_padding)
     stacks = _keep_padding(fused_model)
     if not (swap.swapped or enable):
-        hint = any(entry.reason == CALLS_SDPA for entry in swap.unfused)
+        hint = any(entry.reason != BY_HAND for entry in swap.unfused)
         raise ValueError(
             f"model must have modules that can be swapped, got none: {swap}"
             + ("\ncompare(model, ..., enable=True) compares it under enable()" if hint else "")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import attention_by_hand
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_by_hand import attend
+from attention_by_hand import scaled_dot_product_attention as by_hand_sdpa
+from torch import matmul as product
 from torch import nn
+from torch.nn.functional import softmax as normalized
 from torch.profiler import profile
 
 import fused_attn
 from fused_attn import swap_modules
-from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA
+from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA, EITHER
 
 
 class Operators(nn.Module):
@@ -54,6 +61,93 @@ class Pooling(nn.Module):
         return torch.softmax(x @ x.mT, -1)
 
 
+class Loss(nn.Module):
+    def forward(self, x):
+        return F.log_softmax(x @ x.mT, -1) @ x
+
+
+class Either(nn.Module):
+    """As in nanoGPT."""
+
+    def __init__(self, flash):
+        super().__init__()
+        self.flash = flash
+
+    def forward(self, x):
+        if self.flash:
+            return F.scaled_dot_product_attention(x, x, x)
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+class Extended(Operators):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Unused(nn.Linear):
+    """`forward` does not call the attention."""
+
+    def attend(self, x):
+        weights = (x @ x.mT).softmax(-1)
+        return weights @ x
+
+
+class Processor:
+    def __call__(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class Processed(nn.Module):
+    """As in diffusers."""
+
+    def __init__(self):
+        super().__init__()
+        self.processor = Processor()
+
+    def forward(self, x):
+        return self.processor(x)
+
+
+class Fused(nn.Module):
+    def forward(self, x):
+        return fused_attn.scaled_dot_product_attention(x, x, x)
+
+
+class Methods(nn.Module):
+    def forward(self, x):
+        return self.weights(x) @ x
+
+    def weights(self, x):
+        return nn.Softmax(-1)(x @ x.mT)
+
+
+# Hand-written attention: what `forward` computes from y.
+WRITTEN = {
+    "one expression": lambda self, y: torch.softmax(y @ y.mT, -1) @ y,
+    "functional": lambda self, y: F.softmax(y @ y.mT, dim=-1) @ y,
+    "method": lambda self, y: (y @ y.mT).softmax(-1).matmul(y),
+    "renamed": lambda self, y: product(normalized(product(y, y.mT), -1), y),
+    "bmm": lambda self, y: torch.bmm(torch.softmax(torch.bmm(y, y.mT), -1), y),
+    "einsum": lambda self, y: torch.einsum(
+        "bij,bjd->bid", torch.softmax(torch.einsum("bid,bjd->bij", y, y), -1), y
+    ),
+    "baddbmm": lambda self, y: torch.softmax(torch.baddbmm(y @ y.mT, y, y.mT, beta=0), -1) @ y,
+    "mask, scale, dropout": lambda self, y: (
+        F.dropout(torch.softmax((y @ y.mT / 2).masked_fill(y @ y.mT > 1, -1e9), -1), 0.1) @ y
+    ),
+    "nested function": lambda self, y: [torch.softmax(z @ z.mT, -1) @ z for z in y],
+    "helper": lambda self, y: attend(y, y, y),
+    "helper in a module": lambda self, y: attention_by_hand.attend(y, y, y),
+    "helper with torch's name": lambda self, y: by_hand_sdpa(y, y, y),
+}
+
+
+@pytest.mark.parametrize("forward", WRITTEN.values(), ids=WRITTEN)
+def test_forms_of_hand_written_attention(forward):
+    module = type("Written", (nn.Module,), {"forward": forward})()
+    assert [entry.reason for entry in swap_modules(module).unfused] == [BY_HAND]
+
+
 @pytest.mark.parametrize(
     ("module", "what"),
     [
@@ -61,8 +155,15 @@ class Pooling(nn.Module):
         (SoftmaxModule(), BY_HAND),
         (Einsum(), BY_HAND),
         (Derived(), BY_HAND),
+        (Methods(), BY_HAND),
+        (Extended(), BY_HAND),
         (Sdpa(), CALLS_SDPA),
+        (Processed(), CALLS_SDPA),
+        (Either(True), EITHER),
         (Pooling(), None),
+        (Loss(), None),
+        (Unused(3, 3), None),
+        (Fused(), None),
         (nn.Linear(3, 3), None),
         (nn.Softmax(-1), None),
         (nn.MultiheadAttention(4, 2), None),
@@ -76,6 +177,38 @@ def test_what_is_found(module, what):
         assert str(report).splitlines()[0] == "1 swapped, 0 left alone, 1 with other attention"
         assert what in str(report)
     assert not swap_modules(module, attention=False).unfused
+
+
+def _refuse(name):
+    raise ImportError(name)
+
+
+lazy = ModuleType("lazy")
+lazy.__getattr__ = _refuse
+
+
+class Lazy(nn.Module):
+    def forward(self, x):
+        return lazy.attend(x) if lazy else Lazy.by_hand(x)
+
+    @staticmethod
+    def by_hand(x):
+        return torch.Tensor.softmax(x @ x.mT, -1) @ x
+
+
+def test_nothing_is_imported():
+    assert [entry.reason for entry in swap_modules(Lazy()).unfused] == [BY_HAND]
+
+
+@pytest.mark.parametrize("wrap", [torch.jit.script, torch.fx.symbolic_trace, torch.compile])
+def test_modules_without_readable_code(wrap):
+    assert not swap_modules(wrap(Pooling())).unfused
+
+
+def test_the_forward_of_an_instance_is_what_runs():
+    module = nn.Identity()
+    module.forward = Operators().forward
+    assert [entry.reason for entry in swap_modules(module).unfused] == [BY_HAND]
 
 
 def test_a_model_of_nothing_but_such_attention():

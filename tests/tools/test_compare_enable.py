@@ -84,7 +84,7 @@ def test_the_verdict_comes_first_then_modules_then_what_was_left_alone():
     lines = str(report).splitlines()
     assert lines[0] == report.verdict()
     assert sum("test_compare_enable.Attention (1): calls torch" in line for line in lines) == 1
-    assert sum("test_compare_enable.ByHand (2): has attention" in line for line in lines) == 1
+    assert sum("test_compare_enable.ByHand (2): has a softmax" in line for line in lines) == 1
     shown = report.shown_rows()
     assert [row.kind for row in shown[:1]] == ["output"]
     order = list(dict.fromkeys(row.module for row in shown))

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fused_attn.integrations.bytecode import codes
 from fused_attn.integrations.transformers.attention import REFUSED, attention_forward
 from fused_attn.integrations.transformers.encoders import NAME, fused_stack
 from fused_attn.integrations.transformers.masks import attention_mask
@@ -241,15 +242,7 @@ def _methods(kind: type) -> Iterator[types.CodeType]:
         for value in vars(base).values():
             function = inspect.unwrap(value) if callable(value) else None
             if isinstance(function, types.FunctionType):
-                yield from _codes(function.__code__)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code object and those of its nested functions and comprehensions."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+                yield from codes(function.__code__)
 
 
 def _globals(kind: type) -> dict[str, Any]:

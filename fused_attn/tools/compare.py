@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_attn.call.call_counts import CallCounts
-from fused_attn.integrations.attention_in_code import BY_HAND
+from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA, EITHER
 from fused_attn.integrations.sdpa import enabled
 from fused_attn.nn import TransformerEncoder
 from fused_attn.swap import (
@@ -120,6 +121,8 @@ def compare(
         _check_repeats(eager, again, dtype, device_of(model))
         _check_plausible(eager, truth, dtype)
         with kernels() as calls:
+            if calls is not None:
+                _report_branches(fused_model, swap, calls)
             fused = recorder.run(fused_model, copied(args), copied(kwargs))
         del fused_model
         if not swap.swapped and (calls is None or not calls.fused):
@@ -227,6 +230,33 @@ def _watched(model: Module, swap: SwapReport) -> set[str]:
             parts = name.split(".")
             names |= {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
     return names
+
+
+def _report_branches(model: Module, swap: SwapReport, calls: CallCounts) -> None:
+    """Make runs of `model` report the branch that modules with the reason EITHER take.
+
+    Their forward is wrapped. A branch with torch's function is one in which `calls` increase.
+    """
+
+    def watch(module: Module, index: int) -> None:
+        forward, entry, reasons = module.forward, swap.unfused[index], set()
+
+        def watched_forward(*args: Any, **kwargs: Any) -> Any:
+            before = calls.fused + calls.left_to_torch
+            result = forward(*args, **kwargs)
+            if not torch.compiler.is_compiling():  # calls in compiled graphs are not counted
+                more = calls.fused + calls.left_to_torch > before
+                reasons.add(CALLS_SDPA if more else BY_HAND)
+                reason = EITHER if len(reasons) > 1 else next(iter(reasons))
+                swap.unfused[index] = dataclasses.replace(entry, reason=reason)
+            return result
+
+        module.forward = watched_forward
+
+    modules = {shown_name(name): module for name, module in model.named_modules()}
+    for index, entry in enumerate(swap.unfused):
+        if entry.reason == EITHER:
+            watch(modules[entry.name], index)
 
 
 def _eager(model: Module) -> Module:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fused_attn.integrations import sdpa
+from fused_attn.integrations.attention_in_code import BY_HAND, CALLS_SDPA, EITHER
 from fused_attn.tools.compare import compare
 
 
@@ -30,6 +31,20 @@ class ByHand(torch.nn.Module):
     def forward(self, x):
         query, key, value = self.qkv(x).chunk(3, -1)
         return (query @ key.transpose(-2, -1)).softmax(-1) @ value
+
+
+class Either(Attention):
+    """Attention with a branch written out, as in timm."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, x):
+        if self.fused:
+            return super().forward(x)
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return torch.softmax(query @ key.mT, -1) @ value
 
 
 def model(*blocks):
@@ -98,3 +113,12 @@ def test_what_enable_takes_over_is_not_left_alone():
     norm_and_attention = model(torch.nn.LayerNorm(64), Attention())
     assert compare(norm_and_attention, tokens()).left_alone()
     assert not compare(norm_and_attention, tokens(), enable=True).left_alone()
+
+
+def test_the_branch_that_runs_is_reported():
+    either = model(Either(True), Either(False), torch.nn.LayerNorm(64))
+    assert {s.reason for s in compare(either, tokens()).swap.unfused} == {EITHER}
+    report = compare(either, tokens(), enable=True)
+    assert [s.reason for s in report.swap.unfused] == [CALLS_SDPA, BY_HAND]
+    (line,) = report.left_alone()
+    assert "1 x test_compare_enable.Either (1): has a softmax" in line

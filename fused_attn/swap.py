@@ -45,8 +45,8 @@ class SwapReport:
         swapped: the modules and Hugging Face models that are now fused. A module that is registered
             in several places is listed under each of its names.
         skipped: modules of a swappable kind that were not swapped, with the reason.
-        unfused: modules that implement attention in their own code and so cannot be swapped, each
-            with a suggestion.
+        unfused: modules whose code has attention, which cannot be swapped, each with a suggestion.
+            The code is read and not run: an entry is a hint, and its attention may never run.
         notes: messages about torch settings that were changed, modules that were already fused,
             stacks that return 0 in padded rows, and fallbacks of the default backend.
     """

@@ -6,8 +6,9 @@ last. All operations in between are token-wise, except attention, which supports
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +155,7 @@ def must_stay_padded(*tensors: Tensor) -> bool:
     tensors and during CUDA graph capture.
     """
     if torch.compiler.is_compiling():
-        return not (_allows_dynamic_sizes() and PLAIN_TYPES.issuperset(map(type, tensors)))
+        return not (_one_dynamic_graph() and PLAIN_TYPES.issuperset(map(type, tensors)))
     return (
         not plain_eager(*tensors)
         or tensors[0].is_meta
@@ -163,12 +164,10 @@ def must_stay_padded(*tensors: Tensor) -> bool:
     )
 
 
-def _allows_dynamic_sizes() -> bool:
+def _one_dynamic_graph() -> bool:
     """Return True if the graph being traced may contain data-dependent sizes.
 
-    torch's capture_dynamic_output_shape_ops enables them. Without this setting, packing would cause
-    a graph break, which is an error under fullgraph=True. That option cannot be detected here, so
-    the batch stays padded. Exported graphs are never packed.
+    torch's capture_dynamic_output_shape_ops enables them. Exported graphs are never packed.
     """
     import torch._dynamo.config  # already loaded, because dynamo is tracing
 
@@ -176,8 +175,40 @@ def _allows_dynamic_sizes() -> bool:
     return wanted and not torch.compiler.is_exporting() and not in_transform()
 
 
+def outside_graphs(decide: Callable[..., Packing | None], x: Tensor, *args: Any) -> Packing | None:
+    """Compute decide(x, *args); torch.compile breaks the graph here, if that is allowed.
+
+    The decision depends on values. The graph after the break has a dynamic number of tokens, and
+    one more is compiled for batches that stay padded. On GPUs, there is no break and all batches
+    stay padded, because CUDA graphs would be recorded for each number of tokens.
+    """
+    if torch.compiler.is_compiling() and x.is_cpu and _may_break_graph():
+        return _uncompiled(decide, x, *args)
+    return decide(x, *args)
+
+
+def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function; `_may_break_graph` makes torch.compile break the graph here."""
+    return function(*args)
+
+
+def _may_break_graph() -> bool:
+    """Return True if the graph being traced may be split, so not under fullgraph=True."""
+    global _uncompiled
+    import torch._dynamo
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if _one_dynamic_graph() or torch.compiler.is_exporting() or in_transform():
+        return False
+    if not hasattr(_uncompiled, "_torchdynamo_disable"):
+        _uncompiled = torch._dynamo.disable(_uncompiled, reason="it depends on values")
+    tracer = InstructionTranslator.current_tx()
+    return not (tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
+
+
 # Equivalent to torch.compiler.assume_constant_result, which would import all of torch._dynamo.
-_allows_dynamic_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_one_dynamic_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_may_break_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _as_mask(mask: Tensor, seqlen: int) -> Mask:

@@ -16,7 +16,7 @@ from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces, torch_infers
 from fused_attn.nn.attention import MultiheadAttention, as_mask, combine, mask_terms
 from fused_attn.nn.caches import DecoderCache, KeyValueCache, check_no_grad
-from fused_attn.nn.packing import Packing, can_pack, is_unmodified, packing_of
+from fused_attn.nn.packing import Packing, can_pack, is_unmodified, outside_graphs, packing_of
 from fused_attn.nn.transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -155,6 +155,11 @@ class TransformerEncoder(_NoNestedTensorWarning, torch.nn.TransformerEncoder):
         """Return the packing of src, or None to keep src padded; arguments as in `forward`."""
         if not self.enable_nested_tensor or ignored is None:
             return None
+        return outside_graphs(self._packing_by_values, src, mask, ignored, is_causal)
+
+    def _packing_by_values(
+        self, src: Tensor, mask: Tensor | Mask | None, ignored: Tensor, is_causal: bool
+    ) -> Packing | None:
         if not all(_takes_masks(layer, "self_attn") for layer in self.layers):
             return None
         if not can_pack(src, ignored, mask, self.layers, self.norm):

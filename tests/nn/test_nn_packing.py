@@ -300,6 +300,31 @@ def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
     assert backend.packs()
 
 
+@pytest.mark.parametrize("with_mask", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_compiled_stacks_are_packed_after_a_graph_break(with_mask, packings):
+    """The same graphs serve all batches that are packed, and one more those that are not."""
+    stack, backend = fused(encoder()), Recorded()
+    torch.compiler.reset()
+    compiled = torch.compile(stack, backend=backend)
+    graphs = []
+    for lengths in ([LENGTH, 3], [LENGTH, 1, 4], [LENGTH] * 2, [LENGTH, 2], [LENGTH, 5, 2, 2]):
+        x = randn(len(lengths), LENGTH, EMBED)
+        call = {"src_key_padding_mask": torch.arange(LENGTH) >= torch.tensor(lengths)[:, None]}
+        if with_mask:
+            call["mask"] = torch.linspace(-1, 1, LENGTH**2, dtype=x.dtype).view(LENGTH, LENGTH)
+        results = []
+        for module in (stack, compiled):
+            out = module(x, **call)
+            results.append(
+                (out, *torch.autograd.grad(out.square().sum(), (x, *stack.parameters())))
+            )
+        torch.testing.assert_close(results[1], results[0])
+        graphs.append(len(backend.graphs))
+    assert len(packings) == 8, "neither module packs a batch without padding"
+    assert graphs[-1] == graphs[2], graphs
+    torch.compiler.reset()
+
+
 @pytest.mark.thorough
 def test_compiled_packing_with_dropout(any_size):
     stack = fused(encoder(dropout=0.5))

@@ -20,6 +20,7 @@ from fused_attn.nn.packing import (
     Packing,
     is_unmodified,
     must_stay_padded,
+    outside_graphs,
     packing_of,
     saves_time,
 )
@@ -73,7 +74,7 @@ class PackedStack(Module):
             return run(hidden_states, attention_mask, *args, **kwargs)
         if not self.zeroes_padding or not _is_padding(hidden_states, attention_mask):
             return run(hidden_states, attention_mask, **kwargs)
-        packing = _packing(self, hidden_states, attention_mask)
+        packing = outside_graphs(_packing, hidden_states, attention_mask, self)
         if packing is None:
             output = run(hidden_states, attention_mask, **kwargs)
             hidden = attention_mask[:, 0, 0, :, None].logical_not()
@@ -123,7 +124,7 @@ def _is_padding(hidden_states: Tensor, mask: Any) -> bool:
     return mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
 
 
-def _packing(stack: PackedStack, hidden_states: Tensor, mask: Tensor) -> Packing | None:
+def _packing(hidden_states: Tensor, mask: Tensor, stack: PackedStack) -> Packing | None:
     """Return the packing of a batch; None if it saves no time or a module is not token-wise."""
     ignored = ~mask[:, 0, 0]
     if must_stay_padded(hidden_states, mask) or not saves_time(hidden_states, ignored):

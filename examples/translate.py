@@ -18,6 +18,8 @@ import common
 import fitting
 import torch
 import translation
+from decoding import generate
+from positions import SinusoidalPositionalEmbedding
 from terminal import console, table
 from torch import Tensor
 from translation import BOS, EOS, LONGER_BY, PAD, Corpus
@@ -76,7 +78,7 @@ class Translator(torch.nn.Module):
         for matrix in (self.source.weight, self.target.weight, self.project.weight):
             torch.nn.init.normal_(matrix, std=d_model**-0.5)
         self.scale = math.sqrt(d_model)
-        self.positions = nn.SinusoidalPositionalEmbedding(d_model, batch_first=True)
+        self.positions = SinusoidalPositionalEmbedding(d_model, batch_first=True)
         self.dropout = torch.nn.Dropout(dropout)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +108,7 @@ class Translator(torch.nn.Module):
     def search(self, source: Tensor, num_beams: int = 1) -> Tensor:
         """Return translations (N, T) of source tokens (N, S), computed with a key/value cache."""
         memory, padding = self.encode(source)
-        return nn.generate(
+        return generate(
             self.decoder,
             memory,
             self.embed,

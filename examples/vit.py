@@ -21,6 +21,7 @@ import data
 import fitting
 import torch
 import torch.nn.functional as F
+from positions import LearnedPositionalEmbedding
 from terminal import console, table
 from torch import Tensor, nn
 
@@ -49,9 +50,7 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(1, D_MODEL, kernel_size=PATCH, stride=PATCH)
         self.class_token = nn.Parameter(torch.zeros(D_MODEL))
         num_tokens = 1 + (size // PATCH) ** 2
-        self.positions = fused_attn.nn.LearnedPositionalEmbedding(
-            D_MODEL, num_tokens, batch_first=True
-        )
+        self.positions = LearnedPositionalEmbedding(D_MODEL, num_tokens, batch_first=True)
         layer = fused_attn.nn.TransformerEncoderLayer(
             D_MODEL, NUM_HEADS, FEED_FORWARD, dropout=0.0, activation="gelu", batch_first=True,
             norm_first=True,

@@ -52,8 +52,8 @@ SURFACES: list[tuple[str, str, dict[str, tuple[str, ...]]]] = [
         {"test_nn_packing": (), "test_transformers_packing": ("test_results_are_those_of_eager",)},
     ),
     (
-        "decoding with caches, `generate`",
-        "TransformerDecoder, greedy and beam search",
+        "decoding with caches",
+        "TransformerDecoder",
         {"test_nn_generation": ()},
     ),
     (

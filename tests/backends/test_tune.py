@@ -8,9 +8,10 @@ from helpers import INTERPRETED
 
 pytest.importorskip("triton")
 
+import tune_triton as tune
+
 from fused_attn.backends.triton import attention, tuning
 from fused_attn.backends.triton.tuning import Config
-from fused_attn.tools import tune_triton as tune
 
 ARCH, SHARED_MEMORY = "sm_90", 227 << 10
 OLD, NEW = Config(64, 64, 4, 2), Config(128, 64, 8, 3)

@@ -60,7 +60,6 @@ def graph_cases():
         ),
         "layer_norm": (fnn.LayerNorm(EMBED), (x,), {}),
         "rms_norm": (fnn.RMSNorm(EMBED), (x,), {}),
-        "positional": (fnn.LearnedPositionalEmbedding(EMBED, 9), (x,), {}),
     }
 
 

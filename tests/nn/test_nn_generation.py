@@ -4,11 +4,15 @@ import itertools
 
 import pytest
 import torch
+from example_runs import EXAMPLES  # noqa: F401  # which lets examples/ be imported
 from nn_helpers import EMBED, HEADS, perturb, randn
 
 import fused_attn
 import fused_attn.nn as fnn
 from fused_attn.nn import caches
+
+# isort: split
+import decoding
 
 BATCH, LEN_T, LEN_S, VOCABULARY, BOS, EOS = 3, 7, 5, 6, 1, 0
 PADDING = torch.arange(LEN_S) >= torch.tensor([[5], [2], [4]])
@@ -198,7 +202,7 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="memory must have 3"):
         ours.prepare(randn(LEN_S, EMBED))
     with pytest.raises(ValueError, match="at least 1"):
-        fnn.generate(ours, randn(2, LEN_S, EMBED), None, None, bos=0, eos=1, max_length=0)
+        decoding.generate(ours, randn(2, LEN_S, EMBED), None, None, bos=0, eos=1, max_length=0)
     handle = ours.layers[0].register_forward_hook(lambda *args: None)
     with pytest.raises(TypeError, match="no hooks"):
         ours.prepare(randn(2, LEN_S, EMBED))
@@ -218,7 +222,7 @@ def searched(seed=0, **kwargs):
     words = perturb(Words())
     memory = randn(BATCH, LEN_S, EMBED, grad=False)
     given = memory if ours.batch_first else memory.transpose(0, 1)
-    out = fnn.generate(
+    out = decoding.generate(
         ours, given, words.embed, words.logits, bos=BOS, eos=EOS,
         memory_key_padding_mask=PADDING, **kwargs,
     )  # fmt: skip
@@ -303,11 +307,11 @@ def test_scores_of_few_beams():
 
 def test_one_beam_is_greedy():
     greedy, _ = searched(max_length=10)
-    beam = fnn.generation._beams
-    fnn.generation._greedy, kept = (lambda *args: beam(*args, 1, 0.0)), fnn.generation._greedy
+    beam = decoding._beams
+    decoding._greedy, kept = (lambda *args: beam(*args, 1, 0.0)), decoding._greedy
     try:
         single, _ = searched(max_length=10)
     finally:
-        fnn.generation._greedy = kept
+        decoding._greedy = kept
     assert torch.equal(single.tokens, greedy.tokens)
     torch.testing.assert_close(single.scores, greedy.scores)

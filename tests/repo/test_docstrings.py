@@ -26,7 +26,6 @@ MADE_HERE = {
     "SwapReport",
     "masks.Mask",
     "nn.DecoderCache",
-    "nn.Generated",
 }
 # Their module's or their counterpart's example shows them.
 WITHOUT_EXAMPLE = {"available_backends", "disable", "masks.as_mask", "masks.bias", "masks.causal"}

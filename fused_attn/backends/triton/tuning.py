@@ -1,6 +1,6 @@
 """Tile sizes, warps and stages for each architecture, pass, element size and head_dim.
 
-There is no autotuning at run time. `python -m fused_attn.tools.tune_triton` benchmarks the
+There is no autotuning at run time. `python scripts/tune_triton.py` benchmarks the
 candidates on the local GPU, and prints rows for this file.
 
 The 16-bit rows of sm_90 for head_dim up to 128 were measured on an H200 (all candidates and times:

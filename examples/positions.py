@@ -74,11 +74,6 @@ class SinusoidalPositionalEmbedding(_PositionalEmbedding):
         batch_first: the input has shape (N, L, embed_dim) instead of (L, N, embed_dim).
         device, dtype: device and dtype of the table.
 
-    Example:
-        >>> embed = fused_attn.nn.SinusoidalPositionalEmbedding(64, batch_first=True)
-        >>> embed(torch.randn(2, 10, 64)).shape
-        torch.Size([2, 10, 64])
-
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5.
     """
 
@@ -114,11 +109,6 @@ class LearnedPositionalEmbedding(_PositionalEmbedding):
         max_seqlen: number of positions in the table.
         batch_first: the input has shape (N, L, embed_dim) instead of (L, N, embed_dim).
         device, dtype: device and dtype of the table.
-
-    Example:
-        >>> embed = fused_attn.nn.LearnedPositionalEmbedding(64, max_seqlen=512, batch_first=True)
-        >>> embed(torch.randn(2, 10, 64)).shape
-        torch.Size([2, 10, 64])
 
     Source: Gehring et al. 2017, "Convolutional Sequence to Sequence Learning", section 3.1;
         standard deviation of the initialisation: Devlin et al. 2019, "BERT".

@@ -1,6 +1,6 @@
 """Benchmark tile sizes on this machine's GPU, and print rows for the tables of tuning.py.
 
-    python -m fused_attn.tools.tune_triton --pass fwd dq --dtype bf16 --head-dim 64 128
+    python scripts/tune_triton.py --pass fwd dq --dtype bf16 --head-dim 64 128
 
 A candidate is valid if it compiles, fits on the GPU, and returns the results of the current row.
 """

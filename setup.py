@@ -13,14 +13,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))  # CMake asks CXX but once
-# Where the wheels of these tools say that their programs are.
+COMPILER = re.findall(r"[\w+.]+", os.environ.get("CXX", ""))  # CMake reads CXX only once
+# Attributes in which the wheels of these tools name the folder of their programs.
 WHEEL_BIN_DIRS = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
 CUDA_SWITCH = {None: "OFF", "": "OFF", "0": "OFF", "1": "ON"}
 
 
 def find_tool(name: str) -> str:
-    """The program of the wheel that this Python imports, else beside this Python or on the PATH.
+    """Return a tool of the wheel that this Python imports, else beside this Python or on the PATH.
 
     The PATH comes last: it differs between make, pip and a shell, and what another CMake has built
     is built anew. pip's isolated build environments import their wheels, not those beside Python.
@@ -37,10 +37,10 @@ def find_tool(name: str) -> str:
 
 
 def build_dir() -> Path:
-    """One for all that decides over objects: the tools, the Python ABI, a compiler that is named.
+    """Return a build folder for everything that affects objects: tools, Python ABI, named compiler.
 
-    CMakes order flags differently, and ninja does not read the log of a newer one. The folder
-    stays, so that the next build compiles only what changed.
+    Versions of CMake order flags differently, and ninja cannot read the log of a newer version. The
+    folder is kept, so that the next build compiles only what changed.
     """
     parts = ["cmake", sysconfig.get_config_var("SOABI"), *COMPILER]
     for tool in WHEEL_BIN_DIRS:
@@ -50,7 +50,7 @@ def build_dir() -> Path:
 
 
 def pybind11_cmake_dir() -> str:
-    """pybind11's CMake folder, by a link: a build environment's path is another one each time."""
+    """Return a link to pybind11's CMake folder, whose path differs in every build environment."""
     try:
         import pybind11
     except ImportError:
@@ -61,7 +61,7 @@ def pybind11_cmake_dir() -> str:
     link = ROOT / "build" / f"pybind11-{pybind11.__version__}"
     if not link.exists():
         link.parent.mkdir(exist_ok=True)
-        link.unlink(missing_ok=True)  # to an environment that is gone
+        link.unlink(missing_ok=True)  # it points into a deleted environment
         link.symlink_to(package)
     return str(link / folder.relative_to(package))
 
@@ -89,12 +89,12 @@ class CMakeBuild(build_ext):
         self.build_dir = build_dir()
         self.configure_and_build()
         if self.inplace:
-            # A new file, not new bytes in the old one: a process may have that one mapped.
+            # Replace the file instead of overwriting it: a process may have it mapped.
             self.remove_modules(ROOT)
         super().run()
 
     def build_extensions(self) -> None:
-        # CMake decides which modules there are: one of an earlier build must not slip in.
+        # CMake decides which modules are built. Remove those of earlier builds.
         self.remove_modules(Path(self.build_lib))
         run_cmake("--install", str(self.build_dir), "--prefix", str(Path(self.build_lib).resolve()))
 
@@ -106,7 +106,7 @@ class CMakeBuild(build_ext):
         cache = self.build_dir / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
             shutil.rmtree(self.build_dir)  # the tree was moved or copied
-        # All paths are given anew: those of the last build may have been temporary.
+        # Pass all paths again: those of the last build may have been temporary.
         run_cmake(
             *("-S", str(ROOT), "-B", str(self.build_dir), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",

@@ -141,7 +141,7 @@ def _head_dim(module: Module) -> int | None:
 
 
 def _normalizes(module: Module, widths: set[int]) -> bool:
-    """Return True if a child of the module other than a linear layer has a weight of a width."""
+    """Return True if a child other than a linear layer has a weight whose width is in `widths`."""
     weights = [
         getattr(child, "weight", None)
         for child in module.children()

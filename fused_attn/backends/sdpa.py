@@ -65,13 +65,13 @@ class SdpaBackend(Backend):
         if problem.transformed:
             reasons.append("is not for torch.func transforms and forward mode")
         if problem.seeded:
-            reasons.append("drops by torch's generator, not by a seed")
+            reasons.append("draws dropout from torch's generator instead of a seed")
         if problem.sharded:
             reasons.append("does not drop what a larger whole would")
         if isinstance(problem, NormProblem):
             return reasons
         if problem.partial:
-            reasons.append("gives no partial results")
+            reasons.append("cannot return partial results")
         if problem.softcap:
             reasons.append("has no softcap")
         if problem.result == "lse":
@@ -307,22 +307,22 @@ def _no_lse(problem: AttentionProblem) -> list[str]:
     if problem.needs_grad:
         reasons.append("has no gradient of lse")
     if problem.dropout:
-        reasons.append("gives no lse with dropout")
+        reasons.append("cannot return lse with dropout")
     if problem.device.type == "cuda":
         if torch.cuda.is_available():
             reasons += too_old(problem.device)
         if problem.mask == "causal" and not problem.seqlen_q == problem.seqlen_k > 0:
             reasons.append("aligns causal masks otherwise where it gives lse on cuda")
         if problem.mask not in ("none", "causal"):
-            reasons.append("gives no lse with a mask on cuda")
+            reasons.append("cannot return lse with a mask on cuda")
         if problem.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"gives no lse of {problem.dtype} on cuda")
+            reasons.append(f"cannot return lse of {problem.dtype} on cuda")
         if problem.head_dim % 8 or problem.head_dim > 256:
-            reasons.append(f"gives no lse of head_dim {problem.head_dim} on cuda")
+            reasons.append(f"cannot return lse of head_dim {problem.head_dim} on cuda")
     elif problem.device.type != "cpu":
-        reasons.append(f"gives no lse on {problem.device.type}")
+        reasons.append(f"cannot return lse on {problem.device.type}")
     if problem.head_dim != problem.head_dim_v:
-        reasons.append("gives no lse where head_dim_v is not head_dim")
+        reasons.append("cannot return lse where head_dim_v is not head_dim")
     return reasons
 
 

@@ -268,10 +268,10 @@ def test_operands_are_cached_by_device():
         ({"head_dim": 512}, "takes head_dim up to 256, not 512"),
         ({"dtype": torch.float64}, "has no torch.float64"),
         ({"transformed": True}, "has no derivatives under torch.func and in forward mode"),
-        ({"result": "weights"}, "gives no weights"),
+        ({"result": "weights"}, "cannot return weights"),
         ({"device": torch.device("mps")}, "runs on cuda, xpu, cpu, not on mps"),
         ({"device": CPU, "needs_grad": True}, "has no gradients on the CPU"),
-        ({"device": CPU, "result": "lse"}, "gives no lse on the CPU"),
+        ({"device": CPU, "result": "lse"}, "cannot return lse on the CPU"),
     ],
     ids=str,
 )

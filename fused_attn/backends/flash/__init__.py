@@ -102,18 +102,18 @@ def _common_refusals(problem: AttentionProblem) -> list[str]:
     if problem.transformed:
         reasons.append("has no derivatives under torch.func and in forward mode")
     if problem.dropout:
-        reasons.append("drops by the engine's generator, not by Philox")
+        reasons.append("draws dropout from the engine's generator instead of Philox")
     if problem.partial:
-        reasons.append("gives no partial results")
+        reasons.append("cannot return partial results")
     if problem.result == "weights":
-        reasons.append("gives no weights")
+        reasons.append("cannot return weights")
     return reasons
 
 
 def _plan(problem: AttentionProblem) -> Plan | str:
     """Return the plan for the mask of a problem, or the reason why there is none."""
     if problem.mask in ("dense", "bias"):
-        return f"takes no {'bool' if problem.mask == 'dense' else 'float'} mask tensor"
+        return f"does not support a {'bool' if problem.mask == 'dense' else 'float'} mask tensor"
     own = problem.band if problem.mask == "structured" else band.of_kind(problem.mask)
     if own is None:
         return "takes bands, lengths and ALiBi only, not this mask"

@@ -54,7 +54,7 @@ def plan_of(band: Band, packed: bool, seqlen_q: int, seqlen_k: int) -> Plan | st
         return Plan(None, None, empty=True)
     offset = key_end - seqlen_q
     if band.lo > offset:
-        return "takes no band that masks all keys of the last queries"
+        return "does not support a band that masks all keys of the last queries"
     if band.alibi and band.alibi_offset != offset:
         return _ALIBI
     window = _window(offset - band.lo, band.hi - offset, seqlen_q, seqlen_k)
@@ -77,7 +77,7 @@ def _with_lengths(band: Band, seqlen_q: int, seqlen_k: int) -> Plan | str:
         lo = lo - band.offset if lo > -UNLIMITED else lo
         hi = hi - band.offset if hi < UNLIMITED else hi
     if lo > 0 or hi < 0:
-        return "takes no band that excludes the last query and key"
+        return "does not support a band that excludes the last query and key"
     return Plan(*_window(-lo, hi, seqlen_q, seqlen_k))
 
 

@@ -93,7 +93,7 @@ class FlexBackend(EngineBackend):
         elif problem.needs_grad:
             reasons.append("has no gradients on the CPU")
         elif problem.result == "lse":
-            reasons.append("gives no lse on the CPU")
+            reasons.append("cannot return lse on the CPU")
         reasons += kernel_limits(problem, DTYPES, MAX_HEAD_DIM)
         if min(problem.head_dim, problem.head_dim_v) < MIN_HEAD_DIM:
             small = min(problem.head_dim, problem.head_dim_v)
@@ -101,9 +101,9 @@ class FlexBackend(EngineBackend):
         if problem.dropout:
             reasons.append("has no dropout")
         if problem.partial:
-            reasons.append("gives no partial results")
+            reasons.append("cannot return partial results")
         if problem.result == "weights":
-            reasons.append("gives no weights")
+            reasons.append("cannot return weights")
         if problem.learned_bias and torch.are_deterministic_algorithms_enabled():
             reasons.append("adds up the gradient of a bias in no fixed order")
         return reasons

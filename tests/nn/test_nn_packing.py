@@ -302,7 +302,7 @@ def test_compiled_stacks_are_packed_where_sizes_may_depend_on_values(
 
 @pytest.mark.parametrize("with_mask", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_stacks_are_packed_after_a_graph_break(with_mask, packings):
-    """The same graphs serve all batches that are packed, and one more those that are not."""
+    """All packed batches use the same graphs; padded batches use one more."""
     stack, backend = fused(encoder()), Recorded()
     torch.compiler.reset()
     compiled = torch.compile(stack, backend=backend)

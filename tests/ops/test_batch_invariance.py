@@ -119,6 +119,31 @@ def test_decoding(first, isa):
         check(seed)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("lengths", [[5] * 3, [17, 64, 33], [150, 40, 97]], ids=str)
+def test_prefill_and_gradients(lengths, dtype, isa):
+    """Of a padded batch, and of its sequences alone. dQ needs 8 (sequence, head) pairs."""
+    shape = len(lengths), 8, max(lengths), 64
+    tensors = [torch.randn(shape, generator=drawn(i)).to(dtype) for i in range(4)]
+    rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    tensors[3] *= rows[:, None, :, None]  # no gradient from rows of padding
+
+    def results(mask: masks.Mask, *given: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in given[:3]]
+        out = fused_attn.scaled_dot_product_attention(*leaves, mask, backend="cpp")
+        with torch.no_grad():
+            inferred = fused_attn.scaled_dot_product_attention(*leaves, mask, backend="cpp")
+        return [inferred, out.detach(), *torch.autograd.grad(out, leaves, given[3])]
+
+    whole = results(masks.causal() & masks.padding(torch.tensor(lengths)), *tensors)
+    for b, length in enumerate(lengths):
+        alone = results(masks.causal(), *(t[b : b + 1, :, :length] for t in tensors))
+        for name, one, other in zip(
+            ("no_grad", "out", "dQ", "dK", "dV"), whole, alone, strict=True
+        ):
+            assert torch.equal(one[b : b + 1, :, :length], other), f"{name} of sequence {b}"
+
+
 @pytest.mark.thorough
 def test_decoding_at_random(isa):
     for seed in range(1000, 1200):

@@ -250,7 +250,7 @@ def test_dropout_by_a_seed(backend, dtype):
     """The weights that the CPU keeps, whatever torch's generator."""
     function = attention(masks.causal(), dropout_p=0.3, seed=11)
     assert_judged(function, qkv(), dtype, backend)
-    with pytest.raises(NotImplementedError, match="not by a seed"):
+    with pytest.raises(NotImplementedError, match="instead of a seed"):
         assert F.scaled_dot_product_attention(
             *(t.to(DEVICE, dtype) for t in qkv().values()), None, 0.3, seed=11, backend="sdpa"
         )

@@ -16,18 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_attn import functional
-from fused_attn.call import redirect
+from fused_attn.call import handlers
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.distributed.arguments import Arguments, Method
 from fused_attn.distributed.attention import attend
 from fused_attn.distributed.balance import balanced
+from fused_attn.distributed.dtensors import head_sharding
 from fused_attn.distributed.ranks import Mesh, Ranks, index_of, ranks_of, size_of
 from fused_attn.distributed.sharding import Sharding
 from fused_attn.masks import Mask, as_mask, causal
 from fused_attn.masks.spec import MaskSpec
 from fused_attn.masks.visible_keys import heads_of
-from fused_attn.ops.dtensors import head_sharding, is_dtensor
 from fused_attn.ops.seeds import new_seed
 
 Makers = Literal["zigzag", "contiguous"] | Sharding | Callable[[int, int], Sharding] | None
@@ -264,16 +264,16 @@ class Calls:
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call the function
         torch.nn.functional.scaled_dot_product_attention = _attention_of_torch
         try:
-            with redirect.redirected(self._attention):
+            with handlers.handled_by(self):
                 yield
         finally:
             torch.nn.functional.scaled_dot_product_attention = torch_function
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
-    def _attention(
+    def attention(
         self, call: UncheckedAttention, want_lse: bool, named: str | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute one call. This is the handler of `call/redirect.py`."""
+        """Compute one call, as a handler of call/handlers.py."""
         error = None
         if isinstance(call.attn_mask, MaskSpec):
             error = ValueError("attn_mask must not be of packed sequences under context_parallel")
@@ -284,7 +284,7 @@ class Calls:
             )
         self.count += 1
         tensors, options, heads = (call.query, call.key, call.value), call.options, None
-        by_heads = head_sharding(*tensors[:2]) if is_dtensor(call.query) else None
+        by_heads = head_sharding(*tensors[:2]) if handlers.is_dtensor(call.query) else None
         if by_heads is not None:
             heads = by_heads.part(1).start, call.query.shape[1]
             tensors = tuple(map(by_heads.to_local, tensors))
@@ -294,11 +294,17 @@ class Calls:
             *tensors, mask, False, call.enable_gqa, self._sharding, options, method=self._method,
             heads=heads, backend=named, error=error,
         )  # fmt: skip
-        with redirect.not_redirected():
+        with handlers.handled_by(None):
             out, lse = attend(local, self._groups)
         if by_heads is not None:
             out, lse = by_heads.from_local(out), by_heads.from_local(lse)
         return out, lse if want_lse else None
+
+    def attention_with_weights(
+        self, call: UncheckedAttention, average: bool, named: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("attention weights are not available under context_parallel")
 
     def _seeded(
         self, options: AttentionOptions, mesh: DeviceMesh, device: torch.device

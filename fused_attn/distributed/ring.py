@@ -25,9 +25,9 @@ from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
-from fused_attn.call.shards import attention_offsets
 from fused_attn.distributed.plan import Block, Piece, Plan, Step
 from fused_attn.distributed.ranks import Ranks, Transfer, start_transfer
+from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks.restrict import of_positions, without_first_keys
 from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import library as ops

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fused_attn.backends import default_backend
 from fused_attn.base.namespace import NAMESPACE
-from fused_attn.ops.dtensors import is_dtensor
+from fused_attn.call.handlers import is_dtensor
 
 ModuleT = TypeVar("ModuleT", bound="FromTorch")
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_attn import functional, masks, varlen
+from fused_attn.call.handlers import heads
 from fused_attn.masks import Mask
 from fused_attn.masks.mask import known_mask
 from fused_attn.masks.recognize import is_causal_mask
 from fused_attn.nn._from_torch import FromTorch, fx_leaf, replaces
-from fused_attn.nn._heads import local, on_heads, packed_rows, shared_input
 from fused_attn.nn._nested import on_padded
 from fused_attn.nn.caches import KeyValueCache
 from fused_attn.nn.packing import Packing
@@ -292,22 +292,24 @@ class MultiheadAttention(FromTorch, torch.nn.MultiheadAttention):
         """Project x for the heads of this rank, which are all heads without `head_mesh`."""
         if self.head_mesh is None:
             return F.linear(x, weight, bias)
-        return F.linear(shared_input(x, self.head_mesh), local(weight), bias)
+        return F.linear(heads().shared_input(x, self.head_mesh), heads().local(weight), bias)
 
     def _bias(self) -> Any:
         """Return in_proj_bias for the heads of this rank."""
         bias = self.in_proj_bias
-        return bias if bias is None or self.head_mesh is None else packed_rows(bias, self.head_mesh)
+        if bias is None or self.head_mesh is None:
+            return bias
+        return heads().packed_rows(bias, self.head_mesh)
 
     def _rows(self, parameter: Any) -> Any:
         """Return the rows of a parameter that belong to the heads of this rank."""
-        return parameter if self.head_mesh is None else local(parameter)
+        return parameter if self.head_mesh is None else heads().local(parameter)
 
     def _attend(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
         """Call an attention function on the heads of this rank."""
         if self.head_mesh is None:
             return attend(q, k, v, *args)
-        return on_heads(attend, self.head_mesh, q, k, v, *args)
+        return heads().on_heads(attend, self.head_mesh, q, k, v, *args)
 
     def _split_heads(self, packed: Tensor, count: int) -> tuple[Tensor, ...]:
         """Split (..., count * embed_dim) into count (batch, num_heads, seqlen, head_dim) views."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_attn import masks
-from fused_attn.backends import problem_of, select
-from fused_attn.base.autocast import autocast
+from fused_attn.call.handlers import handler_of
 from fused_attn.call.options import AttentionOptions
-from fused_attn.call.validation import attention_call
+from fused_attn.call.unchecked import UncheckedAttention
+from fused_attn.call.validation import checked_attention
 from fused_attn.masks import Mask
 from fused_attn.ops import autograd
-from fused_attn.ops.dtensors import plain_mask, shard_of_attention, shared_weights
 
 
 def attention_with_weights(
@@ -54,13 +52,9 @@ def attention_with_weights(
     Example:
         >>> out, weights = attention_with_weights(query, key, value, is_causal=True, average=True)
     """
-    query, key, value = autocast(query, key, value)
-    mask = masks.as_mask(plain_mask(attn_mask), is_causal)
     options = AttentionOptions(None, None, dropout_p, seed)  # type: ignore[arg-type]
-    call = attention_call(query, key, value, mask, options)
-    call, sharding = shard_of_attention(call, mask)
-    chosen = select(problem_of(call, "weights"), backend)
-    out, weights = autograd.attention_with_weights(call, average, chosen)
-    if sharding is None:
-        return out, weights
-    return sharding.from_local(out), shared_weights(weights, sharding, average)
+    call = UncheckedAttention(query, key, value, attn_mask, is_causal, True, options)
+    handler = handler_of(query)
+    if handler is not None:
+        return handler.attention_with_weights(call, average, backend)
+    return autograd.weights_by_choice(checked_attention(call)[0], average, backend)

@@ -22,7 +22,6 @@ from fused_attn.backends.registry import (
 )
 from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
-from fused_attn.call import redirect
 from fused_attn.call.call_counts import counting
 from fused_attn.call.calls import (
     AttentionCall,
@@ -31,10 +30,17 @@ from fused_attn.call.calls import (
     NormOutputs,
     with_options,
 )
+from fused_attn.call.handlers import (
+    check_no_dtensors,
+    dtensors,
+    handler_of,
+    is_dtensor,
+    tensors_of,
+)
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
+from fused_attn.call.validation import checked_attention, checked_norm
 from fused_attn.masks.spec import MaskSpec, with_summaries
 from fused_attn.ops import library as ops
-from fused_attn.ops.dtensors import attention_shard, norm_shard, sinks_like
 from fused_attn.ops.second_order import differentiated
 from fused_attn.ops.seeds import new_seed
 from fused_attn.ops.sinks import add_sinks, checked_sinks
@@ -61,27 +67,44 @@ def attention(
         assert lse is not None
         given = call.attn_mask
         packed = isinstance(given, MaskSpec) and given.cu_seqlens_q is not None
-        return add_sinks(out, lse, checked_sinks(sinks_like(lse, sinks), lse), packed=packed)
-    if redirect.handler is not None:
-        return redirect.handler(call, want_lse, named)
+        logits = dtensors().sinks_like(lse, sinks) if is_dtensor(lse) else sinks
+        return add_sinks(out, lse, checked_sinks(logits, lse), packed=packed)
+    handler = handler_of(call.query)
+    if handler is not None:
+        return handler.attention(call, want_lse, named)
     results = _try_unchecked(call, want_lse, named) if not is_intercepted() else None
     if results is not None:
         if counting:
             _count(call, backend_for_unchecked(call, call.query.device, named))
         return results
-    checked, leading, sharding = attention_shard(call)
+    check_no_dtensors("query", call.query, key=call.key, value=call.value)
+    for tensor in tensors_of(call.attn_mask):
+        check_no_dtensors("query", call.query, attn_mask=tensor)
+    checked, leading = checked_attention(call)
+    out, lse = attention_by_choice(call, checked, want_lse, named)
+    return in_shape(out, lse, leading)
+
+
+def attention_by_choice(
+    given: UncheckedAttention, checked: AttentionCall, want_lse: bool, named: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a validated call on the backend that is selected for it, and count the `given` call."""
     backend = select(problem_of(checked, "lse" if want_lse else "out"), named)
     if counting and not torch.compiler.is_compiling():
-        _count(call, backend)
+        _count(given, backend)
     out, lse = attention_by(checked, backend, want_lse)
-    if sharding is not None:
-        out, lse = sharding.from_local(out), sharding.from_local(lse)
+    return out, lse if want_lse else None
+
+
+def in_shape(
+    out: Tensor, lse: Tensor | None, leading: tuple[int, ...] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the results of a validated call in the caller's shapes; see `checked_attention`."""
     if leading is None:  # packed
-        return out[0].transpose(0, 1), lse[0] if want_lse and lse is not None else None
-    if len(leading) != 3:
-        out = out.reshape(*leading, out.shape[-1])
-        lse = lse.reshape(leading) if want_lse and lse is not None else None
-    return out, lse
+        return out[0].transpose(0, 1), None if lse is None else lse[0]
+    if len(leading) == 3:
+        return out, lse
+    return out.reshape(*leading, out.shape[-1]), None if lse is None else lse.reshape(leading)
 
 
 def _count(call: UncheckedAttention | AttentionCall, backend: Backend | None) -> None:
@@ -151,12 +174,17 @@ def attention_by(
     return results if want_lse else (results, None)
 
 
+def weights_by_choice(
+    call: AttentionCall, average: bool, named: str | None
+) -> tuple[Tensor, Tensor]:
+    """Run a validated call as `attention_with_weights`, on the backend that is selected for it."""
+    return attention_with_weights(call, average, select(problem_of(call, "weights"), named))
+
+
 def attention_with_weights(
     call: AttentionCall, average: bool, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Run a validated call; return out, and its attention weights (see `AttentionCall.weights`)."""
-    if redirect.handler is not None:
-        raise NotImplementedError("attention weights are not available under context_parallel")
     if counting and not torch.compiler.is_compiling():
         _count(call, backend)
     call = _seeded(call, backend)
@@ -182,20 +210,37 @@ def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tens
 
     The sum may be None without want_total. For `named`, see `attention`.
     """
+    if is_dtensor(call.input):
+        out, total = dtensors().norm(call, want_total, named)
+        return out, total
     results = _try_unchecked_norm(call, want_total, named) if not is_intercepted() else None
     if results is not None:
         return results
-    (checked, sharding), shape = norm_shard(call), call.input.shape
-    backend = select(problem_of(checked), named)
+    check_no_dtensors(
+        "input", call.input, weight=call.weight, bias=call.bias, residual=call.residual
+    )
+    out, total = norm_by_choice(checked_norm(call), want_total, named)
+    return norm_in_shape(out, total, call.input.shape)
+
+
+def norm_by_choice(
+    call: NormCall, want_total: bool, named: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a validated norm call on the backend that is selected for it."""
+    backend = select(problem_of(call), named)
     # Under torch.compile, default to torch's norm, which Inductor fuses with adjacent operations.
     if torch.compiler.is_compiling() and not named and call.options.dropout_p == 0.0:
         backend = backend if wanted_backend() else backend_of_torch()
-    out, total = norm_by(checked, backend, want_total)
-    if sharding is not None:
-        out, total = sharding.from_local(out), sharding.from_local(total)
-    if out.shape != shape:
-        out, total = out.reshape(shape), total if total is None else total.reshape(shape)
-    return out, total
+    return norm_by(call, backend, want_total)
+
+
+def norm_in_shape(
+    out: Tensor, total: Tensor | None, shape: torch.Size
+) -> tuple[Tensor, Tensor | None]:
+    """Return the results of a validated norm call in the shape of the caller's input."""
+    if out.shape == shape:
+        return out, total
+    return out.reshape(shape), None if total is None else total.reshape(shape)
 
 
 def _try_unchecked_norm(

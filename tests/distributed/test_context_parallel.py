@@ -19,7 +19,7 @@ from context_cases import (
 )
 
 from fused_attn import masks
-from fused_attn.call import redirect
+from fused_attn.call import handlers
 from fused_attn.distributed import Sharding
 
 LENGTH = 45
@@ -37,16 +37,17 @@ def expected(mask):
     model = model_of(False)
     tokens, labels, positions = batch_of(LENGTH)
 
-    def attention(call, want_lse, named):
-        with redirect.not_redirected():
-            own = masks.causal() if mask is None else mask & masks.causal()
-            import fused_attn
+    class WithMask:
+        def attention(self, call, want_lse, named):
+            with handlers.handled_by(None):
+                own = masks.causal() if mask is None else mask & masks.causal()
+                import fused_attn
 
-            return fused_attn.scaled_dot_product_attention(
-                call.query, call.key, call.value, own, return_lse=True
-            )
+                return fused_attn.scaled_dot_product_attention(
+                    call.query, call.key, call.value, own, return_lse=True
+                )
 
-    with redirect.redirected(attention), pytest.MonkeyPatch.context() as patch:
+    with handlers.handled_by(WithMask()), pytest.MonkeyPatch.context() as patch:
         import fused_attn
 
         patch.setattr(F, "scaled_dot_product_attention", fused_attn.scaled_dot_product_attention)

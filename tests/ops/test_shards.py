@@ -13,7 +13,7 @@ from fused_attn.backends import cpp, get_backend, problem_of
 from fused_attn.base import philox
 from fused_attn.call.calls import AttentionCall, NormCall, with_options
 from fused_attn.call.options import AttentionOptions, NormOptions
-from fused_attn.call.shards import attention_offsets, norm_offsets
+from fused_attn.distributed.shards import attention_offsets, norm_offsets
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.ops import autograd
 from fused_attn.ops import library as ops

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_attn.ops import autograd, dtensors
+from fused_attn.ops import autograd
 
 Route = Callable[[], AbstractContextManager[Any]]
 
@@ -49,8 +49,8 @@ def looked_at() -> Iterator[list[Any]]:
         return look
 
     with mock.patch.multiple(
-        dtensors,
-        checked_attention=spy(dtensors.checked_attention),
-        checked_norm=spy(dtensors.checked_norm),
+        autograd,
+        checked_attention=spy(autograd.checked_attention),
+        checked_norm=spy(autograd.checked_norm),
     ):
         yield calls

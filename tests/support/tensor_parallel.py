@@ -140,20 +140,20 @@ def dtensor_masks(placed: str) -> Pairs:
 
 def cached_masks() -> tuple[bool, Pairs]:
     """Return True if two calls share the mask of a shard; results of shards of another shape."""
-    from fused_attn.ops import dtensors
+    from fused_attn.distributed import dtensors
 
     mesh = mesh_of(2)
     leaves = qkv(torch.float64)
     mask, _ = mask_of("dense", torch.float64)
     specs, found = [], {}
-    inner = dtensors.shard_of_attention
+    inner = dtensors._local_attention
 
     def spied(*args: Any) -> Any:
         results = inner(*args)
         specs.append(results[0].mask)
         return results
 
-    dtensors.shard_of_attention = spied
+    dtensors._local_attention = spied
     try:
         want = results(attend(*leaves, mask, enable_gqa=True), leaves)
         for name in ("heads", "heads", "batch"):
@@ -162,7 +162,7 @@ def cached_masks() -> tuple[bool, Pairs]:
             out = attend(*shards, mask, enable_gqa=True)
             found |= pairs(f"{len(specs)}", results(out, shards), want)
     finally:
-        dtensors.shard_of_attention = inner
+        dtensors._local_attention = inner
     return specs[0] is specs[1], found
 
 

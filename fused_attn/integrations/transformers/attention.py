@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from fused_attn import functional, masks, varlen
+from fused_attn.call.handlers import heads
 from fused_attn.integrations.transformers.model_mask import mask_of_tensor
 from fused_attn.masks import Mask
-from fused_attn.nn._heads import on_heads
 from fused_attn.nn.packing import Packing
 
 # Unsupported arguments that would change the result, with descriptions for error messages. Other
@@ -137,7 +137,7 @@ def _on_heads_of(
     mesh = getattr(module, "head_mesh", None)
     if mesh is None:
         return attend(query, key, value)
-    return on_heads(attend, mesh, query, key, value)
+    return heads().on_heads(attend, mesh, query, key, value)
 
 
 def _attend_packed(

@@ -18,7 +18,6 @@ normalised. Other placements are redistributed to Replicate, as DTensor does for
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,26 +27,20 @@ from torch import Tensor
 
 from fused_attn.base.torch_state import PLAIN_TYPES
 from fused_attn.call.calls import AttentionCall, NormCall, with_options
-from fused_attn.call.shards import attention_offsets
+from fused_attn.call.handlers import is_dtensor, tensors_of
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
 from fused_attn.call.validation import checked_attention, checked_norm
+from fused_attn.distributed.shards import attention_offsets
 from fused_attn.masks import Mask
 from fused_attn.masks.memo import recall
 from fused_attn.masks.restrict import of_heads, of_sequences
 from fused_attn.masks.spec import MaskSpec
+from fused_attn.ops import autograd
 from fused_attn.ops.seeds import new_seed
 
 # Loops and list comprehensions, instead of generator expressions, because torch.compile traces this
 # file.
 _BATCH, _HEAD = 0, 1
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Return True for a DTensor. torch.distributed.tensor is not imported."""
-    if type(tensor) in PLAIN_TYPES:
-        return False
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 @dataclass(frozen=True)
@@ -155,29 +148,27 @@ def replicated(tensor: Any) -> Any:
 # ---- attention ----------------------------------------------------------------------------------
 
 
-def attention_shard(
-    call: UncheckedAttention,
-) -> tuple[AttentionCall, tuple[int, ...] | None, Sharding | None]:
-    """Validate an attention call, and replace a call with DTensors by that of this rank's shards.
-
-    Returns:
-        The call to run, the leading dimensions of the results (see `checked_attention`), and the
-        sharding of the results, which is None for a call without DTensors.
+def attention(
+    call: UncheckedAttention, want_lse: bool, named: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute an attention call with DTensors, as `autograd.attention` does without sinks.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message states expected and actual
             values.
     """
-    if not is_dtensor(call.query):
-        _check_plain("query", call.query, key=call.key, value=call.value)
-        for tensor in _tensors_of(call.attn_mask):
-            _check_plain("query", call.query, attn_mask=tensor)
-        return *checked_attention(call), None
-    call.attn_mask = plain_mask(call.attn_mask)
-    checked, leading = checked_attention(call)
-    mask = call.attn_mask if isinstance(call.attn_mask, Mask) and not call.is_causal else None
-    local, sharding = shard_of_attention(checked, mask)
-    return local, leading, sharding
+    local, leading, sharding = _local_attention(call)
+    out, lse = autograd.attention_by_choice(call, local, want_lse, named)
+    return autograd.in_shape(sharding.from_local(out), sharding.from_local(lse), leading)
+
+
+def attention_with_weights(
+    call: UncheckedAttention, average: bool, named: str | None
+) -> tuple[Tensor, Tensor]:
+    """Compute out and the attention weights of all heads of a call with DTensors."""
+    local, _, sharding = _local_attention(call)
+    out, weights = autograd.weights_by_choice(local, average, named)
+    return sharding.from_local(out), _of_all_heads(weights, sharding, average)
 
 
 def sinks_like(lse: Any, sinks: Any) -> Any:
@@ -190,38 +181,28 @@ def sinks_like(lse: Any, sinks: Any) -> Any:
     return DTensor.from_local(sinks, lse.device_mesh, everywhere, run_check=False)
 
 
-def plain_mask(mask: Any) -> Any:
-    """Return a mask of a call with DTensors without DTensors."""
-    if not [tensor for tensor in _tensors_of(mask) if is_dtensor(tensor)]:
-        return mask
-    return replicated(mask) if isinstance(mask, Tensor) else mask.mapped(replicated)
+def _local_attention(
+    call: UncheckedAttention,
+) -> tuple[AttentionCall, tuple[int, ...] | None, Sharding]:
+    """Validate a call, and return that of this rank's shards.
 
-
-def _tensors_of(mask: Any) -> list[Tensor]:
-    if isinstance(mask, Mask):
-        return mask.tensors()
-    return [mask] if isinstance(mask, Tensor) else []
-
-
-def shard_of_attention(
-    call: AttentionCall, mask: Mask | None = None
-) -> tuple[AttentionCall, Sharding | None]:
-    """Return the call on this rank's shards, and its sharding, None for plain tensors.
-
-    Args:
-        call: a validated call, with a mask of plain tensors.
-        mask: the Mask that call.mask is derived from, on which the mask of the shard is cached.
+    Returns:
+        The call to run, the leading dimensions of the results (see `checked_attention`), and the
+        sharding of the results.
     """
-    if not is_dtensor(call.query):
-        return call, None
-    _check_dtensors("query", call.query, key=call.key, value=call.value)
-    sharding = _attention_sharding(call.query, call.key)
-    query, key, value = (sharding.to_local(t) for t in (call.query, call.key, call.value))
-    options, batch, heads = call.options, sharding.part(_BATCH), sharding.part(_HEAD)
-    spec = _mask_of_part(call, sharding, mask)
-    local = AttentionCall(query, key, value, spec, options)
+    if [tensor for tensor in tensors_of(call.attn_mask) if is_dtensor(tensor)]:
+        given: Any = call.attn_mask
+        call.attn_mask = replicated(given) if is_dtensor(given) else given.mapped(replicated)
+    whole, leading = checked_attention(call)
+    _check_dtensors("query", whole.query, key=whole.key, value=whole.value)
+    sharding = _attention_sharding(whole.query, whole.key)
+    query, key, value = (sharding.to_local(t) for t in (whole.query, whole.key, whole.value))
+    options, batch, heads = whole.options, sharding.part(_BATCH), sharding.part(_HEAD)
+    # The mask of the shard is cached on the Mask that the mask of the call is derived from.
+    mask = call.attn_mask if isinstance(call.attn_mask, Mask) and not call.is_causal else None
+    local = AttentionCall(query, key, value, _mask_of_part(whole, sharding, mask), options)
     if options.dropout_p == 0.0:
-        return local, sharding
+        return local, leading, sharding
     seed = sharding.seed(query.device) if options.seed is None else replicated(options.seed)
     local = with_options(local, seed=seed)
     if sharding.is_sharded:
@@ -230,7 +211,7 @@ def shard_of_attention(
             num_heads_global=sharding.shape[1], device=query.device,
         )  # fmt: skip
         local = with_options(local, dropout_offsets=offsets)
-    return local, sharding
+    return local, leading, sharding
 
 
 def head_sharding(query: Any, key: Any) -> Sharding:
@@ -261,7 +242,7 @@ def _attention_sharding(query: Any, key: Any) -> Sharding:
 
 
 def _mask_of_part(call: AttentionCall, sharding: Sharding, mask: Mask | None) -> MaskSpec:
-    """Return the mask of this rank's sequences and heads; see `shard_of_attention`."""
+    """Return the mask of this rank's sequences and heads; see `_local_attention`."""
     batch, heads = sharding.part(_BATCH), sharding.part(_HEAD)
 
     def cut() -> MaskSpec:
@@ -281,7 +262,7 @@ def _mask_of_part(call: AttentionCall, sharding: Sharding, mask: Mask | None) ->
     return recall(mask.memo, ("shard", *sizes, heads.stop, device), mask.tensors(), device, cut)
 
 
-def shared_weights(weights: Tensor, sharding: Sharding, average: bool) -> Any:
+def _of_all_heads(weights: Tensor, sharding: Sharding, average: bool) -> Any:
     """Return the attention weights of all heads as a DTensor.
 
     Args:
@@ -300,19 +281,16 @@ def shared_weights(weights: Tensor, sharding: Sharding, average: bool) -> Any:
 # ---- norms --------------------------------------------------------------------------------------
 
 
-def norm_shard(call: UncheckedNorm) -> tuple[NormCall, Sharding | None]:
-    """Validate a norm call, and replace a call with DTensors by that of this rank's shards.
+def norm(call: UncheckedNorm, want_total: bool, named: str | None) -> tuple[Tensor, Tensor | None]:
+    """Compute a norm call with a DTensor as `autograd.norm` does."""
+    shape = call.input.shape
+    local, sharding = _local_norm(call)
+    out, total = autograd.norm_by_choice(local, want_total, named)
+    return autograd.norm_in_shape(sharding.from_local(out), sharding.from_local(total), shape)
 
-    Returns:
-        The call to run, and the sharding of its results (None for a call without DTensors).
 
-    Raises:
-        ValueError, TypeError: as in `attention_shard`.
-    """
-    if not is_dtensor(call.input):
-        others = {"weight": call.weight, "bias": call.bias, "residual": call.residual}
-        _check_plain("input", call.input, **others)
-        return checked_norm(call), None
+def _local_norm(call: UncheckedNorm) -> tuple[NormCall, Sharding]:
+    """Validate a norm call, and return that of this rank's shards and the results' sharding."""
     call.weight, call.bias = replicated(call.weight), replicated(call.bias)
     checked = checked_norm(call)
     input: Any = checked.input
@@ -376,10 +354,3 @@ def _check_dtensors(first: str, tensor: Any, **others: Any) -> None:
             raise ValueError(
                 f"{name} must have {tensor.device_mesh} (as {first}), got {other.device_mesh}"
             )
-
-
-def _check_plain(first: str, tensor: object, **others: object) -> None:
-    for name, other in others.items():
-        if is_dtensor(other):
-            got = type(tensor).__name__
-            raise ValueError(f"{first} must be a DTensor (as {name}), got a {got}")

@@ -2,7 +2,7 @@
 
 `fused_attn.distributed.HeadwiseParallel` sets `head_mesh` on such a module and shards its
 projections. Each rank projects its heads with local tensors, and calls attention with DTensors that
-are sharded on heads, so that masks and dropout are those of its heads (see ops/dtensors.py).
+are sharded on heads, so that masks and dropout are those of its heads (see dtensors.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_attn.ops.dtensors import is_dtensor
+from fused_attn.call.handlers import is_dtensor
 
 _HEAD = 1
 

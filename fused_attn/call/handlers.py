@@ -1,0 +1,92 @@
+"""The seam for calls on tensors that are distributed over ranks.
+
+`fused_attn.distributed` computes such calls. No other package knows ranks: attention and norms ask
+here, and `fused_attn.distributed` is imported only when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from fused_attn.base.torch_state import PLAIN_TYPES
+from fused_attn.masks import Mask
+
+if TYPE_CHECKING:
+    from fused_attn.call.unchecked import UncheckedAttention
+
+
+class Handler(Protocol):
+    """Computes attention calls in place of this process alone."""
+
+    def attention(
+        self, call: UncheckedAttention, want_lse: bool, named: str | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute as `autograd.attention` does, but without sinks."""
+
+    def attention_with_weights(
+        self, call: UncheckedAttention, average: bool, named: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute as `autograd.attention_with_weights` does."""
+
+
+context: Handler | None = None  # computes all attention calls; set by context_parallel
+
+
+def handler_of(tensor: object) -> Handler | None:
+    """Return what computes attention on a query, or None if this process does it alone."""
+    if context is not None:
+        return context
+    return dtensors() if is_dtensor(tensor) else None
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return True for a DTensor. torch.distributed.tensor is not imported."""
+    if type(tensor) in PLAIN_TYPES:
+        return False
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def dtensors() -> Any:
+    """Return the handler of DTensors, a module that computes norms, too."""
+    from fused_attn.distributed import dtensors
+
+    return dtensors
+
+
+def heads() -> Any:
+    """Return the module for attention modules whose heads are split over ranks."""
+    from fused_attn.distributed import heads
+
+    return heads
+
+
+def tensors_of(mask: Any) -> list[Tensor]:
+    """Return the tensors of an attn_mask of any kind."""
+    if isinstance(mask, Mask):
+        return mask.tensors()
+    return [mask] if isinstance(mask, Tensor) else []
+
+
+def check_no_dtensors(first: str, tensor: object, **others: object) -> None:
+    """Raise ValueError if an argument is a DTensor, but `tensor`, the argument `first`, is not."""
+    for name, other in others.items():
+        if is_dtensor(other):
+            got = type(tensor).__name__
+            raise ValueError(f"{first} must be a DTensor (as {name}), got a {got}")
+
+
+@contextlib.contextmanager
+def handled_by(handler: Handler | None) -> Iterator[None]:
+    """Compute all attention calls of the process by `handler` within the block; None by itself."""
+    global context
+    before, context = context, handler
+    try:
+        yield
+    finally:
+        context = before

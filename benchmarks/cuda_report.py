@@ -25,7 +25,7 @@ import torch
 from fused_attn import masks
 from fused_attn.backends import cuda, get_backend
 from fused_attn.backends.cuda.module import compiled
-from fused_attn.call.calls import AttentionCall, NormCall
+from fused_attn.call.calls import AttentionBackward, AttentionCall, NormBackward, NormCall
 from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 from fused_attn.tools.terminal import show_table
@@ -172,9 +172,11 @@ def _attention(dtype: torch.dtype, head_dim: int, softcap: float) -> None:
         call = AttentionCall(query, query, query, spec, AttentionOptions(1.0, softcap))
         outputs = backend.attention_fwd(call, True, True)
         backend.attention_weights(call, outputs.lse, outputs.lse_residual, False)
-        backend.attention_bwd(call, outputs, outputs.out, None, spec.bias is not None)
+        backend.attention_bwd(
+            AttentionBackward(call, outputs, outputs.out, None, spec.bias is not None)
+        )
         torch.use_deterministic_algorithms(True)
-        backend.attention_bwd(call, outputs, outputs.out, None, False)
+        backend.attention_bwd(AttentionBackward(call, outputs, outputs.out, None, False))
         torch.use_deterministic_algorithms(False)
 
 
@@ -184,7 +186,7 @@ def _norm(dtype: torch.dtype, columns: int) -> None:
         x = torch.empty(64, width, dtype=dtype)
         call = NormCall(x, None, None, None, NormOptions(1e-5, False))
         _, _, mean, rstd = backend.norm_fwd(call, True, True)
-        backend.norm_bwd(call, mean, rstd, x, None, True, True)
+        backend.norm_bwd(NormBackward(call, mean, rstd, x, None, True, True))
 
 
 def with_launches(kernels: list[Kernel], launched: Launches) -> None:

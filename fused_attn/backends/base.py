@@ -11,12 +11,14 @@ from torch import Tensor
 from fused_attn.backends import weights_bwd
 from fused_attn.backends.problem import Problem
 from fused_attn.call.calls import (
+    AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
-    NormCall,
+    NormBackward,
     NormGradients,
     NormOutputs,
+    WeightsBackward,
 )
 
 Extent = Literal["all", "some", "none"]
@@ -157,14 +159,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def attention_bwd(
-        self,
-        call: AttentionCall,
-        outputs: AttentionOutputs,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs_bias: bool,
-    ) -> AttentionGradients | None:
+    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients | None:
         """Compute the gradients of query, key, value and, if needs_bias, bias.
 
         A backend with accepts_unchecked may receive a call and outputs that are not in
@@ -188,22 +183,12 @@ class Backend:
         """
         raise NotImplementedError
 
-    def attention_weights_bwd(
-        self,
-        call: AttentionCall,
-        lse: Tensor,
-        lse_residual: Tensor,
-        grad_weights: Tensor,
-        average: bool,
-        needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_weights_bwd(self, given: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of query, key and bias for a loss on the attention weights.
 
         The gradient of bias is empty unless needs_bias.
         """
-        return weights_bwd.attention_weights_bwd(
-            call, lse, lse_residual, grad_weights, average, needs_bias
-        )
+        return weights_bwd.attention_weights_bwd(given)
 
     def attention_decode(
         self, call: AttentionCall, update: CacheUpdate
@@ -234,20 +219,10 @@ class Backend:
         """
         raise NotImplementedError
 
-    def norm_bwd(
-        self,
-        call: NormCall,
-        mean: Any,
-        rstd: Tensor,
-        grad_out: Tensor,
-        grad_total: Tensor | None,
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> NormGradients | None:
+    def norm_bwd(self, given: NormBackward) -> NormGradients | None:
         """Compute the gradients of a norm.
 
-        call.input is the normalised sum residual + dropout(input), and call.residual is None. A
-        backend with accepts_unchecked returns None if mean or rstd does not have the dtype and
+        A backend with accepts_unchecked returns None if mean or rstd does not have the dtype and
         layout in which the forward returns it.
         """
         raise NotImplementedError

@@ -20,12 +20,15 @@ from fused_attn.backends.problem import Problem, kernel_limits
 from fused_attn.base.layout import contiguous, kernel_strides
 from fused_attn.base.threads import num_threads
 from fused_attn.call.calls import (
+    AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
+    NormBackward,
     NormCall,
     NormGradients,
     NormOutputs,
+    WeightsBackward,
 )
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention, UncheckedNorm
@@ -104,21 +107,14 @@ class CppBackend(Backend):
         results = _run(_cpu.attention_fwd, call, for_backward, want_lse, num_threads())
         return None if results is None else AttentionOutputs._make(results)
 
-    def attention_bwd(
-        self,
-        call: AttentionCall,
-        outputs: AttentionOutputs,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs_bias: bool,
-    ) -> AttentionGradients | None:
-        rest = needs_bias, num_threads()
-        results = _run(_cpu.attention_bwd, call, outputs, grad_out, grad_lse, *rest)
+    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients | None:
+        call, outputs, grad_out, grad_lse, _ = given
+        results = _run(_cpu.attention_bwd, *given, num_threads())
         if results is None:
             if grad_lse is not None:
                 grad_lse = grad_lse.to(outputs.lse.dtype).contiguous().resolve_neg()
-            given = kernel_strides(grad_out), grad_lse
-            results = _run(_cpu.attention_bwd, call, outputs, *given, *rest)
+            given = given._replace(grad_out=kernel_strides(grad_out), grad_lse=grad_lse)
+            results = _run(_cpu.attention_bwd, *given, num_threads())
         if results is None:
             return None
         query, key, value, bias = results
@@ -138,15 +134,8 @@ class CppBackend(Backend):
         )
         return weights
 
-    def attention_weights_bwd(
-        self,
-        call: AttentionCall,
-        lse: Tensor,
-        lse_residual: Tensor,
-        grad_weights: Tensor,
-        average: bool,
-        needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_weights_bwd(self, given: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
+        call, lse, lse_residual, grad_weights, average, needs_bias = given
         grads = call.gradients(needs_bias, _pooled)
         grad_weights, num_heads = kernel_strides(grad_weights), call.query.shape[1]
         if average:
@@ -173,23 +162,18 @@ class CppBackend(Backend):
             results = _run(_cpu.norm_fwd, call.contiguous_call(), for_backward, want_total, threads)
         return None if results is None else NormOutputs._make(results)
 
-    def norm_bwd(
-        self,
-        call: NormCall,
-        mean: Tensor,
-        rstd: Tensor,
-        grad_out: Tensor,
-        grad_total: Tensor | None,
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> NormGradients | None:
-        rest: Any = needs_weight, needs_bias, num_threads()
-        results = _run(_cpu.norm_bwd, call, mean, rstd, grad_out, grad_total, *rest)
+    def norm_bwd(self, given: NormBackward) -> NormGradients | None:
+        results = _run(_cpu.norm_bwd, *given, num_threads())
         if results is None:
+            call, grad_total = given.call, given.grad_total
             if call.input.numel() == 0:
-                return call.gradients(needs_weight, needs_bias, _zeros)
-            given = grad_out.contiguous(), None if grad_total is None else grad_total.contiguous()
-            results = _run(_cpu.norm_bwd, call.contiguous_call(), mean, rstd, *given, *rest)
+                return call.gradients(given.needs_weight, given.needs_bias, _zeros)
+            given = given._replace(
+                call=call.contiguous_call(),
+                grad_out=given.grad_out.contiguous(),
+                grad_total=None if grad_total is None else grad_total.contiguous(),
+            )
+            results = _run(_cpu.norm_bwd, *given, num_threads())
         return None if results is None else NormGradients._make(results)
 
 

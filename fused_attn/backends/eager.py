@@ -11,6 +11,7 @@ from fused_attn.backends import reference
 from fused_attn.backends.base import Backend
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call.calls import (
+    AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
@@ -33,16 +34,9 @@ class EagerBackend(Backend):
         residual = torch.zeros_like(lse) if call.options.partial else nothing
         return AttentionOutputs(out, lse, residual, nothing)
 
-    def attention_bwd(
-        self,
-        call: AttentionCall,
-        outputs: AttentionOutputs,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs_bias: bool,
-    ) -> AttentionGradients:
+    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients:
         """Compute the gradients of a partial result. Other calls are differentiated by autograd."""
-        return reference.partial_gradients(_unrounded(call), outputs, grad_out, grad_lse)
+        return reference.partial_gradients(given._replace(call=_unrounded(given.call)))
 
     def attention_weights(
         self, call: AttentionCall, lse: Tensor, lse_residual: Tensor, average: bool

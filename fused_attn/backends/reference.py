@@ -15,7 +15,12 @@ from torch import Tensor
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
 from fused_attn.call import packed
-from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs, NormCall
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+    AttentionGradients,
+    NormCall,
+)
 from fused_attn.masks.materialize import materialize
 
 
@@ -33,9 +38,7 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return (weights.to(value.dtype) @ value).masked_fill(empty, 0.0), lse
 
 
-def partial_gradients(
-    call: AttentionCall, outputs: AttentionOutputs, grad_out: Tensor, grad_lse: Tensor | None
-) -> AttentionGradients:
+def partial_gradients(given: AttentionBackward) -> AttentionGradients:
     """Compute the gradients of a partial result (see AttentionOptions) from merged outputs.
 
     With weights P = exp(S - lse), the gradient of the scores is dS = P (dP - delta), where
@@ -43,10 +46,10 @@ def partial_gradients(
     B.4.
 
     Args:
-        call: not packed, with query, key and value in the statistics dtype.
-        outputs: the merged outputs. out_residual is not read.
-        grad_out, grad_lse: gradients of the merged out and lse; grad_lse may be None.
+        given: its call is not packed, with query, key and value in the statistics dtype. Its
+            outputs are the merged ones, whose out_residual is not read.
     """
+    call, outputs, grad_out, grad_lse, _ = given
     bias, dtype = call.mask.bias, call.query.dtype
     leaves = [call.query, call.key, *([] if bias is None else [bias.to(dtype)])]
     leaves = [t.detach().requires_grad_() for t in leaves]

@@ -11,23 +11,19 @@ from torch import Tensor
 
 from fused_attn.base import philox
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.calls import (
+    WeightsBackward,
+)
 from fused_attn.masks.materialize import materialize, of_head
 
 
-def attention_weights_bwd(
-    call: AttentionCall,
-    lse: Tensor,
-    lse_residual: Tensor,
-    grad_weights: Tensor,
-    average: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_weights_bwd(given: WeightsBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and bias for a loss on the attention weights.
 
     The gradient of the scores is dS = P (G - rowsum(P G)). P = exp(S - lse) are the weights before
     dropout, and G is the gradient with respect to P.
     """
+    call, lse, lse_residual, grad_weights, average, needs_bias = given
     query, key, spec, options = call.query, call.key, call.mask, call.options
     scale, softcap = options.scale, options.softcap
     batch, num_heads, seqlen_q, _ = query.shape

@@ -215,6 +215,42 @@ class AttentionCall(Flat):
         return (batch, *heads, seqlen_q, self.key.shape[2])
 
 
+class AttentionBackward(NamedTuple):
+    """A backward of attention.
+
+    Attributes:
+        call, outputs: those of the forward.
+        grad_out: gradient of out.
+        grad_lse: gradient of lse, or None.
+        needs_bias: compute the gradient of bias, too.
+    """
+
+    call: AttentionCall
+    outputs: AttentionOutputs
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    needs_bias: bool
+
+
+class WeightsBackward(NamedTuple):
+    """A backward of the attention weights.
+
+    Attributes:
+        call: the call of the forward.
+        lse, lse_residual: outputs of the forward.
+        grad_weights: gradient of the weights.
+        average: the weights are averaged over heads.
+        needs_bias: compute the gradient of bias, too.
+    """
+
+    call: AttentionCall
+    lse: Tensor
+    lse_residual: Tensor
+    grad_weights: Tensor
+    average: bool
+    needs_bias: bool
+
+
 class NormOutputs(NamedTuple):
     """Results of a norm forward; missing results are None or empty, as in AttentionOutputs.
 
@@ -378,6 +414,26 @@ class NormCall(Flat):
             empty((columns if needs_weight else 0,), (1,), dtype, like.device),
             empty((columns if needs_bias else 0,), (1,), dtype, like.device),
         )
+
+
+class NormBackward(NamedTuple):
+    """A backward of a norm.
+
+    Attributes:
+        call: the result of `NormCall.of_total`, so call.input is the sum that was normalised.
+        mean, rstd: outputs of the forward. mean is None, or empty, for RMS norms.
+        grad_out: gradient of out.
+        grad_total: gradient of the sum, or None.
+        needs_weight, needs_bias: compute these gradients, too.
+    """
+
+    call: NormCall
+    mean: Any
+    rstd: Tensor
+    grad_out: Tensor
+    grad_total: Tensor | None
+    needs_weight: bool
+    needs_bias: bool
 
 
 CallT = TypeVar("CallT", AttentionCall, NormCall)

@@ -22,7 +22,11 @@ from torch.autograd import Function
 from fused_attn.backends import Backend, problem_of, select
 from fused_attn.base.philox import DECISIONS
 from fused_attn.base.torch_state import statistics_dtype
-from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+    AttentionOutputs,
+)
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
 from fused_attn.distributed.plan import Block, Piece, Plan, Step
@@ -346,11 +350,7 @@ class _Block:
         """Return the gradients of the block, from the merged outputs of all query rows."""
         own = AttentionOutputs._make(t if t is None else t[:, :, self.rows] for t in outputs)
         grad_lse = None if grad_lse is None else grad_lse[:, :, self.rows]
-        return ops.attention_bwd(
-            self._call,
-            own.kernel_layout().without_none(),
-            grad_out[:, :, self.rows],
-            grad_lse,
-            needs_bias,
-            self._backend,
-        )
+        outputs = own.kernel_layout().without_none()
+        grad_out = grad_out[:, :, self.rows]
+        given = AttentionBackward(self._call, outputs, grad_out, grad_lse, needs_bias)
+        return ops.attention_bwd(given, self._backend)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from fused_attn.base.flat import Flat, FlatT
 from fused_attn.base.torch_state import batched, is_intercepted, needs_grad, plain_eager
 from fused_attn.call.call_counts import counting
 from fused_attn.call.calls import (
+    AttentionBackward,
     AttentionCall,
     AttentionOutputs,
+    NormBackward,
     NormCall,
     NormOutputs,
+    WeightsBackward,
     with_options,
 )
 from fused_attn.call.handlers import (
@@ -402,30 +406,19 @@ class _Attention(Function):
         needs_bias = _needs_input_grad(ctx, _BIAS)
         grads: Any = None
         if backend.accepts_unchecked and _plain(given, grad_lse):
-            grads = backend.attention_bwd(call, outputs, given, grad_lse, needs_bias)
+            grads = backend.attention_bwd(
+                AttentionBackward(call, outputs, given, grad_lse, needs_bias)
+            )
         if grads is None:
             call, outputs = call.kernel_layout(), outputs.kernel_layout()
-            grads = _gradients(call, outputs, given, grad_lse, needs_bias, backend)
+            what = AttentionBackward(call, outputs, given, grad_lse, needs_bias)
+            grads = differentiated(
+                partial(ops.attention_bwd, what, backend), call, call.DIFFERENTIABLE,
+                (given, grad_lse), reference.attention,
+            )  # fmt: skip
         query, key, value, bias = grads
         grads = (query, key, value, bias if needs_bias else None)[: len(tensors)]
         return (*(None,) * 4, *grads, *(None,) * (len(tensors) - len(grads)))
-
-
-def _gradients(
-    call: AttentionCall,
-    outputs: AttentionOutputs,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    needs_bias: bool,
-    backend: Backend,
-) -> Any:
-    """Return the gradients of query, key, value and bias, differentiable with create_graph=True."""
-
-    def run() -> Any:
-        return ops.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias, backend)
-
-    given = grad_out, grad_lse
-    return differentiated(run, call, call.DIFFERENTIABLE, given, reference.attention)
 
 
 class _Weights(Function):
@@ -450,10 +443,8 @@ class _Weights(Function):
         call, average = ctx.call.with_tensors(tensors).kernel_layout(), ctx.average
         needs_bias = _needs_input_grad(ctx, _BIAS)
 
-        def run() -> Any:
-            return ops.attention_weights_bwd(
-                call, lse, lse_residual, grad_weights, average, needs_bias, ctx.backend
-            )
+        what = WeightsBackward(call, lse, lse_residual, grad_weights, average, needs_bias)
+        run = partial(ops.attention_weights_bwd, what, ctx.backend)
 
         def weights(call: AttentionCall) -> tuple[Tensor]:
             return (reference.attention_weights(call, average),)
@@ -497,36 +488,28 @@ class _Norm(Function):
             return (None,) * len(ctx.needs_input_grad)
         needs = _needs_input_grad(ctx, _NORM_WEIGHT), _needs_input_grad(ctx, _NORM_BIAS)
         given = torch.zeros_like(total) if grad_out is None else grad_out
-        saved = call.of_total(total), mean, rstd, given, grad_total
+        what = NormBackward(call.of_total(total), mean, rstd, given, grad_total, *needs)
         grads: Any = None
         if backend.accepts_unchecked and _plain(given, grad_total):
-            grads = backend.norm_bwd(*saved, *needs)
+            grads = backend.norm_bwd(what)
         if grads is None:
-            grads = _norm_gradients(call, *saved, needs, backend)
+            grads = _norm_gradients(call, what, backend)
         return (None, None, None, *_by_norm_tensor(call, grads, needs)[: len(tensors)])
 
 
-def _norm_gradients(
-    call: NormCall,
-    of_total: NormCall,
-    mean: Tensor | None,
-    rstd: Tensor,
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    needs: tuple[bool, bool],
-    backend: Backend,
-) -> Any:
-    """Return gradients of input, sum, weight and bias, differentiable with create_graph=True."""
-    mean, rstd = mean if mean is None else mean.contiguous(), rstd.contiguous()
+def _norm_gradients(call: NormCall, given: NormBackward, backend: Backend) -> Any:
+    """Return gradients of input, sum, weight and bias, differentiable with create_graph=True.
 
-    def run() -> Any:
-        return ops.norm_bwd(of_total, mean, rstd, grad_out, grad_total, *needs, backend)
-
+    Args:
+        call: the call of the forward.
+    """
+    mean = None if given.mean is None else given.mean.contiguous()
+    run = partial(ops.norm_bwd, given._replace(mean=mean, rstd=given.rstd.contiguous()), backend)
     # Without dropout, the gradients of input and residual both equal the gradient of the sum.
     dropped = call.options.dropout_p > 0.0
     of_sum = "residual" if call.residual is not None else None if dropped else "input"
     names = ("input" if dropped else None, of_sum, "weight", "bias")
-    return differentiated(run, call, names, (grad_out, grad_total), reference.norm)
+    return differentiated(run, call, names, (given.grad_out, given.grad_total), reference.norm)
 
 
 def _by_norm_tensor(

@@ -17,12 +17,15 @@ from fused_attn.base.flat import Flat
 from fused_attn.base.namespace import NAMESPACE, OPS
 from fused_attn.base.torch_state import batched_by_autograd, plain_eager
 from fused_attn.call.calls import (
+    AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
+    NormBackward,
     NormCall,
     NormGradients,
     NormOutputs,
+    WeightsBackward,
 )
 from fused_attn.call.packed import check_cu_seqlens
 from fused_attn.call.validation import check_length
@@ -51,25 +54,14 @@ def attention_fwd(
     return AttentionOutputs(*OPS.attention_fwd(*call.flat(), for_backward, want_lse, backend.name))
 
 
-def attention_bwd(
-    call: AttentionCall,
-    outputs: AttentionOutputs,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    needs_bias: bool,
-    backend: Backend,
-) -> AttentionGradients:
+def attention_bwd(given: AttentionBackward, backend: Backend) -> AttentionGradients:
     """Compute the gradients of query, key, value and bias.
 
-    Args:
-        call: the call of the forward, in `kernel_layout()`.
-        outputs: outputs of the forward, in `kernel_layout()`.
-        grad_out: gradient of out.
-        grad_lse: gradient of lse, or None.
-        needs_bias: compute the gradient of bias.
+    The call and the outputs are in `kernel_layout()`.
     """
+    call, outputs, grad_out, grad_lse, needs_bias = given
     if plain_eager(grad_out, *call.tensors()) and not batched_by_autograd(grad_out, grad_lse):
-        grads = backend.attention_bwd(call, outputs, grad_out, grad_lse, needs_bias)
+        grads = backend.attention_bwd(given)
         assert grads is not None  # the call is in kernel_layout()
         return grads
     rest = (*outputs.without_none(), grad_out, grad_lse, needs_bias, backend.name)
@@ -94,22 +86,17 @@ def attention_weights(
 
 
 def attention_weights_bwd(
-    call: AttentionCall,
-    lse: Tensor,
-    lse_residual: Tensor,
-    grad_weights: Tensor,
-    average: bool,
-    needs_bias: bool,
-    backend: Backend,
+    given: WeightsBackward, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and bias for a gradient of `attention_weights`.
 
     The gradient of bias is an empty tensor without needs_bias.
     """
-    args = (lse, lse_residual, grad_weights, average, needs_bias)
+    call, *rest = given
+    grad_weights = given.grad_weights
     if plain_eager(*call.tensors(), grad_weights) and not batched_by_autograd(grad_weights):
-        return backend.attention_weights_bwd(call, *args)
-    return OPS.attention_weights_bwd(*call.flat(), *args, backend.name)
+        return backend.attention_weights_bwd(given)
+    return OPS.attention_weights_bwd(*call.flat(), *rest, backend.name)
 
 
 def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: bool) -> NormOutputs:
@@ -128,38 +115,22 @@ def norm_fwd(call: NormCall, backend: Backend, for_backward: bool, want_total: b
     return NormOutputs(*OPS.norm_fwd(*call.flat(), backend.name))
 
 
-def norm_bwd(
-    call: NormCall,
-    mean: Tensor | None,
-    rstd: Tensor,
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    needs_weight: bool,
-    needs_bias: bool,
-    backend: Backend,
-) -> NormGradients:
-    """Compute the gradients of a norm.
-
-    Args:
-        call: the result of `NormCall.of_total`, so call.input is the sum that was normalised.
-        mean, rstd: statistics of the forward; mean is None for RMS norms.
-        grad_out: gradient of out.
-        grad_total: gradient of the sum, or None.
-    """
-    needs = (needs_weight, needs_bias)
-    eager = plain_eager(grad_out, grad_total, *call.tensors())
-    if eager and not batched_by_autograd(grad_out, grad_total):
-        grads = backend.norm_bwd(call, mean, rstd, *_resolved(grad_out, grad_total), *needs)
-        assert grads is not None
-        return grads
-    mean = rstd.new_empty(0) if mean is None else mean
-    args = (mean, rstd, grad_out, grad_total, *needs, backend.name)
-    return NormGradients(*OPS.norm_bwd(*call.flat(), *args))
+def norm_bwd(given: NormBackward, backend: Backend) -> NormGradients:
+    """Compute the gradients of a norm."""
+    call, grads = given.call, (given.grad_out, given.grad_total)
+    if plain_eager(*grads, *call.tensors()) and not batched_by_autograd(*grads):
+        return _norm_gradients(given, backend)
+    mean = given.rstd.new_empty(0) if given.mean is None else given.mean
+    return NormGradients(*OPS.norm_bwd(*call.flat(), mean, *given[2:], backend.name))
 
 
-def _resolved(grad_out: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients without the negative bit, which kernels ignore."""
-    return grad_out.resolve_neg(), None if grad_total is None else grad_total.resolve_neg()
+def _norm_gradients(given: NormBackward, backend: Backend) -> NormGradients:
+    """Run the kernels, which ignore the negative bit of gradients."""
+    grad_out, grad_total = given.grad_out.resolve_neg(), given.grad_total
+    grad_total = None if grad_total is None else grad_total.resolve_neg()
+    grads = backend.norm_bwd(given._replace(grad_out=grad_out, grad_total=grad_total))
+    assert grads is not None  # mean and rstd are contiguous
+    return grads
 
 
 # ---- implementations ----------------------------------------------------------------------------
@@ -197,8 +168,8 @@ def _run_attention_bwd(
     if any(t is not None and t.shape != rows for t in (grad_lse, lse, lse_residual)):
         raise ValueError(f"lse and its gradient must have shape {tuple(rows)}")
     outputs = AttentionOutputs(out, lse, lse_residual, out_residual).kernel_layout()
-    rest = (outputs, grad_out, grad_lse, needs_bias)
-    grads = get_backend(backend).attention_bwd(call.kernel_layout(), *rest)
+    given = AttentionBackward(call.kernel_layout(), outputs, grad_out, grad_lse, needs_bias)
+    grads = get_backend(backend).attention_bwd(given)
     assert grads is not None  # the call is in kernel_layout()
     return grads.without_none()
 
@@ -210,20 +181,13 @@ def _run_attention_weights(
     return get_backend(backend).attention_weights(call.kernel_layout(), lse, lse_residual, average)
 
 
-def _run_attention_weights_bwd(
-    call: AttentionCall,
-    lse: Tensor,
-    lse_residual: Tensor,
-    grad_weights: Tensor,
-    average: bool,
-    needs_bias: bool,
-    backend: str,
-) -> Any:
-    _check_weights(call, lse, lse_residual)
-    if grad_weights.shape != call.weights_shape(average):
-        raise ValueError(f"grad_weights must have shape {call.weights_shape(average)}")
-    args = (lse, lse_residual, grad_weights, average, needs_bias)
-    return get_backend(backend).attention_weights_bwd(call.kernel_layout(), *args)
+def _run_attention_weights_bwd(call: AttentionCall, *rest: Any) -> Any:
+    given = WeightsBackward(call, *rest[:-1])
+    _check_weights(call, given.lse, given.lse_residual)
+    if given.grad_weights.shape != call.weights_shape(given.average):
+        raise ValueError(f"grad_weights must have shape {call.weights_shape(given.average)}")
+    given = given._replace(call=call.kernel_layout())
+    return get_backend(rest[-1]).attention_weights_bwd(given)
 
 
 def _run_norm_fwd(call: NormCall, backend: str) -> Any:
@@ -238,20 +202,11 @@ def _run_norm_fwd(call: NormCall, backend: str) -> Any:
     return outputs.without_none()
 
 
-def _run_norm_bwd(
-    call: NormCall,
-    mean: Tensor,
-    rstd: Tensor,
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    needs_weight: bool,
-    needs_bias: bool,
-    backend: str,
-) -> Any:
-    total, weight = call.input, call.weight
-    if total.dim() == 0 or any(
-        t is not None and t.shape != total.shape for t in (grad_out, grad_total)
-    ):
+def _run_norm_bwd(call: NormCall, *rest: Any) -> Any:
+    given = NormBackward(call, *rest[:-1])
+    total, weight, mean, rstd = call.input, call.weight, given.mean, given.rstd
+    grads = given.grad_out, given.grad_total
+    if total.dim() == 0 or any(t is not None and t.shape != total.shape for t in grads):
         raise ValueError("total and the gradients must have one shape (*, columns)")
     statistics = (rstd,) if call.options.rms else (mean, rstd)
     if any(t.shape != (call.rows,) for t in statistics) or (
@@ -259,11 +214,8 @@ def _run_norm_bwd(
     ):
         raise ValueError("mean and rstd must have shape (rows,), weight (columns,)")
     _check_dropout(call)
-    mean, rstd, grads = mean.contiguous(), rstd.contiguous(), _resolved(grad_out, grad_total)
-    needs = needs_weight, needs_bias
-    results = get_backend(backend).norm_bwd(call, mean, rstd, *grads, *needs)
-    assert results is not None
-    return results.without_none()
+    given = given._replace(mean=mean.contiguous(), rstd=rstd.contiguous())
+    return _norm_gradients(given, get_backend(rest[-1])).without_none()
 
 
 # Argument checks of the ops, for users who call torch.ops.fused_attn directly. The public functions

@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_attn.backends import Backend, problem_of, select
-from fused_attn.call.calls import AttentionCall
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+)
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.masks.restrict import of_positions
 
@@ -52,7 +55,8 @@ class _Merged(Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         grad_out = grad_out.contiguous()
         grads = [
-            ctx.backend.attention_bwd(part, ctx.merged, grad_out, None, False) for part in ctx.parts
+            ctx.backend.attention_bwd(AttentionBackward(part, ctx.merged, grad_out, None, False))
+            for part in ctx.parts
         ]
         dtype = grad_out.dtype
         query = sum(own.query for own in grads).to(dtype)

@@ -22,7 +22,13 @@ from triton_compiler import ARCHS, SHARED_LIMITS, Compiled, compiling_for
 
 from fused_attn.backends import get_backend
 from fused_attn.backends.triton.tuning import WIDTHS
-from fused_attn.call.calls import AttentionCall, NormCall, with_options
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+    NormBackward,
+    NormCall,
+    with_options,
+)
 from fused_attn.call.options import AttentionOptions, NormOptions
 from fused_attn.masks.spec import MaskSpec, normalize
 
@@ -82,7 +88,9 @@ def attention(
             if not decodes:
                 outputs = with_options(call, partial=False).outputs(True)
                 out, lse, *_ = outputs
-                BACKEND.attention_bwd(call, outputs, out, lse, spec.bias is not None)
+                BACKEND.attention_bwd(
+                    AttentionBackward(call, outputs, out, lse, spec.bias is not None)
+                )
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     return kernels
@@ -225,14 +233,15 @@ def test_norm(dtype, columns, arch):
         call = NormCall(rows, rows, weight, weight, NormOptions(1e-5, False, 0.1, seed))
         _, total, mean, rstd = BACKEND.norm_fwd(call, True, True)
         of_total = replace(call, input=total, residual=None)
-        BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
+        BACKEND.norm_bwd(NormBackward(of_total, mean, rstd, rows, rows, True, True))
         offsets = torch.zeros(4, dtype=torch.int64)
         BACKEND.norm_fwd(with_options(call, dropout_offsets=offsets), True, True)
         of_total = with_options(of_total, dropout_offsets=offsets)
-        BACKEND.norm_bwd(of_total, mean, rstd, rows, rows, True, True)
+        BACKEND.norm_bwd(NormBackward(of_total, mean, rstd, rows, rows, True, True))
         view = torch.empty(8, 9, columns, dtype=dtype)[:, 1:]
         BACKEND.norm_fwd(replace(call, input=view, residual=view), True, True)
-        BACKEND.norm_bwd(replace(of_total, input=view), mean, rstd, view, view, True, True)
+        strided = replace(of_total, input=view)
+        BACKEND.norm_bwd(NormBackward(strided, mean, rstd, view, view, True, True))
     check(kernels, arch)
     wide = "_load_dwordx4" if arch == "gfx942" else ".v4."
     assert all(wide in kernel.text for kernel in kernels)

@@ -11,7 +11,7 @@ from helpers import BACKENDS, DTYPES, ISAS, Reference, device_of, drawn, runnabl
 
 from fused_attn.backends import cpp, get_backend, problem_of, reference, select
 from fused_attn.backends.flash import _common_refusals as flash_refusals
-from fused_attn.call.calls import AttentionCall, with_options
+from fused_attn.call.calls import AttentionBackward, AttentionCall, with_options
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
 from fused_attn.masks.spec import MaskSpec, with_summaries
@@ -79,8 +79,8 @@ def assert_unrounded(backend, dtype, shape, dropout_p=0.0, for_backward=True):
         far = (part.out.view(torch.int32) - bits).abs() > 1
         assert not bool(far[whole.out.abs() > 2**-13].any())
     with deterministic(part.out.is_cuda):
-        grads = kernels.attention_bwd(call, whole, grad_out, None, False)
-        parts = kernels.attention_bwd(partial, whole, grad_out, None, False)
+        grads = kernels.attention_bwd(AttentionBackward(call, whole, grad_out, None, False))
+        parts = kernels.attention_bwd(AttentionBackward(partial, whole, grad_out, None, False))
     for name in ("query", "key", "value"):
         got, expected = getattr(parts, name), getattr(grads, name)
         assert got.dtype == wide
@@ -167,7 +167,8 @@ def test_bias_gradients_of_parts_add_up(backend, dtype, sizes):
         merged.add(kernels.attention_fwd(part, True, True), slice(None))
     outputs = merged.finish(dtype).without_none()
     grad_lse = torch.randn(outputs.lse.shape, generator=drawn(5)).to(bias.device)
-    grads = [kernels.attention_bwd(p, outputs, grad_out, grad_lse, True).bias for p in parts]
+    given = [AttentionBackward(p, outputs, grad_out, grad_lse, True) for p in parts]
+    grads = [kernels.attention_bwd(own).bias for own in given]
     assert all(grad.dtype == torch.float32 for grad in grads)
     got = sum(grads) if sizes[1] == 1 else torch.cat(grads, -1)
 

@@ -18,9 +18,11 @@ from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
 from fused_attn.call.calls import (
+    AttentionBackward,
     AttentionCall,
     AttentionGradients,
     AttentionOutputs,
+    NormBackward,
     NormCall,
     NormGradients,
     NormOutputs,
@@ -67,16 +69,9 @@ class CudaBackend(Backend):
         attention.attention_fwd(call, outputs)
         return outputs
 
-    def attention_bwd(
-        self,
-        call: AttentionCall,
-        outputs: AttentionOutputs,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs_bias: bool,
-    ) -> AttentionGradients:
-        grads = call.gradients(needs_bias)
-        attention.attention_bwd(call, outputs, grad_out, grad_lse, grads)
+    def attention_bwd(self, given: AttentionBackward) -> AttentionGradients:
+        grads = given.call.gradients(given.needs_bias)
+        attention.attention_bwd(given, grads)
         return grads
 
     def attention_weights(
@@ -96,18 +91,9 @@ class CudaBackend(Backend):
         norm.norm_fwd(call, outputs)
         return outputs
 
-    def norm_bwd(
-        self,
-        call: NormCall,
-        mean: Tensor,
-        rstd: Tensor,
-        grad_out: Tensor,
-        grad_total: Tensor | None,
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> NormGradients:
-        grads = call.gradients(needs_weight, needs_bias)
-        norm.norm_bwd(call, mean, rstd, grad_out, grad_total, grads)
+    def norm_bwd(self, given: NormBackward) -> NormGradients:
+        grads = given.call.gradients(given.needs_weight, given.needs_bias)
+        norm.norm_bwd(given, grads)
         return grads
 
 

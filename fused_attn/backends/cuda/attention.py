@@ -18,7 +18,12 @@ from fused_attn.backends.cuda.module import (
     times_to_fill,
 )
 from fused_attn.backends.fields import empty_summary
-from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+    AttentionGradients,
+    AttentionOutputs,
+)
 from fused_attn.masks.spec import with_summaries
 
 # Kernels load rows in chunks of CHUNK_BYTES. They compute offsets within a tile in 32 bits, which
@@ -107,14 +112,9 @@ def num_decode_splits(query: Tensor, key: Tensor, batch: int, seqlen_q: int, seq
     return max(1, min(longest, resident_blocks // blocks))
 
 
-def attention_bwd(
-    call: AttentionCall,
-    outputs: AttentionOutputs,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    grads: AttentionGradients,
-) -> None:
+def attention_bwd(given: AttentionBackward, grads: AttentionGradients) -> None:
     """Compute the gradients, and write them to `grads`. An empty grads.bias is skipped."""
+    call, outputs, grad_out, grad_lse, _ = given
     query, spec, lse = call.query, call.mask, outputs.lse
     if 0 in (query.shape[1], *call.sizes()):
         for tensor in grads:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from fused_attn.backends.cuda.module import compiled, num_multiprocessors, run
 from fused_attn.base.layout import rows_in_place
-from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
+from fused_attn.call.calls import (
+    NormBackward,
+    NormCall,
+    NormGradients,
+    NormOutputs,
+)
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
@@ -19,15 +22,9 @@ def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
     run("norm_fwd", call.input.device, call, {**_seed(call), **outputs._asdict()})
 
 
-def norm_bwd(
-    call: NormCall,
-    mean: Tensor,
-    rstd: Tensor,
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    grads: NormGradients,
-) -> None:
+def norm_bwd(given: NormBackward, grads: NormGradients) -> None:
     """Compute the gradients, and write them to `grads`. Empty weight and bias are skipped."""
+    call, mean, rstd, grad_out, grad_total, *_ = given
     total, columns = call.input, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()

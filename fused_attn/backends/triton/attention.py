@@ -38,7 +38,12 @@ from fused_attn.backends.triton.tuning import (
 from fused_attn.backends.triton.weights import attention_weights_kernel
 from fused_attn.base.layout import kernel_strides
 from fused_attn.base.philox import dropout_scale, dropout_threshold
-from fused_attn.call.calls import AttentionCall, AttentionGradients, AttentionOutputs
+from fused_attn.call.calls import (
+    AttentionBackward,
+    AttentionCall,
+    AttentionGradients,
+    AttentionOutputs,
+)
 from fused_attn.masks.spec import MaskSpec
 
 _NO_LISTS = TileLists(None, None, 1)
@@ -97,14 +102,9 @@ def _decode(args: LaunchArguments, out: Tensor, lse: Tensor) -> None:
     )  # fmt: skip
 
 
-def attention_bwd(
-    call: AttentionCall,
-    outputs: AttentionOutputs,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    grads: AttentionGradients,
-) -> None:
+def attention_bwd(given: AttentionBackward, grads: AttentionGradients) -> None:
     """Compute the gradients, and write them to `grads`. An empty grads.bias is skipped."""
+    call, outputs, grad_out, grad_lse, _ = given
     query, (out, lse, lse_residual, out_residual) = call.query, outputs
     needs_bias = grads.bias.numel() > 0
     args = LaunchArguments(call)

@@ -12,7 +12,12 @@ from fused_attn.backends.triton.launch import Arch, arch_of, launch
 from fused_attn.backends.triton.norm import Dropout, Matrix, Runs, norm_bwd_kernel, norm_fwd_kernel
 from fused_attn.base.layout import rows_in_place
 from fused_attn.base.philox import dropout_scale, dropout_threshold
-from fused_attn.call.calls import NormCall, NormGradients, NormOutputs
+from fused_attn.call.calls import (
+    NormBackward,
+    NormCall,
+    NormGradients,
+    NormOutputs,
+)
 
 
 def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
@@ -44,15 +49,9 @@ def norm_fwd(call: NormCall, outputs: NormOutputs) -> None:
     )
 
 
-def norm_bwd(
-    call: NormCall,
-    mean: Tensor,
-    rstd: Tensor,
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    grads: NormGradients,
-) -> None:
+def norm_bwd(given: NormBackward, grads: NormGradients) -> None:
     """Compute the gradients, and write them to `grads`. Empty weight and bias are skipped."""
+    call, mean, rstd, grad_out, grad_total, *_ = given
     total, rows, columns = call.input, call.rows, call.input.shape[-1]
     if total.numel() == 0:
         grads.weight.zero_(), grads.bias.zero_()

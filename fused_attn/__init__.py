@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 
 from fused_attn import masks, nn
 from fused_attn.backends import available_backends, use_backend
+from fused_attn.call import handlers as _handlers
 from fused_attn.call.call_counts import stats
 from fused_attn.decode import decode_attention
 from fused_attn.functional import layer_norm, rms_norm, scaled_dot_product_attention
@@ -49,6 +50,15 @@ __all__ = [
 ]
 
 register_with_transformers()
+
+
+def _modules_of_ranks() -> tuple[_Any, _Any]:
+    from fused_attn.distributed import dtensors, heads
+
+    return dtensors, heads
+
+
+_handlers.modules_of_ranks = _modules_of_ranks
 
 
 def __getattr__(name: str) -> _Any:

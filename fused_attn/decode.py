@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from fused_attn import masks
 from fused_attn.backends import AttentionProblem, CacheUpdate, problem_of, select
-from fused_attn.backends.registry import backend_is_set, cached_choice
+from fused_attn.backends.registry import choose, wanted_backend
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import host_readable, plain_eager
 from fused_attn.call.calls import AttentionCall
@@ -213,14 +213,14 @@ def _of_cpu(
     """
     if query.device.type != "cpu" or any_autocast():
         return None
-    if not plain_eager(query, *caches, key, value) or backend_is_set():
+    if not plain_eager(query, *caches, key, value) or wanted_backend():
         return None
     options.checked(query.shape[3], query.device)
     if known[0] != known[1]:
         # torch's kernels multiply masked weights of 0 by the values beyond the end of a shorter
         # sequence, which may be NaN. The full path zeroes those rows.
         sizes = query.shape[3], caches[1].shape[3]
-        backend = cached_choice(AttentionProblem(query.device, query.dtype, *sizes))
+        backend = choose(AttentionProblem(query.device, query.dtype, *sizes))[0]
         if backend is None or backend.wraps_torch:
             return None
     seqlen_new = 0

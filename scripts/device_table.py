@@ -49,9 +49,8 @@ def pretended(device_type: str) -> Iterator[list[str]]:
         return backend
 
     with contextlib.ExitStack() as stack:
-        for module in (autograd, weights):
-            stack.enter_context(mock.patch.object(module, "problem_of", problem))
-            stack.enter_context(mock.patch.object(module, "select", select))
+        stack.enter_context(mock.patch.object(autograd, "problem_of", problem))
+        stack.enter_context(mock.patch.object(autograd, "select", select))
         stack.enter_context(mock.patch.object(autograd, "backend_for_unchecked", to_try))
         stack.enter_context(mock.patch.object(registry, "_notified", set()))
         registry._first_on.cache_clear()

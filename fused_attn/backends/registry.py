@@ -91,12 +91,9 @@ def use_backend(name: str) -> Iterator[None]:
 
 def wanted_backend() -> str | None:
     """Return the name set by `use_backend`, else the one in FUSED_ATTN_BACKEND, else None."""
-    return _override or os.environ.get(_VARIABLE) or None
-
-
-def backend_is_set() -> bool:
-    """Return True if `use_backend` or FUSED_ATTN_BACKEND is set. Dynamo cannot trace this."""
-    return bool(_override or environment(_VARIABLE))
+    if torch.compiler.is_compiling():  # Dynamo cannot trace `environment`, which is faster
+        return _override or os.environ.get(_VARIABLE) or None
+    return _override or environment(_VARIABLE) or None
 
 
 def default_backend(device: torch.device) -> Backend | None:
@@ -110,44 +107,6 @@ def default_backend(device: torch.device) -> Backend | None:
     # Dynamo warns about functools.cache, so it traces the uncached function.
     first_on = _first_on.__wrapped__ if torch.compiler.is_compiling() else _first_on
     return first_on(device, verdicts.changes)
-
-
-def backend_for_unchecked(
-    call: UncheckedAttention | UncheckedNorm, device: torch.device, named: str | None
-) -> Backend | None:
-    """Return the backend to try on an unvalidated call; None if it must be validated first.
-
-    Args:
-        call: an unvalidated call whose `prepare` returned True.
-        device: the device of the tensors of the call.
-        named: the backend name that the caller passed, or None.
-    """
-    wanted = named or _override or environment(_VARIABLE)
-    if wanted:
-        backend = BACKENDS.get(wanted)
-    else:
-        backend = _first_on(device, verdicts.changes)
-        if (backend is None or _is_too_wide(call, backend)) and _is_known(call):
-            backend = cached_choice(problem_of(call))
-    return backend if backend is not None and backend.accepts_unchecked else None
-
-
-def _is_too_wide(call: UncheckedAttention | UncheckedNorm, backend: Backend) -> bool:
-    """Return True if a default backend does not take the head_dim of an unvalidated call."""
-    return isinstance(call, UncheckedAttention) and call.query.shape[-1] > backend.max_head_dim
-
-
-def backend_of_torch() -> Backend:
-    """Return the backend that wraps torch's kernels."""
-    return BACKENDS["sdpa"]
-
-
-def _is_known(call: UncheckedAttention | UncheckedNorm) -> bool:
-    """Return True if `problem_of` can be computed from an unvalidated call."""
-    if isinstance(call, UncheckedNorm):
-        return True
-    tensors = call.query, call.key, call.value
-    return all(t.dim() == 4 for t in tensors) and call.resolve_mask() is not None
 
 
 @functools.cache
@@ -167,28 +126,27 @@ def _first_on(device: torch.device, changes: int) -> Backend | None:
     return None
 
 
-def cached_choice(problem: Problem) -> Backend | None:
-    """Return the backend that `select` chooses if none is named, or None. Results are cached."""
-    return _chosen(problem, verdicts.changes, torch.are_deterministic_algorithms_enabled())
+def backend_for_unchecked(
+    call: UncheckedAttention | UncheckedNorm, device: torch.device, named: str | None
+) -> Backend | None:
+    """Return the backend to try on an unvalidated call; None if it must be validated first.
 
+    Args:
+        call: an unvalidated call whose `prepare` returned True.
+        device: the device of the tensors of the call.
+        named: the backend name that the caller passed, or None.
+    """
+    if named:
+        backend = BACKENDS.get(named)
+    else:
+        backend = default_backend(device)
+        depends = backend is None or (
+            isinstance(call, UncheckedAttention) and call.query.shape[-1] > backend.max_head_dim
+        )
+        if depends and not wanted_backend() and call.is_resolved():
+            backend = choose(problem_of(call))[0]
+    return backend if backend is not None and backend.accepts_unchecked else None
 
-@functools.lru_cache(maxsize=4096)
-def _chosen(problem: Problem, changes: int, deterministic: bool) -> Backend | None:
-    """Return the choice for a problem; the other arguments are what it depends on besides."""
-    return choose(problem)[0]
-
-
-def _notify(backend: Backend, device_type: str) -> None:
-    """Emit the fallback warning of a backend once per process, unless verdicts are stored."""
-    if torch.compiler.is_compiling() or (backend.name, device_type) in _notified:
-        return
-    _notified.add((backend.name, device_type))
-    warning = backend.fallback_warning(device_type)
-    if warning is not None and not verdicts.any_stored(device_type):
-        warnings.warn(warning, stacklevel=2)
-
-
-_notified: set[tuple[str, str]] = set()
 
 Refusals = list[tuple[str, list[str]]]  # pairs of a backend name and its reasons
 
@@ -204,45 +162,64 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
         NotImplementedError: no candidate supports the problem. The message lists their reasons.
         ValueError: no backend has that name.
     """
-    # Dynamo warns about functools.lru_cache, so it traces the uncached function.
-    unnamed = not (backend or wanted_backend())
-    if unnamed and not torch.compiler.is_compiling():
-        known = cached_choice(problem)
-        if known is not None:
-            _notify(known, problem.device.type)
-            return known
     chosen, refusals = choose(problem, backend)
     if chosen is None:
         reasons = " | ".join(f"{name}: {'; '.join(against)}" for name, against in refusals)
-        if _source_of(backend) == _VARIABLE:
+        if not backend and not _override and wanted_backend():
             reasons += f" ({_VARIABLE}={wanted_backend()} allows no other)"
         raise NotImplementedError(f"no backend takes {problem}: {reasons}")
-    if unnamed:
+    if not (backend or wanted_backend()):
         _notify(chosen, problem.device.type)
     return chosen
 
 
-def _source_of(backend: str | None) -> str:
-    """Return "backend" or _VARIABLE, whichever named the backend, for error messages."""
-    by_argument = backend or _override or not os.environ.get(_VARIABLE)
-    return "backend" if by_argument else _VARIABLE
-
-
 def choose(problem: Problem, backend: str | None = None) -> tuple[Backend | None, Refusals]:
-    """Return the backend that `select` chooses, or None, and why earlier candidates reject it."""
+    """Return the backend that `select` chooses, or None, and why earlier candidates reject it.
+
+    Choices among all backends are cached, and must not be changed.
+    """
     wanted = backend or wanted_backend()
-    source = _source_of(backend)
-    candidates = (get_backend(wanted, source),) if wanted else tuple(BACKENDS.values())
+    if wanted:
+        argument = "backend" if backend or _override else _VARIABLE
+        candidate = get_backend(wanted, argument)
+        against = candidate.unsupported(problem)
+        return (None, [(wanted, against)]) if against else (candidate, [])
+    settings = verdicts.changes, torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling():  # Dynamo warns about functools.lru_cache
+        return _first_for.__wrapped__(problem, *settings)
+    try:
+        return _first_for(problem, *settings)
+    except TypeError:  # symbolic sizes have no hash
+        return _first_for.__wrapped__(problem, *settings)
+
+
+@functools.lru_cache(maxsize=4096)
+def _first_for(
+    problem: Problem, changes: int, deterministic: bool
+) -> tuple[Backend | None, Refusals]:
+    """Return as `choose` without a wanted backend. The settings are what it depends on besides."""
     refusals: Refusals = []
     instead_of_eager: Backend | None = None
-    for candidate in candidates:
+    for candidate in BACKENDS.values():
         reasons = candidate.unsupported(problem)
-        if not wanted:
-            if not reasons and candidate.replaces_eager(problem):
-                instead_of_eager = instead_of_eager or candidate
-            reasons = reasons + candidate.opt_in_reasons(problem)
+        if not reasons and candidate.replaces_eager(problem):
+            instead_of_eager = instead_of_eager or candidate
+        reasons = reasons + candidate.opt_in_reasons(problem)
         if not reasons:
-            is_last = candidate is candidates[-1]
+            is_last = candidate.name == "eager"
             return (instead_of_eager or candidate) if is_last else candidate, refusals
         refusals.append((candidate.name, reasons))
     return None, refusals
+
+
+def _notify(backend: Backend, device_type: str) -> None:
+    """Emit the fallback warning of a backend once per process, unless verdicts are stored."""
+    if torch.compiler.is_compiling() or (backend.name, device_type) in _notified:
+        return
+    _notified.add((backend.name, device_type))
+    warning = backend.fallback_warning(device_type)
+    if warning is not None and not verdicts.any_stored(device_type):
+        warnings.warn(warning, stacklevel=2)
+
+
+_notified: set[tuple[str, str]] = set()

@@ -35,6 +35,8 @@ class Handler(Protocol):
 
 
 context: Handler | None = None  # computes all attention calls; set by context_parallel
+# Imports the two modules below; set by fused_attn/__init__.py, which may import from all floors.
+modules_of_ranks: Any = None
 
 
 def handler_of(tensor: object) -> Handler | None:
@@ -53,17 +55,13 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def dtensors() -> Any:
-    """Return the handler of DTensors, a module that computes norms, too."""
-    from fused_attn.distributed import dtensors
-
-    return dtensors
+    """Return the handler of DTensors, distributed/dtensors.py, which computes norms, too."""
+    return modules_of_ranks()[0]
 
 
 def heads() -> Any:
-    """Return the module for attention modules whose heads are split over ranks."""
-    from fused_attn.distributed import heads
-
-    return heads
+    """Return distributed/heads.py, for attention modules whose heads are split over ranks."""
+    return modules_of_ranks()[1]
 
 
 def tensors_of(mask: Any) -> list[Tensor]:

@@ -87,6 +87,11 @@ class UncheckedAttention:
             )
         return self.mask
 
+    def is_resolved(self) -> bool:
+        """Return True if the call has 4-D tensors and a MaskSpec, as `problem_of` requires."""
+        tensors = self.query, self.key, self.value
+        return all(t.dim() == 4 for t in tensors) and self.resolve_mask() is not None
+
     def sizes(self) -> tuple[int, int, int]:
         """Return (batch, seqlen_q, seqlen_k), for 4-D tensors; see `AttentionCall.sizes`."""
         return self.mask.sizes(self.query, self.key)
@@ -159,6 +164,10 @@ class UncheckedNorm:
         if any_autocast():
             self.input, self.residual = autocast_norm(self.input, self.residual)
         return self.options.prepare(self.input.dtype)
+
+    def is_resolved(self) -> bool:
+        """Return True: `problem_of` requires nothing of a norm call."""
+        return True
 
     def draw_seed(self) -> Tensor:
         """Draw a dropout seed, store it in the options and return it.

@@ -14,7 +14,6 @@ fewer calls:
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
@@ -29,7 +28,7 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from fused_attn import functional
-from fused_attn.backends import AttentionProblem, default_backend, select, verdicts, wanted_backend
+from fused_attn.backends import AttentionProblem, default_backend, wanted_backend
 from fused_attn.backends import sdpa as sdpa_backend
 from fused_attn.backends.registry import choose
 from fused_attn.base.torch_state import in_transform, needs_grad
@@ -171,7 +170,6 @@ def _registered() -> Library:
         library._destroy()  # the traceback would keep the library and its kernels alive
         raise
     _forget_dispatch()
-    _cached_fallback_reason.cache_clear()
     sdpa_backend.torch_sdpa = _torch_implementation
     return library
 
@@ -260,59 +258,25 @@ def _fallback_reason(
             return f"attn_mask of {attn_mask.dtype}"
         types.add(type(attn_mask))
         bias_dtype = None if attn_mask.dtype == torch.bool else attn_mask.dtype
-    sizes = query.shape[-1], value.shape[-1]
-    facts: tuple[Any, ...] = (query.device, query.dtype, *sizes, bias_dtype, wanted_backend())
-    if default_backend(query.device) is None:
-        tensors = (query, key, value, attn_mask)
-        trains = needs_grad(*tensors)
-        kind = "causal" if is_causal else "none" if attn_mask is None else "dense"
-        kind = kind if bias_dtype is None else "bias"
-        learned_bias = trains and kind == "bias" and cast(Tensor, attn_mask).requires_grad
-        lengths = query.shape[-2], key.shape[-2]
-        facts += (verdicts.changes, kind, *lengths, dropout_p > 0.0, trains, learned_bias)
-    if types <= _PLAIN:
-        return _cached_fallback_reason(*facts)
-    if types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag:
-        return _cached_fallback_reason.__wrapped__(*facts)  # sizes may be symbolic and not hashable
-    return "a tensor subclass"
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_fallback_reason(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    bias_dtype: torch.dtype | None,
-    backend: str | None,
-    changes: int = 0,
-    mask: str = "none",
-    seqlen_q: int = 0,
-    seqlen_k: int = 0,
-    dropout: bool = False,
-    needs_grad: bool = False,
-    learned_bias: bool = False,
-) -> str:
-    """Return the reason why none of our kernels is chosen; empty if one is.
-
-    The result is cached, because choosing a backend takes as long as a call.
-
-    Args:
-        changes: `verdicts.changes`, so that new verdicts invalidate cached results. This argument
-            and those after it are passed only if the device has no default backend.
-    """
+    if not (types <= _PLAIN or (types <= _PLAIN | _TRACED and _TAG in _config.cache_key_tag)):
+        return "a tensor subclass"
     problem = AttentionProblem(
-        device, dtype, head_dim, head_dim_v, bias_dtype, mask=mask, seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k, dropout=dropout, needs_grad=needs_grad, learned_bias=learned_bias,
-    )  # fmt: skip
-    chosen, refusals = choose(problem, backend)
+        query.device, query.dtype, query.shape[-1], value.shape[-1], bias_dtype
+    )
+    if default_backend(query.device) is None:
+        problem.needs_grad = needs_grad(query, key, value, attn_mask)
+        problem.mask = "none" if attn_mask is None else "dense" if bias_dtype is None else "bias"
+        problem.mask = "causal" if is_causal else problem.mask
+        problem.learned_bias = bias_dtype is not None and needs_grad(attn_mask)
+        problem.seqlen_q, problem.seqlen_k = query.shape[-2], key.shape[-2]
+        problem.dropout = dropout_p > 0.0
+    chosen, refusals = choose(problem)
     if chosen is not None and not chosen.differentiable:
-        select(problem, backend)  # for its warnings
         return ""
     if refusals:
         name, reasons = refusals[0]
         return f"{name} {reasons[0]}"
-    return f"backend {backend} is asked for"
+    return f"backend {wanted_backend()} is asked for"
 
 
 def _below_autograd(*args: Any, **kwargs: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from fused_attn.backends import Backend, problem_of, reference, select
 from fused_attn.backends.registry import (
     backend_for_unchecked,
-    backend_of_torch,
+    get_backend,
     wanted_backend,
 )
 from fused_attn.base.flat import Flat, FlatT
@@ -234,7 +234,7 @@ def norm_by_choice(
     backend = select(problem_of(call), named)
     # Under torch.compile, default to torch's norm, which Inductor fuses with adjacent operations.
     if torch.compiler.is_compiling() and not named and call.options.dropout_p == 0.0:
-        backend = backend if wanted_backend() else backend_of_torch()
+        backend = backend if wanted_backend() else get_backend("sdpa")
     return norm_by(call, backend, want_total)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fused_attn.backends.registry import backend_is_set
+from fused_attn.backends.registry import wanted_backend
 from fused_attn.base import small_calls
 from fused_attn.base.autocast import any_autocast
 from fused_attn.base.torch_state import needs_grad
@@ -37,7 +37,7 @@ def layer_norm(
     if torch.compiler.is_compiling() or type(input) not in _PLAIN:
         return None
     count, limits = input.numel(), small_calls.limits
-    if count > limits.norm_training or backend_is_set():
+    if count > limits.norm_training or wanted_backend():
         return None
     shape = (normalized_shape,) if type(normalized_shape) is int else normalized_shape
     limit = limits.norm_forward

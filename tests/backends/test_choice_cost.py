@@ -46,21 +46,19 @@ def test_settings_that_decide_are_not_cached(monkeypatch):
 
     problem = AttentionProblem(torch.device("cpu"), torch.float32, 300, 300, needs_grad=True)
     seen = []
-    monkeypatch.setattr(
-        registry, "choose", lambda given, named=None: (seen.append(1), (chosen, []))[1]
-    )
-    chosen = registry.BACKENDS["eager"]
-    registry._chosen.cache_clear()
+    cpp = registry.BACKENDS["cpp"]
+    monkeypatch.setattr(cpp, "unsupported", lambda given: (seen.append(1), ["refused"])[1])
+    registry._first_for.cache_clear()
     try:
         for _ in range(2):
-            assert select(problem) is chosen
+            assert select(problem) is not cpp
         assert len(seen) == 1
         torch.use_deterministic_algorithms(True)
         select(problem)
         assert len(seen) == 2
     finally:
         torch.use_deterministic_algorithms(False)
-        registry._chosen.cache_clear()
+        registry._first_for.cache_clear()
 
 
 @pytest.mark.parametrize("head_dim", [264, 512])
@@ -71,7 +69,7 @@ def test_wide_heads_are_not_validated(head_dim, monkeypatch):
     def validated(call):
         raise AssertionError("the call was validated")
 
-    monkeypatch.setattr(autograd, "attention_shard", validated)
+    monkeypatch.setattr(autograd, "checked_attention", validated)
     query = torch.randn(1, 2, 4, head_dim)
     out = fused_attn.scaled_dot_product_attention(query, query, query, is_causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)

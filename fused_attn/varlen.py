@@ -13,8 +13,8 @@ from fused_attn.call.keywords import refuse
 from fused_attn.call.options import AttentionOptions
 from fused_attn.call.unchecked import UncheckedAttention
 from fused_attn.call.validation import (
+    check_floats,
     check_max_seqlen,
-    check_packed,
     check_same,
     checked_cu_seqlens,
 )
@@ -92,7 +92,7 @@ def varlen_attention(
     if kwargs:
         refuse("varlen_attention", kwargs)
     if type(query) is not Tensor or not query.dim() == key.dim() == value.dim() == 3:
-        check_packed(query, key, value)
+        check_floats({"query": query, "key": key, "value": value}, 3)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     spec = packed_spec(query, key, *lengths, masks.as_mask(attn_mask), is_causal)
     options = AttentionOptions(scale, softcap, dropout_p, seed)  # type: ignore[arg-type]

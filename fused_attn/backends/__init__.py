@@ -1,6 +1,6 @@
 """Backends of the ops, and the selection of a backend for each problem."""
 
-from fused_attn.backends.base import Backend, CacheUpdate
+from fused_attn.backends.base import Backend
 from fused_attn.backends.problem import AttentionProblem, NormProblem, problem_of
 from fused_attn.backends.registry import (
     available_backends,
@@ -14,7 +14,6 @@ from fused_attn.backends.registry import (
 __all__ = [
     "AttentionProblem",
     "Backend",
-    "CacheUpdate",
     "NormProblem",
     "available_backends",
     "default_backend",

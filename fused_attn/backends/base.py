@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -20,27 +20,12 @@ from fused_attn.call.calls import (
     NormOutputs,
     WeightsBackward,
 )
+from fused_attn.call.kv_cache import CacheUpdate
 
 Extent = Literal["all", "some", "none"]
 
 # The indices must match enum Activation in csrc/params.h.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh")
-
-
-class CacheUpdate(NamedTuple):
-    """New keys and values for a KV cache, and where `decode_attention` appends them.
-
-    Attributes:
-        key, value: (batch, num_heads_kv, seqlen_new, dim), or None to append nothing.
-        lengths: (batch,) integers; number of rows of each sequence that are already in the cache.
-        block_table: (batch, max_pages) integers; the pages of each sequence. None if the cache is
-            not paged.
-    """
-
-    key: Tensor | None
-    value: Tensor | None
-    lengths: Tensor
-    block_table: Tensor | None
 
 
 class Backend:

@@ -6,7 +6,7 @@ Each error message names the argument, and states the expected and the actual va
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -28,13 +28,28 @@ from fused_attn.masks.spec import MaskSpec, normalize
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def check_float(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, not nested or sparse: pad it")
-    if tensor.dtype not in _FLOATS:
-        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
+def check_floats(tensors: Mapping[str, object], ndim: int | None = None) -> None:
+    """Raise TypeError or ValueError unless all are dense float tensors, with `ndim` dimensions."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, not nested or sparse: pad it")
+        if tensor.dtype not in _FLOATS:
+            raise TypeError(
+                f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}"
+            )
+        if ndim is not None and tensor.dim() != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got {tuple(tensor.shape)}")
+
+
+def check_integers(name: str, tensor: object, query: Tensor | None = None) -> None:
+    """Raise TypeError or ValueError unless it is an integer tensor, on the device of query."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        got = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
+    if query is not None:
+        check_same(name, "device", tensor.device, query.device, "query")
 
 
 def check_same(name: str, what: str, got: object, expected: object, of: str) -> None:
@@ -42,13 +57,31 @@ def check_same(name: str, what: str, got: object, expected: object, of: str) -> 
         raise ValueError(f"{name} must have {what} {expected} (as {of}), got {got}")
 
 
+def check_like_query(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless all tensors have the dtype and device of the one named "query"."""
+    dtype, device = tensors["query"].dtype, tensors["query"].device
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype or tensor.device != device:
+            check_same(name, "dtype", tensor.dtype, dtype, "query")
+            check_same(name, "device", tensor.device, device, "query")
+
+
+def check_heads(name: str, query: Tensor, key: Tensor) -> None:
+    """Raise ValueError unless dimension 1 of query is a multiple of that of key, which is named."""
+    num_heads, num_heads_kv = query.shape[1], key.shape[1]
+    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
+        raise ValueError(
+            f"{name} must have num_heads_kv that divides num_heads {num_heads} (of query), "
+            f"got {num_heads_kv}"
+        )
+
+
 def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
         if tensor.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got {tuple(tensor.shape)}")
-        if tensor is not query:
-            check_same(name, "dtype", tensor.dtype, query.dtype, "query")
-            check_same(name, "device", tensor.device, query.device, "query")
+    check_like_query(tensors)
     check_same("key", "head_dim", key.shape[-1], query.shape[-1], "query")
     check_same("value", "seqlen_k", value.shape[-2], key.shape[-2], "key")
 
@@ -76,10 +109,7 @@ def check_length(*seqlens: int) -> None:
 
 
 def checked_cu_seqlens(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor) -> Tensor:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
-    check_same(name, "device", cu_seqlens.device, rows.device, "query")
+    check_integers(name, cu_seqlens, rows)
 
     def converted() -> Tensor | None:
         check_cu_seqlens(name, cu_seqlens, max_seqlen, rows.shape[0])
@@ -100,7 +130,7 @@ def check_norm(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> None:
-    check_float("input", input)
+    check_floats({"input": input})
     if not shape:
         raise ValueError("normalized_shape must have at least one dimension, got ()")
     if tuple(input.shape[-len(shape) :]) != shape:
@@ -110,14 +140,14 @@ def check_norm(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        check_float(name, parameter)
+        check_floats({name: parameter})
         if tuple(parameter.shape) != shape:
             raise ValueError(
                 f"{name} must have shape {shape} (normalized_shape), got {tuple(parameter.shape)}"
             )
         check_same(name, "device", parameter.device, input.device, "input")
     if residual is not None:
-        check_float("residual", residual)
+        check_floats({"residual": residual})
         if residual.shape != input.shape:
             raise ValueError(
                 f"residual must have shape {tuple(input.shape)} (as input), "
@@ -141,8 +171,7 @@ def checked_attention(
         ValueError, TypeError: an argument is invalid; the message states expected and actual
             values.
     """
-    for name in ("query", "key", "value"):
-        check_float(name, getattr(call, name))
+    check_floats({"query": call.query, "key": call.key, "value": call.value})
     query, key, value = autocast(call.query, call.key, call.value)
     given: Any = call.attn_mask
     if isinstance(given, MaskSpec) and given.cu_seqlens_q is not None:
@@ -157,14 +186,6 @@ def checked_attention(
     return attention_call(q, k, v, mask, call.options), leading
 
 
-def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ValueError or TypeError unless query, key and value are 3-D float tensors."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_float(name, tensor)
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions, got {tuple(tensor.shape)}")
-
-
 def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Validate packed (total, num_heads, head_dim) tensors and view them as 4-D tensors.
 
@@ -172,13 +193,8 @@ def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         Views of query, key and value, (1, num_heads, total, head_dim).
     """
     check_qkv(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
-    num_heads, num_heads_kv = query.shape[1], key.shape[1]
-    check_same("value", "num_heads_kv", value.shape[1], num_heads_kv, "key")
-    if num_heads and (num_heads_kv == 0 or num_heads % num_heads_kv):
-        raise ValueError(
-            f"key must have num_heads_kv that divides num_heads {num_heads} (of query), "
-            f"got {num_heads_kv}"
-        )
+    check_same("value", "num_heads_kv", value.shape[1], key.shape[1], "key")
+    check_heads("key", query, key)
     return [t.transpose(0, 1)[None] for t in (query, key, value)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_attn.base.autocast import autocast
 from fused_attn.base.shapes import canonical
 from fused_attn.call.options import AttentionOptions
-from fused_attn.call.validation import check_float, check_packed, check_qkv
+from fused_attn.call.validation import check_floats, check_qkv
 from fused_attn.distributed.agreement import DTYPES, agreed, learned
 from fused_attn.distributed.ranks import Ranks, index_of, size_of
 from fused_attn.distributed.sharding import Runs, Sharding, runs_of
@@ -161,11 +161,10 @@ def prepared(call: Arguments, groups: list[Ranks]) -> Prepared:
 def _local(call: Arguments, groups: list[Ranks]) -> _Local:
     """Validate what this rank can validate without the others."""
     query, key, value = call.query, call.key, call.value
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_float(name, tensor)
+    check_floats({"query": query, "key": key, "value": value})
     query, key, value = autocast(query, key, value)
     if call.packed:
-        check_packed(query, key, value)
+        check_floats({"query": query, "key": key, "value": value}, 3)
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     elif call.cu_seqlens[1] is not None:
         raise ValueError("cu_seqlens_k must be given together with cu_seqlens_q")

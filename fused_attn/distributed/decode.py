@@ -14,11 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_attn.backends import problem_of, select
-from fused_attn.base.torch_state import host_readable
+from fused_attn.base.torch_state import host_readable, plain_eager
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.kv_cache import (
+    check_decode_tensors,
+    checked_cache_lengths,
+    with_cache_lengths,
+)
 from fused_attn.call.merged import MergedOutputs
 from fused_attn.call.options import AttentionOptions
-from fused_attn.decode import check_decode_tensors, checked_cache_lengths, with_cache_lengths
 from fused_attn.distributed.agreement import DTYPES, agreed
 from fused_attn.distributed.arguments import check_positions
 from fused_attn.distributed.ranks import Mesh, Ranks, ranks_of
@@ -99,7 +103,9 @@ def decode_attention(
         sharding = Sharding.of_lengths([rank["rows"] for rank in of_ranks])
     batch, num_heads, seqlen_q, _ = query.shape
     seqlen_new = 0 if key is None else key.shape[2]
-    given_lengths, _ = checked_cache_lengths(cache_lengths, query, seqlen_new, sharding.length)
+    given_lengths, _ = checked_cache_lengths(
+        cache_lengths, query, seqlen_new, sharding.length, plain_eager(query)
+    )
     lengths = torch.as_tensor(given_lengths, device=query.device)
     mask = with_cache_lengths(own.mask, is_causal and seqlen_q != 1, lengths, seqlen_new)
     spec = normalize(mask, batch, num_heads, seqlen_q, sharding.length, query)
@@ -155,12 +161,7 @@ def _checked(
     softcap: float | None,
 ) -> _Checked:
     """Validate what this rank can validate without the others."""
-    if (key is None) != (value is None):
-        missing, there = ("key", "value") if key is None else ("value", "key")
-        raise ValueError(f"{missing} must be given with {there}, got None")
-    if key is not None and value is not None:
-        given = {**given, "key": key, "value": value}
-    check_decode_tensors(given)
+    check_decode_tensors(**given, key=key, value=value)
     query, caches = given["query"], (given["key_cache"], given["value_cache"])
     check_positions("key_cache", positions, caches[0].shape[2], groups)
     options = AttentionOptions(scale, softcap)  # type: ignore[arg-type]

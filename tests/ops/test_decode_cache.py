@@ -159,7 +159,7 @@ def test_pages_are_read_where_they_are(backend, monkeypatch):
     def never(*args):
         raise AssertionError("pages were copied, or new keys written twice")
 
-    for name in ("_write", "_gather_pages"):
+    for name in ("append", "contiguous_rows"):
         monkeypatch.setattr(decoding, name, never)
     tensors = random_qkv(3, 4, 2, 2, CAPACITY, 64)
     query, key, value = (t.to(device_of(backend), torch.bfloat16) for t in tensors.values())

@@ -98,7 +98,7 @@ def problem_of_probe(probe):
         for module in ("ops.autograd", "nn.weights", "decode"):
             patch.setattr(f"fused_attn.{module}.select", chosen)
         patch.setattr("fused_attn.ops.autograd.backend_for_unchecked", lambda *args: None)
-        patch.setattr("fused_attn.decode._of_cpu", lambda *args: None)
+        patch.setattr("fused_attn.decode._unchecked_call", lambda *args: None)
         with pytest.raises(NotImplementedError), torch.set_grad_enabled(probe.timed.gradients):
             call(*leaves)
     return seen[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import verdicts
-from fused_attn.backends.base import Backend, CacheUpdate, Extent
+from fused_attn.backends.base import Backend, Extent
 from fused_attn.backends.cuda import attention, norm
 from fused_attn.backends.cuda.module import compiled, emulated, unavailable, use_module
 from fused_attn.backends.problem import AttentionProblem, Problem, kernel_limits, too_old
@@ -27,6 +27,7 @@ from fused_attn.call.calls import (
     NormGradients,
     NormOutputs,
 )
+from fused_attn.call.kv_cache import CacheUpdate
 
 __all__ = ["CudaBackend", "emulated", "use_module"]
 

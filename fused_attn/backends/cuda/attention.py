@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_attn.backends.base import CacheUpdate
 from fused_attn.backends.cuda.module import (
     BLOCKS_PER_MULTIPROCESSOR,
     compiled,
@@ -24,6 +23,7 @@ from fused_attn.call.calls import (
     AttentionGradients,
     AttentionOutputs,
 )
+from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks.spec import with_summaries
 
 # Kernels load rows in chunks of CHUNK_BYTES. They compute offsets within a tile in 32 bits, which

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from fused_attn.backends import reference, verdicts
-from fused_attn.backends.base import CacheUpdate
 from fused_attn.backends.engine import EngineBackend
 from fused_attn.backends.flash import engine_base
 from fused_attn.backends.flash.decode import decode
@@ -33,6 +32,7 @@ from fused_attn.backends.flash.plan import Layout, Plan, layout_of, plan_of
 from fused_attn.backends.problem import AttentionProblem, NormProblem, Problem, problem_of
 from fused_attn.base.torch_state import is_intercepted, needs_grad
 from fused_attn.call.calls import AttentionCall, AttentionOutputs
+from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks import band
 
 DTYPES = (torch.float16, torch.bfloat16)

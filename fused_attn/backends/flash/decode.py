@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_attn.backends.base import CacheUpdate
 from fused_attn.backends.flash.engine_base import window_of
 from fused_attn.backends.flash.engines import FlashAttention2
 from fused_attn.backends.flash.plan import Plan, plan_of
 from fused_attn.call.calls import AttentionCall
+from fused_attn.call.kv_cache import CacheUpdate
 from fused_attn.masks.band import band_of
 from fused_attn.masks.memo import recall_on_tensor
 

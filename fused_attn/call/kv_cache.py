@@ -1,0 +1,273 @@
+"""KV caches: validation, masks, appending, and conversion of pages to contiguous tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_attn import masks
+from fused_attn.base.torch_state import PLAIN_TYPES, plain_eager
+from fused_attn.call.validation import (
+    check_floats,
+    check_heads,
+    check_integers,
+    check_length,
+    check_like_query,
+    check_same,
+)
+from fused_attn.masks import Mask
+from fused_attn.masks.memo import recall, recall_on_tensor
+
+CAUSAL = masks.causal("bottom_right")
+NO_GRAD = (
+    "{name} must not require grad: caches are overwritten, so no gradient can go through them; "
+    "call decode_attention under torch.no_grad()"
+)
+
+
+class CacheUpdate(NamedTuple):
+    """A KV cache, and the new keys and values that `decode_attention` appends to it.
+
+    Attributes:
+        caches: key_cache and value_cache, (batch, num_heads_kv, max_len, dim), or (num_pages,
+            num_heads_kv, page_size, dim) with a block table.
+        key, value: (batch, num_heads_kv, seqlen_new, dim), or None to append nothing.
+        lengths: (batch,) integers; number of rows of each sequence that are already in the cache.
+            Backends get a tensor.
+        block_table: (batch, max_pages) integers; the pages of each sequence. None if the cache is
+            not paged.
+        capacity: largest number of rows of a sequence.
+        ends: smallest and largest number of rows of a sequence after the update; None if the host
+            cannot read the lengths.
+        plain: True if nothing intercepts the call and no tensor is of a subclass.
+    """
+
+    caches: tuple[Tensor, Tensor]
+    key: Tensor | None
+    value: Tensor | None
+    lengths: Any  # Tensor | Sequence[int]
+    block_table: Tensor | None
+    capacity: int
+    ends: tuple[int, int] | None
+    plain: bool
+
+    @property
+    def seqlen_new(self) -> int:
+        """Number of new rows of each sequence."""
+        return 0 if self.key is None else self.key.shape[2]
+
+
+# ---- validation ---------------------------------------------------------------------------------
+
+
+def checked_update(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    lengths: Tensor | Sequence[int],
+    block_table: Tensor | None,
+) -> CacheUpdate:
+    """Validate the arguments of `decode_attention` that describe the cache.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message states expected and actual
+            values.
+    """
+    check_decode_tensors(query, key_cache, value_cache, key, value)
+    capacity = key_cache.shape[2]
+    if block_table is None:
+        check_same("key_cache", "batch", key_cache.shape[0], query.shape[0], "query")
+    else:
+        check_integers("block_table", block_table, query)
+        batch = query.shape[0]
+        if block_table.dim() != 2 or block_table.shape[0] != batch:
+            raise ValueError(
+                f"block_table must have shape ({batch}, max_pages), got {tuple(block_table.shape)}"
+            )
+        capacity *= block_table.shape[1]
+        check_length(capacity)
+    plain = plain_eager(query, key_cache, value_cache, key, value, block_table)
+    seqlen_new = 0 if key is None else key.shape[2]
+    lengths, ends = checked_cache_lengths(lengths, query, seqlen_new, capacity, plain)
+    if block_table is not None and ends is not None and plain and query.device.type == "cpu":
+        _check_pages(block_table, key_cache, torch.as_tensor(lengths) + seqlen_new)
+    caches = key_cache, value_cache
+    return CacheUpdate(caches, key, value, lengths, block_table, capacity, ends, plain)
+
+
+def check_decode_tensors(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+) -> None:
+    """Raise ValueError or TypeError unless the tensors of a decoding step fit together.
+
+    The batch of the cache is not checked.
+    """
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    if (key is None) != (value is None):
+        missing, there = ("key", "value") if key is None else ("value", "key")
+        raise ValueError(f"{missing} must be given with {there}, got None")
+    if key is not None and value is not None:
+        tensors.update(key=key, value=value)
+    check_floats(tensors, 4)
+    check_like_query(tensors)
+    grad_enabled = torch.is_grad_enabled()
+    for name, tensor in tensors.items():
+        if grad_enabled and tensor.requires_grad:
+            raise ValueError(NO_GRAD.format(name=name))
+    check_same("key_cache", "head_dim", key_cache.shape[3], query.shape[3], "query")
+    check_same(
+        "value_cache", "shape", tuple(value_cache.shape[:3]), tuple(key_cache.shape[:3]),
+        "key_cache but for the last dimension",
+    )  # fmt: skip
+    check_heads("key_cache", query, key_cache)
+    if key is not None and value is not None:
+        new_rows = query.shape[0], key_cache.shape[1], key.shape[2]
+        for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+            expected = (*new_rows, cache.shape[3])
+            if new.shape != expected:
+                raise ValueError(f"{name} must have shape {expected}, got {tuple(new.shape)}")
+            strides = cache.stride()
+            if 0 in strides and any(
+                n > 1 and s == 0 for n, s in zip(cache.shape, strides, strict=True)
+            ):
+                raise ValueError(f"{name}_cache must be written to, got an expanded tensor")
+
+
+def checked_cache_lengths(
+    lengths: Tensor | Sequence[int], query: Tensor, seqlen_new: int, capacity: int, plain: bool
+) -> tuple[Tensor | Sequence[int], tuple[int, int] | None]:
+    """Validate cache_lengths and convert them to a tensor, unless they are a list or tuple of ints.
+
+    Args:
+        plain: False if the values of a tensor must not be read, see `CacheUpdate`.
+
+    Returns:
+        The lengths, and `CacheUpdate.ends`.
+    """
+    batch, values = query.shape[0], None
+    if type(lengths) in (list, tuple) and lengths and all(type(n) is int for n in lengths):
+        values = lengths
+        shape: tuple[int, ...] = (len(lengths),)
+    else:
+        if not isinstance(lengths, Tensor):
+            try:
+                lengths = torch.as_tensor(lengths)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"cache_lengths must be a tensor or integers, got {lengths}"
+                ) from error
+            lengths = lengths.long() if lengths.numel() == 0 else lengths
+        check_integers("cache_lengths", lengths)
+        shape = tuple(lengths.shape)
+        readable = plain and type(lengths) in PLAIN_TYPES and lengths.device.type == "cpu"
+        if readable and len(shape) == 1:
+            values = lengths.tolist()
+    if shape != (batch,):
+        raise ValueError(f"cache_lengths must have shape ({batch},), got {shape}")
+    if not values:
+        return lengths, None
+    least, most = min(values), max(values)
+    if least < 0 or most + seqlen_new > capacity:
+        raise ValueError(
+            f"cache_lengths must be in [0, {capacity - seqlen_new}] (room of the cache less "
+            f"{seqlen_new} new positions), got [{least}, {most}]"
+        )
+    return lengths, (least + seqlen_new, most + seqlen_new)
+
+
+def _check_pages(block_table: Tensor, cache: Tensor, ends: Tensor) -> None:
+    """Raise ValueError if block_table has an invalid page before the end of a sequence."""
+    num_pages, _, page_size, _ = cache.shape
+    needed = torch.arange(block_table.shape[1]) * page_size < ends[:, None]
+    wrong = needed & ((block_table < 0) | (block_table >= num_pages))
+    if wrong.any():
+        raise ValueError(
+            f"block_table must have pages in [0, {num_pages}) up to the end of each sequence, got "
+            f"{int(block_table[wrong][0])}"
+        )
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+
+def with_cache_lengths(
+    mask: Mask | None, is_causal: bool, lengths: Tensor, seqlen_new: int
+) -> Mask:
+    """Return the mask restricted to cached and new positions.
+
+    The result is cached on the mask, or on lengths without a mask, so all layers share it.
+    """
+
+    def make() -> Mask:
+        # The sum is always a new tensor. The cached mask must not reference `lengths`.
+        whole = masks.padding(lengths + seqlen_new)
+        whole = whole & CAUSAL if is_causal else whole
+        return whole if mask is None else mask & whole
+
+    key = ("decode", is_causal, seqlen_new)
+    if mask is None:
+        return recall_on_tensor(lengths, key, [lengths], make)
+    return recall(mask.memo, key, [lengths], lengths.device, make)
+
+
+# ---- rows of a cache ----------------------------------------------------------------------------
+
+
+def append(update: CacheUpdate) -> None:
+    """Write the new keys and values to the cache, in place."""
+    if update.key is None or update.value is None:
+        return
+    pairs = list(zip(update.caches, (update.key, update.value), strict=True))
+    seqlen_new, table, ends = update.key.shape[2], update.block_table, update.ends
+    if table is None and ends is not None and ends[0] == ends[1]:
+        for cache, new in pairs:
+            cache.narrow(2, ends[0] - seqlen_new, seqlen_new).copy_(new)
+        return
+    batch, device = update.key.shape[0], update.key.device
+    lengths = torch.as_tensor(update.lengths, device=device).to(torch.int64)
+    row = lengths[:, None] + torch.arange(seqlen_new, device=device)
+    if table is None:
+        holder = torch.arange(batch, device=device)[:, None]
+    else:
+        page_size = update.caches[0].shape[2]
+        holder = table.to(torch.int64).gather(1, row // page_size)
+        row = row % page_size
+    for cache, new in pairs:
+        cache[holder, :, row] = new.transpose(1, 2)
+
+
+def contiguous_rows(update: CacheUpdate) -> list[Tensor]:
+    """Return keys and values of `capacity` rows, (batch, num_heads_kv, capacity, dim).
+
+    Pages are copied up to the longest sequence if the host knows its length. Rows behind the end of
+    a sequence are not initialized.
+    """
+    table = update.block_table
+    if table is None:
+        return list(update.caches)
+    longest = update.capacity if update.ends is None else update.ends[1]
+    return [_gather_pages(cache, table, longest) for cache in update.caches]
+
+
+def _gather_pages(cache: Tensor, block_table: Tensor, longest: int) -> Tensor:
+    """Copy the pages of each sequence that hold its first `longest` rows."""
+    num_pages, num_heads, page_size, dim = cache.shape
+    batch, max_pages = block_table.shape
+    used = min(-(-longest // max(page_size, 1)), max_pages)
+    whole = cache.new_empty(batch, num_heads, max_pages * page_size, dim)
+    if whole.numel() == 0 or num_pages == 0:
+        return whole
+    # Entries beyond the end of a sequence may be invalid page indices.
+    table = block_table[:, :used].to(torch.int64).clamp(0, num_pages - 1)
+    pages = whole.view(batch, num_heads, max_pages, page_size, dim)
+    pages[:, :, :used] = cache[table].transpose(1, 2)
+    return whole

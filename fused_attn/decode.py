@@ -208,7 +208,8 @@ def _attend(
     spec = normalize(mask, batch, num_heads, seqlen_q, update.capacity, query)
     call = attention_call(query, *update.caches, spec, options)
     chosen = select(problem_of(call, "lse" if want_lse else "out"), named)
-    if update.plain and plain_eager(update.lengths, *mask.tensors()):
+    empty = update.capacity == 0 or any(0 in t.shape for t in (query, *update.caches))
+    if not empty and update.plain and plain_eager(update.lengths, *mask.tensors()):
         call = replace(call, mask=with_summaries(spec, chosen.tile_summary))
         results = chosen.attention_decode(call, update)
         if results is not None:

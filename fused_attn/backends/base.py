@@ -183,8 +183,8 @@ class Backend:
         Args:
             call: key and value are the caches, (batch, num_heads_kv, max_len, dim), or (num_pages,
                 num_heads_kv, page_size, dim) with a block table. The mask sets the end of each
-                sequence.
-            update: the keys and values to append.
+                sequence. No tensor is empty.
+            update: the cache, and the keys and values to append.
 
         Returns:
             out and lse. None if no kernel supports the problem; the cache is then unchanged.

@@ -63,24 +63,17 @@ def attention_fwd(call: AttentionCall, outputs: AttentionOutputs) -> None:
 def attention_decode(call: AttentionCall, update: CacheUpdate) -> tuple[Tensor, Tensor] | None:
     """Implement `Backend.attention_decode`."""
     query, key_cache, value_cache = call.query, call.key, call.value
-    batch, num_heads, seqlen_q, _ = query.shape
-    num_pages, page_size = (1, key_cache.shape[2])
-    if update.block_table is not None:
-        num_pages = update.block_table.shape[1]
-    seqlen_k = num_pages * page_size
-    if 0 in (batch, num_heads, seqlen_q, seqlen_k, query.shape[3], value_cache.shape[3]):
-        return None
-    if decode_rows(query, key_cache, seqlen_q) > MAX_DECODE_ROWS:
+    if decode_rows(query, key_cache, query.shape[2]) > MAX_DECODE_ROWS:
         return None
     if any(in_chunks(cache) is not cache for cache in (key_cache, value_cache)):
         return None  # the kernel would append to a copy
     out, lse, *_ = call.outputs(False)
     call, fields = call_fields(call, out)
-    fields["seqlen_k"], fields["lse"] = seqlen_k, lse
+    fields["seqlen_k"], fields["lse"] = update.capacity, lse
     if update.block_table is not None:
         fields["block_table"] = update.block_table.to(torch.int32).contiguous()
-        fields["block_table_stride"] = num_pages
-        fields["page_size"] = page_size
+        fields["block_table_stride"] = update.block_table.shape[1]
+        fields["page_size"] = key_cache.shape[2]
     if update.key is not None and update.value is not None:
         fields["new_key"], fields["new_value"] = in_chunks(update.key), in_chunks(update.value)
         fields["cache_lengths"] = update.lengths.to(query.device, torch.int32).clamp(min=0)

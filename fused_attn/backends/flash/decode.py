@@ -31,13 +31,9 @@ def decode(
     table, band = update.block_table, band_of(call.mask)
     if band is None or band.left or band.lengths != 1:  # the lengths are those of the cache alone
         return None
-    if any(0 in t.shape for t in (query, key, value)) or query.shape[3] % 8:
+    if query.shape[3] % 8 or (table is not None and key.shape[2] % PAGE_MULTIPLE):
         return None
-    page_size = key.shape[2]
-    if table is not None and (page_size % PAGE_MULTIPLE or table.shape[1] == 0):
-        return None
-    capacity = page_size if table is None else page_size * table.shape[1]
-    plan = plan_of(band, False, query.shape[2], capacity)
+    plan = plan_of(band, False, query.shape[2], update.capacity)
     if not isinstance(plan, Plan) or plan.square:
         return None
     causal, window = window_of(plan.left, plan.right, -1)

@@ -35,8 +35,7 @@ from fused_attn.version import __version__
 
 # fused_attn uses these packages if they are installed.
 OPTIONAL_PACKAGES = (
-    "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformers", "timm", "rich",
-    "matplotlib",
+    "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformers", "timm", "matplotlib",
 )  # fmt: skip
 
 

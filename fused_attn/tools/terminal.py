@@ -1,15 +1,12 @@
-"""Tables and progress bars, drawn by rich on a terminal if it is installed, else in plain text."""
+"""Tables and a line of progress in plain text; on a terminal, wrong rows are red."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TextIO
 
-NOTICE_SECONDS = 5.0
+_RED, _RESET, _CLEAR = "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -36,64 +33,33 @@ def show_table(
 
     Args:
         title, columns, rows: see `aligned`.
-        bad: indices of the rows to print in red if the output supports colours.
+        bad: indices of the rows to print in red on a terminal.
     """
-    if not _decorated(sys.stdout):
-        print(title, aligned(columns, rows), "", sep="\n")
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip
-    for name in columns:
-        number = name.startswith(">")
-        justify: Any = "right" if number else "left"
-        header = Text(name.removeprefix(">"))
-        table.add_column(header, justify=justify, no_wrap=number, overflow="fold")
-    for i, row in enumerate(rows):
-        # Wrapped in Text, because rich would parse "input[0]" as markup.
-        table.add_row(*map(Text, row), style="bold red" if i in bad else None)
-    Console(file=sys.stdout).print(table)
+    lines = aligned(columns, rows).split("\n")
+    for i in bad if sys.stdout.isatty() else ():
+        lines[i + 1] = f"{_RED}{lines[i + 1]}{_RESET}"
+    print(title, *lines, "", sep="\n")
 
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on stderr; yield a function that advances it by one of `total` steps.
+    """Count steps in a line on stderr, if that is a terminal.
 
-    The bar is drawn only in these calls, because a refresh thread would disturb measurements.
+    Yields a function that counts one of `total` steps. The line is written only in these calls,
+    because a thread would disturb measurements.
     """
-    if not _decorated(sys.stderr):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
+    done = -1
 
-    console = Console(file=sys.stderr)
-    with Progress(console=console, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        bar.refresh()
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if sys.stderr.isatty():
+            line = f"{_CLEAR}{description}: {done} of {total}"
+            print(line, end="", file=sys.stderr, flush=True)
 
-        def advance() -> None:
-            bar.update(task, advance=1, refresh=True)
-
-        yield advance
-
-
-@contextlib.contextmanager
-def notice(text: str) -> Iterator[None]:
-    """Print a line to stderr if the block takes longer than NOTICE_SECONDS."""
-    timer = threading.Timer(NOTICE_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
-    timer.start()
+    advance()
     try:
-        yield
+        yield advance
     finally:
-        timer.cancel()
-
-
-def _decorated(stream: TextIO) -> bool:
-    return stream.isatty() and importlib.util.find_spec("rich") is not None
+        if sys.stderr.isatty():
+            print(_CLEAR, end="", file=sys.stderr, flush=True)

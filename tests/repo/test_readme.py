@@ -53,7 +53,7 @@ def test_python_blocks_run(name):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_are_there(page):
     """Those in blocks and in backquotes: targets of make, and what fused-attn takes."""
-    from fused_attn.tools import arguments
+    from fused_attn.tools import cli
 
     text = page.read_text("utf-8")
     code = "\n".join(
@@ -64,7 +64,7 @@ def test_commands_are_there(page):
     assert not {target for line in made for target in line.split()} - targets
     for line in re.findall(r"^fused-attn (.+?)(?: *#.*)?$", code, re.MULTILINE):
         if line != "...":
-            arguments.parser().parse_args(line.split())
+            cli.parser().parse_args(line.split())
 
 
 def test_every_mask_is_listed():

@@ -427,7 +427,7 @@ def test_graphs_on_a_gpu(name):
 @pytest.fixture
 def command(verdict_folder, monkeypatch, capsys):
     """fused-attn verify of a small plan; its exit status, stdout and stderr."""
-    monkeypatch.setattr(cli, "plan", lambda quick, graphs: small_plan())
+    monkeypatch.setattr(plan, "plan", lambda quick, graphs: small_plan())
 
     def run(*argv):
         status = cli.main(["verify", *argv])

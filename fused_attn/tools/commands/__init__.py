@@ -1,0 +1,1 @@
+"""Commands of `fused-attn`: each module declares its arguments and runs."""

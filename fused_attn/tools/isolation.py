@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import multiprocessing
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_PARENT_OF_PACKAGE = Path(__file__).resolve().parents[2]
+_SPAWN = multiprocessing.get_context("spawn")  # CUDA does not work in a forked process
 
 
 class WorkerError(RuntimeError):
@@ -28,15 +26,16 @@ class Worker:
 
     Args:
         limit: seconds after which a step is given up.
-        context: function without arguments that returns a context for all steps, or None.
+        context: function without arguments that returns a context for all steps.
     """
 
     def __init__(
-        self, limit: float, context: Callable[[], AbstractContextManager[Any]] | None = None
+        self,
+        limit: float,
+        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._limit, self._context = limit, context
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._running: tuple[SpawnProcess, Connection] | None = None
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Return function(*args), computed in the process.
@@ -44,63 +43,44 @@ class Worker:
         Raises:
             WorkerError: the process died or took too long. The next call starts another one.
         """
-        if self._process is None:
-            self._start()
-        assert self._process is not None and self._connection is not None
+        process, connection = self._running = self._running or self._start()
         try:
-            self._connection.send((function, args))
-            self._connection.recv()  # when the function begins: importing torch takes seconds
-            if not self._connection.poll(self._limit):
-                raise WorkerError(f"no result after {self._limit:.0f} s")
-            result: T = self._connection.recv()
-            return result
+            connection.send((function, args))
+            connection.recv()  # when the function begins: importing torch takes seconds
+            if connection.poll(self._limit):
+                result: T = connection.recv()
+                return result
+            why = f"no result after {self._limit:.0f} s"
         except (EOFError, ConnectionError):
-            raise WorkerError(f"the process died ({_death(self._process.wait())})") from None
-        finally:
-            if sys.exc_info()[0] is not None:
-                self.stop()
+            process.join()
+            why = f"the process died ({_death(process.exitcode or 0)})"
+        self.stop()
+        raise WorkerError(why)
 
     def stop(self) -> None:
         """End the process, if there is one."""
-        if self._process is not None and self._connection is not None:
-            self._connection.close()
-            self._process.kill()
-            self._process.wait()
-        self._process = self._connection = None
+        if self._running is not None:
+            process, connection = self._running
+            connection.close()
+            process.kill()
+            process.join()
+        self._running = None
 
-    def _start(self) -> None:
-        # Not multiprocessing.Process, which would import the main module of the program again.
-        self._connection, other = Pipe()
-        code = f"from fused_attn.tools import isolation; isolation.serve({other.fileno()})"
-        path = os.pathsep.join([str(_PARENT_OF_PACKAGE), os.environ.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[other.fileno()],
-            env=os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)},
-        )
+    def _start(self) -> tuple[SpawnProcess, Connection]:
+        connection, other = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_serve, args=(other, self._context), daemon=True)
+        process.start()
         other.close()
-        self._connection.send(self._context)
+        return process, connection
 
 
-def serve(file_descriptor: int) -> None:
+def _serve(connection: Connection, context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Run the functions that arrive on a connection, until its other end is closed."""
-    connection = Connection(file_descriptor)
-    try:
-        context = connection.recv()
-        if context is None:
-            _answer(connection)
-        else:
-            with context():
-                _answer(connection)
-    except (EOFError, ConnectionError):
-        pass
-
-
-def _answer(connection: Connection) -> None:
-    while True:
-        function, args = connection.recv()
-        connection.send(None)
-        connection.send(function(*args))
+    with contextlib.suppress(EOFError, ConnectionError), context():
+        while True:
+            function, args = connection.recv()
+            connection.send(None)
+            connection.send(function(*args))
 
 
 def _death(status: int) -> str:

@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -88,7 +88,6 @@ def compare(
         ValueError: the model is already swapped, is float64, or contains nothing that is fused; or
             its outputs with eager attention set no valid limit, because they do not repeat or are
             far from those in float64.
-        TypeError: the model fails, and one of the arguments is a tuple, list or mapping.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -111,7 +110,7 @@ def compare(
     with progress("comparing", 2 * runs + 1 if backward else runs + 1) as advance:
         recorder = Recorder(_watched(model, swap), backward, dtype, advance)
         with _eager_kernels():
-            with torch.autocast(device_of(model).type, enabled=False), _arguments_named(args):
+            with torch.autocast(device_of(model).type, enabled=False):
                 float64_model = _eager(copy.deepcopy(model).double())
                 inputs = copied(args, torch.float64), copied(kwargs, torch.float64)
                 truth = recorder.run(float64_model, *inputs)
@@ -197,27 +196,6 @@ def _check(model: Module) -> torch.dtype:
         )
     # For a model in mixed precision, return the dtype with the largest eps.
     return max(dtypes, key=lambda d: torch.finfo(d).eps)
-
-
-@contextlib.contextmanager
-def _arguments_named(args: tuple[Any, ...]) -> Iterator[None]:
-    """Re-raise a failure as a TypeError that explains how to pass arguments.
-
-    Applies only if one of the arguments is a container, which suggests wrong usage.
-    """
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        got = next((a for a in args if isinstance(a, (tuple, list, Mapping))), None)
-        if got is None:
-            raise
-        raise TypeError(
-            f"arguments must be given as the model takes them, compare(model, *args, **kwargs), "
-            f"got a {type(got).__name__} of {len(got)}, with which it fails: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _watched(model: Module, swap: SwapReport) -> set[str]:

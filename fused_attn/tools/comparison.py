@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from fused_attn.call.call_counts import CallCounts
 from fused_attn.integrations.attention_in_code import CALLS_SDPA
-from fused_attn.swap import Skipped, SwapReport
+from fused_attn.swap import SwapReport
 from fused_attn.tools.terminal import aligned
 
 # Header of `ComparisonReport.table`. Columns that begin with ">" are aligned to the right.
@@ -113,22 +113,14 @@ class ComparisonReport:
 
     def left_alone(self) -> list[str]:
         """Return one line per type of module and reason for not swapping it, with module names."""
+        left: dict[tuple[str, str], list[str]] = {}
+        for entry in (*self.swap.skipped, *self.swap.unfused):
+            if self.calls is None or entry.reason != CALLS_SDPA:  # `calls` reports those
+                left.setdefault((entry.type, entry.reason), []).append(entry.name)
         return [
             f"left alone: {len(names)} x {type_name} ({_some(names)}): {reason}"
-            for (type_name, reason), names in self._left().items()
+            for (type_name, reason), names in left.items()
         ]
-
-    def _left(self) -> dict[tuple[str, str], list[str]]:
-        left: dict[tuple[str, str], list[str]] = {}
-        for entry in self._not_swapped():
-            left.setdefault((entry.type, entry.reason), []).append(entry.name)
-        return left
-
-    def _not_swapped(self) -> Iterator[Skipped]:
-        yield from self.swap.skipped
-        for entry in self.swap.unfused:
-            if self.calls is None or entry.reason != CALLS_SDPA:  # `calls` reports those
-                yield entry
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict of JSON-serializable values."""

@@ -185,24 +185,23 @@ def copied(value: Any, dtype: torch.dtype | None = None, device: torch.device | 
 
     A tensor that occurs several times is copied once.
     """
-    return _copy(value, dtype, device, {})
+    copies: dict[int, Tensor] = {}
 
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                to = dtype if value.is_floating_point() else None
+                own = value.detach().clone().to(device, to)
+                copies[id(value)] = own.requires_grad_(value.requires_grad)
+            return copies[id(value)]
+        if isinstance(value, Mapping):
+            return {key: copy(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [copy(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
 
-def _copy(
-    value: Any, dtype: torch.dtype | None, device: torch.device | None, copies: dict[int, Any]
-) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in copies:
-            to = dtype if value.is_floating_point() else None
-            copy_ = value.detach().clone().to(device, to)
-            copies[id(value)] = copy_.requires_grad_(value.requires_grad)
-        return copies[id(value)]
-    if isinstance(value, Mapping):
-        return {key: _copy(item, dtype, device, copies) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_copy(item, dtype, device, copies) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return copy(value)
 
 
 def _within(name: str, module: str) -> bool:
